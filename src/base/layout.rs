@@ -1,0 +1,150 @@
+//! Every path below a data directory, in one place.
+//!
+//! ```text
+//! DIR/deltapath.json              what kind of data directory this is
+//! DIR/lock                        held by the one driver that serves it
+//! DIR/pool.img                    the pool's image, where the pool is made in a file
+//! DIR/pool/                       the pool: a plain directory, or where the image is mounted
+//!     volumes/<id>/record.json    node.json while staged, frozen.json while frozen
+//!     volumes/<id>/bytes/data.img
+//!     snapshots/<id>/record.json  allocated.map changed.map pending.map hashes
+//!     snapshots/<id>/bytes/data.img
+//!     staging/                    half-made and half-removed objects, emptied at start
+//! ```
+
+use std::path::{Path, PathBuf};
+
+use super::{SnapshotId, VolumeId};
+
+/// The paths of one data directory (`--data-dir`).
+#[derive(Clone, Debug)]
+pub struct DataDir(PathBuf);
+
+impl DataDir {
+    /// The layout below `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self(path.into())
+    }
+
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// `deltapath.json`: format version, driver name, pool kind.
+    pub fn manifest(&self) -> PathBuf {
+        self.0.join("deltapath.json")
+    }
+
+    /// `lock`: locked by the running driver.
+    pub fn lock(&self) -> PathBuf {
+        self.0.join("lock")
+    }
+
+    /// `pool.img`: the filesystem image of a pool made in a file.
+    pub fn pool_image(&self) -> PathBuf {
+        self.0.join("pool.img")
+    }
+
+    /// `pool/`: where objects live.
+    pub fn pool(&self) -> PoolDir {
+        PoolDir(self.0.join("pool"))
+    }
+}
+
+/// The paths of a pool.
+#[derive(Clone, Debug)]
+pub struct PoolDir(PathBuf);
+
+impl PoolDir {
+    /// The pool's root.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// `volumes/`.
+    pub fn volumes(&self) -> PathBuf {
+        self.0.join("volumes")
+    }
+
+    /// `snapshots/`.
+    pub fn snapshots(&self) -> PathBuf {
+        self.0.join("snapshots")
+    }
+
+    /// `staging/`.
+    pub fn staging(&self) -> PathBuf {
+        self.0.join("staging")
+    }
+
+    /// The directory of a volume.
+    pub fn volume(&self, id: &VolumeId) -> ObjectDir {
+        ObjectDir(self.volumes().join(id.as_str()))
+    }
+
+    /// The directory of a snapshot.
+    pub fn snapshot(&self, id: &SnapshotId) -> ObjectDir {
+        ObjectDir(self.snapshots().join(id.as_str()))
+    }
+}
+
+/// The files inside one volume or snapshot, wherever its directory is now.
+#[derive(Clone, Debug)]
+pub struct ObjectDir(PathBuf);
+
+impl ObjectDir {
+    /// The layout below `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self(path.into())
+    }
+
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// `record.json`.
+    pub fn record(&self) -> PathBuf {
+        self.0.join("record.json")
+    }
+
+    /// `node.json`: where a volume is staged and published on this node.
+    pub fn node(&self) -> PathBuf {
+        self.0.join("node.json")
+    }
+
+    /// `frozen.json`: the intent to freeze a mounted volume.
+    pub fn frozen(&self) -> PathBuf {
+        self.0.join("frozen.json")
+    }
+
+    /// `bytes/`: a directory of its own, so that a pool may make it a subvolume.
+    pub fn bytes(&self) -> PathBuf {
+        self.0.join("bytes")
+    }
+
+    /// `bytes/data.img`: the blocks.
+    pub fn data(&self) -> PathBuf {
+        self.bytes().join("data.img")
+    }
+
+    /// `allocated.map`: blocks that hold data.
+    pub fn allocated(&self) -> PathBuf {
+        self.0.join("allocated.map")
+    }
+
+    /// `changed.map`: blocks that may differ from another snapshot.
+    pub fn changed(&self) -> PathBuf {
+        self.0.join("changed.map")
+    }
+
+    /// `pending.map`: blocks whose hash is not written yet.
+    pub fn pending(&self) -> PathBuf {
+        self.0.join("pending.map")
+    }
+
+    /// `hashes`: one hash a block.
+    pub fn hashes(&self) -> PathBuf {
+        self.0.join("hashes")
+    }
+}

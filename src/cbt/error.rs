@@ -1,0 +1,41 @@
+//! What can go wrong with maps, hashes and deltas.
+
+use std::path::PathBuf;
+
+use crate::base::Stopped;
+use crate::sys;
+
+/// An error of the block maps.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kernel refused a call.
+    #[error(transparent)]
+    Sys(#[from] sys::Error),
+    /// A map file is not what was written: its checksum, magic or structure is wrong.
+    #[error("block map {} is damaged: {what}", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A map file of a version this build does not know.
+    #[error("block map {} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
+    UnknownVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        version: u32,
+        /// The version this build reads.
+        known: u32,
+    },
+    /// The caller is gone or out of time.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+}
+
+impl Error {
+    pub(crate) fn damaged(path: &std::path::Path, what: impl Into<String>) -> Self {
+        Error::Damaged { path: path.to_owned(), what: what.into() }
+    }
+}

@@ -1,0 +1,208 @@
+//! The hashes of a snapshot's blocks.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use super::hash::{BlockHash, UNKNOWN};
+use super::{Error, Result};
+use crate::sys::{Context, durable};
+
+const PAGE: usize = 4096;
+const HASH: usize = 32;
+/// Blocks whose hashes share a page; the last slot of a page is its checksum.
+pub(super) const SLOTS: u64 = (PAGE / HASH - 1) as u64;
+
+/// One BLAKE3 hash a block, in a sparse file of 4 KiB pages.
+///
+/// ```text
+/// page p    127 slots of 32 bytes: the hashes of blocks 127 p to 127 p + 126, zeros where unknown
+///           then 32 bytes: BLAKE3 of the page number (u64, little-endian) and the slots
+/// ```
+///
+/// Pages of a filesystem block, so that a child's file starts as a clone of its parent's and only
+/// changed pages take room. A hole means that nothing is known, which sends the reader to the data.
+/// The checksum covers the page number, so a page that landed in the wrong place is found too. A page
+/// that fails its check counts as unknown: it costs a read of the data, never a lost change. A slot
+/// counts only for a block that its snapshot's `allocated` holds and `pending` does not: a clone
+/// still carries the parent's hashes for all others.
+#[derive(Debug)]
+pub struct HashFile {
+    file: File,
+    path: PathBuf,
+}
+
+/// The slots of one page.
+#[derive(Clone)]
+pub(super) struct Page {
+    bytes: Box<[u8; PAGE]>,
+}
+
+impl Page {
+    fn empty() -> Self {
+        Page { bytes: Box::new([0; PAGE]) }
+    }
+
+    fn checksum(&self, number: u64) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&number.to_le_bytes()).update(&self.bytes[..PAGE - HASH]);
+        hasher.finalize()
+    }
+
+    /// The hash of a block of this page; `None` where it is unknown.
+    pub(super) fn get(&self, block: u64) -> Option<BlockHash> {
+        let at = (block % SLOTS) as usize * HASH;
+        let slot: BlockHash = self.bytes[at..at + HASH].try_into().expect("a slot is 32 bytes");
+        (slot != UNKNOWN).then_some(slot)
+    }
+
+    pub(super) fn set(&mut self, block: u64, hash: &BlockHash) {
+        let at = (block % SLOTS) as usize * HASH;
+        self.bytes[at..at + HASH].copy_from_slice(hash);
+    }
+}
+
+/// The page of a block.
+pub(super) fn page_of(block: u64) -> u64 {
+    block / SLOTS
+}
+
+impl HashFile {
+    /// Creates an empty file: nothing is known.
+    pub fn create(path: &Path) -> Result<Self> {
+        Ok(HashFile { file: durable::create_new(path)?, path: path.to_owned() })
+    }
+
+    /// Opens a file for reading and writing, such as a clone of the parent's.
+    pub fn open_for_update(path: &Path) -> Result<Self> {
+        let file = File::options().read(true).write(true).open(path).context("open", path)?;
+        Ok(HashFile { file, path: path.to_owned() })
+    }
+
+    /// Opens a file for reading.
+    pub fn open(path: &Path) -> Result<Self> {
+        Ok(HashFile { file: File::open(path).context("open", path)?, path: path.to_owned() })
+    }
+
+    /// Reads a page. Unknown where the file has a hole, ends, or fails the page's checksum.
+    pub(super) fn page(&self, number: u64) -> Result<Page> {
+        let mut page = Page::empty();
+        match self.file.read_exact_at(&mut page.bytes[..], number * PAGE as u64) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Page::empty()),
+            other => other.context("read", &self.path)?,
+        }
+        let stored = &page.bytes[PAGE - HASH..];
+        if stored == UNKNOWN && page.bytes.iter().all(|byte| *byte == 0) {
+            return Ok(page);
+        }
+        if page.checksum(number).as_bytes() != stored {
+            tracing::warn!(path = %self.path.display(), page = number, "hash page is damaged, reading the data instead");
+            return Ok(Page::empty());
+        }
+        Ok(page)
+    }
+
+    /// Writes a page with its checksum.
+    pub(super) fn write_page(&self, number: u64, page: &mut Page) -> Result<()> {
+        let checksum = page.checksum(number);
+        page.bytes[PAGE - HASH..].copy_from_slice(checksum.as_bytes());
+        let offset = number * PAGE as u64;
+        Ok(self.file.write_all_at(&page.bytes[..], offset).context("write", &self.path)?)
+    }
+
+    /// Makes what was written durable.
+    pub fn sync(&self) -> Result<(), Error> {
+        Ok(self.file.sync_all().context("sync", &self.path)?)
+    }
+
+    /// The descriptor, for cloning.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+/// Looks hashes up, keeping the page it looked at last: lookups that ascend read each page once.
+#[derive(Debug)]
+pub struct HashReader {
+    file: HashFile,
+    cached: Option<(u64, Page)>,
+}
+
+impl std::fmt::Debug for Page {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Page")
+    }
+}
+
+impl HashReader {
+    /// Reads from `file`.
+    pub fn new(file: HashFile) -> Self {
+        HashReader { file, cached: None }
+    }
+
+    /// The hash of `block`; `None` where it is unknown.
+    pub fn get(&mut self, block: u64) -> Result<Option<BlockHash>> {
+        let number = page_of(block);
+        if let Some((cached, page)) = &self.cached
+            && *cached == number
+        {
+            return Ok(page.get(block));
+        }
+        let page = self.file.page(number)?;
+        let hash = page.get(block);
+        self.cached = Some((number, page));
+        Ok(hash)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash(seed: u8) -> BlockHash {
+        *blake3::hash(&[seed]).as_bytes()
+    }
+
+    #[test]
+    fn slots_read_back_and_the_rest_is_unknown() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let path = dir.path().join("hashes");
+        let file = HashFile::create(&path).expect("create");
+        let mut page = file.page(3).expect("a page past the end is unknown");
+        page.set(3 * SLOTS + 5, &hash(1));
+        page.set(4 * SLOTS - 1, &hash(2));
+        file.write_page(3, &mut page).expect("write");
+        let mut reader = HashReader::new(HashFile::open(&path).expect("open"));
+        let expected = [
+            (0, None),
+            (3 * SLOTS + 5, Some(hash(1))),
+            (3 * SLOTS + 6, None),
+            (4 * SLOTS - 1, Some(hash(2))),
+            (4 * SLOTS, None),
+        ];
+        for (block, expected) in expected {
+            assert_eq!(reader.get(block).expect("get"), expected, "block {block}");
+        }
+    }
+
+    #[test]
+    fn a_damaged_or_displaced_page_is_unknown_not_trusted() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let path = dir.path().join("hashes");
+        let file = HashFile::create(&path).expect("create");
+        let mut page = file.page(0).expect("page");
+        page.set(7, &hash(1));
+        file.write_page(0, &mut page).expect("write");
+        let sound = std::fs::read(&path).expect("read");
+        for bit in (0..sound.len() * 8).step_by(61) {
+            let mut bytes = sound.clone();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            std::fs::write(&path, &bytes).expect("write");
+            assert_eq!(file.page(0).expect("page").get(7), None, "bit {bit}");
+        }
+        let displaced = [vec![0; PAGE], sound].concat();
+        std::fs::write(&path, displaced).expect("write");
+        assert_eq!(file.page(1).expect("page").get(SLOTS + 7), None, "a page of another place");
+    }
+}

@@ -1,0 +1,28 @@
+//! Changed block tracking, pure: which blocks of a snapshot hold data, which may have changed since
+//! another, what their content hashes to, and what truly differs between two. It knows files and
+//! blocks; it knows nothing of CSI, records, pools or where a file comes from.
+//!
+//! A set of blocks ([`MapFile`]) is stored in segments and read one at a time, so no answer ever
+//! needs a whole map in memory. The rule above all others: **never report too little**. `changed`
+//! sets are supersets by construction; only equal hashes or equal bytes remove a block from one.
+
+mod delta;
+mod error;
+mod hash;
+mod hashfile;
+mod physical;
+mod runs;
+mod scan;
+mod segment;
+
+pub use delta::{DeltaScan, Side};
+pub use error::Error;
+pub use hash::{BlockHash, zero_hash};
+pub use hashfile::{HashFile, HashReader};
+pub use physical::PhysicalDiff;
+pub use runs::{RunSource, Tuples};
+pub use scan::{AllocatedScan, Candidates, Census, HashingCopy, hash_blocks, scan_allocated, write_changed};
+pub use segment::{MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS, write_union};
+
+/// What this room returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,351 @@
+//! Building the maps of a new snapshot: what is allocated, what changed, and the hashes.
+
+use std::fs::File;
+use std::iter::Peekable;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use rayon::prelude::*;
+use roaring::RoaringBitmap;
+
+use super::delta::Side;
+use super::hash::hash_block;
+use super::hashfile::{HashFile, SLOTS, page_of};
+use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
+use super::{BlockHash, Result};
+use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
+use crate::sys::extents::DataRanges;
+use crate::sys::{self, Context};
+
+/// Bytes read at once for hashing; a larger block is read whole.
+const READ: u64 = 1 << 20;
+
+/// What a scan counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// Blocks that hold data.
+    pub allocated: u64,
+}
+
+/// Writes the `allocated` map of a file that nobody writes any more.
+pub fn scan_allocated(
+    data: &File,
+    data_path: &Path,
+    map_path: &Path,
+    header: MapHeader,
+    stop: &Stop,
+) -> Result<Census> {
+    let size = header.block_size;
+    let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
+    let mut writer = MapWriter::create(map_path, header)?;
+    let mut census = Census::default();
+    let mut next = 0;
+    for range in DataRanges::of(data, data_path, within) {
+        stop.check()?;
+        let blocks = range?.blocks(size);
+        // Two ranges of data may meet inside one block.
+        let blocks = BlockRange { start: blocks.start.max(next), ..blocks };
+        if !blocks.is_empty() {
+            writer.insert(blocks)?;
+            census.allocated += blocks.len();
+            next = blocks.end;
+        }
+    }
+    writer.finish()?;
+    Ok(census)
+}
+
+/// How the blocks that may have changed are found.
+pub enum Candidates<I> {
+    /// Byte ranges whose place on the disk differs, from the pool.
+    Ranges(I),
+    /// The hashes of both sides are all written: compare them.
+    Hashes,
+}
+
+/// Writes the `changed` map of `child` towards `parent`: the candidates that hold data on either
+/// side, and every block that holds data on one side only. The header names the parent.
+pub fn write_changed<I: Iterator<Item = sys::Result<ByteRange>>>(
+    map_path: &Path,
+    header: MapHeader,
+    parent: &mut Side,
+    child: &mut Side,
+    candidates: Candidates<I>,
+    stop: &Stop,
+) -> Result<()> {
+    let size = header.block_size;
+    let mut ranges = match candidates {
+        Candidates::Ranges(ranges) => Some(BySegment::new(ranges, size).peekable()),
+        Candidates::Hashes => None,
+    };
+    let mut writer = MapWriter::create(map_path, header)?;
+    for index in all_indexes([&parent.allocated, &child.allocated].into_iter()) {
+        stop.check()?;
+        let (before, after) = (parent.allocated.segment(index)?, child.allocated.segment(index)?);
+        let mut changed = match &mut ranges {
+            Some(ranges) => take_segment(ranges, index)? & (&before | &after),
+            None => differing_hashes(index, &before & &after, parent, child)?,
+        };
+        changed |= before ^ after;
+        writer.insert_segment(index, changed)?;
+    }
+    writer.finish()
+}
+
+/// The members of `both` whose hashes differ or are unknown.
+fn differing_hashes(
+    index: u32,
+    both: RoaringBitmap,
+    parent: &mut Side,
+    child: &mut Side,
+) -> Result<RoaringBitmap> {
+    let start = segment_range(index).start;
+    let mut differing = RoaringBitmap::new();
+    for within in both {
+        let block = start + u64::from(within);
+        let (before, after) = (parent.hashes.get(block)?, child.hashes.get(block)?);
+        if before.is_none() || before != after {
+            differing.insert(within);
+        }
+    }
+    Ok(differing)
+}
+
+/// Drops the segments before `index` and takes the one at it: blocks where neither side holds data
+/// can not have changed.
+fn take_segment<I>(segments: &mut Peekable<I>, index: u32) -> Result<RoaringBitmap>
+where
+    I: Iterator<Item = sys::Result<(u32, RoaringBitmap)>>,
+{
+    while let Some(item) = segments.next_if(|item| !matches!(item, Ok((at, _)) if *at > index)) {
+        let (at, members) = item?;
+        if at == index {
+            return Ok(members);
+        }
+    }
+    Ok(RoaringBitmap::new())
+}
+
+/// Gathers ascending byte ranges into the blocks they touch, a segment at a time.
+struct BySegment<I> {
+    ranges: I,
+    size: BlockSize,
+    carry: Option<BlockRange>,
+}
+
+impl<I: Iterator<Item = sys::Result<ByteRange>>> BySegment<I> {
+    fn new(ranges: I, size: BlockSize) -> Self {
+        BySegment { ranges, size, carry: None }
+    }
+
+    fn next_range(&mut self) -> sys::Result<Option<BlockRange>> {
+        match self.carry.take() {
+            Some(range) => Ok(Some(range)),
+            None => Ok(self.ranges.next().transpose()?.map(|range| range.blocks(self.size))),
+        }
+    }
+
+    fn gather(&mut self) -> sys::Result<Option<(u32, RoaringBitmap)>> {
+        let Some(first) = self.next_range()? else { return Ok(None) };
+        let (index, _) = locate(first.start);
+        let segment = segment_range(index);
+        let mut members = RoaringBitmap::new();
+        self.carry = Some(first);
+        while let Some(range) = self.next_range()? {
+            if range.start >= segment.end {
+                self.carry = Some(range);
+                break;
+            }
+            let end = range.end.min(segment.end);
+            members.insert_range((range.start - segment.start) as u32..(end - segment.start) as u32);
+            if range.end > segment.end {
+                self.carry = Some(BlockRange { start: segment.end, end: range.end });
+                break;
+            }
+        }
+        Ok(Some((index, members)))
+    }
+}
+
+impl<I: Iterator<Item = sys::Result<ByteRange>>> Iterator for BySegment<I> {
+    type Item = sys::Result<(u32, RoaringBitmap)>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.gather().transpose()
+    }
+}
+
+/// Hashes the blocks of `which` that `allocated` holds, on all cores, into `hashes`.
+pub fn hash_blocks(
+    data: &File,
+    data_path: &Path,
+    which: &MapFile,
+    allocated: &MapFile,
+    hashes: &HashFile,
+    stop: &Stop,
+) -> Result<()> {
+    let size = which.header().block_size;
+    for index in which.indexes() {
+        let members = which.segment(index)? & allocated.segment(index)?;
+        let pages = runs_by_page(index, members);
+        pages.par_iter().try_for_each_init(Vec::new, |buffer, (number, runs)| {
+            stop.check()?;
+            let mut page = hashes.page(*number)?;
+            for run in runs {
+                hash_run(data, data_path, *run, size, buffer, |block, hash| page.set(block, &hash))?;
+            }
+            hashes.write_page(*number, &mut page)
+        })?;
+    }
+    hashes.sync()
+}
+
+/// The runs of a segment's members, cut where the page of their hashes ends.
+fn runs_by_page(index: u32, members: RoaringBitmap) -> Vec<(u64, Vec<BlockRange>)> {
+    let start = segment_range(index).start;
+    let mut pages: Vec<(u64, Vec<BlockRange>)> = Vec::new();
+    let mut members = members.into_iter();
+    while let Some(run) = members.next_range() {
+        let (mut block, end) = (start + u64::from(*run.start()), start + u64::from(*run.end()) + 1);
+        while block < end {
+            let page = page_of(block);
+            let cut = end.min((page + 1) * SLOTS);
+            let run = BlockRange { start: block, end: cut };
+            match pages.last_mut() {
+                Some((last, runs)) if *last == page => runs.push(run),
+                _ => pages.push((page, vec![run])),
+            }
+            block = cut;
+        }
+    }
+    pages
+}
+
+fn hash_run(
+    data: &File,
+    data_path: &Path,
+    run: BlockRange,
+    size: BlockSize,
+    buffer: &mut Vec<u8>,
+    mut put: impl FnMut(u64, BlockHash),
+) -> Result<()> {
+    let at_once = (READ / size.bytes()).max(1);
+    let mut block = run.start;
+    while block < run.end {
+        let count = at_once.min(run.end - block);
+        buffer.resize((count * size.bytes()) as usize, 0);
+        data.read_exact_at(buffer, block * size.bytes()).context("read", data_path)?;
+        for bytes in buffer.chunks_exact(size.bytes() as usize) {
+            put(block, hash_block(bytes));
+            block += 1;
+        }
+    }
+    Ok(())
+}
+
+/// Takes the bytes of a copy as they pass and hashes them, so that the data is read once.
+pub struct HashingCopy<'h> {
+    hashes: &'h HashFile,
+    size: BlockSize,
+}
+
+impl<'h> HashingCopy<'h> {
+    /// Hashes into `hashes`, a new file.
+    pub fn new(hashes: &'h HashFile, size: BlockSize) -> Self {
+        HashingCopy { hashes, size }
+    }
+
+    /// Takes whole blocks that start at byte `offset`.
+    pub fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let size = self.size.bytes() as usize;
+        let hashed: Vec<BlockHash> = bytes.par_chunks(size).map(hash_block).collect();
+        let first = self.size.block_of(offset);
+        let mut block = first;
+        while block < first + hashed.len() as u64 {
+            let number = page_of(block);
+            let end = ((number + 1) * SLOTS).min(first + hashed.len() as u64);
+            let mut page = self.hashes.page(number)?;
+            for block in block..end {
+                page.set(block, &hashed[(block - first) as usize]);
+            }
+            self.hashes.write_page(number, &mut page)?;
+            block = end;
+        }
+        Ok(())
+    }
+}
+
+/// The allocated blocks of a snapshot from a block on, as runs that end at segment borders.
+pub struct AllocatedScan {
+    map: MapFile,
+    indexes: std::vec::IntoIter<u32>,
+    start: u64,
+    base: u64,
+    members: roaring::bitmap::IntoIter,
+}
+
+impl AllocatedScan {
+    /// Starts at block `start`.
+    pub fn new(map: MapFile, start: u64) -> Self {
+        let first = locate(start).0;
+        let indexes: Vec<u32> = map.indexes().filter(|index| *index >= first).collect();
+        AllocatedScan {
+            map,
+            indexes: indexes.into_iter(),
+            start,
+            base: 0,
+            members: RoaringBitmap::new().into_iter(),
+        }
+    }
+
+    /// The next run, ascending.
+    pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
+        loop {
+            if let Some(run) = self.members.next_range() {
+                let (start, end) = (u64::from(*run.start()), u64::from(*run.end()) + 1);
+                return Ok(Some(BlockRange { start: self.base + start, end: self.base + end }));
+            }
+            stop.check()?;
+            let Some(index) = self.indexes.next() else { return Ok(None) };
+            self.base = segment_range(index).start;
+            self.members = from_block(self.map.segment(index)?, index, self.start).into_iter();
+        }
+    }
+}
+
+/// The members at or past block `start`.
+pub(super) fn from_block(mut members: RoaringBitmap, index: u32, start: u64) -> RoaringBitmap {
+    let (first, within) = locate(start);
+    if index == first {
+        members.remove_range(..within);
+    }
+    members
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_gather_by_segment_and_are_cut_at_the_border() {
+        let edge = segment_range(0).end;
+        let size = BlockSize::MIN;
+        let bytes = |start: u64, end: u64| Ok(BlockRange { start, end }.bytes(size));
+        let ranges = vec![bytes(1, 3), bytes(edge - 1, 2 * edge + 1), bytes(2 * edge + 5, 2 * edge + 6)];
+        let gathered: Vec<(u32, u64, Option<u32>)> = BySegment::new(ranges.into_iter(), size)
+            .map(|item| item.map(|(index, members)| (index, members.len(), members.max())).expect("no I/O"))
+            .collect();
+        assert_eq!(
+            gathered,
+            [(0, 3, Some(edge as u32 - 1)), (1, edge, Some(edge as u32 - 1)), (2, 2, Some(5))]
+        );
+    }
+
+    #[test]
+    fn runs_are_cut_at_hash_pages() {
+        let members: RoaringBitmap = (125..130).chain([400]).collect();
+        let run = |start, end| BlockRange { start, end };
+        let expected = vec![(0, vec![run(125, 127)]), (1, vec![run(127, 130)]), (3, vec![run(400, 401)])];
+        assert_eq!(runs_by_page(0, members), expected);
+    }
+}

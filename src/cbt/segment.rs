@@ -1,0 +1,329 @@
+//! Sets of blocks on disk, in checksummed segments.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use roaring::RoaringBitmap;
+
+use super::{Error, Result};
+use crate::base::{BlockRange, BlockSize, SnapshotId, Stop};
+use crate::sys::{Context, durable};
+
+/// Blocks a segment covers: 16 GiB at 4 KiB blocks, a bitmap of at most 512 KiB in memory.
+pub const SEGMENT_BLOCKS: u64 = 1 << 22;
+
+const MAGIC: [u8; 8] = *b"dpathmap";
+const VERSION: u32 = 1;
+const CHECKSUM: usize = 32;
+/// index u32, length u32, offset u64, checksum.
+const ENTRY: usize = 16 + CHECKSUM;
+const ID: usize = 40;
+/// magic 8, version u32, block size u32, blocks u64, segments u64, base id 40, checksum.
+const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + ID + CHECKSUM;
+
+/// What a whole map is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MapHeader {
+    /// The size of a block.
+    pub block_size: BlockSize,
+    /// The capacity of the snapshot in blocks; no member is at or past it.
+    pub blocks: u64,
+    /// The other snapshot that a `changed` set compares with.
+    pub relative_to: Option<SnapshotId>,
+}
+
+/// A set of blocks in a file: payloads, then a table of them, then a trailer.
+///
+/// ```text
+/// payload ...   a RoaringBitmap a segment (its portable serialization), block numbers counted from
+///               the start of the segment; empty segments are not stored
+/// table         index u32, length u32, offset u64, BLAKE3 of the payload; a row a payload
+/// trailer       "dpathmap", version u32, block size u32, blocks u64, rows u64,
+///               id of the other snapshot (40 bytes, zero padded), BLAKE3 of table and trailer
+/// ```
+///
+/// Numbers are little-endian. Segments, because an answer must start before the whole map is read and
+/// must not hold it in memory. The table is last, because a map is written in one pass whose length
+/// is known at its end; a file cut short therefore has no trailer and is refused whole. A checksum a
+/// segment, because a map is trusted instead of the data: a flipped bit would lose a change.
+#[derive(Debug)]
+pub struct MapFile {
+    file: File,
+    path: PathBuf,
+    header: MapHeader,
+    table: Vec<Entry>,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    index: u32,
+    length: u32,
+    offset: u64,
+    checksum: [u8; CHECKSUM],
+}
+
+impl MapFile {
+    /// Opens a map and checks its table; segments are checked as they are read.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).context("open", path)?;
+        let length = file.metadata().context("stat", path)?.len();
+        let Some(trailer_at) = length.checked_sub(TRAILER as u64) else {
+            return Err(Error::damaged(path, "it is too short for a trailer"));
+        };
+        let mut trailer = [0; TRAILER];
+        file.read_exact_at(&mut trailer, trailer_at).context("read", path)?;
+        let mut fields = Fields(&trailer);
+        if fields.take::<8>() != MAGIC {
+            return Err(Error::damaged(path, "its trailer is not that of a block map"));
+        }
+        let version = u32::from_le_bytes(fields.take());
+        if version != VERSION {
+            return Err(Error::UnknownVersion { path: path.into(), version, known: VERSION });
+        }
+        let block_size = u32::from_le_bytes(fields.take());
+        let blocks = u64::from_le_bytes(fields.take());
+        let rows = u64::from_le_bytes(fields.take());
+        let relative_to = parse_id(&fields.take::<ID>());
+        let table_length = rows.checked_mul(ENTRY as u64).filter(|bytes| *bytes <= trailer_at);
+        let Some(table_length) = table_length else {
+            return Err(Error::damaged(path, format!("its table has {rows} rows")));
+        };
+        let mut bytes = vec![0; table_length as usize];
+        file.read_exact_at(&mut bytes, trailer_at - table_length).context("read", path)?;
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&bytes).update(&trailer[..TRAILER - CHECKSUM]);
+        if hasher.finalize() != fields.take::<CHECKSUM>() {
+            return Err(Error::damaged(path, "the checksum of its table is wrong"));
+        }
+        let (Ok(block_size), Ok(relative_to)) = (BlockSize::try_from(u64::from(block_size)), relative_to)
+        else {
+            return Err(Error::damaged(path, "its trailer holds impossible values"));
+        };
+        let table = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
+        Ok(MapFile {
+            file,
+            path: path.to_owned(),
+            header: MapHeader { block_size, blocks, relative_to },
+            table,
+        })
+    }
+
+    /// What the map is about.
+    pub fn header(&self) -> &MapHeader {
+        &self.header
+    }
+
+    /// The file, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The segments that hold members, ascending.
+    pub fn indexes(&self) -> impl Iterator<Item = u32> + '_ {
+        self.table.iter().map(|entry| entry.index)
+    }
+
+    /// One segment's members, counted from its start. Empty where nothing is stored.
+    pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
+        let Ok(row) = self.table.binary_search_by_key(&index, |entry| entry.index) else {
+            return Ok(RoaringBitmap::new());
+        };
+        let entry = &self.table[row];
+        let mut bytes = vec![0; entry.length as usize];
+        self.file.read_exact_at(&mut bytes, entry.offset).context("read", &self.path)?;
+        if blake3::hash(&bytes) != entry.checksum {
+            let range = segment_range(index).bytes(self.header.block_size);
+            let what = format!("the checksum of bytes {} to {} is wrong", range.start, range.end);
+            return Err(Error::damaged(&self.path, what));
+        }
+        RoaringBitmap::deserialize_from(&bytes[..])
+            .map_err(|error| Error::damaged(&self.path, format!("segment {index}: {error}")))
+    }
+
+    /// The number of members, each segment read once.
+    pub fn count(&self) -> Result<u64> {
+        self.indexes().try_fold(0, |sum, index| Ok(sum + self.segment(index)?.len()))
+    }
+}
+
+impl Entry {
+    fn decode(row: &[u8]) -> Self {
+        let mut fields = Fields(row);
+        Entry {
+            index: u32::from_le_bytes(fields.take()),
+            length: u32::from_le_bytes(fields.take()),
+            offset: u64::from_le_bytes(fields.take()),
+            checksum: fields.take(),
+        }
+    }
+
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.index.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
+        bytes.extend(self.offset.to_le_bytes());
+        bytes.extend(self.checksum);
+    }
+}
+
+/// Takes fields of a fixed length from the front of a buffer whose length the caller checked.
+struct Fields<'b>(&'b [u8]);
+
+impl Fields<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let (field, rest) = self.0.split_first_chunk().expect("the caller sized the buffer");
+        self.0 = rest;
+        *field
+    }
+}
+
+fn parse_id(field: &[u8; ID]) -> Result<Option<SnapshotId>, ()> {
+    let length = field.iter().position(|byte| *byte == 0).unwrap_or(ID);
+    if length == 0 {
+        return Ok(None);
+    }
+    let text = std::str::from_utf8(&field[..length]).map_err(drop)?;
+    text.parse().map(Some).map_err(drop)
+}
+
+/// Writes a map in one ascending pass.
+#[derive(Debug)]
+pub struct MapWriter {
+    file: File,
+    path: PathBuf,
+    header: MapHeader,
+    table: Vec<Entry>,
+    offset: u64,
+    /// The segment that is being gathered.
+    current: u32,
+    members: RoaringBitmap,
+}
+
+impl MapWriter {
+    /// Starts a map in a new file.
+    pub fn create(path: &Path, header: MapHeader) -> Result<Self> {
+        Ok(MapWriter {
+            file: durable::create_new(path)?,
+            path: path.to_owned(),
+            header,
+            table: Vec::new(),
+            offset: 0,
+            current: 0,
+            members: RoaringBitmap::new(),
+        })
+    }
+
+    /// Adds blocks at or past those added before.
+    pub fn insert(&mut self, range: BlockRange) -> Result<()> {
+        let mut start = range.start;
+        while start < range.end {
+            let (index, within) = locate(start);
+            self.turn_to(index)?;
+            let end = range.end.min(segment_range(index).end);
+            self.members.insert_range(within..within + (end - start) as u32);
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// Adds a whole segment past those added before.
+    pub fn insert_segment(&mut self, index: u32, members: RoaringBitmap) -> Result<()> {
+        self.turn_to(index)?;
+        if self.members.is_empty() {
+            self.members = members;
+        } else {
+            self.members |= members;
+        }
+        Ok(())
+    }
+
+    fn turn_to(&mut self, index: u32) -> Result<()> {
+        assert!(index >= self.current, "maps are written in ascending order");
+        if index > self.current {
+            self.flush()?;
+            self.current = index;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let mut members = std::mem::take(&mut self.members);
+        if members.is_empty() {
+            return Ok(());
+        }
+        members.optimize();
+        let mut bytes = Vec::with_capacity(members.serialized_size());
+        members.serialize_into(&mut bytes).context("write", &self.path)?;
+        self.file.write_all_at(&bytes, self.offset).context("write", &self.path)?;
+        let length = u32::try_from(bytes.len())
+            .map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))
+            .context("write", &self.path)?;
+        let checksum = *blake3::hash(&bytes).as_bytes();
+        self.table.push(Entry { index: self.current, length, offset: self.offset, checksum });
+        self.offset += u64::from(length);
+        Ok(())
+    }
+
+    /// Writes the table and the trailer and syncs the file. Its directory entry is the caller's to
+    /// sync.
+    pub fn finish(mut self) -> Result<()> {
+        self.flush()?;
+        let mut bytes = Vec::with_capacity(self.table.len() * ENTRY + TRAILER);
+        for entry in &self.table {
+            entry.encode(&mut bytes);
+        }
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend((self.header.block_size.bytes() as u32).to_le_bytes());
+        bytes.extend(self.header.blocks.to_le_bytes());
+        bytes.extend((self.table.len() as u64).to_le_bytes());
+        let mut id = [0; ID];
+        if let Some(snapshot) = &self.header.relative_to {
+            id[..snapshot.as_str().len()].copy_from_slice(snapshot.as_str().as_bytes());
+        }
+        bytes.extend(id);
+        let checksum = blake3::hash(&bytes);
+        bytes.extend(checksum.as_bytes());
+        self.file.write_all_at(&bytes, self.offset).context("write", &self.path)?;
+        self.file.sync_all().context("sync", &self.path)?;
+        Ok(())
+    }
+}
+
+/// Writes the union of maps as a new map.
+pub fn write_union(path: &Path, header: MapHeader, maps: &[&MapFile], stop: &Stop) -> Result<()> {
+    let mut writer = MapWriter::create(path, header)?;
+    for index in all_indexes(maps.iter().copied()) {
+        stop.check()?;
+        let mut union = RoaringBitmap::new();
+        for map in maps {
+            union |= map.segment(index)?;
+        }
+        writer.insert_segment(index, union)?;
+    }
+    writer.finish()
+}
+
+/// The segments that any of these maps holds members in, ascending.
+pub(super) fn all_indexes<'m>(maps: impl Iterator<Item = &'m MapFile>) -> Vec<u32> {
+    let mut indexes: Vec<u32> = maps.flat_map(MapFile::indexes).collect();
+    indexes.sort_unstable();
+    indexes.dedup();
+    indexes
+}
+
+/// The blocks that a segment covers.
+pub(super) fn segment_range(index: u32) -> BlockRange {
+    let start = u64::from(index) * SEGMENT_BLOCKS;
+    BlockRange { start, end: start + SEGMENT_BLOCKS }
+}
+
+/// The segment of a block, and its place in it.
+pub(super) fn locate(block: u64) -> (u32, u32) {
+    // A volume has at most 2^63 / 4096 = 2^51 blocks, so both parts fit.
+    ((block / SEGMENT_BLOCKS) as u32, (block % SEGMENT_BLOCKS) as u32)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,53 @@
+//! Copies of file ranges: shared (FICLONE) and real (copy_file_range), and holes.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use nix::fcntl::{FallocateFlags, fallocate};
+
+use super::{Context, Result};
+
+/// Makes `target` share all blocks of `source` (ioctl_ficlone(2)). Atomic towards writers of
+/// `source`, whose dirty pages are written first; both must lie on one filesystem.
+pub fn reflink(source: &File, target: &File, target_path: &Path) -> Result<()> {
+    // SAFETY: FICLONE takes a descriptor by value; both descriptors are open.
+    let rc = unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) };
+    if rc < 0 {
+        return Err(io::Error::last_os_error()).context("clone blocks into", target_path);
+    }
+    Ok(())
+}
+
+/// Whether files in `directory` can be cloned: tried, since no flag tells.
+pub fn reflink_works_in(directory: &Path) -> Result<bool> {
+    let scratch = || tempfile::tempfile_in(directory).context("make a scratch file in", directory);
+    let (source, target) = (scratch()?, scratch()?);
+    // A clone of nothing succeeds on filesystems that can not clone: give it a block to share.
+    io::Write::write_all(&mut (&source), &[1; 4096]).context("write a scratch file in", directory)?;
+    Ok(reflink(&source, &target, directory).is_ok())
+}
+
+/// Copies `length` bytes at `offset` to the same offset of `target`, inside the kernel. Short only
+/// at the end of `source`.
+pub fn copy_range(source: &File, target: &File, offset: u64, length: u64) -> io::Result<u64> {
+    let mut copied = 0;
+    while copied < length {
+        let want = usize::try_from(length - copied).unwrap_or(usize::MAX);
+        let (mut from, mut to) = ((offset + copied) as i64, (offset + copied) as i64);
+        match nix::fcntl::copy_file_range(source, Some(&mut from), target, Some(&mut to), want) {
+            Ok(0) => break,
+            Ok(count) => copied += count as u64,
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(copied)
+}
+
+/// Gives the blocks of a byte range back to the filesystem; they read as zeros (fallocate(2)).
+pub fn punch_hole(file: &File, offset: u64, length: u64) -> io::Result<()> {
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    fallocate(file, flags, offset as i64, length as i64).map_err(io::Error::from)
+}

@@ -1,0 +1,192 @@
+//! Promise: what deltapath speaks on the wire is CSI v1, name for name and number for number.
+//!
+//! `csi_contract.txt` lists every service, call, message, field and enum value of the published interface. These tests
+//! turn the descriptor that is compiled into the driver into the same lines and compare the two, so that an edit of
+//! `proto/csi.proto` that clients would notice cannot pass unseen. The mark on secret fields is part of the contract:
+//! what is to be kept out of logs follows from it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+use deltapath::csi::proto::FILE_DESCRIPTOR_SET;
+use prost_reflect::{DescriptorPool, FieldDescriptor, FileDescriptor, MethodDescriptor, Value};
+
+const PACKAGE: &str = "csi.v1";
+const TABLE: &str = include_str!("csi_contract.txt");
+
+/// The lines of each block by the block's first line, such as `message csi.v1.Topology`.
+///
+/// Sets, since the order of declarations is nothing that a client can see.
+#[derive(Default)]
+struct Contract(BTreeMap<String, BTreeSet<String>>);
+
+impl Contract {
+    /// Reads a table. A line in column one opens a block; `#` starts a comment line.
+    fn parse(table: &str) -> Self {
+        let mut contract = Self::default();
+        let mut block: Option<&mut BTreeSet<String>> = None;
+        let lines = table
+            .lines()
+            .filter(|line| !line.trim().is_empty() && !line.starts_with('#'));
+        for line in lines {
+            if line.starts_with(' ') {
+                let block = block
+                    .as_mut()
+                    .unwrap_or_else(|| panic!("{line:?} stands before any block"));
+                assert!(
+                    block.insert(line.trim().to_owned()),
+                    "{line:?} stands twice in one block"
+                );
+            } else {
+                assert!(
+                    !contract.0.contains_key(line),
+                    "{line:?} opens two blocks of the table"
+                );
+                block = Some(contract.0.entry(line.to_owned()).or_default());
+            }
+        }
+        contract
+    }
+
+    /// Writes out everything that [`PACKAGE`] declares in an encoded `FileDescriptorSet`.
+    fn of_descriptor_set(encoded: &[u8]) -> Self {
+        let pool = DescriptorPool::decode(encoded)
+            .expect("the compiled-in descriptor set decodes and holds its imports");
+        let ours = |file: &FileDescriptor| file.package_name() == PACKAGE;
+        let mut contract = Self::default();
+
+        for file in pool.files().filter(|file| ours(file)) {
+            contract.block(
+                format!("package {PACKAGE}"),
+                [format!("syntax {:?}", file.syntax())],
+            );
+        }
+        for extension in pool.all_extensions().filter(|e| ours(&e.parent_file())) {
+            let (number, kind) = (extension.number(), extension.kind());
+            contract.block(
+                format!("extend {}", extension.containing_message().full_name()),
+                [format!("{number} {kind:?} {}", extension.full_name())],
+            );
+        }
+        for service in pool.services().filter(|s| ours(&s.parent_file())) {
+            contract.block(
+                format!("service {}", service.full_name()),
+                service.methods().map(|method| rpc_line(&method)),
+            );
+        }
+        for enumeration in pool.all_enums().filter(|e| ours(&e.parent_file())) {
+            contract.block(
+                format!("enum {}", enumeration.full_name()),
+                enumeration
+                    .values()
+                    .map(|value| format!("{} {}", value.number(), value.name())),
+            );
+        }
+        // A map field declares a hidden entry message; the field's own line says what the map holds.
+        let messages = pool
+            .all_messages()
+            .filter(|m| ours(&m.parent_file()) && !m.is_map_entry());
+        for message in messages {
+            contract.block(
+                format!("message {}", message.full_name()),
+                message.fields().map(|field| field_line(&field)),
+            );
+        }
+        contract
+    }
+
+    /// Opens the block, also when it stays empty, and adds the lines to it.
+    fn block(&mut self, header: String, lines: impl IntoIterator<Item = String>) {
+        self.0.entry(header).or_default().extend(lines);
+    }
+
+    /// What `found` lacks (`-`) and what it has beyond `self` (`+`), block by block. Empty when the two agree.
+    fn diff(&self, found: &Self) -> String {
+        let nothing = BTreeSet::new();
+        let headers: BTreeSet<_> = self.0.keys().chain(found.0.keys()).collect();
+        let mut diff = String::new();
+        for header in headers {
+            let (wanted, got) = (self.0.get(header), found.0.get(header));
+            if wanted == got {
+                continue;
+            }
+            let sign = match (wanted, got) {
+                (_, None) => '-',
+                (None, _) => '+',
+                (Some(_), Some(_)) => ' ',
+            };
+            let (wanted, got) = (wanted.unwrap_or(&nothing), got.unwrap_or(&nothing));
+            let missing = wanted.difference(got).map(|line| format!("-   {line}\n"));
+            let unexpected = got.difference(wanted).map(|line| format!("+   {line}\n"));
+            writeln!(diff, "{sign} {header}").expect("writing to a string cannot fail");
+            diff.extend(missing.chain(unexpected));
+        }
+        diff
+    }
+}
+
+/// `rpc NAME REQUEST -> RESPONSE`, with `stream` before a side that streams.
+fn rpc_line(method: &MethodDescriptor) -> String {
+    let side = |streams: bool| if streams { "stream " } else { "" };
+    format!(
+        "rpc {} {}{} -> {}{}",
+        method.name(),
+        side(method.is_client_streaming()),
+        method.input().full_name(),
+        side(method.is_server_streaming()),
+        method.output().full_name(),
+    )
+}
+
+/// `NUMBER [repeated|optional] TYPE NAME [oneof ONEOF] [[option]]`; the options are the contract's own extensions.
+fn field_line(field: &FieldDescriptor) -> String {
+    let kind = field.kind();
+    let typed = match kind.as_message() {
+        Some(entry) if field.is_map() => format!(
+            "map<{:?}, {:?}>",
+            entry.map_entry_key_field().kind(),
+            entry.map_entry_value_field().kind(),
+        ),
+        _ if field.is_list() => format!("repeated {kind:?}"),
+        _ if field.field_descriptor_proto().proto3_optional() => format!("optional {kind:?}"),
+        _ => format!("{kind:?}"),
+    };
+    let oneof = field
+        .containing_oneof()
+        .filter(|oneof| !oneof.is_synthetic())
+        .map(|oneof| format!(" oneof {}", oneof.name()))
+        .unwrap_or_default();
+    let options = field.options();
+    let marks: String = options
+        .extensions()
+        .map(|(extension, value)| match value {
+            Value::Bool(true) => format!(" [{}]", extension.name()),
+            other => format!(" [{} = {other}]", extension.name()),
+        })
+        .collect();
+    format!("{} {typed} {}{oneof}{marks}", field.number(), field.name())
+}
+
+#[test]
+fn the_compiled_proto_is_csi_v1() {
+    let diff = Contract::parse(TABLE).diff(&Contract::of_descriptor_set(FILE_DESCRIPTOR_SET));
+    assert!(
+        diff.is_empty(),
+        "proto/csi.proto is not CSI v1 (- belongs there, + does not):\n{diff}"
+    );
+}
+
+#[test]
+fn a_difference_is_named_with_its_block() {
+    let wanted = Contract::parse(
+        "message M\n  1 string a\n  2 int64 b\nmessage Same\n  1 bool c\nenum Gone\n  0 NONE\n",
+    );
+    let found = Contract::parse(
+        "message M\n  1 string a\n  3 int64 b\nmessage Same\n  1 bool c\nmessage New\n",
+    );
+    assert_eq!(
+        wanted.diff(&found),
+        "- enum Gone\n-   0 NONE\n  message M\n-   2 int64 b\n+   3 int64 b\n+ message New\n"
+    );
+    assert_eq!(wanted.diff(&wanted), "");
+}
