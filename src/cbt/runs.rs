@@ -8,7 +8,7 @@ use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 /// Where the runs of an answer come from.
 pub enum RunSource {
     /// All allocated blocks of one snapshot.
-    Allocated(AllocatedScan),
+    Allocated(Box<AllocatedScan>),
     /// The blocks that differ between two.
     Delta(Box<DeltaScan>),
 }
@@ -95,7 +95,7 @@ mod tests {
         }
         writer.finish().expect("finish");
         let scan = AllocatedScan::new(MapFile::open(&path).expect("open"), start);
-        let mut tuples = Tuples::new(RunSource::Allocated(scan), SIZE, fixed);
+        let mut tuples = Tuples::new(RunSource::Allocated(Box::new(scan)), SIZE, fixed);
         let stop = Stop::default();
         let mut messages = Vec::new();
         loop {

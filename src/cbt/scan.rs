@@ -8,9 +8,8 @@ use std::path::Path;
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
-use super::delta::Side;
 use super::hash::hash_block;
-use super::hashfile::{HashFile, SLOTS, page_of};
+use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
 use super::{BlockHash, Result};
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
@@ -56,35 +55,50 @@ pub fn scan_allocated(
 }
 
 /// How the blocks that may have changed are found.
-pub enum Candidates<I> {
+pub enum Candidates<'c, I> {
     /// Byte ranges whose place on the disk differs, from the pool.
     Ranges(I),
-    /// The hashes of both sides are all written: compare them.
-    Hashes,
+    /// The child's hashes are all written: compare them with the parent's.
+    Hashes {
+        /// The parent's hashes.
+        parent: &'c mut HashReader,
+        /// The blocks of the parent whose hash does not count.
+        parent_pending: &'c MapFile,
+        /// The child's hashes.
+        child: &'c mut HashReader,
+    },
 }
 
-/// Writes the `changed` map of `child` towards `parent`: the candidates that hold data on either
-/// side, and every block that holds data on one side only. The header names the parent.
+/// Writes the `changed` map of a child towards its parent, given what each holds: the candidates
+/// that hold data on either side, and every block that holds data on one side only. The header
+/// names the parent.
 pub fn write_changed<I: Iterator<Item = sys::Result<ByteRange>>>(
     map_path: &Path,
     header: MapHeader,
-    parent: &mut Side,
-    child: &mut Side,
-    candidates: Candidates<I>,
+    parent: &MapFile,
+    child: &MapFile,
+    candidates: Candidates<'_, I>,
     stop: &Stop,
 ) -> Result<()> {
-    let size = header.block_size;
-    let mut ranges = match candidates {
-        Candidates::Ranges(ranges) => Some(BySegment::new(ranges, size).peekable()),
-        Candidates::Hashes => None,
+    enum Source<'c, I: Iterator> {
+        Ranges(Peekable<I>),
+        Hashes(&'c mut HashReader, &'c MapFile, &'c mut HashReader),
+    }
+    let mut source = match candidates {
+        Candidates::Ranges(ranges) => Source::Ranges(BySegment::new(ranges, header.block_size).peekable()),
+        Candidates::Hashes { parent, parent_pending, child } => Source::Hashes(parent, parent_pending, child),
     };
     let mut writer = MapWriter::create(map_path, header)?;
-    for index in all_indexes([&parent.allocated, &child.allocated].into_iter()) {
+    for index in all_indexes([parent, child].into_iter()) {
         stop.check()?;
-        let (before, after) = (parent.allocated.segment(index)?, child.allocated.segment(index)?);
-        let mut changed = match &mut ranges {
-            Some(ranges) => take_segment(ranges, index)? & (&before | &after),
-            None => differing_hashes(index, &before & &after, parent, child)?,
+        let (before, after) = (parent.segment(index)?, child.segment(index)?);
+        let mut changed = match &mut source {
+            Source::Ranges(ranges) => take_segment(ranges, index)? & (&before | &after),
+            Source::Hashes(parent, pending, child) => {
+                let mut changed = pending.segment(index)?;
+                differing_hashes(index, &before & &after, parent, child, &mut changed)?;
+                changed
+            }
         };
         changed |= before ^ after;
         writer.insert_segment(index, changed)?;
@@ -92,23 +106,23 @@ pub fn write_changed<I: Iterator<Item = sys::Result<ByteRange>>>(
     writer.finish()
 }
 
-/// The members of `both` whose hashes differ or are unknown.
+/// Adds the members of `both` whose hashes differ or are unknown.
 fn differing_hashes(
     index: u32,
     both: RoaringBitmap,
-    parent: &mut Side,
-    child: &mut Side,
-) -> Result<RoaringBitmap> {
+    parent: &mut HashReader,
+    child: &mut HashReader,
+    changed: &mut RoaringBitmap,
+) -> Result<()> {
     let start = segment_range(index).start;
-    let mut differing = RoaringBitmap::new();
     for within in both {
         let block = start + u64::from(within);
-        let (before, after) = (parent.hashes.get(block)?, child.hashes.get(block)?);
+        let (before, after) = (parent.get(block)?, child.get(block)?);
         if before.is_none() || before != after {
-            differing.insert(within);
+            changed.insert(within);
         }
     }
-    Ok(differing)
+    Ok(())
 }
 
 /// Drops the segments before `index` and takes the one at it: blocks where neither side holds data

@@ -57,3 +57,13 @@ impl WriteCounters {
         Ok(WriteCounters { writes: field(4), in_flight: field(8), discards: field(11) })
     }
 }
+
+/// The number of the block device that `path` is a node of, `major:minor`; `None` where it is
+/// something else.
+pub fn number(path: &Path) -> Result<Option<String>> {
+    use std::os::unix::fs::{FileTypeExt, MetadataExt};
+    let meta = std::fs::metadata(path).context("stat", path)?;
+    let rdev = meta.rdev();
+    let text = || format!("{}:{}", nix::sys::stat::major(rdev), nix::sys::stat::minor(rdev));
+    Ok(meta.file_type().is_block_device().then(text))
+}

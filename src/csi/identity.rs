@@ -1,0 +1,52 @@
+//! The Identity service.
+
+use std::sync::Arc;
+
+use tonic::{Request, Response, Status, async_trait};
+
+use super::proto::plugin_capability::{Service, Type, service};
+use super::proto::{self, identity_server::Identity};
+use super::rpc::{rpc_span, unary};
+use crate::driver::Driver;
+
+pub(super) struct IdentityService(pub(super) Arc<Driver>);
+
+#[async_trait]
+impl Identity for IdentityService {
+    async fn get_plugin_info(
+        &self,
+        _: Request<proto::GetPluginInfoRequest>,
+    ) -> Result<Response<proto::GetPluginInfoResponse>, Status> {
+        unary(&self.0, rpc_span!("GetPluginInfo"), |driver| {
+            Ok(proto::GetPluginInfoResponse {
+                name: driver.config().driver_name.clone(),
+                vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
+                manifest: [("pool".to_owned(), driver.pool().to_string())].into(),
+            })
+        })
+        .await
+    }
+
+    async fn get_plugin_capabilities(
+        &self,
+        _: Request<proto::GetPluginCapabilitiesRequest>,
+    ) -> Result<Response<proto::GetPluginCapabilitiesResponse>, Status> {
+        unary(&self.0, rpc_span!("GetPluginCapabilities"), |_| {
+            use service::Type::{ControllerService, SnapshotMetadataService, VolumeAccessibilityConstraints};
+            let services = [ControllerService, VolumeAccessibilityConstraints, SnapshotMetadataService];
+            let service = |kind: service::Type| proto::PluginCapability {
+                r#type: Some(Type::Service(Service { r#type: kind.into() })),
+            };
+            Ok(proto::GetPluginCapabilitiesResponse { capabilities: services.map(service).into() })
+        })
+        .await
+    }
+
+    async fn probe(&self, _: Request<proto::ProbeRequest>) -> Result<Response<proto::ProbeResponse>, Status> {
+        unary(&self.0, rpc_span!("Probe"), |driver| {
+            driver.ready()?;
+            Ok(proto::ProbeResponse { ready: Some(true) })
+        })
+        .await
+    }
+}

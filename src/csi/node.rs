@@ -1,0 +1,126 @@
+//! The Node service.
+
+use std::sync::Arc;
+
+use tonic::{Request, Response, Status, async_trait};
+
+use super::decode;
+use super::proto::node_service_capability::{Rpc, Type, rpc};
+use super::proto::{self, node_server::Node};
+use super::rpc::{rpc_span, unary};
+use super::status::not_claimed;
+use crate::driver::{Driver, PublishRequest, StageRequest};
+
+pub(super) struct NodeService(pub(super) Arc<Driver>);
+
+const CAPABILITIES: [rpc::Type; 2] = [rpc::Type::StageUnstageVolume, rpc::Type::SingleNodeMultiWriter];
+
+#[async_trait]
+impl Node for NodeService {
+    async fn node_stage_volume(
+        &self,
+        request: Request<proto::NodeStageVolumeRequest>,
+    ) -> Result<Response<proto::NodeStageVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let span = rpc_span!("NodeStageVolume", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            driver.volume(&request.volume_id)?;
+            driver.stage(&StageRequest {
+                volume_id: request.volume_id,
+                staging_path: request.staging_target_path.into(),
+                capability: decode::capability(request.volume_capability)?,
+            })?;
+            Ok(proto::NodeStageVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_unstage_volume(
+        &self,
+        request: Request<proto::NodeUnstageVolumeRequest>,
+    ) -> Result<Response<proto::NodeUnstageVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let span = rpc_span!("NodeUnstageVolume", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            driver.unstage(&request.volume_id, request.staging_target_path.as_ref())?;
+            Ok(proto::NodeUnstageVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_publish_volume(
+        &self,
+        request: Request<proto::NodePublishVolumeRequest>,
+    ) -> Result<Response<proto::NodePublishVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let span =
+            rpc_span!("NodePublishVolume", volume_id = request.volume_id, target = request.target_path);
+        unary(&self.0, span, move |driver| {
+            driver.volume(&request.volume_id)?;
+            driver.publish(&PublishRequest {
+                volume_id: request.volume_id,
+                staging_path: request.staging_target_path.into(),
+                target_path: request.target_path.into(),
+                capability: decode::capability(request.volume_capability)?,
+                read_only: request.readonly,
+            })?;
+            Ok(proto::NodePublishVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        request: Request<proto::NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<proto::NodeUnpublishVolumeResponse>, Status> {
+        let request = request.into_inner();
+        let span =
+            rpc_span!("NodeUnpublishVolume", volume_id = request.volume_id, target = request.target_path);
+        unary(&self.0, span, move |driver| {
+            driver.unpublish(&request.volume_id, request.target_path.as_ref())?;
+            Ok(proto::NodeUnpublishVolumeResponse {})
+        })
+        .await
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        _: Request<proto::NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
+        Err(not_claimed("GET_VOLUME_STATS"))
+    }
+
+    async fn node_expand_volume(
+        &self,
+        _: Request<proto::NodeExpandVolumeRequest>,
+    ) -> Result<Response<proto::NodeExpandVolumeResponse>, Status> {
+        Err(not_claimed("EXPAND_VOLUME"))
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _: Request<proto::NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<proto::NodeGetCapabilitiesResponse>, Status> {
+        unary(&self.0, rpc_span!("NodeGetCapabilities"), |_| {
+            let capability = |kind: rpc::Type| proto::NodeServiceCapability {
+                r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
+            };
+            Ok(proto::NodeGetCapabilitiesResponse { capabilities: CAPABILITIES.map(capability).into() })
+        })
+        .await
+    }
+
+    async fn node_get_info(
+        &self,
+        _: Request<proto::NodeGetInfoRequest>,
+    ) -> Result<Response<proto::NodeGetInfoResponse>, Status> {
+        unary(&self.0, rpc_span!("NodeGetInfo"), |driver| {
+            Ok(proto::NodeGetInfoResponse {
+                node_id: driver.config().node_id.clone(),
+                max_volumes_per_node: 0,
+                accessible_topology: Some(decode::encode_topology(driver.topology())),
+            })
+        })
+        .await
+    }
+}

@@ -1,0 +1,64 @@
+//! What all calls share: a blocking thread for the work, a span and a line in the log for the call.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use tonic::{Code, Response, Status};
+use tracing::Span;
+
+use super::status::status;
+use crate::driver::{Driver, Result};
+
+/// Runs a unary call's work in a blocking thread. The work goes on when the client is gone: it holds
+/// its own locks, and a retry finds what it made.
+pub(super) async fn unary<T: Send + 'static>(
+    driver: &Arc<Driver>,
+    span: Span,
+    work: impl FnOnce(&Driver) -> Result<T> + Send + 'static,
+) -> Result<Response<T>, Status> {
+    let driver = driver.clone();
+    let started = Instant::now();
+    let task = tokio::task::spawn_blocking(move || {
+        let _entered = span.enter();
+        let answer = work(&driver).map_err(|error| status(&error));
+        match &answer {
+            Ok(_) => log(Code::Ok, started, None),
+            Err(status) => log(status.code(), started, Some(status.message())),
+        }
+        answer
+    });
+    match task.await {
+        Ok(answer) => answer.map(Response::new),
+        Err(error) => {
+            tracing::error!(%error, "a call panicked");
+            Err(Status::internal("the call failed inside the driver; its log says where"))
+        }
+    }
+}
+
+/// The line that ends a call, inside its span.
+pub(super) fn log(code: Code, started: Instant, message: Option<&str>) {
+    let ms = started.elapsed().as_secs_f64() * 1e3;
+    let ms = (ms * 1e3).round() / 1e3;
+    match message {
+        None => tracing::info!(code = ?code, ms, "done"),
+        Some(message) => tracing::warn!(code = ?code, ms, message, "failed"),
+    }
+}
+
+/// The span of a call: its method and the ids it is about. Requests are never logged whole: they
+/// carry secrets.
+macro_rules! rpc_span {
+    ($method:literal $(, $field:ident = $value:expr)* $(,)?) => {
+        tracing::info_span!("rpc", method = $method $(, $field = crate::csi::rpc::id(&$value))*)
+    };
+}
+pub(super) use rpc_span;
+
+/// An id for the log, cut where a client sends something absurd.
+pub(super) fn id(text: &str) -> &str {
+    match text.char_indices().nth(128) {
+        None => text,
+        Some((at, _)) => &text[..at],
+    }
+}

@@ -1,0 +1,142 @@
+//! The socket and the server behind it.
+
+use std::fmt;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+
+use tokio::net::UnixListener;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::transport::Server;
+
+use super::controller::ControllerService;
+use super::identity::IdentityService;
+use super::node::NodeService;
+use super::proto::controller_server::ControllerServer;
+use super::proto::identity_server::IdentityServer;
+use super::proto::node_server::NodeServer;
+use super::proto::snapshot_metadata_server::SnapshotMetadataServer;
+use super::snapshot_metadata::SnapshotMetadataService;
+use crate::driver::Driver;
+
+/// A socket path, written `unix:///path` (also `unix:/path`, or the path alone).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint(PathBuf);
+
+impl Endpoint {
+    /// The socket.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The socket at `path`, which must be absolute.
+    pub fn at(path: &Path) -> Self {
+        Endpoint(path.to_owned())
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = text.strip_prefix("unix://").or_else(|| text.strip_prefix("unix:")).unwrap_or(text);
+        match path.starts_with('/') {
+            true => Ok(Endpoint(path.into())),
+            false => Err(format!("{text:?} is no endpoint: write unix:///run/deltapath/csi.sock")),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unix://{}", self.0.display())
+    }
+}
+
+/// Why the socket could not be served.
+#[derive(Debug, thiserror::Error)]
+pub enum EndpointError {
+    /// Another process answers there.
+    #[error("another process listens on {0}: stop it, or choose another --endpoint")]
+    Live(Endpoint),
+    /// Something that is no socket is in the way.
+    #[error("{0} is not a socket: move it away, or choose another --endpoint")]
+    NotASocket(Endpoint),
+    /// The kernel refused.
+    #[error("listen on {0}")]
+    Listen(Endpoint, #[source] io::Error),
+    /// The server failed.
+    #[error("serve {0}")]
+    Serve(Endpoint, #[source] tonic::transport::Error),
+}
+
+/// Serves all services on `endpoint` until `shutdown` resolves and the calls under way are done.
+/// `ready` is called once clients can connect. The socket is removed at the end.
+pub async fn serve(
+    driver: Arc<Driver>,
+    endpoint: &Endpoint,
+    shutdown: impl Future<Output = ()>,
+    ready: impl FnOnce(),
+) -> Result<(), EndpointError> {
+    let listener = listen(endpoint)?;
+    let _socket = RemoveOnDrop(endpoint.path().to_owned());
+    tracing::info!(%endpoint, driver = driver.config().driver_name, node = driver.config().node_id, "listening");
+    ready();
+    Server::builder()
+        .add_service(IdentityServer::new(IdentityService(driver.clone())))
+        .add_service(ControllerServer::new(ControllerService(driver.clone())))
+        .add_service(NodeServer::new(NodeService(driver.clone())))
+        .add_service(SnapshotMetadataServer::new(SnapshotMetadataService::new(driver)))
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown)
+        .await
+        .map_err(|error| EndpointError::Serve(endpoint.clone(), error))
+}
+
+struct RemoveOnDrop(PathBuf);
+
+impl Drop for RemoveOnDrop {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Binds the socket with mode 0660. A stale one, that nobody answers on, is replaced; a live one is
+/// refused, for two drivers would share its clients.
+fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
+    let path = endpoint.path();
+    let failed = |error| EndpointError::Listen(endpoint.clone(), error);
+    match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            if let Some(parent) = path.parent() {
+                std::fs::create_dir_all(parent).map_err(failed)?;
+            }
+        }
+        Err(error) => return Err(failed(error)),
+        Ok(meta) if !meta.file_type().is_socket() => return Err(EndpointError::NotASocket(endpoint.clone())),
+        Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => return Err(EndpointError::Live(endpoint.clone())),
+            Err(_) => std::fs::remove_file(path).map_err(failed)?,
+        },
+    }
+    let listener = UnixListener::bind(path).map_err(failed)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(failed)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_unix_sockets_at_absolute_paths() {
+        for text in ["unix:///run/x.sock", "unix:/run/x.sock", "/run/x.sock"] {
+            assert_eq!(text.parse::<Endpoint>().map(|e| e.to_string()), Ok("unix:///run/x.sock".into()));
+        }
+        for text in ["", "x.sock", "unix://x.sock", "tcp://127.0.0.1:1"] {
+            assert!(text.parse::<Endpoint>().is_err(), "{text:?}");
+        }
+    }
+}

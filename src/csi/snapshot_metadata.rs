@@ -1,0 +1,223 @@
+//! The SnapshotMetadata service (KEP-3314; CSI spec, "Snapshot Metadata Service RPCs").
+//!
+//! A stream is pulled: the transport asks for a message when the client has room for one, and only
+//! then a blocking thread works, for that one message. So a slow client parks no thread, and a
+//! client that is gone drops the stream, which stops the work under way.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::Stream;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tonic::metadata::MetadataMap;
+use tonic::{Code, Request, Response, Status, async_trait};
+use tracing::Span;
+
+use super::decode::{encode_style, wire_bytes};
+use super::proto::{self, snapshot_metadata_server::SnapshotMetadata};
+use super::rpc::{log, rpc_span};
+use super::status::status;
+use crate::base::{ByteRange, Stop};
+use crate::driver::{Driver, MetadataRequest, MetadataStream, Result as DriverResult};
+
+/// Streams open at once; each holds a few files.
+const MAX_STREAMS: usize = 1024;
+/// Streams at work at once: the rest waits its turn, so that unary calls find a thread.
+const MAX_WORKING: usize = 32;
+
+pub(super) struct SnapshotMetadataService {
+    driver: Arc<Driver>,
+    open: Arc<Semaphore>,
+    working: Arc<Semaphore>,
+}
+
+type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
+
+impl SnapshotMetadataService {
+    pub(super) fn new(driver: Arc<Driver>) -> Self {
+        let semaphore = |permits| Arc::new(Semaphore::new(permits));
+        Self { driver, open: semaphore(MAX_STREAMS), working: semaphore(MAX_WORKING) }
+    }
+
+    /// Opens a stream and hands out its messages, encoded by `encode`.
+    async fn stream<M: Send + 'static>(
+        &self,
+        span: Span,
+        deadline: Option<Instant>,
+        open: impl FnOnce(&Driver) -> DriverResult<MetadataStream> + Send + 'static,
+        encode: fn(proto::BlockMetadataType, i64, Vec<proto::BlockMetadata>) -> M,
+    ) -> Result<Response<Messages<M>>, Status> {
+        let mut call = Call {
+            span,
+            started: Instant::now(),
+            stop: Stop::at(deadline),
+            tuples: 0,
+            ended: false,
+            _place: None,
+        };
+        let Ok(place) = self.open.clone().try_acquire_owned() else {
+            let full = format!("{MAX_STREAMS} metadata streams are open: try again when some are done");
+            return Err(call.fail(Status::resource_exhausted(full)));
+        };
+        call._place = Some(place);
+        let driver = self.driver.clone();
+        let opened = blocking(&self.working, &call, move || open(&driver)).await;
+        let stream = match opened {
+            Ok(stream) => stream,
+            Err(status) => return Err(call.fail(status)),
+        };
+        let state = (Some((stream, call)), self.working.clone());
+        let messages = futures_util::stream::unfold(state, move |(state, working)| async move {
+            let (mut stream, mut call) = state?;
+            let stop = call.stop.clone();
+            let work = move || stream.next_message(&stop).map(|message| (stream, message));
+            match blocking(&working, &call, work).await {
+                Ok((stream, Some(tuples))) => {
+                    call.tuples += tuples.len() as u64;
+                    let style = encode_style(stream.style());
+                    let message = encode(style, wire_bytes(stream.capacity()), encode_tuples(tuples));
+                    Some((Ok(message), (Some((stream, call)), working)))
+                }
+                Ok((_, None)) => {
+                    call.end(Code::Ok, None);
+                    None
+                }
+                Err(status) => Some((Err(call.fail(status)), (None, working))),
+            }
+        });
+        Ok(Response::new(Box::pin(messages)))
+    }
+}
+
+/// A stream's place in the log and among the open ones. Dropped before its end, the client is gone:
+/// the work under way stops.
+struct Call {
+    span: Span,
+    started: Instant,
+    stop: Stop,
+    tuples: u64,
+    ended: bool,
+    _place: Option<OwnedSemaphorePermit>,
+}
+
+impl Call {
+    fn fail(&mut self, status: Status) -> Status {
+        self.end(status.code(), Some(status.message()));
+        status
+    }
+
+    fn end(&mut self, code: Code, message: Option<&str>) {
+        self.ended = true;
+        let _entered = self.span.enter();
+        tracing::debug!(tuples = self.tuples, "stream ends");
+        log(code, self.started, message);
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        self.stop.cancel();
+        if !self.ended {
+            self.end(Code::Cancelled, Some("the client is gone"));
+        }
+    }
+}
+
+/// Does one message's work in a blocking thread, when one of the working places is free.
+async fn blocking<T: Send + 'static>(
+    working: &Arc<Semaphore>,
+    call: &Call,
+    work: impl FnOnce() -> DriverResult<T> + Send + 'static,
+) -> Result<T, Status> {
+    let span = call.span.clone();
+    let Ok(turn) = working.clone().acquire_owned().await else {
+        return Err(Status::unavailable("the driver is shutting down"));
+    };
+    let task = tokio::task::spawn_blocking(move || {
+        let _turn = turn;
+        let _entered = span.enter();
+        work().map_err(|error| status(&error))
+    });
+    task.await.unwrap_or_else(|error| {
+        tracing::error!(%error, "a stream panicked");
+        Err(Status::internal("the stream failed inside the driver; its log says where"))
+    })
+}
+
+fn encode_tuples(tuples: Vec<ByteRange>) -> Vec<proto::BlockMetadata> {
+    let encode = |range: ByteRange| proto::BlockMetadata {
+        byte_offset: wire_bytes(range.start),
+        size_bytes: wire_bytes(range.len()),
+    };
+    tuples.into_iter().map(encode).collect()
+}
+
+/// The client's deadline, from the `grpc-timeout` header (gRPC over HTTP/2, "Requests").
+fn deadline(metadata: &MetadataMap) -> Option<Instant> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (value, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let value: u64 = value.parse().ok()?;
+    let timeout = match unit {
+        "H" => Duration::from_secs(value.checked_mul(3600)?),
+        "M" => Duration::from_secs(value.checked_mul(60)?),
+        "S" => Duration::from_secs(value),
+        "m" => Duration::from_millis(value),
+        "u" => Duration::from_micros(value),
+        "n" => Duration::from_nanos(value),
+        _ => return None,
+    };
+    Instant::now().checked_add(timeout)
+}
+
+#[async_trait]
+impl SnapshotMetadata for SnapshotMetadataService {
+    type GetMetadataAllocatedStream = Messages<proto::GetMetadataAllocatedResponse>;
+    type GetMetadataDeltaStream = Messages<proto::GetMetadataDeltaResponse>;
+
+    async fn get_metadata_allocated(
+        &self,
+        request: Request<proto::GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
+        let deadline = deadline(request.metadata());
+        let request = request.into_inner();
+        let span = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
+        let position =
+            MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
+        let open = move |driver: &Driver| driver.allocated(&request.snapshot_id, position);
+        self.stream(span, deadline, open, |style, volume_capacity_bytes, block_metadata| {
+            proto::GetMetadataAllocatedResponse {
+                block_metadata_type: style.into(),
+                volume_capacity_bytes,
+                block_metadata,
+            }
+        })
+        .await
+    }
+
+    async fn get_metadata_delta(
+        &self,
+        request: Request<proto::GetMetadataDeltaRequest>,
+    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
+        let deadline = deadline(request.metadata());
+        let request = request.into_inner();
+        let span = rpc_span!(
+            "GetMetadataDelta",
+            base_snapshot_id = request.base_snapshot_id,
+            target_snapshot_id = request.target_snapshot_id,
+        );
+        let position =
+            MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
+        let open = move |driver: &Driver| {
+            driver.delta(&request.base_snapshot_id, &request.target_snapshot_id, position)
+        };
+        self.stream(span, deadline, open, |style, volume_capacity_bytes, block_metadata| {
+            proto::GetMetadataDeltaResponse {
+                block_metadata_type: style.into(),
+                volume_capacity_bytes,
+                block_metadata,
+            }
+        })
+        .await
+    }
+}

@@ -1,0 +1,68 @@
+//! The one place where errors become gRPC codes. Both matches are exhaustive on purpose: a new
+//! variant does not compile until it has a code.
+
+use tonic::{Code, Status};
+
+use crate::base::Stopped;
+use crate::driver::{Error, report};
+use crate::{cbt, pool, store, sys};
+
+/// The status of a failed call: the code of its kind, the message with all causes.
+pub fn status(error: &Error) -> Status {
+    Status::new(code(error), report(error))
+}
+
+/// The gRPC code of an error (CSI spec, "Error Scheme" and the error tables of each RPC).
+pub fn code(error: &Error) -> Code {
+    match error {
+        Error::Missing { .. }
+        | Error::Invalid { .. }
+        | Error::UnknownParameter { .. }
+        | Error::Unsupported(_) => Code::InvalidArgument,
+        Error::OutOfRange { .. } => Code::OutOfRange,
+        Error::NotFound { .. } => Code::NotFound,
+        Error::Clash { .. } => Code::AlreadyExists,
+        Error::Busy { .. } | Error::BadToken { .. } => Code::Aborted,
+        Error::Precondition(_) => Code::FailedPrecondition,
+        Error::Elsewhere(_) => Code::ResourceExhausted,
+        Error::Stopped(stopped) => stopped_code(*stopped),
+        Error::Sys(error) => sys_code(error),
+        Error::Store(error) => match error {
+            store::Error::Sys(error) => sys_code(error),
+            store::Error::Unreadable { .. }
+            | store::Error::UnknownVersion { .. }
+            | store::Error::Misplaced { .. }
+            | store::Error::Locked(_)
+            | store::Error::Mismatch { .. } => Code::Internal,
+        },
+        Error::Pool(error) => match error {
+            pool::Error::Sys(error) => sys_code(error),
+            pool::Error::Stopped(stopped) => stopped_code(*stopped),
+            pool::Error::Size { .. } => Code::ResourceExhausted,
+            pool::Error::Unavailable { .. } | pool::Error::ImageInUse(_) => Code::Internal,
+        },
+        Error::Cbt(error) => match error {
+            cbt::Error::Sys(error) => sys_code(error),
+            cbt::Error::Stopped(stopped) => stopped_code(*stopped),
+            cbt::Error::Damaged { .. } => Code::DataLoss,
+            cbt::Error::UnknownVersion { .. } => Code::Internal,
+        },
+    }
+}
+
+/// The answer of a call whose capability is not in our lists.
+pub(super) fn not_claimed(capability: &str) -> Status {
+    Status::unimplemented(format!("{capability} is not among this driver's capabilities"))
+}
+
+fn stopped_code(stopped: Stopped) -> Code {
+    match stopped {
+        Stopped::Cancelled => Code::Cancelled,
+        Stopped::DeadlineExceeded => Code::DeadlineExceeded,
+    }
+}
+
+/// The kernel has hundreds of error numbers; only a full pool asks something of the caller.
+fn sys_code(error: &sys::Error) -> Code {
+    if error.is_no_space() { Code::ResourceExhausted } else { Code::Internal }
+}

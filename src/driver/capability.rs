@@ -1,0 +1,122 @@
+//! How a volume is asked to be used, decoded, and whether this driver can do it.
+
+use super::error::shown;
+use super::{Error, Result};
+use crate::store::AccessKind;
+
+/// As a device or as a filesystem.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AccessType {
+    /// A raw block device.
+    Block,
+    /// A mounted filesystem.
+    Mount {
+        /// Its type; empty for the driver's choice.
+        fs_type: String,
+        /// Options for the mount call. The spec treats them as secrets: never logged or stored.
+        flags: MountFlags,
+    },
+}
+
+/// Mount options of a client. They do not show in debug output.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct MountFlags(pub Vec<String>);
+
+impl std::fmt::Debug for MountFlags {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MountFlags({} hidden)", self.0.len())
+    }
+}
+
+/// Who may use the volume from where, of the modes this driver has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AccessMode {
+    /// SINGLE_NODE_WRITER: one place, read and write.
+    SingleNodeWriter,
+    /// SINGLE_NODE_READER_ONLY: one place, read.
+    SingleNodeReaderOnly,
+    /// SINGLE_NODE_SINGLE_WRITER: one place, read and write.
+    SingleNodeSingleWriter,
+    /// SINGLE_NODE_MULTI_WRITER: many places on one node, read and write.
+    SingleNodeMultiWriter,
+    /// MULTI_NODE_READER_ONLY: many places, read.
+    MultiNodeReaderOnly,
+}
+
+impl AccessMode {
+    /// Whether nobody may write.
+    pub fn is_read_only(self) -> bool {
+        matches!(self, AccessMode::SingleNodeReaderOnly | AccessMode::MultiNodeReaderOnly)
+    }
+
+    /// Whether it may be published at several targets (table of `NodePublishVolume`).
+    pub fn is_shared(self) -> bool {
+        matches!(self, AccessMode::SingleNodeMultiWriter | AccessMode::MultiNodeReaderOnly)
+    }
+}
+
+/// One way a volume is to be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// Device or filesystem.
+    pub access: AccessType,
+    /// Who from where.
+    pub mode: AccessMode,
+}
+
+/// Filesystems this driver makes and mounts, and the smallest device that each of their `mkfs` takes.
+const FILESYSTEMS: [(&str, u64); 2] = [("ext4", 1 << 20), ("xfs", 300 << 20)];
+/// The filesystem where the client leaves the choice.
+pub(super) const DEFAULT_FS: &str = "ext4";
+
+impl Capability {
+    /// The kind of access in the form that records keep.
+    pub(super) fn kind(&self) -> Result<AccessKind> {
+        match &self.access {
+            AccessType::Block => Ok(AccessKind::Block),
+            AccessType::Mount { fs_type, .. } => {
+                let fs_type = if fs_type.is_empty() { DEFAULT_FS } else { fs_type };
+                match FILESYSTEMS.iter().any(|(name, _)| *name == fs_type) {
+                    true => Ok(AccessKind::Filesystem(fs_type.to_owned())),
+                    false => {
+                        let value = shown(fs_type);
+                        let want = FILESYSTEMS.map(|(name, _)| name).join(" or ");
+                        Err(Error::Invalid { field: "volume_capability.mount.fs_type", value, want })
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The kinds of several capabilities, each once, in the order of the request.
+pub(super) fn kinds(capabilities: &[Capability]) -> Result<Vec<AccessKind>> {
+    if capabilities.is_empty() {
+        return Err(Error::Missing { field: "volume_capabilities" });
+    }
+    let mut kinds = Vec::new();
+    for capability in capabilities {
+        let kind = capability.kind()?;
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+        }
+    }
+    let filesystems = kinds.iter().filter(|kind| matches!(kind, AccessKind::Filesystem(_))).count();
+    match filesystems > 1 {
+        true => {
+            Err(Error::Unsupported("volume_capabilities name two filesystem types: a volume has one".into()))
+        }
+        false => Ok(kinds),
+    }
+}
+
+/// The smallest volume that can carry what these kinds ask for, in bytes.
+pub(super) fn least_size(kinds: &[AccessKind]) -> u64 {
+    let least = |kind: &AccessKind| match kind {
+        AccessKind::Block => 1,
+        AccessKind::Filesystem(name) => {
+            FILESYSTEMS.iter().find(|(known, _)| known == name).map_or(1, |(_, least)| *least)
+        }
+    };
+    kinds.iter().map(least).max().unwrap_or(1)
+}

@@ -1,0 +1,156 @@
+//! Everything a call can fail with. Each message says what was wrong, with which value, and what
+//! to do; [`crate::csi::status`] maps each variant to its gRPC code.
+
+use std::error::Error as StdError;
+
+use crate::base::Stopped;
+use crate::{cbt, pool, store, sys};
+
+/// An error of the driver.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A required field is empty.
+    #[error("{field} is missing")]
+    Missing {
+        /// The field of the request.
+        field: &'static str,
+    },
+    /// A field holds what it can not hold.
+    #[error("{field} is {value}, it must be {want}")]
+    Invalid {
+        /// The field of the request.
+        field: &'static str,
+        /// What it holds, cut to a readable length.
+        value: String,
+        /// What it may hold.
+        want: String,
+    },
+    /// A parameter that this driver does not have.
+    #[error("parameter {name} is not known, use one of: {known}")]
+    UnknownParameter {
+        /// Its name.
+        name: String,
+        /// The names there are.
+        known: &'static str,
+    },
+    /// A capability that no volume of this driver has.
+    #[error("{0}")]
+    Unsupported(String),
+    /// A size or offset outside what is possible.
+    #[error("{field} is {value}, it must be {want}")]
+    OutOfRange {
+        /// The field of the request.
+        field: &'static str,
+        /// What it holds.
+        value: i128,
+        /// What it may hold.
+        want: String,
+    },
+    /// No such object, or no more.
+    #[error("{kind} {id} does not exist")]
+    NotFound {
+        /// `volume` or `snapshot`.
+        kind: &'static str,
+        /// The id as the client wrote it, cut to a readable length.
+        id: String,
+    },
+    /// The name is taken by an object that was asked for differently.
+    #[error("{kind} {name} exists with {difference}: use another name, or ask for the same")]
+    Clash {
+        /// What exists.
+        kind: &'static str,
+        /// Its name, id or path.
+        name: String,
+        /// What differs.
+        difference: String,
+    },
+    /// Another call works on the same object.
+    #[error("another call is at work on {what}: try again when it is done")]
+    Busy {
+        /// The object.
+        what: String,
+    },
+    /// A token that no list of this driver ended with.
+    #[error("starting_token {token} is not one of this driver's: start again without one")]
+    BadToken {
+        /// The token, cut to a readable length.
+        token: String,
+    },
+    /// The object is not in the state that the call needs.
+    #[error("{0}")]
+    Precondition(String),
+    /// What is asked for can only be had on another node.
+    #[error("{0}")]
+    Elsewhere(String),
+    /// The caller is gone or out of time.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+    /// The records.
+    #[error(transparent)]
+    Store(#[from] store::Error),
+    /// The pool.
+    #[error(transparent)]
+    Pool(#[from] pool::Error),
+    /// The block maps.
+    #[error(transparent)]
+    Cbt(#[from] cbt::Error),
+    /// The kernel.
+    #[error(transparent)]
+    Sys(#[from] sys::Error),
+}
+
+impl Error {
+    pub(super) fn no_volume(id: &str) -> Self {
+        Error::NotFound { kind: "volume", id: shown(id) }
+    }
+
+    pub(super) fn no_snapshot(id: &str) -> Self {
+        Error::NotFound { kind: "snapshot", id: shown(id) }
+    }
+
+    /// The kernel's part of this error, if it has one.
+    pub fn sys(&self) -> Option<&sys::Error> {
+        match self {
+            Error::Sys(error)
+            | Error::Store(store::Error::Sys(error))
+            | Error::Pool(pool::Error::Sys(error))
+            | Error::Cbt(cbt::Error::Sys(error)) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Whether it says that the caller is gone or out of time, wherever that was noticed.
+    pub fn stopped(&self) -> Option<Stopped> {
+        match self {
+            Error::Stopped(stopped)
+            | Error::Pool(pool::Error::Stopped(stopped))
+            | Error::Cbt(cbt::Error::Stopped(stopped)) => Some(*stopped),
+            _ => None,
+        }
+    }
+}
+
+/// A client's string for a message: quoted, and cut where it is long.
+pub(super) fn shown(text: &str) -> String {
+    const MOST: usize = 128;
+    match text.char_indices().nth(MOST) {
+        None => format!("{text:?}"),
+        Some((at, _)) => format!("{:?}... ({} bytes)", &text[..at], text.len()),
+    }
+}
+
+/// An error and all its causes in one line.
+pub fn report(error: &dyn StdError) -> String {
+    let mut line = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // A transparent wrapper says what its cause says.
+        if !line.ends_with(&text) {
+            line.push_str(": ");
+            line.push_str(&text);
+        }
+        cause = error.source();
+    }
+    line
+}

@@ -1,0 +1,111 @@
+//! Lists in pages.
+//!
+//! A token is the id of the last entry sent. Ids are unique for ever and lists are in the order of
+//! ids, so a token keeps its place when objects come and go between pages, its own among them.
+
+use std::str::FromStr;
+use std::sync::Arc;
+
+use super::error::shown;
+use super::{Driver, Error, Result};
+use crate::base::{SnapshotId, VolumeId};
+use crate::store::{SnapshotRecord, VolumeRecord};
+
+/// Which part of a list is asked for.
+#[derive(Clone, Debug, Default)]
+pub struct PageRequest {
+    /// `max_entries`: at most so many; 0 for all.
+    pub max_entries: i32,
+    /// `starting_token`: the `next_token` of the page before; empty for the first.
+    pub starting_token: String,
+}
+
+impl PageRequest {
+    fn limit(&self) -> Result<usize> {
+        match usize::try_from(self.max_entries) {
+            Ok(0) => Ok(usize::MAX),
+            Ok(most) => Ok(most),
+            Err(_) => Err(Error::Invalid {
+                field: "max_entries",
+                value: self.max_entries.to_string(),
+                want: "0 (no limit) or more".into(),
+            }),
+        }
+    }
+
+    fn after<Id: FromStr>(&self) -> Result<Option<Id>> {
+        if self.starting_token.is_empty() {
+            return Ok(None);
+        }
+        let bad = |_| Error::BadToken { token: shown(&self.starting_token) };
+        self.starting_token.parse().map(Some).map_err(bad)
+    }
+}
+
+/// A part of a list.
+#[derive(Clone, Debug)]
+pub struct Page<R> {
+    /// The entries.
+    pub entries: Vec<Arc<R>>,
+    /// The token of the next page; empty when this is the last.
+    pub next_token: String,
+}
+
+/// Which snapshots a list is about.
+#[derive(Clone, Debug, Default)]
+pub struct SnapshotFilter {
+    /// Only those of this volume; empty for all.
+    pub source_volume_id: String,
+    /// Only this one; empty for all.
+    pub snapshot_id: String,
+}
+
+impl Driver {
+    /// Lists volumes.
+    pub fn list_volumes(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
+        let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
+        Ok(self.store.read(|index| {
+            page(index.volumes_after(after.as_ref()).cloned(), limit, |record| record.id.to_string())
+        }))
+    }
+
+    /// Lists snapshots. An id that does not exist makes an empty list, as the spec says.
+    pub fn list_snapshots(
+        &self,
+        request: &PageRequest,
+        filter: &SnapshotFilter,
+    ) -> Result<Page<SnapshotRecord>> {
+        let (limit, after) = (request.limit()?, request.after::<SnapshotId>()?);
+        let volume = optional::<VolumeId>(&filter.source_volume_id);
+        let only = optional::<SnapshotId>(&filter.snapshot_id);
+        let (Ok(volume), Ok(only)) = (volume, only) else {
+            return Ok(Page { entries: Vec::new(), next_token: String::new() });
+        };
+        let token = |record: &SnapshotRecord| record.id.to_string();
+        Ok(self.store.read(|index| match (only, volume) {
+            (Some(id), volume) => {
+                let found = index.snapshot(&id).filter(|record| volume.is_none_or(|id| record.volume == id));
+                page(found.into_iter(), limit, token)
+            }
+            (None, Some(volume)) => {
+                let mut of_volume: Vec<_> = index.chain(&volume).cloned().collect();
+                of_volume.sort_unstable_by(|a, b| a.id.cmp(&b.id));
+                let behind =
+                    of_volume.into_iter().filter(|record| after.as_ref().is_none_or(|id| record.id > *id));
+                page(behind, limit, token)
+            }
+            (None, None) => page(index.snapshots_after(after.as_ref()).cloned(), limit, token),
+        }))
+    }
+}
+
+fn optional<Id: FromStr>(text: &str) -> Result<Option<Id>, Id::Err> {
+    if text.is_empty() { Ok(None) } else { text.parse().map(Some) }
+}
+
+fn page<R>(mut records: impl Iterator<Item = Arc<R>>, limit: usize, token: impl Fn(&R) -> String) -> Page<R> {
+    let entries: Vec<Arc<R>> = records.by_ref().take(limit).collect();
+    let more = records.next().is_some();
+    let next_token = entries.last().filter(|_| more).map_or_else(String::new, |last| token(last));
+    Page { entries, next_token }
+}

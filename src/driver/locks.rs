@@ -1,0 +1,112 @@
+//! One call at a time on an object.
+//!
+//! The CSI spec ("Error Scheme", `ABORTED`: "Operation pending for volume") lets a plugin refuse a
+//! call while another is under way on the same object. A guard is taken inside the blocking closure
+//! that does the work, so a cancelled RPC does not free the object while its work goes on. No lock
+//! ever covers two objects of one kind.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::{Error, Result};
+use crate::base::{SnapshotId, VolumeId};
+
+/// What is locked.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Key {
+    /// The making of a volume, by the name the CO gives it.
+    VolumeName(String),
+    /// The making of a snapshot, by the name the CO gives it.
+    SnapshotName(String),
+    /// A volume.
+    Volume(VolumeId),
+    /// A snapshot.
+    Snapshot(SnapshotId),
+    /// The links between the snapshots of a volume: held for short, waited for.
+    Chain(VolumeId),
+}
+
+impl std::fmt::Display for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Key::VolumeName(name) => write!(f, "the volume named {name}"),
+            Key::SnapshotName(name) => write!(f, "the snapshot named {name}"),
+            Key::Volume(id) => write!(f, "volume {id}"),
+            Key::Snapshot(id) => write!(f, "snapshot {id}"),
+            Key::Chain(id) => write!(f, "the snapshots of {id}"),
+        }
+    }
+}
+
+/// The objects that calls are at work on.
+#[derive(Clone, Debug, Default)]
+pub(super) struct OpLocks {
+    held: Arc<(Mutex<HashSet<Key>>, Condvar)>,
+}
+
+/// The right to work on an object, until dropped.
+#[derive(Debug)]
+pub(super) struct OpGuard {
+    locks: OpLocks,
+    key: Key,
+}
+
+impl OpLocks {
+    fn held(&self) -> MutexGuard<'_, HashSet<Key>> {
+        self.held.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the object, or fails at once when another call has it.
+    pub(super) fn take(&self, key: Key) -> Result<OpGuard> {
+        match self.held().insert(key.clone()) {
+            true => Ok(OpGuard { locks: self.clone(), key }),
+            false => Err(Error::Busy { what: key.to_string() }),
+        }
+    }
+
+    /// Takes the object, waiting for whoever has it.
+    pub(super) fn wait(&self, key: Key) -> OpGuard {
+        let mut held = self.held();
+        while !held.insert(key.clone()) {
+            held = self.held.1.wait(held).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(held);
+        OpGuard { locks: self.clone(), key }
+    }
+}
+
+impl Drop for OpGuard {
+    fn drop(&mut self) {
+        self.locks.held().remove(&self.key);
+        self.locks.held.1.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_at_a_time_on_an_object_and_none_in_each_others_way() {
+        let locks = OpLocks::default();
+        let (one, two) = (VolumeId::random().expect("id"), VolumeId::random().expect("id"));
+        let held = locks.take(Key::Volume(one.clone())).expect("free");
+        assert!(matches!(locks.take(Key::Volume(one.clone())), Err(Error::Busy { .. })));
+        let _other = locks.take(Key::Volume(two)).expect("another object");
+        drop(held);
+        locks.take(Key::Volume(one)).expect("free again");
+    }
+
+    #[test]
+    fn a_waiter_gets_it_when_the_holder_goes() {
+        let locks = OpLocks::default();
+        let id = VolumeId::random().expect("id");
+        let held = locks.wait(Key::Chain(id.clone()));
+        let waiter = std::thread::spawn({
+            let locks = locks.clone();
+            move || drop(locks.wait(Key::Chain(id)))
+        });
+        drop(held);
+        waiter.join().expect("the waiter ends");
+    }
+}

@@ -1,0 +1,201 @@
+//! Which blocks a snapshot holds, and which differ between two: the `SnapshotMetadata` service.
+//!
+//! A stream holds open files and a position; each call to [`MetadataStream::next_message`] does the
+//! work of one message and no more, so nobody waits in here for a slow client.
+
+use super::{Driver, Error, Result};
+use crate::base::{BlockSize, ByteRange, Stop};
+use crate::cbt::{self, AllocatedScan, DeltaScan, MapFile, RunSource, Side, Tuples};
+use crate::store::{SnapshotRecord, TupleStyle};
+
+/// Tuples a message holds when the client leaves the choice.
+const DEFAULT_TUPLES: usize = 4096;
+/// Tuples a message holds at most: at 24 bytes each well under gRPC's 4 MiB.
+const MAX_TUPLES: usize = 16384;
+/// The longest way between two snapshots that is walked map by map, each an open file; a longer one
+/// compares whole maps.
+const MAX_STEPS: usize = 512;
+
+/// Where an answer starts and how it is cut.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MetadataRequest {
+    /// `starting_offset`: no tuple ends at or before it.
+    pub starting_offset: i64,
+    /// `max_results`: tuples a message; 0 for the driver's choice.
+    pub max_results: i32,
+}
+
+/// An answer under way.
+pub struct MetadataStream {
+    style: TupleStyle,
+    capacity: u64,
+    most: usize,
+    /// `None` once all has been sent.
+    tuples: Option<Tuples>,
+    first: bool,
+}
+
+impl MetadataStream {
+    /// How the tuples are listed, the same in all messages.
+    pub fn style(&self) -> TupleStyle {
+        self.style
+    }
+
+    /// The size of the (target) snapshot in bytes, the same in all messages.
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    /// The tuples of the next message; `None` after the last. There is always a first one, which
+    /// tells type and capacity also where there is no tuple.
+    pub fn next_message(&mut self, stop: &Stop) -> Result<Option<Vec<ByteRange>>> {
+        let first = std::mem::take(&mut self.first);
+        let Some(tuples) = &mut self.tuples else { return Ok(first.then(Vec::new)) };
+        stop.check()?;
+        let mut message = Vec::with_capacity(self.most.min(DEFAULT_TUPLES));
+        if !tuples.fill(self.most, &mut message, stop)? {
+            self.tuples = None;
+        }
+        Ok((first || !message.is_empty()).then_some(message))
+    }
+}
+
+impl Driver {
+    /// The allocated blocks of a snapshot.
+    pub fn allocated(&self, snapshot_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
+        let record = self.snapshot(snapshot_id)?;
+        let position = Position::of(&record, request)?;
+        let path = self.store.dir().snapshot(&record.id).allocated();
+        let map = MapFile::open(&path).map_err(|error| gone_or(error, &record))?;
+        let source = RunSource::Allocated(Box::new(AllocatedScan::new(map, position.block)));
+        Ok(self.stream(&record, position, Some(source)))
+    }
+
+    /// The blocks of `target` whose content differs from that of `base`.
+    pub fn delta(&self, base_id: &str, target_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
+        let base = self.snapshot_in("base_snapshot_id", base_id)?;
+        let target = self.snapshot_in("target_snapshot_id", target_id)?;
+        if base.volume != target.volume {
+            return Err(Error::Invalid {
+                field: "base_snapshot_id",
+                value: format!("a snapshot of volume {}", base.volume),
+                want: format!("a snapshot of the target's volume {}", target.volume),
+            });
+        }
+        if base.sequence > target.sequence {
+            return Err(Error::Invalid {
+                field: "base_snapshot_id",
+                value: format!("{base_id}, taken after the target"),
+                want: "the older of the two".into(),
+            });
+        }
+        let position = Position::of(&target, request)?;
+        if !target.tracking {
+            return Err(Error::Precondition(format!(
+                "volume {} was made with changedBlockTracking false, so no delta is kept: use \
+                 GetMetadataAllocated, or a StorageClass with tracking",
+                target.volume
+            )));
+        }
+        if base.id == target.id {
+            return Ok(self.stream(&target, position, None));
+        }
+        // The way first: a merge meanwhile only makes its maps larger. Should a link be missing by
+        // then, whole maps are compared.
+        let way = self.way(&base, &target)?;
+        let side = |record: &SnapshotRecord| {
+            Side::open(&self.store.dir().snapshot(&record.id)).map_err(|error| gone_or(error, record))
+        };
+        let scan = DeltaScan::new(side(&base)?, side(&target)?, way, position.block);
+        Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
+    }
+
+    fn stream(
+        &self,
+        record: &SnapshotRecord,
+        position: Position,
+        source: Option<RunSource>,
+    ) -> MetadataStream {
+        let style = record.tuple_style.unwrap_or(self.config().tuple_style);
+        let fixed = style == TupleStyle::Fixed;
+        MetadataStream {
+            style,
+            capacity: record.capacity,
+            most: position.most,
+            tuples: source.map(|source| Tuples::new(source, record.block_size, fixed)),
+            first: true,
+        }
+    }
+
+    /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
+    fn way(&self, base: &SnapshotRecord, target: &SnapshotRecord) -> Result<Option<Vec<MapFile>>> {
+        let mut maps = Vec::new();
+        let mut at = target.id.clone();
+        while at != base.id {
+            let path = self.store.dir().snapshot(&at).changed();
+            let map = match MapFile::open(&path) {
+                Ok(map) => map,
+                Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
+                Err(cbt::Error::Damaged { path, what }) => {
+                    tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
+                    return Ok(None);
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
+            let before = self.store.read(|index| index.snapshot(&before));
+            let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {
+                return Ok(None);
+            };
+            maps.push(map);
+            if maps.len() > MAX_STEPS {
+                return Ok(None);
+            }
+            at = before.id.clone();
+        }
+        Ok(Some(maps))
+    }
+}
+
+/// A file that is missing because its snapshot was deleted meanwhile means that: not found.
+fn gone_or(error: cbt::Error, record: &SnapshotRecord) -> Error {
+    match error {
+        cbt::Error::Sys(error) if error.is_not_found() => Error::no_snapshot(record.id.as_str()),
+        error => error.into(),
+    }
+}
+
+/// A checked request.
+#[derive(Clone, Copy, Debug)]
+struct Position {
+    /// The block that holds the starting offset.
+    block: u64,
+    most: usize,
+}
+
+impl Position {
+    fn of(record: &SnapshotRecord, request: MetadataRequest) -> Result<Self> {
+        let most = match usize::try_from(request.max_results) {
+            Ok(0) => DEFAULT_TUPLES,
+            Ok(most) => most.min(MAX_TUPLES),
+            Err(_) => {
+                return Err(Error::Invalid {
+                    field: "max_results",
+                    value: request.max_results.to_string(),
+                    want: "0 (the driver's choice) or more".into(),
+                });
+            }
+        };
+        match u64::try_from(request.starting_offset) {
+            Ok(offset) if offset <= record.capacity => {
+                let size: BlockSize = record.block_size;
+                Ok(Position { block: size.block_of(offset), most })
+            }
+            _ => Err(Error::OutOfRange {
+                field: "starting_offset",
+                value: i128::from(request.starting_offset),
+                want: format!("from 0 to the snapshot's capacity, {}", record.capacity),
+            }),
+        }
+    }
+}

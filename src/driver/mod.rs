@@ -1,0 +1,174 @@
+//! What the driver does: volumes, snapshots, their metadata, and their place on this node. Plain
+//! synchronous code that brings the store, the pool and the block maps together. It knows the CSI
+//! semantics, not the wire: [`crate::csi`] decodes, calls and encodes.
+
+mod capability;
+mod error;
+mod list;
+mod locks;
+mod maps;
+mod metadata;
+mod node;
+mod params;
+mod quiesce;
+mod snapshots;
+mod volumes;
+
+pub use capability::{AccessMode, AccessType, Capability, MountFlags};
+pub use error::{Error, report};
+pub use list::{Page, PageRequest, SnapshotFilter};
+pub use metadata::{MetadataRequest, MetadataStream};
+pub use node::{PublishRequest, StageRequest};
+pub use params::{SnapshotParameters, VolumeParameters};
+pub use volumes::{CreateVolume, SourceRef};
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use crate::base::{DataDir, Quantity, SnapshotId, VolumeId};
+use crate::pool::{Home, Pool, PoolChoice, PoolRequest};
+use crate::store::{Claim, Manifest, Store, TupleStyle};
+use crate::sys::{self, Context};
+use locks::OpLocks;
+
+/// What this room returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What the flags say.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// `--driver-name`.
+    pub driver_name: String,
+    /// `--node-id`.
+    pub node_id: String,
+    /// `--data-dir`.
+    pub data_dir: PathBuf,
+    /// `--pool` and `--pool-size`.
+    pub pool: PoolRequest,
+    /// `--block-metadata-type`: how tuples are listed where the snapshot does not say.
+    pub tuple_style: TupleStyle,
+    /// `--max-volume-size`.
+    pub max_volume_size: Quantity,
+}
+
+/// The driver of one data directory.
+#[derive(Debug)]
+pub struct Driver {
+    config: Config,
+    home: Home,
+    store: Store,
+    locks: OpLocks,
+    /// Held for its lock; dropped last.
+    _claim: Claim,
+}
+
+impl Driver {
+    /// Takes the data directory, opens its pool, reads its records and undoes what a dead driver
+    /// left half done.
+    pub fn open(mut config: Config) -> Result<Self> {
+        let claim = Claim::take(DataDir::new(&config.data_dir))?;
+        // The pool's mount is found by path, so the path must be the one the kernel shows.
+        config.data_dir = config.data_dir.canonicalize().context("resolve", &config.data_dir)?;
+        let data_dir = DataDir::new(&config.data_dir);
+        let manifest = claim.manifest()?;
+        if let Some(manifest) = &manifest {
+            claim.require("--driver-name", &manifest.driver_name, &config.driver_name)?;
+        }
+        let known = match &manifest {
+            Some(manifest) => Some(known_pool(&claim, manifest, config.pool.choice)?),
+            None => None,
+        };
+        let home = Home::open(&data_dir, config.pool, known)?;
+        if manifest.is_none() {
+            claim.set_manifest(&Manifest {
+                version: Manifest::VERSION,
+                driver_name: config.driver_name.clone(),
+                pool: home.pool().to_string(),
+            })?;
+        }
+        let store = Store::open(home.dir().clone())?;
+        let driver = Driver { config, home, store, locks: OpLocks::default(), _claim: claim };
+        driver.thaw_leftovers();
+        tracing::info!(
+            data_dir = %driver.config.data_dir.display(),
+            pool = %driver.home.pool(),
+            place = driver.home.describe(),
+            volumes = driver.store.read(|index| index.volumes_after(None).count()),
+            snapshots = driver.store.read(|index| index.snapshots_after(None).count()),
+            unreadable = driver.store.damaged().len(),
+            "data directory opened"
+        );
+        Ok(driver)
+    }
+
+    /// Leaves the data directory. A pool image that volumes still use stays mounted for the next
+    /// start.
+    pub fn close(self) -> Result<()> {
+        if !self.home.close()? {
+            tracing::info!("volumes are in use; the pool stays mounted");
+        }
+        Ok(())
+    }
+
+    /// The flags it runs with.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// How the pool copies.
+    pub fn pool(&self) -> Pool {
+        self.home.pool()
+    }
+
+    /// Whether the pool answers: its filesystem can be asked for its size.
+    pub fn ready(&self) -> Result<()> {
+        sys::space(self.home.dir().path())?;
+        Ok(())
+    }
+
+    /// The key and value that say which node holds the volumes.
+    pub fn topology(&self) -> BTreeMap<String, String> {
+        let key = format!("topology.{}/node", self.config.driver_name);
+        BTreeMap::from([(key, self.config.node_id.clone())])
+    }
+
+    /// Bytes free in the pool.
+    pub fn available(&self) -> Result<u64> {
+        Ok(sys::space(self.home.dir().path())?.available)
+    }
+
+    fn volume_data(&self, id: &VolumeId) -> PathBuf {
+        self.store.dir().volume(id).data()
+    }
+
+    fn snapshot_data(&self, id: &SnapshotId) -> PathBuf {
+        self.store.dir().snapshot(id).data()
+    }
+}
+
+/// The pool a data directory was made with, unless the flags ask for another.
+fn known_pool(claim: &Claim, manifest: &Manifest, choice: PoolChoice) -> Result<Pool> {
+    let (pool, fits) = match manifest.pool.as_str() {
+        "reflink" => (Pool::Reflink, choice != PoolChoice::Dir),
+        "copy" => (Pool::Copy, choice != PoolChoice::Xfs),
+        // A pool of a later version.
+        _ => (Pool::Copy, false),
+    };
+    if !fits {
+        let asked = if choice == PoolChoice::Dir { "copy" } else { "reflink" };
+        claim.require("pool", &manifest.pool, asked)?;
+    }
+    Ok(pool)
+}
+
+/// Fails where a path from a client could not be handed to a mount call.
+fn check_path(field: &'static str, path: &Path) -> Result<()> {
+    if path.as_os_str().is_empty() {
+        return Err(Error::Missing { field });
+    }
+    if !sys::mount::is_plain_absolute(path) {
+        let value = error::shown(&path.to_string_lossy());
+        return Err(Error::Invalid { field, value, want: "an absolute path without `..`".into() });
+    }
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! Filesystems on volumes: looking, making, mounting, growing.
+
+use std::fs::File;
+use std::path::Path;
+
+use crate::base::ByteRange;
+use crate::driver::capability::MountFlags;
+use crate::driver::{Error, Result};
+use crate::sys::extents::DataRanges;
+use crate::sys::loopdev::LoopDevice;
+use crate::sys::mount::{self, Flags};
+use crate::sys::{Context, blockdev, program};
+
+/// Whether not a single block of the image holds data.
+pub(super) fn is_blank(data: &Path) -> Result<bool> {
+    let file = File::open(data).context("open", data)?;
+    let length = file.metadata().context("stat", data)?.len();
+    // Pages that a writer left dirty count too.
+    file.sync_all().context("sync", data)?;
+    let first = DataRanges::of(&file, data, ByteRange { start: 0, end: length }).next();
+    Ok(first.transpose()?.is_none())
+}
+
+/// The filesystem on a device, as `blkid` knows it.
+pub(super) fn detect(device: &Path) -> Result<Option<String>> {
+    // 2: nothing known is on the device.
+    let arguments = ["--probe", "--match-tag", "TYPE", "--output", "value"];
+    let output = program::run("blkid", &arguments, device, |code| matches!(code, 0 | 2))?;
+    let found = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    Ok((!found.is_empty()).then_some(found))
+}
+
+/// Makes a filesystem, whatever is on the device.
+pub(super) fn make(device: &Path, fs_type: &str) -> Result<()> {
+    let made = match fs_type {
+        "xfs" => program::run("mkfs.xfs", &["-q", "-f"], device, |code| code == 0),
+        // No blocks kept for root: the volume is the user's.
+        _ => program::run("mkfs.ext4", &["-q", "-F", "-m", "0"], device, |code| code == 0),
+    };
+    made?;
+    Ok(blockdev::flush(device)?)
+}
+
+/// Mounts a volume's filesystem.
+pub(super) fn mount(
+    device: &LoopDevice,
+    target: &Path,
+    fs_type: &str,
+    read_only: bool,
+    user: &MountFlags,
+) -> Result<()> {
+    let (mut flags, mut options) = parse_flags(user);
+    if read_only {
+        flags |= Flags::MS_RDONLY;
+    }
+    if fs_type == "xfs" {
+        // A clone carries its source's UUID and may be mounted beside it.
+        options.push("nouuid");
+    }
+    mount::mount(&device.path(), target, fs_type, flags, &options.join(",")).map_err(|error| {
+        match error.errno() {
+            Some(libc::EINVAL) => Error::Precondition(format!(
+                "the kernel refuses to mount {fs_type} at {}: a mount flag that {fs_type} does not have, or damage",
+                target.display()
+            )),
+            _ => error.into(),
+        }
+    })
+}
+
+/// Splits a client's options into the kernel's flags and the filesystem's own.
+fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
+    let mut flags = Flags::empty();
+    let mut options = Vec::new();
+    for option in user.0.iter().flat_map(|option| option.split(',')) {
+        match option {
+            "" | "rw" | "defaults" => {}
+            "ro" => flags |= Flags::MS_RDONLY,
+            "noatime" => flags |= Flags::MS_NOATIME,
+            "nodiratime" => flags |= Flags::MS_NODIRATIME,
+            "relatime" => flags |= Flags::MS_RELATIME,
+            "strictatime" => flags |= Flags::MS_STRICTATIME,
+            "lazytime" => flags |= Flags::MS_LAZYTIME,
+            "nodev" => flags |= Flags::MS_NODEV,
+            "noexec" => flags |= Flags::MS_NOEXEC,
+            "nosuid" => flags |= Flags::MS_NOSUID,
+            "sync" => flags |= Flags::MS_SYNCHRONOUS,
+            "dirsync" => flags |= Flags::MS_DIRSYNC,
+            own => options.push(own),
+        }
+    }
+    (flags, options)
+}
+
+/// Grows a mounted filesystem to the size of its device; fine when it fills it.
+pub(super) fn grow(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
+    match fs_type {
+        "ext4" => program::run::<&str>("resize2fs", &[], &device.path(), |code| code == 0)?,
+        "xfs" => program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?,
+        _ => return Ok(()),
+    };
+    Ok(())
+}

@@ -1,0 +1,126 @@
+//! A volume's place on this node: its loop device, its filesystem, its targets.
+//!
+//! `node.json` says where a volume is meant to be; it is written before the kernel is asked, so that
+//! nothing is mounted which no record explains. The kernel has the last word on what is: a record
+//! without its mount is repaired or dropped, never believed.
+
+mod filesystem;
+mod publish;
+mod stage;
+
+use std::path::{Path, PathBuf};
+
+use super::locks::{Key, OpGuard};
+use super::{Capability, Driver, Error, Result};
+use crate::base::VolumeId;
+use crate::store::{NodeState, VolumeRecord};
+use crate::sys::loopdev::{Access, LoopDevice};
+use crate::sys::{blockdev, mount};
+
+/// A NodeStageVolume call.
+#[derive(Clone, Debug)]
+pub struct StageRequest {
+    /// `volume_id`.
+    pub volume_id: String,
+    /// `staging_target_path`.
+    pub staging_path: PathBuf,
+    /// `volume_capability`.
+    pub capability: Capability,
+}
+
+/// A NodePublishVolume call.
+#[derive(Clone, Debug)]
+pub struct PublishRequest {
+    /// `volume_id`.
+    pub volume_id: String,
+    /// `staging_target_path`.
+    pub staging_path: PathBuf,
+    /// `target_path`.
+    pub target_path: PathBuf,
+    /// `volume_capability`.
+    pub capability: Capability,
+    /// `readonly`.
+    pub read_only: bool,
+}
+
+/// A volume that this call alone works on.
+struct Held {
+    record: std::sync::Arc<VolumeRecord>,
+    state: NodeState,
+    /// The bytes behind its device.
+    data: PathBuf,
+    _guard: OpGuard,
+}
+
+impl Driver {
+    /// Takes a volume for a node call.
+    fn hold(&self, volume_id: &str) -> Result<Held> {
+        let id = self.volume(volume_id)?.id.clone();
+        let guard = self.locks.take(Key::Volume(id.clone()))?;
+        let record = self.volume(volume_id)?;
+        let state = self.store.node_state(&id)?;
+        let data = self.volume_data(&id);
+        Ok(Held { record, state, data, _guard: guard })
+    }
+
+    /// The same for calls that undo: `None` when the volume is gone already.
+    fn hold_if_there(&self, volume_id: &str) -> Result<Option<Held>> {
+        match self.hold(volume_id) {
+            Err(Error::NotFound { .. }) => Ok(None),
+            held => held.map(Some),
+        }
+    }
+
+    /// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
+    /// volume's lock.
+    pub(super) fn release_devices(&self, id: &VolumeId) -> Result<()> {
+        let state = self.store.node_state(id)?;
+        let device = LoopDevice::find(&self.volume_data(id))?;
+        let paths = state.staged.iter().map(|staged| &staged.path);
+        for path in paths.chain(state.published.iter().map(|published| &published.target)) {
+            if shows(path, device.as_ref())? {
+                return Err(in_use(id, &format!("in use at {}", path.display())));
+            }
+        }
+        let Some(device) = device else { return Ok(()) };
+        if blockdev::is_claimed(&device.path())? {
+            return Err(in_use(id, &format!("in use through {}", device.path().display())));
+        }
+        detach(device)
+    }
+}
+
+fn in_use(id: &VolumeId, how: &str) -> Error {
+    Error::Precondition(format!("volume {id} is {how}: unpublish and unstage it first"))
+}
+
+/// Frees a device. Whoever still has it open keeps it until their last close, and a stage before
+/// that takes it over again, so it is not an error.
+fn detach(device: LoopDevice) -> Result<()> {
+    let path = device.path();
+    if !device.detach()? {
+        tracing::warn!(device = %path.display(), "somebody has the device open; it is freed when they close it");
+    }
+    Ok(())
+}
+
+/// Whether `path` shows this volume: its filesystem is mounted there, or its device node is.
+fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
+    let Some(device) = device else { return Ok(false) };
+    let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
+    let dev = device.dev()?;
+    Ok(mounted.dev == dev || blockdev::number(path)?.is_some_and(|number| number == dev))
+}
+
+/// The volume's device, attached where it is not yet. A device left over with another access is
+/// replaced: nobody uses it, or the caller would know of a publish.
+fn attached(data: &Path, access: Access) -> Result<LoopDevice> {
+    match LoopDevice::find(data)? {
+        Some(device) if device.access() == access => Ok(device),
+        Some(device) => {
+            detach(device)?;
+            Ok(LoopDevice::attach(data, access)?)
+        }
+        None => Ok(LoopDevice::attach(data, access)?),
+    }
+}

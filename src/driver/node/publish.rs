@@ -1,0 +1,172 @@
+//! Publishing: a staged volume shown at a target, as a directory or as a block device.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use super::stage::remove_target;
+use super::{Held, PublishRequest, attached, detach, shows};
+use crate::driver::{Driver, Error, Result, check_path};
+use crate::store::{AccessKind, Published};
+use crate::sys::loopdev::{Access, LoopDevice};
+use crate::sys::{Context, mount};
+
+impl Driver {
+    /// Publishes a staged volume; done already is done.
+    ///
+    /// 1. Record the target: a crash from here on leaves a record that unpublish starts from.
+    /// 2. Attach (Block), make the target, mount.
+    pub fn publish(&self, request: &PublishRequest) -> Result<()> {
+        check_path("target_path", &request.target_path)?;
+        if request.staging_path.as_os_str().is_empty() {
+            return Err(Error::Precondition(
+                "staging_target_path is missing: stage the volume first and say where".into(),
+            ));
+        }
+        let kind = request.capability.kind()?;
+        let mut held = self.hold(&request.volume_id)?;
+        let staged = held.state.staged.clone().filter(|staged| staged.path == request.staging_path);
+        let Some(staged) = staged else {
+            return Err(Error::Precondition(format!(
+                "volume {} is not staged at {}: stage it first",
+                held.record.id,
+                request.staging_path.display()
+            )));
+        };
+        if staged.access != kind {
+            return Err(Error::Precondition(format!(
+                "volume {} is staged as {:?}, it can not be published as {kind:?}",
+                held.record.id, staged.access
+            )));
+        }
+        let published = Published {
+            target: request.target_path.clone(),
+            read_only: request.read_only || staged.read_only || request.capability.mode.is_read_only(),
+            shared: request.capability.mode.is_shared(),
+        };
+        self.check_others(&mut held, &kind, &published)?;
+        if !held.state.published.contains(&published) {
+            held.state.published.push(published.clone());
+            self.store.set_node_state(&held.record.id, &held.state)?;
+        }
+        match kind {
+            AccessKind::Block => publish_device(&held, &published),
+            AccessKind::Filesystem(_) => publish_directory(&held, &staged.path, &published),
+        }
+    }
+
+    /// Compares a new target with those there are (table of `NodePublishVolume`), and forgets those
+    /// that the kernel does not know any more.
+    fn check_others(&self, held: &mut Held, kind: &AccessKind, new: &Published) -> Result<()> {
+        let device = LoopDevice::find(&held.data)?;
+        let mut there = Vec::new();
+        for published in std::mem::take(&mut held.state.published) {
+            if published == *new || shows(&published.target, device.as_ref())? {
+                there.push(published);
+            }
+        }
+        held.state.published = there;
+        for other in held.state.published.iter().filter(|other| *other != new) {
+            if other.target == new.target {
+                return Err(Error::Clash {
+                    kind: "published volume",
+                    name: other.target.display().to_string(),
+                    difference: "another access mode or readonly flag".into(),
+                });
+            }
+            if !(other.shared && new.shared) {
+                return Err(Error::Precondition(format!(
+                    "volume {} is published at {} already, in an access mode for one target",
+                    held.record.id,
+                    other.target.display()
+                )));
+            }
+            if *kind == AccessKind::Block && other.read_only != new.read_only {
+                return Err(Error::Precondition(format!(
+                    "block volume {} is published at {} for {}: a device can not be read-only at one target \
+                     and writable at another",
+                    held.record.id,
+                    other.target.display(),
+                    if other.read_only { "reading only" } else { "writing" }
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Undoes a publish; nothing to undo is done.
+    pub fn unpublish(&self, volume_id: &str, target: &Path) -> Result<()> {
+        if volume_id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        check_path("target_path", target)?;
+        let Some(mut held) = self.hold_if_there(volume_id)? else {
+            // A published volume can not be deleted, so what is mounted there is not ours.
+            return match mount::mounted_at(target)? {
+                None => Ok(()),
+                Some(_) => Err(Error::no_volume(volume_id)),
+            };
+        };
+        let device = LoopDevice::find(&held.data)?;
+        let recorded = held.state.published.iter().any(|published| published.target == target);
+        if !recorded && !shows(target, device.as_ref())? {
+            return Ok(());
+        }
+        while target.exists() && shows(target, device.as_ref())? {
+            mount::unmount(target)?;
+        }
+        if mount::mounted_at(target)?.is_none() {
+            remove_target(target)?;
+        }
+        held.state.published.retain(|published| published.target != target);
+        let is_block = held.state.staged.as_ref().is_none_or(|staged| staged.access == AccessKind::Block);
+        if let Some(device) = device
+            && is_block
+            && held.state.published.is_empty()
+        {
+            detach(device)?;
+        }
+        Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+    }
+}
+
+fn publish_device(held: &Held, published: &Published) -> Result<()> {
+    let access = if published.read_only { Access::ReadOnly } else { Access::ReadWrite };
+    let device = attached(&held.data, access)?;
+    if mount::mounted_at(&published.target)?.is_some() {
+        return match shows(&published.target, Some(&device))? {
+            true => Ok(()),
+            false => Err(occupied(&published.target)),
+        };
+    }
+    match File::options().write(true).create_new(true).open(&published.target) {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && published.target.is_file() => {}
+        made => drop(made.context("make the target", &published.target)?),
+    }
+    Ok(mount::bind(&device.path(), &published.target, published.read_only)?)
+}
+
+fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Result<()> {
+    let device = LoopDevice::find(&held.data)?;
+    if !shows(staging, device.as_ref())? {
+        return Err(Error::Precondition(format!(
+            "volume {} is not mounted at {} any more: stage it again",
+            held.record.id,
+            staging.display()
+        )));
+    }
+    if mount::mounted_at(&published.target)?.is_some() {
+        return match shows(&published.target, device.as_ref())? {
+            true => Ok(()),
+            false => Err(occupied(&published.target)),
+        };
+    }
+    match fs::create_dir(&published.target) {
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && published.target.is_dir() => {}
+        made => made.context("make the target", &published.target)?,
+    }
+    Ok(mount::bind(staging, &published.target, published.read_only)?)
+}
+
+fn occupied(target: &Path) -> Error {
+    Error::Precondition(format!("something else is mounted at {}: unmount it first", target.display()))
+}

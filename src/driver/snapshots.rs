@@ -1,0 +1,136 @@
+//! Taking and deleting snapshots.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use super::error::shown;
+use super::locks::Key;
+use super::volumes::check_name;
+use super::{Driver, Error, Result, SnapshotParameters};
+use crate::base::{SnapshotId, Stop};
+use crate::cbt::{self, MapFile, MapHeader};
+use crate::store::{SnapshotRecord, Timestamp, VolumeRecord};
+use crate::sys::{Context, durable};
+
+impl Driver {
+    /// A snapshot by the id a client sent, which may be any string.
+    pub fn snapshot(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
+        self.snapshot_in("snapshot_id", id)
+    }
+
+    /// The same, naming the field that the id came in.
+    pub(super) fn snapshot_in(&self, field: &'static str, id: &str) -> Result<Arc<SnapshotRecord>> {
+        if id.is_empty() {
+            return Err(Error::Missing { field });
+        }
+        let found = id.parse().ok().and_then(|id| self.store.read(|index| index.snapshot(&id)));
+        found.ok_or_else(|| Error::no_snapshot(id))
+    }
+
+    /// Takes a snapshot, or finds the one that an earlier call of this name took.
+    pub fn create_snapshot(
+        &self,
+        name: &str,
+        source_volume_id: &str,
+        parameters: &SnapshotParameters,
+    ) -> Result<Arc<SnapshotRecord>> {
+        check_name("name", name)?;
+        if source_volume_id.is_empty() {
+            return Err(Error::Missing { field: "source_volume_id" });
+        }
+        let _name = self.locks.take(Key::SnapshotName(name.to_owned()))?;
+        if let Some(existing) = self.store.read(|index| index.snapshot_named(name)) {
+            let clash = |difference| Error::Clash { kind: "snapshot", name: shown(name), difference };
+            if existing.volume.as_str() != source_volume_id {
+                return Err(clash(format!("source_volume_id {}", existing.volume)));
+            }
+            if existing.tuple_style != parameters.tuple_style {
+                return Err(clash("another blockMetadataType".into()));
+            }
+            return Ok(existing);
+        }
+        let volume = self.volume(source_volume_id)?;
+        let _volume = self.locks.take(Key::Volume(volume.id.clone()))?;
+        // Looked up again: it may have been deleted before the lock was ours.
+        let volume = self.volume(source_volume_id)?;
+        self.take_snapshot(name, &volume, parameters)
+    }
+
+    fn take_snapshot(
+        &self,
+        name: &str,
+        volume: &VolumeRecord,
+        parameters: &SnapshotParameters,
+    ) -> Result<Arc<SnapshotRecord>> {
+        let record = SnapshotRecord {
+            version: SnapshotRecord::VERSION,
+            id: SnapshotId::random().context("draw an id from", "/dev/random".as_ref())?,
+            name: name.to_owned(),
+            volume: volume.id.clone(),
+            sequence: self
+                .store
+                .read(|index| index.chain(&volume.id).next_back().map_or(1, |last| last.sequence + 1)),
+            capacity: volume.capacity,
+            block_size: volume.block_size,
+            tracking: volume.tracking,
+            tuple_style: parameters.tuple_style,
+            created: Timestamp::now(),
+        };
+        let draft = self.store.draft_snapshot(&record.id)?;
+        let path = self.volume_data(&volume.id);
+        let source = File::open(&path).context("open", &path)?;
+        self.fill_snapshot(draft.dir(), volume, &record, &source)?;
+        // The chain's lock orders this commit and the merge of a deleted parent.
+        let _chain = self.locks.wait(Key::Chain(volume.id.clone()));
+        Ok(self.store.commit_snapshot(draft, record)?)
+    }
+
+    /// Deletes a snapshot; deltas across it stay exact. An unknown id is no error.
+    pub fn delete_snapshot(&self, id: &str) -> Result<()> {
+        if id.is_empty() {
+            return Err(Error::Missing { field: "snapshot_id" });
+        }
+        let Ok(id) = id.parse::<SnapshotId>() else { return Ok(()) };
+        let _guard = self.locks.take(Key::Snapshot(id.clone()))?;
+        let Some(record) = self.store.read(|index| index.snapshot(&id)) else { return Ok(()) };
+        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        if let Err(error) = self.hand_changes_on(&record) {
+            // Without the link a delta across the gap compares whole maps: slower, and as exact.
+            tracing::warn!(snapshot_id = %id, error = super::report(&error), "changes were not handed on");
+        }
+        Ok(self.store.remove_snapshot(&id)?)
+    }
+
+    /// Merges the changes of a snapshot about to go into those of the next one, which from then on
+    /// speaks of the changes since the one before both.
+    ///
+    /// 1. Write the union beside the next one's map and sync it: a crash leaves a stray file that
+    ///    the next merge replaces.
+    /// 2. Rename it over the map and sync: the map names the snapshot it is relative to, so both
+    ///    change as one. A crash after it leaves a snapshot nobody's changes are relative to any
+    ///    more; deltas to and from it compare whole maps.
+    fn hand_changes_on(&self, gone: &SnapshotRecord) -> Result<()> {
+        if !gone.tracking {
+            return Ok(());
+        }
+        let next = self.store.read(|index| {
+            index
+                .chain(&gone.volume)
+                .find(|record| record.sequence > gone.sequence)
+                .map(|record| record.id.clone())
+        });
+        let Some(next) = next else { return Ok(()) };
+        let next_dir = self.store.dir().snapshot(&next);
+        let theirs = MapFile::open(&next_dir.changed())?;
+        if theirs.header().relative_to.as_ref() != Some(&gone.id) {
+            return Ok(());
+        }
+        let ours = MapFile::open(&self.store.dir().snapshot(&gone.id).changed())?;
+        let header = MapHeader { relative_to: ours.header().relative_to.clone(), ..theirs.header().clone() };
+        let fresh = next_dir.changed().with_extension("map.new");
+        durable::remove(&fresh)?;
+        cbt::write_union(&fresh, header, &[&ours, &theirs], &Stop::default())?;
+        durable::rename(&fresh, &next_dir.changed())?;
+        Ok(())
+    }
+}

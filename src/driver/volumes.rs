@@ -1,0 +1,324 @@
+//! Making and deleting volumes.
+
+use std::fs::File;
+use std::sync::Arc;
+
+use super::capability::{kinds, least_size};
+use super::error::shown;
+use super::locks::Key;
+use super::{Capability, Driver, Error, Result, VolumeParameters};
+use crate::base::{BlockSize, Quantity, VolumeId};
+use crate::store::{AccessKind, Source, Timestamp, VolumeRecord};
+use crate::sys::Context;
+
+/// The size of a volume for which none was asked.
+const DEFAULT_SIZE: u64 = 1 << 30;
+/// The longest name a CO may give (CSI spec, "Size Limits").
+const MAX_NAME: usize = 128;
+
+/// A CreateVolume call.
+#[derive(Clone, Debug)]
+pub struct CreateVolume {
+    /// The name: the same name means the same volume.
+    pub name: String,
+    /// At least so many bytes; 0 for no demand.
+    pub required_bytes: i64,
+    /// At most so many bytes; 0 for no limit.
+    pub limit_bytes: i64,
+    /// How it is to be used.
+    pub capabilities: Vec<Capability>,
+    /// StorageClass parameters.
+    pub parameters: VolumeParameters,
+    /// What to fill it with.
+    pub source: Option<SourceRef>,
+    /// Topologies one of which must be ours; empty for no demand.
+    pub requisite: Vec<std::collections::BTreeMap<String, String>>,
+}
+
+/// A content source as a client names it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SourceRef {
+    /// A snapshot's id.
+    Snapshot(String),
+    /// A volume's id.
+    Volume(String),
+}
+
+/// An open content source.
+struct Content {
+    source: Source,
+    data: File,
+    capacity: u64,
+    block_size: BlockSize,
+    tracking: bool,
+}
+
+impl Driver {
+    /// Makes a volume, or finds the one that an earlier call of this name made.
+    pub fn create_volume(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
+        check_name("name", &request.name)?;
+        let access = kinds(&request.capabilities)?;
+        let (required, limit) = self.check_range(request)?;
+        let _name = self.locks.take(Key::VolumeName(request.name.clone()))?;
+        if let Some(existing) = self.store.read(|index| index.volume_named(&request.name)) {
+            return match difference(&existing, request, &access, required, limit) {
+                None => Ok(existing),
+                Some(difference) => {
+                    Err(Error::Clash { kind: "volume", name: shown(&request.name), difference })
+                }
+            };
+        }
+        self.check_topology(request)?;
+        let (content, _guard) = match &request.source {
+            None => (None, None),
+            Some(SourceRef::Snapshot(id)) => (Some(self.snapshot_content(id)?), None),
+            Some(SourceRef::Volume(id)) => {
+                let record = self.volume(id)?;
+                let guard = self.locks.take(Key::Volume(record.id.clone()))?;
+                // Looked up again: it may have been deleted before the lock was ours.
+                let record = self.volume(id)?;
+                (Some(self.volume_content(&record)?), Some(guard))
+            }
+        };
+        let block_size = request
+            .parameters
+            .block_size
+            .or(content.as_ref().map(|content| content.block_size))
+            .unwrap_or(BlockSize::MIN);
+        let capacity = self.capacity(content.as_ref(), &access, block_size, required, limit)?;
+        let record = VolumeRecord {
+            version: VolumeRecord::VERSION,
+            id: VolumeId::random().context("draw an id from", "/dev/random".as_ref())?,
+            name: request.name.clone(),
+            capacity,
+            block_size,
+            access,
+            source: content.as_ref().map(|content| content.source.clone()),
+            tracking: request
+                .parameters
+                .tracking
+                .or(content.as_ref().map(|content| content.tracking))
+                .unwrap_or(true),
+            created: Timestamp::now(),
+        };
+        self.fill_and_commit(record, content)
+    }
+
+    fn fill_and_commit(&self, record: VolumeRecord, content: Option<Content>) -> Result<Arc<VolumeRecord>> {
+        let draft = self.store.draft_volume(&record.id)?;
+        let path = draft.dir().data();
+        let file = match &content {
+            None => self.pool().create(&path, record.capacity)?,
+            Some(Content { source: Source::Volume(id), data, block_size, .. }) => {
+                self.copy_live(id, data, &path, *block_size, None)?
+            }
+            Some(content) => self.pool().copy(&content.data, &path, content.block_size, None)?,
+        };
+        // A source smaller than its volume: the rest reads as zeros and is there to be written.
+        file.set_len(record.capacity).context("set the length of", &path)?;
+        file.sync_all().context("sync", &path)?;
+        Ok(self.store.commit_volume(draft, record)?)
+    }
+
+    /// A volume by the id a client sent, which may be any string.
+    pub fn volume(&self, id: &str) -> Result<Arc<VolumeRecord>> {
+        if id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        let found = id.parse().ok().and_then(|id| self.store.read(|index| index.volume(&id)));
+        found.ok_or_else(|| Error::no_volume(id))
+    }
+
+    /// Deletes a volume that nobody uses. Its snapshots stay. An unknown id is no error.
+    pub fn delete_volume(&self, id: &str) -> Result<()> {
+        if id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
+        let _guard = self.locks.take(Key::Volume(id.clone()))?;
+        if self.store.read(|index| index.volume(&id)).is_none() {
+            return Ok(());
+        }
+        self.release_devices(&id)?;
+        Ok(self.store.remove_volume(&id)?)
+    }
+
+    /// Says which of these capabilities the volume lacks; `None` when it has all.
+    pub fn validate_capabilities(
+        &self,
+        id: &str,
+        capabilities: &[Capability],
+        parameters: &VolumeParameters,
+    ) -> Result<Option<String>> {
+        let record = self.volume(id)?;
+        if capabilities.is_empty() {
+            return Err(Error::Missing { field: "volume_capabilities" });
+        }
+        if parameters.block_size.is_some_and(|size| size != record.block_size) {
+            return Ok(Some(format!("the volume has blockSize {}", record.block_size)));
+        }
+        if parameters.tracking.is_some_and(|tracking| tracking != record.tracking) {
+            return Ok(Some(format!("the volume has changedBlockTracking {}", record.tracking)));
+        }
+        Ok(capabilities.iter().find_map(|capability| match capability.kind() {
+            Ok(kind) if record.access.contains(&kind) => None,
+            Ok(AccessKind::Block) => Some("the volume was not made for block access".to_owned()),
+            Ok(AccessKind::Filesystem(name)) => Some(format!("the volume was not made for {name}")),
+            Err(error) => Some(error.to_string()),
+        }))
+    }
+
+    fn check_range(&self, request: &CreateVolume) -> Result<(u64, Option<u64>)> {
+        let positive = |field, value: i64| {
+            u64::try_from(value).map_err(|_| Error::Invalid {
+                field,
+                value: value.to_string(),
+                want: "0 (no demand) or more".into(),
+            })
+        };
+        let required = positive("capacity_range.required_bytes", request.required_bytes)?;
+        let limit = positive("capacity_range.limit_bytes", request.limit_bytes)?;
+        if limit != 0 && limit < required {
+            return Err(Error::Invalid {
+                field: "capacity_range.limit_bytes",
+                value: limit.to_string(),
+                want: format!("at least required_bytes, {required}"),
+            });
+        }
+        Ok((required, (limit != 0).then_some(limit)))
+    }
+
+    /// The size of a volume: what is asked, what its source holds and what its filesystem needs,
+    /// whichever is most, rounded up to a block.
+    fn capacity(
+        &self,
+        content: Option<&Content>,
+        access: &[AccessKind],
+        block_size: BlockSize,
+        required: u64,
+        limit: Option<u64>,
+    ) -> Result<u64> {
+        let least = content.map_or_else(|| least_size(access), |content| content.capacity);
+        let asked = match (required, content, limit) {
+            (0, None, limit) => {
+                DEFAULT_SIZE.min(limit.map_or(DEFAULT_SIZE, |limit| block_size.round_down(limit)))
+            }
+            (required, ..) => required,
+        };
+        let wanted = asked.max(least);
+        let most = self.config().max_volume_size;
+        let too_large = |want| Error::OutOfRange {
+            field: "capacity_range.required_bytes",
+            value: i128::from(wanted),
+            want,
+        };
+        let capacity = block_size.round_up(wanted).filter(|capacity| *capacity <= most.0);
+        let capacity = capacity.ok_or_else(|| too_large(format!("at most {most} (--max-volume-size)")))?;
+        match limit {
+            Some(limit) if capacity > limit => Err(Error::OutOfRange {
+                field: "capacity_range.limit_bytes",
+                value: i128::from(limit),
+                want: format!(
+                    "at least {capacity}: the size asked for, the source's and the least that the filesystem \
+                     needs, rounded up to blocks of {}",
+                    Quantity(block_size.bytes())
+                ),
+            }),
+            _ => Ok(capacity),
+        }
+    }
+
+    fn check_topology(&self, request: &CreateVolume) -> Result<()> {
+        let ours = self.topology();
+        // A topology without our key says nothing about us.
+        let fits = |asked: &std::collections::BTreeMap<String, String>| {
+            ours.iter().all(|(key, value)| asked.get(key).is_none_or(|asked| asked == value))
+        };
+        if request.requisite.is_empty() || request.requisite.iter().any(fits) {
+            return Ok(());
+        }
+        Err(Error::Elsewhere(format!(
+            "none of the requisite topologies is this node, {}: volumes are made where the driver runs",
+            self.config().node_id
+        )))
+    }
+
+    fn snapshot_content(&self, id: &str) -> Result<Content> {
+        let record = self.snapshot(id)?;
+        let path = self.snapshot_data(&record.id);
+        let data = match File::open(&path) {
+            // Deleted since it was looked up.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(Error::no_snapshot(id)),
+            opened => opened.context("open", &path)?,
+        };
+        Ok(Content {
+            source: Source::Snapshot(record.id.clone()),
+            data,
+            capacity: record.capacity,
+            block_size: record.block_size,
+            tracking: record.tracking,
+        })
+    }
+
+    fn volume_content(&self, record: &VolumeRecord) -> Result<Content> {
+        let path = self.volume_data(&record.id);
+        Ok(Content {
+            source: Source::Volume(record.id.clone()),
+            data: File::open(&path).context("open", &path)?,
+            capacity: record.capacity,
+            block_size: record.block_size,
+            tracking: record.tracking,
+        })
+    }
+}
+
+/// What about an existing volume does not fit a new call of its name.
+fn difference(
+    existing: &VolumeRecord,
+    request: &CreateVolume,
+    access: &[AccessKind],
+    required: u64,
+    limit: Option<u64>,
+) -> Option<String> {
+    if existing.capacity < required || limit.is_some_and(|limit| existing.capacity > limit) {
+        return Some(format!("capacity {}", existing.capacity));
+    }
+    if !access.iter().all(|kind| existing.access.contains(kind)) {
+        return Some("other volume_capabilities".into());
+    }
+    let source = existing.source.as_ref().map(|source| match source {
+        Source::Snapshot(id) => SourceRef::Snapshot(id.to_string()),
+        Source::Volume(id) => SourceRef::Volume(id.to_string()),
+    });
+    if source != request.source {
+        return Some("another volume_content_source".into());
+    }
+    let from_source = existing.source.is_some();
+    let block_size = request.parameters.block_size;
+    if block_size
+        .map_or(!from_source && existing.block_size != BlockSize::MIN, |size| size != existing.block_size)
+    {
+        return Some(format!("blockSize {}", existing.block_size));
+    }
+    let tracking = request.parameters.tracking;
+    if tracking.map_or(!from_source && !existing.tracking, |tracking| tracking != existing.tracking) {
+        return Some(format!("changedBlockTracking {}", existing.tracking));
+    }
+    None
+}
+
+/// Fails where a name could not have come from a CO that keeps the spec.
+pub(super) fn check_name(field: &'static str, name: &str) -> Result<()> {
+    if name.is_empty() {
+        return Err(Error::Missing { field });
+    }
+    let banned = |c: char| c.is_control() && !matches!(c, '\t' | '\n' | '\r');
+    if name.len() > MAX_NAME || name.chars().any(banned) {
+        return Err(Error::Invalid {
+            field,
+            value: shown(name),
+            want: format!("at most {MAX_NAME} bytes without control characters"),
+        });
+    }
+    Ok(())
+}

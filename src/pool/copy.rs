@@ -1,0 +1,109 @@
+//! Sparse copies, for filesystems that share nothing.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::{Result, Sink};
+use crate::base::{BlockSize, ByteRange};
+use crate::sys::extents::DataRanges;
+use crate::sys::{Context, clone};
+
+/// Bytes read at once on the way to a sink; a larger block is read whole.
+const READ: u64 = 4 << 20;
+
+/// Copies the data of `source` into the new file `target` and leaves its holes out.
+pub(super) fn sparse(
+    source: &File,
+    target: &File,
+    target_path: &Path,
+    size: BlockSize,
+    mut sink: Option<Sink<'_>>,
+) -> Result<()> {
+    let length = source.metadata().context("stat", target_path)?.len();
+    target.set_len(length).context("set the length of", target_path)?;
+    let mut next = 0;
+    for range in DataRanges::of(source, target_path, ByteRange { start: 0, end: length }) {
+        let range = range?.blocks(size).bytes(size);
+        let range = ByteRange { start: range.start.max(next), end: range.end.min(length) };
+        if range.is_empty() {
+            continue;
+        }
+        next = range.end;
+        match &mut sink {
+            Some(sink) => through(source, target, target_path, range, size, sink)?,
+            None => {
+                clone::copy_range(source, target, range.start, range.len())
+                    .context("copy into", target_path)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Copies a range by way of memory, where the sink sees it.
+fn through(
+    source: &File,
+    target: &File,
+    target_path: &Path,
+    range: ByteRange,
+    size: BlockSize,
+    sink: &mut Sink<'_>,
+) -> Result<()> {
+    let step = READ.max(size.bytes());
+    let mut buffer = vec![0; step.min(range.len()) as usize];
+    let mut offset = range.start;
+    while offset < range.end {
+        let bytes = &mut buffer[..step.min(range.end - offset) as usize];
+        source.read_exact_at(bytes, offset).context("read the source of", target_path)?;
+        target.write_all_at(bytes, offset).context("write", target_path)?;
+        sink(offset, bytes)?;
+        offset += bytes.len() as u64;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    #[test]
+    fn a_copy_keeps_holes_and_length_and_the_sink_sees_whole_blocks() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let size = BlockSize::try_from(64 << 10).expect("64Ki");
+        let length = 64 << 20;
+        let source = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(dir.path().join("source"))
+            .expect("create");
+        source.set_len(length).expect("set_len");
+        for offset in [0, (1 << 20) + 4096, length - 4096] {
+            source.write_all_at(&[7; 4096], offset).expect("write");
+        }
+        for with_sink in [true, false] {
+            let path = dir.path().join(format!("target-{with_sink}"));
+            let target = File::options().read(true).write(true).create_new(true).open(&path).expect("create");
+            let mut seen = Vec::new();
+            let mut sink = |offset, bytes: &[u8]| {
+                seen.push((offset, bytes.len() as u64));
+                Ok(())
+            };
+            let sink: Option<Sink<'_>> = if with_sink { Some(&mut sink) } else { None };
+            sparse(&source, &target, &path, size, sink).expect("copy");
+            let meta = target.metadata().expect("stat");
+            assert_eq!(meta.len(), length);
+            assert!(meta.blocks() * 512 <= 4 * size.bytes(), "holes were filled: {} sectors", meta.blocks());
+            for offset in [0, (1 << 20) + 4096, length - 4096] {
+                let mut block = [0; 4096];
+                target.read_exact_at(&mut block, offset).expect("read");
+                assert_eq!(block, [7; 4096], "at {offset}");
+            }
+            if with_sink {
+                assert_eq!(seen, [(0, 65536), (1 << 20, 65536), (length - 65536, 65536)]);
+            }
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! What can go wrong with a pool.
+
+use std::path::PathBuf;
+
+use crate::base::{Quantity, Stopped};
+use crate::sys;
+
+/// An error of the pool.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kernel refused a call.
+    #[error(transparent)]
+    Sys(#[from] sys::Error),
+    /// The copy was given up.
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+    /// The machine can not make the pool that was asked for.
+    #[error("--pool {choice} can not be used on {}: {reason}", dir.display())]
+    Unavailable {
+        /// What was asked for.
+        choice: &'static str,
+        /// The data directory.
+        dir: PathBuf,
+        /// What is missing and what to do.
+        reason: String,
+    },
+    /// The image would be too small for the filesystem, or larger than what is free.
+    #[error("a pool image of {size} can not be made in {}: {reason}", dir.display())]
+    Size {
+        /// The data directory.
+        dir: PathBuf,
+        /// The size of the image.
+        size: Quantity,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// Another process serves the image.
+    #[error("pool image {} is in use by another process: stop it first", .0.display())]
+    ImageInUse(PathBuf),
+}

@@ -1,0 +1,63 @@
+//! What can go wrong with records.
+
+use std::path::PathBuf;
+
+use crate::sys;
+
+/// An error of the store.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The kernel refused a call.
+    #[error(transparent)]
+    Sys(#[from] sys::Error),
+    /// A record is no valid JSON of its kind.
+    #[error("record {} can not be read", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// A record of a version that this build does not know.
+    #[error("record {} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
+    UnknownVersion {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        version: u32,
+        /// The version this build reads.
+        known: u32,
+    },
+    /// A record that belongs to another directory.
+    #[error("record {} is that of {id}: move its directory back", path.display())]
+    Misplaced {
+        /// The file.
+        path: PathBuf,
+        /// Whose record it is.
+        id: String,
+    },
+    /// A data directory that another driver serves.
+    #[error("data directory {} is in use by another driver: stop it, or choose another --data-dir", .0.display())]
+    Locked(PathBuf),
+    /// A data directory that was made for something else.
+    #[error("data directory {} was made with {what} {found}, this driver was started with {asked}: start it as it was, or choose another --data-dir", path.display())]
+    Mismatch {
+        /// The data directory.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// What the directory says.
+        found: String,
+        /// What the flags say.
+        asked: String,
+    },
+}
+
+/// An object whose record could not be read at start.
+#[derive(Debug)]
+pub struct Damage {
+    /// The object's directory.
+    pub path: PathBuf,
+    /// Why.
+    pub error: Error,
+}

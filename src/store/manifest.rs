@@ -1,0 +1,78 @@
+//! What a data directory is, and who serves it.
+
+use std::fs;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Error, Result, decode, encode, records};
+use crate::base::DataDir;
+use crate::sys::durable::{self, FileLock};
+use crate::sys::{self, Context};
+
+/// `DIR/deltapath.json`. Written last when a data directory is made, so that one without it has no
+/// pool yet.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Format version of everything in the directory.
+    pub version: u32,
+    /// The driver's name: its topology keys and volume handles are known to the cluster by it.
+    pub driver_name: String,
+    /// How the pool copies, as [`crate::pool`] names it.
+    pub pool: String,
+}
+
+impl Manifest {
+    /// The version to write.
+    pub const VERSION: u32 = records::VERSION;
+}
+
+/// A data directory that this process alone serves, until this value goes.
+#[derive(Debug)]
+pub struct Claim {
+    dir: DataDir,
+    _lock: FileLock,
+}
+
+impl Claim {
+    /// Makes the directory where it is missing and takes its lock.
+    pub fn take(dir: DataDir) -> Result<Self> {
+        fs::create_dir_all(dir.path()).context("make the data directory", dir.path())?;
+        match FileLock::try_lock(&dir.lock())? {
+            Some(lock) => Ok(Claim { dir, _lock: lock }),
+            None => Err(Error::Locked(dir.path().to_owned())),
+        }
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &DataDir {
+        &self.dir
+    }
+
+    /// What the directory says of itself; `None` for a new one.
+    pub fn manifest(&self) -> Result<Option<Manifest>> {
+        let path = self.dir.manifest();
+        match fs::read(&path) {
+            Ok(bytes) => decode(&path, &bytes).map(Some),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(sys::Error { operation: "read", path, source }.into()),
+        }
+    }
+
+    /// Writes what the directory is.
+    pub fn set_manifest(&self, manifest: &Manifest) -> Result<()> {
+        Ok(durable::replace(&self.dir.manifest(), &encode(manifest))?)
+    }
+
+    /// Fails when the directory says otherwise than the flags.
+    pub fn require(&self, what: &'static str, found: &str, asked: &str) -> Result<()> {
+        match found == asked {
+            true => Ok(()),
+            false => Err(Error::Mismatch {
+                path: self.dir.path().to_owned(),
+                what,
+                found: found.to_owned(),
+                asked: asked.to_owned(),
+            }),
+        }
+    }
+}

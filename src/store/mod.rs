@@ -1,0 +1,265 @@
+//! The records: what exists, on disk and in memory. The directory is the database: an object is
+//! there when its directory has been renamed into place, and gone when it has been renamed away.
+//! This room knows no byte of any block.
+
+mod error;
+mod index;
+mod manifest;
+mod records;
+
+pub use error::{Damage, Error};
+pub use index::Index;
+pub use manifest::{Claim, Manifest};
+pub use records::{
+    AccessKind, Frozen, NodeState, Published, SnapshotRecord, Source, Staged, Timestamp, TupleStyle,
+    VolumeRecord,
+};
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, RwLock};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
+use crate::sys::{Context, durable};
+
+/// What this room returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// All records of a pool.
+#[derive(Debug)]
+pub struct Store {
+    dir: PoolDir,
+    index: RwLock<Index>,
+    damaged: Vec<Damage>,
+}
+
+/// A directory in `staging/` in which an object is being made; removed unless it is committed.
+#[derive(Debug)]
+pub struct Draft {
+    dir: ObjectDir,
+    committed: bool,
+}
+
+impl Draft {
+    /// The files of the object to be.
+    pub fn dir(&self) -> &ObjectDir {
+        &self.dir
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.committed
+            && let Err(error) = fs::remove_dir_all(self.dir.path())
+        {
+            tracing::warn!(path = %self.dir.path().display(), %error, "a half-made object stays until the next start");
+        }
+    }
+}
+
+impl Store {
+    /// Reads every record of the pool; what can not be read is kept aside and named, and does not
+    /// stop the rest. Empties `staging/` of what a crash left there.
+    pub fn open(dir: PoolDir) -> Result<Self> {
+        for path in [dir.volumes(), dir.snapshots(), dir.staging()] {
+            if !path.exists() {
+                durable::make_dir(&path)?;
+            }
+        }
+        durable::sync_dir(dir.path())?;
+        for entry in entries(&dir.staging())? {
+            fs::remove_dir_all(&entry).context("remove the half-made object", &entry)?;
+        }
+        let mut index = Index::default();
+        let mut damaged = Vec::new();
+        for path in entries(&dir.volumes())? {
+            match read_named::<VolumeRecord>(&path, |record| record.id.as_str()) {
+                Ok(record) => index.add_volume(Arc::new(record)),
+                Err(error) => damaged.push(Damage { path, error }),
+            }
+        }
+        for path in entries(&dir.snapshots())? {
+            match read_named::<SnapshotRecord>(&path, |record| record.id.as_str()) {
+                Ok(record) => index.add_snapshot(Arc::new(record)),
+                Err(error) => damaged.push(Damage { path, error }),
+            }
+        }
+        for damage in &damaged {
+            tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
+        }
+        Ok(Store { dir, index: RwLock::new(index), damaged })
+    }
+
+    /// The objects whose records could not be read at start.
+    pub fn damaged(&self) -> &[Damage] {
+        &self.damaged
+    }
+
+    /// The paths of this pool.
+    pub fn dir(&self) -> &PoolDir {
+        &self.dir
+    }
+
+    /// Looks something up. The lock covers memory only: no I/O happens under it.
+    pub fn read<T>(&self, look: impl FnOnce(&Index) -> T) -> T {
+        look(&self.index.read().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    fn write<T>(&self, change: impl FnOnce(&mut Index) -> T) -> T {
+        change(&mut self.index.write().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    /// Starts a volume.
+    pub fn draft_volume(&self, id: &VolumeId) -> Result<Draft> {
+        self.draft(id.as_str())
+    }
+
+    /// Starts a snapshot.
+    pub fn draft_snapshot(&self, id: &SnapshotId) -> Result<Draft> {
+        self.draft(id.as_str())
+    }
+
+    fn draft(&self, name: &str) -> Result<Draft> {
+        let dir = ObjectDir::new(self.dir.staging().join(name));
+        durable::make_dir(dir.path())?;
+        let draft = Draft { dir, committed: false };
+        durable::make_dir(&draft.dir.bytes())?;
+        Ok(draft)
+    }
+
+    /// Commits a volume whose bytes are written and synced.
+    pub fn commit_volume(&self, draft: Draft, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
+        let target = self.dir.volume(&record.id);
+        self.commit(draft, &record, &target)?;
+        let record = Arc::new(record);
+        self.write(|index| index.add_volume(record.clone()));
+        Ok(record)
+    }
+
+    /// Commits a snapshot whose bytes and maps are written and synced.
+    pub fn commit_snapshot(&self, draft: Draft, record: SnapshotRecord) -> Result<Arc<SnapshotRecord>> {
+        let target = self.dir.snapshot(&record.id);
+        self.commit(draft, &record, &target)?;
+        let record = Arc::new(record);
+        self.write(|index| index.add_snapshot(record.clone()));
+        Ok(record)
+    }
+
+    /// Makes an object exist.
+    ///
+    /// 1. Write and sync the record: a crash leaves a directory in `staging/`, removed at start.
+    /// 2. Sync `bytes/` and the object's directory, so that no entry is missing after the rename.
+    /// 3. Rename it into place: this is the commit. Before it the object is not there, after it it
+    ///    is whole.
+    /// 4. Sync both parents: only then is the caller told, so a power cut loses nothing that was
+    ///    acknowledged.
+    fn commit(&self, mut draft: Draft, record: &impl Serialize, target: &ObjectDir) -> Result<()> {
+        durable::write_new(&draft.dir.record(), &encode(record))?;
+        durable::sync_dir(&draft.dir.bytes())?;
+        durable::sync_dir(draft.dir.path())?;
+        durable::rename(draft.dir.path(), target.path())?;
+        draft.committed = true;
+        Ok(())
+    }
+
+    /// Makes a volume cease to exist; its bytes are freed behind that.
+    pub fn remove_volume(&self, id: &VolumeId) -> Result<()> {
+        self.remove(id.as_str(), &self.dir.volume(id), |index| index.remove_volume(id))
+    }
+
+    /// Makes a snapshot cease to exist; its bytes are freed behind that.
+    pub fn remove_snapshot(&self, id: &SnapshotId) -> Result<()> {
+        self.remove(id.as_str(), &self.dir.snapshot(id), |index| index.remove_snapshot(id))
+    }
+
+    /// 1. Rename the object into `staging/` and sync: from here on it is gone, also after a crash.
+    /// 2. Forget it in memory.
+    /// 3. Remove the files: what a crash leaves is removed at start.
+    fn remove(&self, name: &str, dir: &ObjectDir, forget: impl FnOnce(&mut Index)) -> Result<()> {
+        let doomed = Draft { dir: ObjectDir::new(self.dir.staging().join(name)), committed: false };
+        if let Err(error) = durable::rename(dir.path(), doomed.dir.path()) {
+            std::mem::forget(doomed);
+            return Err(error.into());
+        }
+        self.write(forget);
+        drop(doomed);
+        Ok(())
+    }
+
+    /// Where a volume is staged and published on this node; nowhere when nothing was recorded.
+    pub fn node_state(&self, id: &VolumeId) -> Result<NodeState> {
+        Ok(read_optional(&self.dir.volume(id).node())?.unwrap_or_default())
+    }
+
+    /// Records where a volume is about to be, or no longer is.
+    pub fn set_node_state(&self, id: &VolumeId, state: &NodeState) -> Result<()> {
+        let path = self.dir.volume(id).node();
+        match state.is_idle() {
+            true => Ok(durable::remove(&path)?),
+            false => Ok(durable::replace(&path, &encode(state))?),
+        }
+    }
+
+    /// The freeze that was intended and not yet undone, if any.
+    pub fn frozen(&self, id: &VolumeId) -> Result<Option<Frozen>> {
+        read_optional(&self.dir.volume(id).frozen())
+    }
+
+    /// Records the intent to freeze, or with `None` that all is thawed.
+    pub fn set_frozen(&self, id: &VolumeId, frozen: Option<&Frozen>) -> Result<()> {
+        let path = self.dir.volume(id).frozen();
+        match frozen {
+            None => Ok(durable::remove(&path)?),
+            Some(frozen) => Ok(durable::replace(&path, &encode(frozen))?),
+        }
+    }
+}
+
+fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
+    let list = fs::read_dir(dir).context("list", dir)?;
+    list.map(|entry| Ok(entry.context("list", dir)?.path())).collect()
+}
+
+fn encode(record: &impl Serialize) -> Vec<u8> {
+    let mut bytes = serde_json::to_vec_pretty(record).expect("records hold only strings, numbers and lists");
+    bytes.push(b'\n');
+    bytes
+}
+
+/// Reads the record in an object's directory, whose name must be the record's id.
+fn read_named<R: DeserializeOwned>(dir: &Path, id: impl Fn(&R) -> &str) -> Result<R> {
+    let path = ObjectDir::new(dir).record();
+    let record: R = decode(&path, &fs::read(&path).context("read", &path)?)?;
+    match dir.file_name().is_some_and(|name| name == id(&record)) {
+        true => Ok(record),
+        false => Err(Error::Misplaced { path, id: id(&record).to_owned() }),
+    }
+}
+
+fn read_optional<R: DeserializeOwned>(path: &Path) -> Result<Option<R>> {
+    match fs::read(path) {
+        Ok(bytes) => decode(path, &bytes).map(Some),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).context("read", path).map_err(Error::Sys),
+    }
+}
+
+/// Checks the version before anything else: a record of a later version may look quite different.
+fn decode<R: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<R> {
+    #[derive(serde::Deserialize)]
+    struct Versioned {
+        version: u32,
+    }
+    let broken = |source| Error::Unreadable { path: path.to_owned(), source };
+    let Versioned { version } = serde_json::from_slice(bytes).map_err(broken)?;
+    if version != records::VERSION {
+        return Err(Error::UnknownVersion { path: path.to_owned(), version, known: records::VERSION });
+    }
+    serde_json::from_slice(bytes).map_err(broken)
+}
+
+#[cfg(test)]
+mod tests;

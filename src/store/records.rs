@@ -1,0 +1,195 @@
+//! The records, as they stand on disk: JSON, for people in trouble read them, and small ones.
+//!
+//! Every record carries `version`; another one than ours is refused rather than guessed at. No
+//! record ever holds a secret or a mount flag (which the CSI spec treats as one).
+
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use crate::base::{BlockSize, SnapshotId, VolumeId};
+
+/// The version of all records that this build writes and reads.
+pub(super) const VERSION: u32 = 1;
+
+/// A point in time: seconds and nanoseconds since 1970-01-01 UTC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timestamp {
+    /// Whole seconds.
+    pub seconds: i64,
+    /// Nanoseconds within the second.
+    pub nanos: i32,
+}
+
+impl Timestamp {
+    /// The clock's time. Nothing is ordered by it: snapshots have sequence numbers.
+    pub fn now() -> Self {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Timestamp { seconds: since.as_secs() as i64, nanos: since.subsec_nanos() as i32 }
+    }
+}
+
+/// How a volume may be used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AccessKind {
+    /// As a raw block device.
+    Block,
+    /// As a mounted filesystem of this type.
+    Filesystem(String),
+}
+
+/// How block metadata is listed (`BlockMetadataType` of the CSI spec).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum TupleStyle {
+    /// Adjacent blocks joined into extents (`VARIABLE_LENGTH`).
+    Variable,
+    /// Every block on its own (`FIXED_LENGTH`).
+    Fixed,
+}
+
+/// What a volume was made from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// A snapshot.
+    Snapshot(SnapshotId),
+    /// Another volume.
+    Volume(VolumeId),
+}
+
+/// `volumes/<id>/record.json`. Written once with the volume: it names all that a retry of the call
+/// must agree with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeRecord {
+    /// Format version.
+    pub version: u32,
+    /// The id, also the directory's name.
+    pub id: VolumeId,
+    /// The name the CO gave it: creation is idempotent by it.
+    pub name: String,
+    /// Size in bytes, a whole number of blocks.
+    pub capacity: u64,
+    /// The unit of its block maps.
+    pub block_size: BlockSize,
+    /// Every way it may be used.
+    pub access: Vec<AccessKind>,
+    /// What it was made from. Kept also after the source is gone, for retries of the call.
+    pub source: Option<Source>,
+    /// Whether deltas are kept (`changedBlockTracking`).
+    pub tracking: bool,
+    /// When it was made.
+    pub created: Timestamp,
+}
+
+impl VolumeRecord {
+    /// The version to write.
+    pub const VERSION: u32 = VERSION;
+
+    /// The filesystem it is to carry; `None` for a volume that is only a block device.
+    pub fn fs_type(&self) -> Option<&str> {
+        self.access.iter().find_map(|access| match access {
+            AccessKind::Filesystem(fs_type) => Some(fs_type.as_str()),
+            AccessKind::Block => None,
+        })
+    }
+}
+
+/// `snapshots/<id>/record.json`. Says all that an answer needs, so that a snapshot outlives its
+/// volume, and keeps its own capacity when the volume grows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SnapshotRecord {
+    /// Format version.
+    pub version: u32,
+    /// The id, also the directory's name.
+    pub id: SnapshotId,
+    /// The name the CO gave it: creation is idempotent by it.
+    pub name: String,
+    /// The volume it was taken of, which may be gone.
+    pub volume: VolumeId,
+    /// Its place among the snapshots of the volume: later ones are larger. Not a clock.
+    pub sequence: u64,
+    /// The volume's size in bytes when it was taken.
+    pub capacity: u64,
+    /// The unit of its block maps.
+    pub block_size: BlockSize,
+    /// Whether deltas are kept.
+    pub tracking: bool,
+    /// How its tuples are listed; `None` for the driver's default.
+    pub tuple_style: Option<TupleStyle>,
+    /// When it was taken.
+    pub created: Timestamp,
+}
+
+impl SnapshotRecord {
+    /// The version to write.
+    pub const VERSION: u32 = VERSION;
+}
+
+/// `volumes/<id>/node.json`: where a volume is on this node. Written before the kernel is asked, so
+/// that nothing is mounted that no record explains; the kernel has the last word on what is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeState {
+    /// Format version.
+    pub version: u32,
+    /// Where and how it is staged.
+    pub staged: Option<Staged>,
+    /// Where it is published.
+    pub published: Vec<Published>,
+    /// Set while mkfs runs: what is on the device then is ours to overwrite.
+    pub formatting: bool,
+}
+
+impl Default for NodeState {
+    fn default() -> Self {
+        NodeState { version: VERSION, staged: None, published: Vec::new(), formatting: false }
+    }
+}
+
+impl NodeState {
+    /// Whether there is nothing to remember.
+    pub fn is_idle(&self) -> bool {
+        self.staged.is_none() && self.published.is_empty() && !self.formatting
+    }
+}
+
+/// A staged volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Staged {
+    /// The staging path.
+    pub path: PathBuf,
+    /// As a device or as a filesystem.
+    pub access: AccessKind,
+    /// Whether it is staged for readers only.
+    pub read_only: bool,
+}
+
+/// A published volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Published {
+    /// The target path.
+    pub target: PathBuf,
+    /// Whether it may only be read there.
+    pub read_only: bool,
+    /// Whether other targets are allowed beside it.
+    pub shared: bool,
+}
+
+/// `volumes/<id>/frozen.json`: a freeze that was intended. Written before the freeze and removed
+/// after the thaw, so that a driver that starts again thaws what a dead one left frozen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Frozen {
+    /// Format version.
+    pub version: u32,
+    /// Where the filesystem is mounted.
+    pub mount_point: PathBuf,
+    /// The boot in which it was frozen: a reboot thaws everything.
+    pub boot_id: String,
+}
+
+impl Frozen {
+    /// The version to write.
+    pub const VERSION: u32 = VERSION;
+}
