@@ -1,6 +1,27 @@
-//! deltapath: a CSI driver with exact changed block tracking.
+//! deltapath: a CSI driver with exact changed block tracking. Volumes are sparse files behind loop
+//! devices; snapshots carry block maps; deltas cost what changed.
+//!
+//! The rooms, and the only directions in which they know each other:
+//!
+//! ```text
+//! main -> cli -> client -> csi -> driver -> { store, pool, cbt } -> sys -> base
+//! ```
+//!
+//! - [`cli`]: a file a subcommand.
+//! - [`client`]: a CSI client for any driver. Of [`csi`] it uses the messages alone.
+//! - [`csi`]: gRPC shells: decode, call, encode; errors to codes.
+//! - [`driver`]: the behaviour, synchronous.
+//! - [`store`]: records on disk. [`pool`]: where bytes live. [`cbt`]: block maps and deltas, pure.
+//!   These three do not know each other.
+//! - [`sys`]: the kernel; the only `unsafe`.
+//! - [`base`]: ids, blocks, quantities, paths.
+//!
+//! A test (`tests/suite/arrows.rs`) reads the `use` lines and fails when one points up.
+
 pub mod base;
 pub mod cbt;
+pub mod cli;
+pub mod client;
 pub mod csi;
 pub mod driver;
 pub mod pool;

@@ -73,18 +73,16 @@ pub enum EndpointError {
     Serve(Endpoint, #[source] tonic::transport::Error),
 }
 
-/// Serves all services on `endpoint` until `shutdown` resolves and the calls under way are done.
-/// `ready` is called once clients can connect. The socket is removed at the end.
+/// Serves all services on `endpoint` until `shutdown` resolves and the calls under way are done. The
+/// socket is removed at the end.
 pub async fn serve(
     driver: Arc<Driver>,
     endpoint: &Endpoint,
     shutdown: impl Future<Output = ()>,
-    ready: impl FnOnce(),
 ) -> Result<(), EndpointError> {
     let listener = listen(endpoint)?;
     let _socket = RemoveOnDrop(endpoint.path().to_owned());
     tracing::info!(%endpoint, driver = driver.config().driver_name, node = driver.config().node_id, "listening");
-    ready();
     Server::builder()
         .add_service(IdentityServer::new(IdentityService(driver.clone())))
         .add_service(ControllerServer::new(ControllerService(driver.clone())))

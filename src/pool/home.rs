@@ -22,7 +22,8 @@ pub enum PoolChoice {
 }
 
 impl PoolChoice {
-    fn name(self) -> &'static str {
+    /// The value as the flag takes it.
+    pub fn name(self) -> &'static str {
         match self {
             PoolChoice::Auto => "auto",
             PoolChoice::Xfs => "xfs",

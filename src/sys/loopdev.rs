@@ -173,6 +173,14 @@ impl LoopDevice {
         Ok(None)
     }
 
+    /// The device of a name such as `loop7`, where it serves a file.
+    pub fn named(name: &str) -> Option<Self> {
+        let number = name.strip_prefix("loop")?.parse().ok()?;
+        let info = status(number).ok()??;
+        let backing = FileId { device: info.device, inode: info.inode };
+        Some(LoopDevice { number, backing, access: access_of(&info) })
+    }
+
     /// Undoes a pending lazy detach (the device was detached while somebody held it open), so that
     /// the device does not vanish under its next user. `None` when it is gone already.
     fn kept_alive(self) -> Result<Option<Self>> {
@@ -341,12 +349,6 @@ fn is_gone(error: &io::Error) -> bool {
 
 fn check(rc: libc::c_int) -> io::Result<libc::c_int> {
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(rc) }
-}
-
-impl From<&LoopDevice> for PathBuf {
-    fn from(device: &LoopDevice) -> PathBuf {
-        device.path()
-    }
 }
 
 /// Fails with a clear error where this machine has no loop devices at all.

@@ -11,6 +11,7 @@ pub mod freeze;
 pub mod loopdev;
 pub mod mount;
 pub mod program;
+pub mod sweep;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -84,4 +85,13 @@ pub fn space(path: &Path) -> Result<Space> {
     let stat = nix::sys::statvfs::statvfs(path).context("statvfs", path)?;
     let unit = stat.fragment_size();
     Ok(Space { total: stat.blocks() * unit, available: stat.blocks_available() * unit })
+}
+
+/// Raises the limit of open files to what the system allows: every metadata stream holds a few.
+pub fn raise_open_files() -> Result<u64> {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let path = Path::new("RLIMIT_NOFILE");
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).context("read", path)?;
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).context("raise", path)?;
+    Ok(most)
 }

@@ -1,0 +1,131 @@
+//! The driver of the demo: this very program in a process of its own, in a directory of its own.
+
+use std::error::Error;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::base::{Quantity, Stop};
+use crate::client::{Client, block_capability};
+use crate::pool::PoolChoice;
+use crate::sys::sweep::sweep;
+
+/// How long the driver may take to answer, and to end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(super) struct Host {
+    child: Child,
+    dir: TempDir,
+    /// Connected to the driver.
+    pub client: Client,
+    published: Vec<String>,
+}
+
+impl Host {
+    /// Starts a driver below `work_dir` and waits until it answers.
+    pub async fn start(
+        work_dir: &Path,
+        pool: PoolChoice,
+        size: Quantity,
+        stop: &Stop,
+    ) -> Result<Self, Box<dyn Error>> {
+        let dir = tempfile::Builder::new().prefix("deltapath-demo-").tempdir_in(work_dir)?;
+        let (socket, log) = (dir.path().join("csi.sock"), dir.path().join("driver.log"));
+        let mut command = Command::new(std::env::current_exe()?);
+        command
+            .args(["driver", "--node-id", "demo", "--pool", pool.name()])
+            .arg("--endpoint")
+            .arg(format!("unix://{}", socket.display()))
+            .arg("--data-dir")
+            .arg(dir.path().join("data"))
+            // Sparse: room for the volume, its snapshots and restores, whatever changes.
+            .args(["--pool-size", &Quantity(size.0.saturating_mul(4).saturating_add(1 << 30)).to_string()])
+            .env_remove("CSI_ENDPOINT")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log)?)
+            // Ctrl-C is for the demo, which then ends the driver in order.
+            .process_group(0);
+        let mut child = command.spawn()?;
+        let deadline = Instant::now() + PATIENCE;
+        let client = loop {
+            if let Ok(client) = Client::connect(&socket, Duration::ZERO).await {
+                break client;
+            }
+            let ended = child.try_wait()?;
+            if ended.is_some() || Instant::now() > deadline || stop.check().is_err() {
+                let _ = child.kill();
+                let _ = child.wait();
+                let _ = sweep(dir.path());
+                let said = std::fs::read_to_string(&log).unwrap_or_default();
+                let last = said.lines().last().unwrap_or("it said nothing").to_owned();
+                return Err(format!("the driver did not start: {last}").into());
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        };
+        Ok(Host { child, dir, client, published: Vec::new() })
+    }
+
+    /// A file of the demo's own.
+    pub fn scratch(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Stages and publishes a Block volume, and returns its device.
+    pub async fn attach(&mut self, volume_id: &str, readonly: bool) -> Result<PathBuf, crate::client::Error> {
+        self.published.push(volume_id.to_owned());
+        let dir = self.dir.path().join("kubelet");
+        self.client.publish(volume_id, block_capability(), readonly, &dir).await
+    }
+
+    /// Unpublishes and unstages it.
+    pub async fn detach(&mut self, volume_id: &str) -> Result<(), crate::client::Error> {
+        let dir = self.dir.path().join("kubelet");
+        self.client.unpublish(volume_id, &dir).await?;
+        self.published.retain(|published| published != volume_id);
+        Ok(())
+    }
+
+    /// Ends the driver in order and removes all that the demo made. Returns what could not be.
+    pub async fn stop(mut self) -> Vec<String> {
+        let mut left = Vec::new();
+        for volume_id in self.published.clone() {
+            if let Err(error) = self.detach(&volume_id).await {
+                left.push(format!("volume {volume_id}: {error}"));
+            }
+        }
+        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
+        // A driver that is gone already can not be told; waiting for it says so.
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) if status.success() => break,
+                Ok(Some(status)) => {
+                    left.push(format!("the driver ended with {status}"));
+                    break;
+                }
+                Ok(None) if Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+                _ => {
+                    let _ = self.child.kill();
+                    let _ = self.child.wait();
+                    left.push("the driver did not end when told; it was killed".to_owned());
+                    break;
+                }
+            }
+        }
+        match sweep(self.dir.path()) {
+            Ok(stuck) => left.extend(stuck),
+            Err(error) => left.push(error.to_string()),
+        }
+        if let Err(error) = self.dir.close() {
+            left.push(error.to_string());
+        }
+        left
+    }
+}

@@ -1,0 +1,139 @@
+//! `deltapath driver`: serves CSI on a socket until it is told to stop.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::Done;
+use crate::base::Quantity;
+use crate::csi::{self, Endpoint};
+use crate::driver::{Config, Driver};
+use crate::pool::{PoolChoice, PoolRequest};
+use crate::store::TupleStyle;
+use crate::sys;
+
+/// How long calls under way may take to end after SIGTERM.
+const DRAIN: Duration = Duration::from_secs(20);
+/// How long threads at work may take to end after that.
+const LAST_CALL: Duration = Duration::from_secs(5);
+
+/// Serve the CSI services on a UNIX socket.
+///
+/// Needs root: it attaches loop devices and mounts. SIGTERM and SIGINT drain the calls under way for
+/// up to 20 seconds, then it exits 0.
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Socket to serve on. A stale one is replaced; one that a process listens on is refused.
+    #[arg(
+        long,
+        env = "CSI_ENDPOINT",
+        value_name = "unix:///PATH",
+        default_value = "unix:///run/deltapath/csi.sock"
+    )]
+    endpoint: Endpoint,
+    /// Name of this node, as Kubernetes knows it.
+    #[arg(long, value_name = "NODE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    node_id: String,
+    /// Directory that holds everything. One driver at a time serves it.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
+    data_dir: PathBuf,
+    /// Name the driver goes by: its CSIDriver object, and the topology key `topology.NAME/node`.
+    #[arg(long, value_name = "NAME", default_value = "deltapath.csi.dev", value_parser = driver_name)]
+    driver_name: String,
+    /// Where bytes live, decided when the data directory is made.
+    #[arg(long, value_enum, default_value_t = PoolChoice::Auto)]
+    pool: PoolChoice,
+    /// Size of a pool made in an image, such as 100Gi. It is sparse. Default: nine tenths of what is
+    /// free in the data directory's filesystem.
+    #[arg(long, value_name = "SIZE")]
+    pool_size: Option<Quantity>,
+    /// How block metadata is listed where the VolumeSnapshotClass does not say.
+    #[arg(long, value_enum, default_value_t = TupleStyle::Variable)]
+    block_metadata_type: TupleStyle,
+    /// Largest volume that is made.
+    #[arg(long, value_name = "SIZE", default_value = "64Ti")]
+    max_volume_size: Quantity,
+}
+
+/// A driver name as the CSI spec wants it (GetPluginInfo): a domain name of at most 63 characters.
+fn driver_name(text: &str) -> Result<String, String> {
+    let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    let edges = edge(text.chars().next()) && edge(text.chars().last());
+    match text.len() <= 63 && text.chars().all(inner) && edges {
+        true => Ok(text.to_owned()),
+        false => Err(
+            "a driver name has at most 63 letters, digits, '-', '_' and '.', letters or digits at both ends"
+                .into(),
+        ),
+    }
+}
+
+pub(super) fn run(arguments: Arguments) -> Done {
+    if !sys::is_root() {
+        return Err("the driver needs root: it attaches loop devices and mounts filesystems".into());
+    }
+    sys::raise_open_files()?;
+    let driver = Arc::new(Driver::open(Config {
+        driver_name: arguments.driver_name,
+        node_id: arguments.node_id,
+        data_dir: arguments.data_dir,
+        pool: PoolRequest { choice: arguments.pool, size: arguments.pool_size },
+        tuple_style: arguments.block_metadata_type,
+        max_volume_size: arguments.max_volume_size,
+    })?);
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let served = runtime.block_on(serve(driver.clone(), &arguments.endpoint));
+    // Threads still at work hold the driver; they are given a last moment to let go.
+    runtime.shutdown_timeout(LAST_CALL);
+    match Arc::try_unwrap(driver) {
+        Ok(driver) => driver.close()?,
+        Err(_) => tracing::warn!("a call is still at work; the pool stays as it is for the next start"),
+    }
+    served?;
+    tracing::info!("stopped");
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn serve(driver: Arc<Driver>, endpoint: &Endpoint) -> Result<(), Box<dyn std::error::Error>> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let (stopping, mut told) = tokio::sync::watch::channel(false);
+    let shutdown = async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        tracing::info!("draining");
+        let _ = stopping.send(true);
+    };
+    let overdue = async move {
+        // Ends with the server where no signal ever comes.
+        let _ = told.wait_for(|stopping| *stopping).await;
+        tokio::time::sleep(DRAIN).await;
+    };
+    tokio::select! {
+        served = csi::serve(driver, endpoint, shutdown) => served?,
+        () = overdue => tracing::warn!("calls are still under way, leaving them"),
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn driver_names_are_domain_names() {
+        for good in ["deltapath.csi.dev", "a", "x_1.y-2"] {
+            assert!(driver_name(good).is_ok(), "{good}");
+        }
+        for bad in ["", ".a", "a.", "a b", "a/b", &"x".repeat(64)] {
+            assert!(driver_name(bad).is_err(), "{bad}");
+        }
+    }
+}

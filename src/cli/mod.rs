@@ -1,0 +1,75 @@
+//! The command line: a file a subcommand.
+//!
+//! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 130 interrupted.
+
+mod demo;
+mod driver;
+
+use std::error::Error;
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use tracing_subscriber::EnvFilter;
+
+/// A CSI driver with exact changed block tracking (KEP-3314).
+///
+/// Volumes are sparse files behind loop devices, snapshots carry block maps, and the CSI
+/// SnapshotMetadata service streams exactly what changed between two snapshots.
+///
+/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 130 interrupted.
+#[derive(Debug, Parser)]
+#[command(name = "deltapath", version, max_term_width = 100)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Form of the log on standard error. What is logged is chosen by RUST_LOG (default: info for
+    /// the driver, warn for the other commands).
+    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Driver(driver::Arguments),
+    Demo(demo::Arguments),
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LogFormat {
+    /// A readable line an event.
+    Text,
+    /// A JSON object an event.
+    Json,
+}
+
+impl Cli {
+    /// Sends the log to standard error.
+    pub fn start_tracing(&self) {
+        let default = match self.command {
+            Command::Driver(_) => "info",
+            Command::Demo(_) => "warn",
+        };
+        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+        let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+        match self.log_format {
+            LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).init(),
+            LogFormat::Json => log.json().init(),
+        }
+    }
+}
+
+/// Runs the subcommand.
+pub fn run(cli: Cli) -> ExitCode {
+    let done = match cli.command {
+        Command::Driver(arguments) => driver::run(arguments),
+        Command::Demo(arguments) => demo::run(arguments),
+    };
+    done.unwrap_or_else(|error| {
+        eprintln!("deltapath: {}", crate::driver::report(&*error));
+        ExitCode::FAILURE
+    })
+}
+
+/// What a subcommand returns: an exit code, or an error for standard error.
+type Done = Result<ExitCode, Box<dyn Error>>;

@@ -1,0 +1,54 @@
+//! Cleaning up below a directory that is ours alone, such as a temporary one: whatever was mounted
+//! or attached there, and whoever did it, also after a crash.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::loopdev::LoopDevice;
+use super::{Context, Result, mount};
+
+/// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file lies
+/// below it, and returns what could not be freed.
+///
+/// A volume's device may back on a file inside a pool that is a mounted device itself, so it goes
+/// round until nothing changes.
+pub fn sweep(dir: &Path) -> Result<Vec<String>> {
+    let mut left = Vec::new();
+    for _ in 0..8 {
+        left.clear();
+        let mut below: Vec<PathBuf> = mount::mounts()?.into_iter().map(|mount| mount.mount_point).collect();
+        below.retain(|path| path.starts_with(dir) && path != dir);
+        let devices = devices_below(dir)?;
+        if below.is_empty() && devices.is_empty() {
+            return Ok(left);
+        }
+        for path in below.iter().rev() {
+            if mount::unmount(path).is_err() {
+                left.push(format!("mount {}", path.display()));
+            }
+        }
+        for device in devices {
+            let path = device.path();
+            if !device.detach().unwrap_or(false) {
+                left.push(format!("device {}", path.display()));
+            }
+        }
+    }
+    Ok(left)
+}
+
+/// The loop devices whose backing file lies below `dir`, whether or not it still has a name.
+pub fn devices_below(dir: &Path) -> Result<Vec<LoopDevice>> {
+    let block = Path::new("/sys/block");
+    let mut devices = Vec::new();
+    for entry in fs::read_dir(block).context("list", block)? {
+        let path = entry.context("list", block)?.path();
+        let Ok(backing) = fs::read_to_string(path.join("loop/backing_file")) else { continue };
+        if Path::new(backing.trim_end()).starts_with(dir)
+            && let Some(device) = path.file_name().and_then(|name| LoopDevice::named(&name.to_string_lossy()))
+        {
+            devices.push(device);
+        }
+    }
+    Ok(devices)
+}
