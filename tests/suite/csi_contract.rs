@@ -25,23 +25,13 @@ impl Contract {
     fn parse(table: &str) -> Self {
         let mut contract = Self::default();
         let mut block: Option<&mut BTreeSet<String>> = None;
-        let lines = table
-            .lines()
-            .filter(|line| !line.trim().is_empty() && !line.starts_with('#'));
+        let lines = table.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#'));
         for line in lines {
             if line.starts_with(' ') {
-                let block = block
-                    .as_mut()
-                    .unwrap_or_else(|| panic!("{line:?} stands before any block"));
-                assert!(
-                    block.insert(line.trim().to_owned()),
-                    "{line:?} stands twice in one block"
-                );
+                let block = block.as_mut().unwrap_or_else(|| panic!("{line:?} stands before any block"));
+                assert!(block.insert(line.trim().to_owned()), "{line:?} stands twice in one block");
             } else {
-                assert!(
-                    !contract.0.contains_key(line),
-                    "{line:?} opens two blocks of the table"
-                );
+                assert!(!contract.0.contains_key(line), "{line:?} opens two blocks of the table");
                 block = Some(contract.0.entry(line.to_owned()).or_default());
             }
         }
@@ -56,10 +46,7 @@ impl Contract {
         let mut contract = Self::default();
 
         for file in pool.files().filter(|file| ours(file)) {
-            contract.block(
-                format!("package {PACKAGE}"),
-                [format!("syntax {:?}", file.syntax())],
-            );
+            contract.block(format!("package {PACKAGE}"), [format!("syntax {:?}", file.syntax())]);
         }
         for extension in pool.all_extensions().filter(|e| ours(&e.parent_file())) {
             let (number, kind) = (extension.number(), extension.kind());
@@ -77,15 +64,11 @@ impl Contract {
         for enumeration in pool.all_enums().filter(|e| ours(&e.parent_file())) {
             contract.block(
                 format!("enum {}", enumeration.full_name()),
-                enumeration
-                    .values()
-                    .map(|value| format!("{} {}", value.number(), value.name())),
+                enumeration.values().map(|value| format!("{} {}", value.number(), value.name())),
             );
         }
         // A map field declares a hidden entry message; the field's own line says what the map holds.
-        let messages = pool
-            .all_messages()
-            .filter(|m| ours(&m.parent_file()) && !m.is_map_entry());
+        let messages = pool.all_messages().filter(|m| ours(&m.parent_file()) && !m.is_map_entry());
         for message in messages {
             contract.block(
                 format!("message {}", message.full_name()),
@@ -170,10 +153,7 @@ fn field_line(field: &FieldDescriptor) -> String {
 #[test]
 fn the_compiled_proto_is_csi_v1() {
     let diff = Contract::parse(TABLE).diff(&Contract::of_descriptor_set(FILE_DESCRIPTOR_SET));
-    assert!(
-        diff.is_empty(),
-        "proto/csi.proto is not CSI v1 (- belongs there, + does not):\n{diff}"
-    );
+    assert!(diff.is_empty(), "proto/csi.proto is not CSI v1 (- belongs there, + does not):\n{diff}");
 }
 
 #[test]
@@ -181,9 +161,8 @@ fn a_difference_is_named_with_its_block() {
     let wanted = Contract::parse(
         "message M\n  1 string a\n  2 int64 b\nmessage Same\n  1 bool c\nenum Gone\n  0 NONE\n",
     );
-    let found = Contract::parse(
-        "message M\n  1 string a\n  3 int64 b\nmessage Same\n  1 bool c\nmessage New\n",
-    );
+    let found =
+        Contract::parse("message M\n  1 string a\n  3 int64 b\nmessage Same\n  1 bool c\nmessage New\n");
     assert_eq!(
         wanted.diff(&found),
         "- enum Gone\n-   0 NONE\n  message M\n-   2 int64 b\n+   3 int64 b\n+ message New\n"

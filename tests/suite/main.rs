@@ -1,1 +1,17 @@
-fn main() {}
+//! The integration tests: one binary, a file a subject. They run the real driver in a process of its
+//! own, on real loop devices and filesystems, over its real socket.
+
+mod arrows;
+mod crash;
+mod csi_contract;
+mod demo;
+mod lists;
+mod metadata;
+mod node;
+mod property;
+mod secrets;
+mod snapshots;
+mod startup;
+mod streams;
+mod support;
+mod volumes;

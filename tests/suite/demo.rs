@@ -1,0 +1,95 @@
+//! `deltapath demo` as a person runs it.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use crate::support::{POOLS, PoolKind, have_root, leftovers, names, signal, wait};
+
+fn demo(work_dir: &Path, pool: PoolKind) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    command.args(["demo", "--size", "128Mi", "--pool", pool.flag(), "--work-dir"]).arg(work_dir);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn assert_clean(dir: &Path) {
+    assert!(names(dir).is_empty(), "files are left: {:?}", names(dir));
+    assert!(leftovers(dir).is_empty(), "mounts or devices are left: {:?}", leftovers(dir));
+}
+
+fn said(output: &Output) -> String {
+    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+#[test]
+fn it_succeeds_on_every_pool_twice_in_a_row_and_leaves_nothing() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let dir = tempfile::tempdir().expect("temp dir");
+        for _ in 0..2 {
+            let output = demo(dir.path(), pool).output().expect("run");
+            assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(
+                text.contains("GetMetadataDelta") && text.contains("OK: every tuple and every byte"),
+                "{text}"
+            );
+            assert!(text.contains('█') && text.contains('·'), "no map is drawn:\n{text}");
+            assert_clean(dir.path());
+        }
+    }
+}
+
+#[test]
+fn two_at_once_are_in_nobodys_way_and_json_tells_all_steps() {
+    if !have_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("temp dir");
+    let start = || demo(dir.path(), PoolKind::Xfs).args(["--output", "json"]).spawn().expect("spawn");
+    for child in [start(), start()] {
+        let output = child.wait_with_output().expect("output");
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        assert_eq!(report["verdict"], "ok");
+        assert_eq!(report["size_bytes"], 128 << 20);
+        assert!(report["steps"].as_array().expect("steps").len() > 15);
+    }
+    assert_clean(dir.path());
+}
+
+#[test]
+fn ctrl_c_at_any_time_leaves_nothing() {
+    if !have_root() {
+        return;
+    }
+    for (round, millis) in [1, 60, 150, 300, 500, 800].into_iter().enumerate() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let pool = POOLS[round % POOLS.len()];
+        let mut child = demo(dir.path(), pool).spawn().expect("spawn");
+        std::thread::sleep(Duration::from_millis(millis));
+        signal(&child, nix::sys::signal::Signal::SIGINT);
+        let status = wait(&mut child, Duration::from_secs(60));
+        // Before the handler is set the signal ends it at once; after its last step it is done.
+        assert!(matches!(status.code(), Some(130 | 0 | 1) | None), "{status}");
+        assert_clean(dir.path());
+    }
+}
+
+#[test]
+fn wrong_usage_says_what_and_exits_with_2() {
+    for arguments in [
+        &["demo", "--size", "1Mi"][..],
+        &["demo", "--size", "lots"],
+        &["demo", "--pool", "zfs"],
+        &["nothing"],
+        &["driver"],
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_deltapath")).args(arguments).output().expect("run");
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", said(&output));
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty());
+    }
+}

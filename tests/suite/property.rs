@@ -1,0 +1,285 @@
+//! Random lives of volumes against a model: writes, zeros, discards, snapshots, restores between them,
+//! clones, deletions and restarts, on both pools, in both styles. Whatever happened, every delta
+//! and every allocated list is exact, block by block, from any offset.
+
+use deltapath::client::{block_capability, from_snapshot, from_volume, new_volume};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError, TestRunner};
+use tokio::runtime::Runtime;
+use tonic::Code;
+
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, GIB, PoolKind, Rig, code, have_root};
+
+/// Large enough for three segments of a map at 4 KiB; only the windows are written.
+const SIZE: i64 = 40 * GIB;
+const WINDOW: u64 = 96;
+/// The start, a segment's border, and the end of the volume.
+const WINDOWS: [u64; 3] = [0, (1 << 22) - WINDOW / 2, SIZE as u64 / BLOCK - WINDOW];
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write { volume: usize, at: Place, fill: u8 },
+    Discard { volume: usize, at: Place },
+    Snapshot { volume: usize },
+    DeleteSnapshot { pick: usize },
+    Restore { pick: usize },
+    Clone { volume: usize },
+    DeleteVolume { volume: usize },
+    Restart { kill: bool },
+}
+
+#[derive(Clone, Debug)]
+struct Place {
+    window: usize,
+    start: u64,
+    count: u64,
+}
+
+impl Place {
+    fn start(&self) -> u64 {
+        WINDOWS[self.window] + self.start
+    }
+}
+
+fn place() -> impl Strategy<Value = Place> {
+    (0..WINDOWS.len(), 0..WINDOW, 1..24u64).prop_map(|(window, start, count)| Place {
+        window,
+        start,
+        count: count.min(WINDOW - start),
+    })
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let volume = 0..4usize;
+    prop_oneof![
+        // Few fills, so that blocks often change back; 0 writes zeros.
+        10 => (volume.clone(), place(), 0..4u8).prop_map(|(volume, at, fill)| Step::Write { volume, at, fill }),
+        4 => (volume.clone(), place()).prop_map(|(volume, at)| Step::Discard { volume, at }),
+        8 => volume.clone().prop_map(|volume| Step::Snapshot { volume }),
+        3 => (0..16usize).prop_map(|pick| Step::DeleteSnapshot { pick }),
+        2 => (0..16usize).prop_map(|pick| Step::Restore { pick }),
+        1 => volume.clone().prop_map(|volume| Step::Clone { volume }),
+        1 => volume.prop_map(|volume| Step::DeleteVolume { volume }),
+        1 => any::<bool>().prop_map(|kill| Step::Restart { kill }),
+    ]
+}
+
+struct Volume {
+    id: String,
+    device: std::path::PathBuf,
+    content: Content,
+}
+
+struct Snapshot {
+    id: String,
+    /// Which volume it is of, numbered in the order they were made.
+    volume: String,
+    content: Content,
+}
+
+/// The driver's volumes and snapshots as they should be.
+#[derive(Default)]
+struct Model {
+    volumes: Vec<Volume>,
+    snapshots: Vec<Snapshot>,
+    names: usize,
+}
+
+impl Model {
+    fn name(&mut self, prefix: &str, case: usize) -> String {
+        self.names += 1;
+        format!("{prefix} {case}.{}", self.names)
+    }
+}
+
+async fn create(rig: &mut Rig, model: &mut Model, case: usize, block_size: u64) {
+    let mut request = new_volume(&model.name("volume", case), SIZE, block_capability());
+    request.parameters.insert("blockSize".into(), block_size.to_string());
+    let id = rig.client.create_volume(request).await.expect("create").volume_id;
+    let device = rig.attach(&id).await;
+    model.volumes.push(Volume { id, device, content: Content::default() });
+}
+
+async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
+    let count = model.volumes.len();
+    match step {
+        Step::Write { volume, at, fill } if count > 0 => {
+            let volume = &mut model.volumes[volume % count];
+            volume.content.write(&volume.device, at.start(), at.count, *fill);
+        }
+        Step::Discard { volume, at } if count > 0 => {
+            let volume = &mut model.volumes[volume % count];
+            volume.content.discard(&volume.device, at.start(), at.count);
+        }
+        Step::Snapshot { volume } if count > 0 => {
+            let name = model.name("snapshot", case);
+            let volume = &model.volumes[volume % count];
+            let id = rig.snapshot(&name, &volume.id).await;
+            let content = volume.content.clone();
+            model.snapshots.push(Snapshot { id, volume: volume.id.clone(), content });
+        }
+        Step::DeleteSnapshot { pick } if !model.snapshots.is_empty() => {
+            let gone = model.snapshots.remove(pick % model.snapshots.len());
+            rig.client.delete_snapshot(&gone.id).await.expect("delete");
+        }
+        Step::Restore { pick } if !model.snapshots.is_empty() && count < 4 => {
+            let name = model.name("restored", case);
+            let source = &model.snapshots[pick % model.snapshots.len()];
+            let (id, device) = rig.volume_from(&name, SIZE, from_snapshot(&source.id)).await;
+            model.volumes.push(Volume { id, device, content: source.content.clone() });
+        }
+        Step::Clone { volume } if count > 0 && count < 4 => {
+            let name = model.name("cloned", case);
+            let source = &model.volumes[volume % count];
+            let content = source.content.clone();
+            let (id, device) = rig.volume_from(&name, SIZE, from_volume(&source.id)).await;
+            model.volumes.push(Volume { id, device, content });
+        }
+        Step::DeleteVolume { volume } if count > 1 => {
+            let gone = model.volumes.remove(volume % count);
+            rig.detach(&gone.id).await;
+            rig.client.delete_volume(&gone.id).await.expect("delete");
+        }
+        Step::Restart { kill } => {
+            if *kill {
+                rig.kill();
+            } else {
+                assert!(rig.terminate().success());
+            }
+            rig.start_again().await;
+        }
+        _ => {}
+    }
+}
+
+/// Compares all that the driver says with the model.
+async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i32)]) {
+    for volume in &model.volumes {
+        for window in WINDOWS {
+            volume.content.assert_equals(&volume.device, window, WINDOW);
+        }
+    }
+    for snapshot in &model.snapshots {
+        let list = rig.client.allocated(&snapshot.id, 0, 0).await.expect("allocated");
+        assert_eq!(blocks_of(&list, block_size), snapshot.content.allocated(block_size), "allocated");
+        assert_eq!(list.capacity, SIZE as u64);
+    }
+    for (at, base) in model.snapshots.iter().enumerate() {
+        for target in &model.snapshots[at..] {
+            if base.volume != target.volume {
+                let refused = rig.client.delta(&base.id, &target.id, 0, 0).await;
+                assert_eq!(code(refused), Code::InvalidArgument);
+                continue;
+            }
+            let list = rig.client.delta(&base.id, &target.id, 0, 0).await.expect("delta");
+            let changed = target.content.changed_since(&base.content, block_size);
+            assert_eq!(blocks_of(&list, block_size), changed, "delta");
+            for (offset, max_results) in offsets {
+                let offset = offset % (SIZE as u64 + 1);
+                let list =
+                    rig.client.delta(&base.id, &target.id, offset as i64, *max_results).await.expect("delta");
+                let tail: Vec<u64> = changed.iter().copied().filter(|b| *b >= offset / block_size).collect();
+                assert_eq!(
+                    blocks_of(&list, block_size),
+                    tail,
+                    "delta from {offset}, {max_results} a message"
+                );
+            }
+            // Every message boundary is a resume point.
+            let list = rig.client.delta(&base.id, &target.id, 0, 3).await.expect("delta");
+            let mut sent = Vec::new();
+            for message in &list.messages {
+                let Some(last) = message.last() else { continue };
+                sent.extend(message.iter().copied());
+                let resume = (last.offset + last.size) as i64;
+                let rest = rig.client.delta(&base.id, &target.id, resume, 3).await.expect("resume");
+                let whole: Vec<_> = sent.iter().copied().chain(rest.tuples()).collect();
+                assert!(whole.iter().copied().eq(list.tuples()), "resumed at {resume}");
+            }
+        }
+    }
+}
+
+async fn clear(rig: &mut Rig, model: Model) {
+    for volume in model.volumes {
+        rig.detach(&volume.id).await;
+        rig.client.delete_volume(&volume.id).await.expect("delete");
+    }
+    for snapshot in model.snapshots {
+        rig.client.delete_snapshot(&snapshot.id).await.expect("delete");
+    }
+}
+
+/// Offsets near what was written, so that they fall before, into and behind tuples.
+fn offset() -> impl Strategy<Value = (u64, i32)> {
+    let near =
+        (0..WINDOWS.len(), 0..WINDOW * BLOCK).prop_map(|(window, byte)| WINDOWS[window] * BLOCK + byte);
+    (near, prop_oneof![Just(0), 1..6i32, Just(i32::MAX)])
+}
+
+fn lives(pool: PoolKind, style: &'static str) {
+    if !have_root() {
+        return;
+    }
+    let runtime = Runtime::new().expect("runtime");
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(12);
+    let mut runner = TestRunner::new(Config {
+        cases,
+        failure_persistence: None,
+        max_shrink_iters: 60,
+        ..Config::default()
+    });
+    let mut rig = runtime.block_on(Rig::start_with(pool, &["--block-metadata-type", style], "warn"));
+    let rig_cell = std::cell::RefCell::new(&mut rig);
+    let case = std::cell::Cell::new(0);
+    let strategy = (
+        prop::collection::vec(step(), 10..40),
+        prop::collection::vec(offset(), 2..5),
+        prop_oneof![3 => Just(4096u64), 1 => Just(65536u64)],
+    );
+    let outcome = runner.run(&strategy, |(steps, offsets, block_size)| {
+        case.set(case.get() + 1);
+        let rig = &mut **rig_cell.borrow_mut();
+        let lived = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            runtime.block_on(async {
+                let mut model = Model::default();
+                create(rig, &mut model, case.get(), block_size).await;
+                for step in &steps {
+                    apply(rig, &mut model, step, case.get()).await;
+                }
+                check(rig, &model, block_size, &offsets).await;
+                clear(rig, model).await;
+            });
+        }));
+        lived.map_err(|panic| {
+            let said = panic.downcast_ref::<String>().cloned();
+            let said = said.or_else(|| panic.downcast_ref::<&str>().map(|said| (*said).to_owned()));
+            TestCaseError::fail(said.unwrap_or_else(|| "a panic".to_owned()))
+        })
+    });
+    if let Err(error) = outcome {
+        panic!("{error}\n{}", rig.log());
+    }
+    rig.finish();
+}
+
+#[test]
+fn any_life_gives_exact_deltas_on_dir_variable() {
+    lives(PoolKind::Dir, "variable");
+}
+
+#[test]
+fn any_life_gives_exact_deltas_on_dir_fixed() {
+    lives(PoolKind::Dir, "fixed");
+}
+
+#[test]
+fn any_life_gives_exact_deltas_on_xfs_variable() {
+    lives(PoolKind::Xfs, "variable");
+}
+
+#[test]
+fn any_life_gives_exact_deltas_on_xfs_fixed() {
+    lives(PoolKind::Xfs, "fixed");
+}

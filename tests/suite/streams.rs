@@ -1,0 +1,214 @@
+//! Streams that do not run to their end: cancelled, out of time, stalled.
+
+use std::time::Duration;
+
+use deltapath::client::Client;
+use deltapath::csi::proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
+use tonic::{Code, Request};
+
+use crate::support::content::Content;
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+
+/// Two snapshots between which every block was rewritten with its own bytes, and the last one
+/// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
+/// client that was told `OK` too early would miss.
+async fn needle(rig: &mut Rig, mib: i64) -> (String, String, u64) {
+    let (volume, device) = rig.block_volume("haystack", mib * MIB).await;
+    let blocks = mib as u64 * 256;
+    let mut content = Content::default();
+    for start in (0..blocks).step_by(8192) {
+        content.write(&device, start, 8192.min(blocks - start), 1);
+    }
+    let first = rig.snapshot("first", &volume).await;
+    for start in (0..blocks).step_by(8192) {
+        content.write(&device, start, 8192.min(blocks - start), 1);
+    }
+    content.write(&device, blocks - 1, 1, 2);
+    let second = rig.snapshot("second", &volume).await;
+    rig.detach(&volume).await;
+    (first, second, (blocks - 1) * BLOCK)
+}
+
+/// Seen elsewhere: a cancel or a deadline midway ends the stream with `OK`; the backup is cut short
+/// and believes it is whole (known failure 2).
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deadline_midway_never_ends_with_ok() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (first, second, last) = needle(&mut rig, 512).await;
+    let (mut whole, mut cut) = (0, 0);
+    for micros in (0..60_000).step_by(1500) {
+        let mut request = Request::new(GetMetadataDeltaRequest {
+            base_snapshot_id: first.clone(),
+            target_snapshot_id: second.clone(),
+            ..Default::default()
+        });
+        request.set_timeout(Duration::from_micros(micros));
+        let mut found = Vec::new();
+        let ended = async {
+            let mut stream = rig.client.metadata.get_metadata_delta(request).await?.into_inner();
+            while let Some(message) = stream.message().await? {
+                found.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64));
+            }
+            Ok::<(), tonic::Status>(())
+        };
+        match ended.await {
+            Ok(()) => {
+                whole += 1;
+                assert_eq!(found, [last], "OK after {micros} us, and not whole");
+            }
+            Err(status) => {
+                cut += 1;
+                let code = status.code();
+                assert!(matches!(code, Code::DeadlineExceeded | Code::Cancelled), "{status}");
+            }
+        }
+    }
+    assert!(cut > 5, "no deadline struck midway: {whole} streams were whole");
+    // Without a deadline it is whole.
+    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(list.tuples().map(|tuple| tuple.offset).collect::<Vec<_>>(), [last]);
+    rig.finish();
+}
+
+/// The deadline is kept by the driver itself, not only by the client's library: a raw `grpc-timeout`
+/// that the client does not act upon ends the stream with DEADLINE_EXCEEDED.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_driver_keeps_the_deadline_of_a_slow_reader() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
+    let (first, _, _) = needle(&mut rig, 256).await;
+    let mut request = Request::new(GetMetadataAllocatedRequest {
+        snapshot_id: first,
+        max_results: 16,
+        ..Default::default()
+    });
+    request.metadata_mut().insert("grpc-timeout", "200m".parse().expect("a header"));
+    let mut stream = rig.client.metadata.get_metadata_allocated(request).await.expect("opened").into_inner();
+    let mut tuples = 0;
+    let status = loop {
+        match stream.message().await {
+            Ok(Some(message)) => tuples += message.block_metadata.len(),
+            Ok(None) => panic!("OK after {tuples} of 65536 tuples, past the deadline"),
+            Err(status) => break status,
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    };
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+    assert!(tuples > 0 && tuples < 65536);
+    rig.finish();
+}
+
+fn open_files(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).expect("fds").count()
+}
+
+/// A client that is gone takes its stream's files and work with it, and its end is in the log.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gone_client_leaves_no_stream_behind() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
+    let (first, second, _) = needle(&mut rig, 256).await;
+    let before = open_files(rig.pid());
+    for round in 0..60 {
+        let allocated = GetMetadataAllocatedRequest { snapshot_id: first.clone(), ..Default::default() };
+        let mut stream =
+            rig.client.metadata.get_metadata_allocated(allocated).await.expect("opened").into_inner();
+        if round % 2 == 0 {
+            stream.message().await.expect("a message");
+        }
+        drop(stream);
+        let delta = GetMetadataDeltaRequest {
+            base_snapshot_id: first.clone(),
+            target_snapshot_id: second.clone(),
+            ..Default::default()
+        };
+        drop(rig.client.metadata.get_metadata_delta(delta).await.expect("opened"));
+    }
+    let mut after = open_files(rig.pid());
+    for _ in 0..200 {
+        if after <= before {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        after = open_files(rig.pid());
+    }
+    assert!(after <= before, "{after} open files after 120 dropped streams, {before} before");
+    let log = rig.log();
+    assert!(log.contains("Cancelled") && log.contains("the client is gone"), "{log}");
+    rig.finish();
+}
+
+/// 512 clients that open a stream and do not read must not delay a unary call: none of them may hold
+/// a thread.
+#[tokio::test(flavor = "multi_thread")]
+async fn stalled_streams_delay_nobody() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
+    let (first, _, _) = needle(&mut rig, 256).await;
+    let mut stalled = Vec::new();
+    for _ in 0..64 {
+        // A connection's window is shared by its streams, so there are many connections.
+        let mut client = Client::connect(&rig.socket(), Duration::from_secs(10)).await.expect("connect");
+        for _ in 0..8 {
+            let request = GetMetadataAllocatedRequest { snapshot_id: first.clone(), ..Default::default() };
+            stalled.push(client.metadata.get_metadata_allocated(request).await.expect("opened").into_inner());
+        }
+    }
+    let answer = tokio::time::timeout(
+        Duration::from_secs(20),
+        rig.client.controller.get_capacity(GetCapacityRequest::default()),
+    );
+    answer.await.expect("a unary call waits behind stalled streams").expect("GetCapacity");
+    // They were stalled, not done, and each goes on where it was.
+    let mut tuples = 0;
+    let stream = stalled.last_mut().expect("streams");
+    while let Some(message) = stream.message().await.expect("message") {
+        tuples += message.block_metadata.len();
+    }
+    assert_eq!(tuples, 65536);
+    drop(stalled);
+    rig.finish();
+}
+
+/// Streams, restores and the deletion of the very snapshots go on beside each other: open files keep
+/// serving.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_outlives_the_deletion_of_its_snapshots() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
+    let (first, second, last) = needle(&mut rig, 256).await;
+    let allocated =
+        GetMetadataAllocatedRequest { snapshot_id: first.clone(), max_results: 100, ..Default::default() };
+    let mut allocated =
+        rig.client.metadata.get_metadata_allocated(allocated).await.expect("opened").into_inner();
+    let delta = GetMetadataDeltaRequest {
+        base_snapshot_id: first.clone(),
+        target_snapshot_id: second.clone(),
+        ..Default::default()
+    };
+    let mut delta = rig.client.metadata.get_metadata_delta(delta).await.expect("opened").into_inner();
+    rig.client.delete_snapshot(&first).await.expect("delete");
+    rig.client.delete_snapshot(&second).await.expect("delete");
+    let mut tuples = 0;
+    while let Some(message) = allocated.message().await.expect("message") {
+        tuples += message.block_metadata.len();
+    }
+    assert_eq!(tuples, 65536);
+    let mut found = Vec::new();
+    while let Some(message) = delta.message().await.expect("message") {
+        found.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64));
+    }
+    assert_eq!(found, [last]);
+    rig.finish();
+}

@@ -1,0 +1,315 @@
+//! A driver under test: its process, its directory, its client. Dropped, also by a panic, it leaves no
+//! process, mount or loop device behind.
+
+pub mod content;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use deltapath::client::{self, Client, block_capability};
+use deltapath::csi::proto;
+use deltapath::sys::sweep::{devices_below, sweep};
+use tempfile::TempDir;
+use tonic::Code;
+
+pub const MIB: i64 = 1 << 20;
+pub const GIB: i64 = 1 << 30;
+pub const BLOCK: u64 = 4096;
+
+/// Whether the test can run. Without root it says why it is skipped; under CI that is a failure.
+pub fn have_root() -> bool {
+    if deltapath::sys::is_root() {
+        return true;
+    }
+    eprintln!("skipped: needs root, for it attaches loop devices and mounts filesystems");
+    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs root");
+    false
+}
+
+/// A pool to test on, by the flag's value; [`Rig::start`] makes sure it is the one in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PoolKind {
+    /// Plain files.
+    Dir,
+    /// An xfs image.
+    Xfs,
+}
+
+/// Every pool there is.
+pub const POOLS: [PoolKind; 2] = [PoolKind::Dir, PoolKind::Xfs];
+
+impl PoolKind {
+    pub fn flag(self) -> &'static str {
+        match self {
+            PoolKind::Dir => "dir",
+            PoolKind::Xfs => "xfs",
+        }
+    }
+
+    fn reported(self) -> &'static str {
+        match self {
+            PoolKind::Dir => "copy",
+            PoolKind::Xfs => "reflink",
+        }
+    }
+}
+
+pub struct Rig {
+    pub client: Client,
+    pub dir: TempDir,
+    pool: PoolKind,
+    arguments: Vec<String>,
+    log_filter: String,
+    child: Option<Child>,
+}
+
+impl Rig {
+    /// Starts a driver on a fresh data directory.
+    pub async fn start(pool: PoolKind) -> Self {
+        Self::start_with(pool, &[], "info").await
+    }
+
+    /// The same with further flags, and what its log is to hold.
+    pub async fn start_with(pool: PoolKind, arguments: &[&str], log_filter: &str) -> Self {
+        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let mut rig = PartialRig { dir: Some(dir), pool, arguments, log_filter: log_filter.to_owned() };
+        let (child, client) = rig.spawn().await;
+        let mut rig = Rig {
+            client,
+            dir: rig.dir.take().expect("set above"),
+            pool,
+            arguments: rig.arguments.clone(),
+            log_filter: rig.log_filter.clone(),
+            child: Some(child),
+        };
+        let info = rig.client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
+        let manifest = info.expect("GetPluginInfo").into_inner().manifest;
+        assert_eq!(manifest["pool"], pool.reported(), "another pool is in use than the test names");
+        rig
+    }
+
+    pub fn data_dir(&self) -> PathBuf {
+        self.dir.path().join("data")
+    }
+
+    /// Where the pool's objects are.
+    pub fn pool_dir(&self) -> PathBuf {
+        self.data_dir().join("pool")
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.dir.path().join("csi.sock")
+    }
+
+    /// Where volumes are staged and published.
+    pub fn kubelet(&self) -> PathBuf {
+        self.dir.path().join("kubelet")
+    }
+
+    /// All that the driver has logged, over restarts.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("driver.log")).expect("the driver's log")
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().expect("the driver runs").id()
+    }
+
+    /// SIGKILL, as a crash.
+    pub fn kill(&mut self) {
+        let mut child = self.child.take().expect("the driver runs");
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+    }
+
+    /// SIGTERM, as an orderly stop.
+    pub fn terminate(&mut self) -> ExitStatus {
+        let mut child = self.child.take().expect("the driver runs");
+        signal(&child, nix::sys::signal::Signal::SIGTERM);
+        wait(&mut child, Duration::from_secs(60))
+    }
+
+    /// Starts the driver again on the same data directory.
+    pub async fn start_again(&mut self) {
+        let (child, client) = command(self.dir.path(), self.pool, &self.arguments, &self.log_filter).await;
+        (self.child, self.client) = (Some(child), client);
+    }
+
+    /// Stops the driver in order and checks that nothing is left of it.
+    pub fn finish(mut self) {
+        let status = self.terminate();
+        assert!(status.success(), "the driver ended with {status}\n{}", self.log());
+        let left = leftovers(self.dir.path());
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+
+    /// A published Block volume: its id and its device.
+    pub async fn block_volume(&mut self, name: &str, bytes: i64) -> (String, PathBuf) {
+        let request = client::new_volume(name, bytes, block_capability());
+        let volume = self.client.create_volume(request).await.expect("CreateVolume");
+        let device = self.attach(&volume.volume_id).await;
+        (volume.volume_id, device)
+    }
+
+    /// A published Block volume made from something.
+    pub async fn volume_from(
+        &mut self,
+        name: &str,
+        bytes: i64,
+        source: proto::VolumeContentSource,
+    ) -> (String, PathBuf) {
+        let mut request = client::new_volume(name, bytes, block_capability());
+        request.volume_content_source = Some(source);
+        let volume = self.client.create_volume(request).await.expect("CreateVolume from a source");
+        let device = self.attach(&volume.volume_id).await;
+        (volume.volume_id, device)
+    }
+
+    pub async fn attach(&mut self, volume_id: &str) -> PathBuf {
+        let kubelet = self.kubelet();
+        self.client.publish(volume_id, block_capability(), false, &kubelet).await.expect("publish")
+    }
+
+    pub async fn detach(&mut self, volume_id: &str) {
+        let kubelet = self.kubelet();
+        self.client.unpublish(volume_id, &kubelet).await.expect("unpublish");
+    }
+
+    pub async fn snapshot(&mut self, name: &str, volume_id: &str) -> String {
+        self.client.create_snapshot(name, volume_id).await.expect("CreateSnapshot").snapshot_id
+    }
+}
+
+/// What a rig is before its driver answers: if that fails, the directory still goes.
+struct PartialRig {
+    dir: Option<TempDir>,
+    pool: PoolKind,
+    arguments: Vec<String>,
+    log_filter: String,
+}
+
+impl PartialRig {
+    async fn spawn(&mut self) -> (Child, Client) {
+        let dir = self.dir.as_ref().expect("set until the rig is whole");
+        command(dir.path(), self.pool, &self.arguments, &self.log_filter).await
+    }
+}
+
+impl Drop for PartialRig {
+    fn drop(&mut self) {
+        if let Some(dir) = &self.dir {
+            let _ = sweep(dir.path());
+        }
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if std::thread::panicking() {
+            eprintln!("the driver's log:\n{}", self.log());
+        }
+        let left = sweep(self.dir.path());
+        if !std::thread::panicking() {
+            let left = left.expect("sweep");
+            assert!(left.is_empty(), "could not be freed: {left:?}");
+        }
+    }
+}
+
+/// A command line of the driver below `dir`, not started.
+pub fn driver_command(dir: &Path, pool: PoolKind) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    command
+        .arg("driver")
+        .args(["--node-id", "node-1", "--pool", pool.flag(), "--pool-size", "8Gi"])
+        .arg("--endpoint")
+        .arg(format!("unix://{}", dir.join("csi.sock").display()))
+        .arg("--data-dir")
+        .arg(dir.join("data"))
+        .env_remove("CSI_ENDPOINT")
+        .env_remove("RUST_LOG")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null());
+    command
+}
+
+async fn command(dir: &Path, pool: PoolKind, arguments: &[String], log_filter: &str) -> (Child, Client) {
+    let log = std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
+    let mut child = driver_command(dir, pool)
+        .args(arguments)
+        .env("RUST_LOG", log_filter)
+        .stderr(log)
+        .spawn()
+        .expect("start the driver");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        if let Ok(client) = Client::connect(&dir.join("csi.sock"), Duration::ZERO).await {
+            return (child, client);
+        }
+        let ended = child.try_wait().expect("wait");
+        if ended.is_some() || Instant::now() > deadline {
+            let _ = child.kill();
+            let _ = child.wait();
+            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
+            panic!("the driver did not start ({ended:?}):\n{log}");
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+pub fn signal(child: &Child, signal: nix::sys::signal::Signal) {
+    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+    nix::sys::signal::kill(pid, signal).expect("signal");
+}
+
+/// Waits for a process to end.
+pub fn wait(child: &mut Child, patience: Duration) -> ExitStatus {
+    let deadline = Instant::now() + patience;
+    loop {
+        if let Some(status) = child.try_wait().expect("wait") {
+            return status;
+        }
+        assert!(Instant::now() < deadline, "process {} does not end", child.id());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Mounts and loop devices below a directory.
+pub fn leftovers(dir: &Path) -> Vec<String> {
+    let mounts = deltapath::sys::mount::mounts().expect("mounts");
+    let below = mounts.iter().filter(|mount| mount.mount_point.starts_with(dir));
+    let mut left: Vec<String> = below.map(|mount| mount.mount_point.display().to_string()).collect();
+    left.extend(
+        devices_below(dir).expect("devices").iter().map(|device| device.path().display().to_string()),
+    );
+    left
+}
+
+/// The code of a call that must fail.
+pub fn code<T: std::fmt::Debug>(answer: Result<T, client::Error>) -> Code {
+    answer.expect_err("the call must fail").code()
+}
+
+/// The code of a call that must fail, made with a bare client.
+pub fn status_code<T>(answer: Result<tonic::Response<T>, tonic::Status>) -> Code {
+    match answer {
+        Ok(_) => panic!("the call must fail"),
+        Err(status) => status.code(),
+    }
+}
+
+/// The names in a directory.
+pub fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(dir)
+        .expect("read_dir")
+        .map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}
