@@ -111,9 +111,9 @@ fn judge(base: Content, target: Content, zeros: &BlockHash) -> Verdict {
     }
 }
 
-/// Looks at a stop flag every so many blocks: 1024 comparisons of hashes take well under a
-/// millisecond, and every block that is read looks for itself.
-const LOOK: u32 = 1024;
+/// Looks at a stop flag every so many blocks: each may cost two page reads. A block whose bytes are
+/// read looks for itself.
+const LOOK: u32 = 64;
 
 /// The blocks whose content differs between two snapshots, ascending from a start, found lazily.
 ///
@@ -185,8 +185,7 @@ impl DeltaScan {
                 if run.is_some() {
                     return Ok(run);
                 }
-                stop.check()?;
-                if !self.load_next_segment()? {
+                if !self.load_next_segment(stop)? {
                     return Ok(None);
                 }
                 continue;
@@ -208,13 +207,15 @@ impl DeltaScan {
         }
     }
 
-    fn load_next_segment(&mut self) -> Result<bool> {
+    fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
+        stop.check()?;
         let Some(index) = self.indexes.next() else { return Ok(false) };
         let (base, target) = (self.base.segment(index)?, self.target.segment(index)?);
         let mut candidates = &base.allocated | &target.allocated;
         if let Some(maps) = &self.changed {
             let mut changed = RoaringBitmap::new();
             for map in maps {
+                stop.check()?;
                 changed |= map.segment(index)?;
             }
             candidates &= changed;

@@ -26,6 +26,7 @@ const LAST_CALL: Duration = Duration::from_secs(5);
 /// Needs root: it attaches loop devices and mounts. SIGTERM and SIGINT drain the calls under way for
 /// up to 20 seconds, then it exits 0.
 #[derive(Debug, Args)]
+#[command(args_override_self = true)]
 pub(super) struct Arguments {
     /// Socket to serve on. A stale one is replaced; one that a process listens on is refused.
     #[arg(

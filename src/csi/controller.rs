@@ -34,7 +34,7 @@ impl Controller for ControllerService {
         request: Request<proto::CreateVolumeRequest>,
     ) -> Result<Response<proto::CreateVolumeResponse>, Status> {
         let request = request.into_inner();
-        let span = rpc_span!("CreateVolume", name = request.name);
+        let span = rpc_span!("CreateVolume", volume_name = request.name);
         unary(&self.0, span, move |driver| {
             if !request.mutable_parameters.is_empty() {
                 return Err(Error::Unsupported(
@@ -157,7 +157,8 @@ impl Controller for ControllerService {
         request: Request<proto::CreateSnapshotRequest>,
     ) -> Result<Response<proto::CreateSnapshotResponse>, Status> {
         let request = request.into_inner();
-        let span = rpc_span!("CreateSnapshot", name = request.name, volume_id = request.source_volume_id);
+        let span =
+            rpc_span!("CreateSnapshot", snapshot_name = request.name, volume_id = request.source_volume_id);
         unary(&self.0, span, move |driver| {
             let parameters = SnapshotParameters::parse(&request.parameters)?;
             let record = driver.create_snapshot(&request.name, &request.source_volume_id, &parameters)?;
@@ -247,11 +248,14 @@ fn validate(
     driver: &Driver,
     request: proto::ValidateVolumeCapabilitiesRequest,
 ) -> DriverResult<proto::ValidateVolumeCapabilitiesResponse> {
-    driver.volume(&request.volume_id)?;
     let asked = request.volume_capabilities.clone();
+    if request.volume_id.is_empty() {
+        return Err(Error::Missing { field: "volume_id" });
+    }
     if asked.is_empty() {
         return Err(Error::Missing { field: "volume_capabilities" });
     }
+    driver.volume(&request.volume_id)?;
     let refused = |message| proto::ValidateVolumeCapabilitiesResponse { confirmed: None, message };
     // A capability that no volume has is an answer here, not a bad request.
     let capabilities = match decode::capabilities(request.volume_capabilities) {

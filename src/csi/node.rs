@@ -24,7 +24,6 @@ impl Node for NodeService {
         let request = request.into_inner();
         let span = rpc_span!("NodeStageVolume", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            driver.volume(&request.volume_id)?;
             driver.stage(&StageRequest {
                 volume_id: request.volume_id,
                 staging_path: request.staging_target_path.into(),
@@ -56,7 +55,6 @@ impl Node for NodeService {
         let span =
             rpc_span!("NodePublishVolume", volume_id = request.volume_id, target = request.target_path);
         unary(&self.0, span, move |driver| {
-            driver.volume(&request.volume_id)?;
             driver.publish(&PublishRequest {
                 volume_id: request.volume_id,
                 staging_path: request.staging_target_path.into(),

@@ -37,12 +37,12 @@ pub(super) async fn unary<T: Send + 'static>(
 }
 
 /// The line that ends a call, inside its span.
-pub(super) fn log(code: Code, started: Instant, message: Option<&str>) {
+pub(super) fn log(code: Code, started: Instant, reason: Option<&str>) {
     let ms = started.elapsed().as_secs_f64() * 1e3;
     let ms = (ms * 1e3).round() / 1e3;
-    match message {
+    match reason {
         None => tracing::info!(code = ?code, ms, "done"),
-        Some(message) => tracing::warn!(code = ?code, ms, message, "failed"),
+        Some(reason) => tracing::warn!(code = ?code, ms, reason, "failed"),
     }
 }
 

@@ -32,6 +32,8 @@ pub fn code(error: &Error) -> Code {
             store::Error::Unreadable { .. }
             | store::Error::UnknownVersion { .. }
             | store::Error::Misplaced { .. }
+            | store::Error::DuplicateSequence { .. }
+            | store::Error::Withheld { .. }
             | store::Error::Locked(_)
             | store::Error::Mismatch { .. } => Code::Internal,
         },
@@ -39,7 +41,10 @@ pub fn code(error: &Error) -> Code {
             pool::Error::Sys(error) => sys_code(error),
             pool::Error::Stopped(stopped) => stopped_code(*stopped),
             pool::Error::Size { .. } => Code::ResourceExhausted,
-            pool::Error::Unavailable { .. } | pool::Error::ImageInUse(_) => Code::Internal,
+            pool::Error::Unavailable { .. }
+            | pool::Error::ImageMissing(_)
+            | pool::Error::ImageUnwanted(_)
+            | pool::Error::ImageInUse(_) => Code::Internal,
         },
         Error::Cbt(error) => match error {
             cbt::Error::Sys(error) => sys_code(error),

@@ -2,7 +2,7 @@
 
 use super::error::shown;
 use super::{Error, Result};
-use crate::store::AccessKind;
+use crate::store::{AccessKind, VolumeRecord};
 
 /// As a device or as a filesystem.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,15 +67,25 @@ pub struct Capability {
 /// Filesystems this driver makes and mounts, and the smallest device that each of their `mkfs` takes.
 const FILESYSTEMS: [(&str, u64); 2] = [("ext4", 1 << 20), ("xfs", 300 << 20)];
 /// The filesystem where the client leaves the choice.
-pub(super) const DEFAULT_FS: &str = "ext4";
+const DEFAULT_FS: &str = "ext4";
 
 impl Capability {
-    /// The kind of access in the form that records keep.
+    /// The kind of access in the form that records keep, for a new volume.
     pub(super) fn kind(&self) -> Result<AccessKind> {
+        self.kind_or(DEFAULT_FS)
+    }
+
+    /// The same for a volume there is: where the client leaves the filesystem open, it is the
+    /// volume's.
+    pub(super) fn kind_for(&self, record: &VolumeRecord) -> Result<AccessKind> {
+        self.kind_or(record.fs_type().unwrap_or(DEFAULT_FS))
+    }
+
+    fn kind_or(&self, default: &str) -> Result<AccessKind> {
         match &self.access {
             AccessType::Block => Ok(AccessKind::Block),
             AccessType::Mount { fs_type, .. } => {
-                let fs_type = if fs_type.is_empty() { DEFAULT_FS } else { fs_type };
+                let fs_type = if fs_type.is_empty() { default } else { fs_type };
                 match FILESYSTEMS.iter().any(|(name, _)| *name == fs_type) {
                     true => Ok(AccessKind::Filesystem(fs_type.to_owned())),
                     false => {

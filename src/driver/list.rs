@@ -11,10 +11,13 @@ use super::{Driver, Error, Result};
 use crate::base::{SnapshotId, VolumeId};
 use crate::store::{SnapshotRecord, VolumeRecord};
 
+/// Entries of a page at most: some 300 bytes each, so well under gRPC's 4 MiB.
+const MAX_PAGE: usize = 5000;
+
 /// Which part of a list is asked for.
 #[derive(Clone, Debug, Default)]
 pub struct PageRequest {
-    /// `max_entries`: at most so many; 0 for all.
+    /// `max_entries`: at most so many; 0 for as many as fit a message.
     pub max_entries: i32,
     /// `starting_token`: the `next_token` of the page before; empty for the first.
     pub starting_token: String,
@@ -23,12 +26,12 @@ pub struct PageRequest {
 impl PageRequest {
     fn limit(&self) -> Result<usize> {
         match usize::try_from(self.max_entries) {
-            Ok(0) => Ok(usize::MAX),
-            Ok(most) => Ok(most),
+            Ok(0) => Ok(MAX_PAGE),
+            Ok(most) => Ok(most.min(MAX_PAGE)),
             Err(_) => Err(Error::Invalid {
                 field: "max_entries",
                 value: self.max_entries.to_string(),
-                want: "0 (no limit) or more".into(),
+                want: "0 (no limit of the caller's) or more".into(),
             }),
         }
     }

@@ -1,9 +1,10 @@
 //! The bytes and maps of a new snapshot: where the pool's copy and the block maps meet.
 
 use std::fs::File;
+use std::path::PathBuf;
 
 use super::{Driver, Error, Result};
-use crate::base::{ObjectDir, SnapshotId, Stop};
+use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop};
 use crate::cbt::{
     self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, PhysicalDiff,
 };
@@ -12,10 +13,15 @@ use crate::sys::Context;
 use crate::sys::extents::Extents;
 
 /// An earlier snapshot whose content a new one shares most of: its hashes need not be made again.
+///
+/// All its files are open: it may be deleted while the new one is made.
 struct Parent {
     id: SnapshotId,
-    dir: ObjectDir,
     data: File,
+    data_path: PathBuf,
+    allocated: MapFile,
+    pending: MapFile,
+    hashes: HashFile,
     /// Whether it is of the same volume, so that the new one's changes can be told from it on.
     linked: bool,
 }
@@ -44,7 +50,7 @@ impl Driver {
         }
         let allocated = MapFile::open(&draft.allocated())?;
         let parent = self.parent(volume, record);
-        self.write_changes(draft, &data, &allocated, parent.as_ref(), header.clone(), &stop)?;
+        self.write_changes(draft, &data, &allocated, parent, header.clone(), &stop)?;
         // What is still to be hashed stands in `pending`, so a slot that a clone brought along from
         // the parent never counts for a block that changed.
         let pending = MapFile::open(&draft.pending())?;
@@ -92,11 +98,11 @@ impl Driver {
         draft: &ObjectDir,
         data: &File,
         allocated: &MapFile,
-        parent: Option<&Parent>,
+        parent: Option<Parent>,
         header: MapHeader,
         stop: &Stop,
     ) -> Result<()> {
-        let linked_to = parent.filter(|parent| parent.linked).map(|parent| parent.id.clone());
+        let linked_to = parent.as_ref().filter(|parent| parent.linked).map(|parent| parent.id.clone());
         let changed_header = MapHeader { relative_to: linked_to, ..header.clone() };
         let hashed_on_the_way = draft.hashes().exists();
         let Some(parent) = parent else {
@@ -109,20 +115,18 @@ impl Driver {
             }
             return Ok(());
         };
-        let parent_allocated = MapFile::open(&parent.dir.allocated())?;
-        let parent_pending = MapFile::open(&parent.dir.pending())?;
         if hashed_on_the_way {
-            let mut before = HashReader::new(HashFile::open(&parent.dir.hashes())?);
+            let mut before = HashReader::new(parent.hashes);
             let mut after = HashReader::new(HashFile::open(&draft.hashes())?);
             let candidates: Candidates<'_, PhysicalDiff<Extents<'_>, Extents<'_>>> = Candidates::Hashes {
                 parent: &mut before,
-                parent_pending: &parent_pending,
+                parent_pending: &parent.pending,
                 child: &mut after,
             };
             cbt::write_changed(
                 &draft.changed(),
                 changed_header,
-                &parent_allocated,
+                &parent.allocated,
                 allocated,
                 candidates,
                 stop,
@@ -130,23 +134,24 @@ impl Driver {
             MapWriter::create(&draft.pending(), header)?.finish()?;
             return Ok(());
         }
-        let (parent_path, path) = (parent.dir.data(), draft.data());
-        let extents = (self.pool().extents(&parent.data, &parent_path)?, self.pool().extents(data, &path)?);
+        let path = draft.data();
+        let extents =
+            (self.pool().extents(&parent.data, &parent.data_path)?, self.pool().extents(data, &path)?);
         let (Some(before), Some(after)) = extents else {
             return Err(Error::Precondition("the pool can neither hash on the way nor list extents".into()));
         };
         let ranges = Candidates::Ranges(PhysicalDiff::new(before, after));
-        cbt::write_changed(&draft.changed(), changed_header, &parent_allocated, allocated, ranges, stop)?;
+        cbt::write_changed(&draft.changed(), changed_header, &parent.allocated, allocated, ranges, stop)?;
         let changed = MapFile::open(&draft.changed())?;
         // A slot the parent had not written is in the clone as it was: still to be hashed here.
-        cbt::write_union(&draft.pending(), header, &[&changed, &parent_pending], stop)?;
-        let hashes = HashFile::open(&parent.dir.hashes())?;
-        self.pool().copy(hashes.file(), &draft.hashes(), crate::base::BlockSize::MIN, None)?;
+        cbt::write_union(&draft.pending(), header, &[&changed, &parent.pending], stop)?;
+        self.pool().copy(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, stop)?;
         Ok(())
     }
 
     /// The snapshot to build on: the newest of the volume, else the one that the volume was made
-    /// from. `None` when there is none, or it goes away meanwhile: then all is hashed.
+    /// from. `None` when there is none, or it is being deleted, or its maps are damaged: then all is
+    /// hashed.
     fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
         let (found, linked) = self.store.read(|index| match index.chain(&volume.id).next_back() {
             Some(newest) => (Some(newest.clone()), true),
@@ -156,8 +161,28 @@ impl Driver {
             },
         });
         let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        let dir = self.store.dir().snapshot(&found.id);
-        let data = File::open(dir.data()).ok()?;
-        Some(Parent { id: found.id.clone(), dir, data, linked })
+        match Parent::open(&found, &self.store.dir().snapshot(&found.id), linked) {
+            Ok(parent) => Some(parent),
+            Err(error) => {
+                let error = super::report(&error);
+                tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent can not be used");
+                None
+            }
+        }
+    }
+}
+
+impl Parent {
+    fn open(record: &SnapshotRecord, dir: &ObjectDir, linked: bool) -> Result<Self> {
+        let data_path = dir.data();
+        Ok(Parent {
+            id: record.id.clone(),
+            data: File::open(&data_path).context("open", &data_path)?,
+            data_path,
+            allocated: MapFile::open(&dir.allocated())?,
+            pending: MapFile::open(&dir.pending())?,
+            hashes: HashFile::open(&dir.hashes())?,
+            linked,
+        })
     }
 }

@@ -14,7 +14,7 @@ const DEFAULT_TUPLES: usize = 4096;
 const MAX_TUPLES: usize = 16384;
 /// The longest way between two snapshots that is walked map by map, each an open file; a longer one
 /// compares whole maps.
-const MAX_STEPS: usize = 512;
+const MAX_STEPS: usize = 64;
 
 /// Where an answer starts and how it is cut.
 #[derive(Clone, Copy, Debug, Default)]

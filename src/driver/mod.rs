@@ -26,7 +26,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::base::{DataDir, Quantity, SnapshotId, VolumeId};
-use crate::pool::{Home, Pool, PoolChoice, PoolRequest};
+use crate::pool::{Home, Known, Pool, PoolChoice, PoolRequest};
 use crate::store::{Claim, Manifest, Store, TupleStyle};
 use crate::sys::{self, Context};
 use locks::OpLocks;
@@ -71,8 +71,10 @@ impl Driver {
         config.data_dir = config.data_dir.canonicalize().context("resolve", &config.data_dir)?;
         let data_dir = DataDir::new(&config.data_dir);
         let manifest = claim.manifest()?;
-        if let Some(manifest) = &manifest {
-            claim.require("--driver-name", &manifest.driver_name, &config.driver_name)?;
+        if let Some(Manifest { driver_name, .. }) = &manifest
+            && *driver_name != config.driver_name
+        {
+            return Err(claim.mismatch("--driver-name", driver_name, &config.driver_name).into());
         }
         let known = match &manifest {
             Some(manifest) => Some(known_pool(&claim, manifest, config.pool.choice)?),
@@ -84,6 +86,7 @@ impl Driver {
                 version: Manifest::VERSION,
                 driver_name: config.driver_name.clone(),
                 pool: home.pool().to_string(),
+                in_image: home.known().in_image,
             })?;
         }
         let store = Store::open(home.dir().clone())?;
@@ -147,22 +150,19 @@ impl Driver {
 }
 
 /// The pool a data directory was made with, unless the flags ask for another.
-fn known_pool(claim: &Claim, manifest: &Manifest, choice: PoolChoice) -> Result<Pool> {
-    let (pool, fits) = match manifest.pool.as_str() {
-        "reflink" => (Pool::Reflink, choice != PoolChoice::Dir),
-        "copy" => (Pool::Copy, choice != PoolChoice::Xfs),
-        // A pool of a later version.
-        _ => (Pool::Copy, false),
-    };
-    if !fits {
-        let asked = if choice == PoolChoice::Dir { "copy" } else { "reflink" };
-        claim.require("pool", &manifest.pool, asked)?;
+fn known_pool(claim: &Claim, manifest: &Manifest, choice: PoolChoice) -> Result<Known> {
+    let known = |pool| Known { pool, in_image: manifest.in_image };
+    match (manifest.pool.as_str(), choice) {
+        ("reflink", PoolChoice::Auto | PoolChoice::Xfs) => Ok(known(Pool::Reflink)),
+        ("copy", PoolChoice::Auto | PoolChoice::Dir) => Ok(known(Pool::Copy)),
+        // Another kind than the flag's, or one of a later version.
+        (found, _) => Err(claim.mismatch("pool", found, choice.name()).into()),
     }
-    Ok(pool)
 }
 
-/// Fails where a path from a client could not be handed to a mount call.
-fn check_path(field: &'static str, path: &Path) -> Result<()> {
+/// A path from a client as the kernel will show it; an error where it could not be handed to a mount
+/// call.
+fn checked_path(field: &'static str, path: &Path) -> Result<PathBuf> {
     if path.as_os_str().is_empty() {
         return Err(Error::Missing { field });
     }
@@ -170,5 +170,5 @@ fn check_path(field: &'static str, path: &Path) -> Result<()> {
         let value = error::shown(&path.to_string_lossy());
         return Err(Error::Invalid { field, value, want: "an absolute path without `..`".into() });
     }
-    Ok(())
+    Ok(sys::mount::resolved(path))
 }

@@ -23,8 +23,14 @@ impl Driver {
         if id.is_empty() {
             return Err(Error::Missing { field });
         }
-        let found = id.parse().ok().and_then(|id| self.store.read(|index| index.snapshot(&id)));
-        found.ok_or_else(|| Error::no_snapshot(id))
+        let Ok(parsed) = id.parse() else { return Err(Error::no_snapshot(id)) };
+        match self.store.read(|index| index.snapshot(&parsed)) {
+            Some(record) => Ok(record),
+            None => {
+                self.store.check_readable(&self.store.dir().snapshot(&parsed))?;
+                Err(Error::no_snapshot(id))
+            }
+        }
     }
 
     /// Takes a snapshot, or finds the one that an earlier call of this name took.
@@ -92,13 +98,20 @@ impl Driver {
         }
         let Ok(id) = id.parse::<SnapshotId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Snapshot(id.clone()))?;
-        let Some(record) = self.store.read(|index| index.snapshot(&id)) else { return Ok(()) };
-        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        let Some(record) = self.store.read(|index| index.snapshot(&id)) else {
+            // A snapshot whose record can not be read is not gone.
+            return Ok(self.store.check_readable(&self.store.dir().snapshot(&id))?);
+        };
+        let chain = self.locks.wait(Key::Chain(record.volume.clone()));
         if let Err(error) = self.hand_changes_on(&record) {
             // Without the link a delta across the gap compares whole maps: slower, and as exact.
             tracing::warn!(snapshot_id = %id, error = super::report(&error), "changes were not handed on");
         }
-        Ok(self.store.remove_snapshot(&id)?)
+        let doomed = self.store.remove_snapshot(&id)?;
+        // Freeing the bytes may take long; nobody has to wait for it.
+        drop(chain);
+        drop(doomed);
+        Ok(())
     }
 
     /// Merges the changes of a snapshot about to go into those of the next one, which from then on
@@ -107,8 +120,8 @@ impl Driver {
     /// 1. Write the union beside the next one's map and sync it: a crash leaves a stray file that
     ///    the next merge replaces.
     /// 2. Rename it over the map and sync: the map names the snapshot it is relative to, so both
-    ///    change as one. A crash after it leaves a snapshot nobody's changes are relative to any
-    ///    more; deltas to and from it compare whole maps.
+    ///    change as one. A crash after it leaves a snapshot that nobody's changes are relative to any
+    ///    more; deltas from it compare whole maps.
     fn hand_changes_on(&self, gone: &SnapshotRecord) -> Result<()> {
         if !gone.tracking {
             return Ok(());

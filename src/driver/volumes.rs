@@ -7,7 +7,7 @@ use super::capability::{kinds, least_size};
 use super::error::shown;
 use super::locks::Key;
 use super::{Capability, Driver, Error, Result, VolumeParameters};
-use crate::base::{BlockSize, Quantity, VolumeId};
+use crate::base::{BlockSize, Quantity, Stop, VolumeId};
 use crate::store::{AccessKind, Source, Timestamp, VolumeRecord};
 use crate::sys::Context;
 
@@ -112,7 +112,9 @@ impl Driver {
             Some(Content { source: Source::Volume(id), data, block_size, .. }) => {
                 self.copy_live(id, data, &path, *block_size, None)?
             }
-            Some(content) => self.pool().copy(&content.data, &path, content.block_size, None)?,
+            Some(content) => {
+                self.pool().copy(&content.data, &path, content.block_size, None, &Stop::default())?
+            }
         };
         // A source smaller than its volume: the rest reads as zeros and is there to be written.
         file.set_len(record.capacity).context("set the length of", &path)?;
@@ -125,8 +127,14 @@ impl Driver {
         if id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
-        let found = id.parse().ok().and_then(|id| self.store.read(|index| index.volume(&id)));
-        found.ok_or_else(|| Error::no_volume(id))
+        let Ok(parsed) = id.parse() else { return Err(Error::no_volume(id)) };
+        match self.store.read(|index| index.volume(&parsed)) {
+            Some(record) => Ok(record),
+            None => {
+                self.store.check_readable(&self.store.dir().volume(&parsed))?;
+                Err(Error::no_volume(id))
+            }
+        }
     }
 
     /// Deletes a volume that nobody uses. Its snapshots stay. An unknown id is no error.
@@ -137,10 +145,12 @@ impl Driver {
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Volume(id.clone()))?;
         if self.store.read(|index| index.volume(&id)).is_none() {
-            return Ok(());
+            // A volume whose record can not be read is not gone.
+            return Ok(self.store.check_readable(&self.store.dir().volume(&id))?);
         }
         self.release_devices(&id)?;
-        Ok(self.store.remove_volume(&id)?)
+        drop(self.store.remove_volume(&id)?);
+        Ok(())
     }
 
     /// Says which of these capabilities the volume lacks; `None` when it has all.
@@ -151,16 +161,13 @@ impl Driver {
         parameters: &VolumeParameters,
     ) -> Result<Option<String>> {
         let record = self.volume(id)?;
-        if capabilities.is_empty() {
-            return Err(Error::Missing { field: "volume_capabilities" });
-        }
         if parameters.block_size.is_some_and(|size| size != record.block_size) {
             return Ok(Some(format!("the volume has blockSize {}", record.block_size)));
         }
         if parameters.tracking.is_some_and(|tracking| tracking != record.tracking) {
             return Ok(Some(format!("the volume has changedBlockTracking {}", record.tracking)));
         }
-        Ok(capabilities.iter().find_map(|capability| match capability.kind() {
+        Ok(capabilities.iter().find_map(|capability| match capability.kind_for(&record) {
             Ok(kind) if record.access.contains(&kind) => None,
             Ok(AccessKind::Block) => Some("the volume was not made for block access".to_owned()),
             Ok(AccessKind::Filesystem(name)) => Some(format!("the volume was not made for {name}")),

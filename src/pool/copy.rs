@@ -1,16 +1,17 @@
 //! Sparse copies, for filesystems that share nothing.
 
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::{Result, Sink};
-use crate::base::{BlockSize, ByteRange};
+use crate::base::{BlockSize, ByteRange, Stop};
 use crate::sys::extents::DataRanges;
 use crate::sys::{Context, clone};
 
-/// Bytes read at once on the way to a sink; a larger block is read whole.
-const READ: u64 = 4 << 20;
+/// Bytes copied at once; a larger block is copied whole.
+const STEP: u64 = 4 << 20;
 
 /// Copies the data of `source` into the new file `target` and leaves its holes out.
 pub(super) fn sparse(
@@ -19,9 +20,11 @@ pub(super) fn sparse(
     target_path: &Path,
     size: BlockSize,
     mut sink: Option<Sink<'_>>,
+    stop: &Stop,
 ) -> Result<()> {
     let length = source.metadata().context("stat", target_path)?.len();
     target.set_len(length).context("set the length of", target_path)?;
+    let mut buffer = Vec::new();
     let mut next = 0;
     for range in DataRanges::of(source, target_path, ByteRange { start: 0, end: length }) {
         let range = range?.blocks(size).bytes(size);
@@ -30,15 +33,28 @@ pub(super) fn sparse(
             continue;
         }
         next = range.end;
-        match &mut sink {
-            Some(sink) => through(source, target, target_path, range, size, sink)?,
-            None => {
-                clone::copy_range(source, target, range.start, range.len())
-                    .context("copy into", target_path)?;
+        let mut offset = range.start;
+        while offset < range.end {
+            stop.check()?;
+            let step = ByteRange { start: offset, end: range.end.min(offset + STEP.max(size.bytes())) };
+            match &mut sink {
+                Some(sink) => through(source, target, target_path, step, &mut buffer, sink)?,
+                None => inside(source, target, target_path, step)?,
             }
+            offset = step.end;
         }
     }
     Ok(())
+}
+
+/// Copies a range inside the kernel.
+fn inside(source: &File, target: &File, target_path: &Path, range: ByteRange) -> Result<()> {
+    let copied = clone::copy_range(source, target, range.start, range.len());
+    match copied.context("copy into", target_path)? == range.len() {
+        true => Ok(()),
+        // Silent zeros would be in the copy.
+        false => Err(io::Error::from(io::ErrorKind::UnexpectedEof)).context("copy into", target_path)?,
+    }
 }
 
 /// Copies a range by way of memory, where the sink sees it.
@@ -47,20 +63,13 @@ fn through(
     target: &File,
     target_path: &Path,
     range: ByteRange,
-    size: BlockSize,
+    buffer: &mut Vec<u8>,
     sink: &mut Sink<'_>,
 ) -> Result<()> {
-    let step = READ.max(size.bytes());
-    let mut buffer = vec![0; step.min(range.len()) as usize];
-    let mut offset = range.start;
-    while offset < range.end {
-        let bytes = &mut buffer[..step.min(range.end - offset) as usize];
-        source.read_exact_at(bytes, offset).context("read the source of", target_path)?;
-        target.write_all_at(bytes, offset).context("write", target_path)?;
-        sink(offset, bytes)?;
-        offset += bytes.len() as u64;
-    }
-    Ok(())
+    buffer.resize(range.len() as usize, 0);
+    source.read_exact_at(buffer, range.start).context("read the source of", target_path)?;
+    target.write_all_at(buffer, range.start).context("write", target_path)?;
+    Ok(sink(range.start, buffer)?)
 }
 
 #[cfg(test)]
@@ -92,7 +101,7 @@ mod tests {
                 Ok(())
             };
             let sink: Option<Sink<'_>> = if with_sink { Some(&mut sink) } else { None };
-            sparse(&source, &target, &path, size, sink).expect("copy");
+            sparse(&source, &target, &path, size, sink, &Stop::default()).expect("copy");
             let meta = target.metadata().expect("stat");
             assert_eq!(meta.len(), length);
             assert!(meta.blocks() * 512 <= 4 * size.bytes(), "holes were filled: {} sectors", meta.blocks());

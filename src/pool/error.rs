@@ -34,6 +34,12 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
+    /// The directory was made with an image, and it is gone.
+    #[error("pool image {} is missing, and all objects with it: put it back, or start on another --data-dir", .0.display())]
+    ImageMissing(PathBuf),
+    /// There is an image, and the flags ask for none.
+    #[error("there is a pool image at {}, and --pool dir asks for none: remove it, or use --pool auto", .0.display())]
+    ImageUnwanted(PathBuf),
     /// Another process serves the image.
     #[error("pool image {} is in use by another process: stop it first", .0.display())]
     ImageInUse(PathBuf),

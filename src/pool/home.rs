@@ -3,12 +3,12 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use super::{Error, Pool, Result};
+use super::{Error, Pool, Result, probe};
 use crate::base::{DataDir, PoolDir, Quantity};
 use crate::sys::durable::{self, FileLock};
 use crate::sys::loopdev::{self, Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
-use crate::sys::{Context, clone, program, space};
+use crate::sys::{Context, program, space};
 
 /// What `--pool` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -47,6 +47,15 @@ const DEFAULT_SHARE: (u64, u64) = (9, 10);
 /// mkfs.xfs makes nothing smaller than 300 MiB.
 const MIN_IMAGE: u64 = 300 << 20;
 
+/// What a data directory was made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Known {
+    /// How its pool copies.
+    pub pool: Pool,
+    /// Whether it lives in an image, or in the data directory's own filesystem.
+    pub in_image: bool,
+}
+
 /// A pool that is ready for use, and what it takes to leave it.
 #[derive(Debug)]
 pub struct Home {
@@ -65,39 +74,40 @@ struct Image {
 }
 
 impl Home {
-    /// Opens the pool of a data directory, making it where there is none. `known` is the kind that
-    /// the directory was made with: an image that is gone is not made anew over it.
+    /// Opens the pool of a data directory, making it where there is none. `known` is what the
+    /// directory was made with: an image that is gone is not made anew over it.
     ///
     /// `data_dir` must be canonical: its mount is found by path.
-    pub fn open(data_dir: &DataDir, request: PoolRequest, known: Option<Pool>) -> Result<Self> {
-        let dir = data_dir.pool();
+    pub fn open(data_dir: &DataDir, request: PoolRequest, known: Option<Known>) -> Result<Self> {
+        let (dir, image) = (data_dir.pool(), data_dir.pool_image());
         if !dir.path().exists() {
             durable::make_dir(dir.path())?;
             durable::sync_dir(data_dir.path())?;
         }
-        let image_path = data_dir.pool_image();
-        if image_path.exists() {
-            return Ok(Home { pool: Pool::Reflink, image: Some(Image::open(&image_path, dir.path())?), dir });
-        }
-        if let Some(pool) = known {
-            return Ok(Home { pool, dir, image: None });
-        }
-        match request.choice {
-            PoolChoice::Dir => Ok(Home { pool: Pool::Copy, dir, image: None }),
-            _ if clone::reflink_works_in(dir.path())? => Ok(Home { pool: Pool::Reflink, dir, image: None }),
-            choice => match check_image_possible(choice, data_dir) {
-                Ok(()) => {
+        let in_image = |dir: PoolDir| {
+            let image = Image::open(&image, dir.path())?;
+            Ok(Home { pool: Pool::Reflink, image: Some(image), dir })
+        };
+        match (known, image.exists()) {
+            (Some(Known { in_image: true, .. }), false) => Err(Error::ImageMissing(image)),
+            (Some(Known { in_image: true, .. }), true) => in_image(dir),
+            (Some(Known { pool, in_image: false }), _) => Ok(Home { pool, dir, image: None }),
+            // A start that was cut short after making it.
+            (None, true) if request.choice == PoolChoice::Dir => Err(Error::ImageUnwanted(image)),
+            (None, true) => in_image(dir),
+            (None, false) => match choose(data_dir, &dir, request)? {
+                Known { in_image: true, .. } => {
                     make_image(data_dir, request.size)?;
-                    let image = Image::open(&image_path, dir.path())?;
-                    Ok(Home { pool: Pool::Reflink, dir, image: Some(image) })
+                    in_image(dir)
                 }
-                Err(error) if choice == PoolChoice::Auto => {
-                    tracing::warn!(reason = %error, "snapshots will be full copies");
-                    Ok(Home { pool: Pool::Copy, dir, image: None })
-                }
-                Err(error) => Err(error),
+                Known { pool, .. } => Ok(Home { pool, dir, image: None }),
             },
         }
+    }
+
+    /// What to remember of this pool for the next start.
+    pub fn known(&self) -> Known {
+        Known { pool: self.pool, in_image: self.image.is_some() }
     }
 
     /// How this pool copies.
@@ -136,7 +146,7 @@ impl Image {
         let Some(lock) = FileLock::try_lock(image)? else {
             return Err(Error::ImageInUse(image.to_owned()));
         };
-        let device = match LoopDevice::find(image)? {
+        let device = match LoopDevice::find(image)?.map(LoopDevice::keep).transpose()?.flatten() {
             Some(device) => device,
             None => LoopDevice::attach(image, Access::ReadWrite)?,
         };
@@ -152,6 +162,23 @@ impl Image {
             }
         }
         Ok(Image { device, mount_point: mount_point.to_owned(), _lock: lock })
+    }
+}
+
+/// Decides how a new data directory keeps its bytes.
+fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Known> {
+    let in_place = |pool| Known { pool, in_image: false };
+    match request.choice {
+        PoolChoice::Dir => Ok(in_place(Pool::Copy)),
+        _ if probe::tells_sharing(dir.path())? => Ok(in_place(Pool::Reflink)),
+        choice => match check_image_possible(choice, data_dir) {
+            Ok(()) => Ok(Known { pool: Pool::Reflink, in_image: true }),
+            Err(error) if choice == PoolChoice::Auto => {
+                tracing::warn!(reason = %error, "snapshots will be full copies");
+                Ok(in_place(Pool::Copy))
+            }
+            Err(error) => Err(error),
+        },
     }
 }
 
@@ -201,7 +228,9 @@ fn make_image(data_dir: &DataDir, size: Option<Quantity>) -> Result<()> {
     durable::remove(&fresh)?;
     let file = durable::create_new(&fresh)?;
     file.set_len(size).context("set the length of", &fresh)?;
-    program::run("mkfs.xfs", &["-q", "-m", "reflink=1"], &fresh, |code| code == 0)?;
+    // Sectors as large as those of the loop device it will be mounted through.
+    let sector = format!("size={}", loopdev::SECTOR);
+    program::run("mkfs.xfs", &["-q", "-m", "reflink=1", "-s", &sector], &fresh, |code| code == 0)?;
     File::open(&fresh).and_then(|file| file.sync_all()).context("sync", &fresh)?;
     durable::rename(&fresh, &image)?;
     Ok(())

@@ -4,16 +4,17 @@
 mod copy;
 mod error;
 mod home;
+mod probe;
 
 pub use error::Error;
-pub use home::{Home, PoolChoice, PoolRequest};
+pub use home::{Home, Known, PoolChoice, PoolRequest};
 
 use std::fs::File;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::base::BlockSize;
+use crate::base::{BlockSize, Stop};
 use crate::sys::extents::Extents;
 use crate::sys::{Context, clone, durable};
 
@@ -47,11 +48,18 @@ impl Pool {
     ///
     /// A pool that has to read every byte hands them to `sink`, rounded out to whole blocks of
     /// `size`; one that shares them never calls it. Bytes are handed out in ascending order.
-    pub fn copy(self, source: &File, target: &Path, size: BlockSize, sink: Option<Sink<'_>>) -> Result<File> {
+    pub fn copy(
+        self,
+        source: &File,
+        target: &Path,
+        size: BlockSize,
+        sink: Option<Sink<'_>>,
+        stop: &Stop,
+    ) -> Result<File> {
         let file = durable::create_new(target)?;
         match self {
             Pool::Reflink => clone::reflink(source, &file, target)?,
-            Pool::Copy => copy::sparse(source, &file, target, size, sink)?,
+            Pool::Copy => copy::sparse(source, &file, target, size, sink, stop)?,
         }
         file.sync_all().context("sync", target)?;
         Ok(file)

@@ -36,6 +36,22 @@ pub enum Error {
         /// Whose record it is.
         id: String,
     },
+    /// Two snapshots of a volume with one place in its order.
+    #[error("snapshot {} has the sequence number {sequence} of another one of its volume: move one away", path.display())]
+    DuplicateSequence {
+        /// The directory of the one that is not served.
+        path: PathBuf,
+        /// The number.
+        sequence: u64,
+    },
+    /// An object that is there and can not be served.
+    #[error("{why}; repair or remove {} and restart the driver", path.display())]
+    Withheld {
+        /// The record.
+        path: PathBuf,
+        /// What was wrong with it at start.
+        why: String,
+    },
     /// A data directory that another driver serves.
     #[error("data directory {} is in use by another driver: stop it, or choose another --data-dir", .0.display())]
     Locked(PathBuf),

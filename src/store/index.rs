@@ -37,6 +37,11 @@ impl Index {
         self.snapshots.insert(record.id.clone(), record);
     }
 
+    /// Whether another snapshot has this one's place in the order of its volume.
+    pub(super) fn has_sequence(&self, record: &SnapshotRecord) -> bool {
+        self.chains.get(&record.volume).is_some_and(|chain| chain.contains_key(&record.sequence))
+    }
+
     pub(super) fn remove_snapshot(&mut self, id: &SnapshotId) {
         let Some(record) = self.snapshots.remove(id) else { return };
         self.snapshot_names.remove(&record.name);

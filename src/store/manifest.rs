@@ -9,16 +9,18 @@ use crate::base::DataDir;
 use crate::sys::durable::{self, FileLock};
 use crate::sys::{self, Context};
 
-/// `DIR/deltapath.json`. Written last when a data directory is made, so that one without it has no
-/// pool yet.
+/// `DIR/deltapath.json`. Written last when a data directory is made: one without it holds no object
+/// yet, at most an image that the next start takes up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     /// Format version of everything in the directory.
     pub version: u32,
     /// The driver's name: its topology keys and volume handles are known to the cluster by it.
     pub driver_name: String,
-    /// How the pool copies, as [`crate::pool`] names it.
+    /// How the pool copies: `reflink` or `copy`.
     pub pool: String,
+    /// Whether the pool lives in `pool.img`.
+    pub in_image: bool,
 }
 
 impl Manifest {
@@ -63,16 +65,13 @@ impl Claim {
         Ok(durable::replace(&self.dir.manifest(), &encode(manifest))?)
     }
 
-    /// Fails when the directory says otherwise than the flags.
-    pub fn require(&self, what: &'static str, found: &str, asked: &str) -> Result<()> {
-        match found == asked {
-            true => Ok(()),
-            false => Err(Error::Mismatch {
-                path: self.dir.path().to_owned(),
-                what,
-                found: found.to_owned(),
-                asked: asked.to_owned(),
-            }),
+    /// The error where the directory says otherwise than the flags.
+    pub fn mismatch(&self, what: &'static str, found: &str, asked: &str) -> Error {
+        Error::Mismatch {
+            path: self.dir.path().to_owned(),
+            what,
+            found: found.to_owned(),
+            asked: asked.to_owned(),
         }
     }
 }

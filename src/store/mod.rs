@@ -36,8 +36,10 @@ pub struct Store {
     damaged: Vec<Damage>,
 }
 
-/// A directory in `staging/` in which an object is being made; removed unless it is committed.
+/// A directory in `staging/` in which an object is being made, or out of which it is being removed.
+/// Its files go when it is dropped, unless it was committed.
 #[derive(Debug)]
+#[must_use = "dropping it removes the files"]
 pub struct Draft {
     dir: ObjectDir,
     committed: bool,
@@ -83,6 +85,10 @@ impl Store {
         }
         for path in entries(&dir.snapshots())? {
             match read_named::<SnapshotRecord>(&path, |record| record.id.as_str()) {
+                Ok(record) if index.has_sequence(&record) => {
+                    let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
+                    damaged.push(Damage { path, error });
+                }
                 Ok(record) => index.add_snapshot(Arc::new(record)),
                 Err(error) => damaged.push(Damage { path, error }),
             }
@@ -96,6 +102,15 @@ impl Store {
     /// The objects whose records could not be read at start.
     pub fn damaged(&self) -> &[Damage] {
         &self.damaged
+    }
+
+    /// Fails where the object in `dir` is there and its record could not be read: it is neither served
+    /// nor gone.
+    pub fn check_readable(&self, dir: &ObjectDir) -> Result<()> {
+        match self.damaged.iter().find(|damage| damage.path == dir.path()) {
+            Some(damage) => Err(Error::Withheld { path: dir.record(), why: damage.error.to_string() }),
+            None => Ok(()),
+        }
     }
 
     /// The paths of this pool.
@@ -165,28 +180,24 @@ impl Store {
         Ok(())
     }
 
-    /// Makes a volume cease to exist; its bytes are freed behind that.
-    pub fn remove_volume(&self, id: &VolumeId) -> Result<()> {
+    /// Makes a volume cease to exist; its bytes are freed when the answer is dropped.
+    pub fn remove_volume(&self, id: &VolumeId) -> Result<Draft> {
         self.remove(id.as_str(), &self.dir.volume(id), |index| index.remove_volume(id))
     }
 
-    /// Makes a snapshot cease to exist; its bytes are freed behind that.
-    pub fn remove_snapshot(&self, id: &SnapshotId) -> Result<()> {
+    /// Makes a snapshot cease to exist; its bytes are freed when the answer is dropped.
+    pub fn remove_snapshot(&self, id: &SnapshotId) -> Result<Draft> {
         self.remove(id.as_str(), &self.dir.snapshot(id), |index| index.remove_snapshot(id))
     }
 
     /// 1. Rename the object into `staging/` and sync: from here on it is gone, also after a crash.
     /// 2. Forget it in memory.
-    /// 3. Remove the files: what a crash leaves is removed at start.
-    fn remove(&self, name: &str, dir: &ObjectDir, forget: impl FnOnce(&mut Index)) -> Result<()> {
-        let doomed = Draft { dir: ObjectDir::new(self.dir.staging().join(name)), committed: false };
-        if let Err(error) = durable::rename(dir.path(), doomed.dir.path()) {
-            std::mem::forget(doomed);
-            return Err(error.into());
-        }
+    /// 3. Remove the files, when the answer is dropped: what a crash leaves is removed at start.
+    fn remove(&self, name: &str, dir: &ObjectDir, forget: impl FnOnce(&mut Index)) -> Result<Draft> {
+        let doomed = ObjectDir::new(self.dir.staging().join(name));
+        durable::rename(dir.path(), doomed.path())?;
         self.write(forget);
-        drop(doomed);
-        Ok(())
+        Ok(Draft { dir: doomed, committed: false })
     }
 
     /// Where a volume is staged and published on this node; nowhere when nothing was recorded.

@@ -183,8 +183,6 @@ pub struct Published {
 pub struct Frozen {
     /// Format version.
     pub version: u32,
-    /// Where the filesystem is mounted.
-    pub mount_point: PathBuf,
     /// The boot in which it was frozen: a reboot thaws everything.
     pub boot_id: String,
 }

@@ -113,8 +113,8 @@ fn removed_is_gone_by_every_key() {
         let draft = store.draft_snapshot(&taken.id).expect("draft");
         store.commit_snapshot(draft, taken.clone()).expect("commit");
     }
-    store.remove_volume(&record.id).expect("remove");
-    store.remove_snapshot(&first.id).expect("remove");
+    drop(store.remove_volume(&record.id).expect("remove"));
+    drop(store.remove_snapshot(&first.id).expect("remove"));
     for store in [&store, &open(dir.path())] {
         assert_eq!(store.read(|index| index.volume_named("gone")), None);
         assert_eq!(store.read(|index| index.snapshot_named("first")), None);
@@ -130,7 +130,7 @@ fn pages_go_on_behind_an_id_that_is_gone() {
     let store = open(dir.path());
     let mut ids: Vec<VolumeId> = (0..5).map(|n| add(&store, volume(&n.to_string())).id.clone()).collect();
     ids.sort();
-    store.remove_volume(&ids[1]).expect("remove");
+    drop(store.remove_volume(&ids[1]).expect("remove"));
     let rest: Vec<VolumeId> =
         store.read(|index| index.volumes_after(Some(&ids[1])).map(|record| record.id.clone()).collect());
     assert_eq!(rest, ids[2..]);

@@ -1,7 +1,7 @@
 //! Questions to a block device that is attached already: its size, its write counters, a flush.
 
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -46,24 +46,35 @@ pub struct WriteCounters {
 }
 
 impl WriteCounters {
-    /// Samples the counters of the device whose sysfs directory is `sysfs`.
+    /// Samples the counters of the device whose sysfs directory is `sysfs`. An error where the kernel
+    /// does not count: equal samples would prove nothing.
     pub fn sample(sysfs: &Path) -> Result<Self> {
-        let path = sysfs.join("stat");
-        let mut text = String::new();
-        File::open(&path).and_then(|mut file| file.read_to_string(&mut text)).context("read", &path)?;
-        let field = |index: usize| {
-            text.split_ascii_whitespace().nth(index).and_then(|word| word.parse().ok()).unwrap_or(0)
+        let read = |name: &str| {
+            let path = sysfs.join(name);
+            std::fs::read_to_string(&path).context("read", &path)
         };
-        Ok(WriteCounters { writes: field(4), in_flight: field(8), discards: field(11) })
+        let path = sysfs.join("stat");
+        if read("queue/iostats")?.trim() != "1" {
+            let off = io::Error::new(io::ErrorKind::Unsupported, "queue/iostats is off");
+            return Err(off).context("count the writes in", &path);
+        }
+        let text = read("stat")?;
+        let fields: Option<Vec<u64>> = text.split_ascii_whitespace().map(|word| word.parse().ok()).collect();
+        match fields.as_deref() {
+            Some([_, _, _, _, writes, _, _, _, in_flight, _, _, discards, ..]) => {
+                Ok(WriteCounters { writes: *writes, discards: *discards, in_flight: *in_flight })
+            }
+            _ => Err(io::Error::from(io::ErrorKind::InvalidData)).context("count the writes in", &path),
+        }
     }
 }
 
 /// The number of the block device that `path` is a node of, `major:minor`; `None` where it is
-/// something else.
-pub fn number(path: &Path) -> Result<Option<String>> {
+/// something else, or does not answer.
+pub fn number(path: &Path) -> Option<String> {
     use std::os::unix::fs::{FileTypeExt, MetadataExt};
-    let meta = std::fs::metadata(path).context("stat", path)?;
+    let meta = std::fs::metadata(path).ok()?;
     let rdev = meta.rdev();
     let text = || format!("{}:{}", nix::sys::stat::major(rdev), nix::sys::stat::minor(rdev));
-    Ok(meta.file_type().is_block_device().then(text))
+    meta.file_type().is_block_device().then(text)
 }

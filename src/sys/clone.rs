@@ -20,15 +20,6 @@ pub fn reflink(source: &File, target: &File, target_path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Whether files in `directory` can be cloned: tried, since no flag tells.
-pub fn reflink_works_in(directory: &Path) -> Result<bool> {
-    let scratch = || tempfile::tempfile_in(directory).context("make a scratch file in", directory);
-    let (source, target) = (scratch()?, scratch()?);
-    // A clone of nothing succeeds on filesystems that can not clone: give it a block to share.
-    io::Write::write_all(&mut (&source), &[1; 4096]).context("write a scratch file in", directory)?;
-    Ok(reflink(&source, &target, directory).is_ok())
-}
-
 /// Copies `length` bytes at `offset` to the same offset of `target`, inside the kernel. Short only
 /// at the end of `source`.
 pub fn copy_range(source: &File, target: &File, offset: u64, length: u64) -> io::Result<u64> {

@@ -20,9 +20,16 @@ const FITHAW: libc::c_ulong = 0xC004_5878;
 /// Thawed by [`Frozen::thaw`], on drop, and by a watchdog thread when the bound passes.
 #[derive(Debug)]
 pub struct Frozen {
-    release: Option<mpsc::Sender<()>>,
+    release: mpsc::Sender<Told>,
     watchdog: Option<JoinHandle<Outcome>>,
     mount_point: PathBuf,
+}
+
+/// What the watchdog is told.
+#[derive(Debug)]
+enum Told {
+    Thaw,
+    NotFrozen,
 }
 
 #[derive(Debug)]
@@ -32,29 +39,42 @@ enum Outcome {
 }
 
 impl Frozen {
-    /// Writes what is dirty and freezes the filesystem mounted at `mount_point`. `Ok(None)` when
-    /// somebody else has frozen it: it is theirs to thaw, and consistent as it is.
-    pub fn freeze(mount_point: &Path, bound: Duration) -> Result<Option<Self>> {
-        let root = File::open(mount_point).context("open", mount_point)?;
+    /// Writes what is dirty and freezes the filesystem of device `dev` (`major:minor`) mounted at
+    /// `mount_point`. `Ok(None)` when somebody else has frozen it: it is theirs to thaw, and
+    /// consistent as it is.
+    pub fn freeze(mount_point: &Path, dev: &str, bound: Duration) -> Result<Option<Self>> {
+        let root = open_root(mount_point, dev)?;
+        let guarded = root.try_clone().context("open", mount_point)?;
+        // Its thread is there before the freeze: without one nobody would thaw.
+        let (release, released) = mpsc::channel();
+        let watchdog = std::thread::Builder::new()
+            .name("freeze-watchdog".into())
+            .spawn(move || match released.recv_timeout(bound) {
+                Ok(Told::NotFrozen) => Outcome::InTime(Ok(())),
+                Err(RecvTimeoutError::Timeout) => Outcome::Expired(thaw_fd(&guarded)),
+                Ok(Told::Thaw) | Err(RecvTimeoutError::Disconnected) => Outcome::InTime(thaw_fd(&guarded)),
+            })
+            .context("start the watchdog of", mount_point)?;
+        let frozen = Frozen { release, watchdog: Some(watchdog), mount_point: mount_point.to_owned() };
         // SAFETY: FIFREEZE ignores its argument; the descriptor is open.
         let rc = unsafe { libc::ioctl(root.as_raw_fd(), FIFREEZE, 0) };
-        if rc < 0 {
-            let error = io::Error::last_os_error();
-            return match error.raw_os_error() {
-                Some(libc::EBUSY) => Ok(None),
-                _ => Err(error).context("freeze", mount_point),
-            };
+        if rc == 0 {
+            return Ok(Some(frozen));
         }
-        let (release, released) = mpsc::channel();
-        let watchdog = std::thread::spawn(move || match released.recv_timeout(bound) {
-            Err(RecvTimeoutError::Timeout) => Outcome::Expired(thaw_fd(&root)),
-            _ => Outcome::InTime(thaw_fd(&root)),
-        });
-        Ok(Some(Frozen {
-            release: Some(release),
-            watchdog: Some(watchdog),
-            mount_point: mount_point.to_owned(),
-        }))
+        let error = io::Error::last_os_error();
+        frozen.dismiss();
+        match error.raw_os_error() {
+            Some(libc::EBUSY) => Ok(None),
+            _ => Err(error).context("freeze", mount_point),
+        }
+    }
+
+    /// Ends the watchdog of a filesystem that is not frozen by us.
+    fn dismiss(mut self) {
+        let _ = self.release.send(Told::NotFrozen);
+        if let Some(watchdog) = self.watchdog.take() {
+            let _ = watchdog.join();
+        }
     }
 
     /// Thaws. An error when the bound had passed before: what was read meanwhile may be torn.
@@ -63,8 +83,9 @@ impl Frozen {
     }
 
     fn finish(&mut self) -> Result<()> {
-        drop(self.release.take());
         let Some(watchdog) = self.watchdog.take() else { return Ok(()) };
+        // A watchdog that has ended already has thawed: its outcome says so.
+        let _ = self.release.send(Told::Thaw);
         let failed = |operation, source| Err(Error { operation, path: self.mount_point.clone(), source });
         match watchdog.join() {
             Ok(Outcome::InTime(Ok(()))) => Ok(()),
@@ -86,12 +107,28 @@ impl Drop for Frozen {
     }
 }
 
-/// Thaws a filesystem that a dead process left frozen; fine when it is not frozen.
-pub fn thaw(mount_point: &Path) -> Result<()> {
-    let root = File::open(mount_point).context("open", mount_point)?;
-    match thaw_fd(&root) {
+/// Thaws the filesystem of device `dev` mounted at `mount_point`, which a dead process left frozen;
+/// fine when it is not frozen.
+pub fn thaw(mount_point: &Path, dev: &str) -> Result<()> {
+    match thaw_fd(&open_root(mount_point, dev)?) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
         other => other.context("thaw", mount_point),
+    }
+}
+
+/// Opens the root of a mount, and makes sure that it is that of `dev`: something else may be mounted
+/// over it.
+fn open_root(mount_point: &Path, dev: &str) -> Result<File> {
+    use std::os::unix::fs::MetadataExt;
+    let root = File::open(mount_point).context("open", mount_point)?;
+    let device = root.metadata().context("stat", mount_point)?.dev();
+    let found = format!("{}:{}", nix::sys::stat::major(device), nix::sys::stat::minor(device));
+    match found == dev {
+        true => Ok(root),
+        false => {
+            let other = io::Error::other(format!("device {found} is seen there, not {dev}"));
+            Err(other).context("find the filesystem at", mount_point)
+        }
     }
 }
 

@@ -29,6 +29,13 @@ const LO_FLAGS_DIRECT_IO: u32 = 16;
 const CONTROL: &str = "/dev/loop-control";
 /// How long a device that others hold open (udev, a scan) is waited for.
 const SETTLE: Duration = Duration::from_secs(5);
+/// Sector size of every device, in bytes.
+///
+/// Left to the kernel it is what direct I/O on the backing file needs, which changes when xfs shares
+/// the file's blocks with a clone: a filesystem of 1 KiB blocks made before the first snapshot could
+/// not be mounted after it (seen on Linux 6.18). With 4096 it never changes, and direct I/O always
+/// works.
+pub const SECTOR: u32 = 4096;
 /// Tries to win the race for a free device before giving up.
 const ATTACH_TRIES: usize = 64;
 
@@ -68,6 +75,14 @@ impl LoopInfo64 {
             encrypt_key: [0; 32],
             init: [0; 2],
         }
+    }
+
+    fn backing(&self) -> FileId {
+        FileId { device: self.device, inode: self.inode }
+    }
+
+    fn access(&self) -> Access {
+        if self.flags & LO_FLAGS_READ_ONLY != 0 { Access::ReadOnly } else { Access::ReadWrite }
     }
 }
 
@@ -132,7 +147,7 @@ impl LoopDevice {
             let device = open_node(number, access)?;
             let config = LoopConfig {
                 fd: file.as_raw_fd() as u32,
-                block_size: 0,
+                block_size: SECTOR,
                 info: LoopInfo64::with_flags(flags),
                 reserved: [0; 8],
             };
@@ -140,7 +155,10 @@ impl LoopDevice {
             // through the call; both descriptors are open.
             let rc = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &config) };
             match check(rc) {
-                Ok(_) => return Ok(LoopDevice { number, backing: id, access }),
+                Ok(_) => {
+                    count_writes(number);
+                    return Ok(LoopDevice { number, backing: id, access });
+                }
                 // Another process took the number between the two calls.
                 Err(error) if error.raw_os_error() == Some(libc::EBUSY) => continue,
                 Err(error) => return Err(error).context("attach a loop device to", backing),
@@ -165,9 +183,9 @@ impl LoopDevice {
                 continue;
             }
             if let Some(info) = status(number)?
-                && (FileId { device: info.device, inode: info.inode }) == id
+                && info.backing() == id
             {
-                return Self { number, backing: id, access: access_of(&info) }.kept_alive();
+                return Ok(Some(Self { number, backing: id, access: info.access() }));
             }
         }
         Ok(None)
@@ -177,30 +195,30 @@ impl LoopDevice {
     pub fn named(name: &str) -> Option<Self> {
         let number = name.strip_prefix("loop")?.parse().ok()?;
         let info = status(number).ok()??;
-        let backing = FileId { device: info.device, inode: info.inode };
-        Some(LoopDevice { number, backing, access: access_of(&info) })
+        Some(LoopDevice { number, backing: info.backing(), access: info.access() })
     }
 
     /// Undoes a pending lazy detach (the device was detached while somebody held it open), so that
     /// the device does not vanish under its next user. `None` when it is gone already.
-    fn kept_alive(self) -> Result<Option<Self>> {
+    pub fn keep(self) -> Result<Option<Self>> {
         let path = self.path();
-        let device = match open_node(self.number, self.access) {
+        let device = match open_node(self.number, Access::ReadOnly) {
             Ok(device) => device,
             Err(error) if is_gone(&error.source) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let Some(mut info) = get_status(&device, &path)? else { return Ok(None) };
-        if (FileId { device: info.device, inode: info.inode }) != self.backing {
-            return Ok(None);
+        match get_status(&device, &path)? {
+            Some(info) if info.backing() != self.backing => Ok(None),
+            Some(mut info) if info.flags & LO_FLAGS_AUTOCLEAR != 0 => {
+                info.flags &= !LO_FLAGS_AUTOCLEAR;
+                // SAFETY: LOOP_SET_STATUS64 reads one `loop_info64`, which lives through the call.
+                check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_STATUS64, &info) })
+                    .context("keep loop device", &path)?;
+                Ok(Some(self))
+            }
+            Some(_) => Ok(Some(self)),
+            None => Ok(None),
         }
-        if info.flags & LO_FLAGS_AUTOCLEAR != 0 {
-            info.flags &= !LO_FLAGS_AUTOCLEAR;
-            // SAFETY: LOOP_SET_STATUS64 reads one `loop_info64`, which lives through the call.
-            check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_STATUS64, &info) })
-                .context("keep loop device", &path)?;
-        }
-        Ok(Some(self))
     }
 
     /// Detaches the device and waits until it is free. `Ok(false)` when somebody still holds it
@@ -240,8 +258,7 @@ impl LoopDevice {
         if !sysfs(self.number).join("loop/backing_file").exists() {
             return Ok(false);
         }
-        Ok(status(self.number)?
-            .is_some_and(|info| FileId { device: info.device, inode: info.inode } == self.backing))
+        Ok(status(self.number)?.is_some_and(|info| info.backing() == self.backing))
     }
 
     /// Makes the device as large as its backing file is now (LOOP_SET_CAPACITY).
@@ -273,10 +290,6 @@ impl LoopDevice {
     }
 }
 
-fn access_of(info: &LoopInfo64) -> Access {
-    if info.flags & LO_FLAGS_READ_ONLY != 0 { Access::ReadOnly } else { Access::ReadWrite }
-}
-
 fn node(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/loop{number}"))
 }
@@ -288,6 +301,15 @@ fn sysfs(number: u32) -> PathBuf {
 fn read_dev(number: u32) -> Result<String> {
     let path = sysfs(number).join("dev");
     Ok(std::fs::read_to_string(&path).context("read", &path)?.trim().to_owned())
+}
+
+/// Has the kernel count the device's requests: a loop device may come with that switched off, and
+/// [`super::blockdev::WriteCounters`] refuses to prove anything then.
+fn count_writes(number: u32) {
+    let path = sysfs(number).join("queue/iostats");
+    if let Err(error) = std::fs::write(&path, "1") {
+        tracing::warn!(path = %path.display(), %error, "requests of this device are not counted");
+    }
 }
 
 /// The number of a free device; the kernel makes a new one where all are taken.

@@ -1,6 +1,8 @@
 //! Mounting, unmounting, and what is mounted where.
 
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -72,25 +74,88 @@ pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, option
 }
 
 /// Shows `source` (a file or a directory) at `target` as well.
+///
+/// A read-only one is made read-only before it is seen anywhere (open_tree(2), mount_setattr(2),
+/// move_mount(2)): a crash can not leave a writable one, and flags such as `nosuid` stay.
 pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<()> {
-    let none = None::<&Path>;
-    nix::mount::mount(Some(source), target, none, MsFlags::MS_BIND, none).context("bind mount at", target)?;
+    let clone = clone_mount(source).context("clone the mount at", source)?;
     if read_only {
-        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-        if let Err(error) = nix::mount::mount(none, target, none, flags, none) {
-            let _ = umount2(target, MntFlags::empty());
-            return Err(error).context("make read-only the mount at", target);
-        }
+        set_read_only(&clone).context("make read-only a clone of", source)?;
     }
-    Ok(())
+    attach(&clone, target).context("bind mount at", target)
 }
 
-/// Unmounts what is seen at `target`; fine when nothing is.
-pub fn unmount(target: &Path) -> Result<()> {
-    match umount2(target, MntFlags::UMOUNT_NOFOLLOW) {
-        Ok(()) | Err(nix::errno::Errno::EINVAL | nix::errno::Errno::ENOENT) => Ok(()),
-        Err(error) => Err(error).context("unmount", target),
+fn clone_mount(source: &Path) -> io::Result<OwnedFd> {
+    let path = CString::new(source.as_os_str().as_bytes())?;
+    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
+    // SAFETY: open_tree reads a path that ends with NUL and lives through the call.
+    let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
     }
+    // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+fn set_read_only(tree: &OwnedFd) -> io::Result<()> {
+    let attributes =
+        libc::mount_attr { attr_set: libc::MOUNT_ATTR_RDONLY, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    // SAFETY: mount_setattr reads an empty path and one `mount_attr` of the size it is told; both live
+    // through the call, and the descriptor is open.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            tree.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn attach(tree: &OwnedFd, target: &Path) -> io::Result<()> {
+    /// `MOVE_MOUNT_F_EMPTY_PATH` of `linux/mount.h`: the source is the descriptor itself.
+    const EMPTY_PATH: libc::c_uint = 0x4;
+    let path = CString::new(target.as_os_str().as_bytes())?;
+    // SAFETY: move_mount reads two paths that end with NUL and live through the call; the descriptor
+    // is open.
+    let rc = unsafe {
+        libc::syscall(
+            libc::SYS_move_mount,
+            tree.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            EMPTY_PATH,
+        )
+    };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Unmounts all that is stacked at `target`; fine when nothing is.
+pub fn unmount(target: &Path) -> Result<()> {
+    // One more than any caller stacks; a mount that the kernel will not part with is an error.
+    for _ in 0..16 {
+        if mounted_at(target)?.is_none() {
+            return Ok(());
+        }
+        umount2(target, MntFlags::UMOUNT_NOFOLLOW).context("unmount", target)?;
+    }
+    Err(io::Error::from_raw_os_error(libc::EBUSY)).context("unmount all that is stacked at", target)
+}
+
+/// The path as mountinfo shows it: symbolic links resolved. The last part is not looked into, for it
+/// may be the root of a filesystem that no longer answers. A path whose directory is missing stays as
+/// it is: nothing can be mounted there.
+pub fn resolved(path: &Path) -> PathBuf {
+    let joined = match (path.parent().map(Path::canonicalize), path.file_name()) {
+        (Some(Ok(parent)), Some(name)) => parent.join(name),
+        _ => return path.to_owned(),
+    };
+    let is_link = std::fs::symlink_metadata(&joined).is_ok_and(|meta| meta.is_symlink());
+    if is_link { joined.canonicalize().unwrap_or(joined) } else { joined }
 }
 
 /// Whether a path may be given to a mount call: absolute, without `..` and NUL.

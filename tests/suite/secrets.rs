@@ -152,7 +152,7 @@ async fn every_call_is_in_the_log() {
     let lines: Vec<serde_json::Value> =
         log.lines().map(|line| serde_json::from_str(line).expect("a JSON line")).collect();
     for (method, field, id, code) in [
-        ("CreateVolume", "name", "logged", "Ok"),
+        ("CreateVolume", "volume_name", "logged", "Ok"),
         ("NodeStageVolume", "volume_id", volume.as_str(), "Ok"),
         ("NodePublishVolume", "volume_id", volume.as_str(), "Ok"),
         ("CreateSnapshot", "volume_id", volume.as_str(), "Ok"),

@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use deltapath::client::Client;
 use deltapath::csi::proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tonic::{Code, Request};
 
 use crate::support::content::Content;
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, narrow_client};
 
 /// Two snapshots between which every block was rewritten with its own bytes, and the last one
 /// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
@@ -88,7 +87,8 @@ async fn the_driver_keeps_the_deadline_of_a_slow_reader() {
         ..Default::default()
     });
     request.metadata_mut().insert("grpc-timeout", "200m".parse().expect("a header"));
-    let mut stream = rig.client.metadata.get_metadata_allocated(request).await.expect("opened").into_inner();
+    let mut client = narrow_client(&rig.socket()).await;
+    let mut stream = client.get_metadata_allocated(request).await.expect("opened").into_inner();
     let mut tuples = 0;
     let status = loop {
         match stream.message().await {
@@ -156,11 +156,11 @@ async fn stalled_streams_delay_nobody() {
     let (first, _, _) = needle(&mut rig, 256).await;
     let mut stalled = Vec::new();
     for _ in 0..64 {
-        // A connection's window is shared by its streams, so there are many connections.
-        let mut client = Client::connect(&rig.socket(), Duration::from_secs(10)).await.expect("connect");
+        // A connection's window is shared by its streams, so there are several connections.
+        let mut client = narrow_client(&rig.socket()).await;
         for _ in 0..8 {
             let request = GetMetadataAllocatedRequest { snapshot_id: first.clone(), ..Default::default() };
-            stalled.push(client.metadata.get_metadata_allocated(request).await.expect("opened").into_inner());
+            stalled.push(client.get_metadata_allocated(request).await.expect("opened").into_inner());
         }
     }
     let answer = tokio::time::timeout(

@@ -92,12 +92,44 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
     (flags, options)
 }
 
-/// Grows a mounted filesystem to the size of its device; fine when it fills it.
-pub(super) fn grow(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
-    match fs_type {
-        "ext4" => program::run::<&str>("resize2fs", &[], &device.path(), |code| code == 0)?,
-        "xfs" => program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?,
-        _ => return Ok(()),
+/// Grows an ext4 that is smaller than its device. Unmounted: growing it while mounted takes a
+/// capability (CAP_SYS_RESOURCE) that a container may lack.
+pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
+    if fs_type != "ext4" {
+        return Ok(());
+    }
+    let Some((blocks, block_size)) = ext4_geometry(device)? else {
+        let what = format!("dumpe2fs does not tell the size of the ext4 on {}", device.display());
+        return Err(Error::Precondition(what));
     };
+    // A tail too short for another block group stays unused.
+    if (blocks + EXT4_TAIL) * block_size > blockdev::size(device)? {
+        return Ok(());
+    }
+    // 1: the journal was replayed, or something small was put right.
+    program::run("e2fsck", &["-f", "-p"], device, |code| matches!(code, 0 | 1))?;
+    program::run::<&str>("resize2fs", &[], device, |code| code == 0)?;
+    Ok(blockdev::flush(device)?)
+}
+
+/// Grows a mounted xfs to the size of its device; fine when it fills it.
+pub(super) fn grow_mounted(mount_point: &Path, fs_type: &str) -> Result<()> {
+    if fs_type == "xfs" {
+        program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?;
+    }
     Ok(())
+}
+
+/// Blocks at the end of a device that ext4 may leave unused, for they make no block group.
+const EXT4_TAIL: u64 = 64;
+
+/// The number of blocks of an ext4, and their size in bytes.
+fn ext4_geometry(device: &Path) -> Result<Option<(u64, u64)>> {
+    let output = program::run("dumpe2fs", &["-h"], device, |code| code == 0)?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let number = |name: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
+        value.trim().parse::<u64>().ok()
+    };
+    Ok(number("Block count:").zip(number("Block size:")))
 }

@@ -63,10 +63,11 @@ impl Driver {
         Ok(Held { record, state, data, _guard: guard })
     }
 
-    /// The same for calls that undo: `None` when the volume is gone already.
-    fn hold_if_there(&self, volume_id: &str) -> Result<Option<Held>> {
+    /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
+    /// volume in use can not be deleted, so what is mounted there then is not ours to undo.
+    fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
         match self.hold(volume_id) {
-            Err(Error::NotFound { .. }) => Ok(None),
+            Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => Ok(None),
             held => held.map(Some),
         }
     }
@@ -109,18 +110,24 @@ fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     let Some(device) = device else { return Ok(false) };
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
     let dev = device.dev()?;
-    Ok(mounted.dev == dev || blockdev::number(path)?.is_some_and(|number| number == dev))
+    Ok(mounted.dev == dev || blockdev::number(path).is_some_and(|number| number == dev))
 }
 
-/// The volume's device, attached where it is not yet. A device left over with another access is
-/// replaced: nobody uses it, or the caller would know of a publish.
+/// The volume's device, attached where it is not yet. One left over with another access is replaced,
+/// if nobody has it open: two devices on one file would not see each other's writes.
 fn attached(data: &Path, access: Access) -> Result<LoopDevice> {
-    match LoopDevice::find(data)? {
-        Some(device) if device.access() == access => Ok(device),
+    match LoopDevice::find(data)?.map(LoopDevice::keep).transpose()?.flatten() {
+        Some(device) if device.access() == access => return Ok(device),
         Some(device) => {
-            detach(device)?;
-            Ok(LoopDevice::attach(data, access)?)
+            let path = device.path();
+            if !device.detach()? {
+                return Err(Error::Precondition(format!(
+                    "{} serves the volume for another access, and somebody has it open: close it first",
+                    path.display()
+                )));
+            }
         }
-        None => Ok(LoopDevice::attach(data, access)?),
+        None => {}
     }
+    Ok(LoopDevice::attach(data, access)?)
 }

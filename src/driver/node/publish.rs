@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::stage::remove_target;
 use super::{Held, PublishRequest, attached, detach, shows};
-use crate::driver::{Driver, Error, Result, check_path};
+use crate::driver::{Driver, Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{Context, mount};
@@ -16,15 +16,19 @@ impl Driver {
     /// 1. Record the target: a crash from here on leaves a record that unpublish starts from.
     /// 2. Attach (Block), make the target, mount.
     pub fn publish(&self, request: &PublishRequest) -> Result<()> {
-        check_path("target_path", &request.target_path)?;
+        if request.volume_id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        let target = checked_path("target_path", &request.target_path)?;
         if request.staging_path.as_os_str().is_empty() {
             return Err(Error::Precondition(
                 "staging_target_path is missing: stage the volume first and say where".into(),
             ));
         }
-        let kind = request.capability.kind()?;
+        let staging_path = checked_path("staging_target_path", &request.staging_path)?;
         let mut held = self.hold(&request.volume_id)?;
-        let staged = held.state.staged.clone().filter(|staged| staged.path == request.staging_path);
+        let kind = request.capability.kind_for(&held.record)?;
+        let staged = held.state.staged.clone().filter(|staged| staged.path == staging_path);
         let Some(staged) = staged else {
             return Err(Error::Precondition(format!(
                 "volume {} is not staged at {}: stage it first",
@@ -39,7 +43,7 @@ impl Driver {
             )));
         }
         let published = Published {
-            target: request.target_path.clone(),
+            target,
             read_only: request.read_only || staged.read_only || request.capability.mode.is_read_only(),
             shared: request.capability.mode.is_shared(),
         };
@@ -65,14 +69,15 @@ impl Driver {
             }
         }
         held.state.published = there;
-        for other in held.state.published.iter().filter(|other| *other != new) {
-            if other.target == new.target {
-                return Err(Error::Clash {
-                    kind: "published volume",
-                    name: other.target.display().to_string(),
-                    difference: "another access mode or readonly flag".into(),
-                });
-            }
+        let others = || held.state.published.iter().filter(|other| *other != new);
+        if let Some(other) = others().find(|other| other.target == new.target) {
+            return Err(Error::Clash {
+                kind: "published volume",
+                name: other.target.display().to_string(),
+                difference: "another access mode or readonly flag".into(),
+            });
+        }
+        for other in others() {
             if !(other.shared && new.shared) {
                 return Err(Error::Precondition(format!(
                     "volume {} is published at {} already, in an access mode for one target",
@@ -98,25 +103,17 @@ impl Driver {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
-        check_path("target_path", target)?;
-        let Some(mut held) = self.hold_if_there(volume_id)? else {
-            // A published volume can not be deleted, so what is mounted there is not ours.
-            return match mount::mounted_at(target)? {
-                None => Ok(()),
-                Some(_) => Err(Error::no_volume(volume_id)),
-            };
-        };
+        let target = checked_path("target_path", target)?;
+        let Some(mut held) = self.hold_or_gone(volume_id, &target)? else { return Ok(()) };
         let device = LoopDevice::find(&held.data)?;
         let recorded = held.state.published.iter().any(|published| published.target == target);
-        if !recorded && !shows(target, device.as_ref())? {
+        if !recorded && !shows(&target, device.as_ref())? {
             return Ok(());
         }
-        while target.exists() && shows(target, device.as_ref())? {
-            mount::unmount(target)?;
-        }
-        if mount::mounted_at(target)?.is_none() {
-            remove_target(target)?;
-        }
+        // Whatever is there: the target is recorded as ours, also when its filesystem was shut down or
+        // its device is gone. While it can not be unmounted, the record stays.
+        mount::unmount(&target)?;
+        remove_target(&target)?;
         held.state.published.retain(|published| published.target != target);
         let is_block = held.state.staged.as_ref().is_none_or(|staged| staged.access == AccessKind::Block);
         if let Some(device) = device

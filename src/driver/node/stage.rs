@@ -1,24 +1,28 @@
 //! Staging: the volume's filesystem, mounted once on the node. A Block volume has nothing to mount;
 //! it gets its device when it is published, for only then is it known whether it may be written.
 
-use std::fs;
+use std::fs::{self, File};
+use std::path::Path;
 
 use super::{Held, StageRequest, attached, detach, filesystem, shows};
-use crate::driver::{AccessType, Driver, Error, Result, capability, check_path};
+use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
 use crate::store::{AccessKind, NodeState, Staged};
 use crate::sys::loopdev::{Access, LoopDevice};
-use crate::sys::{Context, mount};
+use crate::sys::{Context, blockdev, clone, mount};
 
 impl Driver {
     /// Stages a volume; done already is done.
     ///
     /// 1. Record the intent: a crash from here on leaves a record that unstage and the next stage
     ///    start from.
-    /// 2. Attach, format where the volume is blank, mount, grow the filesystem to the device.
+    /// 2. Attach, format where the volume is blank, grow, mount.
     pub fn stage(&self, request: &StageRequest) -> Result<()> {
-        check_path("staging_target_path", &request.staging_path)?;
-        let kind = request.capability.kind()?;
+        if request.volume_id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        let path = checked_path("staging_target_path", &request.staging_path)?;
         let mut held = self.hold(&request.volume_id)?;
+        let kind = request.capability.kind_for(&held.record)?;
         if !held.record.access.contains(&kind) {
             let made_for = &held.record.access;
             return Err(Error::Precondition(format!(
@@ -26,63 +30,62 @@ impl Driver {
                 held.record.id
             )));
         }
-        let staged = Staged {
-            path: request.staging_path.clone(),
-            access: kind,
-            read_only: request.capability.mode.is_read_only(),
-        };
-        match &held.state.staged {
-            Some(existing) if *existing == staged => {}
-            Some(existing) if existing.path != staged.path && !self.is_there(&held, existing)? => {}
-            Some(existing) => {
-                return Err(Error::Clash {
-                    kind: "staged volume",
-                    name: held.record.id.to_string(),
-                    difference: format!("another path or capability, at {}", existing.path.display()),
-                });
-            }
-            None => {}
+        let staged = Staged { path, access: kind, read_only: request.capability.mode.is_read_only() };
+        if let Some(existing) = held.state.staged.as_ref().filter(|existing| **existing != staged)
+            && is_there(&held, existing)?
+        {
+            return Err(Error::Clash {
+                kind: "staged volume",
+                name: held.record.id.to_string(),
+                difference: format!("another path or capability, at {}", existing.path.display()),
+            });
         }
-        if !request.staging_path.is_dir() {
-            let value = request.staging_path.display().to_string();
+        if !staged.path.is_dir() {
+            let value = staged.path.display().to_string();
             let want = "a directory that exists".into();
             return Err(Error::Invalid { field: "staging_target_path", value, want });
         }
-        held.state.staged = Some(staged);
-        self.store.set_node_state(&held.record.id, &held.state)?;
+        held.state.staged = Some(staged.clone());
         match &request.capability.access {
-            AccessType::Block => Ok(()),
-            AccessType::Mount { fs_type, flags } => self.stage_filesystem(&mut held, request, fs_type, flags),
+            AccessType::Block => {
+                self.forget_formatting(&mut held)?;
+                Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+            }
+            AccessType::Mount { flags, .. } => {
+                self.store.set_node_state(&held.record.id, &held.state)?;
+                self.stage_filesystem(&mut held, &staged, flags)
+            }
         }
     }
 
-    /// Whether a staged volume is really there. A Block volume is there while it is published.
-    fn is_there(&self, held: &Held, staged: &Staged) -> Result<bool> {
-        match staged.access {
-            AccessKind::Block => Ok(!held.state.published.is_empty()),
-            AccessKind::Filesystem(_) => shows(&staged.path, LoopDevice::find(&held.data)?.as_ref()),
-        }
-    }
-
-    fn stage_filesystem(
-        &self,
-        held: &mut Held,
-        request: &StageRequest,
-        fs_type: &str,
-        flags: &capability::MountFlags,
-    ) -> Result<()> {
-        // Writable also for readers only: an unclean journal is replayed, and the mount refuses them.
-        let device = attached(&held.data, Access::ReadWrite)?;
-        if shows(&request.staging_path, Some(&device))? {
-            return Ok(());
-        }
-        let fs_type = self.formatted(held, &device, fs_type)?;
-        let read_only = request.capability.mode.is_read_only();
-        filesystem::mount(&device, &request.staging_path, &fs_type, read_only, flags)?;
-        if !read_only && held.record.source.is_some() {
-            filesystem::grow(&device, &request.staging_path, &fs_type)?;
+    /// Gives back what our own mkfs wrote before it was cut short: from here on the user's bytes may
+    /// stand there, and must never be formatted over.
+    fn forget_formatting(&self, held: &mut Held) -> Result<()> {
+        if std::mem::take(&mut held.state.formatting) {
+            let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
+            clone::punch_hole(&file, 0, held.record.capacity).context("clear", &held.data)?;
+            file.sync_all().context("sync", &held.data)?;
         }
         Ok(())
+    }
+
+    fn stage_filesystem(&self, held: &mut Held, staged: &Staged, flags: &MountFlags) -> Result<()> {
+        // Writable also for readers only: an unclean journal is replayed, and the mount refuses them.
+        let device = attached(&held.data, Access::ReadWrite)?;
+        let may_grow = !staged.read_only && held.record.source.is_some();
+        if !shows(&staged.path, Some(&device))? {
+            let fs_type = self.formatted(held, &device, staged)?;
+            if may_grow {
+                filesystem::grow_unmounted(&device.path(), &fs_type)?;
+            }
+            filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
+        }
+        match mount::mounted_at(&staged.path)? {
+            Some(mounted) if may_grow && !mounted.read_only => {
+                filesystem::grow_mounted(&staged.path, &mounted.fs_type)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The filesystem on the device, made where there is none and may be one.
@@ -90,18 +93,16 @@ impl Driver {
     /// A volume that holds a single block, or was made from something, is never formatted, whatever
     /// `blkid` says. The only exception is a device on which our own mkfs was cut short, which
     /// `node.json` says.
-    fn formatted(&self, held: &mut Held, device: &LoopDevice, asked: &str) -> Result<String> {
-        let wanted = match (asked, held.record.fs_type()) {
-            ("", Some(recorded)) => recorded,
-            ("", None) => capability::DEFAULT_FS,
-            (asked, _) => asked,
+    fn formatted(&self, held: &mut Held, device: &LoopDevice, staged: &Staged) -> Result<String> {
+        let AccessKind::Filesystem(wanted) = &staged.access else {
+            return Err(Error::Precondition("a Block volume has no filesystem".into()));
         };
+        // What somebody wrote to the device and did not sync counts too.
+        blockdev::flush(&device.path())?;
         let blank = held.record.source.is_none() && filesystem::is_blank(&held.data)?;
         if !blank && !held.state.formatting {
             return match filesystem::detect(&device.path())? {
-                Some(found) if asked.is_empty() || found == wanted || held.record.source.is_some() => {
-                    Ok(found)
-                }
+                Some(found) if found == *wanted || held.record.source.is_some() => Ok(found),
                 Some(found) => Err(Error::Precondition(format!(
                     "volume {} carries {found}, not {wanted}: ask for fs_type {found}",
                     held.record.id
@@ -117,16 +118,16 @@ impl Driver {
         filesystem::make(&device.path(), wanted)?;
         held.state.formatting = false;
         self.store.set_node_state(&held.record.id, &held.state)?;
-        Ok(wanted.to_owned())
+        Ok(wanted.clone())
     }
 
     /// Undoes a stage; nothing to undo is done.
-    pub fn unstage(&self, volume_id: &str, staging_path: &std::path::Path) -> Result<()> {
+    pub fn unstage(&self, volume_id: &str, staging_path: &Path) -> Result<()> {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
-        check_path("staging_target_path", staging_path)?;
-        let Some(mut held) = self.hold_if_there(volume_id)? else { return Ok(()) };
+        let path = checked_path("staging_target_path", staging_path)?;
+        let Some(mut held) = self.hold_or_gone(volume_id, &path)? else { return Ok(()) };
         let device = LoopDevice::find(&held.data)?;
         for published in &held.state.published {
             if shows(&published.target, device.as_ref())? {
@@ -137,26 +138,39 @@ impl Driver {
                 )));
             }
         }
-        let recorded = held.state.staged.as_ref().is_some_and(|staged| staged.path == staging_path);
-        if !recorded && !shows(staging_path, device.as_ref())? {
+        let recorded = held.state.staged.as_ref().is_some_and(|staged| staged.path == path);
+        if !recorded && !shows(&path, device.as_ref())? {
             return Ok(());
         }
         self.thaw_leftover(&held.record.id)?;
-        while shows(staging_path, device.as_ref())? {
-            mount::unmount(staging_path)?;
-        }
+        mount::unmount(&path)?;
         if let Some(device) = device {
             detach(device)?;
         }
         let formatting = held.state.formatting;
         held.state = NodeState { formatting, ..NodeState::default() };
-        self.store.set_node_state(&held.record.id, &held.state)?;
-        Ok(())
+        Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+    }
+}
+
+/// Whether a staged volume is really there. A Block volume is there while it is published.
+fn is_there(held: &Held, staged: &Staged) -> Result<bool> {
+    let device = LoopDevice::find(&held.data)?;
+    match staged.access {
+        AccessKind::Filesystem(_) => shows(&staged.path, device.as_ref()),
+        AccessKind::Block => {
+            for published in &held.state.published {
+                if shows(&published.target, device.as_ref())? {
+                    return Ok(true);
+                }
+            }
+            Ok(false)
+        }
     }
 }
 
 /// Removes a mount target that we made: an empty directory, or the file a device is shown at.
-pub(super) fn remove_target(target: &std::path::Path) -> Result<()> {
+pub(super) fn remove_target(target: &Path) -> Result<()> {
     let meta = match fs::symlink_metadata(target) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         meta => meta.context("stat", target)?,

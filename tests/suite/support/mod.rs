@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 
 use deltapath::client::{self, Client, block_capability};
 use deltapath::csi::proto;
+use deltapath::csi::proto::snapshot_metadata_client::SnapshotMetadataClient;
 use deltapath::sys::sweep::{devices_below, sweep};
 use tempfile::TempDir;
 use tonic::Code;
+use tonic::transport::Channel;
 
 pub const MIB: i64 = 1 << 20;
 pub const GIB: i64 = 1 << 30;
@@ -289,6 +291,19 @@ pub fn leftovers(dir: &Path) -> Vec<String> {
         devices_below(dir).expect("devices").iter().map(|device| device.path().display().to_string()),
     );
     left
+}
+
+/// A metadata client that takes in 64 KiB at most before it reads: a longer stream stalls.
+pub async fn narrow_client(socket: &Path) -> SnapshotMetadataClient<Channel> {
+    let socket = socket.to_owned();
+    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+        let socket = socket.clone();
+        async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
+    });
+    let endpoint = tonic::transport::Endpoint::from_static("http://localhost")
+        .initial_stream_window_size(65535)
+        .initial_connection_window_size(65535 * 16);
+    SnapshotMetadataClient::new(endpoint.connect_with_connector(connector).await.expect("connect"))
 }
 
 /// The code of a call that must fail.
