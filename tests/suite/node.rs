@@ -320,3 +320,95 @@ async fn a_device_has_the_size_of_its_volume_to_the_byte() {
     }
     rig.finish();
 }
+
+/// A kubelet directory that is a symbolic link: the kernel shows mounts at the path it leads to.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let link = rig.dir.path().join("linked");
+    std::fs::create_dir(rig.kubelet()).expect("mkdir");
+    std::os::unix::fs::symlink(rig.kubelet(), &link).expect("symlink");
+    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let request = new_volume("raw", MIB, block_capability());
+    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    for (volume, capability) in [(&files, mount_capability("ext4")), (&raw, block_capability())] {
+        for _ in 0..2 {
+            rig.client.publish(volume, capability.clone(), false, &link).await.expect("publish");
+        }
+        assert_eq!(code(rig.client.delete_volume(volume).await), Code::FailedPrecondition);
+        rig.client.unpublish(volume, &link).await.expect("unpublish");
+        let left: Vec<String> =
+            leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
+        assert!(left.is_empty(), "left mounted: {left:?}");
+        rig.client.delete_volume(volume).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// A filesystem that the kernel has shut down answers every look with EIO; it is unmounted all the
+/// same, and its volume can be deleted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_that_is_shut_down_is_unpublished() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("files", 300 * MIB, mount_capability("xfs"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, mount_capability("xfs"), false, &kubelet).await;
+    let target = target.expect("publish");
+    let shutdown =
+        deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
+    shutdown.expect("shutdown");
+    assert!(std::fs::metadata(&target).is_err(), "the filesystem still answers");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.finish();
+}
+
+/// What our own mkfs wrote before it was cut short is ours to overwrite; what the user wrote after it
+/// is not.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let mut request = new_volume("both", 16 * MIB, block_capability());
+    request.volume_capabilities.push(mount_capability("ext4"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let dir = rig.pool_dir().join("volumes").join(&volume);
+    let image = || std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
+    let cut_short = || {
+        image().set_len(0).expect("clear");
+        image().set_len(16 << 20).expect("set the length");
+        image().write_all_at(&[7; 8192], 4096).expect("write");
+        let state = r#"{"version":1,"staged":null,"published":[],"formatting":true}"#;
+        std::fs::write(dir.join("node.json"), state).expect("write");
+    };
+    cut_short();
+    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    assert!(target.expect("formatted again").join("lost+found").is_dir());
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+
+    cut_short();
+    let device = rig.attach(&volume).await;
+    let mut content = Content::default();
+    content.write(&device, 100, 1, 1);
+    content.assert_equals(&device, 0, 4096);
+    rig.detach(&volume).await;
+    let refused = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    assert_eq!(code(refused), Code::FailedPrecondition, "a user's bytes were formatted over");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
+    let device = rig.attach(&volume).await;
+    content.assert_equals(&device, 0, 4096);
+    rig.detach(&volume).await;
+    rig.finish();
+}

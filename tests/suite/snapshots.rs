@@ -105,11 +105,10 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume() {
                 code == 0
             });
         assert_eq!(String::from_utf8_lossy(&found.expect("blkid").stdout).trim(), fs_type);
-        let check = match fs_type {
-            "xfs" => deltapath::sys::program::run("xfs_repair", &["-n"], &device, |code| code == 0),
-            _ => deltapath::sys::program::run("fsck.ext4", &["-n", "-f"], &device, |code| code == 0),
-        };
-        check.expect("a clean filesystem");
+        if fs_type == "ext4" {
+            let check = deltapath::sys::program::run("fsck.ext4", &["-n", "-f"], &device, |code| code == 0);
+            check.expect("a clean filesystem");
+        }
         let allocated =
             rig.client.allocated(&snapshot, 0, 0).await.expect("metadata of a Filesystem snapshot");
         assert!(allocated.bytes() > 0 && allocated.bytes() < 150 << 20);
@@ -124,6 +123,12 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume() {
         assert_eq!(std::fs::read(beside.expect("publish").join("hello")).expect("read"), b"world");
         for id in [&restored.volume_id, &volume.volume_id] {
             rig.client.unpublish(id, &kubelet).await.expect("unpublish");
+        }
+        if fs_type == "xfs" {
+            // Only now: a frozen xfs keeps its log dirty, so that a mount looks after open files.
+            let image = rig.pool_dir().join("volumes").join(&restored.volume_id).join("bytes/data.img");
+            let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
+            check.expect("a clean filesystem");
         }
         rig.finish();
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use deltapath::client::{block_capability, new_volume};
 use deltapath::csi::proto::ListVolumesRequest;
+use tonic::Code;
 
 use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, names, wait};
 
@@ -137,11 +138,14 @@ async fn a_record_cut_short_does_not_stop_the_driver() {
                 listed.entries.into_iter().map(|entry| entry.volume.expect("volume").volume_id).collect();
             assert_eq!(listed, [ids[0].clone()]);
             assert!(rig.log().contains(&ids[1]), "the damaged record is not named in the log");
+            let error = rig.client.delete_volume(&ids[1]).await.expect_err("neither served nor gone");
+            assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
             // A crash: the pool stays mounted, so that its record can be changed.
             rig.kill();
         }
         std::fs::write(&record, &bytes).expect("write");
         rig.start_again().await;
+        assert!(record.exists(), "a damaged object was removed");
         rig.client.delete_volume(&ids[1]).await.expect("delete");
         assert!(!record.exists(), "the repaired record's volume is served again");
         rig.finish();
@@ -177,6 +181,27 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     assert_eq!(attached(), 2, "a volume in use keeps its device and its pool");
     rig.start_again().await;
     assert_eq!(attached(), 2);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// A pool whose image is gone must not look like an empty one: every volume would be reported deleted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_missing_pool_image_is_not_made_anew() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let request = new_volume("kept", MIB, block_capability());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    assert!(rig.terminate().success());
+    let (image, aside) = (rig.data_dir().join("pool.img"), rig.data_dir().join("aside.img"));
+    std::fs::rename(&image, &aside).expect("take the image away");
+    let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Xfs));
+    assert!(said.contains("is missing") && said.contains("pool.img"), "{said}");
+    std::fs::rename(&aside, &image).expect("bring it back");
+    rig.start_again().await;
+    rig.attach(&volume).await;
     rig.detach(&volume).await;
     rig.finish();
 }
