@@ -13,7 +13,8 @@ use crate::sys::{Context, clone};
 /// Bytes copied at once; a larger block is copied whole.
 const STEP: u64 = 4 << 20;
 
-/// Copies the data of `source` into the new file `target` and leaves its holes out.
+/// Copies the data of `source` into the new file `target` and leaves its holes out, also those inside
+/// a block of which the sink is shown all.
 pub(super) fn sparse(
     source: &File,
     target: &File,
@@ -28,21 +29,30 @@ pub(super) fn sparse(
     let mut next = 0;
     for range in DataRanges::of(source, target_path, ByteRange { start: 0, end: length }) {
         let range = range?.blocks(size).bytes(size);
-        let range = ByteRange { start: range.start.max(next), end: range.end.min(length) };
-        if range.is_empty() {
-            continue;
-        }
-        next = range.end;
-        let mut offset = range.start;
-        while offset < range.end {
+        let end = range.end.min(length);
+        let mut start = range.start.max(next);
+        while start < end {
             stop.check()?;
-            let step = ByteRange { start: offset, end: range.end.min(offset + STEP.max(size.bytes())) };
-            match &mut sink {
-                Some(sink) => through(source, target, target_path, step, &mut buffer, sink)?,
-                None => inside(source, target, target_path, step)?,
+            let step = ByteRange { start, end: end.min(start + STEP.max(size.bytes())) };
+            if let Some(sink) = &mut sink {
+                buffer.resize(step.len() as usize, 0);
+                source.read_exact_at(&mut buffer, step.start).context("read the source of", target_path)?;
+                sink(step.start, &buffer)?;
             }
-            offset = step.end;
+            for data in DataRanges::of(source, target_path, step) {
+                let data = data?;
+                match sink {
+                    Some(_) => {
+                        let bytes =
+                            &buffer[(data.start - step.start) as usize..(data.end - step.start) as usize];
+                        target.write_all_at(bytes, data.start).context("write", target_path)?;
+                    }
+                    None => inside(source, target, target_path, data)?,
+                }
+            }
+            start = step.end;
         }
+        next = next.max(end);
     }
     Ok(())
 }
@@ -55,21 +65,6 @@ fn inside(source: &File, target: &File, target_path: &Path, range: ByteRange) ->
         // Silent zeros would be in the copy.
         false => Err(io::Error::from(io::ErrorKind::UnexpectedEof)).context("copy into", target_path)?,
     }
-}
-
-/// Copies a range by way of memory, where the sink sees it.
-fn through(
-    source: &File,
-    target: &File,
-    target_path: &Path,
-    range: ByteRange,
-    buffer: &mut Vec<u8>,
-    sink: &mut Sink<'_>,
-) -> Result<()> {
-    buffer.resize(range.len() as usize, 0);
-    source.read_exact_at(buffer, range.start).context("read the source of", target_path)?;
-    target.write_all_at(buffer, range.start).context("write", target_path)?;
-    Ok(sink(range.start, buffer)?)
 }
 
 #[cfg(test)]
@@ -104,7 +99,7 @@ mod tests {
             sparse(&source, &target, &path, size, sink, &Stop::default()).expect("copy");
             let meta = target.metadata().expect("stat");
             assert_eq!(meta.len(), length);
-            assert!(meta.blocks() * 512 <= 4 * size.bytes(), "holes were filled: {} sectors", meta.blocks());
+            assert!(meta.blocks() * 512 <= 4 * 4096, "holes were filled: {} sectors", meta.blocks());
             for offset in [0, (1 << 20) + 4096, length - 4096] {
                 let mut block = [0; 4096];
                 target.read_exact_at(&mut block, offset).expect("read");

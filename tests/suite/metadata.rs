@@ -306,3 +306,24 @@ async fn block_size_and_style_are_as_the_classes_say() {
         rig.finish();
     }
 }
+
+/// Seen elsewhere: `max_results = 1000000` makes a message over gRPC's 4 MiB limit (known failure 4).
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Dir, &style_flag(BlockMetadataType::FixedLength), "info").await;
+    let (volume, device) = rig.block_volume("full", 2 * CAPACITY).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 32768, 1);
+    let snapshot = rig.snapshot("full", &volume).await;
+    for (max_results, most) in [(0, 4096), (1_000_000, 16384), (i32::MAX, 16384), (16384, 16384), (100, 100)]
+    {
+        let list = rig.client.allocated(&snapshot, 0, max_results).await.expect("allocated");
+        assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+        assert_eq!(list.messages.iter().map(Vec::len).max(), Some(most), "max_results {max_results}");
+    }
+    rig.detach(&volume).await;
+    rig.finish();
+}

@@ -223,7 +223,7 @@ fn lives(pool: PoolKind, style: &'static str) {
         return;
     }
     let runtime = Runtime::new().expect("runtime");
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(12);
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(40);
     let mut runner = TestRunner::new(Config {
         cases,
         failure_persistence: None,

@@ -301,3 +301,51 @@ async fn preallocated_space_is_a_hole() {
         rig.finish();
     }
 }
+
+fn freeze(mount_point: &Path, how: &str) {
+    let status = std::process::Command::new("fsfreeze").arg(how).arg(mount_point).status().expect("fsfreeze");
+    assert!(status.success(), "fsfreeze {how}");
+}
+
+/// A filesystem that the user has frozen is taken as it is, and stays frozen; one that a dead driver
+/// left frozen is thawed by the next.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_freeze_is_undone_by_whoever_made_it() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let kubelet = rig.kubelet();
+        let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+        let target = target.expect("publish");
+        std::fs::write(target.join("file"), "before").expect("write");
+        freeze(&target, "--freeze");
+        let snapshot = rig.client.create_snapshot("while frozen", &volume).await;
+        // Frozen twice is an error: so it still is.
+        let again =
+            std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).output().expect("run");
+        freeze(&target, "--unfreeze");
+        snapshot.expect("a snapshot of a frozen filesystem");
+        assert!(!again.status.success(), "the driver thawed a freeze that was not its own");
+        rig.snapshot("while thawed", &volume).await;
+        std::fs::write(target.join("file"), "after").expect("the filesystem takes writes again");
+
+        // A driver killed inside its freeze leaves this: the intent on disk, the filesystem frozen.
+        rig.kill();
+        freeze(&target, "--freeze");
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
+        let intent = format!(r#"{{"version":1,"boot_id":"{}"}}"#, boot.trim());
+        let record = rig.pool_dir().join("volumes").join(&volume).join("frozen.json");
+        std::fs::write(&record, intent).expect("write");
+        rig.start_again().await;
+        assert!(!record.exists(), "the intent is kept after the thaw");
+        let thawed =
+            std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&target).output().expect("run");
+        assert!(!thawed.status.success(), "the next driver left the filesystem frozen");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.finish();
+    }
+}
