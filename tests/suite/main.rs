@@ -5,6 +5,7 @@ mod arrows;
 mod crash;
 mod csi_contract;
 mod demo;
+mod docs;
 mod lists;
 mod metadata;
 mod node;
