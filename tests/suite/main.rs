@@ -10,6 +10,7 @@ mod lists;
 mod metadata;
 mod node;
 mod property;
+mod sanity;
 mod secrets;
 mod snapshots;
 mod startup;

@@ -289,7 +289,8 @@ async fn a_long_copy_is_in_nobodys_way() {
         answered += 1;
     }
     let copied = copy.await.expect("join").expect("the copy");
-    assert!(answered > 0, "no other call was answered while the copy was made");
+    // The first round may have begun before the copy did; a second one was inside it.
+    assert!(answered > 1, "no other call was answered while the copy was made");
     let device = rig.attach(&copied.volume_id).await;
     content.assert_equals(&device, 0, GIB as u64 / BLOCK);
     rig.detach(&copied.volume_id).await;

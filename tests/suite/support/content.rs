@@ -34,7 +34,10 @@ impl Content {
     /// Writes blocks to the device, buffered.
     pub fn write(&mut self, device: &Path, start: u64, count: u64, fill: u8) {
         let file = open_device(device);
-        let bytes: Vec<u8> = (start..start + count).flat_map(|block| block_bytes(block, fill)).collect();
+        let mut bytes = Vec::with_capacity((count * BLOCK) as usize);
+        for block in start..start + count {
+            bytes.extend_from_slice(&block_bytes(block, fill));
+        }
         file.write_all_at(&bytes, start * BLOCK).expect("write");
         self.blocks.extend((start..start + count).map(|block| (block, fill)));
     }
