@@ -21,7 +21,9 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
         rest.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect()
     };
     let found = text.split(prefix).skip(1).map(|rest| format!("{prefix}{}", name(rest)));
-    found.filter(|word| word.len() > prefix.len()).collect()
+    let begins_with_a_letter =
+        |word: &String| word[prefix.len()..].starts_with(|c: char| c.is_ascii_alphabetic());
+    found.filter(begins_with_a_letter).collect()
 }
 
 #[test]
