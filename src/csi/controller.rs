@@ -7,8 +7,7 @@ use tonic::{Request, Response, Status, async_trait};
 use super::decode;
 use super::proto::controller_service_capability::{Rpc, Type, rpc};
 use super::proto::{self, controller_server::Controller};
-use super::rpc::{rpc_span, unary};
-use super::status::not_claimed;
+use super::rpc::{not_claimed, rpc_span, unary};
 use crate::driver::{
     CreateVolume, Driver, Error, PageRequest, Result as DriverResult, SnapshotFilter, SnapshotParameters,
     VolumeParameters,
@@ -75,16 +74,18 @@ impl Controller for ControllerService {
 
     async fn controller_publish_volume(
         &self,
-        _: Request<proto::ControllerPublishVolumeRequest>,
+        request: Request<proto::ControllerPublishVolumeRequest>,
     ) -> Result<Response<proto::ControllerPublishVolumeResponse>, Status> {
-        Err(not_claimed("PUBLISH_UNPUBLISH_VOLUME"))
+        let span = rpc_span!("ControllerPublishVolume", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"))
     }
 
     async fn controller_unpublish_volume(
         &self,
-        _: Request<proto::ControllerUnpublishVolumeRequest>,
+        request: Request<proto::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<proto::ControllerUnpublishVolumeResponse>, Status> {
-        Err(not_claimed("PUBLISH_UNPUBLISH_VOLUME"))
+        let span = rpc_span!("ControllerUnpublishVolume", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"))
     }
 
     async fn validate_volume_capabilities(
@@ -224,23 +225,26 @@ impl Controller for ControllerService {
 
     async fn controller_expand_volume(
         &self,
-        _: Request<proto::ControllerExpandVolumeRequest>,
+        request: Request<proto::ControllerExpandVolumeRequest>,
     ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
-        Err(not_claimed("EXPAND_VOLUME"))
+        let span = rpc_span!("ControllerExpandVolume", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "EXPAND_VOLUME"))
     }
 
     async fn controller_get_volume(
         &self,
-        _: Request<proto::ControllerGetVolumeRequest>,
+        request: Request<proto::ControllerGetVolumeRequest>,
     ) -> Result<Response<proto::ControllerGetVolumeResponse>, Status> {
-        Err(not_claimed("GET_VOLUME"))
+        let span = rpc_span!("ControllerGetVolume", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "GET_VOLUME"))
     }
 
     async fn controller_modify_volume(
         &self,
-        _: Request<proto::ControllerModifyVolumeRequest>,
+        request: Request<proto::ControllerModifyVolumeRequest>,
     ) -> Result<Response<proto::ControllerModifyVolumeResponse>, Status> {
-        Err(not_claimed("MODIFY_VOLUME"))
+        let span = rpc_span!("ControllerModifyVolume", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "MODIFY_VOLUME"))
     }
 }
 

@@ -7,8 +7,7 @@ use tonic::{Request, Response, Status, async_trait};
 use super::decode;
 use super::proto::node_service_capability::{Rpc, Type, rpc};
 use super::proto::{self, node_server::Node};
-use super::rpc::{rpc_span, unary};
-use super::status::not_claimed;
+use super::rpc::{not_claimed, rpc_span, unary};
 use crate::driver::{Driver, PublishRequest, StageRequest};
 
 pub(super) struct NodeService(pub(super) Arc<Driver>);
@@ -83,16 +82,18 @@ impl Node for NodeService {
 
     async fn node_get_volume_stats(
         &self,
-        _: Request<proto::NodeGetVolumeStatsRequest>,
+        request: Request<proto::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
-        Err(not_claimed("GET_VOLUME_STATS"))
+        let span = rpc_span!("NodeGetVolumeStats", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "GET_VOLUME_STATS"))
     }
 
     async fn node_expand_volume(
         &self,
-        _: Request<proto::NodeExpandVolumeRequest>,
+        request: Request<proto::NodeExpandVolumeRequest>,
     ) -> Result<Response<proto::NodeExpandVolumeResponse>, Status> {
-        Err(not_claimed("EXPAND_VOLUME"))
+        let span = rpc_span!("NodeExpandVolume", volume_id = request.into_inner().volume_id);
+        Err(not_claimed(&span, "EXPAND_VOLUME"))
     }
 
     async fn node_get_capabilities(

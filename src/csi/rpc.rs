@@ -36,6 +36,14 @@ pub(super) async fn unary<T: Send + 'static>(
     }
 }
 
+/// The answer of a call whose capability is not in our lists.
+pub(super) fn not_claimed(span: &Span, capability: &str) -> Status {
+    let _entered = span.enter();
+    let status = Status::unimplemented(format!("{capability} is not among this driver's capabilities"));
+    log(status.code(), Instant::now(), Some(status.message()));
+    status
+}
+
 /// The line that ends a call, inside its span.
 pub(super) fn log(code: Code, started: Instant, reason: Option<&str>) {
     let ms = started.elapsed().as_secs_f64() * 1e3;

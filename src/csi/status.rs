@@ -55,11 +55,6 @@ pub fn code(error: &Error) -> Code {
     }
 }
 
-/// The answer of a call whose capability is not in our lists.
-pub(super) fn not_claimed(capability: &str) -> Status {
-    Status::unimplemented(format!("{capability} is not among this driver's capabilities"))
-}
-
 fn stopped_code(stopped: Stopped) -> Code {
     match stopped {
         Stopped::Cancelled => Code::Cancelled,
