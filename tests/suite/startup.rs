@@ -1,20 +1,25 @@
 //! Starting: sockets, data directories, records, and what a dead driver left.
 
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use deltapath::client::{block_capability, new_volume};
 use deltapath::csi::proto::ListVolumesRequest;
 use tonic::Code;
 
-use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, names, wait};
+use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, names};
 
 /// Runs a driver that must refuse to start, and returns what it said.
 fn refused(command: &mut Command) -> String {
     let mut child = command.stderr(Stdio::piped()).spawn().expect("spawn");
-    let status = wait(&mut child, Duration::from_secs(30));
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while child.try_wait().expect("wait").is_none() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // One that was not refused would serve for ever.
+    let _ = child.kill();
     let output = child.wait_with_output().expect("output");
-    assert_eq!(status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stderr).expect("utf-8")
 }
 
