@@ -2,10 +2,10 @@
 //! or attached there, and whoever did it, also after a crash.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::loopdev::LoopDevice;
-use super::{Context, Result, mount};
+use super::{Context, Result, freeze, mount};
 
 /// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file lies
 /// below it, and returns what could not be freed.
@@ -16,15 +16,18 @@ pub fn sweep(dir: &Path) -> Result<Vec<String>> {
     let mut left = Vec::new();
     for _ in 0..8 {
         left.clear();
-        let mut below: Vec<PathBuf> = mount::mounts()?.into_iter().map(|mount| mount.mount_point).collect();
-        below.retain(|path| path.starts_with(dir) && path != dir);
+        let mut below = mount::mounts()?;
+        below.retain(|mount| mount.mount_point.starts_with(dir) && mount.mount_point != dir);
         let devices = devices_below(dir)?;
         if below.is_empty() && devices.is_empty() {
             return Ok(left);
         }
-        for path in below.iter().rev() {
-            if mount::unmount(path).is_err() {
-                left.push(format!("mount {}", path.display()));
+        for mount in below.iter().rev() {
+            // A frozen filesystem would live on, and its device with it, without a place to thaw it at.
+            // What is no filesystem of its own can not be thawed, and need not be.
+            let _ = freeze::thaw(&mount.mount_point, &mount.dev);
+            if mount::unmount(&mount.mount_point).is_err() {
+                left.push(format!("mount {}", mount.mount_point.display()));
             }
         }
         for device in devices {
