@@ -1,6 +1,7 @@
 //! The gRPC shells: each handler decodes a request, calls the driver in a blocking thread, and
 //! encodes the answer. Nothing is decided here but codes ([`status`]).
 
+mod authority;
 mod controller;
 mod decode;
 mod identity;

@@ -9,9 +9,11 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use tokio::net::UnixListener;
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
+use super::authority::Tolerant;
 use super::controller::ControllerService;
 use super::identity::IdentityService;
 use super::node::NodeService;
@@ -83,12 +85,13 @@ pub async fn serve(
     let listener = listen(endpoint)?;
     let _socket = RemoveOnDrop(endpoint.path().to_owned());
     tracing::info!(%endpoint, driver = driver.config().driver_name, node = driver.config().node_id, "listening");
+    let incoming = UnixListenerStream::new(listener).map(|connection| connection.map(Tolerant::new));
     Server::builder()
         .add_service(IdentityServer::new(IdentityService(driver.clone())))
         .add_service(ControllerServer::new(ControllerService(driver.clone())))
         .add_service(NodeServer::new(NodeService(driver.clone())))
         .add_service(SnapshotMetadataServer::new(SnapshotMetadataService::new(driver)))
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), shutdown)
+        .serve_with_incoming_shutdown(incoming, shutdown)
         .await
         .map_err(|error| EndpointError::Serve(endpoint.clone(), error))
 }
