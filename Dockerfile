@@ -1,7 +1,7 @@
 # The driver and exactly the programs it calls. It must run privileged: it attaches loop devices,
 # mounts filesystems and freezes them.
 
-FROM docker.io/library/rust:1.90-bookworm AS build
+FROM rust:1.90-bookworm AS build
 WORKDIR /src
 COPY Cargo.toml Cargo.lock build.rs ./
 COPY proto proto
@@ -10,7 +10,7 @@ COPY benches benches
 COPY tests tests
 RUN cargo build --release --locked
 
-FROM docker.io/library/debian:bookworm-slim
+FROM debian:bookworm-slim
 LABEL org.opencontainers.image.title="deltapath" \
       org.opencontainers.image.description="A CSI driver with exact changed block tracking" \
       org.opencontainers.image.licenses="Apache-2.0"
