@@ -5,8 +5,10 @@ set -euo pipefail
 # program:package. Pinned to the series of Debian 12.
 needs=(
     "mkfs.xfs:xfsprogs=6.1.*"
+    "mkfs.btrfs:btrfs-progs=6.2*"
     "mkfs.ext4:e2fsprogs=1.47.*"
     "blkid:util-linux=2.38.*"
+    "fio:fio"
     "cc:gcc"
 )
 

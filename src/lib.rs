@@ -4,11 +4,12 @@
 //! The rooms, and the only directions in which they know each other:
 //!
 //! ```text
-//! main -> cli -> client -> csi -> driver -> { store, pool, cbt } -> sys -> base
+//! main -> cli -> { client -> csi, http } -> driver -> { store, pool, cbt } -> sys -> base
 //! ```
 //!
 //! - [`cli`]: a file a subcommand.
 //! - [`client`]: a CSI client for any driver. Of [`csi`] it uses the messages alone.
+//! - [`http`]: metrics and health.
 //! - [`csi`]: gRPC shells: decode, call, encode; errors to codes.
 //! - [`driver`]: the behaviour, synchronous.
 //! - [`store`]: records on disk. [`pool`]: where bytes live. [`cbt`]: block maps and deltas, pure.
@@ -24,6 +25,7 @@ pub mod cli;
 pub mod client;
 pub mod csi;
 pub mod driver;
+pub mod http;
 pub mod pool;
 pub mod store;
 pub mod sys;

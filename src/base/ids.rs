@@ -87,6 +87,11 @@ id_type!(
     SnapshotId,
     "snap"
 );
+id_type!(
+    /// The id of a group snapshot, `group-` and 32 hex digits.
+    GroupId,
+    "group"
+);
 
 #[cfg(test)]
 mod tests {

@@ -9,12 +9,14 @@
 //!     volumes/<id>/bytes/data.img
 //!     snapshots/<id>/record.json  allocated.map changed.map pending.map hashes
 //!     snapshots/<id>/bytes/data.img
+//!     groups/<id>/record.json     a group snapshot
+//!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
 //!     staging/                    half-made and half-removed objects, emptied at start
 //! ```
 
 use std::path::{Path, PathBuf};
 
-use super::{SnapshotId, VolumeId};
+use super::{GroupId, SnapshotId, VolumeId};
 
 /// The paths of one data directory (`--data-dir`).
 #[derive(Clone, Debug)]
@@ -72,6 +74,11 @@ impl PoolDir {
         self.0.join("snapshots")
     }
 
+    /// `groups/`.
+    pub fn groups(&self) -> PathBuf {
+        self.0.join("groups")
+    }
+
     /// `staging/`.
     pub fn staging(&self) -> PathBuf {
         self.0.join("staging")
@@ -82,9 +89,46 @@ impl PoolDir {
         ObjectDir(self.volumes().join(id.as_str()))
     }
 
-    /// The directory of a snapshot.
+    /// The directory of a group snapshot.
+    pub fn group(&self, id: &GroupId) -> GroupDir {
+        GroupDir(self.groups().join(id.as_str()))
+    }
+
+    /// The directory of a snapshot that is no member of a group.
     pub fn snapshot(&self, id: &SnapshotId) -> ObjectDir {
         ObjectDir(self.snapshots().join(id.as_str()))
+    }
+}
+
+/// The files inside one group snapshot, wherever its directory is now. Its members lie inside, so that
+/// one rename makes all of them exist, or none.
+#[derive(Clone, Debug)]
+pub struct GroupDir(PathBuf);
+
+impl GroupDir {
+    /// The layout below `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self(path.into())
+    }
+
+    /// The directory itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// `record.json`.
+    pub fn record(&self) -> PathBuf {
+        self.0.join("record.json")
+    }
+
+    /// `members/`.
+    pub fn members(&self) -> PathBuf {
+        self.0.join("members")
+    }
+
+    /// The directory of a snapshot of the group.
+    pub fn member(&self, id: &SnapshotId) -> ObjectDir {
+        ObjectDir(self.members().join(id.as_str()))
     }
 }
 

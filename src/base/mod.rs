@@ -9,7 +9,7 @@ mod quantity;
 mod stop;
 
 pub use block::{BlockRange, BlockSize, BlockSizeError, ByteRange};
-pub use ids::{IdError, SnapshotId, VolumeId};
-pub use layout::{DataDir, ObjectDir, PoolDir};
+pub use ids::{GroupId, IdError, SnapshotId, VolumeId};
+pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
 pub use quantity::{Quantity, QuantityError};
 pub use stop::{Stop, Stopped};

@@ -258,15 +258,20 @@ fn hash_run(
 }
 
 /// Takes the bytes of a copy as they pass and hashes them, so that the data is read once.
-pub struct HashingCopy<'h> {
-    hashes: &'h HashFile,
+pub struct HashingCopy {
+    hashes: HashFile,
     size: BlockSize,
 }
 
-impl<'h> HashingCopy<'h> {
+impl HashingCopy {
     /// Hashes into `hashes`, a new file.
-    pub fn new(hashes: &'h HashFile, size: BlockSize) -> Self {
+    pub fn new(hashes: HashFile, size: BlockSize) -> Self {
         HashingCopy { hashes, size }
+    }
+
+    /// Makes the hashes durable.
+    pub fn sync(&self) -> Result<()> {
+        self.hashes.sync()
     }
 
     /// Takes whole blocks that start at byte `offset`.

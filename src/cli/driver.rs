@@ -1,5 +1,6 @@
 //! `deltapath driver`: serves CSI on a socket until it is told to stop.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use super::Done;
 use crate::base::Quantity;
 use crate::csi::{self, Endpoint};
 use crate::driver::{Config, Driver};
+use crate::http::Server;
 use crate::pool::{PoolChoice, PoolRequest};
 use crate::store::TupleStyle;
 use crate::sys;
@@ -58,6 +60,26 @@ pub(super) struct Arguments {
     /// Largest volume that is made.
     #[arg(long, value_name = "SIZE", default_value = "64Ti")]
     max_volume_size: Quantity,
+    /// Refuse volumes once all together are so many times as large as the pool. Default: no limit, for
+    /// volumes are thin.
+    #[arg(long, value_name = "RATIO", value_parser = ratio)]
+    overcommit: Option<f64>,
+    /// Serve ControllerPublishVolume and ControllerUnpublishVolume, for clusters that want attachments.
+    #[arg(long)]
+    enable_attach: bool,
+    /// Most volumes that are attached to this node at once. 0: no limit.
+    #[arg(long, value_name = "COUNT", default_value_t = 0)]
+    max_volumes_per_node: u32,
+    /// Serve Prometheus metrics at /metrics, and /healthz and /readyz, over HTTP. Default: not served.
+    #[arg(long, value_name = "HOST:PORT")]
+    metrics_address: Option<SocketAddr>,
+}
+
+fn ratio(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(ratio) if ratio.is_finite() && ratio > 0.0 => Ok(ratio),
+        _ => Err("a ratio is a number above 0, such as 2.5".into()),
+    }
 }
 
 /// A driver name as the CSI spec wants it (GetPluginInfo): a domain name of at most 63 characters.
@@ -86,9 +108,12 @@ pub(super) fn run(arguments: Arguments) -> Done {
         pool: PoolRequest { choice: arguments.pool, size: arguments.pool_size },
         tuple_style: arguments.block_metadata_type,
         max_volume_size: arguments.max_volume_size,
+        overcommit: arguments.overcommit,
+        attach: arguments.enable_attach,
+        max_volumes: arguments.max_volumes_per_node,
     })?);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let served = runtime.block_on(serve(driver.clone(), &arguments.endpoint));
+    let served = runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address));
     // Threads still at work hold the driver; they are given a last moment to let go.
     runtime.shutdown_timeout(LAST_CALL);
     match Arc::try_unwrap(driver) {
@@ -100,7 +125,15 @@ pub(super) fn run(arguments: Arguments) -> Done {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn serve(driver: Arc<Driver>, endpoint: &Endpoint) -> Result<(), Box<dyn std::error::Error>> {
+async fn serve(
+    driver: Arc<Driver>,
+    endpoint: &Endpoint,
+    metrics: Option<SocketAddr>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    if let Some(address) = metrics {
+        let server = Server::bind(address).await?;
+        tokio::spawn(server.serve(driver.clone()));
+    }
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let (stopping, mut told) = tokio::sync::watch::channel(false);

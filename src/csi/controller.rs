@@ -9,13 +9,13 @@ use super::proto::controller_service_capability::{Rpc, Type, rpc};
 use super::proto::{self, controller_server::Controller};
 use super::rpc::{not_claimed, rpc_span, unary};
 use crate::driver::{
-    CreateVolume, Driver, Error, PageRequest, Result as DriverResult, SnapshotFilter, SnapshotParameters,
-    VolumeParameters,
+    AttachRequest, CreateVolume, Driver, Error, PageRequest, Result as DriverResult, SnapshotFilter,
+    SnapshotParameters, VolumeParameters, parse_tuning,
 };
 
 pub(super) struct ControllerService(pub(super) Arc<Driver>);
 
-const CAPABILITIES: [rpc::Type; 8] = [
+const CAPABILITIES: [rpc::Type; 12] = [
     rpc::Type::CreateDeleteVolume,
     rpc::Type::ListVolumes,
     rpc::Type::GetCapacity,
@@ -24,7 +24,14 @@ const CAPABILITIES: [rpc::Type; 8] = [
     rpc::Type::CloneVolume,
     rpc::Type::SingleNodeMultiWriter,
     rpc::Type::GetSnapshot,
+    rpc::Type::ExpandVolume,
+    rpc::Type::GetVolume,
+    rpc::Type::VolumeCondition,
+    rpc::Type::ModifyVolume,
 ];
+/// What `--enable-attach` adds.
+const ATTACH_CAPABILITIES: [rpc::Type; 3] =
+    [rpc::Type::PublishUnpublishVolume, rpc::Type::ListVolumesPublishedNodes, rpc::Type::PublishReadonly];
 
 #[async_trait]
 impl Controller for ControllerService {
@@ -35,18 +42,12 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("CreateVolume", volume_name = request.name);
         unary(&self.0, span, move |driver| {
-            if !request.mutable_parameters.is_empty() {
-                return Err(Error::Unsupported(
-                    "mutable_parameters are not supported (MODIFY_VOLUME is not claimed)".into(),
-                ));
-            }
-            let range = request.capacity_range.unwrap_or_default();
             let record = driver.create_volume(&CreateVolume {
                 name: request.name,
-                required_bytes: range.required_bytes,
-                limit_bytes: range.limit_bytes,
+                range: decode::range(request.capacity_range)?,
                 capabilities: decode::capabilities(request.volume_capabilities)?,
                 parameters: VolumeParameters::parse(&request.parameters)?,
+                tuning: parse_tuning(&request.mutable_parameters)?,
                 source: decode::source(request.volume_content_source)?,
                 requisite: request
                     .accessibility_requirements
@@ -76,16 +77,42 @@ impl Controller for ControllerService {
         &self,
         request: Request<proto::ControllerPublishVolumeRequest>,
     ) -> Result<Response<proto::ControllerPublishVolumeResponse>, Status> {
-        let span = rpc_span!("ControllerPublishVolume", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"))
+        let request = request.into_inner();
+        let span =
+            rpc_span!("ControllerPublishVolume", volume_id = request.volume_id, node_id = request.node_id);
+        if !self.0.config().attach {
+            return Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"));
+        }
+        unary(&self.0, span, move |driver| {
+            let Some(capability) = request.volume_capability else {
+                return Err(Error::Missing { field: "volume_capability" });
+            };
+            driver.attach(&AttachRequest {
+                volume_id: request.volume_id,
+                node_id: request.node_id,
+                capability: decode::capability(Some(capability))?,
+                read_only: request.readonly,
+            })?;
+            Ok(proto::ControllerPublishVolumeResponse { publish_context: Default::default() })
+        })
+        .await
     }
 
     async fn controller_unpublish_volume(
         &self,
         request: Request<proto::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<proto::ControllerUnpublishVolumeResponse>, Status> {
-        let span = rpc_span!("ControllerUnpublishVolume", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"))
+        let request = request.into_inner();
+        let span =
+            rpc_span!("ControllerUnpublishVolume", volume_id = request.volume_id, node_id = request.node_id);
+        if !self.0.config().attach {
+            return Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"));
+        }
+        unary(&self.0, span, move |driver| {
+            driver.detach(&request.volume_id, &request.node_id)?;
+            Ok(proto::ControllerUnpublishVolumeResponse {})
+        })
+        .await
     }
 
     async fn validate_volume_capabilities(
@@ -107,12 +134,16 @@ impl Controller for ControllerService {
                 max_entries: request.max_entries,
                 starting_token: request.starting_token,
             })?;
-            let entry = |record: &Arc<_>| proto::list_volumes_response::Entry {
+            let conditions = driver.conditions(&page.entries);
+            let entry = |(record, condition): (&Arc<_>, _)| proto::list_volumes_response::Entry {
                 volume: Some(decode::encode_volume(record, driver.topology())),
-                status: None,
+                status: Some(proto::list_volumes_response::VolumeStatus {
+                    published_node_ids: driver.attached_nodes(record),
+                    volume_condition: Some(decode::encode_condition(condition)),
+                }),
             };
             Ok(proto::ListVolumesResponse {
-                entries: page.entries.iter().map(entry).collect(),
+                entries: page.entries.iter().zip(conditions).map(entry).collect(),
                 next_token: page.next_token,
             })
         })
@@ -125,16 +156,16 @@ impl Controller for ControllerService {
     ) -> Result<Response<proto::GetCapacityResponse>, Status> {
         let request = request.into_inner();
         unary(&self.0, rpc_span!("GetCapacity"), move |driver| {
-            VolumeParameters::parse(&request.parameters)?;
-            decode::capabilities(request.volume_capabilities)?;
+            let capabilities = decode::capabilities(request.volume_capabilities)?;
+            let room = driver.room(&capabilities, &request.parameters)?;
             let ours = driver.topology();
             let elsewhere = request.accessible_topology.is_some_and(|asked| {
                 ours.iter().any(|(key, value)| asked.segments.get(key).is_some_and(|asked| asked != value))
             });
             Ok(proto::GetCapacityResponse {
-                available_capacity: if elsewhere { 0 } else { decode::wire_bytes(driver.available()?) },
-                maximum_volume_size: Some(decode::wire_bytes(driver.config().max_volume_size.0)),
-                minimum_volume_size: None,
+                available_capacity: if elsewhere { 0 } else { decode::wire_bytes(room.available) },
+                maximum_volume_size: Some(decode::wire_bytes(room.most)),
+                minimum_volume_size: Some(decode::wire_bytes(room.least)),
             })
         })
         .await
@@ -144,11 +175,13 @@ impl Controller for ControllerService {
         &self,
         _: Request<proto::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<proto::ControllerGetCapabilitiesResponse>, Status> {
-        unary(&self.0, rpc_span!("ControllerGetCapabilities"), |_| {
+        unary(&self.0, rpc_span!("ControllerGetCapabilities"), |driver| {
             let capability = |kind: rpc::Type| proto::ControllerServiceCapability {
                 r#type: Some(Type::Rpc(Rpc { r#type: kind.into() })),
             };
-            Ok(proto::ControllerGetCapabilitiesResponse { capabilities: CAPABILITIES.map(capability).into() })
+            let more = if driver.config().attach { &ATTACH_CAPABILITIES[..] } else { &[] };
+            let capabilities = CAPABILITIES.iter().chain(more).map(|kind| capability(*kind)).collect();
+            Ok(proto::ControllerGetCapabilitiesResponse { capabilities })
         })
         .await
     }
@@ -227,25 +260,69 @@ impl Controller for ControllerService {
         &self,
         request: Request<proto::ControllerExpandVolumeRequest>,
     ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
-        let span = rpc_span!("ControllerExpandVolume", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "EXPAND_VOLUME"))
+        let request = request.into_inner();
+        let span = rpc_span!("ControllerExpandVolume", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            if request.volume_id.is_empty() {
+                return Err(Error::Missing { field: "volume_id" });
+            }
+            let Some(range) = request.capacity_range else {
+                return Err(Error::Missing { field: "capacity_range" });
+            };
+            let range = decode::range(Some(range))?;
+            let capability = decode::optional_capability(request.volume_capability)?;
+            let expansion = driver.expand_volume(&request.volume_id, range, capability.as_ref())?;
+            Ok(proto::ControllerExpandVolumeResponse {
+                capacity_bytes: decode::wire_bytes(expansion.capacity),
+                node_expansion_required: expansion.node_expansion_required,
+            })
+        })
+        .await
     }
 
     async fn controller_get_volume(
         &self,
         request: Request<proto::ControllerGetVolumeRequest>,
     ) -> Result<Response<proto::ControllerGetVolumeResponse>, Status> {
-        let span = rpc_span!("ControllerGetVolume", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "GET_VOLUME"))
+        let request = request.into_inner();
+        let span = rpc_span!("ControllerGetVolume", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| get_volume(driver, &request.volume_id)).await
     }
 
     async fn controller_modify_volume(
         &self,
         request: Request<proto::ControllerModifyVolumeRequest>,
     ) -> Result<Response<proto::ControllerModifyVolumeResponse>, Status> {
-        let span = rpc_span!("ControllerModifyVolume", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "MODIFY_VOLUME"))
+        let request = request.into_inner();
+        let span = rpc_span!("ControllerModifyVolume", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            driver.modify_volume(&request.volume_id, &request.mutable_parameters)?;
+            Ok(proto::ControllerModifyVolumeResponse {})
+        })
+        .await
     }
+}
+
+fn get_volume(driver: &Driver, id: &str) -> DriverResult<proto::ControllerGetVolumeResponse> {
+    let (volume, nodes, condition) = match driver.withheld(id) {
+        // On the disk, and not to be served: that much can be said.
+        Some(condition) => {
+            let volume = proto::Volume { volume_id: id.to_owned(), ..Default::default() };
+            (volume, Vec::new(), condition)
+        }
+        None => {
+            let record = driver.volume(id)?;
+            let condition = driver.conditions(std::slice::from_ref(&record)).remove(0);
+            (decode::encode_volume(&record, driver.topology()), driver.attached_nodes(&record), condition)
+        }
+    };
+    Ok(proto::ControllerGetVolumeResponse {
+        volume: Some(volume),
+        status: Some(proto::controller_get_volume_response::VolumeStatus {
+            published_node_ids: nodes,
+            volume_condition: Some(decode::encode_condition(condition)),
+        }),
+    })
 }
 
 fn validate(

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use super::proto;
 use super::proto::volume_capability::access_mode::Mode;
 use super::proto::volume_capability::{self as wire};
-use crate::driver::{AccessMode, AccessType, Capability, Error, MountFlags, Result, SourceRef};
-use crate::store::{self, SnapshotRecord, TupleStyle, VolumeRecord};
+use crate::driver::{
+    AccessMode, AccessType, Capability, CapacityRange, Condition, Error, MountFlags, Result, SourceRef,
+};
+use crate::store::{self, SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
 
 pub(super) fn capabilities(capabilities: Vec<proto::VolumeCapability>) -> Result<Vec<Capability>> {
     capabilities.into_iter().map(|capability| self::capability(Some(capability))).collect()
@@ -50,6 +52,19 @@ pub(super) fn capability(capability: Option<proto::VolumeCapability>) -> Result<
         }
     };
     Ok(Capability { access, mode })
+}
+
+pub(super) fn optional_capability(capability: Option<proto::VolumeCapability>) -> Result<Option<Capability>> {
+    capability.map(|asked| self::capability(Some(asked))).transpose()
+}
+
+pub(super) fn range(range: Option<proto::CapacityRange>) -> Result<CapacityRange> {
+    let range = range.unwrap_or_default();
+    CapacityRange::new(range.required_bytes, range.limit_bytes)
+}
+
+pub(super) fn encode_condition(condition: Condition) -> proto::VolumeCondition {
+    proto::VolumeCondition { abnormal: condition.abnormal, message: condition.message }
 }
 
 pub(super) fn source(source: Option<proto::VolumeContentSource>) -> Result<Option<SourceRef>> {
@@ -96,14 +111,15 @@ pub(super) fn encode_snapshot(record: &SnapshotRecord) -> proto::Snapshot {
         size_bytes: wire_bytes(record.capacity),
         snapshot_id: record.id.to_string(),
         source_volume_id: record.volume.to_string(),
-        creation_time: Some(prost_types::Timestamp {
-            seconds: record.created.seconds,
-            nanos: record.created.nanos,
-        }),
+        creation_time: Some(encode_time(record.created)),
         // A snapshot exists once it is whole.
         ready_to_use: true,
-        group_snapshot_id: String::new(),
+        group_snapshot_id: record.group.as_ref().map(ToString::to_string).unwrap_or_default(),
     }
+}
+
+pub(super) fn encode_time(time: Timestamp) -> prost_types::Timestamp {
+    prost_types::Timestamp { seconds: time.seconds, nanos: time.nanos }
 }
 
 pub(super) fn encode_style(style: TupleStyle) -> proto::BlockMetadataType {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status, async_trait};
 
-use super::proto::plugin_capability::{Service, Type, service};
+use super::proto::plugin_capability::{Service, Type, VolumeExpansion, service, volume_expansion};
 use super::proto::{self, identity_server::Identity};
 use super::rpc::{rpc_span, unary};
 use crate::driver::Driver;
@@ -32,12 +32,22 @@ impl Identity for IdentityService {
         _: Request<proto::GetPluginCapabilitiesRequest>,
     ) -> Result<Response<proto::GetPluginCapabilitiesResponse>, Status> {
         unary(&self.0, rpc_span!("GetPluginCapabilities"), |_| {
-            use service::Type::{ControllerService, SnapshotMetadataService, VolumeAccessibilityConstraints};
-            let services = [ControllerService, VolumeAccessibilityConstraints, SnapshotMetadataService];
-            let service = |kind: service::Type| proto::PluginCapability {
-                r#type: Some(Type::Service(Service { r#type: kind.into() })),
+            use service::Type::{
+                ControllerService, GroupControllerService, SnapshotMetadataService,
+                VolumeAccessibilityConstraints,
             };
-            Ok(proto::GetPluginCapabilitiesResponse { capabilities: services.map(service).into() })
+            let services = [
+                ControllerService,
+                VolumeAccessibilityConstraints,
+                GroupControllerService,
+                SnapshotMetadataService,
+            ];
+            let service = |kind: service::Type| Type::Service(Service { r#type: kind.into() });
+            let expansion =
+                Type::VolumeExpansion(VolumeExpansion { r#type: volume_expansion::Type::Online.into() });
+            let types = services.map(service).into_iter().chain([expansion]);
+            let capabilities = types.map(|kind| proto::PluginCapability { r#type: Some(kind) }).collect();
+            Ok(proto::GetPluginCapabilitiesResponse { capabilities })
         })
         .await
     }

@@ -4,6 +4,7 @@
 mod authority;
 mod controller;
 mod decode;
+mod group_controller;
 mod identity;
 mod node;
 mod rpc;

@@ -7,12 +7,18 @@ use tonic::{Request, Response, Status, async_trait};
 use super::decode;
 use super::proto::node_service_capability::{Rpc, Type, rpc};
 use super::proto::{self, node_server::Node};
-use super::rpc::{not_claimed, rpc_span, unary};
-use crate::driver::{Driver, PublishRequest, StageRequest};
+use super::rpc::{rpc_span, unary};
+use crate::driver::{Driver, EphemeralParameters, PublishRequest, StageRequest, Usage};
 
 pub(super) struct NodeService(pub(super) Arc<Driver>);
 
-const CAPABILITIES: [rpc::Type; 2] = [rpc::Type::StageUnstageVolume, rpc::Type::SingleNodeMultiWriter];
+const CAPABILITIES: [rpc::Type; 5] = [
+    rpc::Type::StageUnstageVolume,
+    rpc::Type::GetVolumeStats,
+    rpc::Type::ExpandVolume,
+    rpc::Type::VolumeCondition,
+    rpc::Type::SingleNodeMultiWriter,
+];
 
 #[async_trait]
 impl Node for NodeService {
@@ -60,6 +66,7 @@ impl Node for NodeService {
                 target_path: request.target_path.into(),
                 capability: decode::capability(request.volume_capability)?,
                 read_only: request.readonly,
+                ephemeral: EphemeralParameters::parse(&request.volume_context)?,
             })?;
             Ok(proto::NodePublishVolumeResponse {})
         })
@@ -84,16 +91,42 @@ impl Node for NodeService {
         &self,
         request: Request<proto::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
-        let span = rpc_span!("NodeGetVolumeStats", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "GET_VOLUME_STATS"))
+        let request = request.into_inner();
+        let span = rpc_span!("NodeGetVolumeStats", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            use proto::volume_usage::Unit;
+            let stats = driver.stats(&request.volume_id, request.volume_path.as_ref())?;
+            let usage = [(Unit::Bytes, stats.bytes), (Unit::Inodes, stats.inodes)];
+            let encode = |(unit, usage): (Unit, Option<Usage>)| {
+                usage.map(|usage| proto::VolumeUsage {
+                    total: decode::wire_bytes(usage.total),
+                    used: decode::wire_bytes(usage.used),
+                    available: decode::wire_bytes(usage.available),
+                    unit: unit.into(),
+                })
+            };
+            Ok(proto::NodeGetVolumeStatsResponse {
+                usage: usage.into_iter().filter_map(encode).collect(),
+                volume_condition: Some(decode::encode_condition(stats.condition)),
+            })
+        })
+        .await
     }
 
     async fn node_expand_volume(
         &self,
         request: Request<proto::NodeExpandVolumeRequest>,
     ) -> Result<Response<proto::NodeExpandVolumeResponse>, Status> {
-        let span = rpc_span!("NodeExpandVolume", volume_id = request.into_inner().volume_id);
-        Err(not_claimed(&span, "EXPAND_VOLUME"))
+        let request = request.into_inner();
+        let span = rpc_span!("NodeExpandVolume", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            let range = decode::range(request.capacity_range)?;
+            let capability = decode::optional_capability(request.volume_capability)?;
+            let path = request.volume_path.as_ref();
+            let capacity = driver.node_expand(&request.volume_id, path, range, capability.as_ref())?;
+            Ok(proto::NodeExpandVolumeResponse { capacity_bytes: decode::wire_bytes(capacity) })
+        })
+        .await
     }
 
     async fn node_get_capabilities(
@@ -116,7 +149,7 @@ impl Node for NodeService {
         unary(&self.0, rpc_span!("NodeGetInfo"), |driver| {
             Ok(proto::NodeGetInfoResponse {
                 node_id: driver.config().node_id.clone(),
-                max_volumes_per_node: 0,
+                max_volumes_per_node: driver.config().max_volumes.into(),
                 accessible_topology: Some(decode::encode_topology(driver.topology())),
             })
         })

@@ -9,21 +9,28 @@ use tracing::Span;
 use super::status::status;
 use crate::driver::{Driver, Result};
 
+/// A call under way: its method, and its span in the log.
+#[derive(Clone, Debug)]
+pub(super) struct Rpc {
+    pub(super) method: &'static str,
+    pub(super) span: Span,
+}
+
 /// Runs a unary call's work in a blocking thread. The work goes on when the client is gone: it holds
 /// its own locks, and a retry finds what it made.
 pub(super) async fn unary<T: Send + 'static>(
     driver: &Arc<Driver>,
-    span: Span,
+    rpc: Rpc,
     work: impl FnOnce(&Driver) -> Result<T> + Send + 'static,
 ) -> Result<Response<T>, Status> {
     let driver = driver.clone();
     let started = Instant::now();
     let task = tokio::task::spawn_blocking(move || {
-        let _entered = span.enter();
+        let _entered = rpc.span.enter();
         let answer = work(&driver).map_err(|error| status(&error));
         match &answer {
-            Ok(_) => log(Code::Ok, started, None),
-            Err(status) => log(status.code(), started, Some(status.message())),
+            Ok(_) => log(rpc.method, Code::Ok, started, None),
+            Err(status) => log(rpc.method, status.code(), started, Some(status.message())),
         }
         answer
     });
@@ -37,16 +44,20 @@ pub(super) async fn unary<T: Send + 'static>(
 }
 
 /// The answer of a call whose capability is not in our lists.
-pub(super) fn not_claimed(span: &Span, capability: &str) -> Status {
-    let _entered = span.enter();
+pub(super) fn not_claimed(rpc: &Rpc, capability: &str) -> Status {
+    let _entered = rpc.span.enter();
     let status = Status::unimplemented(format!("{capability} is not among this driver's capabilities"));
-    log(status.code(), Instant::now(), Some(status.message()));
+    log(rpc.method, status.code(), Instant::now(), Some(status.message()));
     status
 }
 
-/// The line that ends a call, inside its span.
-pub(super) fn log(code: Code, started: Instant, reason: Option<&str>) {
-    let ms = started.elapsed().as_secs_f64() * 1e3;
+/// The line that ends a call, inside its span, and its place in the metrics. The labels are methods of
+/// the contract and gRPC codes: bounded both.
+pub(super) fn log(method: &'static str, code: Code, started: Instant, reason: Option<&str>) {
+    let elapsed = started.elapsed();
+    metrics::counter!("deltapath_rpc_total", "method" => method, "code" => format!("{code:?}")).increment(1);
+    metrics::histogram!("deltapath_rpc_seconds", "method" => method).record(elapsed);
+    let ms = elapsed.as_secs_f64() * 1e3;
     let ms = (ms * 1e3).round() / 1e3;
     match reason {
         None => tracing::info!(code = ?code, ms, "done"),
@@ -58,7 +69,10 @@ pub(super) fn log(code: Code, started: Instant, reason: Option<&str>) {
 /// carry secrets.
 macro_rules! rpc_span {
     ($method:literal $(, $field:ident = $value:expr)* $(,)?) => {
-        tracing::info_span!("rpc", method = $method $(, $field = crate::csi::rpc::id(&$value))*)
+        crate::csi::rpc::Rpc {
+            method: $method,
+            span: tracing::info_span!("rpc", method = $method $(, $field = crate::csi::rpc::id(&$value))*),
+        }
     };
 }
 pub(super) use rpc_span;

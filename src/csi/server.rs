@@ -15,9 +15,11 @@ use tonic::transport::Server;
 
 use super::authority::Tolerant;
 use super::controller::ControllerService;
+use super::group_controller::GroupControllerService;
 use super::identity::IdentityService;
 use super::node::NodeService;
 use super::proto::controller_server::ControllerServer;
+use super::proto::group_controller_server::GroupControllerServer;
 use super::proto::identity_server::IdentityServer;
 use super::proto::node_server::NodeServer;
 use super::proto::snapshot_metadata_server::SnapshotMetadataServer;
@@ -89,6 +91,7 @@ pub async fn serve(
     Server::builder()
         .add_service(IdentityServer::new(IdentityService(driver.clone())))
         .add_service(ControllerServer::new(ControllerService(driver.clone())))
+        .add_service(GroupControllerServer::new(GroupControllerService(driver.clone())))
         .add_service(NodeServer::new(NodeService(driver.clone())))
         .add_service(SnapshotMetadataServer::new(SnapshotMetadataService::new(driver)))
         .serve_with_incoming_shutdown(incoming, shutdown)

@@ -12,11 +12,10 @@ use futures_util::Stream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Response, Status, async_trait};
-use tracing::Span;
 
 use super::decode::{encode_style, wire_bytes};
 use super::proto::{self, snapshot_metadata_server::SnapshotMetadata};
-use super::rpc::{log, rpc_span};
+use super::rpc::{Rpc, log, rpc_span};
 use super::status::status;
 use crate::base::{ByteRange, Stop};
 use crate::driver::{Driver, MetadataRequest, MetadataStream, Result as DriverResult};
@@ -43,13 +42,13 @@ impl SnapshotMetadataService {
     /// Opens a stream and hands out its messages, encoded by `encode`.
     async fn stream<M: Send + 'static>(
         &self,
-        span: Span,
+        rpc: Rpc,
         deadline: Option<Instant>,
         open: impl FnOnce(&Driver) -> DriverResult<MetadataStream> + Send + 'static,
         encode: fn(proto::BlockMetadataType, i64, Vec<proto::BlockMetadata>) -> M,
     ) -> Result<Response<Messages<M>>, Status> {
         let mut call = Call {
-            span,
+            rpc,
             started: Instant::now(),
             stop: Stop::at(deadline),
             tuples: 0,
@@ -74,7 +73,7 @@ impl SnapshotMetadataService {
             let work = move || stream.next_message(&stop).map(|message| (stream, message));
             match blocking(&working, &call, work).await {
                 Ok((stream, Some(tuples))) => {
-                    call.tuples += tuples.len() as u64;
+                    call.count(&tuples);
                     let style = encode_style(stream.style());
                     let message = encode(style, wire_bytes(stream.capacity()), encode_tuples(tuples));
                     Some((Ok(message), (Some((stream, call)), working)))
@@ -93,7 +92,7 @@ impl SnapshotMetadataService {
 /// A stream's place in the log and among the open ones. Dropped before its end, the client is gone:
 /// the work under way stops.
 struct Call {
-    span: Span,
+    rpc: Rpc,
     started: Instant,
     stop: Stop,
     tuples: u64,
@@ -102,6 +101,14 @@ struct Call {
 }
 
 impl Call {
+    fn count(&mut self, tuples: &[ByteRange]) {
+        self.tuples += tuples.len() as u64;
+        let method = self.rpc.method;
+        metrics::counter!("deltapath_stream_tuples_total", "method" => method).increment(tuples.len() as u64);
+        let described = tuples.iter().map(|range| range.len()).sum();
+        metrics::counter!("deltapath_stream_described_bytes_total", "method" => method).increment(described);
+    }
+
     fn fail(&mut self, status: Status) -> Status {
         self.end(status.code(), Some(status.message()));
         status
@@ -109,9 +116,9 @@ impl Call {
 
     fn end(&mut self, code: Code, message: Option<&str>) {
         self.ended = true;
-        let _entered = self.span.enter();
+        let _entered = self.rpc.span.enter();
         tracing::debug!(tuples = self.tuples, "stream ends");
-        log(code, self.started, message);
+        log(self.rpc.method, code, self.started, message);
     }
 }
 
@@ -130,7 +137,7 @@ async fn blocking<T: Send + 'static>(
     call: &Call,
     work: impl FnOnce() -> DriverResult<T> + Send + 'static,
 ) -> Result<T, Status> {
-    let span = call.span.clone();
+    let span = call.rpc.span.clone();
     let Ok(turn) = working.clone().acquire_owned().await else {
         return Err(Status::unavailable("the driver is shutting down"));
     };
@@ -181,11 +188,11 @@ impl SnapshotMetadata for SnapshotMetadataService {
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
         let deadline = deadline(request.metadata());
         let request = request.into_inner();
-        let span = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
+        let rpc = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
         let position =
             MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
         let open = move |driver: &Driver| driver.allocated(&request.snapshot_id, position);
-        self.stream(span, deadline, open, |style, volume_capacity_bytes, block_metadata| {
+        self.stream(rpc, deadline, open, |style, volume_capacity_bytes, block_metadata| {
             proto::GetMetadataAllocatedResponse {
                 block_metadata_type: style.into(),
                 volume_capacity_bytes,
@@ -201,7 +208,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
         let deadline = deadline(request.metadata());
         let request = request.into_inner();
-        let span = rpc_span!(
+        let rpc = rpc_span!(
             "GetMetadataDelta",
             base_snapshot_id = request.base_snapshot_id,
             target_snapshot_id = request.target_snapshot_id,
@@ -211,7 +218,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         let open = move |driver: &Driver| {
             driver.delta(&request.base_snapshot_id, &request.target_snapshot_id, position)
         };
-        self.stream(span, deadline, open, |style, volume_capacity_bytes, block_metadata| {
+        self.stream(rpc, deadline, open, |style, volume_capacity_bytes, block_metadata| {
             proto::GetMetadataDeltaResponse {
                 block_metadata_type: style.into(),
                 volume_capacity_bytes,

@@ -24,7 +24,7 @@ pub fn code(error: &Error) -> Code {
         Error::Clash { .. } => Code::AlreadyExists,
         Error::Busy { .. } | Error::BadToken { .. } => Code::Aborted,
         Error::Precondition(_) => Code::FailedPrecondition,
-        Error::Elsewhere(_) => Code::ResourceExhausted,
+        Error::Elsewhere(_) | Error::Exhausted(_) => Code::ResourceExhausted,
         Error::Stopped(stopped) => stopped_code(*stopped),
         Error::Sys(error) => sys_code(error),
         Error::Store(error) => match error {
@@ -33,6 +33,7 @@ pub fn code(error: &Error) -> Code {
             | store::Error::UnknownVersion { .. }
             | store::Error::Misplaced { .. }
             | store::Error::DuplicateSequence { .. }
+            | store::Error::GroupDamaged { .. }
             | store::Error::Withheld { .. }
             | store::Error::Locked(_)
             | store::Error::Mismatch { .. } => Code::Internal,
@@ -44,6 +45,7 @@ pub fn code(error: &Error) -> Code {
             pool::Error::Unavailable { .. }
             | pool::Error::ImageMissing(_)
             | pool::Error::ImageUnwanted(_)
+            | pool::Error::NotMounted(_)
             | pool::Error::ImageInUse(_) => Code::Internal,
         },
         Error::Cbt(error) => match error {

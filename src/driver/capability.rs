@@ -49,6 +49,17 @@ impl AccessMode {
         matches!(self, AccessMode::SingleNodeReaderOnly | AccessMode::MultiNodeReaderOnly)
     }
 
+    /// Its name in the CSI spec.
+    pub fn name(self) -> &'static str {
+        match self {
+            AccessMode::SingleNodeWriter => "SINGLE_NODE_WRITER",
+            AccessMode::SingleNodeReaderOnly => "SINGLE_NODE_READER_ONLY",
+            AccessMode::SingleNodeSingleWriter => "SINGLE_NODE_SINGLE_WRITER",
+            AccessMode::SingleNodeMultiWriter => "SINGLE_NODE_MULTI_WRITER",
+            AccessMode::MultiNodeReaderOnly => "MULTI_NODE_READER_ONLY",
+        }
+    }
+
     /// Whether it may be published at several targets (table of `NodePublishVolume`).
     pub fn is_shared(self) -> bool {
         matches!(self, AccessMode::SingleNodeMultiWriter | AccessMode::MultiNodeReaderOnly)
@@ -65,7 +76,7 @@ pub struct Capability {
 }
 
 /// Filesystems this driver makes and mounts, and the smallest device that each of their `mkfs` takes.
-const FILESYSTEMS: [(&str, u64); 2] = [("ext4", 1 << 20), ("xfs", 300 << 20)];
+const FILESYSTEMS: [(&str, u64); 3] = [("ext4", 1 << 20), ("xfs", 300 << 20), ("btrfs", 109 << 20)];
 /// The filesystem where the client leaves the choice.
 const DEFAULT_FS: &str = "ext4";
 
@@ -81,6 +92,18 @@ impl Capability {
         self.kind_or(record.fs_type().unwrap_or(DEFAULT_FS))
     }
 
+    /// The same, and an error where the volume was not made for it.
+    pub(super) fn kind_of(&self, record: &VolumeRecord) -> Result<AccessKind> {
+        let kind = self.kind_for(record)?;
+        match record.access.contains(&kind) {
+            true => Ok(kind),
+            false => Err(Error::Unsupported(format!(
+                "volume {} was made for {:?}, it can not be used as {kind:?}",
+                record.id, record.access
+            ))),
+        }
+    }
+
     fn kind_or(&self, default: &str) -> Result<AccessKind> {
         match &self.access {
             AccessType::Block => Ok(AccessKind::Block),
@@ -90,7 +113,7 @@ impl Capability {
                     true => Ok(AccessKind::Filesystem(fs_type.to_owned())),
                     false => {
                         let value = shown(fs_type);
-                        let want = FILESYSTEMS.map(|(name, _)| name).join(" or ");
+                        let want = FILESYSTEMS.map(|(name, _)| name).join(", ");
                         Err(Error::Invalid { field: "volume_capability.mount.fs_type", value, want })
                     }
                 }

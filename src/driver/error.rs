@@ -79,6 +79,9 @@ pub enum Error {
     /// The object is not in the state that the call needs.
     #[error("{0}")]
     Precondition(String),
+    /// There is not room for what is asked.
+    #[error("{0}")]
+    Exhausted(String),
     /// What is asked for can only be had on another node.
     #[error("{0}")]
     Elsewhere(String),

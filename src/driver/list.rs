@@ -68,7 +68,9 @@ impl Driver {
     pub fn list_volumes(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
         let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
         Ok(self.store.read(|index| {
-            page(index.volumes_after(after.as_ref()).cloned(), limit, |record| record.id.to_string())
+            // Ephemeral ones are kubelet's alone.
+            let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
+            page(listed.cloned(), limit, |record| record.id.to_string())
         }))
     }
 

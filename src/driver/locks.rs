@@ -2,14 +2,14 @@
 //!
 //! The CSI spec ("Error Scheme", `ABORTED`: "Operation pending for volume") lets a plugin refuse a
 //! call while another is under way on the same object. A guard is taken inside the blocking closure
-//! that does the work, so a cancelled RPC does not free the object while its work goes on. No lock
-//! ever covers two objects of one kind.
+//! that does the work, so a cancelled RPC does not free the object while its work goes on. No
+//! guard covers two objects; a call on a group takes one for each member.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::{Error, Result};
-use crate::base::{SnapshotId, VolumeId};
+use crate::base::{GroupId, SnapshotId, VolumeId};
 
 /// What is locked.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -18,10 +18,16 @@ pub(super) enum Key {
     VolumeName(String),
     /// The making of a snapshot, by the name the CO gives it.
     SnapshotName(String),
+    /// The making of a group snapshot, by the name the CO gives it.
+    GroupName(String),
+    /// The making of an ephemeral volume, by the handle that kubelet gives it.
+    Ephemeral(String),
     /// A volume.
     Volume(VolumeId),
     /// A snapshot.
     Snapshot(SnapshotId),
+    /// A group snapshot.
+    Group(GroupId),
     /// The links between the snapshots of a volume: held for short, waited for.
     Chain(VolumeId),
 }
@@ -31,6 +37,9 @@ impl std::fmt::Display for Key {
         match self {
             Key::VolumeName(name) => write!(f, "the volume named {name}"),
             Key::SnapshotName(name) => write!(f, "the snapshot named {name}"),
+            Key::GroupName(name) => write!(f, "the group snapshot named {name}"),
+            Key::Ephemeral(handle) => write!(f, "the ephemeral volume {handle}"),
+            Key::Group(id) => write!(f, "group snapshot {id}"),
             Key::Volume(id) => write!(f, "volume {id}"),
             Key::Snapshot(id) => write!(f, "snapshot {id}"),
             Key::Chain(id) => write!(f, "the snapshots of {id}"),

@@ -2,9 +2,12 @@
 
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
+use super::quiesce::LiveCopy;
 use super::{Driver, Error, Result};
-use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop};
+use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
 use crate::cbt::{
     self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, PhysicalDiff,
 };
@@ -26,16 +29,79 @@ struct Parent {
     linked: bool,
 }
 
+/// A snapshot being made.
+pub(super) struct NewSnapshot {
+    /// Its files to be.
+    pub draft: ObjectDir,
+    /// The volume it is taken of, whose lock the caller holds.
+    pub volume: Arc<VolumeRecord>,
+    /// Its record to be.
+    pub record: SnapshotRecord,
+}
+
+/// Hashes the bytes of a copy on their way.
+pub(super) struct Pour {
+    hashing: HashingCopy,
+    failed: Option<cbt::Error>,
+}
+
+impl Pour {
+    fn new(hashes: HashFile, size: BlockSize) -> Self {
+        Pour { hashing: HashingCopy::new(hashes, size), failed: None }
+    }
+
+    /// Takes whole blocks from byte `offset` on. After a failure the copy only has to end; the reason is
+    /// what [`Pour::check`] tells.
+    pub(super) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
+        self.hashing.take(offset, bytes).map_err(|error| {
+            self.failed = Some(error);
+            Stopped::Cancelled
+        })
+    }
+
+    /// Fails with what went wrong, if anything did.
+    pub(super) fn check(&mut self) -> Result<()> {
+        self.failed.take().map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
 impl Driver {
-    /// Copies the volume's bytes into a draft and writes its maps.
-    pub(super) fn fill_snapshot(
-        &self,
-        draft: &ObjectDir,
-        volume: &VolumeRecord,
-        record: &SnapshotRecord,
-        source: &File,
-    ) -> Result<()> {
-        let data = self.copy_hashing(draft, volume, record, source)?;
+    /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes
+    /// their maps.
+    pub(super) fn fill_snapshots(&self, snapshots: &[NewSnapshot]) -> Result<()> {
+        let mut copies = Vec::new();
+        for new in snapshots {
+            copies.push(self.live_copy(new)?);
+        }
+        let files = self.copy_live(&mut copies)?;
+        for ((new, copy), data) in snapshots.iter().zip(copies).zip(files) {
+            if let Some(pour) = copy.pour {
+                pour.hashing.sync()?;
+            }
+            self.write_maps(new, &data)?;
+        }
+        Ok(())
+    }
+
+    /// The copy that a snapshot starts with; a pool that reads every byte hashes them on the way.
+    fn live_copy(&self, new: &NewSnapshot) -> Result<LiveCopy> {
+        let path = self.volume_data(&new.volume.id);
+        let block_size = new.record.block_size;
+        let pour = match self.pool().copies_atomically() || !new.record.tracking {
+            true => None,
+            false => Some(Pour::new(HashFile::create(&new.draft.hashes())?, block_size)),
+        };
+        Ok(LiveCopy {
+            id: new.volume.id.clone(),
+            source: File::open(&path).context("open", &path)?,
+            target: new.draft.data(),
+            block_size,
+            pour,
+        })
+    }
+
+    fn write_maps(&self, new: &NewSnapshot, data: &File) -> Result<()> {
+        let NewSnapshot { draft, volume, record } = new;
         let stop = Stop::default();
         let path = draft.data();
         let header = MapHeader {
@@ -43,53 +109,36 @@ impl Driver {
             blocks: record.block_size.blocks_in(record.capacity),
             relative_to: None,
         };
-        let census = cbt::scan_allocated(&data, &path, &draft.allocated(), header.clone(), &stop)?;
+        let census = cbt::scan_allocated(data, &path, &draft.allocated(), header.clone(), &stop)?;
         tracing::debug!(snapshot_id = %record.id, blocks = census.allocated, "allocated blocks found");
         if !record.tracking {
             return Ok(());
         }
         let allocated = MapFile::open(&draft.allocated())?;
         let parent = self.parent(volume, record);
-        self.write_changes(draft, &data, &allocated, parent, header.clone(), &stop)?;
+        self.write_changes(draft, data, &allocated, parent, header.clone(), &stop)?;
         // What is still to be hashed stands in `pending`, so a slot that a clone brought along from
         // the parent never counts for a block that changed.
         let pending = MapFile::open(&draft.pending())?;
         let hashes = HashFile::open_for_update(&draft.hashes())?;
-        cbt::hash_blocks(&data, &path, &pending, &allocated, &hashes, &stop)?;
+        let backlog = self.backlog(pending.count()? * record.block_size.bytes());
+        cbt::hash_blocks(data, &path, &pending, &allocated, &hashes, &stop)?;
+        drop(backlog);
         std::fs::remove_file(draft.pending()).context("remove", &draft.pending())?;
         MapWriter::create(&draft.pending(), header)?.finish()?;
         Ok(())
     }
 
-    /// Copies the bytes; a pool that reads them all hashes them on the way.
-    fn copy_hashing(
-        &self,
-        draft: &ObjectDir,
-        volume: &VolumeRecord,
-        record: &SnapshotRecord,
-        source: &File,
-    ) -> Result<File> {
-        let target = draft.data();
-        if self.pool().copies_atomically() || !record.tracking {
-            return self.copy_live(&volume.id, source, &target, record.block_size, None);
+    /// Shows bytes as waiting to be hashed, until the answer is dropped.
+    fn backlog(&self, bytes: u64) -> impl Drop + '_ {
+        struct Backlog<'d>(&'d Driver, u64);
+        impl Drop for Backlog<'_> {
+            fn drop(&mut self) {
+                self.0.gauges.hashing.fetch_sub(self.1, Ordering::Relaxed);
+            }
         }
-        let hashes = HashFile::create(&draft.hashes())?;
-        let mut hashing = HashingCopy::new(&hashes, record.block_size);
-        let mut failed: Option<cbt::Error> = None;
-        let mut sink = |offset: u64, bytes: &[u8]| {
-            hashing.take(offset, bytes).map_err(|error| {
-                failed = Some(error);
-                // The copy only has to end; the reason is told below.
-                crate::base::Stopped::Cancelled
-            })
-        };
-        let copied = self.copy_live(&volume.id, source, &target, record.block_size, Some(&mut sink));
-        if let Some(error) = failed {
-            return Err(error.into());
-        }
-        let copied = copied?;
-        hashes.sync()?;
-        Ok(copied)
+        self.gauges.hashing.fetch_add(bytes, Ordering::Relaxed);
+        Backlog(self, bytes)
     }
 
     /// Writes `changed`, `pending` and the first state of `hashes`.
@@ -161,7 +210,7 @@ impl Driver {
             },
         });
         let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        match Parent::open(&found, &self.store.dir().snapshot(&found.id), linked) {
+        match Parent::open(&found, &self.store.snapshot_dir(&found), linked) {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = super::report(&error);

@@ -65,7 +65,7 @@ impl Driver {
     pub fn allocated(&self, snapshot_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
         let record = self.snapshot(snapshot_id)?;
         let position = Position::of(&record, request)?;
-        let path = self.store.dir().snapshot(&record.id).allocated();
+        let path = self.store.snapshot_dir(&record).allocated();
         let map = MapFile::open(&path).map_err(|error| gone_or(error, &record))?;
         let source = RunSource::Allocated(Box::new(AllocatedScan::new(map, position.block)));
         Ok(self.stream(&record, position, Some(source)))
@@ -104,7 +104,7 @@ impl Driver {
         // then, whole maps are compared.
         let way = self.way(&base, &target)?;
         let side = |record: &SnapshotRecord| {
-            Side::open(&self.store.dir().snapshot(&record.id)).map_err(|error| gone_or(error, record))
+            Side::open(&self.store.snapshot_dir(record)).map_err(|error| gone_or(error, record))
         };
         let scan = DeltaScan::new(side(&base)?, side(&target)?, way, position.block);
         Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
@@ -130,9 +130,10 @@ impl Driver {
     /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
     fn way(&self, base: &SnapshotRecord, target: &SnapshotRecord) -> Result<Option<Vec<MapFile>>> {
         let mut maps = Vec::new();
-        let mut at = target.id.clone();
-        while at != base.id {
-            let path = self.store.dir().snapshot(&at).changed();
+        let mut at = self.store.snapshot_dir(target);
+        let mut found = target.id.clone();
+        while found != base.id {
+            let path = at.changed();
             let map = match MapFile::open(&path) {
                 Ok(map) => map,
                 Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
@@ -151,7 +152,8 @@ impl Driver {
             if maps.len() > MAX_STEPS {
                 return Ok(None);
             }
-            at = before.id.clone();
+            at = self.store.snapshot_dir(&before);
+            found = before.id.clone();
         }
         Ok(Some(maps))
     }

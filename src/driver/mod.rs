@@ -2,8 +2,13 @@
 //! synchronous code that brings the store, the pool and the block maps together. It knows the CSI
 //! semantics, not the wire: [`crate::csi`] decodes, calls and encodes.
 
+mod attach;
 mod capability;
+mod capacity;
+mod condition;
 mod error;
+mod expand;
+mod groups;
 mod list;
 mod locks;
 mod maps;
@@ -14,21 +19,29 @@ mod quiesce;
 mod snapshots;
 mod volumes;
 
+pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
+pub use capacity::{CapacityRange, Room};
+pub use condition::Condition;
 pub use error::{Error, report};
+pub use expand::Expansion;
+pub use groups::Group;
 pub use list::{Page, PageRequest, SnapshotFilter};
 pub use metadata::{MetadataRequest, MetadataStream};
-pub use node::{PublishRequest, StageRequest};
-pub use params::{SnapshotParameters, VolumeParameters};
+pub use node::{PublishRequest, StageRequest, Stats, Usage};
+pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use volumes::{CreateVolume, SourceRef};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::base::{DataDir, Quantity, SnapshotId, VolumeId};
+use crate::base::{DataDir, Quantity, VolumeId};
 use crate::pool::{Home, Known, Pool, PoolChoice, PoolRequest};
 use crate::store::{Claim, Manifest, Store, TupleStyle};
 use crate::sys::{self, Context};
+use capacity::Reserved;
 use locks::OpLocks;
 
 /// What this room returns.
@@ -49,6 +62,12 @@ pub struct Config {
     pub tuple_style: TupleStyle,
     /// `--max-volume-size`.
     pub max_volume_size: Quantity,
+    /// `--overcommit`: volumes may be promised so many times the pool's size; `None` for no limit.
+    pub overcommit: Option<f64>,
+    /// `--enable-attach`.
+    pub attach: bool,
+    /// `--max-volumes-per-node`; 0 for no limit.
+    pub max_volumes: u32,
 }
 
 /// The driver of one data directory.
@@ -58,8 +77,38 @@ pub struct Driver {
     home: Home,
     store: Store,
     locks: OpLocks,
+    reserved: Reserved,
+    /// Attachments in the making, which no record shows yet.
+    attaching: Mutex<usize>,
+    gauges: Gauges,
     /// Held for its lock; dropped last.
     _claim: Claim,
+}
+
+/// What is counted while the driver runs.
+#[derive(Debug, Default)]
+struct Gauges {
+    /// Bytes of blocks whose hash is still to be made.
+    hashing: AtomicU64,
+}
+
+/// Figures of a running driver, for its metrics.
+#[derive(Clone, Copy, Debug)]
+pub struct Figures {
+    /// Volumes, ephemeral ones among them.
+    pub volumes: usize,
+    /// Snapshots, members of groups among them.
+    pub snapshots: usize,
+    /// Group snapshots.
+    pub groups: usize,
+    /// Objects whose records could not be read at start.
+    pub unreadable: usize,
+    /// Size of the pool's filesystem in bytes; `None` when it does not answer.
+    pub pool_bytes: Option<u64>,
+    /// Bytes that can still be written, also on the host below a sparse image.
+    pub free_bytes: Option<u64>,
+    /// Bytes of blocks whose hash is still to be made.
+    pub hashing_backlog: u64,
 }
 
 impl Driver {
@@ -90,14 +139,24 @@ impl Driver {
             })?;
         }
         let store = Store::open(home.dir().clone())?;
-        let driver = Driver { config, home, store, locks: OpLocks::default(), _claim: claim };
+        let driver = Driver {
+            config,
+            home,
+            store,
+            locks: OpLocks::default(),
+            reserved: Reserved::default(),
+            attaching: Mutex::default(),
+            gauges: Gauges::default(),
+            _claim: claim,
+        };
         driver.thaw_leftovers();
+        driver.remove_unplaced();
         tracing::info!(
             data_dir = %driver.config.data_dir.display(),
             pool = %driver.home.pool(),
             place = driver.home.describe(),
-            volumes = driver.store.read(|index| index.volumes_after(None).count()),
-            snapshots = driver.store.read(|index| index.snapshots_after(None).count()),
+            volumes = driver.store.read(|index| index.volume_count()),
+            snapshots = driver.store.read(|index| index.snapshot_count()),
             unreadable = driver.store.damaged().len(),
             "data directory opened"
         );
@@ -123,10 +182,26 @@ impl Driver {
         self.home.pool()
     }
 
-    /// Whether the pool answers: its filesystem can be asked for its size.
+    /// Whether the pool is there and takes a write. Whoever unmounted it, or made it read-only after an
+    /// error, is noticed.
     pub fn ready(&self) -> Result<()> {
-        sys::space(self.home.dir().path())?;
-        Ok(())
+        self.home
+            .check()
+            .map_err(|error| Error::Precondition(format!("the pool is not usable: {}", report(&error))))
+    }
+
+    /// Figures of now.
+    pub fn figures(&self) -> Figures {
+        let space = sys::space(self.home.dir().path()).ok();
+        self.store.read(|index| Figures {
+            volumes: index.volume_count(),
+            snapshots: index.snapshot_count(),
+            groups: index.group_count(),
+            unreadable: self.store.damaged().len(),
+            pool_bytes: space.map(|space| space.total),
+            free_bytes: self.home.free().ok(),
+            hashing_backlog: self.gauges.hashing.load(Ordering::Relaxed),
+        })
     }
 
     /// The key and value that say which node holds the volumes.
@@ -135,17 +210,8 @@ impl Driver {
         BTreeMap::from([(key, self.config.node_id.clone())])
     }
 
-    /// Bytes free in the pool.
-    pub fn available(&self) -> Result<u64> {
-        Ok(sys::space(self.home.dir().path())?.available)
-    }
-
     fn volume_data(&self, id: &VolumeId) -> PathBuf {
         self.store.dir().volume(id).data()
-    }
-
-    fn snapshot_data(&self, id: &SnapshotId) -> PathBuf {
-        self.store.dir().snapshot(id).data()
     }
 }
 

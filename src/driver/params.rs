@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use super::error::shown;
 use super::{Error, Result};
 use crate::base::{BlockSize, Quantity};
-use crate::store::TupleStyle;
+use crate::store::{Tuning, TupleStyle};
 
 const SIDECAR_PREFIX: &str = "csi.storage.k8s.io/";
 
@@ -36,6 +36,62 @@ impl VolumeParameters {
             }
         }
         Ok(parsed)
+    }
+}
+
+/// Reads VolumeAttributesClass parameters (`mutable_parameters`). What is not named stays `None`.
+pub fn parse_tuning(parameters: &HashMap<String, String>) -> Result<Tuning> {
+    let mut parsed = Tuning::default();
+    for (name, value) in own(parameters) {
+        match name {
+            "readAheadKiB" => parsed.read_ahead_kib = Some(read_ahead(value)?),
+            "directIO" => {
+                parsed.direct_io = Some(choose("directIO", value, [("true", true), ("false", false)])?);
+            }
+            _ => return Err(unknown(name, "readAheadKiB, directIO")),
+        }
+    }
+    Ok(parsed)
+}
+
+/// The kernel counts in pages: a value between two would have another effect than it says.
+fn read_ahead(value: &str) -> Result<u32> {
+    let parsed = value.parse::<u32>().ok().filter(|kib| *kib <= 1 << 20 && kib.is_multiple_of(4));
+    parsed.ok_or_else(|| Error::Invalid {
+        field: "parameter readAheadKiB",
+        value: shown(value),
+        want: "a multiple of 4 from 0 to 1048576".into(),
+    })
+}
+
+/// What an ephemeral inline volume is to be: the attributes in a pod's volume, which kubelet hands on as
+/// the volume context.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EphemeralParameters {
+    /// `size`.
+    pub size: Option<Quantity>,
+}
+
+impl EphemeralParameters {
+    /// Reads the context of a NodePublishVolume call; `None` where the volume is not ephemeral.
+    pub fn parse(context: &HashMap<String, String>) -> Result<Option<Self>> {
+        if context.get("csi.storage.k8s.io/ephemeral").map(String::as_str) != Some("true") {
+            return Ok(None);
+        }
+        let mut parsed = EphemeralParameters { size: None };
+        for (name, value) in own(context) {
+            match name {
+                "size" => {
+                    parsed.size = Some(value.parse().map_err(|_| Error::Invalid {
+                        field: "volume attribute size",
+                        value: shown(value),
+                        want: "a quantity such as 1Gi".into(),
+                    })?);
+                }
+                _ => return Err(unknown(name, "size")),
+            }
+        }
+        Ok(Some(parsed))
     }
 }
 
@@ -113,6 +169,35 @@ mod tests {
         assert_eq!(parsed.expect("valid"), expected);
         let parsed = SnapshotParameters::parse(&map(&[("blockMetadataType", "fixed")]));
         assert_eq!(parsed.expect("valid").tuple_style, Some(TupleStyle::Fixed));
+    }
+
+    #[test]
+    fn a_devices_attributes_parse_and_no_others() {
+        let parsed = parse_tuning(&map(&[("readAheadKiB", "512"), ("directIO", "false")])).expect("valid");
+        assert_eq!(parsed, Tuning { read_ahead_kib: Some(512), direct_io: Some(false) });
+        for (name, value, said) in [
+            ("readAheadKiB", "3", "\"3\""),
+            ("readAheadKiB", "-4", "multiple of 4"),
+            ("readAheadKiB", "1048580", "1048576"),
+            ("directIO", "on", "true or false"),
+            ("iops", "3000", "readAheadKiB, directIO"),
+        ] {
+            let error = parse_tuning(&map(&[(name, value)])).expect_err(name);
+            assert!(error.to_string().contains(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_ephemeral_volume_has_a_size_and_nothing_else() {
+        assert_eq!(EphemeralParameters::parse(&map(&[("size", "1Gi")])).expect("valid"), None);
+        let context =
+            [("csi.storage.k8s.io/ephemeral", "true"), ("csi.storage.k8s.io/pod.name", "p"), ("size", "1Gi")];
+        let parsed = EphemeralParameters::parse(&map(&context)).expect("valid").expect("ephemeral");
+        assert_eq!(parsed.size, Some(Quantity(1 << 30)));
+        for (name, value) in [("size", "big"), ("colour", "red")] {
+            let context = [("csi.storage.k8s.io/ephemeral", "true"), (name, value)];
+            assert!(EphemeralParameters::parse(&map(&context)).is_err(), "{name}");
+        }
     }
 
     #[test]

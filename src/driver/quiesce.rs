@@ -1,10 +1,16 @@
-//! Copying the bytes of a volume that may be in use, so that the copy is one that the volume held
-//! at one moment.
+//! Copying the bytes of volumes that may be in use, so that the copies are what the volumes held at one
+//! moment: each by itself, and all of them together.
+//!
+//! A mounted filesystem is frozen for the length of the copy. A raw device can not be: one clone of one
+//! device is a single step and needs nothing more. Where several steps have to show one moment (the
+//! members of a group, or a copy that takes time), the devices' write counters prove that nothing was
+//! written between the first step and the last, or the copies are thrown away and made again.
 
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use super::maps::Pour;
 use super::{Driver, Error, Result};
 use crate::base::{BlockSize, Stop, VolumeId};
 use crate::pool::Sink;
@@ -16,125 +22,120 @@ use crate::sys::{self, Context, freeze};
 
 /// The longest that a mounted filesystem is held frozen.
 const FREEZE_BOUND: Duration = Duration::from_secs(30);
-/// Tries to copy a raw device between two of its writes before giving up.
+/// Tries to copy raw devices between two of their writes before giving up: so many at least, and for so
+/// long.
 const QUIET_TRIES: usize = 3;
+const QUIET_TIME: Duration = Duration::from_secs(2);
 
-/// A copy in the making: what each try starts from.
-struct Copy<'c> {
-    source: &'c File,
-    target: &'c Path,
-    block_size: BlockSize,
-    sink: Option<Sink<'c>>,
+/// A copy to be made of a volume, whose lock the caller holds.
+pub(super) struct LiveCopy {
+    /// The volume.
+    pub id: VolumeId,
+    /// Its bytes.
+    pub source: File,
+    /// The file to make.
+    pub target: PathBuf,
+    /// The unit of what `pour` is handed.
+    pub block_size: BlockSize,
+    /// Takes the bytes where the pool reads them. It sees them again from the start when a try is
+    /// repeated.
+    pub pour: Option<Pour>,
 }
 
-impl Copy<'_> {
-    /// The sink for one try: it lives on for the next.
-    fn sink(&mut self) -> Option<Sink<'_>> {
-        match &mut self.sink {
-            Some(sink) => Some(&mut **sink),
-            None => None,
-        }
-    }
+/// The filesystems held frozen for a copy. Thawed and forgotten in whatever way the copy ends.
+struct FrozenVolumes<'d> {
+    driver: &'d Driver,
+    frozen: Vec<(VolumeId, freeze::Frozen)>,
 }
 
 impl Driver {
-    /// Copies a volume's bytes into the new file `target`, whatever is done to the volume meanwhile.
-    /// The caller holds the volume's lock. `sink` sees the bytes where the pool reads them; it sees
-    /// them again from the start when a try is repeated.
-    pub(super) fn copy_live<'c>(
-        &self,
-        id: &VolumeId,
-        source: &'c File,
-        target: &'c Path,
-        block_size: BlockSize,
-        sink: Option<Sink<'c>>,
-    ) -> Result<File> {
-        let mut copy = Copy { source, target, block_size, sink };
-        let Some(device) = LoopDevice::find(&self.volume_data(id))? else {
-            return self.copy_once(&mut copy, &Stop::default());
+    /// Copies the bytes of volumes into new files, whatever is done to the volumes meanwhile. All
+    /// copies show one moment, as `CreateVolumeGroupSnapshot` demands ("write-order consistency").
+    pub(super) fn copy_live(&self, copies: &mut [LiveCopy]) -> Result<Vec<File>> {
+        let mut held = FrozenVolumes { driver: self, frozen: Vec::new() };
+        let mut raw = Vec::new();
+        let started = Instant::now();
+        for copy in copies.iter() {
+            let Some(device) = LoopDevice::find(&self.volume_data(&copy.id))? else { continue };
+            let dev = device.dev()?;
+            let mounted = mount::mounts()?.into_iter().find(|mount| mount.is_of(&dev) && !mount.read_only);
+            let frozen = match mounted {
+                Some(mounted) => held.freeze(&copy.id, &mounted)?,
+                None => false,
+            };
+            if !frozen {
+                raw.push(device);
+            }
+        }
+        let stop = match held.frozen.is_empty() {
+            true => Stop::default(),
+            false => Stop::at(Some(started + FREEZE_BOUND)),
         };
-        let dev = device.dev()?;
-        let mounted = mount::mounts()?.into_iter().find(|mount| mount.dev == dev && !mount.read_only);
-        match mounted {
-            Some(mounted) => self.copy_frozen(id, &device, &mounted, &mut copy),
-            None => self.copy_raw(&device, &mut copy),
-        }
+        let copied = self.copy_together(copies, &raw, &stop);
+        held.thaw()?;
+        copied.map_err(|error| match error.stopped() {
+            None => error,
+            Some(_) => Error::Precondition(format!(
+                "the copy took longer than the {} s that a filesystem is held frozen: use a pool that clones \
+                 (--pool xfs)",
+                FREEZE_BOUND.as_secs()
+            )),
+        })
     }
 
-    fn copy_once(&self, copy: &mut Copy<'_>, stop: &Stop) -> Result<File> {
-        let (source, target, block_size) = (copy.source, copy.target, copy.block_size);
-        Ok(self.pool().copy(source, target, block_size, copy.sink(), stop)?)
-    }
-
-    /// Freezes the filesystem for the length of the copy.
-    ///
-    /// 1. Record the intent: a driver that dies from here on is followed by one that thaws.
-    /// 2. Freeze, copy, thaw.
-    /// 3. Forget the intent, once it is thawed for sure.
-    fn copy_frozen(
-        &self,
-        id: &VolumeId,
-        device: &LoopDevice,
-        mounted: &Mount,
-        copy: &mut Copy<'_>,
-    ) -> Result<File> {
-        let intent = Frozen { version: Frozen::VERSION, boot_id: sys::boot_id()? };
-        self.store.set_frozen(id, Some(&intent))?;
-        let stop = Stop::at(Some(Instant::now() + FREEZE_BOUND));
-        match freeze::Frozen::freeze(&mounted.mount_point, &mounted.dev, FREEZE_BOUND) {
-            Ok(Some(frozen)) => {
-                let copied = self.copy_once(copy, &stop);
-                frozen.thaw()?;
-                self.store.set_frozen(id, None)?;
-                copied.map_err(|error| match error.stopped() {
-                    None => error,
-                    Some(_) => Error::Precondition(format!(
-                        "the copy took longer than the {} s that a filesystem is held frozen: use a pool that \
-                         clones (--pool xfs)",
-                        FREEZE_BOUND.as_secs()
-                    )),
-                })
-            }
-            // Somebody else has frozen it, and may thaw it at any time: it is taken like a raw device.
-            Ok(None) => {
-                self.store.set_frozen(id, None)?;
-                self.copy_raw(device, copy)
-            }
-            Err(error) => {
-                self.store.set_frozen(id, None)?;
-                Err(error.into())
-            }
-        }
-    }
-
-    /// Copies a device that can not be frozen.
-    fn copy_raw(&self, device: &LoopDevice, copy: &mut Copy<'_>) -> Result<File> {
-        match self.pool().copies_atomically() {
-            true => {
+    /// Copies all, and again while one of the `raw` devices is written between the first and the last
+    /// step.
+    fn copy_together(&self, copies: &mut [LiveCopy], raw: &[LoopDevice], stop: &Stop) -> Result<Vec<File>> {
+        let one_step = raw.is_empty() || (raw.len() == 1 && self.pool().copies_atomically());
+        let started = Instant::now();
+        let mut tries = 0;
+        while tries < QUIET_TRIES || started.elapsed() < QUIET_TIME {
+            stop.check()?;
+            tries += 1;
+            for device in raw {
                 blockdev::flush(&device.path())?;
-                self.copy_once(copy, &Stop::default())
             }
-            false => self.copy_unwritten(device, copy),
+            if one_step {
+                return self.copy_each(copies, stop);
+            }
+            let before = sample(raw)?;
+            if before.iter().any(|counters| counters.in_flight > 0) {
+                continue;
+            }
+            let files = self.copy_each(copies, stop)?;
+            if sample(raw)? == before {
+                return Ok(files);
+            }
+            for copy in copies.iter() {
+                fs::remove_file(&copy.target).context("remove the torn copy", &copy.target)?;
+            }
         }
+        Err(Error::Precondition(match copies.len() {
+            1 => format!(
+                "the device was written during each of {tries} copies, so none is consistent: pause the writer, \
+                 use Filesystem mode, or a pool that clones (--pool xfs)"
+            ),
+            _ => format!(
+                "raw devices of the group were written during each of {tries} tries, so no two copies show the \
+                 same moment: pause the writer, or use Filesystem mode"
+            ),
+        }))
     }
 
-    /// Copies a device on a pool whose copies take time: the counters prove that nothing was written
-    /// meanwhile, or the copy is thrown away.
-    fn copy_unwritten(&self, device: &LoopDevice, copy: &mut Copy<'_>) -> Result<File> {
-        for _ in 0..QUIET_TRIES {
-            blockdev::flush(&device.path())?;
-            let before = WriteCounters::sample(&device.sysfs())?;
-            let file = self.copy_once(copy, &Stop::default())?;
-            let after = WriteCounters::sample(&device.sysfs())?;
-            if before == after && before.in_flight == 0 {
-                return Ok(file);
-            }
-            fs::remove_file(copy.target).context("remove the torn copy", copy.target)?;
-        }
-        Err(Error::Precondition(format!(
-            "the device was written during each of {QUIET_TRIES} copies, so none is consistent: pause the \
-             writer, use Filesystem mode, or a pool that clones (--pool xfs)"
-        )))
+    fn copy_each(&self, copies: &mut [LiveCopy], stop: &Stop) -> Result<Vec<File>> {
+        copies.iter_mut().map(|copy| self.copy_once(copy, stop)).collect()
+    }
+
+    fn copy_once(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
+        let LiveCopy { source, target, block_size, pour, .. } = copy;
+        let Some(pour) = pour else {
+            return Ok(self.pool().copy(source, target, *block_size, None, stop)?);
+        };
+        let mut sink = |offset: u64, bytes: &[u8]| pour.take(offset, bytes);
+        let sink: Sink<'_> = &mut sink;
+        let copied = self.pool().copy(source, target, *block_size, Some(sink), stop);
+        pour.check()?;
+        Ok(copied?)
     }
 
     /// Thaws what a dead driver left frozen in this boot, and only that.
@@ -156,13 +157,66 @@ impl Driver {
             && let Some(device) = LoopDevice::find(&self.volume_data(id))?
         {
             let dev = device.dev()?;
-            let Some(mounted) = mount::mounts()?.into_iter().find(|mount| mount.dev == dev) else {
+            let Some(mounted) = mount::mounts()?.into_iter().find(|mount| mount.is_of(&dev)) else {
                 // Mounted where this process does not see it, perhaps: kept for the next look.
                 return Ok(());
             };
-            freeze::thaw(&mounted.mount_point, &dev)?;
+            freeze::thaw(&mounted)?;
             tracing::warn!(volume_id = %id, "thawed what the last driver left frozen");
         }
         Ok(self.store.set_frozen(id, None)?)
+    }
+}
+
+fn sample(devices: &[LoopDevice]) -> Result<Vec<WriteCounters>> {
+    devices.iter().map(|device| Ok(WriteCounters::sample(&device.sysfs())?)).collect()
+}
+
+impl FrozenVolumes<'_> {
+    /// Freezes a volume's filesystem. `Ok(false)` when somebody else has frozen it: they may thaw it at
+    /// any time, so it is to be taken like a raw device, and the thaw is theirs.
+    ///
+    /// 1. Record the intent: a driver that dies from here on is followed by one that thaws.
+    /// 2. Freeze.
+    fn freeze(&mut self, id: &VolumeId, mounted: &Mount) -> Result<bool> {
+        let intent = Frozen { version: Frozen::VERSION, boot_id: sys::boot_id()? };
+        self.driver.store.set_frozen(id, Some(&intent))?;
+        match freeze::Frozen::freeze(mounted, FREEZE_BOUND) {
+            Ok(Some(frozen)) => {
+                self.frozen.push((id.clone(), frozen));
+                Ok(true)
+            }
+            other => {
+                self.driver.store.set_frozen(id, None)?;
+                other?;
+                Ok(false)
+            }
+        }
+    }
+
+    /// Thaws all, and says so where one had to be thawed before: the copies may be torn then.
+    fn thaw(mut self) -> Result<()> {
+        self.finish()
+    }
+
+    /// The intent of each is forgotten once it is thawed for sure.
+    fn finish(&mut self) -> Result<()> {
+        let mut outcome = Ok(());
+        for (id, frozen) in self.frozen.drain(..).rev() {
+            let thawed = frozen
+                .thaw()
+                .map_err(Error::from)
+                .and_then(|()| Ok(self.driver.store.set_frozen(&id, None)?));
+            outcome = outcome.and(thawed);
+        }
+        outcome
+    }
+}
+
+impl Drop for FrozenVolumes<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish() {
+            tracing::error!(error = super::report(&error), "thaw failed");
+        }
     }
 }

@@ -1,15 +1,15 @@
 //! Taking and deleting snapshots.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use super::error::shown;
 use super::locks::Key;
+use super::maps::NewSnapshot;
 use super::volumes::check_name;
 use super::{Driver, Error, Result, SnapshotParameters};
-use crate::base::{SnapshotId, Stop};
+use crate::base::{GroupId, SnapshotId, Stop};
 use crate::cbt::{self, MapFile, MapHeader};
-use crate::store::{SnapshotRecord, Timestamp, VolumeRecord};
+use crate::store::{SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
 use crate::sys::{Context, durable};
 
 impl Driver {
@@ -27,7 +27,7 @@ impl Driver {
         match self.store.read(|index| index.snapshot(&parsed)) {
             Some(record) => Ok(record),
             None => {
-                self.store.check_readable(&self.store.dir().snapshot(&parsed))?;
+                self.store.check_readable(id)?;
                 Err(Error::no_snapshot(id))
             }
         }
@@ -59,19 +59,38 @@ impl Driver {
         let _volume = self.locks.take(Key::Volume(volume.id.clone()))?;
         // Looked up again: it may have been deleted before the lock was ours.
         let volume = self.volume(source_volume_id)?;
-        self.take_snapshot(name, &volume, parameters)
+        self.take_snapshot(name, volume, parameters)
     }
 
     fn take_snapshot(
         &self,
         name: &str,
-        volume: &VolumeRecord,
+        volume: Arc<VolumeRecord>,
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
-        let record = SnapshotRecord {
+        self.fit(&volume)?;
+        let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
+        let draft = self.store.draft_snapshot(&record.id)?;
+        let new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record };
+        self.fill_snapshots(std::slice::from_ref(&new))?;
+        // The chain's lock orders this commit and the merge of a deleted parent.
+        let _chain = self.locks.wait(Key::Chain(volume.id.clone()));
+        Ok(self.store.commit_snapshot(draft, new.record)?)
+    }
+
+    /// The record of a snapshot to be. The caller holds the volume's lock.
+    pub(super) fn new_snapshot(
+        &self,
+        name: &str,
+        group: Option<GroupId>,
+        volume: &VolumeRecord,
+        tuple_style: Option<TupleStyle>,
+    ) -> Result<SnapshotRecord> {
+        Ok(SnapshotRecord {
             version: SnapshotRecord::VERSION,
             id: SnapshotId::random().context("draw an id from", "/dev/random".as_ref())?,
             name: name.to_owned(),
+            group,
             volume: volume.id.clone(),
             sequence: self
                 .store
@@ -79,16 +98,9 @@ impl Driver {
             capacity: volume.capacity,
             block_size: volume.block_size,
             tracking: volume.tracking,
-            tuple_style: parameters.tuple_style,
+            tuple_style,
             created: Timestamp::now(),
-        };
-        let draft = self.store.draft_snapshot(&record.id)?;
-        let path = self.volume_data(&volume.id);
-        let source = File::open(&path).context("open", &path)?;
-        self.fill_snapshot(draft.dir(), volume, &record, &source)?;
-        // The chain's lock orders this commit and the merge of a deleted parent.
-        let _chain = self.locks.wait(Key::Chain(volume.id.clone()));
-        Ok(self.store.commit_snapshot(draft, record)?)
+        })
     }
 
     /// Deletes a snapshot; deltas across it stay exact. An unknown id is no error.
@@ -100,18 +112,30 @@ impl Driver {
         let _guard = self.locks.take(Key::Snapshot(id.clone()))?;
         let Some(record) = self.store.read(|index| index.snapshot(&id)) else {
             // A snapshot whose record can not be read is not gone.
-            return Ok(self.store.check_readable(&self.store.dir().snapshot(&id))?);
+            return Ok(self.store.check_readable(id.as_str())?);
         };
-        let chain = self.locks.wait(Key::Chain(record.volume.clone()));
-        if let Err(error) = self.hand_changes_on(&record) {
-            // Without the link a delta across the gap compares whole maps: slower, and as exact.
-            tracing::warn!(snapshot_id = %id, error = super::report(&error), "changes were not handed on");
+        if let Some(group) = &record.group {
+            return Err(Error::Invalid {
+                field: "snapshot_id",
+                value: format!("{id}, a member of group snapshot {group}"),
+                want: "a snapshot of its own: delete the group with DeleteVolumeGroupSnapshot".into(),
+            });
         }
+        let chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        self.hand_on(&record);
         let doomed = self.store.remove_snapshot(&id)?;
         // Freeing the bytes may take long; nobody has to wait for it.
         drop(chain);
         drop(doomed);
         Ok(())
+    }
+
+    /// Hands the changes of a snapshot about to go on to the next one. The caller holds the chain.
+    pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
+        if let Err(error) = self.hand_changes_on(gone) {
+            // Without the link a delta across the gap compares whole maps: slower, and as exact.
+            tracing::warn!(snapshot_id = %gone.id, error = super::report(&error), "changes were not handed on");
+        }
     }
 
     /// Merges the changes of a snapshot about to go into those of the next one, which from then on
@@ -126,19 +150,16 @@ impl Driver {
         if !gone.tracking {
             return Ok(());
         }
-        let next = self.store.read(|index| {
-            index
-                .chain(&gone.volume)
-                .find(|record| record.sequence > gone.sequence)
-                .map(|record| record.id.clone())
-        });
+        let next = self
+            .store
+            .read(|index| index.chain(&gone.volume).find(|record| record.sequence > gone.sequence).cloned());
         let Some(next) = next else { return Ok(()) };
-        let next_dir = self.store.dir().snapshot(&next);
+        let next_dir = self.store.snapshot_dir(&next);
         let theirs = MapFile::open(&next_dir.changed())?;
         if theirs.header().relative_to.as_ref() != Some(&gone.id) {
             return Ok(());
         }
-        let ours = MapFile::open(&self.store.dir().snapshot(&gone.id).changed())?;
+        let ours = MapFile::open(&self.store.snapshot_dir(gone).changed())?;
         let header = MapHeader { relative_to: ours.header().relative_to.clone(), ..theirs.header().clone() };
         let fresh = next_dir.changed().with_extension("map.new");
         durable::remove(&fresh)?;

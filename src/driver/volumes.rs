@@ -3,16 +3,15 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use super::capability::{kinds, least_size};
+use super::capability::kinds;
 use super::error::shown;
 use super::locks::Key;
-use super::{Capability, Driver, Error, Result, VolumeParameters};
-use crate::base::{BlockSize, Quantity, Stop, VolumeId};
-use crate::store::{AccessKind, Source, Timestamp, VolumeRecord};
+use super::quiesce::LiveCopy;
+use super::{Capability, CapacityRange, Driver, Error, Result, VolumeParameters};
+use crate::base::{BlockSize, Stop, VolumeId};
+use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
 use crate::sys::Context;
 
-/// The size of a volume for which none was asked.
-const DEFAULT_SIZE: u64 = 1 << 30;
 /// The longest name a CO may give (CSI spec, "Size Limits").
 const MAX_NAME: usize = 128;
 
@@ -21,14 +20,14 @@ const MAX_NAME: usize = 128;
 pub struct CreateVolume {
     /// The name: the same name means the same volume.
     pub name: String,
-    /// At least so many bytes; 0 for no demand.
-    pub required_bytes: i64,
-    /// At most so many bytes; 0 for no limit.
-    pub limit_bytes: i64,
+    /// How large it is to be.
+    pub range: CapacityRange,
     /// How it is to be used.
     pub capabilities: Vec<Capability>,
     /// StorageClass parameters.
     pub parameters: VolumeParameters,
+    /// VolumeAttributesClass parameters.
+    pub tuning: Tuning,
     /// What to fill it with.
     pub source: Option<SourceRef>,
     /// Topologies one of which must be ours; empty for no demand.
@@ -45,7 +44,7 @@ pub enum SourceRef {
 }
 
 /// An open content source.
-struct Content {
+pub(super) struct Content {
     source: Source,
     data: File,
     capacity: u64,
@@ -58,10 +57,9 @@ impl Driver {
     pub fn create_volume(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities)?;
-        let (required, limit) = self.check_range(request)?;
         let _name = self.locks.take(Key::VolumeName(request.name.clone()))?;
         if let Some(existing) = self.store.read(|index| index.volume_named(&request.name)) {
-            return match difference(&existing, request, &access, required, limit) {
+            return match difference(&existing, request, &access) {
                 None => Ok(existing),
                 Some(difference) => {
                     Err(Error::Clash { kind: "volume", name: shown(&request.name), difference })
@@ -85,7 +83,10 @@ impl Driver {
             .block_size
             .or(content.as_ref().map(|content| content.block_size))
             .unwrap_or(BlockSize::MIN);
-        let capacity = self.capacity(content.as_ref(), &access, block_size, required, limit)?;
+        // A source smaller than its volume leaves a filesystem that stage grows.
+        let source = content.as_ref().map(|content| content.capacity);
+        let capacity = self.capacity(source, &access, block_size, request.range)?;
+        let _room = self.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
             id: VolumeId::random().context("draw an id from", "/dev/random".as_ref())?,
@@ -99,21 +100,32 @@ impl Driver {
                 .tracking
                 .or(content.as_ref().map(|content| content.tracking))
                 .unwrap_or(true),
+            tuning: request.tuning.clone(),
+            attached: None,
+            ephemeral: None,
             created: Timestamp::now(),
         };
         self.fill_and_commit(record, content)
     }
 
-    fn fill_and_commit(&self, record: VolumeRecord, content: Option<Content>) -> Result<Arc<VolumeRecord>> {
+    /// The caller holds the name.
+    pub(super) fn fill_and_commit(
+        &self,
+        record: VolumeRecord,
+        content: Option<Content>,
+    ) -> Result<Arc<VolumeRecord>> {
         let draft = self.store.draft_volume(&record.id)?;
         let path = draft.dir().data();
         let file = match &content {
             None => self.pool().create(&path, record.capacity)?,
-            Some(Content { source: Source::Volume(id), data, block_size, .. }) => {
-                self.copy_live(id, data, &path, *block_size, None)?
+            Some(Content { source: Source::Snapshot(_), data, block_size, .. }) => {
+                self.pool().copy(data, &path, *block_size, None, &Stop::default())?
             }
-            Some(content) => {
-                self.pool().copy(&content.data, &path, content.block_size, None, &Stop::default())?
+            Some(Content { source: Source::Volume(id), data, block_size, .. }) => {
+                let source = data.try_clone().context("open", &path)?;
+                let (id, target, block_size) = (id.clone(), path.clone(), *block_size);
+                let copy = LiveCopy { id, source, target, block_size, pour: None };
+                self.copy_live(&mut [copy])?.remove(0)
             }
         };
         // A source smaller than its volume: the rest reads as zeros and is there to be written.
@@ -131,7 +143,7 @@ impl Driver {
         match self.store.read(|index| index.volume(&parsed)) {
             Some(record) => Ok(record),
             None => {
-                self.store.check_readable(&self.store.dir().volume(&parsed))?;
+                self.store.check_readable(id)?;
                 Err(Error::no_volume(id))
             }
         }
@@ -144,12 +156,23 @@ impl Driver {
         }
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Volume(id.clone()))?;
-        if self.store.read(|index| index.volume(&id)).is_none() {
+        let Some(record) = self.store.read(|index| index.volume(&id)) else {
             // A volume whose record can not be read is not gone.
-            return Ok(self.store.check_readable(&self.store.dir().volume(&id))?);
+            return Ok(self.store.check_readable(id.as_str())?);
+        };
+        if let Some(attached) = self.attachment(&record) {
+            return Err(Error::Precondition(format!(
+                "volume {id} is attached to node {}: call ControllerUnpublishVolume first",
+                attached.node_id
+            )));
         }
-        self.release_devices(&id)?;
-        drop(self.store.remove_volume(&id)?);
+        self.remove_idle_volume(&id)
+    }
+
+    /// Removes a volume that nobody uses. The caller holds its lock.
+    pub(super) fn remove_idle_volume(&self, id: &VolumeId) -> Result<()> {
+        self.release_devices(id)?;
+        drop(self.store.remove_volume(id)?);
         Ok(())
     }
 
@@ -175,66 +198,6 @@ impl Driver {
         }))
     }
 
-    fn check_range(&self, request: &CreateVolume) -> Result<(u64, Option<u64>)> {
-        let positive = |field, value: i64| {
-            u64::try_from(value).map_err(|_| Error::Invalid {
-                field,
-                value: value.to_string(),
-                want: "0 (no demand) or more".into(),
-            })
-        };
-        let required = positive("capacity_range.required_bytes", request.required_bytes)?;
-        let limit = positive("capacity_range.limit_bytes", request.limit_bytes)?;
-        if limit != 0 && limit < required {
-            return Err(Error::Invalid {
-                field: "capacity_range.limit_bytes",
-                value: limit.to_string(),
-                want: format!("at least required_bytes, {required}"),
-            });
-        }
-        Ok((required, (limit != 0).then_some(limit)))
-    }
-
-    /// The size of a volume: what is asked, what its source holds and what its filesystem needs,
-    /// whichever is most, rounded up to a block.
-    fn capacity(
-        &self,
-        content: Option<&Content>,
-        access: &[AccessKind],
-        block_size: BlockSize,
-        required: u64,
-        limit: Option<u64>,
-    ) -> Result<u64> {
-        let least = content.map_or_else(|| least_size(access), |content| content.capacity);
-        let asked = match (required, content, limit) {
-            (0, None, limit) => {
-                DEFAULT_SIZE.min(limit.map_or(DEFAULT_SIZE, |limit| block_size.round_down(limit)))
-            }
-            (required, ..) => required,
-        };
-        let wanted = asked.max(least);
-        let most = self.config().max_volume_size;
-        let too_large = |want| Error::OutOfRange {
-            field: "capacity_range.required_bytes",
-            value: i128::from(wanted),
-            want,
-        };
-        let capacity = block_size.round_up(wanted).filter(|capacity| *capacity <= most.0);
-        let capacity = capacity.ok_or_else(|| too_large(format!("at most {most} (--max-volume-size)")))?;
-        match limit {
-            Some(limit) if capacity > limit => Err(Error::OutOfRange {
-                field: "capacity_range.limit_bytes",
-                value: i128::from(limit),
-                want: format!(
-                    "at least {capacity}: the size asked for, the source's and the least that the filesystem \
-                     needs, rounded up to blocks of {}",
-                    Quantity(block_size.bytes())
-                ),
-            }),
-            _ => Ok(capacity),
-        }
-    }
-
     fn check_topology(&self, request: &CreateVolume) -> Result<()> {
         let ours = self.topology();
         // A topology without our key says nothing about us.
@@ -252,7 +215,7 @@ impl Driver {
 
     fn snapshot_content(&self, id: &str) -> Result<Content> {
         let record = self.snapshot(id)?;
-        let path = self.snapshot_data(&record.id);
+        let path = self.store.snapshot_dir(&record).data();
         let data = match File::open(&path) {
             // Deleted since it was looked up.
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(Error::no_snapshot(id)),
@@ -268,6 +231,7 @@ impl Driver {
     }
 
     fn volume_content(&self, record: &VolumeRecord) -> Result<Content> {
+        self.fit(record)?;
         let path = self.volume_data(&record.id);
         Ok(Content {
             source: Source::Volume(record.id.clone()),
@@ -280,14 +244,8 @@ impl Driver {
 }
 
 /// What about an existing volume does not fit a new call of its name.
-fn difference(
-    existing: &VolumeRecord,
-    request: &CreateVolume,
-    access: &[AccessKind],
-    required: u64,
-    limit: Option<u64>,
-) -> Option<String> {
-    if existing.capacity < required || limit.is_some_and(|limit| existing.capacity > limit) {
+fn difference(existing: &VolumeRecord, request: &CreateVolume, access: &[AccessKind]) -> Option<String> {
+    if !request.range.holds(existing.capacity) {
         return Some(format!("capacity {}", existing.capacity));
     }
     if !access.iter().all(|kind| existing.access.contains(kind)) {

@@ -40,6 +40,9 @@ pub enum Error {
     /// There is an image, and the flags ask for none.
     #[error("there is a pool image at {}, and --pool dir asks for none: remove it, or use --pool auto", .0.display())]
     ImageUnwanted(PathBuf),
+    /// The image was unmounted under a running driver.
+    #[error("the pool image is no longer mounted at {}: restart the driver", .0.display())]
+    NotMounted(PathBuf),
     /// Another process serves the image.
     #[error("pool image {} is in use by another process: stop it first", .0.display())]
     ImageInUse(PathBuf),

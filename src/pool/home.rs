@@ -44,6 +44,9 @@ pub struct PoolRequest {
 /// The part of the host's free space that an image takes by default: a sparse image that could
 /// outgrow its host would break every volume at once.
 const DEFAULT_SHARE: (u64, u64) = (9, 10);
+/// Less than this share of a filesystem, or than so many bytes, is a shortage.
+const LOW_SHARE: u64 = 50;
+const LOW_BYTES: u64 = 1 << 30;
 /// mkfs.xfs makes nothing smaller than 300 MiB.
 const MIN_IMAGE: u64 = 300 << 20;
 
@@ -120,6 +123,44 @@ impl Home {
         &self.dir
     }
 
+    /// Fails unless the pool is the one that was opened and takes a write.
+    pub fn check(&self) -> Result<()> {
+        if let Some(image) = &self.image {
+            let dev = image.device.dev()?;
+            if mount::mounted_at(&image.mount_point)?.is_none_or(|mounted| !mounted.is_of(&dev)) {
+                return Err(Error::NotMounted(image.mount_point.clone()));
+            }
+        }
+        let mut scratch =
+            tempfile::tempfile_in(self.dir.path()).context("make a file in", self.dir.path())?;
+        std::io::Write::write_all(&mut scratch, &[0]).context("write a file in", self.dir.path())?;
+        Ok(())
+    }
+
+    /// Bytes that can still be written: free in the pool, or on the host where a sparse image has less
+    /// behind it than it shows.
+    pub fn free(&self) -> Result<u64> {
+        let inside = space(self.dir.path())?.available;
+        Ok(match &self.image {
+            None => inside,
+            Some(image) => inside.min(image.host()?.available),
+        })
+    }
+
+    /// What is wrong with the room that is left, if anything: a pool, or the host of a sparse image, that
+    /// is about to be full breaks all volumes at once.
+    pub fn shortage(&self) -> Result<Option<String>> {
+        let low = |space: &crate::sys::Space| space.available < LOW_BYTES.min(space.total / LOW_SHARE);
+        let inside = space(self.dir.path())?;
+        if low(&inside) {
+            return Ok(Some(format!("the pool has {} left", Quantity(inside.available))));
+        }
+        let Some(image) = &self.image else { return Ok(None) };
+        let host = image.host()?;
+        Ok(low(&host)
+            .then(|| format!("the disk under the pool's image has {} left", Quantity(host.available))))
+    }
+
     /// Where the bytes lie, for people: `in place`, or the image's loop device.
     pub fn describe(&self) -> String {
         match &self.image {
@@ -141,6 +182,12 @@ impl Home {
 }
 
 impl Image {
+    /// The space of the filesystem that the image file lies on.
+    fn host(&self) -> Result<crate::sys::Space> {
+        let parent = self.mount_point.parent().unwrap_or(&self.mount_point);
+        Ok(space(parent)?)
+    }
+
     /// Attaches and mounts the image, or finds that a former process left it so.
     fn open(image: &Path, mount_point: &Path) -> Result<Self> {
         let Some(lock) = FileLock::try_lock(image)? else {
@@ -152,7 +199,7 @@ impl Image {
         };
         let mounted = mount::mounted_at(mount_point)?;
         let dev = device.dev()?;
-        if mounted.is_none_or(|mounted| mounted.dev != dev) {
+        if mounted.is_none_or(|mounted| !mounted.is_of(&dev)) {
             // `nouuid`: a copy of an image may be mounted beside its original.
             let mounted =
                 mount::mount(&device.path(), mount_point, "xfs", Flags::MS_NOATIME, "discard,nouuid");

@@ -44,6 +44,12 @@ pub enum Error {
         /// The number.
         sequence: u64,
     },
+    /// A snapshot whose group can not be served as a whole.
+    #[error("its group snapshot {} is not whole", path.display())]
+    GroupDamaged {
+        /// The group's directory.
+        path: PathBuf,
+    },
     /// An object that is there and can not be served.
     #[error("{why}; repair or remove {} and restart the driver", path.display())]
     Withheld {

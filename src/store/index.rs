@@ -4,34 +4,46 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
 
-use super::records::{SnapshotRecord, VolumeRecord};
-use crate::base::{SnapshotId, VolumeId};
+use super::records::{GroupRecord, SnapshotRecord, VolumeRecord};
+use crate::base::{GroupId, SnapshotId, VolumeId};
 
 /// All records by id, by name, and snapshots by their volume.
 #[derive(Debug, Default)]
 pub struct Index {
     volumes: BTreeMap<VolumeId, Arc<VolumeRecord>>,
     volume_names: HashMap<String, VolumeId>,
+    /// Ephemeral inline volumes, by the handle that kubelet gave them.
+    ephemeral: HashMap<String, VolumeId>,
     snapshots: BTreeMap<SnapshotId, Arc<SnapshotRecord>>,
     snapshot_names: HashMap<String, SnapshotId>,
     /// The snapshots of each volume, oldest first.
     chains: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
+    groups: BTreeMap<GroupId, Arc<GroupRecord>>,
+    group_names: HashMap<String, GroupId>,
 }
 
 impl Index {
     pub(super) fn add_volume(&mut self, record: Arc<VolumeRecord>) {
-        self.volume_names.insert(record.name.clone(), record.id.clone());
+        match &record.ephemeral {
+            Some(handle) => self.ephemeral.insert(handle.clone(), record.id.clone()),
+            None => self.volume_names.insert(record.name.clone(), record.id.clone()),
+        };
         self.volumes.insert(record.id.clone(), record);
     }
 
     pub(super) fn remove_volume(&mut self, id: &VolumeId) {
         if let Some(record) = self.volumes.remove(id) {
-            self.volume_names.remove(&record.name);
+            match &record.ephemeral {
+                Some(handle) => self.ephemeral.remove(handle),
+                None => self.volume_names.remove(&record.name),
+            };
         }
     }
 
     pub(super) fn add_snapshot(&mut self, record: Arc<SnapshotRecord>) {
-        self.snapshot_names.insert(record.name.clone(), record.id.clone());
+        if record.group.is_none() {
+            self.snapshot_names.insert(record.name.clone(), record.id.clone());
+        }
         let chain = self.chains.entry(record.volume.clone()).or_default();
         chain.insert(record.sequence, record.id.clone());
         self.snapshots.insert(record.id.clone(), record);
@@ -44,13 +56,56 @@ impl Index {
 
     pub(super) fn remove_snapshot(&mut self, id: &SnapshotId) {
         let Some(record) = self.snapshots.remove(id) else { return };
-        self.snapshot_names.remove(&record.name);
+        if record.group.is_none() {
+            self.snapshot_names.remove(&record.name);
+        }
         if let Some(chain) = self.chains.get_mut(&record.volume) {
             chain.remove(&record.sequence);
             if chain.is_empty() {
                 self.chains.remove(&record.volume);
             }
         }
+    }
+
+    pub(super) fn add_group(&mut self, record: Arc<GroupRecord>, members: Vec<Arc<SnapshotRecord>>) {
+        for member in members {
+            self.add_snapshot(member);
+        }
+        self.group_names.insert(record.name.clone(), record.id.clone());
+        self.groups.insert(record.id.clone(), record);
+    }
+
+    pub(super) fn remove_group(&mut self, id: &GroupId) {
+        let Some(record) = self.groups.remove(id) else { return };
+        self.group_names.remove(&record.name);
+        for member in &record.members {
+            self.remove_snapshot(member);
+        }
+    }
+
+    /// A group snapshot by id.
+    pub fn group(&self, id: &GroupId) -> Option<Arc<GroupRecord>> {
+        self.groups.get(id).cloned()
+    }
+
+    /// A group snapshot by the name the CO gave it.
+    pub fn group_named(&self, name: &str) -> Option<Arc<GroupRecord>> {
+        self.group(self.group_names.get(name)?)
+    }
+
+    /// How many group snapshots there are.
+    pub fn group_count(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// How many snapshots there are, members of groups among them.
+    pub fn snapshot_count(&self) -> usize {
+        self.snapshots.len()
+    }
+
+    /// How many volumes there are, ephemeral ones among them.
+    pub fn volume_count(&self) -> usize {
+        self.volumes.len()
     }
 
     /// A volume by id.
@@ -61,6 +116,11 @@ impl Index {
     /// A volume by the name the CO gave it.
     pub fn volume_named(&self, name: &str) -> Option<Arc<VolumeRecord>> {
         self.volume(self.volume_names.get(name)?)
+    }
+
+    /// An ephemeral inline volume by the handle that kubelet gave it.
+    pub fn ephemeral(&self, handle: &str) -> Option<Arc<VolumeRecord>> {
+        self.volume(self.ephemeral.get(handle)?)
     }
 
     /// Volumes in the order of their ids, from behind `after` on. An id that is gone meanwhile

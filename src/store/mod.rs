@@ -3,16 +3,18 @@
 //! This room knows no byte of any block.
 
 mod error;
+mod groups;
 mod index;
 mod manifest;
 mod records;
 
 pub use error::{Damage, Error};
+pub use groups::GroupDraft;
 pub use index::Index;
 pub use manifest::{Claim, Manifest};
 pub use records::{
-    AccessKind, Frozen, NodeState, Published, SnapshotRecord, Source, Staged, Timestamp, TupleStyle,
-    VolumeRecord,
+    AccessKind, Attached, Frozen, GroupRecord, NodeState, Published, SnapshotRecord, Source, Staged,
+    Timestamp, Tuning, TupleStyle, VolumeRecord,
 };
 
 use std::fs;
@@ -66,7 +68,7 @@ impl Store {
     /// Reads every record of the pool; what can not be read is kept aside and named, and does not
     /// stop the rest. Empties `staging/` of what a crash left there.
     pub fn open(dir: PoolDir) -> Result<Self> {
-        for path in [dir.volumes(), dir.snapshots(), dir.staging()] {
+        for path in [dir.volumes(), dir.snapshots(), dir.groups(), dir.staging()] {
             if !path.exists() {
                 durable::make_dir(&path)?;
             }
@@ -93,6 +95,7 @@ impl Store {
                 Err(error) => damaged.push(Damage { path, error }),
             }
         }
+        groups::read_all(&dir, &mut index, &mut damaged)?;
         for damage in &damaged {
             tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
         }
@@ -104,12 +107,23 @@ impl Store {
         &self.damaged
     }
 
-    /// Fails where the object in `dir` is there and its record could not be read: it is neither served
-    /// nor gone.
-    pub fn check_readable(&self, dir: &ObjectDir) -> Result<()> {
-        match self.damaged.iter().find(|damage| damage.path == dir.path()) {
-            Some(damage) => Err(Error::Withheld { path: dir.record(), why: damage.error.to_string() }),
+    /// Fails where the object of this id is there and its record could not be read: it is neither
+    /// served nor gone.
+    pub fn check_readable(&self, id: &str) -> Result<()> {
+        match self.damaged.iter().find(|damage| damage.path.file_name().is_some_and(|name| name == id)) {
+            Some(damage) => {
+                let path = ObjectDir::new(&damage.path).record();
+                Err(Error::Withheld { path, why: damage.error.to_string() })
+            }
             None => Ok(()),
+        }
+    }
+
+    /// The files of a snapshot, in its own directory or in that of its group.
+    pub fn snapshot_dir(&self, record: &SnapshotRecord) -> ObjectDir {
+        match &record.group {
+            None => self.dir.snapshot(&record.id),
+            Some(group) => self.dir.group(group).member(&record.id),
         }
     }
 
@@ -160,6 +174,15 @@ impl Store {
         self.commit(draft, &record, &target)?;
         let record = Arc::new(record);
         self.write(|index| index.add_snapshot(record.clone()));
+        Ok(record)
+    }
+
+    /// Replaces a volume's record: expanded, modified, attached. The old one or the new one survives a
+    /// crash, and the new one is there before the caller is told.
+    pub fn update_volume(&self, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
+        durable::replace(&self.dir.volume(&record.id).record(), &encode(&record))?;
+        let record = Arc::new(record);
+        self.write(|index| index.add_volume(record.clone()));
         Ok(record)
     }
 

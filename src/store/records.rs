@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use crate::base::{BlockSize, SnapshotId, VolumeId};
+use crate::base::{BlockSize, GroupId, SnapshotId, VolumeId};
 
 /// The version of all records that this build writes and reads.
 pub(super) const VERSION: u32 = 1;
@@ -60,8 +60,8 @@ pub enum Source {
     Volume(VolumeId),
 }
 
-/// `volumes/<id>/record.json`. Written once with the volume: it names all that a retry of the call
-/// must agree with.
+/// `volumes/<id>/record.json`. Names all that a retry of the call must agree with. Replaced as a whole
+/// when the volume is expanded, modified or attached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeRecord {
     /// Format version.
@@ -80,8 +80,41 @@ pub struct VolumeRecord {
     pub source: Option<Source>,
     /// Whether deltas are kept (`changedBlockTracking`).
     pub tracking: bool,
+    /// What is set on its device.
+    #[serde(default)]
+    pub tuning: Tuning,
+    /// The node it is attached to (ControllerPublishVolume), while it is.
+    #[serde(default)]
+    pub attached: Option<Attached>,
+    /// For an ephemeral inline volume, the handle that kubelet gave it: it has no name, and goes when it
+    /// is unpublished.
+    #[serde(default)]
+    pub ephemeral: Option<String>,
     /// When it was made.
     pub created: Timestamp,
+}
+
+/// Attributes of a volume that can be changed while it is in use (VolumeAttributesClass parameters).
+/// `None`: the kernel's default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// `readAheadKiB`.
+    pub read_ahead_kib: Option<u32>,
+    /// `directIO`.
+    pub direct_io: Option<bool>,
+}
+
+/// A volume attached to a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attached {
+    /// The node.
+    pub node_id: String,
+    /// How it is to be used there.
+    pub access: AccessKind,
+    /// The access mode, by its name in the CSI spec.
+    pub mode: String,
+    /// Whether it may only be read there.
+    pub read_only: bool,
 }
 
 impl VolumeRecord {
@@ -105,8 +138,11 @@ pub struct SnapshotRecord {
     pub version: u32,
     /// The id, also the directory's name.
     pub id: SnapshotId,
-    /// The name the CO gave it: creation is idempotent by it.
+    /// The name the CO gave it: creation is idempotent by it. Empty for a member of a group.
     pub name: String,
+    /// The group it was taken with: it lives in that group's directory, and goes with it.
+    #[serde(default)]
+    pub group: Option<GroupId>,
     /// The volume it was taken of, which may be gone.
     pub volume: VolumeId,
     /// Its place among the snapshots of the volume: later ones are larger. Not a clock.
@@ -124,6 +160,28 @@ pub struct SnapshotRecord {
 }
 
 impl SnapshotRecord {
+    /// The version to write.
+    pub const VERSION: u32 = VERSION;
+}
+
+/// `groups/<id>/record.json`: a group snapshot. Its members' records lie beside it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupRecord {
+    /// Format version.
+    pub version: u32,
+    /// The id, also the directory's name.
+    pub id: GroupId,
+    /// The name the CO gave it: creation is idempotent by it.
+    pub name: String,
+    /// Its snapshots, in the order in which their volumes were named.
+    pub members: Vec<SnapshotId>,
+    /// How their tuples are listed; `None` for the driver's default.
+    pub tuple_style: Option<TupleStyle>,
+    /// When it was taken.
+    pub created: Timestamp,
+}
+
+impl GroupRecord {
     /// The version to write.
     pub const VERSION: u32 = VERSION;
 }
@@ -149,6 +207,13 @@ impl Default for NodeState {
 }
 
 impl NodeState {
+    /// How the volume is staged, if `path` is one of its places: where it is staged, or published.
+    pub fn place(&self, path: &std::path::Path) -> Option<&Staged> {
+        let staged = self.staged.as_ref()?;
+        let published = || self.published.iter().any(|published| published.target == path);
+        (staged.path == path || published()).then_some(staged)
+    }
+
     /// Whether there is nothing to remember.
     pub fn is_idle(&self) -> bool {
         self.staged.is_none() && self.published.is_empty() && !self.formatting

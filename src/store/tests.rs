@@ -1,5 +1,5 @@
 use super::*;
-use crate::base::{BlockSize, DataDir};
+use crate::base::{BlockSize, DataDir, GroupId};
 
 fn volume(name: &str) -> VolumeRecord {
     VolumeRecord {
@@ -11,6 +11,9 @@ fn volume(name: &str) -> VolumeRecord {
         access: vec![AccessKind::Block, AccessKind::Filesystem("ext4".into())],
         source: Some(Source::Snapshot(SnapshotId::random().expect("id"))),
         tracking: true,
+        tuning: Tuning::default(),
+        attached: None,
+        ephemeral: None,
         created: Timestamp::now(),
     }
 }
@@ -20,6 +23,7 @@ fn snapshot(name: &str, of: &VolumeId, sequence: u64) -> SnapshotRecord {
         version: SnapshotRecord::VERSION,
         id: SnapshotId::random().expect("id"),
         name: name.to_owned(),
+        group: None,
         volume: of.clone(),
         sequence,
         capacity: 1 << 20,
@@ -121,6 +125,89 @@ fn removed_is_gone_by_every_key() {
         let chain: Vec<u64> = store.read(|index| index.chain(&record.id).map(|s| s.sequence).collect());
         assert_eq!(chain, [2], "a snapshot outlives its volume");
         assert_eq!(entries(&store.dir.staging()).expect("list").len(), 0);
+    }
+}
+
+fn group(name: &str, members: &[&SnapshotRecord]) -> GroupRecord {
+    GroupRecord {
+        version: GroupRecord::VERSION,
+        id: GroupId::random().expect("id"),
+        name: name.to_owned(),
+        members: members.iter().map(|member| member.id.clone()).collect(),
+        tuple_style: None,
+        created: Timestamp::now(),
+    }
+}
+
+/// A group of a snapshot of each of two volumes, in its draft.
+fn draft_group(store: &Store) -> (GroupDraft, GroupRecord, Vec<SnapshotRecord>) {
+    let volumes = [add(store, volume("one")), add(store, volume("two"))];
+    let mut members = volumes.map(|volume| snapshot("", &volume.id, 1));
+    let record = group("together", &[&members[0], &members[1]]);
+    let draft = store.draft_group(&record.id).expect("draft");
+    for member in &mut members {
+        member.group = Some(record.id.clone());
+        draft.member(&member.id).expect("member");
+    }
+    (draft, record, members.into())
+}
+
+#[test]
+fn a_group_is_there_with_all_its_members_or_not_at_all() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let store = open(dir.path());
+    let (draft, record, members) = draft_group(&store);
+    std::mem::forget(draft);
+    let again = open(dir.path());
+    assert_eq!(again.read(|index| (index.group_count(), index.snapshot_count())), (0, 0));
+    assert_eq!(entries(&again.dir.staging()).expect("list").len(), 0, "a cut group leaves nothing");
+
+    let draft = again.draft_group(&record.id).expect("draft");
+    for member in &members {
+        draft.member(&member.id).expect("member");
+    }
+    again.commit_group(draft, record.clone(), members.clone()).expect("commit");
+    for store in [&again, &open(dir.path())] {
+        assert_eq!(store.read(|index| index.group_named("together")).as_deref(), Some(&record));
+        for member in &members {
+            assert_eq!(store.read(|index| index.snapshot(&member.id)).as_deref(), Some(member));
+            assert!(store.snapshot_dir(member).record().exists());
+        }
+    }
+    drop(again.remove_group(&record.id).expect("remove"));
+    for store in [&again, &open(dir.path())] {
+        assert_eq!(store.read(|index| (index.group_count(), index.snapshot_count())), (0, 0));
+        assert_eq!(entries(&store.dir.groups()).expect("list").len(), 0);
+        assert_eq!(entries(&store.dir.staging()).expect("list").len(), 0);
+    }
+}
+
+#[test]
+fn a_group_that_is_not_whole_is_named_with_its_members() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let store = open(dir.path());
+    let (draft, record, members) = draft_group(&store);
+    store.commit_group(draft, record.clone(), members.clone()).expect("commit");
+    let file = store.snapshot_dir(&members[1]).record();
+    fs::write(&file, "{").expect("write");
+    let again = open(dir.path());
+    assert_eq!(again.read(|index| (index.group_count(), index.snapshot_count())), (0, 0));
+    let ids = [record.id.as_str(), members[0].id.as_str(), members[1].id.as_str()];
+    for id in ids {
+        assert!(matches!(again.check_readable(id), Err(Error::Withheld { .. })), "{id}");
+    }
+    assert!(file.exists(), "a damaged object is left alone");
+}
+
+#[test]
+fn a_replaced_record_is_the_one_that_is_read() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let store = open(dir.path());
+    let record = add(&store, volume("growing"));
+    let larger = VolumeRecord { capacity: 2 << 20, ..(*record).clone() };
+    store.update_volume(larger.clone()).expect("update");
+    for store in [&store, &open(dir.path())] {
+        assert_eq!(store.read(|index| index.volume_named("growing")).as_deref(), Some(&larger));
     }
 }
 

@@ -31,17 +31,18 @@ pub fn is_claimed(device: &Path) -> Result<bool> {
     }
 }
 
-/// How many writes a device has taken, and how many requests are under way.
+/// How many writes a device has taken, and how many are under way. Reads do not show.
 ///
 /// Two equal samples with nothing in flight prove that nothing was written between them
-/// (`Documentation/block/stat.rst`: fields 5 write I/Os, 9 in flight, 12 discard I/Os).
+/// (`Documentation/block/stat.rst`: fields 5 write I/Os, 12 discard I/Os; `sysfs-block`: `inflight`
+/// holds reads and writes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteCounters {
     /// Writes completed since the device was attached.
     pub writes: u64,
     /// Discards completed since then.
     pub discards: u64,
-    /// Requests not completed yet.
+    /// Writes and discards not completed yet.
     pub in_flight: u64,
 }
 
@@ -58,10 +59,12 @@ impl WriteCounters {
             let off = io::Error::new(io::ErrorKind::Unsupported, "queue/iostats is off");
             return Err(off).context("count the writes in", &path);
         }
-        let text = read("stat")?;
-        let fields: Option<Vec<u64>> = text.split_ascii_whitespace().map(|word| word.parse().ok()).collect();
-        match fields.as_deref() {
-            Some([_, _, _, _, writes, _, _, _, in_flight, _, _, discards, ..]) => {
+        let numbers = |text: String| -> Option<Vec<u64>> {
+            text.split_ascii_whitespace().map(|word| word.parse().ok()).collect()
+        };
+        // In flight first: a write that ends between the two reads shows among the completed.
+        match (numbers(read("inflight")?).as_deref(), numbers(read("stat")?).as_deref()) {
+            (Some([_, in_flight]), Some([_, _, _, _, writes, _, _, _, _, _, _, discards, ..])) => {
                 Ok(WriteCounters { writes: *writes, discards: *discards, in_flight: *in_flight })
             }
             _ => Err(io::Error::from(io::ErrorKind::InvalidData)).context("count the writes in", &path),

@@ -3,11 +3,12 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use super::mount::Mount;
 use super::{Context, Error, Result};
 
 /// `_IOWR('X', 119, int)` of `linux/fs.h`.
@@ -39,11 +40,11 @@ enum Outcome {
 }
 
 impl Frozen {
-    /// Writes what is dirty and freezes the filesystem of device `dev` (`major:minor`) mounted at
-    /// `mount_point`. `Ok(None)` when somebody else has frozen it: it is theirs to thaw, and
-    /// consistent as it is.
-    pub fn freeze(mount_point: &Path, dev: &str, bound: Duration) -> Result<Option<Self>> {
-        let root = open_root(mount_point, dev)?;
+    /// Writes what is dirty and freezes the filesystem seen at `mount`. `Ok(None)` when somebody else
+    /// has frozen it: it is theirs to thaw, and consistent as it is.
+    pub fn freeze(mount: &Mount, bound: Duration) -> Result<Option<Self>> {
+        let mount_point = &mount.mount_point;
+        let root = open_root(mount)?;
         let guarded = root.try_clone().context("open", mount_point)?;
         // Its thread is there before the freeze: without one nobody would thaw.
         let (release, released) = mpsc::channel();
@@ -107,29 +108,38 @@ impl Drop for Frozen {
     }
 }
 
-/// Thaws the filesystem of device `dev` mounted at `mount_point`, which a dead process left frozen;
-/// fine when it is not frozen.
-pub fn thaw(mount_point: &Path, dev: &str) -> Result<()> {
-    match thaw_fd(&open_root(mount_point, dev)?) {
+/// Thaws the filesystem seen at `mount`, which a dead process left frozen; fine when it is not frozen.
+pub fn thaw(mount: &Mount) -> Result<()> {
+    match thaw_fd(&open_root(mount)?) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
-        other => other.context("thaw", mount_point),
+        other => other.context("thaw", &mount.mount_point),
     }
 }
 
-/// Opens the root of a mount, and makes sure that it is that of `dev`: something else may be mounted
-/// over it.
-fn open_root(mount_point: &Path, dev: &str) -> Result<File> {
-    use std::os::unix::fs::MetadataExt;
-    let root = File::open(mount_point).context("open", mount_point)?;
-    let device = root.metadata().context("stat", mount_point)?.dev();
-    let found = format!("{}:{}", nix::sys::stat::major(device), nix::sys::stat::minor(device));
-    match found == dev {
+/// Opens the root of a mount, and makes sure that it is that one: something else may be mounted over
+/// it by now.
+fn open_root(mount: &Mount) -> Result<File> {
+    let root = File::open(&mount.mount_point).context("open", &mount.mount_point)?;
+    let found = mount_id(&root).context("find the mount of", &mount.mount_point)?;
+    match found == mount.id {
         true => Ok(root),
         false => {
-            let other = io::Error::other(format!("device {found} is seen there, not {dev}"));
-            Err(other).context("find the filesystem at", mount_point)
+            let other = io::Error::other(format!("mount {found} is seen there, not {}", mount.id));
+            Err(other).context("find the filesystem at", &mount.mount_point)
         }
     }
+}
+
+/// The number of the mount that a file was opened through (statx(2), STATX_MNT_ID).
+fn mount_id(file: &File) -> io::Result<u64> {
+    // SAFETY: an all-zero `statx` is valid: it holds integers only.
+    let mut found: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: statx reads an empty path that ends with NUL and writes one `statx`; both live through
+    // the call, and the descriptor is open.
+    let rc = unsafe {
+        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_MNT_ID, &mut found)
+    };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(found.stx_mnt_id) }
 }
 
 fn thaw_fd(root: &File) -> io::Result<()> {

@@ -19,6 +19,7 @@ const LOOP_CLR_FD: libc::c_ulong = 0x4C01;
 const LOOP_SET_STATUS64: libc::c_ulong = 0x4C04;
 const LOOP_GET_STATUS64: libc::c_ulong = 0x4C05;
 const LOOP_SET_CAPACITY: libc::c_ulong = 0x4C07;
+const LOOP_SET_DIRECT_IO: libc::c_ulong = 0x4C08;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
 
@@ -267,6 +268,22 @@ impl LoopDevice {
         let device = open_node(self.number, Access::ReadOnly)?;
         // SAFETY: LOOP_SET_CAPACITY takes no argument; the descriptor is open.
         check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_CAPACITY) }).context("grow", &path).map(drop)
+    }
+
+    /// Whether it passes requests to the backing file past the page cache, from now on
+    /// (LOOP_SET_DIRECT_IO). What the cache holds is written first.
+    pub fn set_direct_io(&self, direct: bool) -> Result<()> {
+        let path = self.path();
+        let device = open_node(self.number, Access::ReadOnly)?;
+        // SAFETY: LOOP_SET_DIRECT_IO takes a number by value; the descriptor is open.
+        let rc = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_DIRECT_IO, libc::c_ulong::from(direct)) };
+        check(rc).context("set direct I/O of", &path).map(drop)
+    }
+
+    /// How far the kernel reads ahead, in KiB (`queue/read_ahead_kb` in sysfs).
+    pub fn set_read_ahead(&self, kib: u32) -> Result<()> {
+        let path = self.sysfs().join("queue/read_ahead_kb");
+        std::fs::write(&path, kib.to_string()).context("write", &path)
     }
 
     /// `/dev/loopN`.

@@ -65,6 +65,19 @@ pub fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
 }
 
+/// The capability to grow a mounted ext4 (capabilities(7)).
+pub const CAP_SYS_RESOURCE: u32 = 24;
+
+/// Whether the process has a capability in effect (proc_pid_status(5), `CapEff`).
+pub fn has_capability(number: u32) -> Result<bool> {
+    let path = Path::new("/proc/self/status");
+    let text = std::fs::read_to_string(path).context("read", path)?;
+    let mask = text.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    let mask = mask.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData)).context("read", path)?;
+    Ok(mask & (1 << number) != 0)
+}
+
 /// The kernel's id of this boot; another one means that devices and mounts of then are gone.
 pub fn boot_id() -> Result<String> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
@@ -78,13 +91,32 @@ pub struct Space {
     pub total: u64,
     /// Bytes an unprivileged writer may still take.
     pub available: u64,
+    /// Bytes in use.
+    pub used: u64,
+    /// Files and directories: how many there can be, are free and are there. All 0 on a filesystem
+    /// without a limit.
+    pub inodes: Inodes,
 }
 
-/// Asks the filesystem that holds `path` for its size and free bytes (statvfs(3)).
+/// The inodes of a filesystem.
+#[derive(Clone, Copy, Debug)]
+pub struct Inodes {
+    /// All.
+    pub total: u64,
+    /// Free ones.
+    pub available: u64,
+}
+
+/// Asks the filesystem that holds `path` for its size, free bytes and inodes (statvfs(3)).
 pub fn space(path: &Path) -> Result<Space> {
     let stat = nix::sys::statvfs::statvfs(path).context("statvfs", path)?;
     let unit = stat.fragment_size();
-    Ok(Space { total: stat.blocks() * unit, available: stat.blocks_available() * unit })
+    Ok(Space {
+        total: stat.blocks() * unit,
+        available: stat.blocks_available() * unit,
+        used: stat.blocks().saturating_sub(stat.blocks_free()) * unit,
+        inodes: Inodes { total: stat.files(), available: stat.files_free() },
+    })
 }
 
 /// Raises the limit of open files to what the system allows: every metadata stream holds a few.

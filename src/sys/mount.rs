@@ -13,7 +13,10 @@ use super::{Context, Result};
 /// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// Device number of the filesystem, `major:minor`.
+    /// The kernel's number of this mount, one at a time.
+    pub id: u64,
+    /// Device number of the filesystem, `major:minor`. Not a block device's where the filesystem may
+    /// lie on several, as btrfs: see [`Mount::is_of`].
     pub dev: String,
     /// The directory or file of that filesystem which is seen here.
     pub root: PathBuf,
@@ -21,8 +24,27 @@ pub struct Mount {
     pub mount_point: PathBuf,
     /// Whether this mount is read-only.
     pub read_only: bool,
+    /// Whether the filesystem is, for all its mounts: the kernel does that after an error, too.
+    pub super_read_only: bool,
     /// `ext4`, `xfs`, ...
     pub fs_type: String,
+    /// What was mounted: a device node's path, for a filesystem on a block device.
+    pub source: PathBuf,
+}
+
+impl Mount {
+    /// Whether the filesystem lies on the block device numbered `dev`.
+    ///
+    /// btrfs shows a number of its own making, so there it is the device it names as its source, whose
+    /// number the kernel knows by its name whatever `/dev` holds.
+    pub fn is_of(&self, dev: &str) -> bool {
+        let named = || {
+            let name = self.source.file_name()?;
+            let path = Path::new("/sys/class/block").join(name).join("dev");
+            Some(std::fs::read_to_string(path).ok()?.trim() == dev)
+        };
+        self.dev == dev || (self.dev.starts_with("0:") && named().unwrap_or(false))
+    }
 }
 
 /// All mounts of this process's namespace, in mount order: the last at a path is the one seen.
@@ -40,12 +62,17 @@ pub fn mounted_at(path: &Path) -> Result<Option<Mount>> {
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let text = |field: &[u8]| String::from_utf8_lossy(field).into_owned();
-    let dev = text(fields.nth(2)?);
+    let id = text(fields.next()?).parse().ok()?;
+    let dev = text(fields.nth(1)?);
     let root = unescape(fields.next()?);
     let mount_point = unescape(fields.next()?);
-    let read_only = fields.next()?.split(|byte| *byte == b',').any(|option| option == b"ro");
-    let fs_type = text(fields.skip_while(|field| *field != b"-").nth(1)?);
-    Some(Mount { dev, root, mount_point, read_only, fs_type })
+    let has_ro = |options: &[u8]| options.split(|byte| *byte == b',').any(|option| option == b"ro");
+    let read_only = has_ro(fields.next()?);
+    let mut behind = fields.skip_while(|field| *field != b"-");
+    let fs_type = text(behind.nth(1)?);
+    let source = unescape(behind.next()?);
+    let super_read_only = behind.next().is_some_and(has_ro);
+    Some(Mount { id, dev, root, mount_point, read_only, super_read_only, fs_type, source })
 }
 
 /// Undoes the octal escapes of blanks and backslashes.
@@ -176,11 +203,13 @@ mod tests {
     fn mountinfo_lines_parse_with_escapes_and_optional_fields() {
         let line = br"36 35 98:0 /mnt1 /mnt\040two ro,noatime shared:7 master:1 - ext4 /dev/root rw";
         let mount = parse_line(line).expect("a whole line");
+        assert_eq!(mount.id, 36);
         assert_eq!(mount.dev, "98:0");
+        assert_eq!(mount.source, Path::new("/dev/root"));
         assert_eq!(mount.root, Path::new("/mnt1"));
         assert_eq!(mount.mount_point, Path::new("/mnt two"));
         assert_eq!(mount.fs_type, "ext4");
-        assert!(mount.read_only);
+        assert!(mount.read_only && !mount.super_read_only);
         assert_eq!(parse_line(b""), None);
     }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 /// The rooms a room may use besides itself. Store, pool and cbt do not know each other.
-const MAY_USE: [(&str, &[&str]); 9] = [
+const MAY_USE: [(&str, &[&str]); 10] = [
     ("base", &[]),
     ("sys", &["base"]),
     ("store", &["base", "sys"]),
@@ -11,8 +11,9 @@ const MAY_USE: [(&str, &[&str]); 9] = [
     ("cbt", &["base", "sys"]),
     ("driver", &["base", "sys", "store", "pool", "cbt"]),
     ("csi", &["base", "sys", "store", "pool", "cbt", "driver"]),
+    ("http", &["base", "driver"]),
     ("client", &["base", "csi"]),
-    ("cli", &["base", "sys", "store", "pool", "cbt", "driver", "csi", "client"]),
+    ("cli", &["base", "sys", "store", "pool", "cbt", "driver", "csi", "client", "http"]),
 ];
 
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {

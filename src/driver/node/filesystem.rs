@@ -9,7 +9,7 @@ use crate::driver::{Error, Result};
 use crate::sys::extents::DataRanges;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Flags};
-use crate::sys::{Context, blockdev, program};
+use crate::sys::{self, Context, blockdev, program};
 
 /// Whether not a single block of the image holds data.
 pub(super) fn is_blank(data: &Path) -> Result<bool> {
@@ -34,6 +34,7 @@ pub(super) fn detect(device: &Path) -> Result<Option<String>> {
 pub(super) fn make(device: &Path, fs_type: &str) -> Result<()> {
     let made = match fs_type {
         "xfs" => program::run("mkfs.xfs", &["-q", "-f"], device, |code| code == 0),
+        "btrfs" => program::run("mkfs.btrfs", &["-q", "-f"], device, |code| code == 0),
         // No blocks kept for root: the volume is the user's.
         _ => program::run("mkfs.ext4", &["-q", "-F", "-m", "0"], device, |code| code == 0),
     };
@@ -59,6 +60,11 @@ pub(super) fn mount(
     }
     mount::mount(&device.path(), target, fs_type, flags, &options.join(",")).map_err(|error| {
         match error.errno() {
+            Some(libc::EEXIST) if fs_type == "btrfs" => Error::Precondition(
+                "this kernel does not mount a btrfs beside its clone (Linux 6.7 and later do): unpublish the \
+                 other one first"
+                    .into(),
+            ),
             Some(libc::EINVAL) => Error::Precondition(format!(
                 "the kernel refuses to mount {fs_type} at {}: a mount flag that {fs_type} does not have, or damage",
                 target.display()
@@ -95,15 +101,7 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
 /// Grows an ext4 that is smaller than its device. Unmounted: growing it while mounted takes a
 /// capability (CAP_SYS_RESOURCE) that a container may lack.
 pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
-    if fs_type != "ext4" {
-        return Ok(());
-    }
-    let Some((blocks, block_size)) = ext4_geometry(device)? else {
-        let what = format!("dumpe2fs does not tell the size of the ext4 on {}", device.display());
-        return Err(Error::Precondition(what));
-    };
-    // A tail too short for another block group stays unused.
-    if (blocks + EXT4_TAIL) * block_size > blockdev::size(device)? {
+    if fs_type != "ext4" || !ext4_is_small(device)? {
         return Ok(());
     }
     // 1: the journal was replayed, or something small was put right.
@@ -112,12 +110,35 @@ pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
     Ok(blockdev::flush(device)?)
 }
 
-/// Grows a mounted xfs to the size of its device; fine when it fills it.
-pub(super) fn grow_mounted(mount_point: &Path, fs_type: &str) -> Result<()> {
-    if fs_type == "xfs" {
-        program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?;
+/// Grows a mounted filesystem to the size of its device; fine when it fills it.
+pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
+    match fs_type {
+        "xfs" => drop(program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?),
+        "btrfs" => {
+            drop(program::run("btrfs", &["filesystem", "resize", "max"], mount_point, |code| code == 0)?);
+        }
+        "ext4" if ext4_is_small(&device.path())? => {
+            if !sys::has_capability(sys::CAP_SYS_RESOURCE)? {
+                return Err(Error::Precondition(
+                    "a mounted ext4 grows only for a driver with the capability CAP_SYS_RESOURCE: run it \
+                     privileged, or unpublish and unstage the volume, and it grows when it is staged again"
+                        .into(),
+                ));
+            }
+            drop(program::run::<&str>("resize2fs", &[], &device.path(), |code| code == 0)?);
+        }
+        _ => {}
     }
     Ok(())
+}
+
+fn ext4_is_small(device: &Path) -> Result<bool> {
+    let Some((blocks, block_size)) = ext4_geometry(device)? else {
+        let what = format!("dumpe2fs does not tell the size of the ext4 on {}", device.display());
+        return Err(Error::Precondition(what));
+    };
+    // A tail too short for another block group stays unused.
+    Ok((blocks + EXT4_TAIL) * block_size <= blockdev::size(device)?)
 }
 
 /// Blocks at the end of a device that ext4 may leave unused, for they make no block group.

@@ -4,14 +4,21 @@
 //! nothing is mounted which no record explains. The kernel has the last word on what is: a record
 //! without its mount is repaired or dropped, never believed.
 
+mod ephemeral;
+mod expand;
 mod filesystem;
 mod publish;
 mod stage;
+mod stats;
+
+pub use stats::{Stats, Usage};
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use super::expand::{grow, tune};
 use super::locks::{Key, OpGuard};
-use super::{Capability, Driver, Error, Result};
+use super::{Capability, Driver, EphemeralParameters, Error, Result};
 use crate::base::VolumeId;
 use crate::store::{NodeState, VolumeRecord};
 use crate::sys::loopdev::{Access, LoopDevice};
@@ -41,11 +48,13 @@ pub struct PublishRequest {
     pub capability: Capability,
     /// `readonly`.
     pub read_only: bool,
+    /// What `volume_context` says of an ephemeral inline volume, if it is one.
+    pub ephemeral: Option<EphemeralParameters>,
 }
 
 /// A volume that this call alone works on.
 struct Held {
-    record: std::sync::Arc<VolumeRecord>,
+    record: Arc<VolumeRecord>,
     state: NodeState,
     /// The bytes behind its device.
     data: PathBuf,
@@ -55,12 +64,22 @@ struct Held {
 impl Driver {
     /// Takes a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
-        let id = self.volume(volume_id)?.id.clone();
+        let id = self.volume_or_ephemeral(volume_id)?.id.clone();
         let guard = self.locks.take(Key::Volume(id.clone()))?;
-        let record = self.volume(volume_id)?;
+        // Looked up again: it may have been deleted before the lock was ours.
+        let record = self.volume_or_ephemeral(volume_id)?;
+        self.fit(&record)?;
         let state = self.store.node_state(&id)?;
         let data = self.volume_data(&id);
         Ok(Held { record, state, data, _guard: guard })
+    }
+
+    /// A volume by its id, or an ephemeral one by the handle that kubelet gave it.
+    fn volume_or_ephemeral(&self, volume_id: &str) -> Result<Arc<VolumeRecord>> {
+        match self.store.read(|index| index.ephemeral(volume_id)) {
+            Some(record) => Ok(record),
+            None => self.volume(volume_id),
+        }
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
@@ -75,6 +94,14 @@ impl Driver {
     /// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
     /// volume's lock.
     pub(super) fn release_devices(&self, id: &VolumeId) -> Result<()> {
+        match self.check_unused(id)? {
+            Some(device) => detach(device),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails where the volume is staged, published or open exclusively. Its idle device, if it has one.
+    pub(super) fn check_unused(&self, id: &VolumeId) -> Result<Option<LoopDevice>> {
         let state = self.store.node_state(id)?;
         let device = LoopDevice::find(&self.volume_data(id))?;
         let paths = state.staged.iter().map(|staged| &staged.path);
@@ -83,11 +110,12 @@ impl Driver {
                 return Err(in_use(id, &format!("in use at {}", path.display())));
             }
         }
-        let Some(device) = device else { return Ok(()) };
-        if blockdev::is_claimed(&device.path())? {
+        if let Some(device) = &device
+            && blockdev::is_claimed(&device.path())?
+        {
             return Err(in_use(id, &format!("in use through {}", device.path().display())));
         }
-        detach(device)
+        Ok(device)
     }
 }
 
@@ -110,14 +138,17 @@ fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     let Some(device) = device else { return Ok(false) };
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
     let dev = device.dev()?;
-    Ok(mounted.dev == dev || blockdev::number(path).is_some_and(|number| number == dev))
+    Ok(mounted.is_of(&dev) || blockdev::number(path).is_some_and(|number| number == dev))
 }
 
-/// The volume's device, attached where it is not yet. One left over with another access is replaced,
+/// The volume's device as large as the volume, attached where it is not yet. One left over with another access is replaced,
 /// if nobody has it open: two devices on one file would not see each other's writes.
-fn attached(data: &Path, access: Access) -> Result<LoopDevice> {
-    match LoopDevice::find(data)?.map(LoopDevice::keep).transpose()?.flatten() {
-        Some(device) if device.access() == access => return Ok(device),
+fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
+    match LoopDevice::find(&held.data)?.map(LoopDevice::keep).transpose()?.flatten() {
+        Some(device) if device.access() == access => {
+            grow(&device, held.record.capacity)?;
+            return Ok(device);
+        }
         Some(device) => {
             let path = device.path();
             if !device.detach()? {
@@ -129,5 +160,7 @@ fn attached(data: &Path, access: Access) -> Result<LoopDevice> {
         }
         None => {}
     }
-    Ok(LoopDevice::attach(data, access)?)
+    let device = LoopDevice::attach(&held.data, access)?;
+    tune(&device, &held.record.tuning)?;
+    Ok(device)
 }

@@ -20,6 +20,9 @@ impl Driver {
             return Err(Error::Missing { field: "volume_id" });
         }
         let target = checked_path("target_path", &request.target_path)?;
+        if let Some(parameters) = &request.ephemeral {
+            return self.publish_ephemeral(request, parameters, target);
+        }
         if request.staging_path.as_os_str().is_empty() {
             return Err(Error::Precondition(
                 "staging_target_path is missing: stage the volume first and say where".into(),
@@ -44,7 +47,10 @@ impl Driver {
         }
         let published = Published {
             target,
-            read_only: request.read_only || staged.read_only || request.capability.mode.is_read_only(),
+            read_only: request.read_only
+                || staged.read_only
+                || request.capability.mode.is_read_only()
+                || self.attachment(&held.record).is_some_and(|attached| attached.read_only),
             shared: request.capability.mode.is_shared(),
         };
         self.check_others(&mut held, &kind, &published)?;
@@ -106,6 +112,9 @@ impl Driver {
         let target = checked_path("target_path", target)?;
         let Some(mut held) = self.hold_or_gone(volume_id, &target)? else { return Ok(()) };
         let device = LoopDevice::find(&held.data)?;
+        if held.record.ephemeral.is_some() {
+            return self.unpublish_ephemeral(held, &target);
+        }
         let recorded = held.state.published.iter().any(|published| published.target == target);
         if !recorded && !shows(&target, device.as_ref())? {
             return Ok(());
@@ -128,7 +137,7 @@ impl Driver {
 
 fn publish_device(held: &Held, published: &Published) -> Result<()> {
     let access = if published.read_only { Access::ReadOnly } else { Access::ReadWrite };
-    let device = attached(&held.data, access)?;
+    let device = attached(held, access)?;
     if mount::mounted_at(&published.target)?.is_some() {
         return match shows(&published.target, Some(&device))? {
             true => Ok(()),
@@ -164,6 +173,6 @@ fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Resu
     Ok(mount::bind(staging, &published.target, published.read_only)?)
 }
 
-fn occupied(target: &Path) -> Error {
+pub(super) fn occupied(target: &Path) -> Error {
     Error::Precondition(format!("something else is mounted at {}: unmount it first", target.display()))
 }

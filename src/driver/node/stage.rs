@@ -4,6 +4,7 @@
 use std::fs::{self, File};
 use std::path::Path;
 
+use super::publish::occupied;
 use super::{Held, StageRequest, attached, detach, filesystem, shows};
 use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
 use crate::store::{AccessKind, NodeState, Staged};
@@ -69,23 +70,31 @@ impl Driver {
         Ok(())
     }
 
-    fn stage_filesystem(&self, held: &mut Held, staged: &Staged, flags: &MountFlags) -> Result<()> {
+    /// Attaches the volume and mounts its filesystem at a directory that the state names already.
+    pub(super) fn stage_filesystem(
+        &self,
+        held: &mut Held,
+        staged: &Staged,
+        flags: &MountFlags,
+    ) -> Result<()> {
         // Writable also for readers only: an unclean journal is replayed, and the mount refuses them.
-        let device = attached(&held.data, Access::ReadWrite)?;
-        let may_grow = !staged.read_only && held.record.source.is_some();
-        if !shows(&staged.path, Some(&device))? {
-            let fs_type = self.formatted(held, &device, staged)?;
-            if may_grow {
-                filesystem::grow_unmounted(&device.path(), &fs_type)?;
-            }
-            filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
+        let device = attached(held, Access::ReadWrite)?;
+        if shows(&staged.path, Some(&device))? {
+            return Ok(());
         }
-        match mount::mounted_at(&staged.path)? {
-            Some(mounted) if may_grow && !mounted.read_only => {
-                filesystem::grow_mounted(&staged.path, &mounted.fs_type)
-            }
-            _ => Ok(()),
+        if mount::mounted_at(&staged.path)?.is_some() {
+            return Err(occupied(&staged.path));
         }
+        let fs_type = self.formatted(held, &device, staged)?;
+        // Restored into a larger volume, or expanded while nobody used it.
+        if !staged.read_only {
+            filesystem::grow_unmounted(&device.path(), &fs_type)?;
+        }
+        filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
+        if !staged.read_only {
+            filesystem::grow_mounted(&device, &staged.path, &fs_type)?;
+        }
+        Ok(())
     }
 
     /// The filesystem on the device, made where there is none and may be one.
@@ -128,6 +137,9 @@ impl Driver {
         }
         let path = checked_path("staging_target_path", staging_path)?;
         let Some(mut held) = self.hold_or_gone(volume_id, &path)? else { return Ok(()) };
+        if held.record.ephemeral.is_some() {
+            return Ok(());
+        }
         let device = LoopDevice::find(&held.data)?;
         for published in &held.state.published {
             if shows(&published.target, device.as_ref())? {

@@ -1,0 +1,116 @@
+//! Attaching volumes to the node (`ControllerPublishVolume`), behind `--enable-attach`.
+//!
+//! A volume lives on one node, so there is nothing to do on another machine: an attachment is a line in
+//! the volume's record. It says who may use the volume how, and holds deletion off.
+
+use std::sync::PoisonError;
+
+use super::error::shown;
+use super::locks::Key;
+use super::{Capability, Driver, Error, Result};
+use crate::store::{Attached, VolumeRecord};
+
+/// A ControllerPublishVolume call.
+#[derive(Clone, Debug)]
+pub struct AttachRequest {
+    /// `volume_id`.
+    pub volume_id: String,
+    /// `node_id`.
+    pub node_id: String,
+    /// `volume_capability`.
+    pub capability: Capability,
+    /// `readonly`.
+    pub read_only: bool,
+}
+
+impl Driver {
+    /// The node that a volume is attached to. `None` also without `--enable-attach`: what a driver with
+    /// it left behind binds nobody.
+    pub(super) fn attachment<'r>(&self, record: &'r VolumeRecord) -> Option<&'r Attached> {
+        record.attached.as_ref().filter(|_| self.config().attach)
+    }
+
+    /// The nodes that a volume is attached to.
+    pub fn attached_nodes(&self, record: &VolumeRecord) -> Vec<String> {
+        self.attachment(record).map(|attached| attached.node_id.clone()).into_iter().collect()
+    }
+
+    /// Attaches a volume to this node; done already is done.
+    pub fn attach(&self, request: &AttachRequest) -> Result<()> {
+        if request.node_id.is_empty() {
+            return Err(Error::Missing { field: "node_id" });
+        }
+        let record = self.volume(&request.volume_id)?;
+        if request.node_id != self.config().node_id {
+            return Err(Error::NotFound { kind: "node", id: shown(&request.node_id) });
+        }
+        let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
+        // Looked up again: it may have been deleted before the lock was ours.
+        let record = self.volume(&request.volume_id)?;
+        let attached = Attached {
+            node_id: request.node_id.clone(),
+            access: request.capability.kind_of(&record)?,
+            mode: request.capability.mode.name().to_owned(),
+            read_only: request.read_only,
+        };
+        match &record.attached {
+            Some(existing) if *existing == attached => return Ok(()),
+            Some(_) if self.config().attach => {
+                return Err(Error::Clash {
+                    kind: "attachment of volume",
+                    name: record.id.to_string(),
+                    difference: "another capability or readonly flag".into(),
+                });
+            }
+            _ => {}
+        }
+        let _slot = self.take_slot()?;
+        self.store.update_volume(VolumeRecord { attached: Some(attached), ..(*record).clone() })?;
+        Ok(())
+    }
+
+    /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done.
+    pub fn detach(&self, volume_id: &str, node_id: &str) -> Result<()> {
+        let record = match self.volume(volume_id) {
+            Err(Error::NotFound { .. }) => return Ok(()),
+            record => record?,
+        };
+        if !node_id.is_empty() && node_id != self.config().node_id {
+            return Ok(());
+        }
+        let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
+        let Ok(record) = self.volume(volume_id) else { return Ok(()) };
+        if record.attached.is_none() {
+            return Ok(());
+        }
+        self.check_unused(&record.id)?;
+        self.store.update_volume(VolumeRecord { attached: None, ..(*record).clone() })?;
+        Ok(())
+    }
+
+    /// One of the attachments that `--max-volumes-per-node` allows. Held until a record shows it, so that
+    /// two calls at once do not both take the last one.
+    fn take_slot(&self) -> Result<Slot<'_>> {
+        let mut taken = self.attaching.lock().unwrap_or_else(PoisonError::into_inner);
+        let most = self.config().max_volumes;
+        let attached = self
+            .store
+            .read(|index| index.volumes_after(None).filter(|record| record.attached.is_some()).count());
+        if most != 0 && attached + *taken >= most as usize {
+            return Err(Error::Exhausted(format!(
+                "{most} volumes are attached to node {} (--max-volumes-per-node): detach one first",
+                self.config().node_id
+            )));
+        }
+        *taken += 1;
+        Ok(Slot(&self.attaching))
+    }
+}
+
+struct Slot<'s>(&'s std::sync::Mutex<usize>);
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+    }
+}

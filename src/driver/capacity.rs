@@ -1,0 +1,178 @@
+//! Sizes: of volumes, and of the room there is for them.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::sync::PoisonError;
+
+use super::capability::{kinds, least_size};
+use super::{Capability, Driver, Error, Result, VolumeParameters};
+use crate::base::{BlockSize, Quantity};
+use crate::store::AccessKind;
+use crate::sys;
+
+/// The size of a volume for which none was asked.
+const DEFAULT_SIZE: u64 = 1 << 30;
+
+/// The size that a client asks for (`CapacityRange`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CapacityRange {
+    /// At least so many bytes; 0 for no demand.
+    pub required: u64,
+    /// At most so many bytes.
+    pub limit: Option<u64>,
+}
+
+impl CapacityRange {
+    /// Checks the numbers of a request: 0 stands for none.
+    pub fn new(required_bytes: i64, limit_bytes: i64) -> Result<Self> {
+        let positive = |field, value: i64| {
+            u64::try_from(value).map_err(|_| Error::Invalid {
+                field,
+                value: value.to_string(),
+                want: "0 (no demand) or more".into(),
+            })
+        };
+        let required = positive("capacity_range.required_bytes", required_bytes)?;
+        let limit = positive("capacity_range.limit_bytes", limit_bytes)?;
+        if limit != 0 && limit < required {
+            return Err(Error::Invalid {
+                field: "capacity_range.limit_bytes",
+                value: limit.to_string(),
+                want: format!("at least required_bytes, {required}"),
+            });
+        }
+        Ok(CapacityRange { required, limit: (limit != 0).then_some(limit) })
+    }
+
+    /// Whether a capacity is what was asked for.
+    pub(super) fn holds(&self, capacity: u64) -> bool {
+        capacity >= self.required && self.limit.is_none_or(|limit| capacity <= limit)
+    }
+}
+
+/// What GetCapacity answers, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// What can be provisioned.
+    pub available: u64,
+    /// The largest volume that can be made.
+    pub most: u64,
+    /// The smallest volume that can be made.
+    pub least: u64,
+}
+
+/// The bytes of volumes in the making, which no record shows yet: two calls at once must not both take
+/// the last of what `--overcommit` allows.
+#[derive(Debug, Default)]
+pub(super) struct Reserved(Mutex<u64>);
+
+/// A part of it, given back when dropped: by then a record shows it, or the call failed.
+pub(super) struct Reservation<'r> {
+    reserved: &'r Reserved,
+    bytes: u64,
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        *self.reserved.0.lock().unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+    }
+}
+
+impl Driver {
+    /// The size of a volume to be: what is asked, what its source holds and what its filesystem needs,
+    /// whichever is most, rounded up to a block.
+    pub(super) fn capacity(
+        &self,
+        source: Option<u64>,
+        access: &[AccessKind],
+        block_size: BlockSize,
+        range: CapacityRange,
+    ) -> Result<u64> {
+        let least = source.unwrap_or_else(|| least_size(access));
+        let asked = match (range, source) {
+            (CapacityRange { required: 0, limit }, None) => {
+                DEFAULT_SIZE.min(limit.map_or(DEFAULT_SIZE, |limit| block_size.round_down(limit)))
+            }
+            (CapacityRange { required, .. }, _) => required,
+        };
+        self.rounded(asked.max(least), block_size, range.limit)
+    }
+
+    /// The size of an existing volume to be after an expansion: never less than it has.
+    pub(super) fn expanded(&self, now: u64, block_size: BlockSize, range: CapacityRange) -> Result<u64> {
+        if now >= range.required {
+            return match range.limit {
+                Some(limit) if now > limit => Err(Error::OutOfRange {
+                    field: "capacity_range.limit_bytes",
+                    value: i128::from(limit),
+                    want: format!("at least {now}, what the volume has: volumes do not shrink"),
+                }),
+                _ => Ok(now),
+            };
+        }
+        self.rounded(range.required, block_size, range.limit)
+    }
+
+    fn rounded(&self, wanted: u64, block_size: BlockSize, limit: Option<u64>) -> Result<u64> {
+        let most = self.config().max_volume_size;
+        let capacity = block_size.round_up(wanted).filter(|capacity| *capacity <= most.0);
+        let capacity = capacity.ok_or_else(|| Error::OutOfRange {
+            field: "capacity_range.required_bytes",
+            value: i128::from(wanted),
+            want: format!("at most {most} (--max-volume-size)"),
+        })?;
+        match limit {
+            Some(limit) if capacity > limit => Err(Error::OutOfRange {
+                field: "capacity_range.limit_bytes",
+                value: i128::from(limit),
+                want: format!(
+                    "at least {capacity}: the size asked for, the source's and the least that the filesystem \
+                     needs, rounded up to blocks of {}",
+                    Quantity(block_size.bytes())
+                ),
+            }),
+            _ => Ok(capacity),
+        }
+    }
+
+    /// Takes `bytes` of what may be promised; `RESOURCE_EXHAUSTED` where `--overcommit` forbids them.
+    /// Without the flag nothing is refused: volumes are thin.
+    pub(super) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
+        let mut reserved = self.reserved.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(left) = self.promisable(*reserved)?
+            && bytes > left
+        {
+            return Err(Error::Exhausted(format!(
+                "{} more than the {} that may still be promised (--overcommit): delete volumes, or raise it",
+                Quantity(bytes),
+                Quantity(left)
+            )));
+        }
+        *reserved += bytes;
+        Ok(Reservation { reserved: &self.reserved, bytes })
+    }
+
+    /// The bytes that volumes may still be made of; `None` without `--overcommit`.
+    fn promisable(&self, reserved: u64) -> Result<Option<u64>> {
+        let Some(ratio) = self.config().overcommit else { return Ok(None) };
+        let total = sys::space(self.home.dir().path())?.total;
+        let promised: u64 = self.store.read(|index| {
+            index.volumes_after(None).fold(0, |sum: u64, record| sum.saturating_add(record.capacity))
+        });
+        let most = (total as f64 * ratio) as u64;
+        Ok(Some(most.saturating_sub(promised).saturating_sub(reserved)))
+    }
+
+    /// What can be provisioned with these capabilities and parameters. Where nothing limits promises, the
+    /// bytes free in the pool, or on its host where a sparse image has less behind it.
+    pub fn room(&self, capabilities: &[Capability], parameters: &HashMap<String, String>) -> Result<Room> {
+        let block_size = VolumeParameters::parse(parameters)?.block_size.unwrap_or(BlockSize::MIN);
+        let kinds = if capabilities.is_empty() { Vec::new() } else { kinds(capabilities)? };
+        let most = block_size.round_down(self.config().max_volume_size.0);
+        let least = block_size.round_up(least_size(&kinds)).unwrap_or(most);
+        Ok(match self.promisable(0)? {
+            Some(left) => Room { available: left, most: most.min(block_size.round_down(left)), least },
+            None => Room { available: self.home.free()?, most, least },
+        })
+    }
+}

@@ -1,0 +1,166 @@
+//! Group snapshots: several volumes as of one moment, all of them or none.
+
+use std::sync::Arc;
+
+use super::error::shown;
+use super::locks::{Key, OpGuard};
+use super::maps::NewSnapshot;
+use super::volumes::check_name;
+use super::{Driver, Error, Result, SnapshotParameters};
+use crate::base::{GroupId, VolumeId};
+use crate::store::{GroupRecord, SnapshotRecord, Timestamp};
+use crate::sys::Context;
+
+/// A group snapshot with its members.
+#[derive(Clone, Debug)]
+pub struct Group {
+    /// Its record.
+    pub record: Arc<GroupRecord>,
+    /// Its snapshots, in the order in which their volumes were named.
+    pub members: Vec<Arc<SnapshotRecord>>,
+}
+
+impl Driver {
+    /// A group snapshot by the id a client sent, which may be any string. `snapshot_ids` must be its
+    /// members, in any order.
+    pub fn group(&self, id: &str, snapshot_ids: &[String]) -> Result<Group> {
+        if id.is_empty() {
+            return Err(Error::Missing { field: "group_snapshot_id" });
+        }
+        let missing = || Error::NotFound { kind: "group snapshot", id: shown(id) };
+        let Ok(parsed) = id.parse::<GroupId>() else { return Err(missing()) };
+        let Some(record) = self.store.read(|index| index.group(&parsed)) else {
+            self.store.check_readable(id)?;
+            return Err(missing());
+        };
+        check_members(&record, snapshot_ids)?;
+        Ok(self.with_members(record))
+    }
+
+    fn with_members(&self, record: Arc<GroupRecord>) -> Group {
+        let members =
+            self.store.read(|index| record.members.iter().filter_map(|id| index.snapshot(id)).collect());
+        Group { record, members }
+    }
+
+    /// Takes a snapshot of each volume, all as of one moment, or finds those that an earlier call of this
+    /// name took.
+    pub fn create_group(
+        &self,
+        name: &str,
+        volume_ids: &[String],
+        parameters: &SnapshotParameters,
+    ) -> Result<Group> {
+        check_name("name", name)?;
+        if volume_ids.is_empty() {
+            return Err(Error::Missing { field: "source_volume_ids" });
+        }
+        let mut sorted: Vec<&String> = volume_ids.iter().collect();
+        sorted.sort_unstable();
+        if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::Invalid {
+                field: "source_volume_ids",
+                value: format!("{} twice", shown(twice[0])),
+                want: "every volume once".into(),
+            });
+        }
+        let _name = self.locks.take(Key::GroupName(name.to_owned()))?;
+        if let Some(existing) = self.store.read(|index| index.group_named(name)) {
+            let group = self.with_members(existing);
+            let mut theirs: Vec<&str> = group.members.iter().map(|member| member.volume.as_str()).collect();
+            theirs.sort_unstable();
+            let difference = match () {
+                () if !sorted.iter().map(|id| id.as_str()).eq(theirs) => "other source_volume_ids",
+                () if group.record.tuple_style != parameters.tuple_style => "another blockMetadataType",
+                () => return Ok(group),
+            };
+            return Err(Error::Clash {
+                kind: "group snapshot",
+                name: shown(name),
+                difference: difference.into(),
+            });
+        }
+        let mut guards = Vec::new();
+        for id in volume_ids {
+            guards.push(self.locks.take(Key::Volume(self.volume(id)?.id.clone()))?);
+        }
+        self.take_group(name, volume_ids, parameters)
+    }
+
+    /// The caller holds the volumes.
+    fn take_group(
+        &self,
+        name: &str,
+        volume_ids: &[String],
+        parameters: &SnapshotParameters,
+    ) -> Result<Group> {
+        let id = GroupId::random().context("draw an id from", "/dev/random".as_ref())?;
+        let draft = self.store.draft_group(&id)?;
+        let mut snapshots = Vec::new();
+        for volume_id in volume_ids {
+            let volume = self.volume(volume_id)?;
+            self.fit(&volume)?;
+            let record = self.new_snapshot("", Some(id.clone()), &volume, parameters.tuple_style)?;
+            snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record });
+        }
+        self.fill_snapshots(&snapshots)?;
+        let members: Vec<SnapshotRecord> = snapshots.into_iter().map(|new| new.record).collect();
+        let record = GroupRecord {
+            version: GroupRecord::VERSION,
+            id,
+            name: name.to_owned(),
+            members: members.iter().map(|member| member.id.clone()).collect(),
+            tuple_style: parameters.tuple_style,
+            created: members.first().map_or_else(Timestamp::now, |member| member.created),
+        };
+        let _chains = self.chains(members.iter().map(|member| member.volume.clone()).collect());
+        let record = self.store.commit_group(draft, record, members)?;
+        Ok(self.with_members(record))
+    }
+
+    /// The chains of several volumes, in one order for all who take more than one.
+    fn chains(&self, mut volumes: Vec<VolumeId>) -> Vec<OpGuard> {
+        volumes.sort_unstable();
+        volumes.into_iter().map(|id| self.locks.wait(Key::Chain(id))).collect()
+    }
+
+    /// Deletes a group and its members; deltas across them stay exact. An unknown id is no error.
+    pub fn delete_group(&self, id: &str, snapshot_ids: &[String]) -> Result<()> {
+        if id.is_empty() {
+            return Err(Error::Missing { field: "group_snapshot_id" });
+        }
+        let Ok(id) = id.parse::<GroupId>() else { return Ok(()) };
+        let _guard = self.locks.take(Key::Group(id.clone()))?;
+        let Some(record) = self.store.read(|index| index.group(&id)) else {
+            // A group whose record can not be read is not gone.
+            return Ok(self.store.check_readable(id.as_str())?);
+        };
+        check_members(&record, snapshot_ids)?;
+        let group = self.with_members(record);
+        let chains = self.chains(group.members.iter().map(|member| member.volume.clone()).collect());
+        for member in &group.members {
+            self.hand_on(member);
+        }
+        let doomed = self.store.remove_group(&id)?;
+        // Freeing the bytes may take long; nobody has to wait for it.
+        drop(chains);
+        drop(doomed);
+        Ok(())
+    }
+}
+
+/// "Snapshot list mismatch" of the spec's tables for DeleteVolumeGroupSnapshot and GetVolumeGroupSnapshot.
+fn check_members(record: &GroupRecord, snapshot_ids: &[String]) -> Result<()> {
+    let mut asked: Vec<&str> = snapshot_ids.iter().map(String::as_str).collect();
+    let mut members: Vec<&str> = record.members.iter().map(|id| id.as_str()).collect();
+    asked.sort_unstable();
+    members.sort_unstable();
+    match asked == members {
+        true => Ok(()),
+        false => Err(Error::Invalid {
+            field: "snapshot_ids",
+            value: shown(&asked.join(", ")),
+            want: format!("the members of {}: {}", record.id, members.join(", ")),
+        }),
+    }
+}

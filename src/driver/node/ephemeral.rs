@@ -1,0 +1,152 @@
+//! Ephemeral inline volumes: made, formatted and mounted when they are published, gone when they are
+//! unpublished. Kubelet names them by a handle of its own, and never stages them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::publish::occupied;
+use super::stage::remove_target;
+use super::{Held, PublishRequest, detach, shows};
+use crate::base::{BlockSize, VolumeId};
+use crate::driver::locks::Key;
+use crate::driver::volumes::check_name;
+use crate::driver::{AccessType, CapacityRange, Driver, EphemeralParameters, Error, Result, report};
+use crate::store::{NodeState, Staged, Timestamp, Tuning, VolumeRecord};
+use crate::sys::loopdev::LoopDevice;
+use crate::sys::{Context, mount};
+
+impl Driver {
+    /// Makes the volume, unless an earlier try did, and mounts it at its target. A try that fails leaves
+    /// nothing: kubelet may never ask for it to be undone.
+    pub(super) fn publish_ephemeral(
+        &self,
+        request: &PublishRequest,
+        parameters: &EphemeralParameters,
+        target: PathBuf,
+    ) -> Result<()> {
+        let handle = &request.volume_id;
+        check_name("volume_id", handle)?;
+        if request.capability.access == AccessType::Block {
+            return Err(Error::Unsupported(
+                "an ephemeral inline volume is a filesystem, never a device".into(),
+            ));
+        }
+        let _handle = self.locks.take(Key::Ephemeral(handle.clone()))?;
+        let is_new = self.store.read(|index| index.ephemeral(handle)).is_none();
+        if is_new {
+            self.create_ephemeral(request, parameters)?;
+        }
+        let mut held = self.hold(handle)?;
+        let staged = Staged {
+            path: target,
+            access: request.capability.kind_of(&held.record)?,
+            read_only: request.read_only || request.capability.mode.is_read_only(),
+        };
+        let placed = self.place_ephemeral(&mut held, &staged, request);
+        if placed.is_err() && is_new {
+            if let Err(error) = self.remove_ephemeral(held) {
+                tracing::warn!(
+                    error = report(&error),
+                    "an ephemeral volume that could not be published stays"
+                );
+            }
+        }
+        placed
+    }
+
+    fn create_ephemeral(&self, request: &PublishRequest, parameters: &EphemeralParameters) -> Result<()> {
+        let access = vec![request.capability.kind()?];
+        let required = parameters.size.map_or(0, |size| size.0);
+        let capacity =
+            self.capacity(None, &access, BlockSize::MIN, CapacityRange { required, limit: None })?;
+        let _room = self.reserve(capacity)?;
+        let record = VolumeRecord {
+            version: VolumeRecord::VERSION,
+            id: VolumeId::random().context("draw an id from", "/dev/random".as_ref())?,
+            name: String::new(),
+            capacity,
+            block_size: BlockSize::MIN,
+            access,
+            source: None,
+            tracking: true,
+            tuning: Tuning::default(),
+            attached: None,
+            ephemeral: Some(request.volume_id.clone()),
+            created: Timestamp::now(),
+        };
+        self.fill_and_commit(record, None).map(drop)
+    }
+
+    /// 1. Record the target: a crash from here on leaves a record that unpublish starts from.
+    /// 2. Make the target, attach, format, mount.
+    fn place_ephemeral(&self, held: &mut Held, staged: &Staged, request: &PublishRequest) -> Result<()> {
+        let device = LoopDevice::find(&held.data)?;
+        if let Some(existing) = held.state.staged.as_ref().filter(|existing| *existing != staged)
+            && shows(&existing.path, device.as_ref())?
+        {
+            return Err(Error::Clash {
+                kind: "published volume",
+                name: request.volume_id.clone(),
+                difference: format!("another path or readonly flag, at {}", existing.path.display()),
+            });
+        }
+        if mount::mounted_at(&staged.path)?.is_some() && !shows(&staged.path, device.as_ref())? {
+            return Err(occupied(&staged.path));
+        }
+        held.state.staged = Some(staged.clone());
+        self.store.set_node_state(&held.record.id, &held.state)?;
+        match fs::create_dir(&staged.path) {
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && staged.path.is_dir() => {}
+            made => made.context("make the target", &staged.path)?,
+        }
+        let AccessType::Mount { flags, .. } = &request.capability.access else { return Ok(()) };
+        self.stage_filesystem(held, staged, flags)
+    }
+
+    /// Undoes a publish: the volume goes with it. A target where it is not is nothing to undo.
+    pub(super) fn unpublish_ephemeral(&self, held: Held, target: &Path) -> Result<()> {
+        match &held.state.staged {
+            Some(staged) if staged.path != target => Ok(()),
+            _ => self.remove_ephemeral(held),
+        }
+    }
+
+    fn remove_ephemeral(&self, held: Held) -> Result<()> {
+        if let Some(staged) = &held.state.staged {
+            let device = LoopDevice::find(&held.data)?;
+            self.thaw_leftover(&held.record.id)?;
+            if shows(&staged.path, device.as_ref())? {
+                mount::unmount(&staged.path)?;
+            }
+            if mount::mounted_at(&staged.path)?.is_none() {
+                remove_target(&staged.path)?;
+            }
+            if let Some(device) = device {
+                detach(device)?;
+            }
+            self.store.set_node_state(&held.record.id, &NodeState::default())?;
+        }
+        self.remove_idle_volume(&held.record.id)
+    }
+
+    /// Removes ephemeral volumes that were made and never placed: a crash came between, and kubelet need
+    /// not ask again.
+    pub(in crate::driver) fn remove_unplaced(&self) {
+        let ephemeral: Vec<String> = self
+            .store
+            .read(|index| index.volumes_after(None).filter_map(|record| record.ephemeral.clone()).collect());
+        for handle in ephemeral {
+            let removed = self.hold(&handle).and_then(|held| match held.state.staged {
+                None => self.remove_ephemeral(held),
+                Some(_) => Ok(()),
+            });
+            if let Err(error) = removed {
+                tracing::warn!(
+                    volume_id = handle,
+                    error = report(&error),
+                    "an unplaced ephemeral volume stays"
+                );
+            }
+        }
+    }
+}

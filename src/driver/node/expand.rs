@@ -1,0 +1,67 @@
+//! The node's part of an expansion: the device, and the filesystem on it.
+
+use std::path::Path;
+
+use super::{filesystem, shows};
+use crate::driver::expand::grow;
+use crate::driver::{Capability, CapacityRange, Driver, Error, Result, checked_path};
+use crate::store::AccessKind;
+use crate::sys::loopdev::LoopDevice;
+use crate::sys::mount;
+
+impl Driver {
+    /// Grows the device and the filesystem of a volume that is staged or published at `volume_path` to
+    /// the volume's size, which is returned; done already is done.
+    pub fn node_expand(
+        &self,
+        volume_id: &str,
+        volume_path: &Path,
+        range: CapacityRange,
+        capability: Option<&Capability>,
+    ) -> Result<u64> {
+        if volume_id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        let path = checked_path("volume_path", volume_path)?;
+        let held = self.hold(volume_id)?;
+        let staged = held.state.place(&path).ok_or_else(|| Error::NotFound {
+            kind: "a place of the volume on this node,",
+            id: path.display().to_string(),
+        })?;
+        if let Some(asked) = capability.map(|capability| capability.kind_of(&held.record)).transpose()?
+            && asked != staged.access
+        {
+            return Err(Error::Unsupported(format!(
+                "volume {} is staged as {:?}, it can not be expanded as {asked:?}",
+                held.record.id, staged.access
+            )));
+        }
+        let capacity = held.record.capacity;
+        if !range.holds(capacity) {
+            let (field, value) = match range.limit {
+                Some(limit) if limit < capacity => ("capacity_range.limit_bytes", limit),
+                _ => ("capacity_range.required_bytes", range.required),
+            };
+            let want = format!("{capacity}, the volume's size: ControllerExpandVolume changes it");
+            return Err(Error::OutOfRange { field, value: i128::from(value), want });
+        }
+        let Some(device) = LoopDevice::find(&held.data)? else {
+            // A Block volume has its device while it is published.
+            return Ok(capacity);
+        };
+        grow(&device, capacity)?;
+        if let AccessKind::Filesystem(_) = staged.access
+            && shows(&staged.path, Some(&device))?
+            && let Some(mounted) = mount::mounted_at(&staged.path)?
+        {
+            if mounted.read_only {
+                return Err(Error::Precondition(format!(
+                    "volume {} is mounted for reading only: its filesystem grows when it is staged for writing",
+                    held.record.id
+                )));
+            }
+            filesystem::grow_mounted(&device, &staged.path, &mounted.fs_type)?;
+        }
+        Ok(capacity)
+    }
+}

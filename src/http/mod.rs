@@ -1,0 +1,162 @@
+//! Metrics and health over HTTP, for Prometheus and for probes (`--metrics-address`).
+//!
+//! What calls count is counted where they end (`csi`); what the driver holds is asked of it at each
+//! scrape.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use metrics::{Unit, describe_counter, describe_gauge, describe_histogram, gauge};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use tokio::net::TcpListener;
+
+use crate::driver::{Driver, report};
+
+/// Upper bounds of the latency histogram's buckets, in seconds: from a look-up in memory to a long copy.
+const BUCKETS: [f64; 14] =
+    [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0];
+/// How long a client may take to send its request's head.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why metrics can not be served.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The address can not be listened on.
+    #[error("listen on {0} (--metrics-address)")]
+    Listen(SocketAddr, #[source] std::io::Error),
+    /// Something else in the process counts already.
+    #[error("install the metrics recorder")]
+    Install(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+/// A listener, bound before the driver serves: a taken address stops the start.
+pub struct Server {
+    listener: TcpListener,
+    counted: PrometheusHandle,
+}
+
+impl Server {
+    /// Binds `address` and starts to count.
+    pub async fn bind(address: SocketAddr) -> Result<Self, Error> {
+        let listener = TcpListener::bind(address).await.map_err(|error| Error::Listen(address, error))?;
+        let install = || PrometheusBuilder::new().set_buckets(&BUCKETS)?.install_recorder();
+        let counted = install().map_err(|error| Error::Install(error.into()))?;
+        describe();
+        if let Ok(address) = listener.local_addr() {
+            tracing::info!(%address, "serving metrics");
+        }
+        Ok(Server { listener, counted })
+    }
+
+    /// Serves until dropped.
+    pub async fn serve(self, driver: Arc<Driver>) {
+        loop {
+            let stream = match self.listener.accept().await {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Out of descriptors, perhaps: the driver goes on, and so does this.
+                    tracing::warn!(%error, "accept a metrics connection");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                    continue;
+                }
+            };
+            let (driver, counted) = (driver.clone(), self.counted.clone());
+            tokio::spawn(async move {
+                let service = service_fn(move |request| answer(driver.clone(), counted.clone(), request));
+                let served = hyper::server::conn::http1::Builder::new()
+                    .timer(TokioTimer::new())
+                    .header_read_timeout(PATIENCE)
+                    .serve_connection(TokioIo::new(stream), service)
+                    .await;
+                if let Err(error) = served {
+                    tracing::debug!(%error, "a metrics connection ended");
+                }
+            });
+        }
+    }
+}
+
+fn describe() {
+    describe_counter!("deltapath_rpc_total", "Calls that ended, by method and gRPC code.");
+    describe_histogram!("deltapath_rpc_seconds", Unit::Seconds, "Time from a call's arrival to its end.");
+    describe_counter!("deltapath_stream_tuples_total", "Block metadata tuples sent.");
+    describe_counter!(
+        "deltapath_stream_described_bytes_total",
+        Unit::Bytes,
+        "Bytes of volume that the tuples sent describe."
+    );
+    describe_gauge!("deltapath_volumes", "Volumes, ephemeral ones among them.");
+    describe_gauge!("deltapath_snapshots", "Snapshots, members of groups among them.");
+    describe_gauge!("deltapath_group_snapshots", "Group snapshots.");
+    describe_gauge!("deltapath_unreadable_objects", "Objects whose records could not be read at start.");
+    describe_gauge!("deltapath_pool_size_bytes", Unit::Bytes, "Size of the pool's filesystem.");
+    describe_gauge!(
+        "deltapath_pool_free_bytes",
+        Unit::Bytes,
+        "Bytes that can still be written, on the host below a sparse image too."
+    );
+    describe_gauge!(
+        "deltapath_hashing_backlog_bytes",
+        Unit::Bytes,
+        "Bytes of snapshots whose hashes are still to be made."
+    );
+    describe_gauge!("deltapath_ready", "1 when the pool is there and takes a write.");
+}
+
+async fn answer(
+    driver: Arc<Driver>,
+    counted: PrometheusHandle,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
+    let path = request.uri().path().to_owned();
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        return Ok(text(StatusCode::METHOD_NOT_ALLOWED, "use GET\n".into()));
+    }
+    // The pool is asked in a blocking thread: a disk that hangs must not hang the runtime.
+    let answered = tokio::task::spawn_blocking(move || match path.as_str() {
+        "/metrics" => text(StatusCode::OK, scrape(&driver, &counted)),
+        "/healthz" => text(StatusCode::OK, "ok\n".into()),
+        "/readyz" => match driver.ready() {
+            Ok(()) => text(StatusCode::OK, "ok\n".into()),
+            Err(error) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{}\n", report(&error))),
+        },
+        _ => text(StatusCode::NOT_FOUND, "there is /metrics, /healthz and /readyz\n".into()),
+    });
+    Ok(answered
+        .await
+        .unwrap_or_else(|_| text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n".into())))
+}
+
+fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(body.into()));
+    *response.status_mut() = status;
+    let kind = hyper::header::HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(hyper::header::CONTENT_TYPE, kind);
+    response
+}
+
+/// The gauges as of now, and all that was counted.
+fn scrape(driver: &Driver, counted: &PrometheusHandle) -> String {
+    let figures = driver.figures();
+    gauge!("deltapath_volumes").set(figures.volumes as f64);
+    gauge!("deltapath_snapshots").set(figures.snapshots as f64);
+    gauge!("deltapath_group_snapshots").set(figures.groups as f64);
+    gauge!("deltapath_unreadable_objects").set(figures.unreadable as f64);
+    if let Some(size) = figures.pool_bytes {
+        gauge!("deltapath_pool_size_bytes").set(size as f64);
+    }
+    if let Some(free) = figures.free_bytes {
+        gauge!("deltapath_pool_free_bytes").set(free as f64);
+    }
+    gauge!("deltapath_hashing_backlog_bytes").set(figures.hashing_backlog as f64);
+    gauge!("deltapath_ready").set(if driver.ready().is_ok() { 1.0 } else { 0.0 });
+    counted.run_upkeep();
+    counted.render()
+}
