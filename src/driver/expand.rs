@@ -73,16 +73,14 @@ impl Driver {
         Ok(())
     }
 
-    /// Sets attributes of a volume's device, now and at every later attach. What is not named stays.
+    /// Sets attributes of a volume's device, now and at every later attach. What is not named stays, so no
+    /// name at all is no change.
     ///
     /// The device first: what it refuses is not recorded. A crash between the two leaves an effect that
     /// ends with the device, and a retry records it.
     pub fn modify_volume(&self, id: &str, parameters: &HashMap<String, String>) -> Result<()> {
         let record = self.volume(id)?;
         let asked = parse_tuning(parameters)?;
-        if asked == Tuning::default() {
-            return Err(Error::Missing { field: "mutable_parameters" });
-        }
         let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
         let record = self.volume(id)?;
         if let Some(device) = LoopDevice::find(&self.volume_data(&record.id))? {

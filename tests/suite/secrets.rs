@@ -146,8 +146,8 @@ async fn every_call_is_in_the_log() {
     rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
     rig.client.delta(&snapshot, &snapshot, 0, 0).await.expect("delta");
     rig.client.delta(&snapshot, "unknown", 0, 0).await.expect_err("unknown");
-    let get = proto::ControllerGetVolumeRequest { volume_id: volume.clone() };
-    rig.client.controller.controller_get_volume(get).await.expect_err("not claimed");
+    let attach = proto::ControllerPublishVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    rig.client.controller.controller_publish_volume(attach).await.expect_err("not claimed");
     rig.detach(&volume).await;
     rig.terminate();
     let log = rig.log();
@@ -161,7 +161,7 @@ async fn every_call_is_in_the_log() {
         ("GetMetadataAllocated", "snapshot_id", snapshot.as_str(), "Ok"),
         ("GetMetadataDelta", "base_snapshot_id", snapshot.as_str(), "Ok"),
         ("GetMetadataDelta", "target_snapshot_id", "unknown", "NotFound"),
-        ("ControllerGetVolume", "volume_id", volume.as_str(), "Unimplemented"),
+        ("ControllerPublishVolume", "volume_id", volume.as_str(), "Unimplemented"),
         ("NodeUnpublishVolume", "volume_id", volume.as_str(), "Ok"),
     ] {
         let found = lines.iter().any(|line| {

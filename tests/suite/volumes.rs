@@ -110,7 +110,7 @@ async fn what_is_wrong_with_a_request_is_said() {
         "unknown filesystem",
         new_volume("fs", MIB, mount_capability("zfs")),
         Code::InvalidArgument,
-        "ext4 or xfs",
+        "ext4, xfs, btrfs",
     ));
     let mut writers = block_capability();
     writers.access_mode = Some(proto::volume_capability::AccessMode {

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use super::{filesystem, shows};
+use super::{filesystem, place, shows};
 use crate::driver::expand::grow;
-use crate::driver::{Capability, CapacityRange, Driver, Error, Result, checked_path};
+use crate::driver::{Capability, CapacityRange, Driver, Error, Result};
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;
@@ -22,12 +22,11 @@ impl Driver {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
-        let path = checked_path("volume_path", volume_path)?;
+        if volume_path.as_os_str().is_empty() {
+            return Err(Error::Missing { field: "volume_path" });
+        }
         let held = self.hold(volume_id)?;
-        let staged = held.state.place(&path).ok_or_else(|| Error::NotFound {
-            kind: "a place of the volume on this node,",
-            id: path.display().to_string(),
-        })?;
+        let (_, staged) = place(&held.state, volume_path)?;
         if let Some(asked) = capability.map(|capability| capability.kind_of(&held.record)).transpose()?
             && asked != staged.access
         {

@@ -132,25 +132,25 @@ pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &st
     Ok(())
 }
 
+/// Whether an ext4 could be larger on its device. A tail too short for another block group, with its
+/// inode table and what resize2fs wants beside it, stays unused.
 fn ext4_is_small(device: &Path) -> Result<bool> {
-    let Some((blocks, block_size)) = ext4_geometry(device)? else {
-        let what = format!("dumpe2fs does not tell the size of the ext4 on {}", device.display());
-        return Err(Error::Precondition(what));
-    };
-    // A tail too short for another block group stays unused.
-    Ok((blocks + EXT4_TAIL) * block_size <= blockdev::size(device)?)
-}
-
-/// Blocks at the end of a device that ext4 may leave unused, for they make no block group.
-const EXT4_TAIL: u64 = 64;
-
-/// The number of blocks of an ext4, and their size in bytes.
-fn ext4_geometry(device: &Path) -> Result<Option<(u64, u64)>> {
     let output = program::run("dumpe2fs", &["-h"], device, |code| code == 0)?;
     let text = String::from_utf8_lossy(&output.stdout);
     let number = |name: &str| {
         let value = text.lines().find_map(|line| line.strip_prefix(name))?;
         value.trim().parse::<u64>().ok()
     };
-    Ok(number("Block count:").zip(number("Block size:")))
+    let Some((blocks, block_size)) = number("Block count:").zip(number("Block size:")) else {
+        let what = format!("dumpe2fs does not tell the size of the ext4 on {}", device.display());
+        return Err(Error::Precondition(what));
+    };
+    let table = number("Inode blocks per group:").unwrap_or(0);
+    let reserved = number("Reserved GDT blocks:").unwrap_or(0);
+    let tail = table + reserved + EXT4_TAIL;
+    Ok((blocks + tail) * block_size <= blockdev::size(device)?)
 }
+
+/// Blocks that a last, short block group of ext4 needs besides its inode table: bitmaps, backups of the
+/// superblock and the group descriptors, and the 50 that resize2fs does not go below.
+const EXT4_TAIL: u64 = 128;

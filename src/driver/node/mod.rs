@@ -16,11 +16,12 @@ pub use stats::{Stats, Usage};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::error::shown;
 use super::expand::{grow, tune};
 use super::locks::{Key, OpGuard};
 use super::{Capability, Driver, EphemeralParameters, Error, Result};
 use crate::base::VolumeId;
-use crate::store::{NodeState, VolumeRecord};
+use crate::store::{NodeState, Staged, VolumeRecord};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
 
@@ -116,6 +117,16 @@ impl Driver {
             return Err(in_use(id, &format!("in use through {}", device.path().display())));
         }
         Ok(device)
+    }
+}
+
+/// The place of a volume that a `volume_path` names. One that no record knows is not found, whatever
+/// string it is, so it never reaches the kernel.
+fn place<'s>(state: &'s NodeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
+    let path = mount::resolved(volume_path);
+    match state.place(&path) {
+        Some(staged) => Ok((path, staged)),
+        None => Err(Error::NotFound { kind: "the volume at", id: shown(&volume_path.to_string_lossy()) }),
     }
 }
 

@@ -91,7 +91,7 @@ impl Driver {
             filesystem::grow_unmounted(&device.path(), &fs_type)?;
         }
         filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
-        if !staged.read_only {
+        if !staged.read_only && fs_type != "ext4" {
             filesystem::grow_mounted(&device, &staged.path, &fs_type)?;
         }
         Ok(())

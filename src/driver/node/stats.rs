@@ -3,9 +3,9 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::shows;
+use super::{place, shows};
 use crate::driver::condition::Condition;
-use crate::driver::{Driver, Error, Result, checked_path};
+use crate::driver::{Driver, Error, Result};
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{self, Context, mount};
@@ -39,14 +39,12 @@ impl Driver {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
-        let path = checked_path("volume_path", volume_path)?;
+        if volume_path.as_os_str().is_empty() {
+            return Err(Error::Missing { field: "volume_path" });
+        }
         let record = self.volume_or_ephemeral(volume_id)?;
         let state = self.store.node_state(&record.id)?;
-        let not_there = || Error::NotFound {
-            kind: "a place of the volume on this node,",
-            id: path.display().to_string(),
-        };
-        let staged = state.place(&path).ok_or_else(not_there)?;
+        let (path, staged) = place(&state, volume_path)?;
         let data = self.volume_data(&record.id);
         let device = LoopDevice::find(&data)?;
         if staged.access == AccessKind::Block {
