@@ -14,6 +14,7 @@ use tonic::transport::{Channel, Uri};
 use tonic::{Code, Status};
 
 use crate::csi::proto::controller_client::ControllerClient;
+use crate::csi::proto::group_controller_client::GroupControllerClient;
 use crate::csi::proto::identity_client::IdentityClient;
 use crate::csi::proto::node_client::NodeClient;
 use crate::csi::proto::snapshot_metadata_client::SnapshotMetadataClient;
@@ -52,6 +53,8 @@ pub struct Client {
     pub identity: IdentityClient<Channel>,
     /// The Controller service.
     pub controller: ControllerClient<Channel>,
+    /// The GroupController service.
+    pub groups: GroupControllerClient<Channel>,
     /// The Node service.
     pub node: NodeClient<Channel>,
     /// The SnapshotMetadata service.
@@ -118,6 +121,7 @@ impl Client {
         Client {
             identity: IdentityClient::new(channel.clone()),
             controller: ControllerClient::new(channel.clone()),
+            groups: GroupControllerClient::new(channel.clone()),
             node: NodeClient::new(channel.clone()),
             metadata: SnapshotMetadataClient::new(channel),
         }
@@ -154,6 +158,48 @@ impl Client {
         let request =
             proto::DeleteSnapshotRequest { snapshot_id: snapshot_id.to_owned(), secrets: Default::default() };
         self.controller.delete_snapshot(request).await.map_err(Error::of("DeleteSnapshot")).map(drop)
+    }
+
+    /// ControllerExpandVolume to at least `bytes`.
+    pub async fn expand_volume(
+        &mut self,
+        volume_id: &str,
+        bytes: i64,
+    ) -> Result<proto::ControllerExpandVolumeResponse> {
+        let request = proto::ControllerExpandVolumeRequest {
+            volume_id: volume_id.to_owned(),
+            capacity_range: Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 }),
+            ..Default::default()
+        };
+        let answer = self.controller.controller_expand_volume(request).await;
+        answer.map(tonic::Response::into_inner).map_err(Error::of("ControllerExpandVolume"))
+    }
+
+    /// CreateVolumeGroupSnapshot.
+    pub async fn create_group(
+        &mut self,
+        name: &str,
+        volume_ids: &[String],
+    ) -> Result<proto::VolumeGroupSnapshot> {
+        const CALL: &str = "CreateVolumeGroupSnapshot";
+        let request = proto::CreateVolumeGroupSnapshotRequest {
+            name: name.to_owned(),
+            source_volume_ids: volume_ids.to_vec(),
+            ..Default::default()
+        };
+        let answer = self.groups.create_volume_group_snapshot(request).await.map_err(Error::of(CALL))?;
+        answer.into_inner().group_snapshot.ok_or_else(|| empty(CALL))
+    }
+
+    /// DeleteVolumeGroupSnapshot.
+    pub async fn delete_group(&mut self, group_id: &str, snapshot_ids: &[String]) -> Result<()> {
+        let request = proto::DeleteVolumeGroupSnapshotRequest {
+            group_snapshot_id: group_id.to_owned(),
+            snapshot_ids: snapshot_ids.to_vec(),
+            ..Default::default()
+        };
+        let answer = self.groups.delete_volume_group_snapshot(request).await;
+        answer.map(drop).map_err(Error::of("DeleteVolumeGroupSnapshot"))
     }
 
     /// Stages and publishes a volume as kubelet does, below `dir`, and returns the target: the block

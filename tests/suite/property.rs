@@ -1,5 +1,5 @@
-//! Random lives of volumes against a model: writes, zeros, discards, snapshots, restores between them,
-//! clones, deletions and restarts, on both pools, in both styles. Whatever happened, every delta
+//! Random lives of volumes against a model: writes, zeros, discards, snapshots alone and in groups,
+//! restores between them, clones, expansions, deletions and restarts, on both pools, in both styles. Whatever happened, every delta
 //! and every allocated list is exact, block by block, from any offset.
 
 use deltapath::client::{block_capability, from_snapshot, from_volume, new_volume};
@@ -14,14 +14,18 @@ use crate::support::{BLOCK, GIB, PoolKind, Rig, code, have_root};
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;
 const WINDOW: u64 = 96;
-/// The start, a segment's border, and the end of the volume.
-const WINDOWS: [u64; 3] = [0, (1 << 22) - WINDOW / 2, SIZE as u64 / BLOCK - WINDOW];
+/// The start, a segment's border, the end of the volume, and what an expansion adds behind it.
+const WINDOWS: [u64; 4] = [0, (1 << 22) - WINDOW / 2, SIZE as u64 / BLOCK - WINDOW, SIZE as u64 / BLOCK];
+/// What an expansion adds: the last window, then enough for a further segment of a map.
+const GROWTH: [u64; 2] = [WINDOW * BLOCK, 20 << 30];
 
 #[derive(Clone, Debug)]
 enum Step {
     Write { volume: usize, at: Place, fill: u8 },
     Discard { volume: usize, at: Place },
     Snapshot { volume: usize },
+    Group { volumes: (usize, usize) },
+    Expand { volume: usize },
     DeleteSnapshot { pick: usize },
     Restore { pick: usize },
     Clone { volume: usize },
@@ -40,6 +44,10 @@ impl Place {
     fn start(&self) -> u64 {
         WINDOWS[self.window] + self.start
     }
+
+    fn is_in(&self, volume: &Volume) -> bool {
+        (self.start() + self.count) * BLOCK <= volume.size
+    }
 }
 
 fn place() -> impl Strategy<Value = Place> {
@@ -57,6 +65,8 @@ fn step() -> impl Strategy<Value = Step> {
         10 => (volume.clone(), place(), 0..4u8).prop_map(|(volume, at, fill)| Step::Write { volume, at, fill }),
         4 => (volume.clone(), place()).prop_map(|(volume, at)| Step::Discard { volume, at }),
         8 => volume.clone().prop_map(|volume| Step::Snapshot { volume }),
+        2 => (volume.clone(), volume.clone()).prop_map(|volumes| Step::Group { volumes }),
+        2 => volume.clone().prop_map(|volume| Step::Expand { volume }),
         3 => (0..16usize).prop_map(|pick| Step::DeleteSnapshot { pick }),
         2 => (0..16usize).prop_map(|pick| Step::Restore { pick }),
         1 => volume.clone().prop_map(|volume| Step::Clone { volume }),
@@ -68,6 +78,7 @@ fn step() -> impl Strategy<Value = Step> {
 struct Volume {
     id: String,
     device: std::path::PathBuf,
+    size: u64,
     content: Content,
 }
 
@@ -75,7 +86,17 @@ struct Snapshot {
     id: String,
     /// Which volume it is of, numbered in the order they were made.
     volume: String,
+    size: u64,
+    /// Its group, and all members of that.
+    group: Option<(String, Vec<String>)>,
     content: Content,
+}
+
+impl Snapshot {
+    fn of(id: String, volume: &Volume) -> Self {
+        let content = volume.content.clone();
+        Snapshot { id, volume: volume.id.clone(), size: volume.size, group: None, content }
+    }
 }
 
 /// The driver's volumes and snapshots as they should be.
@@ -98,7 +119,7 @@ async fn create(rig: &mut Rig, model: &mut Model, case: usize, block_size: u64) 
     request.parameters.insert("blockSize".into(), block_size.to_string());
     let id = rig.client.create_volume(request).await.expect("create").volume_id;
     let device = rig.attach(&id).await;
-    model.volumes.push(Volume { id, device, content: Content::default() });
+    model.volumes.push(Volume { id, device, size: SIZE as u64, content: Content::default() });
 }
 
 async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
@@ -106,35 +127,63 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
     match step {
         Step::Write { volume, at, fill } if count > 0 => {
             let volume = &mut model.volumes[volume % count];
-            volume.content.write(&volume.device, at.start(), at.count, *fill);
+            if at.is_in(volume) {
+                volume.content.write(&volume.device, at.start(), at.count, *fill);
+            }
         }
         Step::Discard { volume, at } if count > 0 => {
             let volume = &mut model.volumes[volume % count];
-            volume.content.discard(&volume.device, at.start(), at.count);
+            if at.is_in(volume) {
+                volume.content.discard(&volume.device, at.start(), at.count);
+            }
         }
         Step::Snapshot { volume } if count > 0 => {
             let name = model.name("snapshot", case);
             let volume = &model.volumes[volume % count];
             let id = rig.snapshot(&name, &volume.id).await;
-            let content = volume.content.clone();
-            model.snapshots.push(Snapshot { id, volume: volume.id.clone(), content });
+            model.snapshots.push(Snapshot::of(id, volume));
+        }
+        Step::Group { volumes: (one, two) } if count > 0 => {
+            let name = model.name("group", case);
+            let mut picked = vec![one % count, two % count];
+            picked.dedup();
+            let ids: Vec<String> = picked.iter().map(|volume| model.volumes[*volume].id.clone()).collect();
+            let group = rig.client.create_group(&name, &ids).await.expect("nobody writes meanwhile");
+            let members: Vec<String> =
+                group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+            for (member, volume) in group.snapshots.into_iter().zip(picked) {
+                let mut snapshot = Snapshot::of(member.snapshot_id, &model.volumes[volume]);
+                assert_eq!(member.source_volume_id, snapshot.volume);
+                snapshot.group = Some((group.group_snapshot_id.clone(), members.clone()));
+                model.snapshots.push(snapshot);
+            }
+        }
+        Step::Expand { volume } if count > 0 => {
+            let volume = &mut model.volumes[volume % count];
+            if volume.size < SIZE as u64 + GROWTH[0] + GROWTH[1] {
+                volume.size += GROWTH[usize::from(volume.size > SIZE as u64)];
+                let expanded =
+                    rig.client.expand_volume(&volume.id, volume.size as i64).await.expect("expand");
+                assert_eq!(expanded.capacity_bytes as u64, volume.size);
+            }
         }
         Step::DeleteSnapshot { pick } if !model.snapshots.is_empty() => {
             let gone = model.snapshots.remove(pick % model.snapshots.len());
-            rig.client.delete_snapshot(&gone.id).await.expect("delete");
+            delete(rig, model, gone).await;
         }
         Step::Restore { pick } if !model.snapshots.is_empty() && count < 4 => {
             let name = model.name("restored", case);
             let source = &model.snapshots[pick % model.snapshots.len()];
-            let (id, device) = rig.volume_from(&name, SIZE, from_snapshot(&source.id)).await;
-            model.volumes.push(Volume { id, device, content: source.content.clone() });
+            let size = source.size;
+            let (id, device) = rig.volume_from(&name, size as i64, from_snapshot(&source.id)).await;
+            model.volumes.push(Volume { id, device, size, content: source.content.clone() });
         }
         Step::Clone { volume } if count > 0 && count < 4 => {
             let name = model.name("cloned", case);
             let source = &model.volumes[volume % count];
-            let content = source.content.clone();
-            let (id, device) = rig.volume_from(&name, SIZE, from_volume(&source.id)).await;
-            model.volumes.push(Volume { id, device, content });
+            let (size, content) = (source.size, source.content.clone());
+            let (id, device) = rig.volume_from(&name, size as i64, from_volume(&source.id)).await;
+            model.volumes.push(Volume { id, device, size, content });
         }
         Step::DeleteVolume { volume } if count > 1 => {
             let gone = model.volumes.remove(volume % count);
@@ -153,17 +202,29 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
     }
 }
 
+/// Deletes a snapshot that the model no longer holds; a member of a group goes with its group.
+async fn delete(rig: &mut Rig, model: &mut Model, gone: Snapshot) {
+    match gone.group {
+        None => rig.client.delete_snapshot(&gone.id).await.expect("delete"),
+        Some((group, members)) => {
+            assert_eq!(code(rig.client.delete_snapshot(&gone.id).await), Code::InvalidArgument);
+            rig.client.delete_group(&group, &members).await.expect("delete the group");
+            model.snapshots.retain(|snapshot| !members.contains(&snapshot.id));
+        }
+    }
+}
+
 /// Compares all that the driver says with the model.
 async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i32)]) {
     for volume in &model.volumes {
-        for window in WINDOWS {
+        for window in WINDOWS.into_iter().filter(|window| (window + WINDOW) * BLOCK <= volume.size) {
             volume.content.assert_equals(&volume.device, window, WINDOW);
         }
     }
     for snapshot in &model.snapshots {
         let list = rig.client.allocated(&snapshot.id, 0, 0).await.expect("allocated");
         assert_eq!(blocks_of(&list, block_size), snapshot.content.allocated(block_size), "allocated");
-        assert_eq!(list.capacity, SIZE as u64);
+        assert_eq!(list.capacity, snapshot.size, "a snapshot keeps the size it was taken with");
     }
     for (at, base) in model.snapshots.iter().enumerate() {
         for target in &model.snapshots[at..] {
@@ -176,7 +237,7 @@ async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i
             let changed = target.content.changed_since(&base.content, block_size);
             assert_eq!(blocks_of(&list, block_size), changed, "delta");
             for (offset, max_results) in offsets {
-                let offset = offset % (SIZE as u64 + 1);
+                let offset = offset % (target.size + 1);
                 let list =
                     rig.client.delta(&base.id, &target.id, offset as i64, *max_results).await.expect("delta");
                 let tail: Vec<u64> = changed.iter().copied().filter(|b| *b >= offset / block_size).collect();
@@ -201,13 +262,13 @@ async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i
     }
 }
 
-async fn clear(rig: &mut Rig, model: Model) {
-    for volume in model.volumes {
+async fn clear(rig: &mut Rig, mut model: Model) {
+    for volume in std::mem::take(&mut model.volumes) {
         rig.detach(&volume.id).await;
         rig.client.delete_volume(&volume.id).await.expect("delete");
     }
-    for snapshot in model.snapshots {
-        rig.client.delete_snapshot(&snapshot.id).await.expect("delete");
+    while let Some(gone) = model.snapshots.pop() {
+        delete(rig, &mut model, gone).await;
     }
 }
 
