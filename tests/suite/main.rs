@@ -6,6 +6,8 @@ mod crash;
 mod csi_contract;
 mod demo;
 mod docs;
+mod expansion;
+mod groups;
 mod lists;
 mod metadata;
 mod node;

@@ -1,0 +1,296 @@
+//! Expansion: file, device and filesystem, online and offline; and what it does not touch.
+
+use std::os::unix::fs::FileExt;
+
+use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
+use deltapath::csi::proto::{self, CapacityRange};
+use deltapath::sys::{self, blockdev};
+use tonic::Code;
+
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, status_code};
+
+const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
+
+fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRequest {
+    proto::NodeExpandVolumeRequest {
+        volume_id: volume.to_owned(),
+        volume_path: rig.kubelet().join(volume).join("target").display().to_string(),
+        capacity_range: Some(CapacityRange { required_bytes: bytes, limit_bytes: 0 }),
+        ..Default::default()
+    }
+}
+
+/// Seen elsewhere: expansion changes a record; file, device and filesystem stay small (known failure 23).
+#[tokio::test(flavor = "multi_thread")]
+async fn file_device_and_filesystem_grow_while_in_use() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let kubelet = rig.kubelet();
+        for fs_type in FILESYSTEMS {
+            let capability = mount_capability(fs_type);
+            let request = new_volume(fs_type, 400 * MIB, capability.clone());
+            let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+            let target =
+                rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+            std::fs::write(target.join("file"), "kept").expect("write");
+            let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+            for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
+                let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
+                assert_eq!(expanded.capacity_bytes, bytes);
+                assert!(expanded.node_expansion_required, "a filesystem grows on the node");
+                assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
+                let request = node_expand(&rig, &volume, bytes);
+                let answer = rig.client.node.node_expand_volume(request).await;
+                let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
+                if fs_type == "ext4" && is_more && !may_grow_ext4 {
+                    // The kernel lets nobody else grow a mounted ext4, so it grows when it is staged again.
+                    assert_eq!(status_code(answer), Code::FailedPrecondition);
+                    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+                    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+                } else {
+                    assert_eq!(answer.expect("node expand").into_inner().capacity_bytes, bytes);
+                }
+                let space = sys::space(&target).expect("statvfs");
+                let least = bytes as u64 / 10 * 8;
+                assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
+                assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+            }
+            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        }
+        rig.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    for fs_type in FILESYSTEMS {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 400 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.client.expand_volume(&volume, 1000 * MIB).await.expect("expand");
+        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+        let space = sys::space(&target).expect("statvfs");
+        assert!(space.total > 800 << 20, "{fs_type}: {} bytes on a volume of 1000 MiB", space.total);
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}
+
+/// Seen elsewhere: after an expansion an old snapshot reports the new, larger capacity (known failure 7).
+#[tokio::test(flavor = "multi_thread")]
+async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("growing", 8 * MIB).await;
+        let mut content = Content::default();
+        content.write(&device, 100, 10, 1);
+        let before = content.clone();
+        let small = rig.snapshot("small", &volume).await;
+        let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
+        let size = 20 * MIB + BLOCK as i64;
+        assert_eq!(expanded.capacity_bytes, size, "rounded up to a block");
+        assert!(!expanded.node_expansion_required, "a device has grown already");
+        assert_eq!(blockdev::size(&device).expect("size"), size as u64);
+        content.write(&device, 5000, 121, 2);
+        let large = rig.snapshot("large", &volume).await;
+        rig.detach(&volume).await;
+        let device = rig.attach(&volume).await;
+        assert_eq!(blockdev::size(&device).expect("size"), size as u64);
+        content.assert_equals(&device, 0, size as u64 / BLOCK);
+
+        for (snapshot, capacity) in [(&small, 8 * MIB), (&large, size)] {
+            let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
+            assert_eq!(list.capacity, capacity as u64);
+            let same = rig.client.delta(snapshot, snapshot, capacity, 0).await.expect("at the end");
+            assert_eq!(same.capacity, capacity as u64);
+            assert_eq!(code(rig.client.allocated(snapshot, capacity + 1, 0).await), Code::OutOfRange);
+            let listed = rig.client.controller.get_snapshot(proto::GetSnapshotRequest {
+                snapshot_id: snapshot.clone(),
+                ..Default::default()
+            });
+            let listed = listed.await.expect("get").into_inner().snapshot.expect("a snapshot");
+            assert_eq!(listed.size_bytes, capacity);
+        }
+        let delta = rig.client.delta(&small, &large, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK));
+
+        let (restored, device) = rig.volume_from("old size", 0, from_snapshot(&small)).await;
+        assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
+        before.assert_equals(&device, 0, 2048);
+        rig.detach(&restored).await;
+        rig.detach(&volume).await;
+        rig.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--max-volume-size", "1Gi"], "info").await;
+    let volume = rig
+        .client
+        .create_volume(new_volume("raw", 8 * MIB, block_capability()))
+        .await
+        .expect("create")
+        .volume_id;
+    let range = |required_bytes, limit_bytes| Some(CapacityRange { required_bytes, limit_bytes });
+    let request = |volume: &str, capacity_range, volume_capability| proto::ControllerExpandVolumeRequest {
+        volume_id: volume.to_owned(),
+        capacity_range,
+        volume_capability,
+        ..Default::default()
+    };
+    for (request, expected) in [
+        (request("", range(MIB, 0), None), Code::InvalidArgument),
+        (request("unknown", range(MIB, 0), None), Code::NotFound),
+        (request(&volume, None, None), Code::InvalidArgument),
+        (request(&volume, range(-1, 0), None), Code::InvalidArgument),
+        (request(&volume, range(16 * MIB, 9 * MIB), None), Code::InvalidArgument),
+        (request(&volume, range(1 << 40, 0), None), Code::OutOfRange),
+        (request(&volume, range(i64::MAX, 0), None), Code::OutOfRange),
+        (request(&volume, range(0, MIB), None), Code::OutOfRange),
+        (request(&volume, range(8 * MIB + 1, 8 * MIB + 2), None), Code::OutOfRange),
+        (request(&volume, range(16 * MIB, 0), Some(mount_capability("ext4"))), Code::InvalidArgument),
+    ] {
+        let shown = format!("{request:?}");
+        assert_eq!(
+            status_code(rig.client.controller.controller_expand_volume(request).await),
+            expected,
+            "{shown}"
+        );
+    }
+    for bytes in [0, 1, 8 * MIB] {
+        let same = rig.client.expand_volume(&volume, bytes).await.expect("large enough already");
+        assert_eq!(same.capacity_bytes, 8 * MIB);
+    }
+    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    assert_eq!(std::fs::metadata(&image).expect("stat").len(), 8 << 20);
+
+    rig.attach(&volume).await;
+    let ahead = node_expand(&rig, &volume, 16 * MIB);
+    assert_eq!(status_code(rig.client.node.node_expand_volume(ahead).await), Code::OutOfRange);
+    let mut elsewhere = node_expand(&rig, &volume, 8 * MIB);
+    elsewhere.volume_path = rig.dir.path().display().to_string();
+    assert_eq!(status_code(rig.client.node.node_expand_volume(elsewhere).await), Code::NotFound);
+    let nowhere =
+        proto::NodeExpandVolumeRequest { volume_path: String::new(), ..node_expand(&rig, &volume, 0) };
+    assert_eq!(status_code(rig.client.node.node_expand_volume(nowhere).await), Code::InvalidArgument);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// A crash between the file and the record leaves a file that is longer than the volume; one between the
+/// record and the device leaves a device that is shorter. The next use puts both right.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expansion_cut_short_is_put_right() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (volume, device) = rig.block_volume("cut", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 2048, 3);
+    let dir = rig.pool_dir().join("volumes").join(&volume);
+    rig.kill();
+    let image = std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
+    image.set_len(16 << 20).expect("set_len");
+    drop(image);
+    rig.start_again().await;
+    let snapshot = rig.snapshot("after the crash", &volume).await;
+    let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
+    assert_eq!(std::fs::metadata(&copy).expect("stat").len(), 8 << 20);
+    assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
+    content.assert_equals(&device, 0, 2048);
+
+    rig.kill();
+    // The record says 16 MiB, and neither file nor device do.
+    let record = std::fs::read_to_string(dir.join("record.json")).expect("read");
+    let larger =
+        record.replace(&format!("\"capacity\": {}", 8 << 20), &format!("\"capacity\": {}", 16 << 20));
+    assert_ne!(record, larger);
+    std::fs::write(dir.join("record.json"), larger).expect("write");
+    rig.start_again().await;
+    assert_eq!(rig.attach(&volume).await, device);
+    assert_eq!(blockdev::size(&device).expect("size"), 16 << 20);
+    content.write(&device, 4000, 96, 4);
+    content.assert_equals(&device, 0, 4096);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// Without the flag volumes are thin and never refused for want of room.
+#[tokio::test(flavor = "multi_thread")]
+async fn overcommit_bounds_what_is_promised() {
+    if !have_root() {
+        return;
+    }
+    // The pool image of a rig is 8 GiB, less what xfs takes.
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--overcommit", "2"], "info").await;
+    let capacity = |rig: &Rig| rig.client.controller.clone();
+    let room = capacity(&rig).get_capacity(proto::GetCapacityRequest::default()).await.expect("capacity");
+    let room = room.into_inner();
+    assert!((14 * 1024 * MIB..=16 * 1024 * MIB).contains(&room.available_capacity), "{room:?}");
+    assert_eq!(room.maximum_volume_size, Some(room.available_capacity / BLOCK as i64 * BLOCK as i64));
+    let request = |name: &str, bytes| new_volume(name, bytes, block_capability());
+    let first = rig.client.create_volume(request("first", 10 * 1024 * MIB)).await.expect("fits").volume_id;
+    assert_eq!(
+        code(rig.client.create_volume(request("second", 10 * 1024 * MIB)).await),
+        Code::ResourceExhausted
+    );
+    assert_eq!(code(rig.client.expand_volume(&first, 20 * 1024 * MIB).await), Code::ResourceExhausted);
+    rig.client.expand_volume(&first, 12 * 1024 * MIB).await.expect("fits");
+    let left = capacity(&rig).get_capacity(proto::GetCapacityRequest::default()).await.expect("capacity");
+    assert_eq!(left.into_inner().available_capacity, room.available_capacity - 12 * 1024 * MIB);
+    rig.client.delete_volume(&first).await.expect("delete");
+    rig.client.create_volume(request("second", 10 * 1024 * MIB)).await.expect("fits now");
+    rig.finish();
+
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    rig.client.create_volume(request("thin", 32 << 40)).await.expect("volumes are thin");
+    let mut ask = proto::GetCapacityRequest {
+        volume_capabilities: vec![mount_capability("xfs")],
+        ..Default::default()
+    };
+    ask.parameters.insert("csi.storage.k8s.io/fstype".into(), "xfs".into());
+    ask.parameters.insert("blockSize".into(), "1Mi".into());
+    let room = capacity(&rig).get_capacity(ask).await.expect("capacity").into_inner();
+    let free = sys::space(&rig.pool_dir()).expect("statvfs").available;
+    assert!(room.available_capacity.abs_diff(free as i64) < 64 << 20, "{room:?} of {free}");
+    assert_eq!(room.minimum_volume_size, Some(300 * MIB));
+    assert_eq!(room.maximum_volume_size, Some(64 << 40));
+    rig.finish();
+}
+
+/// A file past the end of a device is not there to be written: the new part is zeros.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_expansion_adds_reads_as_zeros() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("zeros", 4 * MIB).await;
+    rig.client.expand_volume(&volume, 8 * MIB).await.expect("expand");
+    let mut bytes = vec![1; 4 << 20];
+    let file = std::fs::File::open(&device).expect("open");
+    file.read_exact_at(&mut bytes, 4 << 20).expect("read");
+    assert!(bytes.iter().all(|byte| *byte == 0));
+    drop(file);
+    rig.detach(&volume).await;
+    rig.finish();
+}
