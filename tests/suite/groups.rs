@@ -214,6 +214,23 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails() {
         }
         // Often too short for a group, sometimes long enough.
         let pause = |number: u64| Duration::from_micros([0, 100, 500, 50, 20_000][number as usize % 5]);
+        // Without any pause: taken in order, or refused, and a refused one leaves nothing.
+        let restless = Writer::start(open_device(&devices[0]), open_device(&devices[1]), |_| Duration::ZERO);
+        for round in 0..2 {
+            match rig.client.create_group(&format!("restless {round}"), &volumes).await {
+                Err(error) => assert_eq!(error.code(), Code::FailedPrecondition, "{error}"),
+                Ok(group) => {
+                    let (a, b) = (number_at(&image(&rig, &group, 0)), number_at(&image(&rig, &group, 1)));
+                    assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+                    let ids = members(&group);
+                    rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
+                }
+            }
+            for dir in ["groups", "staging"] {
+                assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
+            }
+        }
+        restless.end();
         let writer = Writer::start(open_device(&devices[0]), open_device(&devices[1]), pause);
         let (mut taken, mut refused) = (0, 0);
         for round in 0..60 {

@@ -67,7 +67,9 @@ impl Driver {
             let what = format!("the volume is not mounted at {} any more: publish it again", path.display());
             return Ok(Stats { bytes: None, inodes: None, condition: Condition::abnormal(what) });
         }
-        let space = match sys::space(&path) {
+        // The root is looked at as well: a filesystem that was shut down still tells its size.
+        let answers = std::fs::metadata(&path).context("stat", &path);
+        let space = match answers.and_then(|_| sys::space(&path)) {
             Ok(space) => space,
             Err(error) => {
                 let what = format!("the filesystem does not answer: {}", crate::driver::report(&error));

@@ -1,0 +1,139 @@
+//! Metrics, health, and a probe that tells the truth.
+
+use std::collections::BTreeSet;
+use std::net::{SocketAddr, TcpListener};
+
+use deltapath::csi::proto;
+use deltapath::sys::mount;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tonic::Code;
+
+use crate::support::{MIB, PoolKind, Rig, have_root, status_code};
+
+/// An address that nobody listens on. Somebody else may take it before the driver does; then the driver
+/// does not start and the test fails, which is rare and plain.
+fn free_address() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    listener.local_addr().expect("address")
+}
+
+async fn get(address: SocketAddr, path: &str) -> (u16, String) {
+    let mut stream = tokio::net::TcpStream::connect(address).await.expect("connect");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("send");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("receive");
+    let status = answer.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a status line");
+    (status, answer.split_once("\r\n\r\n").expect("a body").1.to_owned())
+}
+
+/// The value of a metric line, named with its labels.
+fn value(metrics: &str, name: &str) -> Option<f64> {
+    metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn metrics_count_what_happened_and_no_label_is_a_clients() {
+    if !have_root() {
+        return;
+    }
+    let address = free_address();
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
+    let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
+    crate::support::content::Content::default().write(&device, 0, 10, 1);
+    let snapshot = rig.snapshot("counted", &volume).await;
+    rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
+    for number in 0..50 {
+        rig.client.delete_snapshot("").await.expect_err("no id");
+        let get = proto::ControllerGetVolumeRequest { volume_id: format!("unknown-{number}") };
+        rig.client.controller.controller_get_volume(get).await.expect_err("unknown");
+    }
+    let (status, metrics) = get(address, "/metrics").await;
+    assert_eq!(status, 200);
+    for (name, expected) in [
+        (r#"deltapath_rpc_total{method="CreateVolume",code="Ok"}"#, 1.0),
+        (r#"deltapath_rpc_total{method="DeleteSnapshot",code="InvalidArgument"}"#, 50.0),
+        (r#"deltapath_rpc_total{method="ControllerGetVolume",code="NotFound"}"#, 50.0),
+        (r#"deltapath_rpc_total{method="GetMetadataAllocated",code="Ok"}"#, 1.0),
+        (r#"deltapath_rpc_seconds_count{method="CreateSnapshot"}"#, 1.0),
+        (r#"deltapath_rpc_seconds_bucket{method="CreateSnapshot",le="+Inf"}"#, 1.0),
+        (r#"deltapath_stream_tuples_total{method="GetMetadataAllocated"}"#, 1.0),
+        (r#"deltapath_stream_described_bytes_total{method="GetMetadataAllocated"}"#, 40960.0),
+        ("deltapath_volumes", 1.0),
+        ("deltapath_snapshots", 1.0),
+        ("deltapath_group_snapshots", 0.0),
+        ("deltapath_unreadable_objects", 0.0),
+        ("deltapath_hashing_backlog_bytes", 0.0),
+        ("deltapath_ready", 1.0),
+    ] {
+        assert_eq!(value(&metrics, name), Some(expected), "{name} in\n{metrics}");
+    }
+    let size = value(&metrics, "deltapath_pool_size_bytes").expect("the pool's size");
+    let free = value(&metrics, "deltapath_pool_free_bytes").expect("free bytes");
+    assert!(size > 7e9 && free > 0.0 && free <= size, "{free} of {size}");
+    let labels: BTreeSet<&str> = metrics
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| Some(line.split_once('{')?.1.split_once('}')?.0))
+        .flat_map(|labels| labels.split(','))
+        .filter_map(|label| Some(label.split_once('=')?.0))
+        .collect();
+    assert_eq!(labels, BTreeSet::from(["code", "le", "method"]));
+    assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's word is a label");
+    let documented =
+        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).expect("README");
+    let help = metrics.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next());
+    for name in help {
+        assert!(documented.contains(&format!("`{name}`")), "the README does not name {name}");
+    }
+    assert_eq!(get(address, "/healthz").await.0, 200);
+    assert_eq!(get(address, "/readyz").await.0, 200);
+    assert_eq!(get(address, "/").await.0, 404);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// The pool is taken away under a running driver: it says so, and says when it is back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_probe_tells_when_the_pool_is_gone() {
+    if !have_root() {
+        return;
+    }
+    let address = free_address();
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
+    let pool = rig.pool_dir();
+    let ready = rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe").into_inner().ready;
+    assert_eq!(ready, Some(true));
+    let device = mount::mounted_at(&pool).expect("mounts").expect("the pool is mounted").source;
+    mount::unmount(&pool).expect("a stranger unmounts it");
+    let gone = rig.client.identity.probe(proto::ProbeRequest {}).await;
+    assert_eq!(status_code(gone), Code::FailedPrecondition);
+    assert_eq!(get(address, "/readyz").await.0, 503);
+    assert_eq!(get(address, "/healthz").await.0, 200, "the process itself is well");
+    mount::mount(&device, &pool, "xfs", mount::Flags::MS_RDONLY, "nouuid").expect("mount read-only");
+    let read_only = rig.client.identity.probe(proto::ProbeRequest {}).await;
+    assert_eq!(status_code(read_only), Code::FailedPrecondition);
+    mount::unmount(&pool).expect("unmount");
+    mount::mount(&device, &pool, "xfs", mount::Flags::empty(), "nouuid").expect("mount again");
+    rig.client.identity.probe(proto::ProbeRequest {}).await.expect("back");
+    assert_eq!(get(address, "/readyz").await.0, 200);
+    rig.finish();
+}
+
+/// A taken address stops the start, with the flag's name.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_taken_metrics_address_is_an_error() {
+    if !have_root() {
+        return;
+    }
+    let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+    let output = crate::support::driver_command(dir.path(), PoolKind::Dir)
+        .args(["--metrics-address", &taken.local_addr().expect("address").to_string()])
+        .stderr(std::process::Stdio::piped())
+        .output()
+        .expect("run");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("--metrics-address"), "{said}");
+}

@@ -1,0 +1,415 @@
+//! How full volumes are, how they are, and what can be set on them while they are in use.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use deltapath::client::{block_capability, mount_capability, new_volume};
+use deltapath::csi::proto::volume_usage::Unit;
+use deltapath::csi::proto::{self, VolumeCondition, VolumeUsage};
+use deltapath::sys::{self, sweep::devices_below};
+use tonic::Code;
+
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, status_code};
+
+async fn stats(
+    rig: &Rig,
+    volume: &str,
+    path: &Path,
+) -> Result<(Vec<VolumeUsage>, VolumeCondition), tonic::Status> {
+    let request = proto::NodeGetVolumeStatsRequest {
+        volume_id: volume.to_owned(),
+        volume_path: path.display().to_string(),
+        ..Default::default()
+    };
+    let answer = rig.client.node.clone().node_get_volume_stats(request).await?.into_inner();
+    Ok((answer.usage, answer.volume_condition.expect("VOLUME_CONDITION is claimed")))
+}
+
+async fn controller_condition(rig: &Rig, volume: &str) -> VolumeCondition {
+    let request = proto::ControllerGetVolumeRequest { volume_id: volume.to_owned() };
+    let answer =
+        rig.client.controller.clone().controller_get_volume(request).await.expect("get").into_inner();
+    assert_eq!(answer.volume.expect("a volume").volume_id, volume);
+    answer.status.expect("a status").volume_condition.expect("VOLUME_CONDITION is claimed")
+}
+
+/// Seen elsewhere: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
+/// host disk (known failure 28).
+#[tokio::test(flavor = "multi_thread")]
+async fn stats_are_those_of_the_volume_itself() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let kubelet = rig.kubelet();
+        let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
+        Content::default().write(&device, 0, 256, 1);
+        std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
+        let (usage, condition) = stats(&rig, &raw, &device).await.expect("stats");
+        let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
+        assert_eq!((bytes.unit, bytes.total), (i32::from(Unit::Bytes), 64 * MIB));
+        assert_eq!((bytes.used, bytes.available), (MIB, 63 * MIB));
+        assert!(!condition.abnormal, "{condition:?}");
+
+        for fs_type in ["ext4", "xfs", "btrfs"] {
+            let capability = mount_capability(fs_type);
+            let request = new_volume(fs_type, 320 * MIB, capability.clone());
+            let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+            let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+            std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
+            std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
+            for path in [target.clone(), kubelet.join(&volume).join("staging")] {
+                let (usage, condition) = stats(&rig, &volume, &path).await.expect("stats");
+                assert!(!condition.abnormal, "{condition:?}");
+                let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
+                let bytes = of(Unit::Bytes).expect("bytes");
+                assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
+                assert!((20 * MIB..100 * MIB).contains(&bytes.used), "{fs_type}: {bytes:?}");
+                assert!(bytes.used + bytes.available <= bytes.total, "{fs_type}: {bytes:?}");
+                match of(Unit::Inodes) {
+                    Some(inodes) => {
+                        assert!(
+                            inodes.used > 0 && inodes.used + inodes.available == inodes.total,
+                            "{inodes:?}"
+                        );
+                    }
+                    None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
+                }
+            }
+            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+            assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
+        }
+        for (volume, path, expected) in [
+            ("", "/x", Code::InvalidArgument),
+            (raw.as_str(), "", Code::InvalidArgument),
+            ("unknown", "/x", Code::NotFound),
+            (&raw, "/dev", Code::NotFound),
+            (&raw, "relative/../path", Code::NotFound),
+        ] {
+            assert_eq!(
+                stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(),
+                expected,
+                "{path}"
+            );
+        }
+        rig.detach(&raw).await;
+        rig.finish();
+    }
+}
+
+/// A condition says what is wrong: a filesystem that the kernel shut down, a mount that somebody took away,
+/// a file cut short, a record that can not be read.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_condition_tells_what_is_wrong() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability("xfs");
+    let request = new_volume("files", 300 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    assert!(!stats(&rig, &volume, &target).await.expect("stats").1.abnormal);
+    assert!(!controller_condition(&rig, &volume).await.abnormal);
+    let shutdown = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
+    shutdown.expect("shutdown");
+    let (usage, condition) = stats(&rig, &volume, &target).await.expect("stats");
+    assert!(usage.is_empty() && condition.abnormal, "{usage:?} {condition:?}");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    sys::mount::unmount(&target).expect("a stranger unmounts it");
+    let (_, condition) = stats(&rig, &volume, &target).await.expect("stats");
+    assert!(condition.abnormal && condition.message.contains("not mounted"), "{condition:?}");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+
+    let dir = rig.pool_dir().join("volumes").join(&volume);
+    let image = std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
+    image.set_len(MIB as u64).expect("cut");
+    let condition = controller_condition(&rig, &volume).await;
+    assert!(condition.abnormal && condition.message.contains("1048576 bytes of 314572800"), "{condition:?}");
+    let list = proto::ListVolumesRequest::default();
+    let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
+    let status = list.entries[0].status.clone().expect("a status");
+    assert_eq!(status.volume_condition, Some(condition));
+    rig.kill();
+    std::fs::write(dir.join("record.json"), "{").expect("write");
+    rig.start_again().await;
+    let condition = controller_condition(&rig, &volume).await;
+    assert!(condition.abnormal && condition.message.contains("record.json"), "{condition:?}");
+    drop(image);
+    rig.finish();
+}
+
+fn queue(rig: &Rig, attribute: &str) -> String {
+    let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("one device");
+    std::fs::read_to_string(device.sysfs().join(attribute)).expect(attribute).trim().to_owned()
+}
+
+/// VolumeAttributesClass parameters change the live device, stay over a restart, and are there from the
+/// start when the volume is made with them. What passes through the page cache is in a snapshot too.
+#[tokio::test(flavor = "multi_thread")]
+async fn attributes_change_the_live_device() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
+        let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
+            volume_id: volume.to_owned(),
+            mutable_parameters: pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
+            ..Default::default()
+        };
+        let direct = queue(&rig, "loop/dio");
+        for (pairs, kib, dio) in [
+            (vec![("readAheadKiB", "64"), ("directIO", "false")], "64", "0"),
+            (vec![("readAheadKiB", "2048")], "2048", "0"),
+            (vec![], "2048", "0"),
+        ] {
+            let request = modify(&volume, &pairs);
+            for _ in 0..2 {
+                rig.client.controller.controller_modify_volume(request.clone()).await.expect("modify");
+            }
+            assert_eq!(
+                (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
+                (kib, dio)
+            );
+        }
+        for (volume, pairs, expected) in [
+            ("", vec![("readAheadKiB", "4")], Code::InvalidArgument),
+            ("unknown", vec![("readAheadKiB", "4")], Code::NotFound),
+            (&volume, vec![("readAheadKiB", "4"), ("iops", "1")], Code::InvalidArgument),
+            (&volume, vec![("readAheadKiB", "5")], Code::InvalidArgument),
+        ] {
+            let refused = rig.client.controller.controller_modify_volume(modify(volume, &pairs)).await;
+            assert_eq!(status_code(refused), expected, "{pairs:?}");
+        }
+        assert_eq!(queue(&rig, "queue/read_ahead_kb"), "2048", "a refused call changed the device");
+
+        let mut content = Content::default();
+        content.write(&device, 0, 100, 1);
+        let first = rig.snapshot("first", &volume).await;
+        let before = content.clone();
+        content.write(&device, 50, 20, 2);
+        content.discard(&device, 5, 5);
+        let second = rig.snapshot("second", &volume).await;
+        let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK));
+        rig.detach(&volume).await;
+
+        rig.kill();
+        rig.start_again().await;
+        rig.attach(&volume).await;
+        assert_eq!(
+            (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
+            ("2048", "0")
+        );
+        let back = modify(&volume, &[("directIO", "true")]);
+        match rig.client.controller.controller_modify_volume(back).await {
+            Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
+            // The filesystem below has none: it had none at the start either.
+            Err(status) => assert_eq!((status.code(), direct.as_str()), (Code::InvalidArgument, "0")),
+        }
+        rig.detach(&volume).await;
+
+        let mut request = new_volume("tuned from the start", MIB, block_capability());
+        request.mutable_parameters.insert("readAheadKiB".into(), "256".into());
+        let volume = rig.client.create_volume(request.clone()).await.expect("create").volume_id;
+        rig.attach(&volume).await;
+        assert_eq!(queue(&rig, "queue/read_ahead_kb"), "256");
+        rig.detach(&volume).await;
+        request.name = "untuned".into();
+        request.mutable_parameters.insert("iops".into(), "1".into());
+        assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
+        rig.finish();
+    }
+}
+
+fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
+    let mut request = proto::NodePublishVolumeRequest {
+        volume_id: handle.to_owned(),
+        target_path: rig.dir.path().join(format!("target-{}", handle.len())).display().to_string(),
+        volume_capability: Some(mount_capability("ext4")),
+        ..Default::default()
+    };
+    for (name, value) in
+        [("csi.storage.k8s.io/ephemeral", "true"), ("csi.storage.k8s.io/pod.name", "pod"), ("size", size)]
+    {
+        request.volume_context.insert(name.into(), value.into());
+    }
+    request
+}
+
+fn undo(publish: &proto::NodePublishVolumeRequest) -> proto::NodeUnpublishVolumeRequest {
+    proto::NodeUnpublishVolumeRequest {
+        volume_id: publish.volume_id.clone(),
+        target_path: publish.target_path.clone(),
+    }
+}
+
+fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
+    assert!(!Path::new(&publish.target_path).exists(), "the target stays");
+    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0, "a device stays");
+    for dir in ["volumes", "staging"] {
+        assert!(crate::support::names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ephemeral_volume_lives_from_publish_to_unpublish() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let publish = ephemeral(&rig, "csi-1234", "64Mi");
+        let target = Path::new(&publish.target_path).to_owned();
+        for _ in 0..2 {
+            rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+        }
+        std::fs::write(target.join("file"), "kept").expect("write");
+        let (usage, condition) = stats(&rig, "csi-1234", &target).await.expect("stats");
+        assert!(usage[0].total < 64 * MIB && usage[0].total > 32 * MIB && !condition.abnormal, "{usage:?}");
+        let list = proto::ListVolumesRequest::default();
+        let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
+        assert!(list.entries.is_empty(), "an ephemeral volume is kubelet's alone");
+        rig.kill();
+        rig.start_again().await;
+        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+        assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+        let mut clash = publish.clone();
+        clash.readonly = true;
+        assert_eq!(status_code(rig.client.node.node_publish_volume(clash).await), Code::AlreadyExists);
+        for _ in 0..2 {
+            rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
+            nothing_is_left(&rig, &publish);
+        }
+
+        // A cut between making it and placing it, or in the middle of placing it.
+        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+        sys::mount::unmount(&target).expect("unmount");
+        rig.kill();
+        rig.start_again().await;
+        rig.client.node.node_publish_volume(publish.clone()).await.expect("repaired");
+        rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
+        nothing_is_left(&rig, &publish);
+        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+        rig.kill();
+        sys::sweep::sweep(rig.dir.path()).expect("a reboot");
+        let volumes = rig.pool_dir();
+        rig.start_again().await;
+        let volume = crate::support::names(&volumes.join("volumes")).pop().expect("still there");
+        rig.kill();
+        std::fs::remove_file(volumes.join("volumes").join(volume).join("node.json")).expect("remove");
+        let _ = std::fs::remove_dir(&target);
+        rig.start_again().await;
+        nothing_is_left(&rig, &publish);
+
+        for (context, value, expected) in [
+            ("size", "much", Code::InvalidArgument),
+            ("colour", "red", Code::InvalidArgument),
+            ("size", "100Ti", Code::OutOfRange),
+        ] {
+            let mut wrong = ephemeral(&rig, "csi-wrong", "1Mi");
+            wrong.volume_context.insert(context.into(), value.into());
+            assert_eq!(status_code(rig.client.node.node_publish_volume(wrong.clone()).await), expected);
+            nothing_is_left(&rig, &wrong);
+        }
+        let mut flags = ephemeral(&rig, "csi-flags", "8Mi");
+        let mut capability = mount_capability("ext4");
+        if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
+            mount.mount_flags.push("nonsense".into());
+        }
+        flags.volume_capability = Some(capability);
+        assert_eq!(
+            status_code(rig.client.node.node_publish_volume(flags.clone()).await),
+            Code::FailedPrecondition
+        );
+        nothing_is_left(&rig, &flags);
+        let mut raw = ephemeral(&rig, "csi-raw", "8Mi");
+        raw.volume_capability = Some(block_capability());
+        assert_eq!(
+            status_code(rig.client.node.node_publish_volume(raw.clone()).await),
+            Code::InvalidArgument
+        );
+        nothing_is_left(&rig, &raw);
+        rig.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attachments_bind_volumes_to_their_node() {
+    if !have_root() {
+        return;
+    }
+    let flags = ["--enable-attach", "--max-volumes-per-node", "2"];
+    let mut rig = Rig::start_with(PoolKind::Dir, &flags, "info").await;
+    let info = rig.client.node.node_get_info(proto::NodeGetInfoRequest {}).await.expect("info").into_inner();
+    assert_eq!(info.max_volumes_per_node, 2);
+    let mut ids = Vec::new();
+    for name in ["one", "two", "three"] {
+        let request = new_volume(name, MIB, block_capability());
+        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
+    }
+    let attach = |volume: &str, node: &str, readonly| proto::ControllerPublishVolumeRequest {
+        volume_id: volume.to_owned(),
+        node_id: node.to_owned(),
+        volume_capability: Some(block_capability()),
+        readonly,
+        ..Default::default()
+    };
+    let detach = |volume: &str, node: &str| proto::ControllerUnpublishVolumeRequest {
+        volume_id: volume.to_owned(),
+        node_id: node.to_owned(),
+        ..Default::default()
+    };
+    let mut controller = rig.client.controller.clone();
+    for _ in 0..2 {
+        controller.controller_publish_volume(attach(&ids[0], "node-1", true)).await.expect("attach");
+    }
+    for (request, expected) in [
+        (attach(&ids[0], "node-1", false), Code::AlreadyExists),
+        (attach(&ids[0], "node-2", true), Code::NotFound),
+        (attach("unknown", "node-1", true), Code::NotFound),
+        (attach("", "node-1", true), Code::InvalidArgument),
+        (attach(&ids[0], "", true), Code::InvalidArgument),
+    ] {
+        assert_eq!(status_code(controller.controller_publish_volume(request).await), expected);
+    }
+    controller.controller_publish_volume(attach(&ids[1], "node-1", false)).await.expect("attach");
+    let third = controller.controller_publish_volume(attach(&ids[2], "node-1", false)).await;
+    assert_eq!(status_code(third), Code::ResourceExhausted);
+    rig.kill();
+    rig.start_again().await;
+    let mut controller = rig.client.controller.clone();
+    let list =
+        controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list").into_inner();
+    for entry in list.entries {
+        let id = entry.volume.expect("volume").volume_id;
+        let nodes = entry.status.expect("status").published_node_ids;
+        assert_eq!(nodes.len(), usize::from(id != ids[2]), "{nodes:?}");
+    }
+    // Attached for reading only, so published for reading only.
+    let device = rig.attach(&ids[0]).await;
+    let refused =
+        std::fs::File::options().write(true).open(&device).and_then(|file| file.write_all_at(&[1; 4096], 0));
+    assert!(refused.is_err(), "a device attached for reading took a write");
+    let in_use = controller.controller_unpublish_volume(detach(&ids[0], "node-1")).await;
+    assert_eq!(status_code(in_use), Code::FailedPrecondition);
+    rig.detach(&ids[0]).await;
+    let attached = rig.client.delete_volume(&ids[0]).await.expect_err("attached");
+    assert_eq!(attached.code(), Code::FailedPrecondition);
+    for node in ["node-2", "node-1", ""] {
+        controller.controller_unpublish_volume(detach(&ids[0], node)).await.expect("detach");
+    }
+    controller.controller_unpublish_volume(detach("unknown", "node-1")).await.expect("nothing to undo");
+    assert_eq!(
+        status_code(controller.controller_unpublish_volume(detach("", "x")).await),
+        Code::InvalidArgument
+    );
+    rig.client.delete_volume(&ids[0]).await.expect("delete");
+    rig.finish();
+}
