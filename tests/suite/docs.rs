@@ -62,13 +62,14 @@ fn every_target_link_and_command_in_the_readme_exists() {
 
 #[test]
 fn every_parameter_in_the_readme_is_taken() {
-    use deltapath::driver::{SnapshotParameters, VolumeParameters};
+    use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
+    let classes = ["| StorageClass |", "| VolumeSnapshotClass |", "| VolumeAttributesClass |"];
     let rows: Vec<Vec<String>> = read("README.md")
         .lines()
-        .filter(|line| line.starts_with("| StorageClass |") || line.starts_with("| VolumeSnapshotClass |"))
+        .filter(|line| classes.iter().any(|class| line.starts_with(class)))
         .map(|line| line.split('|').map(|cell| cell.trim().to_owned()).collect())
         .collect();
-    assert_eq!(rows.len(), 3);
+    assert_eq!(rows.len(), 6);
     for row in rows {
         let name = row[2].trim_matches('`').to_owned();
         let values: Vec<&str> = row[3].split('`').skip(1).step_by(2).collect();
@@ -76,6 +77,7 @@ fn every_parameter_in_the_readme_is_taken() {
         for value in values {
             let parameters = std::collections::HashMap::from([(name.clone(), value.to_owned())]);
             match row[1].as_str() {
+                "VolumeAttributesClass" => drop(parse_tuning(&parameters).expect("a value of the README")),
                 "StorageClass" => drop(VolumeParameters::parse(&parameters).expect("a value of the README")),
                 _ => drop(SnapshotParameters::parse(&parameters).expect("a value of the README")),
             }
