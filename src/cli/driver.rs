@@ -118,7 +118,11 @@ pub(super) fn run(arguments: Arguments) -> Done {
     runtime.shutdown_timeout(LAST_CALL);
     match Arc::try_unwrap(driver) {
         Ok(driver) => driver.close()?,
-        Err(_) => tracing::warn!("a call is still at work; the pool stays as it is for the next start"),
+        Err(driver) => {
+            tracing::warn!("a call is still at work; the pool stays as it is for the next start");
+            // It dies with the process, and so does the watchdog of a filesystem that it holds frozen.
+            driver.thaw_leftovers();
+        }
     }
     served?;
     tracing::info!("stopped");

@@ -55,6 +55,12 @@ impl Driver {
         };
         match &record.attached {
             Some(existing) if *existing == attached => return Ok(()),
+            Some(existing) if existing.node_id != attached.node_id => {
+                return Err(Error::Precondition(format!(
+                    "volume {} is attached to node {}: call ControllerUnpublishVolume for it first",
+                    record.id, existing.node_id
+                )));
+            }
             Some(_) if self.config().attach => {
                 return Err(Error::Clash {
                     kind: "attachment of volume",
@@ -69,21 +75,19 @@ impl Driver {
         Ok(())
     }
 
-    /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done.
+    /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done. A
+    /// volume that is still staged stays so: its use holds deletion off by itself.
     pub fn detach(&self, volume_id: &str, node_id: &str) -> Result<()> {
         let record = match self.volume(volume_id) {
             Err(Error::NotFound { .. }) => return Ok(()),
             record => record?,
         };
-        if !node_id.is_empty() && node_id != self.config().node_id {
-            return Ok(());
-        }
         let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
         let Ok(record) = self.volume(volume_id) else { return Ok(()) };
-        if record.attached.is_none() {
+        // By the record, not by our own name: the node may have had another when it was attached.
+        if record.attached.as_ref().is_none_or(|there| !node_id.is_empty() && node_id != there.node_id) {
             return Ok(());
         }
-        self.check_unused(&record.id)?;
         self.store.update_volume(VolumeRecord { attached: None, ..(*record).clone() })?;
         Ok(())
     }

@@ -81,6 +81,15 @@ const FILESYSTEMS: [(&str, u64); 3] = [("ext4", 1 << 20), ("xfs", 300 << 20), ("
 const DEFAULT_FS: &str = "ext4";
 
 impl Capability {
+    /// Whether nothing is to be written: by the access mode, or by the mount flag `ro`.
+    pub(super) fn is_read_only(&self) -> bool {
+        let flag = match &self.access {
+            AccessType::Block => false,
+            AccessType::Mount { flags, .. } => flags.0.iter().flat_map(|f| f.split(',')).any(|f| f == "ro"),
+        };
+        flag || self.mode.is_read_only()
+    }
+
     /// The kind of access in the form that records keep, for a new volume.
     pub(super) fn kind(&self) -> Result<AccessKind> {
         self.kind_or(DEFAULT_FS)

@@ -8,7 +8,7 @@ use super::maps::NewSnapshot;
 use super::volumes::check_name;
 use super::{Driver, Error, Result, SnapshotParameters};
 use crate::base::{GroupId, VolumeId};
-use crate::store::{GroupRecord, SnapshotRecord, Timestamp};
+use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
 use crate::sys::Context;
 
 /// A group snapshot with its members.
@@ -29,18 +29,21 @@ impl Driver {
         }
         let missing = || Error::NotFound { kind: "group snapshot", id: shown(id) };
         let Ok(parsed) = id.parse::<GroupId>() else { return Err(missing()) };
-        let Some(record) = self.store.read(|index| index.group(&parsed)) else {
+        let Some(group) = self.look(|index| index.group(&parsed)) else {
             self.store.check_readable(id)?;
             return Err(missing());
         };
-        check_members(&record, snapshot_ids)?;
-        Ok(self.with_members(record))
+        check_members(&group.record, snapshot_ids)?;
+        Ok(group)
     }
 
-    fn with_members(&self, record: Arc<GroupRecord>) -> Group {
-        let members =
-            self.store.read(|index| record.members.iter().filter_map(|id| index.snapshot(id)).collect());
-        Group { record, members }
+    /// Looks a group up with its members: both at one moment, for it may be deleted meanwhile.
+    fn look(&self, find: impl FnOnce(&Index) -> Option<Arc<GroupRecord>>) -> Option<Group> {
+        self.store.read(|index| {
+            let record = find(index)?;
+            let members = record.members.iter().filter_map(|id| index.snapshot(id)).collect();
+            Some(Group { record, members })
+        })
     }
 
     /// Takes a snapshot of each volume, all as of one moment, or finds those that an earlier call of this
@@ -65,8 +68,7 @@ impl Driver {
             });
         }
         let _name = self.locks.take(Key::GroupName(name.to_owned()))?;
-        if let Some(existing) = self.store.read(|index| index.group_named(name)) {
-            let group = self.with_members(existing);
+        if let Some(group) = self.look(|index| index.group_named(name)) {
             let mut theirs: Vec<&str> = group.members.iter().map(|member| member.volume.as_str()).collect();
             theirs.sort_unstable();
             let difference = match () {
@@ -114,8 +116,9 @@ impl Driver {
             created: members.first().map_or_else(Timestamp::now, |member| member.created),
         };
         let _chains = self.chains(members.iter().map(|member| member.volume.clone()).collect());
+        let made = members.iter().cloned().map(Arc::new).collect();
         let record = self.store.commit_group(draft, record, members)?;
-        Ok(self.with_members(record))
+        Ok(Group { record, members: made })
     }
 
     /// The chains of several volumes, in one order for all who take more than one.
@@ -131,12 +134,11 @@ impl Driver {
         }
         let Ok(id) = id.parse::<GroupId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Group(id.clone()))?;
-        let Some(record) = self.store.read(|index| index.group(&id)) else {
+        let Some(group) = self.look(|index| index.group(&id)) else {
             // A group whose record can not be read is not gone.
             return Ok(self.store.check_readable(id.as_str())?);
         };
-        check_members(&record, snapshot_ids)?;
-        let group = self.with_members(record);
+        check_members(&group.record, snapshot_ids)?;
         let chains = self.chains(group.members.iter().map(|member| member.volume.clone()).collect());
         for member in &group.members {
             self.hand_on(member);

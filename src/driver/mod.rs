@@ -192,14 +192,15 @@ impl Driver {
 
     /// Figures of now.
     pub fn figures(&self) -> Figures {
-        let space = sys::space(self.home.dir().path()).ok();
+        let pool_bytes = sys::space(self.home.dir().path()).ok().map(|space| space.total);
+        let free_bytes = self.home.free().ok();
         self.store.read(|index| Figures {
             volumes: index.volume_count(),
             snapshots: index.snapshot_count(),
             groups: index.group_count(),
             unreadable: self.store.damaged().len(),
-            pool_bytes: space.map(|space| space.total),
-            free_bytes: self.home.free().ok(),
+            pool_bytes,
+            free_bytes,
             hashing_backlog: self.gauges.hashing.load(Ordering::Relaxed),
         })
     }

@@ -138,8 +138,9 @@ impl Driver {
         Ok(copied?)
     }
 
-    /// Thaws what a dead driver left frozen in this boot, and only that.
-    pub(super) fn thaw_leftovers(&self) {
+    /// Thaws what a driver froze in this boot and did not thaw, and only that: a dead one at start, this
+    /// one when it leaves calls behind.
+    pub fn thaw_leftovers(&self) {
         let ids: Vec<VolumeId> =
             self.store.read(|index| index.volumes_after(None).map(|record| record.id.clone()).collect());
         for id in ids {
@@ -176,9 +177,12 @@ impl FrozenVolumes<'_> {
     /// Freezes a volume's filesystem. `Ok(false)` when somebody else has frozen it: they may thaw it at
     /// any time, so it is to be taken like a raw device, and the thaw is theirs.
     ///
-    /// 1. Record the intent: a driver that dies from here on is followed by one that thaws.
-    /// 2. Freeze.
+    /// 1. Undo an intent that an earlier call could not: it would be taken for somebody else's freeze, and
+    ///    forgotten.
+    /// 2. Record the intent: a driver that dies from here on is followed by one that thaws.
+    /// 3. Freeze.
     fn freeze(&mut self, id: &VolumeId, mounted: &Mount) -> Result<bool> {
+        self.driver.thaw_leftover(id)?;
         let intent = Frozen { version: Frozen::VERSION, boot_id: sys::boot_id()? };
         self.driver.store.set_frozen(id, Some(&intent))?;
         match freeze::Frozen::freeze(mounted, FREEZE_BOUND) {

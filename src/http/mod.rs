@@ -22,6 +22,8 @@ use crate::driver::{Driver, report};
 /// Upper bounds of the latency histogram's buckets, in seconds: from a look-up in memory to a long copy.
 const BUCKETS: [f64; 14] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0];
+/// How often samples are folded into the histograms.
+const UPKEEP: Duration = Duration::from_secs(5);
 /// How long a client may take to send its request's head.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -57,8 +59,17 @@ impl Server {
 
     /// Serves until dropped.
     pub async fn serve(self, driver: Arc<Driver>) {
+        let mut upkeep = tokio::time::interval(UPKEEP);
         loop {
-            let stream = match self.listener.accept().await {
+            let accepted = tokio::select! {
+                accepted = self.listener.accept() => accepted,
+                // Samples are folded into the histograms also where nobody scrapes.
+                _ = upkeep.tick() => {
+                    self.counted.run_upkeep();
+                    continue;
+                }
+            };
+            let stream = match accepted {
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     // Out of descriptors, perhaps: the driver goes on, and so does this.

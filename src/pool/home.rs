@@ -123,7 +123,8 @@ impl Home {
         &self.dir
     }
 
-    /// Fails unless the pool is the one that was opened and takes a write.
+    /// Fails unless the pool is the one that was opened and takes a write. A full one is well: deletions
+    /// still work, and are the way out.
     pub fn check(&self) -> Result<()> {
         if let Some(image) = &self.image {
             let dev = image.device.dev()?;
@@ -131,10 +132,12 @@ impl Home {
                 return Err(Error::NotMounted(image.mount_point.clone()));
             }
         }
-        let mut scratch =
-            tempfile::tempfile_in(self.dir.path()).context("make a file in", self.dir.path())?;
-        std::io::Write::write_all(&mut scratch, &[0]).context("write a file in", self.dir.path())?;
-        Ok(())
+        let written = tempfile::tempfile_in(self.dir.path())
+            .and_then(|mut scratch| std::io::Write::write_all(&mut scratch, &[0]));
+        match written.context("write a file in", self.dir.path()) {
+            Err(error) if !error.is_no_space() => Err(error.into()),
+            _ => Ok(()),
+        }
     }
 
     /// Bytes that can still be written: free in the pool, or on the host where a sparse image has less

@@ -34,8 +34,9 @@ pub fn is_claimed(device: &Path) -> Result<bool> {
 /// How many writes a device has taken, and how many are under way. Reads do not show.
 ///
 /// Two equal samples with nothing in flight prove that nothing was written between them
-/// (`Documentation/block/stat.rst`: fields 5 write I/Os, 12 discard I/Os; `sysfs-block`: `inflight`
-/// holds reads and writes).
+/// (`Documentation/block/stat.rst`: fields 5 write I/Os, 9 in flight, 12 discard I/Os; `sysfs-block`:
+/// `inflight` holds reads and writes). Field 9 counts a request until it is accounted, `inflight` only
+/// until it is acknowledged, so what the first has beyond the reads of the second counts as writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteCounters {
     /// Writes completed since the device was attached.
@@ -64,8 +65,9 @@ impl WriteCounters {
         };
         // In flight first: a write that ends between the two reads shows among the completed.
         match (numbers(read("inflight")?).as_deref(), numbers(read("stat")?).as_deref()) {
-            (Some([_, in_flight]), Some([_, _, _, _, writes, _, _, _, _, _, _, discards, ..])) => {
-                Ok(WriteCounters { writes: *writes, discards: *discards, in_flight: *in_flight })
+            (Some([reads, in_flight]), Some([_, _, _, _, writes, _, _, _, all, _, _, discards, ..])) => {
+                let in_flight = (*in_flight).max(all.saturating_sub(*reads));
+                Ok(WriteCounters { writes: *writes, discards: *discards, in_flight })
             }
             _ => Err(io::Error::from(io::ErrorKind::InvalidData)).context("count the writes in", &path),
         }

@@ -47,14 +47,18 @@ fn suffixed(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Renames `from` to `to` and syncs both directories: the commit of an object or of its removal.
+/// Renames `from` to `to` and syncs both directories: the commit of an object or of its removal. Where a
+/// sync fails the rename is undone, so that an error means that nothing happened.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).context("rename", from)?;
-    sync_dir(parent(to))?;
-    if parent(from) != parent(to) {
-        sync_dir(parent(from))?;
+    let synced = sync_dir(parent(to)).and_then(|()| match parent(from) == parent(to) {
+        true => Ok(()),
+        false => sync_dir(parent(from)),
+    });
+    if synced.is_err() {
+        fs::rename(to, from).context("undo the rename of", from)?;
     }
-    Ok(())
+    synced
 }
 
 /// Removes a file, if it is there, durably.

@@ -23,6 +23,7 @@ const FITHAW: libc::c_ulong = 0xC004_5878;
 pub struct Frozen {
     release: mpsc::Sender<Told>,
     watchdog: Option<JoinHandle<Outcome>>,
+    root: File,
     mount_point: PathBuf,
 }
 
@@ -56,9 +57,9 @@ impl Frozen {
                 Ok(Told::Thaw) | Err(RecvTimeoutError::Disconnected) => Outcome::InTime(thaw_fd(&guarded)),
             })
             .context("start the watchdog of", mount_point)?;
-        let frozen = Frozen { release, watchdog: Some(watchdog), mount_point: mount_point.to_owned() };
+        let frozen = Frozen { release, watchdog: Some(watchdog), root, mount_point: mount_point.to_owned() };
         // SAFETY: FIFREEZE ignores its argument; the descriptor is open.
-        let rc = unsafe { libc::ioctl(root.as_raw_fd(), FIFREEZE, 0) };
+        let rc = unsafe { libc::ioctl(frozen.root.as_raw_fd(), FIFREEZE, 0) };
         if rc == 0 {
             return Ok(Some(frozen));
         }
@@ -94,8 +95,13 @@ impl Frozen {
             Ok(Outcome::Expired(Ok(()))) => {
                 failed("keep frozen for the bound", io::ErrorKind::TimedOut.into())
             }
-            Ok(Outcome::Expired(Err(error))) => failed("thaw after the bound", error),
-            Err(_) => failed("thaw", io::Error::other("the watchdog thread panicked")),
+            // The freeze itself took longer than the bound, so the watchdog found nothing to thaw yet.
+            Ok(Outcome::Expired(Err(_))) | Err(_) => match thaw_fd(&self.root) {
+                Err(error) if error.raw_os_error() != Some(libc::EINVAL) => {
+                    failed("thaw after the bound", error)
+                }
+                _ => failed("keep frozen for the bound", io::ErrorKind::TimedOut.into()),
+            },
         }
     }
 }

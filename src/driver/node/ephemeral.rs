@@ -26,6 +26,13 @@ impl Driver {
     ) -> Result<()> {
         let handle = &request.volume_id;
         check_name("volume_id", handle)?;
+        if handle.parse::<VolumeId>().is_ok() {
+            return Err(Error::Invalid {
+                field: "volume_id",
+                value: format!("{handle}, the id of a volume of its own"),
+                want: "a handle that kubelet made for an ephemeral volume".into(),
+            });
+        }
         if request.capability.access == AccessType::Block {
             return Err(Error::Unsupported(
                 "an ephemeral inline volume is a filesystem, never a device".into(),
@@ -40,7 +47,7 @@ impl Driver {
         let staged = Staged {
             path: target,
             access: request.capability.kind_of(&held.record)?,
-            read_only: request.read_only || request.capability.mode.is_read_only(),
+            read_only: request.read_only || request.capability.is_read_only(),
         };
         let placed = self.place_ephemeral(&mut held, &staged, request);
         if placed.is_err() && is_new {
@@ -77,8 +84,10 @@ impl Driver {
         self.fill_and_commit(record, None).map(drop)
     }
 
-    /// 1. Record the target: a crash from here on leaves a record that unpublish starts from.
-    /// 2. Make the target, attach, format, mount.
+    /// 1. Make the target: what can not be one is never recorded. A crash leaves an empty directory, which
+    ///    the next try takes.
+    /// 2. Record it: a crash from here on leaves a record that unpublish starts from.
+    /// 3. Attach, format, mount.
     fn place_ephemeral(&self, held: &mut Held, staged: &Staged, request: &PublishRequest) -> Result<()> {
         let device = LoopDevice::find(&held.data)?;
         if let Some(existing) = held.state.staged.as_ref().filter(|existing| *existing != staged)
@@ -93,12 +102,12 @@ impl Driver {
         if mount::mounted_at(&staged.path)?.is_some() && !shows(&staged.path, device.as_ref())? {
             return Err(occupied(&staged.path));
         }
-        held.state.staged = Some(staged.clone());
-        self.store.set_node_state(&held.record.id, &held.state)?;
         match fs::create_dir(&staged.path) {
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && staged.path.is_dir() => {}
             made => made.context("make the target", &staged.path)?,
         }
+        held.state.staged = Some(staged.clone());
+        self.store.set_node_state(&held.record.id, &held.state)?;
         let AccessType::Mount { flags, .. } = &request.capability.access else { return Ok(()) };
         self.stage_filesystem(held, staged, flags)
     }

@@ -147,8 +147,11 @@ fn ext4_is_small(device: &Path) -> Result<bool> {
     };
     let table = number("Inode blocks per group:").unwrap_or(0);
     let reserved = number("Reserved GDT blocks:").unwrap_or(0);
-    let tail = table + reserved + EXT4_TAIL;
-    Ok((blocks + tail) * block_size <= blockdev::size(device)?)
+    // The numbers are whatever is on the device: one that overflows is no filesystem to grow.
+    let needed = [table, reserved, EXT4_TAIL].iter().try_fold(blocks, |sum, more| sum.checked_add(*more));
+    let needed = needed.and_then(|blocks| blocks.checked_mul(block_size));
+    let size = blockdev::size(device)?;
+    Ok(needed.is_some_and(|needed| needed <= size))
 }
 
 /// Blocks that a last, short block group of ext4 needs besides its inode table: bitmaps, backups of the

@@ -158,6 +158,7 @@ fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
     match LoopDevice::find(&held.data)?.map(LoopDevice::keep).transpose()?.flatten() {
         Some(device) if device.access() == access => {
             grow(&device, held.record.capacity)?;
+            tune(&device, &held.record.tuning)?;
             return Ok(device);
         }
         Some(device) => {
@@ -172,6 +173,9 @@ fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
         None => {}
     }
     let device = LoopDevice::attach(&held.data, access)?;
-    tune(&device, &held.record.tuning)?;
+    if let Err(error) = tune(&device, &held.record.tuning) {
+        detach(device)?;
+        return Err(error);
+    }
     Ok(device)
 }

@@ -13,8 +13,9 @@ use crate::sys::{Context, mount};
 impl Driver {
     /// Publishes a staged volume; done already is done.
     ///
-    /// 1. Record the target: a crash from here on leaves a record that unpublish starts from.
-    /// 2. Attach (Block), make the target, mount.
+    /// 1. Look at the target: what is there and not ours is never recorded, so it is never undone.
+    /// 2. Record the target: a crash from here on leaves a record that unpublish starts from.
+    /// 3. Attach (Block), make the target, mount.
     pub fn publish(&self, request: &PublishRequest) -> Result<()> {
         if request.volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
@@ -49,11 +50,12 @@ impl Driver {
             target,
             read_only: request.read_only
                 || staged.read_only
-                || request.capability.mode.is_read_only()
+                || request.capability.is_read_only()
                 || self.attachment(&held.record).is_some_and(|attached| attached.read_only),
             shared: request.capability.mode.is_shared(),
         };
         self.check_others(&mut held, &kind, &published)?;
+        check_target(&held, &kind, &published.target)?;
         if !held.state.published.contains(&published) {
             held.state.published.push(published.clone());
             self.store.set_node_state(&held.record.id, &held.state)?;
@@ -135,14 +137,38 @@ impl Driver {
     }
 }
 
+/// Fails where something else is mounted at the target, or something lies there that is no place for a
+/// volume.
+fn check_target(held: &Held, kind: &AccessKind, target: &Path) -> Result<()> {
+    if mount::mounted_at(target)?.is_some() {
+        return match shows(target, LoopDevice::find(&held.data)?.as_ref())? {
+            true => Ok(()),
+            false => Err(occupied(target)),
+        };
+    }
+    let meta = match fs::symlink_metadata(target) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        meta => meta.context("stat", target)?,
+    };
+    let (fits, want) = match kind {
+        AccessKind::Block => (meta.is_file() && meta.len() == 0, "an empty file, or nothing"),
+        AccessKind::Filesystem(_) => (meta.is_dir(), "a directory, or nothing"),
+    };
+    match fits {
+        true => Ok(()),
+        false => Err(Error::Invalid {
+            field: "target_path",
+            value: format!("{}, where something else is", target.display()),
+            want: want.into(),
+        }),
+    }
+}
+
 fn publish_device(held: &Held, published: &Published) -> Result<()> {
     let access = if published.read_only { Access::ReadOnly } else { Access::ReadWrite };
     let device = attached(held, access)?;
-    if mount::mounted_at(&published.target)?.is_some() {
-        return match shows(&published.target, Some(&device))? {
-            true => Ok(()),
-            false => Err(occupied(&published.target)),
-        };
+    if shows(&published.target, Some(&device))? {
+        return Ok(());
     }
     match File::options().write(true).create_new(true).open(&published.target) {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && published.target.is_file() => {}
@@ -160,11 +186,8 @@ fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Resu
             staging.display()
         )));
     }
-    if mount::mounted_at(&published.target)?.is_some() {
-        return match shows(&published.target, device.as_ref())? {
-            true => Ok(()),
-            false => Err(occupied(&published.target)),
-        };
+    if shows(&published.target, device.as_ref())? {
+        return Ok(());
     }
     match fs::create_dir(&published.target) {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && published.target.is_dir() => {}

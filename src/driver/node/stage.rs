@@ -31,7 +31,7 @@ impl Driver {
                 held.record.id
             )));
         }
-        let staged = Staged { path, access: kind, read_only: request.capability.mode.is_read_only() };
+        let staged = Staged { path, access: kind, read_only: request.capability.is_read_only() };
         if let Some(existing) = held.state.staged.as_ref().filter(|existing| **existing != staged)
             && is_there(&held, existing)?
         {
@@ -45,6 +45,12 @@ impl Driver {
             let value = staged.path.display().to_string();
             let want = "a directory that exists".into();
             return Err(Error::Invalid { field: "staging_target_path", value, want });
+        }
+        if matches!(staged.access, AccessKind::Filesystem(_))
+            && mount::mounted_at(&staged.path)?.is_some()
+            && !shows(&staged.path, LoopDevice::find(&held.data)?.as_ref())?
+        {
+            return Err(occupied(&staged.path));
         }
         held.state.staged = Some(staged.clone());
         match &request.capability.access {
@@ -79,18 +85,19 @@ impl Driver {
     ) -> Result<()> {
         // Writable also for readers only: an unclean journal is replayed, and the mount refuses them.
         let device = attached(held, Access::ReadWrite)?;
-        if shows(&staged.path, Some(&device))? {
-            return Ok(());
-        }
-        if mount::mounted_at(&staged.path)?.is_some() {
-            return Err(occupied(&staged.path));
-        }
-        let fs_type = self.formatted(held, &device, staged)?;
-        // Restored into a larger volume, or expanded while nobody used it.
-        if !staged.read_only {
-            filesystem::grow_unmounted(&device.path(), &fs_type)?;
-        }
-        filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
+        // Restored into a larger volume, or expanded while nobody used it: ext4 grows before it is mounted,
+        // the others after, also when a try before was cut short between the two.
+        let fs_type = match mount::mounted_at(&staged.path)? {
+            Some(mounted) if shows(&staged.path, Some(&device))? => mounted.fs_type,
+            _ => {
+                let fs_type = self.formatted(held, &device, staged)?;
+                if !staged.read_only {
+                    filesystem::grow_unmounted(&device.path(), &fs_type)?;
+                }
+                filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
+                fs_type
+            }
+        };
         if !staged.read_only && fs_type != "ext4" {
             filesystem::grow_mounted(&device, &staged.path, &fs_type)?;
         }
@@ -189,7 +196,13 @@ pub(super) fn remove_target(target: &Path) -> Result<()> {
     };
     let removed = match meta.is_dir() {
         true => fs::remove_dir(target),
+        // Ours was empty.
+        false if meta.len() > 0 => return Ok(()),
         false => fs::remove_file(target),
     };
-    Ok(removed.context("remove", target)?)
+    match removed {
+        // It was there before us, and holds what is not ours.
+        Err(error) if error.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => Ok(removed.context("remove", target)?),
+    }
 }

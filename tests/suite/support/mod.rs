@@ -293,6 +293,17 @@ pub fn leftovers(dir: &Path) -> Vec<String> {
     left
 }
 
+/// A bare channel to the socket.
+pub async fn channel(socket: &Path) -> Channel {
+    let socket = socket.to_owned();
+    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+        let socket = socket.clone();
+        async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
+    });
+    let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
+    endpoint.connect_with_connector(connector).await.expect("connect")
+}
+
 /// A metadata client that takes in 64 KiB at most before it reads: a longer stream stalls.
 pub async fn narrow_client(socket: &Path) -> SnapshotMetadataClient<Channel> {
     let socket = socket.to_owned();

@@ -1,0 +1,159 @@
+//! A filesystem that is being written, its snapshot, and what a restore of it holds.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
+use deltapath::sys::{freeze, mount, program};
+
+use crate::support::{MIB, PoolKind, Rig, have_root};
+
+/// Rounds a pool; `DELTAPATH_FSCK_ROUNDS` asks for more.
+fn rounds() -> usize {
+    std::env::var("DELTAPATH_FSCK_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)
+}
+
+/// A database in small: it appends numbered records to a log, syncs each before it counts as written, and
+/// makes, renames and removes files beside it.
+struct Database {
+    stop: Arc<AtomicBool>,
+    acknowledged: Arc<AtomicU64>,
+    thread: Option<std::thread::JoinHandle<std::io::Result<()>>>,
+}
+
+impl Database {
+    fn open(dir: &Path) -> Self {
+        let (stop, acknowledged) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let thread = std::thread::spawn({
+            let (stop, acknowledged, dir) = (stop.clone(), acknowledged.clone(), dir.to_owned());
+            move || {
+                let mut log = File::create(dir.join("log"))?;
+                let mut number = 0u64;
+                while !stop.load(Ordering::Relaxed) {
+                    number += 1;
+                    log.write_all(&number.to_le_bytes().repeat(1 + number as usize % 20))?;
+                    log.write_all(&u64::MAX.to_le_bytes())?;
+                    log.sync_data()?;
+                    acknowledged.store(number, Ordering::SeqCst);
+                    let page = dir.join(format!("page.{}", number % 16));
+                    std::fs::write(page.with_extension("new"), number.to_le_bytes().repeat(512))?;
+                    std::fs::rename(page.with_extension("new"), &page)?;
+                    if number.is_multiple_of(5) {
+                        std::fs::remove_file(page)?;
+                    }
+                }
+                Ok(())
+            }
+        });
+        Database { stop, acknowledged, thread: Some(thread) }
+    }
+
+    fn acknowledged(&self) -> u64 {
+        self.acknowledged.load(Ordering::SeqCst)
+    }
+
+    fn close(mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().expect("open").join().expect("the writer").expect("write");
+    }
+}
+
+impl Drop for Database {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The last whole record of a log.
+fn last_record(log: &Path) -> u64 {
+    let mut bytes = Vec::new();
+    File::open(log).and_then(|mut file| file.read_to_end(&mut bytes)).expect("read the log");
+    let mut last = 0;
+    let mut number = None;
+    for word in bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes"))) {
+        match (word, number) {
+            (u64::MAX, Some(whole)) => {
+                assert!(last == 0 || whole == last + 1, "record {whole} follows {last}");
+                (last, number) = (whole, None);
+            }
+            (word, None) => number = Some(word),
+            (word, Some(number)) => assert_eq!(word, number, "a torn record"),
+        }
+    }
+    last
+}
+
+fn fsck(fs_type: &str, device: &Path) {
+    let checked = match fs_type {
+        "ext4" => program::run("e2fsck", &["-f", "-n"], device, |code| code == 0),
+        "xfs" => program::run("xfs_repair", &["-n"], device, |code| code == 0),
+        _ => program::run("btrfs", &["check", "--readonly", "--force"], device, |code| code == 0),
+    };
+    checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", deltapath::driver::report(&error)));
+}
+
+async fn live_writers_lose_nothing(pool: PoolKind) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    for (at, fs_type) in ["ext4", "xfs", "btrfs"].into_iter().enumerate() {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let database = Database::open(&target);
+        while database.acknowledged() < 5 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        for round in (at..rounds()).step_by(3) {
+            // The user's own freeze, now and then: it is theirs before and after.
+            let staging = kubelet.join(&volume).join("staging");
+            let frozen = (round / 3 % 4 == 3).then(|| {
+                let mounted = mount::mounted_at(&staging).expect("mounts").expect("staged");
+                let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(60)).expect("freeze");
+                (mounted, frozen.expect("nobody else froze it"))
+            });
+            let before = database.acknowledged();
+            let snapshot = rig.snapshot(&format!("{fs_type} {round}"), &volume).await;
+            if let Some((mounted, frozen)) = frozen {
+                let again = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
+                assert!(again.is_none(), "the user's freeze is gone");
+                frozen.thaw().expect("it is the user's to thaw");
+            }
+            let mut request = new_volume(&format!("restored {fs_type} {round}"), 0, capability.clone());
+            request.volume_capabilities.push(block_capability());
+            request.volume_content_source = Some(from_snapshot(&snapshot));
+            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+            let seen =
+                rig.client.publish(&restored, capability.clone(), false, &kubelet).await.expect("mount");
+            let last = last_record(&seen.join("log"));
+            assert!(last >= before, "{before} was acknowledged, {last} is there");
+            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+            let device = rig.attach(&restored).await;
+            fsck(fs_type, &device);
+            rig.detach(&restored).await;
+            rig.client.delete_volume(&restored).await.expect("delete");
+            rig.client.delete_snapshot(&snapshot).await.expect("delete");
+        }
+        database.close();
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_holds_every_acknowledged_write_on_dir() {
+    if have_root() {
+        live_writers_lose_nothing(PoolKind::Dir).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_holds_every_acknowledged_write_on_xfs() {
+    if have_root() {
+        live_writers_lose_nothing(PoolKind::Xfs).await;
+    }
+}
