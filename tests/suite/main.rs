@@ -2,6 +2,7 @@
 //! own, on real loop devices and filesystems, over its real socket.
 
 mod arrows;
+mod chaos;
 mod crash;
 mod csi_contract;
 mod demo;
