@@ -31,7 +31,7 @@ test: deps lint ## Everything that must hold: lint, unit and integration tests, 
 bench: deps ## Criterion benches of the core, each beside the bare operation
 	$(CARGO) bench --locked
 
-crash: deps ## The crash test with 1000 kills a pool instead of 60
+crash: deps ## The crash test with 1000 kills a pool instead of 90
 	DELTAPATH_CRASH_ROUNDS=1000 hack/no-leaks.sh $(CARGO) test --locked --test suite -- crash --nocapture
 
 clean: ## Remove what was built

@@ -5,7 +5,7 @@
 //! kill here: start again, look at every object (whole or absent), retry the call, look again, and
 //! find no file, device or mount that nothing explains.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use deltapath::client::{Client, block_capability, from_snapshot, from_volume, new_volume};
@@ -27,22 +27,43 @@ enum Call {
     CreateSnapshot,
     DeleteSnapshot,
     DeleteVolume,
+    CreateGroup,
+    DeleteGroup,
+    Expand,
 }
 
-const CALLS: [Call; 6] = [
+const CALLS: [Call; 9] = [
     Call::CreateVolume,
     Call::Restore,
     Call::Clone,
     Call::CreateSnapshot,
     Call::DeleteSnapshot,
     Call::DeleteVolume,
+    Call::CreateGroup,
+    Call::DeleteGroup,
+    Call::Expand,
 ];
 
 /// What the rounds work on.
 struct Scene {
     origin: String,
+    /// A second volume with the content of the first, for groups.
+    other: String,
     content: Content,
     snapshot: String,
+}
+
+impl Scene {
+    fn both(&self) -> [String; 2] {
+        [self.origin.clone(), self.other.clone()]
+    }
+}
+
+/// The members of a group, from the list of all snapshots.
+async fn members(client: &mut Client, group: &str) -> Vec<String> {
+    let list = client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
+    let snapshots = list.into_inner().entries.into_iter().filter_map(|entry| entry.snapshot);
+    snapshots.filter(|found| found.group_snapshot_id == group).map(|found| found.snapshot_id).collect()
 }
 
 impl Call {
@@ -68,6 +89,18 @@ impl Call {
             }
             Call::DeleteSnapshot => client.delete_snapshot(victim).await.ok().map(|()| String::new()),
             Call::DeleteVolume => client.delete_volume(victim).await.ok().map(|()| String::new()),
+            Call::CreateGroup => {
+                client.create_group(&name, &scene.both()).await.ok().map(|group| group.group_snapshot_id)
+            }
+            Call::DeleteGroup => {
+                let ids = members(client, victim).await;
+                client.delete_group(victim, &ids).await.ok().map(|()| String::new())
+            }
+            Call::Expand => {
+                let expanded = client.expand_volume(victim, 2 * SIZE).await.ok()?;
+                assert_eq!(expanded.capacity_bytes, 2 * SIZE);
+                Some(victim.to_owned())
+            }
         }
     }
 
@@ -76,7 +109,10 @@ impl Call {
         let name = format!("victim {round}");
         match self {
             Call::DeleteSnapshot => rig.snapshot(&name, &scene.origin).await,
-            Call::DeleteVolume => {
+            Call::DeleteGroup => {
+                rig.client.create_group(&name, &scene.both()).await.expect("group").group_snapshot_id
+            }
+            Call::DeleteVolume | Call::Expand => {
                 let mut request = new_volume(&name, SIZE, block_capability());
                 request.volume_content_source = Some(from_snapshot(&scene.snapshot));
                 rig.client.create_volume(request).await.expect("create").volume_id
@@ -86,14 +122,25 @@ impl Call {
     }
 }
 
-async fn listed(rig: &mut Rig) -> (BTreeSet<String>, BTreeSet<String>) {
+/// Volumes with their sizes, and snapshots with their groups.
+async fn listed(rig: &mut Rig) -> (BTreeMap<String, u64>, BTreeMap<String, String>) {
     let controller = &mut rig.client.controller;
     let volumes = controller.list_volumes(ListVolumesRequest::default()).await.expect("list").into_inner();
     let snapshots =
         controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list").into_inner();
     (
-        volumes.entries.into_iter().map(|entry| entry.volume.expect("volume").volume_id).collect(),
-        snapshots.entries.into_iter().map(|entry| entry.snapshot.expect("snapshot").snapshot_id).collect(),
+        volumes
+            .entries
+            .into_iter()
+            .map(|entry| entry.volume.expect("volume"))
+            .map(|volume| (volume.volume_id, volume.capacity_bytes as u64))
+            .collect(),
+        snapshots
+            .entries
+            .into_iter()
+            .map(|entry| entry.snapshot.expect("snapshot"))
+            .map(|snapshot| (snapshot.snapshot_id, snapshot.group_snapshot_id))
+            .collect(),
     )
 }
 
@@ -106,20 +153,42 @@ async fn audit(rig: &mut Rig, scene: &Scene, context: &str) {
         "{context}: staging holds {:?}",
         names(&pool.join("staging"))
     );
-    assert_eq!(names(&pool.join("volumes")), volumes.iter().cloned().collect::<Vec<_>>(), "{context}");
-    assert_eq!(names(&pool.join("snapshots")), snapshots.iter().cloned().collect::<Vec<_>>(), "{context}");
+    assert_eq!(names(&pool.join("volumes")), volumes.keys().cloned().collect::<Vec<_>>(), "{context}");
+    let alone = snapshots.iter().filter(|(_, group)| group.is_empty()).map(|(id, _)| id.clone());
+    assert_eq!(names(&pool.join("snapshots")), alone.collect::<Vec<_>>(), "{context}");
+    let groups: BTreeSet<&String> = snapshots.values().filter(|group| !group.is_empty()).collect();
+    assert_eq!(names(&pool.join("groups")).iter().collect::<BTreeSet<_>>(), groups, "{context}");
+    for group in groups {
+        let members: Vec<&String> =
+            snapshots.iter().filter(|(_, of)| *of == group).map(|(id, _)| id).collect();
+        assert_eq!(members.len(), 2, "{context}: half a group");
+        assert!(names(&pool.join("groups").join(group).join("members")).iter().eq(members), "{context}");
+    }
     assert_eq!(devices_below(&pool).expect("devices").len(), 0, "{context}: a device is left");
-    for snapshot in &snapshots {
-        scene.content.assert_equals(&pool.join("snapshots").join(snapshot).join("bytes/data.img"), 0, BLOCKS);
+    for (snapshot, group) in &snapshots {
+        let dir = match group.is_empty() {
+            true => pool.join("snapshots").join(snapshot),
+            false => pool.join("groups").join(group).join("members").join(snapshot),
+        };
+        scene.content.assert_equals(&dir.join("bytes/data.img"), 0, BLOCKS);
         let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
         assert_eq!(blocks_of(&list, BLOCK), scene.content.allocated(BLOCK), "{context}");
-        let delta = rig.client.delta(&scene.snapshot, snapshot, 0, 0).await.expect("delta");
-        assert_eq!(delta.tuples().count(), 0, "{context}: nothing was written between them");
+        match rig.client.delta(&scene.snapshot, snapshot, 0, 0).await {
+            Ok(delta) => assert_eq!(delta.tuples().count(), 0, "{context}: nothing was written between them"),
+            Err(error) => {
+                assert!(!group.is_empty(), "{context}: {error}");
+                assert_eq!(error.code(), tonic::Code::InvalidArgument, "{context}: the other volume's");
+            }
+        }
     }
-    for volume in &volumes {
+    for (volume, capacity) in &volumes {
         let image = pool.join("volumes").join(volume).join("bytes/data.img");
         let meta = std::fs::metadata(&image).unwrap_or_else(|error| panic!("{context}: {volume}: {error}"));
-        assert_eq!(meta.len(), SIZE as u64, "{context}: {volume} is cut short");
+        assert!(
+            *capacity == SIZE as u64 || *capacity == 2 * SIZE as u64,
+            "{context}: {volume} has {capacity}"
+        );
+        assert!(meta.len() >= *capacity, "{context}: {volume} is cut short");
     }
 }
 
@@ -132,7 +201,10 @@ async fn rounds(pool: PoolKind, count: usize) {
     content.discard(&device, 5100, 100);
     rig.detach(&origin).await;
     let snapshot = rig.snapshot("first", &origin).await;
-    let scene = Scene { origin, content, snapshot };
+    let mut request = new_volume("other", SIZE, block_capability());
+    request.volume_content_source = Some(from_volume(&origin));
+    let other = rig.client.create_volume(request).await.expect("clone").volume_id;
+    let scene = Scene { origin, other, content, snapshot };
     let mut cut = 0;
     let mut random = 88172645463325252u64;
     let mut usual = [Duration::from_millis(20); CALLS.len()];
@@ -172,19 +244,28 @@ async fn rounds(pool: PoolKind, count: usize) {
             Call::CreateVolume | Call::Restore | Call::Clone => {
                 rig.client.delete_volume(&made).await.expect("delete");
             }
+            Call::Expand => {
+                let image = rig.pool_dir().join("volumes").join(&made).join("bytes/data.img");
+                assert_eq!(std::fs::metadata(image).expect("stat").len(), 2 * SIZE as u64, "{context}");
+                rig.client.delete_volume(&made).await.expect("delete");
+            }
+            Call::CreateGroup => {
+                let ids = members(&mut rig.client, &made).await;
+                rig.client.delete_group(&made, &ids).await.expect("delete");
+            }
             Call::CreateSnapshot => rig.client.delete_snapshot(&made).await.expect("delete"),
-            Call::DeleteSnapshot | Call::DeleteVolume => {}
+            Call::DeleteSnapshot | Call::DeleteVolume | Call::DeleteGroup => {}
         }
     }
     assert!(cut > count / 4, "only {cut} of {count} calls were cut by the kill");
     let (volumes, snapshots) = listed(&mut rig).await;
-    assert_eq!((volumes.len(), snapshots.len()), (1, 1));
+    assert_eq!((volumes.len(), snapshots.len()), (2, 1));
     rig.finish();
 }
 
 /// Rounds a pool; `DELTAPATH_CRASH_ROUNDS` asks for more.
 fn count() -> usize {
-    std::env::var("DELTAPATH_CRASH_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(60)
+    std::env::var("DELTAPATH_CRASH_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(90)
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -112,9 +112,8 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word() {
     if !have_root() {
         return;
     }
-    for (pool, fs_type) in
-        [(PoolKind::Dir, "ext4"), (PoolKind::Dir, "xfs"), (PoolKind::Xfs, "ext4"), (PoolKind::Xfs, "xfs")]
-    {
+    let filesystems = ["ext4", "xfs", "btrfs"];
+    for (pool, fs_type) in POOLS.into_iter().flat_map(|pool| filesystems.map(|fs_type| (pool, fs_type))) {
         let mut rig = Rig::start(pool).await;
         let kubelet = rig.kubelet();
         let one = with_mode(mount_capability(fs_type), Mode::SingleNodeSingleWriter);
@@ -226,7 +225,7 @@ async fn stage_grows_a_restored_filesystem_to_its_volume() {
     if !have_root() {
         return;
     }
-    for fs_type in ["ext4", "xfs"] {
+    for fs_type in ["ext4", "xfs", "btrfs"] {
         let mut rig = Rig::start(PoolKind::Xfs).await;
         let kubelet = rig.kubelet();
         let request = new_volume("small", 300 * MIB, mount_capability(fs_type));
@@ -411,4 +410,140 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     content.assert_equals(&device, 0, 4096);
     rig.detach(&volume).await;
     rig.finish();
+}
+
+/// A place that is taken is refused before it is recorded, so that undoing the refused call does not undo
+/// what is there.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_ours_is_never_undone() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let mut volumes = Vec::new();
+    for name in ["one", "two"] {
+        let request = new_volume(name, 16 * MIB, mount_capability("ext4"));
+        volumes.push(rig.client.create_volume(request).await.expect("create").volume_id);
+    }
+    let target = rig.client.publish(&volumes[0], mount_capability("ext4"), false, &kubelet).await;
+    let target = target.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let staging = kubelet.join(&volumes[0]).join("staging");
+
+    let stage = proto::NodeStageVolumeRequest {
+        volume_id: volumes[1].clone(),
+        staging_target_path: staging.display().to_string(),
+        volume_capability: Some(mount_capability("ext4")),
+        ..Default::default()
+    };
+    assert_eq!(status_code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
+    let unstage = proto::NodeUnstageVolumeRequest {
+        volume_id: volumes[1].clone(),
+        staging_target_path: stage.staging_target_path,
+    };
+    rig.client.node.node_unstage_volume(unstage).await.expect("nothing to undo");
+    assert_eq!(std::fs::read(staging.join("file")).expect("still mounted"), b"kept");
+
+    let second = rig.client.publish(&volumes[1], mount_capability("ext4"), false, &kubelet).await;
+    let second = second.expect("publish at its own place");
+    unpublish_at(&mut rig, &volumes[1], &second).await;
+    let taken = publish_at(&rig, &volumes[1], &target, mount_capability("ext4"), false);
+    assert_eq!(status_code(rig.client.node.node_publish_volume(taken).await), Code::FailedPrecondition);
+    unpublish_at(&mut rig, &volumes[1], &target).await;
+    assert_eq!(std::fs::read(target.join("file")).expect("still mounted"), b"kept");
+
+    let file = rig.dir.path().join("a stranger's");
+    std::fs::write(&file, "kept").expect("write");
+    let over = publish_at(&rig, &volumes[1], &file, mount_capability("ext4"), false);
+    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
+    unpublish_at(&mut rig, &volumes[1], &file).await;
+    assert_eq!(std::fs::read(&file).expect("read"), b"kept");
+
+    let request = new_volume("raw", MIB, block_capability());
+    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    rig.attach(&raw).await;
+    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    let staging = kubelet.join(&raw).join("staging");
+    std::fs::create_dir_all(&staging).expect("mkdir");
+    let stage = proto::NodeStageVolumeRequest {
+        volume_id: raw.clone(),
+        staging_target_path: staging.display().to_string(),
+        volume_capability: Some(block_capability()),
+        ..Default::default()
+    };
+    rig.client.node.node_stage_volume(stage).await.expect("stage");
+    let over = publish_at(&rig, &raw, &file, block_capability(), false);
+    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
+    unpublish_at(&mut rig, &raw, &file).await;
+    assert_eq!(std::fs::read(&file).expect("read"), b"kept");
+    for volume in volumes.iter().chain([&raw]) {
+        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+        rig.client.delete_volume(volume).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// A restored volume is read at many places, as backup tools ask for it, and never written.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restored_volume_is_read_at_many_places() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let kubelet = rig.kubelet();
+        for fs_type in ["", "ext4", "xfs", "btrfs"] {
+            let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
+            let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
+            let source = rig.client.create_volume(request).await.expect("create").volume_id;
+            let target =
+                rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+            let mut content = Content::default();
+            match fs_type {
+                "" => content.write(&target, 5, 5, 5),
+                _ => std::fs::write(target.join("file"), fs_type).expect("write"),
+            }
+            let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
+            for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
+                let readers = with_mode(capability.clone(), mode);
+                let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
+                request.volume_content_source = Some(from_snapshot(&snapshot));
+                let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+                // Beside its source, which stays mounted for writing.
+                let first =
+                    rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
+                let second = rig.dir.path().join("second");
+                let beside = publish_at(&rig, &restored, &second, readers.clone(), true);
+                let beside = rig.client.node.node_publish_volume(beside).await;
+                let places = match mode {
+                    Mode::MultiNodeReaderOnly => {
+                        beside.expect("many readers");
+                        vec![&first, &second]
+                    }
+                    _ => {
+                        assert_eq!(status_code(beside), Code::FailedPrecondition, "one reader has one place");
+                        vec![&first]
+                    }
+                };
+                for place in places {
+                    if fs_type.is_empty() {
+                        content.assert_equals(place, 0, 64);
+                        let file = std::fs::File::options().write(true).open(place);
+                        assert!(
+                            file.and_then(|file| file.write_all_at(&[1; 4096], 0)).is_err(),
+                            "it took a write"
+                        );
+                    } else {
+                        assert_eq!(std::fs::read(place.join("file")).expect("read"), fs_type.as_bytes());
+                        assert!(std::fs::write(place.join("new"), "x").is_err(), "{fs_type} took a write");
+                    }
+                }
+                unpublish_at(&mut rig, &restored, &second).await;
+                rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+            }
+            rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+        }
+        rig.finish();
+    }
 }

@@ -99,6 +99,34 @@ async fn stats_are_those_of_the_volume_itself() {
     }
 }
 
+/// The mount flag `ro` is what its user asked for, no sign of an error; and a btrfs that is not to be written
+/// is not grown.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_mounted_with_ro_is_well() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let mut capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
+        if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
+            mount.mount_flags.push("noatime,ro".into());
+        }
+        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+        assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
+        let (_, condition) = stats(&rig, &volume, &target).await.expect("stats");
+        assert!(!condition.abnormal, "{condition:?}");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}
+
 /// A condition says what is wrong: a filesystem that the kernel shut down, a mount that somebody took away,
 /// a file cut short, a record that can not be read.
 #[tokio::test(flavor = "multi_thread")]
@@ -329,6 +357,11 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish() {
             Code::FailedPrecondition
         );
         nothing_is_left(&rig, &flags);
+        let request = new_volume("real", MIB, block_capability());
+        let real = rig.client.create_volume(request).await.expect("create").volume_id;
+        let posing = ephemeral(&rig, &real, "8Mi");
+        assert_eq!(status_code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
+        rig.client.delete_volume(&real).await.expect("delete");
         let mut raw = ephemeral(&rig, "csi-raw", "8Mi");
         raw.volume_capability = Some(block_capability());
         assert_eq!(
@@ -400,6 +433,12 @@ async fn attachments_bind_volumes_to_their_node() {
     rig.detach(&ids[0]).await;
     let attached = rig.client.delete_volume(&ids[0]).await.expect_err("attached");
     assert_eq!(attached.code(), Code::FailedPrecondition);
+    // The node's name changes over a restart: the attachment is known by the old one, and can be undone.
+    rig.terminate();
+    rig.start_again_with(&["--enable-attach", "--node-id", "renamed"]).await;
+    let mut controller = rig.client.controller.clone();
+    let elsewhere = controller.controller_publish_volume(attach(&ids[0], "renamed", true)).await;
+    assert_eq!(status_code(elsewhere), Code::FailedPrecondition, "published to another node");
     for node in ["node-2", "node-1", ""] {
         controller.controller_unpublish_volume(detach(&ids[0], node)).await.expect("detach");
     }

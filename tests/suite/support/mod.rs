@@ -139,6 +139,12 @@ impl Rig {
         (self.child, self.client) = (Some(child), client);
     }
 
+    /// The same with other flags.
+    pub async fn start_again_with(&mut self, arguments: &[&str]) {
+        self.arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        self.start_again().await;
+    }
+
     /// Stops the driver in order and checks that nothing is left of it.
     pub fn finish(mut self) {
         let status = self.terminate();
