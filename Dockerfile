@@ -15,7 +15,7 @@ LABEL org.opencontainers.image.title="deltapath" \
       org.opencontainers.image.description="A CSI driver with exact changed block tracking" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN apt-get update \
- && apt-get install -y --no-install-recommends e2fsprogs xfsprogs util-linux \
+ && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs util-linux \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /src/target/release/deltapath /usr/local/bin/deltapath
 ENTRYPOINT ["/usr/local/bin/deltapath"]

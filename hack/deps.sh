@@ -8,7 +8,6 @@ needs=(
     "mkfs.btrfs:btrfs-progs=6.2*"
     "mkfs.ext4:e2fsprogs=1.47.*"
     "blkid:util-linux=2.38.*"
-    "fio:fio"
     "cc:gcc"
 )
 

@@ -36,6 +36,8 @@ fn hostile_ids() -> Vec<String> {
     ]
 }
 
+// Some requests have no other fields than those given, and some have.
+#[allow(clippy::needless_update)]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_id_that_names_nothing_gets_the_specs_answer() {
     if !have_root() {

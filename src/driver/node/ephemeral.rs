@@ -50,13 +50,11 @@ impl Driver {
             read_only: request.read_only || request.capability.is_read_only(),
         };
         let placed = self.place_ephemeral(&mut held, &staged, request);
-        if placed.is_err() && is_new {
-            if let Err(error) = self.remove_ephemeral(held) {
-                tracing::warn!(
-                    error = report(&error),
-                    "an ephemeral volume that could not be published stays"
-                );
-            }
+        if placed.is_err()
+            && is_new
+            && let Err(error) = self.remove_ephemeral(held)
+        {
+            tracing::warn!(error = report(&error), "an ephemeral volume that could not be published stays");
         }
         placed
     }
