@@ -91,8 +91,9 @@ impl Capability {
     }
 
     /// The kind of access in the form that records keep, for a new volume.
-    pub(super) fn kind(&self) -> Result<AccessKind> {
-        self.kind_or(DEFAULT_FS)
+    /// `default` is the filesystem where it is left open; `None` for the driver's choice.
+    pub(super) fn kind(&self, default: Option<&str>) -> Result<AccessKind> {
+        self.kind_or(default.unwrap_or(DEFAULT_FS))
     }
 
     /// The same for a volume there is: where the client leaves the filesystem open, it is the
@@ -118,27 +119,33 @@ impl Capability {
             AccessType::Block => Ok(AccessKind::Block),
             AccessType::Mount { fs_type, .. } => {
                 let fs_type = if fs_type.is_empty() { default } else { fs_type };
-                match FILESYSTEMS.iter().any(|(name, _)| *name == fs_type) {
-                    true => Ok(AccessKind::Filesystem(fs_type.to_owned())),
-                    false => {
-                        let value = shown(fs_type);
-                        let want = FILESYSTEMS.map(|(name, _)| name).join(", ");
-                        Err(Error::Invalid { field: "volume_capability.mount.fs_type", value, want })
-                    }
-                }
+                known_filesystem("volume_capability.mount.fs_type", fs_type)?;
+                Ok(AccessKind::Filesystem(fs_type.to_owned()))
             }
         }
     }
 }
 
-/// The kinds of several capabilities, each once, in the order of the request.
-pub(super) fn kinds(capabilities: &[Capability]) -> Result<Vec<AccessKind>> {
+/// Fails for a filesystem that this driver does not make; `field` is where the client wrote it.
+pub(super) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
+    match FILESYSTEMS.iter().any(|(known, _)| *known == name) {
+        true => Ok(()),
+        false => {
+            let want = FILESYSTEMS.map(|(known, _)| known).join(", ");
+            Err(Error::Invalid { field, value: shown(name), want })
+        }
+    }
+}
+
+/// The kinds of several capabilities, each once, in the order of the request. `fs_type` is the filesystem
+/// where they leave it open.
+pub(super) fn kinds(capabilities: &[Capability], fs_type: Option<&str>) -> Result<Vec<AccessKind>> {
     if capabilities.is_empty() {
         return Err(Error::Missing { field: "volume_capabilities" });
     }
     let mut kinds = Vec::new();
     for capability in capabilities {
-        let kind = capability.kind()?;
+        let kind = capability.kind(fs_type)?;
         if !kinds.contains(&kind) {
             kinds.push(kind);
         }

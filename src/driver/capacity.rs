@@ -166,8 +166,13 @@ impl Driver {
     /// What can be provisioned with these capabilities and parameters. Where nothing limits promises, the
     /// bytes free in the pool, or on its host where a sparse image has less behind it.
     pub fn room(&self, capabilities: &[Capability], parameters: &HashMap<String, String>) -> Result<Room> {
-        let block_size = VolumeParameters::parse(parameters)?.block_size.unwrap_or(BlockSize::MIN);
-        let kinds = if capabilities.is_empty() { Vec::new() } else { kinds(capabilities)? };
+        let parameters = VolumeParameters::parse(parameters)?;
+        let block_size = parameters.block_size.unwrap_or(BlockSize::MIN);
+        let kinds = match (capabilities.is_empty(), parameters.fs_type) {
+            (true, None) => Vec::new(),
+            (true, Some(fs_type)) => vec![AccessKind::Filesystem(fs_type)],
+            (false, fs_type) => kinds(capabilities, fs_type.as_deref())?,
+        };
         let most = block_size.round_down(self.config().max_volume_size.0);
         let least = block_size.round_up(least_size(&kinds)).unwrap_or(most);
         Ok(match self.promisable(0)? {

@@ -3,12 +3,16 @@
 
 use std::collections::HashMap;
 
+use super::capability::known_filesystem;
 use super::error::shown;
 use super::{Error, Result};
 use crate::base::{BlockSize, Quantity};
 use crate::store::{Tuning, TupleStyle};
 
 const SIDECAR_PREFIX: &str = "csi.storage.k8s.io/";
+/// The one of the sidecars' own that says something about the volume. The provisioner turns it into a
+/// capability for CreateVolume, and sends it as it is with GetCapacity.
+const FS_TYPE: &str = "csi.storage.k8s.io/fstype";
 
 /// StorageClass parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,12 +21,18 @@ pub struct VolumeParameters {
     pub block_size: Option<BlockSize>,
     /// `changedBlockTracking`.
     pub tracking: Option<bool>,
+    /// `csi.storage.k8s.io/fstype`: the filesystem where a capability leaves it open.
+    pub fs_type: Option<String>,
 }
 
 impl VolumeParameters {
     /// Reads the parameters of a CreateVolume call.
     pub fn parse(parameters: &HashMap<String, String>) -> Result<Self> {
-        let mut parsed = VolumeParameters::default();
+        let fs_type = parameters.get(FS_TYPE).filter(|name| !name.is_empty());
+        if let Some(name) = fs_type {
+            known_filesystem("parameter csi.storage.k8s.io/fstype", name)?;
+        }
+        let mut parsed = VolumeParameters { fs_type: fs_type.cloned(), ..Default::default() };
         for (name, value) in own(parameters) {
             match name {
                 "blockSize" => parsed.block_size = Some(block_size(value)?),
@@ -163,9 +173,13 @@ mod tests {
             ("blockSize", "64Ki"),
             ("changedBlockTracking", "false"),
             ("csi.storage.k8s.io/pvc/name", "data"),
+            ("csi.storage.k8s.io/fstype", "xfs"),
         ]));
-        let expected =
-            VolumeParameters { block_size: BlockSize::try_from(65536).ok(), tracking: Some(false) };
+        let expected = VolumeParameters {
+            block_size: BlockSize::try_from(65536).ok(),
+            tracking: Some(false),
+            fs_type: Some("xfs".into()),
+        };
         assert_eq!(parsed.expect("valid"), expected);
         let parsed = SnapshotParameters::parse(&map(&[("blockMetadataType", "fixed")]));
         assert_eq!(parsed.expect("valid").tuple_style, Some(TupleStyle::Fixed));
@@ -207,6 +221,7 @@ mod tests {
             ("blockSize", "5Ki", "\"5Ki\""),
             ("blockSize", "8Mi", "4Mi"),
             ("changedBlockTracking", "yes", "true or false"),
+            ("csi.storage.k8s.io/fstype", "zfs", "ext4, xfs, btrfs"),
         ] {
             let error = VolumeParameters::parse(&map(&[(name, value)])).expect_err(name);
             assert!(error.to_string().contains(said), "{error}");

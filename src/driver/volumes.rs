@@ -56,7 +56,7 @@ impl Driver {
     /// Makes a volume, or finds the one that an earlier call of this name made.
     pub fn create_volume(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
         check_name("name", &request.name)?;
-        let access = kinds(&request.capabilities)?;
+        let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
         let _name = self.locks.take(Key::VolumeName(request.name.clone()))?;
         if let Some(existing) = self.store.read(|index| index.volume_named(&request.name)) {
             return match difference(&existing, request, &access) {

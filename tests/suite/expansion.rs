@@ -274,6 +274,13 @@ async fn overcommit_bounds_what_is_promised() {
     assert!(room.available_capacity.abs_diff(free as i64) < 64 << 20, "{room:?} of {free}");
     assert_eq!(room.minimum_volume_size, Some(300 * MIB));
     assert_eq!(room.maximum_volume_size, Some(64 << 40));
+    // The provisioner sends the class's parameters as they are, and a filesystem may stand there alone.
+    let mut bare = proto::GetCapacityRequest::default();
+    bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "btrfs".into());
+    let room = capacity(&rig).get_capacity(bare.clone()).await.expect("capacity").into_inner();
+    assert_eq!(room.minimum_volume_size, Some(109 * MIB));
+    bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "zfs".into());
+    assert_eq!(status_code(capacity(&rig).get_capacity(bare).await), Code::InvalidArgument);
     rig.finish();
 }
 

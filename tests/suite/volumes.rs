@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use deltapath::client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::csi::proto::{self, CapacityRange, GetCapacityRequest};
@@ -241,7 +241,8 @@ async fn a_restore_into_a_larger_volume_has_the_full_size() {
 }
 
 /// Seen elsewhere: one lock is held during copies, and a capacity query waits 20 s for somebody's
-/// restore (known failure 19). The order of answers is asserted, not a time.
+/// restore (known failure 19). Here it answers within 100 ms during a copy of gigabytes; one of three tries
+/// has to, for the machine may be busy with other tests, and a lock would hold up all three.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_copy_is_in_nobodys_way() {
     if !have_root() {
@@ -249,9 +250,9 @@ async fn a_long_copy_is_in_nobodys_way() {
     }
     // The pool that copies for real.
     let mut rig = Rig::start(PoolKind::Dir).await;
-    let (origin, device) = rig.block_volume("origin", GIB).await;
+    let (origin, device) = rig.block_volume("origin", 3 * GIB).await;
     let mut content = Content::default();
-    for part in 0..6 {
+    for part in 0..18 {
         content.write(&device, part * 32768, 32768, 1 + part as u8);
     }
     rig.detach(&origin).await;
@@ -260,7 +261,7 @@ async fn a_long_copy_is_in_nobodys_way() {
         (from_volume(&origin), std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false)));
     let finished = done.clone();
     let copy = tokio::spawn(async move {
-        let mut request = sized("copy", GIB, 0);
+        let mut request = sized("copy", 3 * GIB, 0);
         request.volume_content_source = Some(source);
         let answer = client.create_volume(request).await;
         finished.store(true, std::sync::atomic::Ordering::SeqCst);
@@ -268,7 +269,13 @@ async fn a_long_copy_is_in_nobodys_way() {
     });
     let mut answered = 0;
     while !done.load(std::sync::atomic::Ordering::SeqCst) {
-        rig.client.controller.get_capacity(GetCapacityRequest::default()).await.expect("GetCapacity");
+        let mut fastest = Duration::MAX;
+        for _ in 0..3 {
+            let asked = Instant::now();
+            rig.client.controller.get_capacity(GetCapacityRequest::default()).await.expect("GetCapacity");
+            fastest = fastest.min(asked.elapsed());
+        }
+        assert!(fastest < Duration::from_millis(100), "GetCapacity took {fastest:?}");
         let request = sized(&format!("beside {answered}"), MIB, 0);
         let beside = rig.client.create_volume(request).await.expect("create");
         let snapshot = rig.snapshot(&format!("beside {answered}"), &beside.volume_id).await;
@@ -280,7 +287,7 @@ async fn a_long_copy_is_in_nobodys_way() {
             break;
         }
         assert_eq!(code(busy), Code::Aborted);
-        let retry = sized("copy", GIB, 0);
+        let retry = sized("copy", 3 * GIB, 0);
         let retried = rig.client.create_volume(retry).await;
         if done.load(std::sync::atomic::Ordering::SeqCst) {
             break;

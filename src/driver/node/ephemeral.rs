@@ -60,7 +60,7 @@ impl Driver {
     }
 
     fn create_ephemeral(&self, request: &PublishRequest, parameters: &EphemeralParameters) -> Result<()> {
-        let access = vec![request.capability.kind()?];
+        let access = vec![request.capability.kind(None)?];
         let required = parameters.size.map_or(0, |size| size.0);
         let capacity =
             self.capacity(None, &access, BlockSize::MIN, CapacityRange { required, limit: None })?;

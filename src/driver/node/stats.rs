@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{place, shows};
 use crate::driver::condition::Condition;
 use crate::driver::{Driver, Error, Result};
-use crate::store::AccessKind;
+use crate::store::{AccessKind, VolumeRecord};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{self, Context, mount};
 
@@ -43,6 +43,16 @@ impl Driver {
             return Err(Error::Missing { field: "volume_path" });
         }
         let record = self.volume_or_ephemeral(volume_id)?;
+        match self.look_at(&record, volume_path) {
+            // Deleted under the look: without a lock that can be.
+            Err(_) if !self.store.dir().volume(&record.id).record().exists() => {
+                Err(Error::no_volume(volume_id))
+            }
+            stats => stats,
+        }
+    }
+
+    fn look_at(&self, record: &VolumeRecord, volume_path: &Path) -> Result<Stats> {
         let state = self.store.node_state(&record.id)?;
         let (path, staged) = place(&state, volume_path)?;
         let data = self.volume_data(&record.id);
