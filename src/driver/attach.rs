@@ -3,8 +3,7 @@
 //! A volume lives on one node, so there is nothing to do on another machine: an attachment is a line in
 //! the volume's record. It says who may use the volume how, and holds deletion off.
 
-use std::sync::PoisonError;
-
+use super::capacity::Reservation;
 use super::error::shown;
 use super::locks::Key;
 use super::{Capability, Driver, Error, Result};
@@ -61,14 +60,14 @@ impl Driver {
                     record.id, existing.node_id
                 )));
             }
-            Some(_) if self.config().attach => {
+            Some(_) => {
                 return Err(Error::Clash {
                     kind: "attachment of volume",
                     name: record.id.to_string(),
                     difference: "another capability or readonly flag".into(),
                 });
             }
-            _ => {}
+            None => {}
         }
         let _slot = self.take_slot()?;
         self.store.update_volume(VolumeRecord { attached: Some(attached), ..(*record).clone() })?;
@@ -94,27 +93,19 @@ impl Driver {
 
     /// One of the attachments that `--max-volumes-per-node` allows. Held until a record shows it, so that
     /// two calls at once do not both take the last one.
-    fn take_slot(&self) -> Result<Slot<'_>> {
-        let mut taken = self.attaching.lock().unwrap_or_else(PoisonError::into_inner);
-        let most = self.config().max_volumes;
-        let attached = self
-            .store
-            .read(|index| index.volumes_after(None).filter(|record| record.attached.is_some()).count());
-        if most != 0 && attached + *taken >= most as usize {
-            return Err(Error::Exhausted(format!(
-                "{most} volumes are attached to node {} (--max-volumes-per-node): detach one first",
-                self.config().node_id
-            )));
-        }
-        *taken += 1;
-        Ok(Slot(&self.attaching))
-    }
-}
-
-struct Slot<'s>(&'s std::sync::Mutex<usize>);
-
-impl Drop for Slot<'_> {
-    fn drop(&mut self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+    fn take_slot(&self) -> Result<Reservation<'_>> {
+        let most = u64::from(self.config().max_volumes);
+        self.attaching.take(1, |taken| {
+            let attached = self
+                .store
+                .read(|index| index.volumes_after(None).filter(|record| record.attached.is_some()).count());
+            match most != 0 && attached as u64 + taken >= most {
+                true => Err(Error::Exhausted(format!(
+                    "{most} volumes are attached to node {} (--max-volumes-per-node): detach one first",
+                    self.config().node_id
+                ))),
+                false => Ok(()),
+            }
+        })
     }
 }

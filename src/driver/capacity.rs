@@ -61,20 +61,31 @@ pub struct Room {
     pub least: u64,
 }
 
-/// The bytes of volumes in the making, which no record shows yet: two calls at once must not both take
-/// the last of what `--overcommit` allows.
+/// How much of something bounded is being taken and shown by no record yet: two calls at once must not
+/// both take the last of it.
 #[derive(Debug, Default)]
 pub(super) struct Reserved(Mutex<u64>);
 
 /// A part of it, given back when dropped: by then a record shows it, or the call failed.
 pub(super) struct Reservation<'r> {
     reserved: &'r Reserved,
-    bytes: u64,
+    amount: u64,
+}
+
+impl Reserved {
+    /// Takes `amount`, if `check` allows it, which is told how much others are taking. It looks at memory
+    /// only: all calls wait for it.
+    pub(super) fn take(&self, amount: u64, check: impl FnOnce(u64) -> Result<()>) -> Result<Reservation<'_>> {
+        let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        check(*taken)?;
+        *taken += amount;
+        Ok(Reservation { reserved: self, amount })
+    }
 }
 
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
-        *self.reserved.0.lock().unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+        *self.reserved.0.lock().unwrap_or_else(PoisonError::into_inner) -= self.amount;
     }
 }
 
@@ -138,29 +149,30 @@ impl Driver {
     /// Takes `bytes` of what may be promised; `RESOURCE_EXHAUSTED` where `--overcommit` forbids them.
     /// Without the flag nothing is refused: volumes are thin.
     pub(super) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
-        let mut reserved = self.reserved.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(left) = self.promisable(*reserved)?
-            && bytes > left
-        {
-            return Err(Error::Exhausted(format!(
+        let most = self.promise()?;
+        self.promised.take(bytes, |taken| match most.map(|most| self.left_of(most, taken)) {
+            Some(left) if bytes > left => Err(Error::Exhausted(format!(
                 "{} more than the {} that may still be promised (--overcommit): delete volumes, or raise it",
                 Quantity(bytes),
                 Quantity(left)
-            )));
-        }
-        *reserved += bytes;
-        Ok(Reservation { reserved: &self.reserved, bytes })
+            ))),
+            _ => Ok(()),
+        })
     }
 
-    /// The bytes that volumes may still be made of; `None` without `--overcommit`.
-    fn promisable(&self, reserved: u64) -> Result<Option<u64>> {
+    /// The bytes that all volumes together may have; `None` without `--overcommit`.
+    fn promise(&self) -> Result<Option<u64>> {
         let Some(ratio) = self.config().overcommit else { return Ok(None) };
         let total = sys::space(self.home.dir().path())?.total;
-        let promised: u64 = self.store.read(|index| {
+        Ok(Some((total as f64 * ratio) as u64))
+    }
+
+    /// What is left of a promise of `most` bytes, `taken` of which are being taken.
+    fn left_of(&self, most: u64, taken: u64) -> u64 {
+        let kept: u64 = self.store.read(|index| {
             index.volumes_after(None).fold(0, |sum: u64, record| sum.saturating_add(record.capacity))
         });
-        let most = (total as f64 * ratio) as u64;
-        Ok(Some(most.saturating_sub(promised).saturating_sub(reserved)))
+        most.saturating_sub(kept).saturating_sub(taken)
     }
 
     /// What can be provisioned with these capabilities and parameters. Where nothing limits promises, the
@@ -175,7 +187,7 @@ impl Driver {
         };
         let most = block_size.round_down(self.config().max_volume_size.0);
         let least = block_size.round_up(least_size(&kinds)).unwrap_or(most);
-        Ok(match self.promisable(0)? {
+        Ok(match self.promise()?.map(|most| self.left_of(most, 0)) {
             Some(left) => Room { available: left, most: most.min(block_size.round_down(left)), least },
             None => Room { available: self.home.free()?, most, least },
         })

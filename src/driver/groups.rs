@@ -71,16 +71,18 @@ impl Driver {
         if let Some(group) = self.look(|index| index.group_named(name)) {
             let mut theirs: Vec<&str> = group.members.iter().map(|member| member.volume.as_str()).collect();
             theirs.sort_unstable();
-            let difference = match () {
-                () if !sorted.iter().map(|id| id.as_str()).eq(theirs) => "other source_volume_ids",
-                () if group.record.tuple_style != parameters.tuple_style => "another blockMetadataType",
-                () => return Ok(group),
-            };
-            return Err(Error::Clash {
+            let clash = |difference: &str| Error::Clash {
                 kind: "group snapshot",
                 name: shown(name),
                 difference: difference.into(),
-            });
+            };
+            if !sorted.iter().map(|id| id.as_str()).eq(theirs) {
+                return Err(clash("other source_volume_ids"));
+            }
+            if group.record.tuple_style != parameters.tuple_style {
+                return Err(clash("another blockMetadataType"));
+            }
+            return Ok(group);
         }
         let mut guards = Vec::new();
         for id in volume_ids {

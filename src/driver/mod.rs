@@ -34,7 +34,6 @@ pub use volumes::{CreateVolume, SourceRef};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::base::{DataDir, Quantity, VolumeId};
@@ -77,9 +76,10 @@ pub struct Driver {
     home: Home,
     store: Store,
     locks: OpLocks,
-    reserved: Reserved,
-    /// Attachments in the making, which no record shows yet.
-    attaching: Mutex<usize>,
+    /// Bytes of volumes in the making.
+    promised: Reserved,
+    /// Attachments in the making.
+    attaching: Reserved,
     gauges: Gauges,
     /// Held for its lock; dropped last.
     _claim: Claim,
@@ -144,8 +144,8 @@ impl Driver {
             home,
             store,
             locks: OpLocks::default(),
-            reserved: Reserved::default(),
-            attaching: Mutex::default(),
+            promised: Reserved::default(),
+            attaching: Reserved::default(),
             gauges: Gauges::default(),
             _claim: claim,
         };

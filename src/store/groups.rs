@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::{Damage, Draft, Error, GroupRecord, Index, Result, SnapshotRecord, Store};
-use super::{encode, entries, read_named};
+use super::{encode, entries, read_named, seal};
 use crate::base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
 use crate::sys::durable;
 
@@ -52,10 +52,7 @@ impl Store {
     ) -> Result<Arc<GroupRecord>> {
         let GroupDraft { mut draft, dir } = group;
         for member in &members {
-            let files = dir.member(&member.id);
-            durable::write_new(&files.record(), &encode(member))?;
-            durable::sync_dir(&files.bytes())?;
-            durable::sync_dir(files.path())?;
+            seal(&dir.member(&member.id), member)?;
         }
         durable::write_new(&dir.record(), &encode(&record))?;
         durable::sync_dir(&dir.members())?;

@@ -195,9 +195,7 @@ impl Store {
     /// 4. Sync both parents: only then is the caller told, so a power cut loses nothing that was
     ///    acknowledged.
     fn commit(&self, mut draft: Draft, record: &impl Serialize, target: &ObjectDir) -> Result<()> {
-        durable::write_new(&draft.dir.record(), &encode(record))?;
-        durable::sync_dir(&draft.dir.bytes())?;
-        durable::sync_dir(draft.dir.path())?;
+        seal(&draft.dir, record)?;
         durable::rename(draft.dir.path(), target.path())?;
         draft.committed = true;
         Ok(())
@@ -250,6 +248,13 @@ impl Store {
             Some(frozen) => Ok(durable::replace(&path, &encode(frozen))?),
         }
     }
+}
+
+/// Steps 1 and 2 of a commit, also for each member of a group.
+fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
+    durable::write_new(&dir.record(), &encode(record))?;
+    durable::sync_dir(&dir.bytes())?;
+    Ok(durable::sync_dir(dir.path())?)
 }
 
 fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {

@@ -134,7 +134,8 @@ impl Caller {
     }
 
     async fn call(&mut self) -> Answer {
-        match self.dice.below(26) {
+        match self.dice.below(27) {
+            26 => self.ask_who().await,
             0..=2 => self.create_volume().await,
             3 => {
                 let request = proto::DeleteVolumeRequest { volume_id: self.volume(), ..Default::default() };
@@ -322,6 +323,37 @@ impl Caller {
                 };
                 answer("GetMetadataDelta", drained)
             }
+        }
+    }
+
+    async fn ask_who(&mut self) -> Answer {
+        let client = &mut self.client;
+        match self.dice.below(7) {
+            0 => answer("Probe", client.identity.probe(proto::ProbeRequest {}).await),
+            1 => {
+                answer("GetPluginInfo", client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await)
+            }
+            2 => {
+                let request = proto::GetPluginCapabilitiesRequest {};
+                answer("GetPluginCapabilities", client.identity.get_plugin_capabilities(request).await)
+            }
+            3 => {
+                let request = proto::ControllerGetCapabilitiesRequest {};
+                answer(
+                    "ControllerGetCapabilities",
+                    client.controller.controller_get_capabilities(request).await,
+                )
+            }
+            4 => {
+                let request = proto::GroupControllerGetCapabilitiesRequest {};
+                let done = client.groups.group_controller_get_capabilities(request).await;
+                answer("GroupControllerGetCapabilities", done)
+            }
+            5 => {
+                let request = proto::NodeGetCapabilitiesRequest {};
+                answer("NodeGetCapabilities", client.node.node_get_capabilities(request).await)
+            }
+            _ => answer("NodeGetInfo", client.node.node_get_info(proto::NodeGetInfoRequest {}).await),
         }
     }
 

@@ -4,9 +4,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::publish::occupied;
 use super::stage::remove_target;
-use super::{Held, PublishRequest, detach, shows};
+use super::{Held, PublishRequest, check_unoccupied, detach, shows};
 use crate::base::{BlockSize, VolumeId};
 use crate::driver::locks::Key;
 use crate::driver::volumes::check_name;
@@ -97,9 +96,7 @@ impl Driver {
                 difference: format!("another path or readonly flag, at {}", existing.path.display()),
             });
         }
-        if mount::mounted_at(&staged.path)?.is_some() && !shows(&staged.path, device.as_ref())? {
-            return Err(occupied(&staged.path));
-        }
+        check_unoccupied(held, &staged.path)?;
         match fs::create_dir(&staged.path) {
             Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && staged.path.is_dir() => {}
             made => made.context("make the target", &staged.path)?,

@@ -75,14 +75,6 @@ impl Driver {
         Ok(Held { record, state, data, _guard: guard })
     }
 
-    /// A volume by its id, or an ephemeral one by the handle that kubelet gave it.
-    fn volume_or_ephemeral(&self, volume_id: &str) -> Result<Arc<VolumeRecord>> {
-        match self.store.read(|index| index.ephemeral(volume_id)) {
-            Some(record) => Ok(record),
-            None => self.volume(volume_id),
-        }
-    }
-
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
     /// volume in use can not be deleted, so what is mounted there then is not ours to undo.
     fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
@@ -92,17 +84,17 @@ impl Driver {
         }
     }
 
-    /// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
-    /// volume's lock.
-    pub(super) fn release_devices(&self, id: &VolumeId) -> Result<()> {
-        match self.check_unused(id)? {
-            Some(device) => detach(device),
-            None => Ok(()),
+    /// A volume by its id, or an ephemeral one by the handle that kubelet gave it.
+    fn volume_or_ephemeral(&self, volume_id: &str) -> Result<Arc<VolumeRecord>> {
+        match self.store.read(|index| index.ephemeral(volume_id)) {
+            Some(record) => Ok(record),
+            None => self.volume(volume_id),
         }
     }
 
-    /// Fails where the volume is staged, published or open exclusively. Its idle device, if it has one.
-    pub(super) fn check_unused(&self, id: &VolumeId) -> Result<Option<LoopDevice>> {
+    /// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
+    /// volume's lock.
+    pub(super) fn release_devices(&self, id: &VolumeId) -> Result<()> {
         let state = self.store.node_state(id)?;
         let device = LoopDevice::find(&self.volume_data(id))?;
         let paths = state.staged.iter().map(|staged| &staged.path);
@@ -111,12 +103,11 @@ impl Driver {
                 return Err(in_use(id, &format!("in use at {}", path.display())));
             }
         }
-        if let Some(device) = &device
-            && blockdev::is_claimed(&device.path())?
-        {
+        let Some(device) = device else { return Ok(()) };
+        if blockdev::is_claimed(&device.path())? {
             return Err(in_use(id, &format!("in use through {}", device.path().display())));
         }
-        Ok(device)
+        detach(device)
     }
 }
 
@@ -152,8 +143,16 @@ fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     Ok(mounted.is_of(&dev) || blockdev::number(path).is_some_and(|number| number == dev))
 }
 
-/// The volume's device as large as the volume, attached where it is not yet. One left over with another access is replaced,
-/// if nobody has it open: two devices on one file would not see each other's writes.
+/// Fails where something else than the volume is mounted at `path`.
+fn check_unoccupied(held: &Held, path: &Path) -> Result<()> {
+    if mount::mounted_at(path)?.is_none() || shows(path, LoopDevice::find(&held.data)?.as_ref())? {
+        return Ok(());
+    }
+    Err(Error::Precondition(format!("something else is mounted at {}: unmount it first", path.display())))
+}
+
+/// The volume's device as large as the volume, attached where it is not yet. One left over with another
+/// access is replaced, if nobody has it open: two devices on one file would not see each other's writes.
 fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
     match LoopDevice::find(&held.data)?.map(LoopDevice::keep).transpose()?.flatten() {
         Some(device) if device.access() == access => {

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use super::stage::remove_target;
-use super::{Held, PublishRequest, attached, detach, shows};
+use super::{Held, PublishRequest, attached, check_unoccupied, detach, shows};
 use crate::driver::{Driver, Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
@@ -140,11 +140,9 @@ impl Driver {
 /// Fails where something else is mounted at the target, or something lies there that is no place for a
 /// volume.
 fn check_target(held: &Held, kind: &AccessKind, target: &Path) -> Result<()> {
+    check_unoccupied(held, target)?;
     if mount::mounted_at(target)?.is_some() {
-        return match shows(target, LoopDevice::find(&held.data)?.as_ref())? {
-            true => Ok(()),
-            false => Err(occupied(target)),
-        };
+        return Ok(());
     }
     let meta = match fs::symlink_metadata(target) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -194,8 +192,4 @@ fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Resu
         made => made.context("make the target", &published.target)?,
     }
     Ok(mount::bind(staging, &published.target, published.read_only)?)
-}
-
-pub(super) fn occupied(target: &Path) -> Error {
-    Error::Precondition(format!("something else is mounted at {}: unmount it first", target.display()))
 }

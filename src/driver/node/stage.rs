@@ -4,8 +4,7 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::publish::occupied;
-use super::{Held, StageRequest, attached, detach, filesystem, shows};
+use super::{Held, StageRequest, attached, check_unoccupied, detach, filesystem, shows};
 use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
 use crate::store::{AccessKind, NodeState, Staged};
 use crate::sys::loopdev::{Access, LoopDevice};
@@ -14,9 +13,10 @@ use crate::sys::{Context, blockdev, clone, mount};
 impl Driver {
     /// Stages a volume; done already is done.
     ///
-    /// 1. Record the intent: a crash from here on leaves a record that unstage and the next stage
+    /// 1. Look at the path: what is there and not ours is never recorded, so it is never undone.
+    /// 2. Record the intent: a crash from here on leaves a record that unstage and the next stage
     ///    start from.
-    /// 2. Attach, format where the volume is blank, grow, mount.
+    /// 3. Attach, format where the volume is blank, grow, mount.
     pub fn stage(&self, request: &StageRequest) -> Result<()> {
         if request.volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
@@ -46,11 +46,8 @@ impl Driver {
             let want = "a directory that exists".into();
             return Err(Error::Invalid { field: "staging_target_path", value, want });
         }
-        if matches!(staged.access, AccessKind::Filesystem(_))
-            && mount::mounted_at(&staged.path)?.is_some()
-            && !shows(&staged.path, LoopDevice::find(&held.data)?.as_ref())?
-        {
-            return Err(occupied(&staged.path));
+        if staged.access != AccessKind::Block {
+            check_unoccupied(&held, &staged.path)?;
         }
         held.state.staged = Some(staged.clone());
         match &request.capability.access {
