@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use deltapath::client::{from_snapshot, mount_capability, new_volume};
 use deltapath::csi::proto;
@@ -159,6 +159,8 @@ struct Writer {
 }
 
 impl Writer {
+    /// Returns once both places hold a number of this writer: what an earlier one left there would pass for
+    /// a B(n) without its A(n).
     fn start(first: File, second: File, pause: fn(u64) -> Duration) -> Self {
         let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let thread = std::thread::spawn({
@@ -176,6 +178,11 @@ impl Writer {
                 }
             }
         });
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while written.load(Ordering::Relaxed) == 0 {
+            assert!(Instant::now() < deadline, "the writer wrote nothing in 30 s");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Writer { stop, written, thread: Some(thread) }
     }
 
@@ -303,9 +310,6 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load() {
         for (round, (first, second)) in pairs.into_iter().cycle().take(4).enumerate() {
             let handle = |file: usize| files[file].try_clone().expect("clone");
             let writer = Writer::start(handle(first), handle(second), |_| Duration::ZERO);
-            while writer.written.load(Ordering::Relaxed) == 0 {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
             let name = format!("group {round}");
             let group = rig.client.create_group(&name, &volumes).await.expect("filesystems are frozen");
             // Nothing is left frozen: the writer goes on.
