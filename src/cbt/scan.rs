@@ -8,7 +8,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
-use super::hash::hash_block;
+use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
 use super::{BlockHash, Result};
@@ -18,6 +18,9 @@ use crate::sys::{self, Context};
 
 /// Bytes read at once for hashing; a larger block is read whole.
 const READ: u64 = 1 << 20;
+
+/// Bytes of a copy that one core hashes at once.
+const PARALLEL: usize = 256 << 10;
 
 /// What a scan counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -249,10 +252,8 @@ fn hash_run(
         let count = at_once.min(run.end - block);
         buffer.resize((count * size.bytes()) as usize, 0);
         data.read_exact_at(buffer, block * size.bytes()).context("read", data_path)?;
-        for bytes in buffer.chunks_exact(size.bytes() as usize) {
-            put(block, hash_block(bytes));
-            block += 1;
-        }
+        hash_each(buffer, size, |number, hash| put(block + number, hash));
+        block += count;
     }
     Ok(())
 }
@@ -277,7 +278,15 @@ impl HashingCopy {
     /// Takes whole blocks that start at byte `offset`.
     pub fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         let size = self.size.bytes() as usize;
-        let hashed: Vec<BlockHash> = bytes.par_chunks(size).map(hash_block).collect();
+        let share = PARALLEL.max(size);
+        let hashed: Vec<BlockHash> = bytes
+            .par_chunks(share)
+            .flat_map_iter(|share| {
+                let mut hashes = Vec::with_capacity(share.len() / size);
+                hash_each(share, self.size, |_, hash| hashes.push(hash));
+                hashes
+            })
+            .collect();
         let first = self.size.block_of(offset);
         let mut block = first;
         while block < first + hashed.len() as u64 {

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 pub mod blockdev;
+pub mod btrfs;
 pub mod clone;
 pub mod durable;
 pub mod extents;
