@@ -40,16 +40,8 @@ const LARGE: usize = MAX_SIMD_DEGREE * CHUNK;
 const MOST_CHUNKS: usize = 16;
 
 /// The initial value of every chunk and parent (section 2.2): that of SHA-256.
-const IV: [u32; 8] = [
-    0x6A09_E667,
-    0xBB67_AE85,
-    0x3C6E_F372,
-    0xA54F_F53A,
-    0x510E_527F,
-    0x9B05_688C,
-    0x1F83_D9AB,
-    0x5BE0_CD19,
-];
+const IV: [u32; 8] =
+    [0x6A09_E667, 0xBB67_AE85, 0x3C6E_F372, 0xA54F_F53A, 0x510E_527F, 0x9B05_688C, 0x1F83_D9AB, 0x5BE0_CD19];
 /// Domain flags (section 2.3, table 3).
 const CHUNK_START: u8 = 1;
 const CHUNK_END: u8 = 2;
@@ -57,7 +49,7 @@ const PARENT: u8 = 4;
 const ROOT: u8 = 8;
 
 /// Hashes the whole blocks of `size` that lie in `bytes`, handing out each one's number in it and hash.
-pub(crate) fn hash_each(bytes: &[u8], size: BlockSize, mut put: impl FnMut(u64, BlockHash)) {
+pub fn hash_each(bytes: &[u8], size: BlockSize, mut put: impl FnMut(u64, BlockHash)) {
     let size = size.bytes() as usize;
     if size >= LARGE {
         return bytes.chunks_exact(size).zip(0..).for_each(|(block, number)| put(number, hash_block(block)));

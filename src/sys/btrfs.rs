@@ -72,11 +72,7 @@ fn parent(path: &Path) -> Result<(File, &OsStr)> {
 }
 
 /// Calls an ioctl that names an entry of `dir`.
-fn name_call(
-    dir: &File,
-    request: libc::c_ulong,
-    arguments: Option<Box<VolumeArguments>>,
-) -> io::Result<()> {
+fn name_call(dir: &File, request: libc::c_ulong, arguments: Option<Box<VolumeArguments>>) -> io::Result<()> {
     let Some(mut arguments) = arguments else { return Err(io::Error::from(io::ErrorKind::InvalidFilename)) };
     // SAFETY: each of the requests reads the 4096 bytes of its argument, whose name ends with a zero
     // byte inside them; the box lives through the call.
@@ -294,11 +290,7 @@ impl Item {
         match kind {
             // The bytes themselves follow; their length in memory counts.
             INLINE => Item { generation: number(0), length: number(8), data: true },
-            _ => Item {
-                generation: number(0),
-                length: number(45),
-                data: kind == REGULAR && number(21) != 0,
-            },
+            _ => Item { generation: number(0), length: number(45), data: kind == REGULAR && number(21) != 0 },
         }
     }
 }

@@ -13,7 +13,7 @@ use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
 use deltapath::sys::sweep::devices_below;
 
 use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, names};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, names};
 
 const SIZE: i64 = 32 * MIB;
 const BLOCKS: u64 = SIZE as u64 / BLOCK;
@@ -271,13 +271,20 @@ fn count() -> usize {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_leaves_every_object_whole_or_absent_on_dir() {
     if have_root() {
-        rounds(POOLS[0], count()).await;
+        rounds(PoolKind::Dir, count()).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_leaves_every_object_whole_or_absent_on_xfs() {
     if have_root() {
-        rounds(POOLS[1], count()).await;
+        rounds(PoolKind::Xfs, count()).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_leaves_every_object_whole_or_absent_on_btrfs() {
+    if have_root() {
+        rounds(PoolKind::Btrfs, count()).await;
     }
 }
