@@ -7,7 +7,7 @@ use roaring::RoaringBitmap;
 
 use super::segment::{MapFile, MapHeader, MapWriter, locate, segment_range};
 use super::{Error, Result};
-use crate::base::{BlockRange, ByteRange, Stop};
+use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 use crate::sys::extents::DataRanges;
 
 /// What a scan counted.
@@ -78,7 +78,7 @@ impl Allocation {
         match (self.map.segment(index), &self.data) {
             (Err(Error::Damaged { path, what }), Some(data)) => {
                 tracing::error!(path = %path.display(), what, "a map is damaged, asking the data instead");
-                self.rebuild(data, index)
+                Self::scan(data, &self.data_path, self.header().block_size, self.header().blocks, index)
             }
             (Err(Error::Damaged { path, what }), None) => {
                 Err(Error::Lost { what: format!("{}: {what}", path.display()) })
@@ -87,12 +87,18 @@ impl Allocation {
         }
     }
 
-    fn rebuild(&self, data: &File, index: u32) -> Result<RoaringBitmap> {
-        let (size, blocks) = (self.header().block_size, self.header().blocks);
+    /// The blocks of a segment that hold data, of a file of `blocks` blocks.
+    pub(super) fn scan(
+        data: &File,
+        data_path: &Path,
+        size: BlockSize,
+        blocks: u64,
+        index: u32,
+    ) -> Result<RoaringBitmap> {
         let segment = segment_range(index);
         let within = BlockRange { end: segment.end.min(blocks), ..segment }.bytes(size);
         let mut members = RoaringBitmap::new();
-        for range in DataRanges::of(data, &self.data_path, within) {
+        for range in DataRanges::of(data, data_path, within) {
             let found = range?.blocks(size);
             members.insert_range((found.start - segment.start) as u32..(found.end - segment.start) as u32);
         }

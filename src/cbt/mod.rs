@@ -14,6 +14,7 @@ mod hashfile;
 mod physical;
 mod runs;
 mod scan;
+mod scrub;
 mod segment;
 mod written;
 
@@ -25,6 +26,7 @@ pub use hashfile::{HashFile, HashReader};
 pub use physical::PhysicalDiff;
 pub use runs::{RunSource, Step, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
+pub use scrub::{Finding, Progress, scrub};
 pub use segment::{MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS, write_union};
 pub use written::{NewMaps, write_written};
 

@@ -4,6 +4,7 @@
 
 mod demo;
 mod driver;
+mod verify;
 
 use std::error::Error;
 use std::io::IsTerminal;
@@ -33,6 +34,16 @@ pub struct Cli {
 enum Command {
     Driver(driver::Arguments),
     Demo(demo::Arguments),
+    Verify(verify::Arguments),
+}
+
+/// What a command prints on standard output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Text,
+    /// One JSON object at the end.
+    Json,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -48,7 +59,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => "info",
-            Command::Demo(_) => "warn",
+            Command::Demo(_) | Command::Verify(_) => "warn",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -64,6 +75,7 @@ pub fn run(cli: Cli) -> ExitCode {
     let done = match cli.command {
         Command::Driver(arguments) => driver::run(arguments),
         Command::Demo(arguments) => demo::run(arguments),
+        Command::Verify(arguments) => verify::run(arguments),
     };
     done.unwrap_or_else(|error| {
         eprintln!("deltapath: {}", crate::driver::report(&*error));

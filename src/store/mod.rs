@@ -78,6 +78,11 @@ impl Store {
         for entry in entries(&dir.staging())? {
             tree::remove(&entry)?;
         }
+        Self::survey(dir)
+    }
+
+    /// Reads every record of the pool and changes nothing: also where a driver is at work.
+    pub fn survey(dir: PoolDir) -> Result<Self> {
         let mut index = Index::default();
         let mut damaged = Vec::new();
         for path in entries(&dir.volumes())? {

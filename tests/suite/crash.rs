@@ -148,11 +148,12 @@ async fn listed(rig: &mut Rig) -> (BTreeMap<String, u64>, BTreeMap<String, Strin
 async fn audit(rig: &mut Rig, scene: &Scene, context: &str) {
     let (volumes, snapshots) = listed(rig).await;
     let pool = rig.pool_dir();
-    assert!(
-        names(&pool.join("staging")).is_empty(),
-        "{context}: staging holds {:?}",
-        names(&pool.join("staging"))
-    );
+    // What was deleted may be settled behind.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !names(&pool.join("staging")).is_empty() {
+        assert!(Instant::now() < deadline, "{context}: staging holds {:?}", names(&pool.join("staging")));
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     assert_eq!(names(&pool.join("volumes")), volumes.keys().cloned().collect::<Vec<_>>(), "{context}");
     let alone = snapshots.iter().filter(|(_, group)| group.is_empty()).map(|(id, _)| id.clone());
     assert_eq!(names(&pool.join("snapshots")), alone.collect::<Vec<_>>(), "{context}");
