@@ -221,8 +221,10 @@ fn multiply(dir: &ObjectDir, id: &str, count: usize) {
 }
 
 fn read_records(dir: &Path) -> usize {
-    let entries = std::fs::read_dir(dir).expect("list");
-    entries
-        .map(|entry| std::fs::read(entry.expect("entry").path().join("record.json")).expect("read"))
-        .count()
+    let mut read = 0;
+    for entry in std::fs::read_dir(dir).expect("list") {
+        let record = std::fs::read(entry.expect("entry").path().join("record.json")).expect("read");
+        read += usize::from(!record.is_empty());
+    }
+    read
 }

@@ -17,6 +17,6 @@ pub fn parse(text: &str) -> Option<Duration> {
 /// The same length in the largest unit that it is a whole number of.
 pub fn format(length: Duration) -> String {
     let seconds = length.as_secs();
-    let (unit, size) = UNITS.iter().find(|(_, size)| seconds % size == 0).unwrap_or(&UNITS[3]);
+    let (unit, size) = UNITS.iter().find(|(_, size)| seconds.is_multiple_of(*size)).unwrap_or(&UNITS[3]);
     format!("{}{unit}", seconds / size)
 }

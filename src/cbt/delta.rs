@@ -66,7 +66,7 @@ impl Side {
     }
 
     fn pending_segment(&self, index: u32) -> Result<RoaringBitmap> {
-        let all = || RoaringBitmap::from_iter([0..SEGMENT_BLOCKS as u32].into_iter().flatten());
+        let all = || (0..SEGMENT_BLOCKS as u32).collect::<RoaringBitmap>();
         match self.pending.as_ref().map(|map| map.segment(index)) {
             None => Ok(all()),
             Some(Err(Error::Damaged { path, what })) => match &self.data {

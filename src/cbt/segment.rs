@@ -91,9 +91,6 @@ impl MapFile {
             return Err(Error::damaged(path, "its trailer is not that of a block map"));
         }
         let version = u32::from_le_bytes(fields.take());
-        if version != VERSION {
-            return Err(Error::UnknownVersion { path: path.into(), version, known: VERSION });
-        }
         let block_size = u32::from_le_bytes(fields.take());
         let blocks = u64::from_le_bytes(fields.take());
         let rows = u64::from_le_bytes(fields.take());
@@ -109,6 +106,10 @@ impl MapFile {
         hasher.update(&bytes).update(&trailer[..TRAILER - CHECKSUM]);
         if hasher.finalize() != fields.take::<CHECKSUM>() {
             return Err(Error::damaged(path, "the checksum of its table is wrong"));
+        }
+        // After the checksum: a flipped bit is damage, which can be mended.
+        if version != VERSION {
+            return Err(Error::UnknownVersion { path: path.into(), version, known: VERSION });
         }
         let (Ok(block_size), Ok(relative_to)) = (BlockSize::try_from(u64::from(block_size)), relative_to)
         else {

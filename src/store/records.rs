@@ -31,7 +31,8 @@ impl Timestamp {
 
     /// How long ago it is; nothing where the clock went backwards.
     pub fn age(self) -> Duration {
-        Duration::from_secs(u64::try_from(Timestamp::now().seconds - self.seconds).unwrap_or(0))
+        let nanos = |at: Timestamp| i128::from(at.seconds) * 1_000_000_000 + i128::from(at.nanos);
+        u64::try_from(nanos(Timestamp::now()) - nanos(self)).map_or(Duration::ZERO, Duration::from_nanos)
     }
 }
 

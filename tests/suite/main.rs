@@ -17,6 +17,7 @@ mod metadata;
 mod node;
 mod property;
 mod reboot;
+mod retained;
 mod sanity;
 mod secrets;
 mod snapshots;

@@ -234,7 +234,8 @@ fn only_what_an_exact_step_alone_says_is_believed() {
     let blocks: Vec<(u64, Option<u8>)> = (0..10).map(|block| (block, Some(1))).collect();
     let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&blocks, &[], None));
     type Steps<'s> = &'s [(&'s [u64], bool)];
-    let cases: [(&str, Steps<'_>, &[(u64, u64)]); 5] = [
+    type Expected<'e> = (&'e str, Steps<'e>, &'e [(u64, u64)]);
+    let cases: [Expected<'_>; 5] = [
         ("one that is not exact", &[(&[1, 2], false)], &[]),
         ("one that is", &[(&[1, 2], true)], &[(1, 3)]),
         ("two that are, of different blocks", &[(&[1], true), (&[3], true)], &[(1, 2), (3, 4)]),

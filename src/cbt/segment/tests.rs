@@ -73,6 +73,9 @@ fn an_unknown_version_is_refused_by_number() {
     let mut bytes = std::fs::read(&path).expect("read");
     let version_at = bytes.len() - TRAILER + 8;
     bytes[version_at] = 9;
+    let sum_at = bytes.len() - CHECKSUM;
+    let checksum = blake3::hash(&bytes[..sum_at]);
+    bytes[sum_at..].copy_from_slice(checksum.as_bytes());
     std::fs::write(&path, &bytes).expect("write");
     let error = MapFile::open(&path).expect_err("version 9");
     assert!(matches!(error, Error::UnknownVersion { version: 9, known: 2, .. }), "{error}");

@@ -1,0 +1,401 @@
+//! Deltas from deleted snapshots (`--retain-deleted`), and the hashing behind that they live on.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use std::time::{Duration, Instant};
+
+use deltapath::base::ObjectDir;
+use deltapath::cbt::MapFile;
+use deltapath::client::{block_capability, from_snapshot, new_volume};
+use deltapath::csi::proto::{GetSnapshotRequest, ListSnapshotsRequest};
+use deltapath::sys::{program, sweep, tree};
+use tonic::Code;
+
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, status_code};
+
+fn live(rig: &Rig, id: &str) -> ObjectDir {
+    ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
+}
+
+fn retained(rig: &Rig, id: &str) -> ObjectDir {
+    ObjectDir::new(rig.pool_dir().join("retained").join(id))
+}
+
+/// Waits for something that happens behind the calls.
+async fn until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+async fn hashed(dir: &ObjectDir) {
+    let count = || MapFile::open(&dir.pending()).and_then(|map| map.count());
+    until("hashed", || count().is_ok_and(|count| count == 0)).await;
+}
+
+/// What backup tools do: snapshot, back up what changed since the last one, delete that, and again. Each
+/// delta is exact, the deleted snapshot's data is freed, and the next snapshot costs the change: it builds
+/// on the deleted one. A kill and a restart in between change nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_backup_tool_may_delete_each_snapshot_after_use() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+        let mut content = Content::default();
+        content.write(&device, 0, 2000, 1);
+        let mut base = (rig.snapshot("snapshot 0", &volume).await, content.clone());
+        rig.client.delete_snapshot(&base.0).await.expect("delete");
+        for round in 1..6u8 {
+            content.write(&device, u64::from(round) * 100, 10, round);
+            content.discard(&device, u64::from(round) * 150, 3);
+            if round == 2 {
+                rig.kill();
+                rig.start_again().await;
+            }
+            if round == 4 {
+                assert!(rig.terminate().success());
+                rig.start_again().await;
+            }
+            let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
+            let list = rig.client.delta(&base.0, &target, 0, 0).await.expect("delta");
+            assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&base.1, BLOCK), "{pool:?} {round}");
+            let changed = MapFile::open(&live(&rig, &target).changed()).expect("changed");
+            let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
+            assert_eq!(built_on.snapshot.as_str(), base.0);
+            let freed = retained(&rig, &base.0);
+            until("the data of the one before is freed", || !freed.bytes().exists()).await;
+            rig.client.delete_snapshot(&target).await.expect("delete");
+            base = (target, content.clone());
+        }
+        // Only a pool that compares bytes holds those of the newest.
+        let newest = retained(&rig, &base.0);
+        hashed(&newest).await;
+        until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
+        rig.detach(&volume).await;
+        rig.client.delete_volume(&volume).await.expect("delete");
+        assert!(names(&rig.pool_dir().join("retained")).is_empty(), "kept with nobody to ask");
+        rig.finish();
+    }
+}
+
+/// A deleted snapshot is no target, no source, in no list, and its name is free.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 10, 1);
+    let first = rig.snapshot("first", &volume).await;
+    content.write(&device, 3, 2, 2);
+    let second = rig.snapshot("second", &volume).await;
+    rig.client.delete_snapshot(&first).await.expect("delete");
+    rig.client.delete_snapshot(&first).await.expect("again");
+    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), [3, 4]);
+    assert_eq!(code(rig.client.delta(&second, &first, 0, 0).await), Code::NotFound);
+    assert_eq!(code(rig.client.delta(&first, &first, 0, 0).await), Code::NotFound);
+    assert_eq!(code(rig.client.allocated(&first, 0, 0).await), Code::NotFound);
+    let mut restore = new_volume("restored", 16 * MIB, block_capability());
+    restore.volume_content_source = Some(from_snapshot(&first));
+    assert_eq!(code(rig.client.create_volume(restore).await), Code::NotFound);
+    let get = GetSnapshotRequest { snapshot_id: first.clone(), ..Default::default() };
+    assert_eq!(status_code(rig.client.controller.get_snapshot(get).await), Code::NotFound);
+    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
+    assert_eq!(listed.into_inner().entries.len(), 1);
+    let again = rig.snapshot("first", &volume).await;
+    assert_ne!(again, first, "another snapshot of the same name");
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// `--retain-deleted COUNT:AGE`: the oldest go beyond the count, all but a volume's newest after the age,
+/// and with 0 none is kept. Deltas across those that are gone stay exact.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_deleted_is_forgotten_by_count_and_by_age() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start_with(pool, &["--retain-deleted", "2"], "info").await;
+        let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+        let (mut content, mut taken) = (Content::default(), Vec::new());
+        for number in 0..5 {
+            content.write(&device, number * 7, 9, number as u8 + 1);
+            taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
+        }
+        // From the middle, the start and the end.
+        for number in [2, 0, 3, 1] {
+            rig.client.delete_snapshot(&taken[number].0).await.expect("delete");
+        }
+        for (number, kept) in [(0, false), (1, false), (2, true), (3, true), (4, true)] {
+            let answer = rig.client.delta(&taken[number].0, &taken[4].0, 0, 0).await;
+            match kept {
+                false => assert_eq!(code(answer), Code::NotFound, "{pool:?} {number}"),
+                true => assert_eq!(
+                    blocks_of(&answer.expect("delta"), BLOCK),
+                    content.changed_since(&taken[number].1, BLOCK),
+                    "{pool:?} {number}"
+                ),
+            }
+        }
+        assert!(rig.terminate().success());
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+        rig.start_again_with(&["--retain-deleted", "2:1s"]).await;
+        until("forgotten by age", || names(&rig.pool_dir().join("retained")).is_empty()).await;
+        assert_eq!(code(rig.client.delta(&taken[3].0, &taken[4].0, 0, 0).await), Code::NotFound);
+        assert!(rig.terminate().success());
+        rig.start_again_with(&["--retain-deleted", "0"]).await;
+        rig.client.delete_snapshot(&taken[4].0).await.expect("delete");
+        assert!(names(&rig.pool_dir().join("retained")).is_empty(), "0 keeps none");
+        rig.detach(&volume).await;
+        rig.finish();
+    }
+}
+
+fn verify(data_dir: &Path) -> Output {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
+    command.output().expect("run deltapath verify")
+}
+
+/// CreateSnapshot leaves the hashing to later; a driver that is killed before it is done is followed by one
+/// that goes on. Deltas asked meanwhile are exact, and in the end every hash is right.
+#[tokio::test(flavor = "multi_thread")]
+async fn hashing_goes_on_after_a_kill() {
+    if !have_root() {
+        return;
+    }
+    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("volume", 1024 * MIB).await;
+        let mut content = Content::default();
+        for start in (0..131_072).step_by(4096) {
+            content.write(&device, start, 4096, 1);
+        }
+        let first = rig.snapshot("first", &volume).await;
+        let pending = MapFile::open(&live(&rig, &first).pending()).and_then(|map| map.count());
+        rig.kill();
+        assert_eq!(pending.expect("pending"), 131_072, "{pool:?}: nothing is hashed when the call returns");
+        rig.start_again().await;
+        let before = content.clone();
+        content.write(&device, 70_000, 50, 2);
+        content.discard(&device, 5, 5);
+        let second = rig.snapshot("second", &volume).await;
+        let expected = content.changed_since(&before, BLOCK);
+        let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: while it is being hashed");
+        for id in [&first, &second] {
+            hashed(&live(&rig, id)).await;
+        }
+        let changed = live(&rig, &second).changed();
+        until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+        let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: when it is hashed");
+        let seen = verify(&rig.data_dir());
+        assert!(seen.status.success(), "{pool:?}: {seen:?}");
+        rig.detach(&volume).await;
+        assert!(rig.terminate().success());
+        // Without a driver it mounts the pool for the look.
+        let seen = verify(&rig.data_dir());
+        assert!(seen.status.success(), "{pool:?}: {seen:?}");
+        let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
+        assert_eq!((&report["snapshots"], &report["bytes"]), (&2.into(), &(2 * 512 * MIB - 5 * 4096).into()));
+        rig.start_again().await;
+        rig.finish();
+    }
+}
+
+/// Flips one bit of a file.
+fn flip(path: &Path, at: u64) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::options().read(true).write(true).open(path).expect("open");
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).expect("read");
+    file.write_all_at(&[byte[0] ^ 4], at).expect("write");
+}
+
+/// A flipped bit anywhere in a map or in the hashes is noticed: what it damaged is found again in the data,
+/// so that every answer stays exact.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flipped_bit_changes_no_answer() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+        let mut before = Content::default();
+        before.write(&device, 10, 300, 1);
+        let base = rig.snapshot("base", &volume).await;
+        let mut after = before.clone();
+        after.write(&device, 50, 20, 2);
+        after.write(&device, 90, 20, 1);
+        after.discard(&device, 200, 9);
+        let target = rig.snapshot("target", &volume).await;
+        for id in [&base, &target] {
+            hashed(&live(&rig, id)).await;
+        }
+        let changed = live(&rig, &target).changed();
+        until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+        let expected = after.changed_since(&before, BLOCK);
+        let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
+        let files: Vec<PathBuf> = [&base, &target].into_iter().flat_map(|id| files(live(&rig, id))).collect();
+        for path in files {
+            let sound = std::fs::read(&path).expect("read");
+            for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
+                flip(&path, at);
+                let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+                assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?} {} byte {at}", path.display());
+                let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
+                assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{} byte {at}", path.display());
+                std::fs::write(&path, &sound).expect("restore");
+            }
+        }
+        rig.detach(&volume).await;
+        rig.finish();
+    }
+}
+
+/// Of a deleted snapshot there are only maps and hashes. Where those are damaged no delta can be told from
+/// it, which is said, with what to do; and verify names damaged data by snapshot and range.
+#[tokio::test(flavor = "multi_thread")]
+async fn damage_that_can_not_be_mended_is_told() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 10, 300, 1);
+    let base = rig.snapshot("base", &volume).await;
+    content.write(&device, 50, 20, 2);
+    let target = rig.snapshot("target", &volume).await;
+    hashed(&live(&rig, &base)).await;
+    hashed(&live(&rig, &target)).await;
+    let changed = live(&rig, &target).changed();
+    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    rig.client.delete_snapshot(&base).await.expect("delete");
+    let gone = retained(&rig, &base);
+    until("freed", || !gone.bytes().exists()).await;
+    // Without `changed` all blocks are compared, for which the base has hashes alone.
+    flip(&changed, 0);
+    let list = rig.client.delta(&base, &target, 0, 0).await.expect("by hashes");
+    assert_eq!(blocks_of(&list, BLOCK), (50..70).collect::<Vec<u64>>());
+    for path in [gone.hashes(), gone.allocated(), gone.pending()] {
+        let sound = std::fs::read(&path).expect("read");
+        let at = if path == gone.pending() { sound.len() - 20 } else { 40 };
+        flip(&path, at as u64);
+        let refused = rig.client.delta(&base, &target, 0, 0).await.expect_err("nothing to tell from");
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{}: {refused}", path.display());
+        assert!(refused.to_string().contains("GetMetadataAllocated"), "{refused}");
+        std::fs::write(&path, &sound).expect("restore");
+    }
+    assert!(verify(&rig.data_dir()).stdout.windows(11).any(|window| window == b"changed.map"), "damage told");
+    flip(&live(&rig, &target).data(), 100 * BLOCK + 5);
+    let seen = verify(&rig.data_dir());
+    assert_eq!(seen.status.code(), Some(1));
+    let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
+    let damage = report["damage"].as_array().expect("a list");
+    let found = damage.iter().find(|damage| damage["start"] == 100 * BLOCK).expect("the range");
+    assert_eq!((found["snapshot"].as_str(), &found["end"]), (Some(target.as_str()), &(101 * BLOCK).into()));
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// Seen elsewhere: what changed since a snapshot was searched from its `generation`, which a restore from it
+/// raises, so that all changes before that were lost.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restore_between_two_snapshots_hides_no_change() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+        let mut before = Content::default();
+        before.write(&device, 0, 100, 1);
+        let base = rig.snapshot("base", &volume).await;
+        let mut after = before.clone();
+        after.write(&device, 10, 5, 2);
+        after.discard(&device, 40, 5);
+        let (restored, restored_device) = rig.volume_from("restored", 64 * MIB, from_snapshot(&base)).await;
+        let mut theirs = before.clone();
+        theirs.write(&restored_device, 70, 5, 3);
+        let target = rig.snapshot("target", &volume).await;
+        let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK), "{pool:?}");
+        // The restored volume builds on what it was made from, and is another volume.
+        let first = rig.snapshot("its first", &restored).await;
+        let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
+        assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
+        hashed(&live(&rig, &first)).await;
+        let seen = verify(&rig.data_dir());
+        assert!(seen.status.success(), "{pool:?}: {seen:?}");
+        rig.detach(&volume).await;
+        rig.detach(&restored).await;
+        rig.finish();
+    }
+}
+
+/// A data directory on somebody's own btrfs is used in place, also where a punched hole leaves no item in
+/// the tree (`no-holes`, what mkfs makes by default): a part of a block that was punched is a change.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_btrfs_of_ones_own_is_used_in_place() {
+    if !have_root() {
+        return;
+    }
+    for features in ["no-holes", "^no-holes"] {
+        let place = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let image = place.path().join("disk.img");
+        std::fs::File::create(&image).and_then(|file| file.set_len(1 << 30)).expect("image");
+        program::run("mkfs.btrfs", &["-q", "-O", features], &image, |code| code == 0).expect("mkfs");
+        let mount_point = place.path().join("mnt");
+        std::fs::create_dir(&mount_point).expect("mkdir");
+        let mut mount = std::process::Command::new("mount");
+        let mounted = mount.args(["-o", "loop"]).args([&image, &mount_point]).status().expect("mount");
+        let data_dir = mount_point.join("data");
+        let lived = tokio::spawn({
+            let data_dir = data_dir.clone();
+            async move {
+                assert!(mounted.success());
+                let flags = ["--data-dir", data_dir.to_str().expect("a plain path")];
+                let mut rig = Rig::start_with(PoolKind::Btrfs, &flags, "info").await;
+                assert!(!data_dir.join("pool.img").exists(), "not in place");
+                let mut request = new_volume("volume", 64 * MIB, block_capability());
+                request.parameters.insert("blockSize".into(), "64Ki".into());
+                let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+                let device = rig.attach(&volume).await;
+                let mut before = Content::default();
+                before.write(&device, 0, 64, 1);
+                let base = rig.snapshot("base", &volume).await;
+                let mut after = before.clone();
+                after.discard(&device, 17, 2);
+                let target = rig.snapshot("target", &volume).await;
+                let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+                assert_eq!(blocks_of(&list, 16 * BLOCK), after.changed_since(&before, 16 * BLOCK));
+                rig.detach(&volume).await;
+                rig.client.delete_volume(&volume).await.expect("delete");
+                for snapshot in [base, target] {
+                    rig.client.delete_snapshot(&snapshot).await.expect("delete");
+                }
+                rig.finish();
+            }
+        });
+        let lived = lived.await;
+        let left = sweep::sweep(place.path()).expect("sweep");
+        assert!(left.is_empty(), "could not be freed: {left:?}");
+        tree::remove(&mount_point).expect("remove");
+        if let Err(error) = lived {
+            std::panic::resume_unwind(error.into_panic());
+        }
+    }
+}
