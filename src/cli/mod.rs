@@ -2,8 +2,10 @@
 //!
 //! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 130 interrupted.
 
+mod conformance;
 mod demo;
 mod driver;
+mod image;
 
 use std::error::Error;
 use std::io::IsTerminal;
@@ -33,6 +35,7 @@ pub struct Cli {
 enum Command {
     Driver(driver::Arguments),
     Demo(demo::Arguments),
+    Conformance(conformance::Arguments),
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -48,7 +51,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => "info",
-            Command::Demo(_) => "warn",
+            Command::Demo(_) | Command::Conformance(_) => "warn",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -64,6 +67,7 @@ pub fn run(cli: Cli) -> ExitCode {
     let done = match cli.command {
         Command::Driver(arguments) => driver::run(arguments),
         Command::Demo(arguments) => demo::run(arguments),
+        Command::Conformance(arguments) => conformance::run(arguments),
     };
     done.unwrap_or_else(|error| {
         eprintln!("deltapath: {}", crate::driver::report(&*error));

@@ -1,0 +1,166 @@
+//! What the suite writes, and the comparison of devices with it.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use super::case::Wrong;
+use super::ranges::Ranges;
+use crate::base::{BlockSize, Stop};
+use crate::cli::image::Image;
+
+/// The unit that is written: no common device has a larger sector.
+pub(super) const BLOCK: u64 = BlockSize::MIN.bytes();
+/// Bytes read at once.
+const CHUNK: u64 = 1 << 20;
+
+/// A change of the device, in blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Edit {
+    Write {
+        start: u64,
+        count: u64,
+        seed: u64,
+    },
+    /// Write what is there already.
+    Same {
+        start: u64,
+        count: u64,
+    },
+    /// Write zeros.
+    Zero {
+        start: u64,
+        count: u64,
+    },
+    /// Discard; zeros where the device takes no discards.
+    Punch {
+        start: u64,
+        count: u64,
+    },
+}
+
+/// The content of a volume.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Content {
+    image: Image,
+    /// Written to, also with zeros, and not discarded since.
+    written: BTreeSet<u64>,
+    /// Whether every discard was taken.
+    pub discards: bool,
+}
+
+impl Content {
+    pub fn new() -> Self {
+        Content { discards: true, ..Default::default() }
+    }
+
+    /// Makes the changes on the device and here, and syncs the device: what a workload has synced, a
+    /// snapshot holds.
+    pub fn apply(&mut self, device: &Path, edits: &[Edit]) -> Result<(), Wrong> {
+        let opened = File::options().read(true).write(true).open(device);
+        let file = opened.map_err(|error| Wrong::new(format!("open {}: {error}", device.display())))?;
+        let failed = |error: std::io::Error| Wrong::new(format!("write to {}: {error}", device.display()));
+        for edit in edits {
+            match *edit {
+                Edit::Write { start, count, seed } => {
+                    self.image.write(&file, start, count, seed).map_err(failed)?;
+                    self.written.extend(start..start + count);
+                }
+                Edit::Same { start, count } => {
+                    for block in start..start + count {
+                        self.image.rewrite_same(&file, block).map_err(failed)?;
+                    }
+                }
+                Edit::Zero { start, count } => {
+                    self.image.zero(&file, start, count).map_err(failed)?;
+                    self.written.extend(start..start + count);
+                }
+                Edit::Punch { start, count } => {
+                    if self.image.punch(&file, start, count).is_ok() {
+                        self.written.retain(|block| !(start..start + count).contains(block));
+                    } else {
+                        self.discards = false;
+                        self.image.zero(&file, start, count).map_err(failed)?;
+                    }
+                }
+            }
+        }
+        file.sync_all().map_err(failed)
+    }
+
+    /// What holds data other than zeros.
+    pub fn data(&self) -> Ranges {
+        blocks(self.image.allocated())
+    }
+
+    /// What was written and not discarded.
+    pub fn written(&self) -> Ranges {
+        blocks(self.written.iter().copied())
+    }
+
+    /// What differs from `base`.
+    pub fn changed_since(&self, base: &Content) -> Ranges {
+        blocks(self.image.changed_since(&base.image))
+    }
+
+    /// Compares a device with it, byte by byte.
+    pub fn compare(&self, device: &Path, size: u64) -> Result<(), Wrong> {
+        self.image
+            .compare(device, size, &Stop::default())
+            .map_err(|error| Wrong::new(format!("not what was written: {error}")))
+    }
+}
+
+fn blocks(blocks: impl IntoIterator<Item = u64>) -> Ranges {
+    Ranges::of(blocks.into_iter().map(|block| block * BLOCK..(block + 1) * BLOCK))
+}
+
+/// The device and its size; an error when it is none.
+pub(super) fn device_size(device: &Path) -> Result<u64, Wrong> {
+    if crate::sys::blockdev::number(device).is_none() {
+        return Err(Wrong::new(format!("{} is no block device after NodePublishVolume", device.display())));
+    }
+    crate::sys::blockdev::size(device).map_err(|error| Wrong::new(crate::driver::report(&error)))
+}
+
+/// Finds a byte of `device` outside of `except` that is not as in `other` (zeros where there is none).
+pub(super) fn differs_outside(
+    device: &Path,
+    other: Option<&Path>,
+    except: &Ranges,
+    size: u64,
+) -> Result<Option<u64>, Wrong> {
+    let open =
+        |path: &Path| File::open(path).map_err(|e| Wrong::new(format!("open {}: {e}", path.display())));
+    let (file, other) = (open(device)?, other.map(open).transpose()?);
+    let outside = Ranges::of([0..size]).minus(except);
+    let (mut found, mut wanted) = (vec![0; CHUNK as usize], vec![0; CHUNK as usize]);
+    for range in outside.iter() {
+        for start in range.clone().step_by(CHUNK as usize) {
+            let length = CHUNK.min(range.end - start) as usize;
+            file.read_exact_at(&mut found[..length], start)?;
+            if let Some(other) = &other {
+                other.read_exact_at(&mut wanted[..length], start)?;
+            }
+            if found[..length] != wanted[..length] {
+                let at = found.iter().zip(&wanted).position(|(a, b)| a != b).unwrap_or(0);
+                return Ok(Some(start + at as u64));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Work on a device, which may hang: not on the threads that keep the time.
+pub(super) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Wrong> + Send + 'static,
+) -> Result<T, Wrong> {
+    let task = tokio::task::spawn_blocking(work);
+    task.await.unwrap_or_else(|error| Err(Wrong::new(format!("a device task failed: {error}"))))
+}
+
+/// [`Content::apply`] away from those threads.
+pub(super) async fn apply(mut content: Content, device: PathBuf, edits: Vec<Edit>) -> Result<Content, Wrong> {
+    blocking(move || content.apply(&device, &edits).map(|()| content)).await
+}

@@ -1,0 +1,84 @@
+//! Runs the cases one after another, each within its time, and takes everything away at the end.
+
+use std::time::{Duration, Instant};
+
+use super::case::{Case, Judged, Verdict, Wrong};
+use super::lab::Lab;
+use super::report::{Outcome, Report};
+use crate::client::Question;
+
+/// How long a driver may take to answer a Probe before it counts as gone.
+const PULSE: Duration = Duration::from_secs(10);
+/// How long taking one thing away may take at most.
+const CLEAN_UP: Duration = Duration::from_secs(60);
+
+/// Whether the driver serves the streams at all, claimed or not.
+pub(super) async fn serves(lab: &Lab, patience: Duration) -> bool {
+    let question = Question::Allocated { snapshot: "no-such-snapshot".into() };
+    let options = lab.options(0, 0);
+    match tokio::time::timeout(patience, lab.try_ask(&question, &options)).await {
+        Ok(Ok(answer)) => !matches!(answer.end, Err(s) if s.code() == tonic::Code::Unimplemented),
+        _ => true,
+    }
+}
+
+/// Runs `cases`; what is told on `interrupted` ends it before the next one.
+pub(super) async fn run(
+    lab: &Lab,
+    cases: &[&Case],
+    patience: Duration,
+    report: &mut Report,
+    interrupted: impl Future<Output = ()>,
+) {
+    tokio::pin!(interrupted);
+    let mut gone_since: Option<&str> = None;
+    for case in cases {
+        let started = Instant::now();
+        let judged = match gone_since {
+            Some(since) => Err(Wrong::new(format!("not run: the driver does not answer since {since}"))),
+            None => tokio::select! {
+                judged = judge(lab, case, patience) => judged,
+                () = &mut interrupted => {
+                    report.interrupted = true;
+                    break;
+                }
+            },
+        };
+        if judged.is_err() && gone_since.is_none() {
+            let pulse = tokio::time::timeout(PULSE.min(patience), pulse(lab));
+            if pulse.await.is_err() {
+                gone_since = Some(case.name);
+            }
+        }
+        report.add(Outcome::of(case, judged, started.elapsed()));
+    }
+    report.left_behind = lab.plugin.ledger().clean_up(&lab.plugin, patience.min(CLEAN_UP)).await;
+}
+
+async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
+    if let Some(judged) = lab.prepare(case.needs).await {
+        return judged;
+    }
+    let late = || {
+        Wrong::new(format!("no end within {} s: the driver hangs, or --timeout is short", patience.as_secs()))
+    };
+    tokio::time::timeout(patience, (case.run)(lab)).await.unwrap_or_else(|_| Err(late()))
+}
+
+/// Waits until the driver answers anything: a supervisor may be starting it again.
+async fn pulse(lab: &Lab) {
+    while lab.plugin.is_silent().await {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+impl Verdict {
+    /// Nothing wrong, or not tried.
+    pub(super) fn word(&self) -> &'static str {
+        match self {
+            Verdict::Pass => "pass",
+            Verdict::Allowed(_) => "allowed",
+            Verdict::Skip(_) => "skip",
+        }
+    }
+}
