@@ -57,6 +57,7 @@ pub(super) enum Verdict {
 pub(super) struct Wrong {
     what: String,
     code: Option<Code>,
+    silent: bool,
 }
 
 /// What a case returns.
@@ -64,12 +65,14 @@ pub(super) type Judged = Result<Verdict, Wrong>;
 
 impl Wrong {
     pub fn new(what: impl Into<String>) -> Self {
-        Wrong { what: what.into(), code: None }
+        Wrong { what: what.into(), code: None, silent: false }
     }
 
     /// A call that was refused.
     pub fn call(call: &str, status: &Status) -> Self {
-        Wrong { what: format!("{call}: {}", said(status)), code: Some(status.code()) }
+        // What the driver itself answers has no cause on this side of the socket.
+        let silent = std::error::Error::source(status).is_some() || status.code() == Code::Unavailable;
+        Wrong { what: format!("{call}: {}", said(status)), code: Some(status.code()), silent }
     }
 
     /// The code of the call that was refused.
@@ -77,12 +80,9 @@ impl Wrong {
         self.code
     }
 
-    /// Whether the driver did not answer, or not for itself.
+    /// Whether the driver did not answer at all.
     pub fn is_silence(&self) -> bool {
-        matches!(
-            self.code,
-            Some(Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded | Code::Unknown)
-        )
+        self.silent
     }
 
     /// Says where it went wrong.

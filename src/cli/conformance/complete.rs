@@ -98,9 +98,9 @@ pub(super) async fn new_data(lab: &Lab) -> Judged {
 pub(super) async fn full_backup(lab: &Lab) -> Judged {
     let (snap, device) = (lab.pair()?.second.clone(), lab.restored()?.second.clone());
     let told = lab.ask(&snap.allocated(), 0, 0).await?.ranges();
-    blocking(move || {
-        snap.content.compare(&device, snap.size).map_err(|wrong| wrong.at("the restored volume"))?;
-        match differs_outside(&device, None, &told, snap.size)? {
+    blocking(move |stop| {
+        snap.content.compare(&device, snap.size, stop).map_err(|wrong| wrong.at("the restored volume"))?;
+        match differs_outside(&device, None, &told, snap.size, stop)? {
             None => Ok(Verdict::Pass),
             Some(byte) => {
                 Err(Wrong::new(format!("the restored volume has data at byte {byte}, outside of all tuples")))
@@ -115,7 +115,7 @@ pub(super) async fn incremental_backup(lab: &Lab) -> Judged {
     let (snap, restored) = (lab.pair()?.second.clone(), lab.restored()?);
     let (first, second) = (restored.first.clone(), restored.second.clone());
     let told = lab.ask(&lab.question(Kind::Delta)?, 0, 0).await?.ranges();
-    blocking(move || match differs_outside(&second, Some(&first), &told, snap.size)? {
+    blocking(move |stop| match differs_outside(&second, Some(&first), &told, snap.size, stop)? {
         None => Ok(Verdict::Pass),
         Some(byte) => {
             Err(Wrong::new(format!("the restored volumes differ at byte {byte}, outside of all tuples")))

@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use super::case::Wrong;
 use super::ranges::Ranges;
@@ -57,11 +59,12 @@ impl Content {
 
     /// Makes the changes on the device and here, and syncs the device: what a workload has synced, a
     /// snapshot holds.
-    pub fn apply(&mut self, device: &Path, edits: &[Edit]) -> Result<(), Wrong> {
+    pub fn apply(&mut self, device: &Path, edits: &[Edit], stop: &Stop) -> Result<(), Wrong> {
         let opened = File::options().read(true).write(true).open(device);
         let file = opened.map_err(|error| Wrong::new(format!("open {}: {error}", device.display())))?;
         let failed = |error: std::io::Error| Wrong::new(format!("write to {}: {error}", device.display()));
         for edit in edits {
+            stop.check().map_err(|stopped| Wrong::new(stopped.to_string()))?;
             match *edit {
                 Edit::Write { start, count, seed } => {
                     self.image.write(&file, start, count, seed).map_err(failed)?;
@@ -105,9 +108,9 @@ impl Content {
     }
 
     /// Compares a device with it, byte by byte.
-    pub fn compare(&self, device: &Path, size: u64) -> Result<(), Wrong> {
+    pub fn compare(&self, device: &Path, size: u64, stop: &Stop) -> Result<(), Wrong> {
         self.image
-            .compare(device, size, &Stop::default())
+            .compare(device, size, stop)
             .map_err(|error| Wrong::new(format!("not what was written: {error}")))
     }
 }
@@ -130,14 +133,16 @@ pub(super) fn differs_outside(
     other: Option<&Path>,
     except: &Ranges,
     size: u64,
+    stop: &Stop,
 ) -> Result<Option<u64>, Wrong> {
     let open =
         |path: &Path| File::open(path).map_err(|e| Wrong::new(format!("open {}: {e}", path.display())));
     let (file, other) = (open(device)?, other.map(open).transpose()?);
-    let outside = Ranges::of([0..size]).minus(except);
+    let outside = Ranges::of(std::iter::once(0..size)).minus(except);
     let (mut found, mut wanted) = (vec![0; CHUNK as usize], vec![0; CHUNK as usize]);
     for range in outside.iter() {
         for start in range.clone().step_by(CHUNK as usize) {
+            stop.check().map_err(|stopped| Wrong::new(stopped.to_string()))?;
             let length = CHUNK.min(range.end - start) as usize;
             file.read_exact_at(&mut found[..length], start)?;
             if let Some(other) = &other {
@@ -152,15 +157,46 @@ pub(super) fn differs_outside(
     Ok(None)
 }
 
-/// Work on a device, which may hang: not on the threads that keep the time.
+/// Threads at work on devices.
+static AT_WORK: AtomicUsize = AtomicUsize::new(0);
+
+/// Work on a device, which may hang: not on the threads that keep the time. It is told to stop when nobody
+/// waits for it any more.
 pub(super) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Wrong> + Send + 'static,
+    work: impl FnOnce(&Stop) -> Result<T, Wrong> + Send + 'static,
 ) -> Result<T, Wrong> {
-    let task = tokio::task::spawn_blocking(work);
+    struct Tell(Stop);
+    impl Drop for Tell {
+        fn drop(&mut self) {
+            self.0.cancel();
+        }
+    }
+    struct Count;
+    impl Drop for Count {
+        fn drop(&mut self) {
+            AT_WORK.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+    let stop = Stop::default();
+    let _tell = Tell(stop.clone());
+    AT_WORK.fetch_add(1, Ordering::SeqCst);
+    let count = Count;
+    let task = tokio::task::spawn_blocking(move || {
+        let _count = count;
+        work(&stop)
+    });
     task.await.unwrap_or_else(|error| Err(Wrong::new(format!("a device task failed: {error}"))))
+}
+
+/// Waits until no thread has a device open, or for `patience`.
+pub(super) async fn at_rest(patience: Duration) {
+    let deadline = Instant::now() + patience;
+    while AT_WORK.load(Ordering::SeqCst) > 0 && Instant::now() < deadline {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 /// [`Content::apply`] away from those threads.
 pub(super) async fn apply(mut content: Content, device: PathBuf, edits: Vec<Edit>) -> Result<Content, Wrong> {
-    blocking(move || content.apply(&device, &edits).map(|()| content)).await
+    blocking(move |stop| content.apply(&device, &edits, stop).map(|()| content)).await
 }

@@ -11,6 +11,7 @@ use super::case::{Judged, Verdict, Wrong};
 use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
 use super::plugin::{Plugin, Volume};
+use super::ranges::Ranges;
 use crate::client::{Options, Question, block_capability};
 
 /// The two streams.
@@ -192,6 +193,15 @@ impl Lab {
         Ok(match kind {
             Kind::Allocated => pair.second.allocated(),
             Kind::Delta => pair.second.since(&pair.first),
+        })
+    }
+
+    /// What an answer to it has to hold.
+    pub fn must(&self, kind: Kind) -> Result<Ranges, Wrong> {
+        let pair = self.pair()?;
+        Ok(match kind {
+            Kind::Allocated => pair.second.content.data(),
+            Kind::Delta => pair.second.content.changed_since(&pair.first.content),
         })
     }
 

@@ -86,6 +86,11 @@ impl Ledger {
         })
     }
 
+    /// What is there still.
+    pub fn names(&self) -> Vec<String> {
+        self.with(|all| all.iter().map(name).collect())
+    }
+
     /// Takes everything away, the last first, each call within `patience`. Returns what could not be.
     pub async fn clean_up(&self, plugin: &Plugin, patience: Duration) -> Vec<String> {
         let mut left = Vec::new();

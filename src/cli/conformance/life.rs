@@ -164,7 +164,7 @@ pub(super) async fn filesystem(lab: &Lab) -> Judged {
         Err(refused) => return Ok(Verdict::Skip(format!("no Filesystem volume: {refused}"))),
     };
     let dir = lab.plugin.attach(&volume).await?;
-    super::content::blocking(move || {
+    super::content::blocking(move |_| {
         let file = std::fs::File::create(dir.join("file"))?;
         std::os::unix::fs::FileExt::write_all_at(&file, &[7; 64 << 10], 0)?;
         Ok(file.sync_all()?)

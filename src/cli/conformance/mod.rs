@@ -28,6 +28,7 @@ mod streams;
 mod table;
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -35,6 +36,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use regex::Regex;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 use super::Done;
 use crate::base::{BlockSize, Quantity};
@@ -50,6 +52,8 @@ use secrets::Secrets;
 
 /// Exit status where the suite can not run on the driver.
 const CAN_NOT_RUN: u8 = 2;
+/// Exit status after a signal.
+const INTERRUPTED: u8 = 130;
 
 /// Test the SnapshotMetadata service of any CSI driver.
 ///
@@ -63,7 +67,7 @@ const CAN_NOT_RUN: u8 = 2;
 /// interrupted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// Socket of the driver, which serves Identity, Controller, Node and SnapshotMetadata there.
+    /// Socket of the driver; of its node plugin, where that is another process than the controller's.
     #[arg(
         long,
         value_name = "ENDPOINT",
@@ -72,6 +76,10 @@ pub(super) struct Arguments {
         default_value_if("list", "true", "unix:///")
     )]
     endpoint: Option<Endpoint>,
+    /// Socket of the controller plugin, which serves Identity, Controller and SnapshotMetadata. Default: the
+    /// same as --endpoint.
+    #[arg(long, value_name = "ENDPOINT")]
+    controller_endpoint: Option<Endpoint>,
     /// Size of the volumes, at least 64Mi.
     #[arg(long, value_name = "SIZE", default_value = "1Gi", value_parser = volume_size)]
     volume_size: Quantity,
@@ -152,7 +160,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     // A device that hangs holds its thread; that must not hold the suite.
     runtime.shutdown_background();
     Ok(ended.unwrap_or_else(|error| {
-        eprintln!("deltapath: could not run: {error}");
+        let _ = writeln!(std::io::stderr(), "deltapath: could not run: {error}");
         ExitCode::from(CAN_NOT_RUN)
     }))
 }
@@ -165,66 +173,115 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     if !sys::is_root() {
         return Err("it needs root: it writes to block devices".into());
     }
-    let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
-    let patience = Duration::from_secs(arguments.timeout);
     let secrets = arguments.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default();
+    // Before anything is made that a signal could leave behind.
+    let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
     let dir = tempfile::Builder::new().prefix("deltapath-conformance-").tempdir();
     let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
-
-    let connect = Client::connect(endpoint.path(), Duration::from_secs(5));
-    let mut client = connect
-        .await
-        .map_err(|error| format!("nobody answers at {endpoint}: {}", crate::driver::report(&error)))?;
-    let asked = tokio::time::timeout(patience, Claims::ask(&mut client)).await;
-    let claims = asked
-        .map_err(|_| format!("the driver did not tell its capabilities within {} s", arguments.timeout))??;
-    if let Some(missing) = claims.missing() {
-        return Err(format!("{} does not claim {missing}, so there is nothing to test on", claims.name));
-    }
-
+    let (client, claims) = tokio::select! {
+        asked = ask(arguments) => asked?,
+        _ = signals.wait_for(|count| *count > 0) => return Ok(ExitCode::from(INTERRUPTED)),
+    };
+    let place = |given: &Option<PathBuf>, name: &str| match given {
+        Some(given) => std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display())),
+        None => Ok(dir.path().join(name)),
+    };
     let settings = Settings {
         volume_parameters: HashMap::from_iter(arguments.parameter.iter().cloned()),
         snapshot_parameters: HashMap::from_iter(arguments.snapshot_parameter.iter().cloned()),
         secrets,
-        staging_dir: arguments.staging_dir.clone().unwrap_or_else(|| dir.path().join("staging")),
-        target_dir: arguments.target_dir.clone().unwrap_or_else(|| dir.path().join("target")),
+        staging_dir: place(&arguments.staging_dir, "staging")?,
+        target_dir: place(&arguments.target_dir, "target")?,
         volume_size: arguments.volume_size.0,
     };
+    let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
+    let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
+
+    let patience = arguments.patience();
     let (name, version, claimed) = (claims.name.clone(), claims.version.clone(), claims.metadata);
-    let plugin = Plugin::new(endpoint.path(), client, claims, settings, run_name()?);
-    let lab = Lab::new(plugin, patience);
+    let endpoint = arguments.controller()?;
+    let lab = Lab::new(Plugin::new(endpoint.path(), client, claims, settings, run_name()?), patience);
     if !claimed && !run::serves(&lab, patience).await {
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
-
-    let mut signals = Vec::new();
-    for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
-        signals.push(signal(kind).map_err(|error| format!("listen to signals: {error}"))?);
-    }
-    let interrupted = async move {
-        let told = signals.iter_mut().map(|signal| Box::pin(signal.recv()));
-        futures_util::future::select_all(told).await;
-    };
     let started = Instant::now();
     let mut report = Report::new(endpoint.to_string(), name, version, arguments.output == Output::Text);
-    run::run(&lab, cases, patience, &mut report, interrupted).await;
+    run::run(&lab, cases, patience, &mut report, signals).await;
     // Only what is empty: what a driver holds below is not ours to remove.
-    for name in ["staging", "target"] {
-        let _ = std::fs::remove_dir(dir.path().join(name));
+    for dir in ours.into_iter().chain([dir.keep()]) {
+        if let Err(error) = std::fs::remove_dir(&dir)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            report.left_behind.push(format!("{}: {error}", dir.display()));
+        }
     }
-    let place = dir.keep();
-    if let Err(error) = std::fs::remove_dir(&place) {
-        report.left_behind.push(format!("{}: {error}", place.display()));
-    }
+    report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;
     if let Some(path) = &arguments.junit {
         report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))?;
     }
-    report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;
     Ok(match (report.interrupted, report.is_good()) {
-        (true, _) => ExitCode::from(130),
+        (true, _) => ExitCode::from(INTERRUPTED),
         (false, true) => ExitCode::SUCCESS,
         (false, false) => ExitCode::FAILURE,
     })
+}
+
+/// Connects, and asks the driver what it can.
+async fn ask(arguments: &Arguments) -> Result<(Client, Claims), String> {
+    let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
+    let mut client = connect(endpoint).await?;
+    if arguments.controller()? != endpoint {
+        client = Client { node: client.node, ..connect(arguments.controller()?).await? };
+    }
+    let asked = tokio::time::timeout(arguments.patience(), Claims::ask(&mut client)).await;
+    let late = |_| format!("the driver did not tell its capabilities within {} s", arguments.timeout);
+    let claims = asked.map_err(late)??;
+    match claims.missing() {
+        None => Ok((client, claims)),
+        Some(missing) => {
+            Err(format!("{} does not claim {missing}, so there is nothing to test on", claims.name))
+        }
+    }
+}
+
+async fn connect(endpoint: &Endpoint) -> Result<Client, String> {
+    let connected = Client::connect(endpoint.path(), Duration::from_secs(5)).await;
+    connected.map_err(|error| format!("nobody answers at {endpoint}: {}", crate::driver::report(&error)))
+}
+
+impl Arguments {
+    fn patience(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+
+    /// Where Controller and SnapshotMetadata are.
+    fn controller(&self) -> Result<&Endpoint, String> {
+        let endpoint = self.controller_endpoint.as_ref().or(self.endpoint.as_ref());
+        endpoint.ok_or_else(|| "no --endpoint".into())
+    }
+}
+
+/// Counts SIGINT, SIGTERM and SIGHUP.
+fn signals() -> std::io::Result<watch::Receiver<u32>> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    let (count, signals) = watch::channel(0);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+                _ = hangup.recv() => {}
+            }
+            count.send_modify(|count| *count += 1);
+            let _ = writeln!(
+                std::io::stderr(),
+                "deltapath: interrupted; cleaning up (once more: leave all as it is)"
+            );
+        }
+    });
+    Ok(signals)
 }
 
 /// Begins the names of one run's volumes, snapshots and directories.

@@ -8,7 +8,11 @@ use tonic::Code;
 
 /// Every kind of offset there is in an answer, with what it is.
 fn kinds(whole: &Answer, capacity: u64) -> Result<Vec<(u64, &'static str)>, Wrong> {
-    let tuples: Vec<(u64, u64)> = whole.tuples().map(|(offset, size)| (offset as u64, size as u64)).collect();
+    let tuples: Vec<(u64, u64)> = whole
+        .tuples()
+        .filter(|(offset, size)| *offset >= 0 && *size > 0 && offset.checked_add(*size).is_some())
+        .map(|(offset, size)| (offset as u64, size as u64))
+        .collect();
     let last = *tuples.last().ok_or_else(|| Wrong::new("the answer has no tuple to start in"))?;
     let (offset, size) = tuples[tuples.len() / 2];
     let mut kinds = vec![

@@ -96,6 +96,6 @@ mod tests {
                 assert_eq!(bits(&a.minus(b)), bits(a) & !bits(b), "{a:?} minus {b:?}");
             }
         }
-        assert_eq!(Ranges::of([5..6, 9..12]).rounded(4), Ranges::of([4..12]));
+        assert_eq!(Ranges::of([5..6, 9..12]).rounded(4).0, [4..12, 0..0][..1]);
     }
 }

@@ -1,8 +1,13 @@
 //! Runs the cases one after another, each within its time, and takes everything away at the end.
 
+use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
+use tokio::sync::watch;
+
 use super::case::{Case, Judged, Verdict, Wrong};
+use super::content::at_rest;
 use super::lab::Lab;
 use super::report::{Outcome, Report};
 use crate::client::Question;
@@ -22,15 +27,14 @@ pub(super) async fn serves(lab: &Lab, patience: Duration) -> bool {
     }
 }
 
-/// Runs `cases`; what is told on `interrupted` ends it before the next one.
+/// Runs `cases`. The first signal ends it before the next one, and the second leaves things as they are.
 pub(super) async fn run(
     lab: &Lab,
     cases: &[&Case],
     patience: Duration,
     report: &mut Report,
-    interrupted: impl Future<Output = ()>,
+    mut signals: watch::Receiver<u32>,
 ) {
-    tokio::pin!(interrupted);
     let mut gone_since: Option<&str> = None;
     for case in cases {
         let started = Instant::now();
@@ -38,7 +42,7 @@ pub(super) async fn run(
             Some(since) => Err(Wrong::new(format!("not run: the driver does not answer since {since}"))),
             None => tokio::select! {
                 judged = judge(lab, case, patience) => judged,
-                () = &mut interrupted => {
+                _ = signals.wait_for(|count| *count >= 1) => {
                     report.interrupted = true;
                     break;
                 }
@@ -52,7 +56,14 @@ pub(super) async fn run(
         }
         report.add(Outcome::of(case, judged, started.elapsed()));
     }
-    report.left_behind = lab.plugin.ledger().clean_up(&lab.plugin, patience.min(CLEAN_UP)).await;
+    at_rest(PULSE).await;
+    tokio::select! {
+        left = lab.plugin.ledger().clean_up(&lab.plugin, patience.min(CLEAN_UP)) => report.left_behind = left,
+        _ = signals.wait_for(|count| *count >= 2) => {
+            report.interrupted = true;
+            report.left_behind = lab.plugin.ledger().names();
+        }
+    }
 }
 
 async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
@@ -62,7 +73,14 @@ async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
     let late = || {
         Wrong::new(format!("no end within {} s: the driver hangs, or --timeout is short", patience.as_secs()))
     };
-    tokio::time::timeout(patience, (case.run)(lab)).await.unwrap_or_else(|_| Err(late()))
+    // A mistake of the suite's own must not leave volumes behind.
+    let running = AssertUnwindSafe((case.run)(lab)).catch_unwind();
+    match tokio::time::timeout(patience, running).await {
+        Ok(judged) => {
+            judged.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))
+        }
+        Err(_) => Err(late()),
+    }
 }
 
 /// Waits until the driver answers anything: a supervisor may be starting it again.

@@ -15,9 +15,9 @@ const CUTS: usize = 8;
 const BESIDE: usize = 16;
 
 /// A stream that ended with `OK` is whole.
-fn whole_if_ok(answer: &Answer, whole: &Ranges, call: &str) -> Result<(), Wrong> {
+fn whole_if_ok(answer: &Answer, must: &Ranges, call: &str) -> Result<(), Wrong> {
     match answer.end {
-        Ok(()) => missing("of the whole answer", whole, &answer.ranges())
+        Ok(()) => missing("that were written or changed", must, &answer.ranges())
             .map_err(|wrong| wrong.at(&format!("{call} ended with OK"))),
         Err(_) => Ok(()),
     }
@@ -57,7 +57,7 @@ pub(super) async fn deadline(lab: &Lab, kind: Kind) -> Judged {
     let whole = Answer::read(&mut client, &question, &lab.options(0, 1)).await?;
     let whole = whole.ok(&question, &lab.options(0, 1))?;
     let took = started.elapsed().as_millis() as u64;
-    let (messages, ranges) = (whole.messages.len(), whole.ranges());
+    let (messages, must) = (whole.messages.len(), lab.must(kind)?);
     let mut cut = 0;
     for point in 0..CUTS {
         // Twice what the messages up to there take, so that the deadline meets a reader that waits.
@@ -66,14 +66,14 @@ pub(super) async fn deadline(lab: &Lab, kind: Kind) -> Judged {
         let options = Options { timeout_ms: Some(timeout), ..lab.options(0, 1) };
         let answer = overdue(&mut client, &question, &options, read).await?;
         let call = format!("a deadline of {timeout} ms met a reader after {read} messages: the stream");
-        whole_if_ok(&answer, &ranges, &call)?;
+        whole_if_ok(&answer, &must, &call)?;
         cut += usize::from(answer.end.is_err());
     }
     for point in 0..CUTS as u64 {
         let timeout = took * point / CUTS as u64;
         let options = Options { timeout_ms: Some(timeout.max(1)), ..lab.options(0, 1) };
         let answer = Answer::read(&mut lab.plugin.client(), &question, &options).await?;
-        whole_if_ok(&answer, &ranges, &format!("with a deadline of {timeout} ms the stream"))?;
+        whole_if_ok(&answer, &must, &format!("with a deadline of {timeout} ms the stream"))?;
         cut += usize::from(answer.end.is_err());
     }
     match cut {
@@ -89,8 +89,7 @@ pub(super) async fn deadline(lab: &Lab, kind: Kind) -> Judged {
 /// Clients that go away at many points of a stream: later ones get all.
 pub(super) async fn cancel(lab: &Lab, kind: Kind) -> Judged {
     let question = lab.question(kind)?;
-    let whole = lab.ask(&question, 0, 1).await?;
-    let messages = whole.messages.len();
+    let messages = lab.ask(&question, 0, 1).await?.messages.len();
     let mut client = lab.plugin.narrow().await?;
     for point in 0..4 * CUTS {
         let read = messages * point / (4 * CUTS);
@@ -106,7 +105,7 @@ pub(super) async fn cancel(lab: &Lab, kind: Kind) -> Judged {
         drop(stream);
     }
     let again = lab.ask(&question, 0, 0).await.map_err(|wrong| wrong.at("after cancelled streams"))?;
-    missing("of the whole answer", &whole.ranges(), &again.ranges())
+    missing("that were written or changed", &lab.must(kind)?, &again.ranges())
         .map_err(|wrong| wrong.at("after cancelled streams"))?;
     Ok(Verdict::Pass)
 }
@@ -114,13 +113,13 @@ pub(super) async fn cancel(lab: &Lab, kind: Kind) -> Judged {
 /// Many streams of both kinds at once, each cut in its own way.
 pub(super) async fn beside(lab: &Lab, kind: Kind) -> Judged {
     let question = lab.question(kind)?;
-    let whole = lab.ask(&question, 0, 0).await?.ranges();
+    let must = lab.must(kind)?;
     let streams = (0..BESIDE).map(|number| {
         let options = lab.options(0, [0, 1, 2, 5][number % 4]);
-        let (question, whole) = (&question, &whole);
+        let (question, must) = (&question, &must);
         async move {
             let answer = lab.try_ask(question, &options).await?.ok(question, &options)?;
-            missing("of the answer alone", whole, &answer.ranges())
+            missing("that were written or changed", must, &answer.ranges())
         }
     });
     for (number, judged) in futures_util::future::join_all(streams).await.into_iter().enumerate() {
@@ -134,12 +133,9 @@ pub(super) async fn while_read(lab: &Lab) -> Judged {
     let (snap, device) = (lab.pair()?.second.clone(), lab.restored()?.second.clone());
     let mut wholes = Vec::new();
     for kind in [Kind::Allocated, Kind::Delta] {
-        let question = lab.question(kind)?;
-        let changed = lab.pair()?.second.content.changed_since(&lab.pair()?.first.content);
-        let must = if kind == Kind::Delta { changed } else { snap.content.data() };
-        wholes.push((question, must));
+        wholes.push((lab.question(kind)?, lab.must(kind)?));
     }
-    let mut reading = Box::pin(blocking(move || snap.content.compare(&device, snap.size)));
+    let mut reading = Box::pin(blocking(move |stop| snap.content.compare(&device, snap.size, stop)));
     let mut rounds = 0;
     loop {
         for (question, must) in &wholes {

@@ -1,7 +1,9 @@
 //! A driver under test: its process, its directory, its client. Dropped, also by a panic, it leaves no
 //! process, mount or loop device behind.
 
+pub mod broken;
 pub mod content;
+pub mod faults;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
