@@ -82,6 +82,8 @@ pub enum Fault {
     EmptyWithoutMessage,
     CapacityIsOutOfRange,
     NegativeBoundIsNone,
+    InvalidIsPrecondition,
+    NotFoundIsInvalid,
     SameIsRefused,
     FilesystemIsRefused,
     LastFixedPasses,
@@ -390,6 +392,10 @@ impl Fault {
             (Fault::InvalidIsOk, Code::InvalidArgument) => empty(),
             (Fault::NotFoundIsInternal, Code::NotFound) => Err(Status::internal("not found")),
             (Fault::NotFoundIsOk, Code::NotFound) => empty(),
+            (Fault::InvalidIsPrecondition, Code::InvalidArgument) => {
+                Err(Status::failed_precondition("not these two"))
+            }
+            (Fault::NotFoundIsInvalid, Code::NotFound) => Err(Status::invalid_argument("no such id")),
             _ => Err(status),
         }
     }
