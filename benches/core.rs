@@ -5,11 +5,13 @@ use std::fs::File;
 use std::hint::black_box;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use deltapath::base::{BlockRange, BlockSize, ObjectDir, Stop};
 use deltapath::cbt::{
-    AllocatedScan, DeltaScan, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side, Tuples, hash_blocks,
+    AllocatedScan, Allocation, DeltaScan, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side, Step,
+    ToHash, Tuples,
 };
 use roaring::RoaringBitmap;
 
@@ -42,8 +44,17 @@ fn snapshot(dir: &Path, step: u64, fill: u8) -> ObjectDir {
     write_map(&object.pending(), BLOCKS, std::iter::empty());
     let hashes = HashFile::create(&object.hashes()).expect("hashes");
     let allocated = MapFile::open(&object.allocated()).expect("map");
-    hash_blocks(&data, &object.data(), &allocated, &allocated, &hashes, &Stop::default()).expect("hash");
+    hash_all(&data, &object.data(), &allocated, &hashes);
     object
+}
+
+fn hash_all(data: &File, data_path: &Path, allocated: &MapFile, hashes: &HashFile) {
+    let to_hash = ToHash { data, data_path, size: SIZE, hashes };
+    for index in allocated.indexes() {
+        let members = allocated.segment(index).expect("segment");
+        to_hash.hash_segment(index, members, &Stop::default()).expect("hash");
+    }
+    hashes.sync().expect("sync");
 }
 
 fn hashing(criterion: &mut Criterion) {
@@ -63,8 +74,7 @@ fn hashing(criterion: &mut Criterion) {
     });
     group.bench_function("hash_blocks into a hash file, synced", |bencher| {
         bencher.iter(|| {
-            hash_blocks(&data, &object.data(), &allocated, &allocated, &hashes, &Stop::default())
-                .expect("hash");
+            hash_all(&data, &object.data(), &allocated, &hashes);
         });
     });
     group.finish();
@@ -113,12 +123,12 @@ fn deltas(criterion: &mut Criterion) {
     });
     group.bench_function("DeltaScan", |bencher| {
         bencher.iter(|| {
-            let side = |object| Side::open(object).expect("open");
+            let side = |object| Side::open(object, false).expect("open");
             let way = vec![MapFile::open(&changed).expect("map")];
             let mut scan = DeltaScan::new(side(&base), side(&target), Some(way), 0);
-            let stop = Stop::default();
+            let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
             let mut found = 0;
-            while let Some(run) = scan.next_run(&stop).expect("scan") {
+            while let Step::Run(run) = scan.next_run(&stop, until).expect("scan") {
                 found += run.len();
             }
             assert_eq!(found, BLOCKS / 16);
@@ -145,12 +155,14 @@ fn tuples(criterion: &mut Criterion) {
     });
     group.bench_function("Tuples from a stored map", |bencher| {
         bencher.iter(|| {
-            let scan = AllocatedScan::new(MapFile::open(&path).expect("map"), 0);
+            let scan =
+                AllocatedScan::new(Allocation::new(MapFile::open(&path).expect("map"), None, &path), 0);
             let mut tuples = Tuples::new(RunSource::Allocated(Box::new(scan)), SIZE, true);
+            let until = Instant::now() + Duration::from_secs(60);
             let (mut total, mut more) = (0, true);
             while more {
                 let mut message = Vec::with_capacity(4096);
-                more = tuples.fill(4096, &mut message, &Stop::default()).expect("fill");
+                more = tuples.fill(4096, &mut message, &Stop::default(), until).expect("fill");
                 total += message.len() as u64;
             }
             assert_eq!(total, ALTERNATE);

@@ -11,6 +11,7 @@
 //!     snapshots/<id>/bytes/data.img
 //!     groups/<id>/record.json     a group snapshot
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
+//!     retained/<id>/              deleted snapshots, and groups of them, that deltas are still told from
 //!     staging/                    half-made and half-removed objects, emptied at start
 //! ```
 
@@ -77,6 +78,21 @@ impl PoolDir {
     /// `groups/`.
     pub fn groups(&self) -> PathBuf {
         self.0.join("groups")
+    }
+
+    /// `retained/`.
+    pub fn retained(&self) -> PathBuf {
+        self.0.join("retained")
+    }
+
+    /// The directory of a deleted snapshot that was no member of a group.
+    pub fn retained_snapshot(&self, id: &SnapshotId) -> ObjectDir {
+        ObjectDir(self.retained().join(id.as_str()))
+    }
+
+    /// The directory of a deleted group snapshot.
+    pub fn retained_group(&self, id: &GroupId) -> GroupDir {
+        GroupDir(self.retained().join(id.as_str()))
     }
 
     /// `staging/`.
@@ -160,6 +176,11 @@ impl ObjectDir {
     /// `frozen.json`: the intent to freeze a mounted volume.
     pub fn frozen(&self) -> PathBuf {
         self.0.join("frozen.json")
+    }
+
+    /// `deleted.json`: that a snapshot was deleted, and when.
+    pub fn deleted(&self) -> PathBuf {
+        self.0.join("deleted.json")
     }
 
     /// `bytes/`: a directory of its own, so that a pool may make it a subvolume.

@@ -2,6 +2,7 @@
 //! construction, block and byte positions, sizes as Kubernetes writes them, and every path below a
 //! data directory. Nothing here opens a file.
 
+pub mod age;
 mod block;
 mod ids;
 mod layout;

@@ -3,13 +3,15 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
+use super::allocation::{Allocation, from_block};
 use super::hash::zero_hash;
 use super::hashfile::{HashFile, HashReader};
-use super::scan::from_block;
-use super::segment::{MapFile, all_indexes, locate, segment_range};
+use super::runs::Step;
+use super::segment::{MapFile, SEGMENT_BLOCKS, all_indexes, locate, segment_range};
 use super::{BlockHash, Error, Result};
 use crate::base::{BlockRange, BlockSize, ObjectDir, Stop};
 use crate::sys::Context;
@@ -19,32 +21,63 @@ use crate::sys::Context;
 #[derive(Debug)]
 pub struct Side {
     /// Blocks that hold data.
-    pub allocated: MapFile,
-    /// Blocks whose hash slot does not count yet.
-    pub pending: MapFile,
+    pub allocated: Allocation,
+    /// Blocks whose hash slot does not count yet; `None` where the map is damaged, so that none counts.
+    pub pending: Option<MapFile>,
     /// One hash a block.
     pub hashes: HashReader,
-    /// The blocks themselves.
-    pub data: File,
+    /// The blocks themselves; `None` once the snapshot was deleted and they were freed.
+    pub data: Option<File>,
     /// Where they are, for messages.
     pub data_path: PathBuf,
 }
 
 impl Side {
-    /// Opens the files of a snapshot.
-    pub fn open(dir: &ObjectDir) -> Result<Self> {
+    /// Opens the files of a snapshot. Only a `deleted` one may be without its data.
+    pub fn open(dir: &ObjectDir, deleted: bool) -> Result<Self> {
         let data_path = dir.data();
+        let data = match File::open(&data_path) {
+            Err(error) if deleted && error.kind() == std::io::ErrorKind::NotFound => None,
+            opened => Some(opened.context("open", &data_path)?),
+        };
+        let also = data.as_ref().map(File::try_clone).transpose().context("open", &data_path)?;
+        // `pending` before the hashes: a slot is written before its block leaves `pending`.
+        let pending = match (MapFile::open(&dir.pending()), &data) {
+            (Err(Error::Damaged { path, what }), Some(_)) => {
+                tracing::error!(path = %path.display(), what, "a map is damaged, reading the data instead of hashes");
+                None
+            }
+            (Err(Error::Damaged { path, what }), None) => {
+                return Err(Error::Lost { what: format!("{}: {what}", path.display()) });
+            }
+            (opened, _) => Some(opened?),
+        };
         Ok(Side {
-            allocated: MapFile::open(&dir.allocated())?,
-            pending: MapFile::open(&dir.pending())?,
+            allocated: Allocation::new(MapFile::open(&dir.allocated())?, also, &data_path),
+            pending,
             hashes: HashReader::new(HashFile::open(&dir.hashes())?),
-            data: File::open(&data_path).context("open", &data_path)?,
+            data,
             data_path,
         })
     }
 
     fn segment(&self, index: u32) -> Result<SideSegment> {
-        Ok(SideSegment { allocated: self.allocated.segment(index)?, pending: self.pending.segment(index)? })
+        Ok(SideSegment { allocated: self.allocated.segment(index)?, pending: self.pending_segment(index)? })
+    }
+
+    fn pending_segment(&self, index: u32) -> Result<RoaringBitmap> {
+        let all = || RoaringBitmap::from_iter([0..SEGMENT_BLOCKS as u32].into_iter().flatten());
+        match self.pending.as_ref().map(|map| map.segment(index)) {
+            None => Ok(all()),
+            Some(Err(Error::Damaged { path, what })) => match &self.data {
+                Some(_) => {
+                    tracing::error!(path = %path.display(), what, "a map is damaged, reading the data instead of hashes");
+                    Ok(all())
+                }
+                None => Err(Error::Lost { what: format!("{}: {what}", path.display()) }),
+            },
+            Some(segment) => segment,
+        }
     }
 
     fn content(&mut self, segment: &SideSegment, within: u32, block: u64) -> Result<Content> {
@@ -54,15 +87,22 @@ impl Side {
         if segment.pending.contains(within) {
             return Ok(Content::NotHashed);
         }
-        Ok(self.hashes.get(block)?.map_or(Content::NotHashed, Content::Hashed))
+        match (self.hashes.get(block)?, &self.data) {
+            (Some(hash), _) => Ok(Content::Hashed(hash)),
+            (None, Some(_)) => Ok(Content::NotHashed),
+            // Not one that was still to be hashed when the data went: its page is damaged.
+            (None, None) => Err(Error::Lost { what: format!("the hash of block {block}") }),
+        }
     }
 
     /// The bytes of a block; past the end of the file it is zeros.
-    fn read(&self, block: u64, size: BlockSize, buffer: &mut [u8]) -> Result<()> {
+    /// `Ok(false)` where it is gone.
+    fn read(&self, block: u64, size: BlockSize, buffer: &mut [u8]) -> Result<bool> {
+        let Some(data) = &self.data else { return Ok(false) };
         let mut filled = 0;
         while filled < buffer.len() {
             let offset = block * size.bytes() + filled as u64;
-            match self.data.read_at(&mut buffer[filled..], offset) {
+            match data.read_at(&mut buffer[filled..], offset) {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
@@ -70,7 +110,7 @@ impl Side {
             }
         }
         buffer[filled..].fill(0);
-        Ok(())
+        Ok(true)
     }
 }
 
@@ -158,7 +198,7 @@ impl DeltaScan {
         let size = target.allocated.header().block_size;
         let indexes = match &changed {
             Some(maps) => all_indexes(maps.iter()),
-            None => all_indexes([&base.allocated, &target.allocated].into_iter()),
+            None => all_indexes([base.allocated.map(), target.allocated.map()].into_iter()),
         };
         let first = locate(start).0;
         let indexes: Vec<u32> = indexes.into_iter().filter(|index| *index >= first).collect();
@@ -177,16 +217,20 @@ impl DeltaScan {
         }
     }
 
-    /// The next run of differing blocks, ascending; runs may end at segment borders.
-    pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
+    /// The next run of differing blocks, ascending; runs may end anywhere, also where they go on. After
+    /// `until` it looks no further than it must.
+    pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Step> {
         let mut run: Option<BlockRange> = None;
         loop {
             let Some(within) = self.segment.candidates.peek().copied() else {
-                if run.is_some() {
-                    return Ok(run);
+                if let Some(run) = run {
+                    return Ok(Step::Run(run));
                 }
                 if !self.load_next_segment(stop)? {
-                    return Ok(None);
+                    return Ok(Step::End);
+                }
+                if Instant::now() >= until {
+                    return Ok(Step::Pause);
                 }
                 continue;
             };
@@ -194,14 +238,17 @@ impl DeltaScan {
             if let Some(run) = run
                 && block != run.end
             {
-                return Ok(Some(run));
+                return Ok(Step::Run(run));
+            }
+            if self.is_time_to_look(stop)? && Instant::now() >= until {
+                return Ok(run.map_or(Step::Pause, Step::Run));
             }
             let differs = self.differs(within, block, stop)?;
             self.segment.candidates.next();
             match (&mut run, differs) {
                 (None, true) => run = Some(BlockRange { start: block, end: block + 1 }),
                 (Some(run), true) => run.end = block + 1,
-                (Some(run), false) => return Ok(Some(*run)),
+                (Some(run), false) => return Ok(Step::Run(*run)),
                 (None, false) => {}
             }
         }
@@ -213,24 +260,37 @@ impl DeltaScan {
         let (base, target) = (self.base.segment(index)?, self.target.segment(index)?);
         let mut candidates = &base.allocated | &target.allocated;
         if let Some(maps) = &self.changed {
-            let mut changed = RoaringBitmap::new();
+            let mut changed = Some(RoaringBitmap::new());
             for map in maps {
                 stop.check()?;
-                changed |= map.segment(index)?;
+                changed = match (changed, map.segment(index)) {
+                    (Some(changed), Ok(segment)) => Some(changed | segment),
+                    (_, Err(Error::Damaged { path, what })) => {
+                        tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
+                        None
+                    }
+                    (None, Ok(_)) => None,
+                    (_, Err(error)) => return Err(error),
+                };
             }
-            candidates &= changed;
+            if let Some(changed) = changed {
+                candidates &= changed;
+            }
         }
         let candidates = from_block(candidates, index, self.start).into_iter().peekable();
         self.segment = Segment { start: segment_range(index).start, base, target, candidates };
         Ok(true)
     }
 
-    fn differs(&mut self, within: u32, block: u64, stop: &Stop) -> Result<bool> {
-        self.looked += 1;
-        if self.looked == LOOK {
-            self.looked = 0;
+    fn is_time_to_look(&mut self, stop: &Stop) -> Result<bool> {
+        self.looked = (self.looked + 1) % LOOK;
+        if self.looked == 0 {
             stop.check()?;
         }
+        Ok(self.looked == 0)
+    }
+
+    fn differs(&mut self, within: u32, block: u64, stop: &Stop) -> Result<bool> {
         let base = self.base.content(&self.segment.base, within, block)?;
         let target = self.target.content(&self.segment.target, within, block)?;
         match judge(base, target, &self.zeros) {
@@ -238,9 +298,10 @@ impl DeltaScan {
             Verdict::Differs => Ok(true),
             Verdict::Read => {
                 stop.check()?;
-                self.base.read(block, self.size, &mut self.buffers.0)?;
-                self.target.read(block, self.size, &mut self.buffers.1)?;
-                Ok(self.buffers.0 != self.buffers.1)
+                let base = self.base.read(block, self.size, &mut self.buffers.0)?;
+                let target = self.target.read(block, self.size, &mut self.buffers.1)?;
+                // Deleted before it was hashed: the one case in which too much may be reported.
+                Ok(!base || !target || self.buffers.0 != self.buffers.1)
             }
         }
     }

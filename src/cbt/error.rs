@@ -19,6 +19,15 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+    /// A map or a hash is damaged, and the data that it could be made from again is gone.
+    #[error(
+        "what is known of a deleted snapshot is damaged and its data is gone ({what}): no delta can be told \
+             from it; take a full backup with GetMetadataAllocated"
+    )]
+    Lost {
+        /// What is damaged.
+        what: String,
+    },
     /// A map file of a version this build does not know.
     #[error("block map {} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
     UnknownVersion {

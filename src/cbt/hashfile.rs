@@ -14,6 +14,9 @@ const HASH: usize = 32;
 /// Blocks whose hashes share a page; the last slot of a page is its checksum.
 pub(super) const SLOTS: u64 = (PAGE / HASH - 1) as u64;
 
+/// How often a page is read before its checksum is believed to be wrong.
+const LOOKS: usize = 3;
+
 /// One BLAKE3 hash a block, in a sparse file of 4 KiB pages.
 ///
 /// ```text
@@ -86,21 +89,33 @@ impl HashFile {
     }
 
     /// Reads a page. Unknown where the file has a hole, ends, or fails the page's checksum.
+    ///
+    /// A page that is being written may be read half new; it is whole at the next look, or damaged.
     pub(super) fn page(&self, number: u64) -> Result<Page> {
+        for _ in 1..LOOKS {
+            if let Some(page) = self.look(number)? {
+                return Ok(page);
+            }
+            std::thread::yield_now();
+        }
+        Ok(self.look(number)?.unwrap_or_else(|| {
+            tracing::warn!(path = %self.path.display(), page = number, "hash page is damaged, reading the data instead");
+            Page::empty()
+        }))
+    }
+
+    /// `None` where the checksum is wrong.
+    fn look(&self, number: u64) -> Result<Option<Page>> {
         let mut page = Page::empty();
         match self.file.read_exact_at(&mut page.bytes[..], number * PAGE as u64) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Page::empty()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Some(Page::empty())),
             other => other.context("read", &self.path)?,
         }
         let stored = &page.bytes[PAGE - HASH..];
         if stored == UNKNOWN && page.bytes.iter().all(|byte| *byte == 0) {
-            return Ok(page);
+            return Ok(Some(page));
         }
-        if page.checksum(number).as_bytes() != stored {
-            tracing::warn!(path = %self.path.display(), page = number, "hash page is damaged, reading the data instead");
-            return Ok(Page::empty());
-        }
-        Ok(page)
+        Ok((page.checksum(number).as_bytes() == stored).then_some(page))
     }
 
     /// Writes a page with its checksum.
@@ -114,6 +129,12 @@ impl HashFile {
     /// Makes what was written durable.
     pub fn sync(&self) -> Result<(), Error> {
         Ok(self.file.sync_all().context("sync", &self.path)?)
+    }
+
+    /// The same file, open a second time.
+    pub fn try_clone(&self) -> Result<Self> {
+        let file = self.file.try_clone().context("open", &self.path)?;
+        Ok(HashFile { file, path: self.path.clone() })
     }
 
     /// The descriptor, for cloning.

@@ -6,6 +6,7 @@
 //! needs a whole map in memory. The rule above all others: **never report too little**. `changed`
 //! sets are supersets by construction; only equal hashes or equal bytes remove a block from one.
 
+mod allocation;
 mod delta;
 mod error;
 mod hash;
@@ -13,16 +14,21 @@ mod hashfile;
 mod physical;
 mod runs;
 mod scan;
+mod scrub;
 mod segment;
+mod written;
 
+pub use allocation::{AllocatedScan, Allocation, Census, scan_allocated};
 pub use delta::{DeltaScan, Side};
 pub use error::Error;
-pub use hash::{BlockHash, zero_hash};
+pub use hash::{BlockHash, hash_each, zero_hash};
 pub use hashfile::{HashFile, HashReader};
 pub use physical::PhysicalDiff;
-pub use runs::{RunSource, Tuples};
-pub use scan::{AllocatedScan, Candidates, Census, HashingCopy, hash_blocks, scan_allocated, write_changed};
+pub use runs::{RunSource, Step, Tuples};
+pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
+pub use scrub::{Finding, Progress, scrub};
 pub use segment::{MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS, write_union};
+pub use written::{NewMaps, write_written};
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,8 +1,10 @@
 //! Runs of blocks turned into the tuples of an answer.
 
+use std::time::Instant;
+
 use super::Result;
+use super::allocation::AllocatedScan;
 use super::delta::DeltaScan;
-use super::scan::AllocatedScan;
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 
 /// Where the runs of an answer come from.
@@ -13,11 +15,22 @@ pub enum RunSource {
     Delta(Box<DeltaScan>),
 }
 
+/// What a look for the next run found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// A run of blocks.
+    Run(BlockRange),
+    /// Nothing yet, and the time that was given is over.
+    Pause,
+    /// There is no more.
+    End,
+}
+
 impl RunSource {
-    fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
+    fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Step> {
         match self {
-            RunSource::Allocated(scan) => scan.next_run(stop),
-            RunSource::Delta(scan) => scan.next_run(stop),
+            RunSource::Allocated(scan) => Ok(scan.next_run(stop)?.map_or(Step::End, Step::Run)),
+            RunSource::Delta(scan) => scan.next_run(stop, until),
         }
     }
 }
@@ -28,59 +41,90 @@ pub struct Tuples {
     size: BlockSize,
     /// Lists blocks one by one (`FIXED_LENGTH`) instead of joining them (`VARIABLE_LENGTH`).
     fixed: bool,
-    /// A run that was found and not handed out yet.
-    ahead: Option<BlockRange>,
+    /// A run that was found and not handed out yet. It may go on.
+    open: Option<BlockRange>,
 }
 
 impl Tuples {
     /// The tuples of `source`, in blocks of `size`.
     pub fn new(source: RunSource, size: BlockSize, fixed: bool) -> Self {
-        Tuples { source, size, fixed, ahead: None }
+        Tuples { source, size, fixed, open: None }
     }
 
-    /// Appends tuples until there are `most`. `Ok(false)` once no more will follow.
-    pub fn fill(&mut self, most: usize, tuples: &mut Vec<ByteRange>, stop: &Stop) -> Result<bool> {
-        while tuples.len() < most {
-            let Some(run) = self.pull(stop)? else { return Ok(false) };
-            if self.fixed {
+    /// Appends tuples until there are `most`, or `until` has passed. `Ok(false)` once no more will follow.
+    pub fn fill(
+        &mut self,
+        most: usize,
+        tuples: &mut Vec<ByteRange>,
+        stop: &Stop,
+        until: Instant,
+    ) -> Result<bool> {
+        match self.fixed {
+            true => self.list(most, tuples, stop, until),
+            false => self.join(most, tuples, stop, until),
+        }
+    }
+
+    fn list(
+        &mut self,
+        most: usize,
+        tuples: &mut Vec<ByteRange>,
+        stop: &Stop,
+        until: Instant,
+    ) -> Result<bool> {
+        loop {
+            if let Some(run) = self.open.take() {
                 let cut = run.end.min(run.start + (most - tuples.len()) as u64);
                 let block = |start| BlockRange { start, end: start + 1 }.bytes(self.size);
                 tuples.extend((run.start..cut).map(block));
-                self.ahead = (cut < run.end).then_some(BlockRange { start: cut, end: run.end });
-            } else {
-                let run = self.join(run, stop)?;
-                tuples.push(run.bytes(self.size));
+                if cut < run.end {
+                    self.open = Some(BlockRange { start: cut, end: run.end });
+                    return Ok(true);
+                }
+            }
+            match self.source.next_run(stop, until)? {
+                Step::Run(next) => self.open = Some(next),
+                Step::Pause => return Ok(true),
+                Step::End => return Ok(false),
+            }
+            // Known only by looking: a full last message is not followed by an empty one.
+            if tuples.len() == most {
+                return Ok(true);
             }
         }
-        // Known only by looking: a full last message is not followed by an empty one.
-        self.ahead = self.pull(stop)?;
-        Ok(self.ahead.is_some())
     }
 
-    /// Adds the runs that adjoin `run`: sources cut theirs at segment borders.
-    fn join(&mut self, mut run: BlockRange, stop: &Stop) -> Result<BlockRange> {
-        while let Some(next) = self.pull(stop)? {
-            if next.start != run.end {
-                self.ahead = Some(next);
-                break;
+    fn join(
+        &mut self,
+        most: usize,
+        tuples: &mut Vec<ByteRange>,
+        stop: &Stop,
+        until: Instant,
+    ) -> Result<bool> {
+        while tuples.len() < most {
+            match (self.source.next_run(stop, until)?, &mut self.open) {
+                // Sources cut their runs at segment borders.
+                (Step::Run(next), Some(open)) if open.end == next.start => open.end = next.end,
+                (Step::Run(next), open) => {
+                    tuples.extend(open.replace(next).map(|run| run.bytes(self.size)));
+                }
+                (Step::Pause, _) => return Ok(true),
+                (Step::End, open) => {
+                    tuples.extend(open.take().map(|run| run.bytes(self.size)));
+                    return Ok(false);
+                }
             }
-            run.end = next.end;
         }
-        Ok(run)
-    }
-
-    fn pull(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
-        match self.ahead.take() {
-            Some(run) => Ok(Some(run)),
-            None => self.source.next_run(stop),
-        }
+        Ok(true)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::cbt::{MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS};
+    use crate::cbt::{Allocation, MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS};
 
     const SIZE: BlockSize = BlockSize::MIN;
 
@@ -94,13 +138,14 @@ mod tests {
             writer.insert(BlockRange { start: *start, end: *end }).expect("insert");
         }
         writer.finish().expect("finish");
-        let scan = AllocatedScan::new(MapFile::open(&path).expect("open"), start);
+        let map = Allocation::new(MapFile::open(&path).expect("open"), None, &path);
+        let scan = AllocatedScan::new(map, start);
         let mut tuples = Tuples::new(RunSource::Allocated(Box::new(scan)), SIZE, fixed);
-        let stop = Stop::default();
+        let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
         let mut messages = Vec::new();
         loop {
             let mut message = Vec::new();
-            let more = tuples.fill(most, &mut message, &stop).expect("fill");
+            let more = tuples.fill(most, &mut message, &stop, until).expect("fill");
             messages.push(message.iter().map(|range| (range.start / 4096, range.end / 4096)).collect());
             if !more {
                 return messages;

@@ -8,51 +8,18 @@ use std::path::Path;
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
-use super::hash::hash_block;
+use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
 use super::{BlockHash, Result};
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
-use crate::sys::extents::DataRanges;
 use crate::sys::{self, Context};
 
 /// Bytes read at once for hashing; a larger block is read whole.
 const READ: u64 = 1 << 20;
 
-/// What a scan counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Census {
-    /// Blocks that hold data.
-    pub allocated: u64,
-}
-
-/// Writes the `allocated` map of a file that nobody writes any more.
-pub fn scan_allocated(
-    data: &File,
-    data_path: &Path,
-    map_path: &Path,
-    header: MapHeader,
-    stop: &Stop,
-) -> Result<Census> {
-    let size = header.block_size;
-    let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
-    let mut writer = MapWriter::create(map_path, header)?;
-    let mut census = Census::default();
-    let mut next = 0;
-    for range in DataRanges::of(data, data_path, within) {
-        stop.check()?;
-        let blocks = range?.blocks(size);
-        // Two ranges of data may meet inside one block.
-        let blocks = BlockRange { start: blocks.start.max(next), ..blocks };
-        if !blocks.is_empty() {
-            writer.insert(blocks)?;
-            census.allocated += blocks.len();
-            next = blocks.end;
-        }
-    }
-    writer.finish()?;
-    Ok(census)
-}
+/// Bytes of a copy that one core hashes at once.
+const PARALLEL: usize = 256 << 10;
 
 /// How the blocks that may have changed are found.
 pub enum Candidates<'c, I> {
@@ -189,29 +156,54 @@ impl<I: Iterator<Item = sys::Result<ByteRange>>> Iterator for BySegment<I> {
     }
 }
 
-/// Hashes the blocks of `which` that `allocated` holds, on all cores, into `hashes`.
-pub fn hash_blocks(
-    data: &File,
-    data_path: &Path,
-    which: &MapFile,
-    allocated: &MapFile,
-    hashes: &HashFile,
-    stop: &Stop,
-) -> Result<()> {
-    let size = which.header().block_size;
-    for index in which.indexes() {
-        let members = which.segment(index)? & allocated.segment(index)?;
+/// The bytes that are hashed, and where their hashes go.
+pub struct ToHash<'h> {
+    /// The blocks.
+    pub data: &'h File,
+    /// Where they are, for messages.
+    pub data_path: &'h Path,
+    /// The size of a block.
+    pub size: BlockSize,
+    /// Takes the hashes; the caller syncs it.
+    pub hashes: &'h HashFile,
+}
+
+impl ToHash<'_> {
+    /// Hashes blocks of a segment, on all cores of the pool that the caller runs in.
+    pub fn hash_segment(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
         let pages = runs_by_page(index, members);
         pages.par_iter().try_for_each_init(Vec::new, |buffer, (number, runs)| {
             stop.check()?;
-            let mut page = hashes.page(*number)?;
+            let mut page = self.hashes.page(*number)?;
             for run in runs {
-                hash_run(data, data_path, *run, size, buffer, |block, hash| page.set(block, &hash))?;
+                let put = |block, hash: BlockHash| page.set(block, &hash);
+                hash_run(self.data, self.data_path, *run, self.size, buffer, put)?;
             }
-            hashes.write_page(*number, &mut page)
-        })?;
+            self.hashes.write_page(*number, &mut page)
+        })
     }
-    hashes.sync()
+
+    /// Takes over the hashes of blocks that another snapshot shares with this one; returns those that it
+    /// had.
+    pub fn take_over(
+        &self,
+        index: u32,
+        members: RoaringBitmap,
+        from: &mut HashReader,
+    ) -> Result<RoaringBitmap> {
+        let mut taken = RoaringBitmap::new();
+        for (number, runs) in runs_by_page(index, members) {
+            let mut page = self.hashes.page(number)?;
+            for block in runs.into_iter().flat_map(|run| run.start..run.end) {
+                if let Some(hash) = from.get(block)? {
+                    page.set(block, &hash);
+                    taken.insert(locate(block).1);
+                }
+            }
+            self.hashes.write_page(number, &mut page)?;
+        }
+        Ok(taken)
+    }
 }
 
 /// The runs of a segment's members, cut where the page of their hashes ends.
@@ -249,10 +241,8 @@ fn hash_run(
         let count = at_once.min(run.end - block);
         buffer.resize((count * size.bytes()) as usize, 0);
         data.read_exact_at(buffer, block * size.bytes()).context("read", data_path)?;
-        for bytes in buffer.chunks_exact(size.bytes() as usize) {
-            put(block, hash_block(bytes));
-            block += 1;
-        }
+        hash_each(buffer, size, |number, hash| put(block + number, hash));
+        block += count;
     }
     Ok(())
 }
@@ -277,7 +267,15 @@ impl HashingCopy {
     /// Takes whole blocks that start at byte `offset`.
     pub fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         let size = self.size.bytes() as usize;
-        let hashed: Vec<BlockHash> = bytes.par_chunks(size).map(hash_block).collect();
+        let share = PARALLEL.max(size);
+        let hashed: Vec<BlockHash> = bytes
+            .par_chunks(share)
+            .flat_map_iter(|share| {
+                let mut hashes = Vec::with_capacity(share.len() / size);
+                hash_each(share, self.size, |_, hash| hashes.push(hash));
+                hashes
+            })
+            .collect();
         let first = self.size.block_of(offset);
         let mut block = first;
         while block < first + hashed.len() as u64 {
@@ -292,53 +290,6 @@ impl HashingCopy {
         }
         Ok(())
     }
-}
-
-/// The allocated blocks of a snapshot from a block on, as runs that end at segment borders.
-pub struct AllocatedScan {
-    map: MapFile,
-    indexes: std::vec::IntoIter<u32>,
-    start: u64,
-    base: u64,
-    members: roaring::bitmap::IntoIter,
-}
-
-impl AllocatedScan {
-    /// Starts at block `start`.
-    pub fn new(map: MapFile, start: u64) -> Self {
-        let first = locate(start).0;
-        let indexes: Vec<u32> = map.indexes().filter(|index| *index >= first).collect();
-        AllocatedScan {
-            map,
-            indexes: indexes.into_iter(),
-            start,
-            base: 0,
-            members: RoaringBitmap::new().into_iter(),
-        }
-    }
-
-    /// The next run, ascending.
-    pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
-        loop {
-            if let Some(run) = self.members.next_range() {
-                let (start, end) = (u64::from(*run.start()), u64::from(*run.end()) + 1);
-                return Ok(Some(BlockRange { start: self.base + start, end: self.base + end }));
-            }
-            stop.check()?;
-            let Some(index) = self.indexes.next() else { return Ok(None) };
-            self.base = segment_range(index).start;
-            self.members = from_block(self.map.segment(index)?, index, self.start).into_iter();
-        }
-    }
-}
-
-/// The members at or past block `start`.
-pub(super) fn from_block(mut members: RoaringBitmap, index: u32, start: u64) -> RoaringBitmap {
-    let (first, within) = locate(start);
-    if index == first {
-        members.remove_range(..within);
-    }
-    members
 }
 
 #[cfg(test)]

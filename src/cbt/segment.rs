@@ -238,6 +238,20 @@ impl MapWriter {
         Ok(())
     }
 
+    /// Adds a whole segment of another map past those added before, as it is stored: a damaged one stays
+    /// damaged, under the same checksum.
+    pub fn copy_segment(&mut self, from: &MapFile, index: u32) -> Result<()> {
+        let Ok(row) = from.table.binary_search_by_key(&index, |entry| entry.index) else { return Ok(()) };
+        self.turn_to(index + 1)?;
+        let entry = &from.table[row];
+        let mut bytes = vec![0; entry.length as usize];
+        from.file.read_exact_at(&mut bytes, entry.offset).context("read", &from.path)?;
+        self.file.write_all_at(&bytes, self.offset).context("write", &self.path)?;
+        self.table.push(Entry { offset: self.offset, ..entry.clone() });
+        self.offset += u64::from(entry.length);
+        Ok(())
+    }
+
     fn turn_to(&mut self, index: u32) -> Result<()> {
         assert!(index >= self.current, "maps are written in ascending order");
         if index > self.current {

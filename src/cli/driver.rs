@@ -12,7 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::Done;
 use crate::base::Quantity;
 use crate::csi::{self, Endpoint};
-use crate::driver::{Config, Driver};
+use crate::driver::{Config, Driver, HashingThread, Retention};
 use crate::http::Server;
 use crate::pool::{PoolChoice, PoolRequest};
 use crate::store::TupleStyle;
@@ -64,6 +64,10 @@ pub(super) struct Arguments {
     /// volumes are thin.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     overcommit: Option<f64>,
+    /// Deleted snapshots of each volume that deltas are still told from, and for how long: COUNT or
+    /// COUNT:AGE, such as 8:30d. Their maps are kept, their data is freed. 0: none.
+    #[arg(long, value_name = "COUNT[:AGE]", default_value_t = Retention::default())]
+    retain_deleted: Retention,
     /// Serve ControllerPublishVolume and ControllerUnpublishVolume, for clusters that want attachments.
     #[arg(long)]
     enable_attach: bool,
@@ -111,11 +115,14 @@ pub(super) fn run(arguments: Arguments) -> Done {
         overcommit: arguments.overcommit,
         attach: arguments.enable_attach,
         max_volumes: arguments.max_volumes_per_node,
+        retain: arguments.retain_deleted,
     })?);
+    let hashing = HashingThread::start(driver.clone())?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let served = runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address));
     // Threads still at work hold the driver; they are given a last moment to let go.
     runtime.shutdown_timeout(LAST_CALL);
+    drop(hashing);
     match Arc::try_unwrap(driver) {
         Ok(driver) => driver.close()?,
         Err(driver) => {

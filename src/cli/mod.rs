@@ -6,6 +6,7 @@ mod conformance;
 mod demo;
 mod driver;
 mod image;
+mod verify;
 
 use std::error::Error;
 use std::io::IsTerminal;
@@ -36,6 +37,16 @@ enum Command {
     Driver(driver::Arguments),
     Demo(demo::Arguments),
     Conformance(conformance::Arguments),
+    Verify(verify::Arguments),
+}
+
+/// What a command prints on standard output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Text,
+    /// One JSON object at the end.
+    Json,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -51,7 +62,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => "info",
-            Command::Demo(_) | Command::Conformance(_) => "warn",
+            Command::Demo(_) | Command::Verify(_) | Command::Conformance(_) => "warn",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -68,6 +79,7 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Driver(arguments) => driver::run(arguments),
         Command::Demo(arguments) => demo::run(arguments),
         Command::Conformance(arguments) => conformance::run(arguments),
+        Command::Verify(arguments) => verify::run(arguments),
     };
     done.unwrap_or_else(|error| {
         eprintln!("deltapath: {}", crate::driver::report(&*error));

@@ -45,6 +45,7 @@ pub fn code(error: &Error) -> Code {
             pool::Error::Unavailable { .. }
             | pool::Error::ImageMissing(_)
             | pool::Error::ImageUnwanted(_)
+            | pool::Error::ImageUnknown(_)
             | pool::Error::NotMounted(_)
             | pool::Error::ImageInUse(_) => Code::Internal,
         },
@@ -52,6 +53,7 @@ pub fn code(error: &Error) -> Code {
             cbt::Error::Sys(error) => sys_code(error),
             cbt::Error::Stopped(stopped) => stopped_code(*stopped),
             cbt::Error::Damaged { .. } => Code::DataLoss,
+            cbt::Error::Lost { .. } => Code::FailedPrecondition,
             cbt::Error::UnknownVersion { .. } => Code::Internal,
         },
     }

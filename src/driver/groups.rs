@@ -107,7 +107,7 @@ impl Driver {
             let record = self.new_snapshot("", Some(id.clone()), &volume, parameters.tuple_style)?;
             snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record });
         }
-        self.fill_snapshots(&snapshots)?;
+        self.fill_snapshots(&mut snapshots)?;
         let members: Vec<SnapshotRecord> = snapshots.into_iter().map(|new| new.record).collect();
         let record = GroupRecord {
             version: GroupRecord::VERSION,
@@ -117,9 +117,16 @@ impl Driver {
             tuple_style: parameters.tuple_style,
             created: members.first().map_or_else(Timestamp::now, |member| member.created),
         };
-        let _chains = self.chains(members.iter().map(|member| member.volume.clone()).collect());
-        let made = members.iter().cloned().map(Arc::new).collect();
+        let chains = self.chains(members.iter().map(|member| member.volume.clone()).collect());
+        let made: Vec<_> = members.iter().cloned().map(Arc::new).collect();
         let record = self.store.commit_group(draft, record, members)?;
+        let mut doomed = Vec::new();
+        for member in &made {
+            self.hashing.add(member, self.pending_bytes(member));
+            doomed.extend(self.settle(&member.volume));
+        }
+        drop(chains);
+        drop(doomed);
         Ok(Group { record, members: made })
     }
 
@@ -142,10 +149,19 @@ impl Driver {
         };
         check_members(&group.record, snapshot_ids)?;
         let chains = self.chains(group.members.iter().map(|member| member.volume.clone()).collect());
-        for member in &group.members {
-            self.hand_on(member);
+        let mut doomed = Vec::new();
+        if group.members.iter().any(|member| self.is_worth_keeping(member)) {
+            self.store.retain_group(&id, &group.record.members)?;
+        } else {
+            for member in &group.members {
+                self.hand_on(member);
+            }
+            doomed.push(self.store.remove_group(&id)?);
+            group.members.iter().for_each(|member| self.hashing.forget(&member.id));
         }
-        let doomed = self.store.remove_group(&id)?;
+        for member in &group.members {
+            doomed.extend(self.settle(&member.volume));
+        }
         // Freeing the bytes may take long; nobody has to wait for it.
         drop(chains);
         drop(doomed);

@@ -1,18 +1,18 @@
 //! The bytes and maps of a new snapshot: where the pool's copy and the block maps meet.
 
 use std::fs::File;
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::quiesce::LiveCopy;
 use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
 use crate::cbt::{
-    self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, PhysicalDiff,
+    self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, NewMaps,
+    PhysicalDiff, scan_allocated, write_changed, write_union, write_written,
 };
+use crate::pool::{self, Bytes, Changes};
 use crate::store::{SnapshotRecord, Source, VolumeRecord};
-use crate::sys::Context;
+use crate::sys::durable;
 use crate::sys::extents::Extents;
 
 /// An earlier snapshot whose content a new one shares most of: its hashes need not be made again.
@@ -20,8 +20,10 @@ use crate::sys::extents::Extents;
 /// All its files are open: it may be deleted while the new one is made.
 struct Parent {
     id: SnapshotId,
-    data: File,
-    data_path: PathBuf,
+    /// Marks the moment from which on the new one's writes are to be told (see [`crate::pool::Pool`]).
+    since: Option<u64>,
+    /// `None` once it was deleted and its bytes were freed.
+    bytes: Option<Bytes>,
     allocated: MapFile,
     pending: MapFile,
     hashes: HashFile,
@@ -67,17 +69,18 @@ impl Pour {
 
 impl Driver {
     /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes
-    /// their maps.
-    pub(super) fn fill_snapshots(&self, snapshots: &[NewSnapshot]) -> Result<()> {
+    /// their maps. What is to be hashed is left for later, save where the copy read it all.
+    pub(super) fn fill_snapshots(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
         let mut copies = Vec::new();
-        for new in snapshots {
+        for new in &*snapshots {
             copies.push(self.live_copy(new)?);
         }
         let files = self.copy_live(&mut copies)?;
-        for ((new, copy), data) in snapshots.iter().zip(copies).zip(files) {
+        for ((new, copy), data) in snapshots.iter_mut().zip(copies).zip(files) {
             if let Some(pour) = copy.pour {
                 pour.hashing.sync()?;
             }
+            new.record.birth = self.pool().birth(&new.draft)?;
             self.write_maps(new, &data)?;
         }
         Ok(())
@@ -85,7 +88,6 @@ impl Driver {
 
     /// The copy that a snapshot starts with; a pool that reads every byte hashes them on the way.
     fn live_copy(&self, new: &NewSnapshot) -> Result<LiveCopy> {
-        let path = self.volume_data(&new.volume.id);
         let block_size = new.record.block_size;
         let pour = match self.pool().copies_atomically() || !new.record.tracking {
             true => None,
@@ -93,8 +95,8 @@ impl Driver {
         };
         Ok(LiveCopy {
             id: new.volume.id.clone(),
-            source: File::open(&path).context("open", &path)?,
-            target: new.draft.data(),
+            source: self.pool().open(&self.store.dir().volume(&new.volume.id))?,
+            target: new.draft.clone(),
             block_size,
             pour,
         })
@@ -102,115 +104,98 @@ impl Driver {
 
     fn write_maps(&self, new: &NewSnapshot, data: &File) -> Result<()> {
         let NewSnapshot { draft, volume, record } = new;
+        if record.tracking
+            && let Some(parent) = self.parent(volume, record)
+        {
+            match self.write_maps_from(new, data, &parent) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(Error::Cbt(cbt::Error::Damaged { path, what })) => {
+                    let path = path.display();
+                    tracing::error!(%path, what, "a map of the parent is damaged, hashing everything");
+                }
+                Err(error) => return Err(error),
+            }
+            for half_made in [draft.allocated(), draft.changed(), draft.pending()] {
+                durable::remove(&half_made)?;
+            }
+        }
         let stop = Stop::default();
-        let path = draft.data();
-        let header = MapHeader {
-            block_size: record.block_size,
-            blocks: record.block_size.blocks_in(record.capacity),
-            relative_to: None,
-        };
-        let census = cbt::scan_allocated(data, &path, &draft.allocated(), header.clone(), &stop)?;
-        tracing::debug!(snapshot_id = %record.id, blocks = census.allocated, "allocated blocks found");
+        scan_allocated(data, &draft.data(), &draft.allocated(), header(record), &stop)?;
         if !record.tracking {
             return Ok(());
         }
-        let allocated = MapFile::open(&draft.allocated())?;
-        let parent = self.parent(volume, record);
-        self.write_changes(draft, data, &allocated, parent, header.clone(), &stop)?;
-        // What is still to be hashed stands in `pending`, so a slot that a clone brought along from
-        // the parent never counts for a block that changed.
-        let pending = MapFile::open(&draft.pending())?;
-        let hashes = HashFile::open_for_update(&draft.hashes())?;
-        let backlog = self.backlog(pending.count()? * record.block_size.bytes());
-        cbt::hash_blocks(data, &path, &pending, &allocated, &hashes, &stop)?;
-        drop(backlog);
-        std::fs::remove_file(draft.pending()).context("remove", &draft.pending())?;
-        MapWriter::create(&draft.pending(), header)?.finish()?;
+        MapWriter::create(&draft.changed(), header(record))?.finish()?;
+        // A slot counts only outside `pending`: all is, but for what a copy hashed on its way.
+        if draft.hashes().exists() {
+            MapWriter::create(&draft.pending(), header(record))?.finish()?;
+        } else {
+            HashFile::create(&draft.hashes())?;
+            write_union(&draft.pending(), header(record), &[&MapFile::open(&draft.allocated())?], &stop)?;
+        }
         Ok(())
     }
 
-    /// Shows bytes as waiting to be hashed, until the answer is dropped.
-    fn backlog(&self, bytes: u64) -> impl Drop + '_ {
-        struct Backlog<'d>(&'d Driver, u64);
-        impl Drop for Backlog<'_> {
-            fn drop(&mut self) {
-                self.0.gauges.hashing.fetch_sub(self.1, Ordering::Relaxed);
-            }
-        }
-        self.gauges.hashing.fetch_add(bytes, Ordering::Relaxed);
-        Backlog(self, bytes)
-    }
-
-    /// Writes `changed`, `pending` and the first state of `hashes`.
-    fn write_changes(
-        &self,
-        draft: &ObjectDir,
-        data: &File,
-        allocated: &MapFile,
-        parent: Option<Parent>,
-        header: MapHeader,
-        stop: &Stop,
-    ) -> Result<()> {
-        let linked_to = parent.as_ref().filter(|parent| parent.linked).map(|parent| parent.id.clone());
-        let changed_header = MapHeader { relative_to: linked_to, ..header.clone() };
-        let hashed_on_the_way = draft.hashes().exists();
-        let Some(parent) = parent else {
-            MapWriter::create(&draft.changed(), changed_header)?.finish()?;
-            if hashed_on_the_way {
-                MapWriter::create(&draft.pending(), header)?.finish()?;
-            } else {
-                HashFile::create(&draft.hashes())?;
-                cbt::write_union(&draft.pending(), header, &[allocated], stop)?;
-            }
-            return Ok(());
+    /// Writes the maps at the cost of what changed since a parent; `Ok(false)` where the pool can not tell
+    /// that.
+    fn write_maps_from(&self, new: &NewSnapshot, data: &File, parent: &Parent) -> Result<bool> {
+        let NewSnapshot { draft, record, .. } = new;
+        let (stop, path) = (Stop::default(), draft.data());
+        let linked_to = parent.linked.then(|| parent.id.clone());
+        let changed_header = MapHeader { relative_to: linked_to, ..header(record) };
+        let scan = || {
+            scan_allocated(data, &path, &draft.allocated(), header(record), &stop)?;
+            MapFile::open(&draft.allocated())
         };
-        if hashed_on_the_way {
-            let mut before = HashReader::new(parent.hashes);
+        if draft.hashes().exists() {
+            let mut before = HashReader::new(parent.hashes.try_clone()?);
             let mut after = HashReader::new(HashFile::open(&draft.hashes())?);
             let candidates: Candidates<'_, PhysicalDiff<Extents<'_>, Extents<'_>>> = Candidates::Hashes {
                 parent: &mut before,
                 parent_pending: &parent.pending,
                 child: &mut after,
             };
-            cbt::write_changed(
-                &draft.changed(),
-                changed_header,
-                &parent.allocated,
-                allocated,
-                candidates,
-                stop,
-            )?;
-            MapWriter::create(&draft.pending(), header)?.finish()?;
-            return Ok(());
+            let changed = draft.changed();
+            write_changed(&changed, changed_header, &parent.allocated, &scan()?, candidates, &stop)?;
+            MapWriter::create(&draft.pending(), header(record))?.finish()?;
+            return Ok(true);
         }
-        let path = draft.data();
-        let extents =
-            (self.pool().extents(&parent.data, &parent.data_path)?, self.pool().extents(data, &path)?);
-        let (Some(before), Some(after)) = extents else {
-            return Err(Error::Precondition("the pool can neither hash on the way nor list extents".into()));
-        };
-        let ranges = Candidates::Ranges(PhysicalDiff::new(before, after));
-        cbt::write_changed(&draft.changed(), changed_header, &parent.allocated, allocated, ranges, stop)?;
+        match self.pool().changes(parent.since, parent.bytes.as_ref(), data, &path)? {
+            Changes::Written(written) => {
+                let maps = NewMaps {
+                    allocated: (&draft.allocated(), header(record)),
+                    changed: (&draft.changed(), changed_header),
+                };
+                write_written(data, &path, maps, &parent.allocated, written, &stop)?;
+            }
+            Changes::Extents(before, after) => {
+                let ranges = Candidates::Ranges(PhysicalDiff::new(before, after));
+                let changed = draft.changed();
+                write_changed(&changed, changed_header, &parent.allocated, &scan()?, ranges, &stop)?;
+            }
+            Changes::Unknown => return Ok(false),
+        }
+        // A slot that the parent had not written when `pending` was opened is in the clone as it was, or
+        // written since: still to be hashed here.
         let changed = MapFile::open(&draft.changed())?;
-        // A slot the parent had not written is in the clone as it was: still to be hashed here.
-        cbt::write_union(&draft.pending(), header, &[&changed, &parent.pending], stop)?;
-        self.pool().copy(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, stop)?;
-        Ok(())
+        write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
+        self.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;
+        Ok(true)
     }
 
     /// The snapshot to build on: the newest of the volume, else the one that the volume was made
-    /// from. `None` when there is none, or it is being deleted, or its maps are damaged: then all is
+    /// from; a deleted one serves as well. `None` when there is none, or its maps are damaged: then all is
     /// hashed.
     fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
-        let (found, linked) = self.store.read(|index| match index.chain(&volume.id).next_back() {
+        let (found, linked) = self.store.read(|index| match index.line(&volume.id).next_back() {
             Some(newest) => (Some(newest.clone()), true),
             None => match &volume.source {
-                Some(Source::Snapshot(id)) => (index.snapshot(id), false),
+                Some(Source::Snapshot(id)) => (index.known(id), false),
                 _ => (None, false),
             },
         });
         let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        match Parent::open(&found, &self.store.snapshot_dir(&found), linked) {
+        match self.open_parent(&found, volume, linked) {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = super::report(&error);
@@ -219,19 +204,35 @@ impl Driver {
             }
         }
     }
-}
 
-impl Parent {
-    fn open(record: &SnapshotRecord, dir: &ObjectDir, linked: bool) -> Result<Self> {
-        let data_path = dir.data();
+    fn open_parent(&self, record: &SnapshotRecord, volume: &VolumeRecord, linked: bool) -> Result<Parent> {
+        let dir = self.store.snapshot_dir(record);
+        let bytes = match self.pool().open(&dir) {
+            Err(pool::Error::Sys(error)) if error.is_not_found() => None,
+            opened => Some(opened?),
+        };
         Ok(Parent {
             id: record.id.clone(),
-            data: File::open(&data_path).context("open", &data_path)?,
-            data_path,
+            since: match linked {
+                true => record.birth,
+                // Its first content is that of its source: what was written since it was made counts.
+                false => self.pool().birth(&self.store.dir().volume(&volume.id))?,
+            },
+            bytes,
             allocated: MapFile::open(&dir.allocated())?,
+            // Before the hashes are cloned: a slot is written before its block leaves `pending`.
             pending: MapFile::open(&dir.pending())?,
             hashes: HashFile::open(&dir.hashes())?,
             linked,
         })
+    }
+}
+
+/// The header of a snapshot's maps, save `changed`.
+pub(super) fn header(record: &SnapshotRecord) -> MapHeader {
+    MapHeader {
+        block_size: record.block_size,
+        blocks: record.block_size.blocks_in(record.capacity),
+        relative_to: None,
     }
 }

@@ -3,10 +3,18 @@
 //! A stream holds open files and a position; each call to [`MetadataStream::next_message`] does the
 //! work of one message and no more, so nobody waits in here for a slow client.
 
+use std::fs::File;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::locks::Key;
 use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ByteRange, Stop};
-use crate::cbt::{self, AllocatedScan, DeltaScan, MapFile, RunSource, Side, Tuples};
+use crate::cbt::{
+    self, AllocatedScan, Allocation, DeltaScan, MapFile, MapHeader, RunSource, Side, Tuples, scan_allocated,
+};
 use crate::store::{SnapshotRecord, TupleStyle};
+use crate::sys::{Context, durable};
 
 /// Tuples a message holds when the client leaves the choice.
 const DEFAULT_TUPLES: usize = 4096;
@@ -15,6 +23,9 @@ const MAX_TUPLES: usize = 16384;
 /// The longest way between two snapshots that is walked map by map, each an open file; a longer one
 /// compares whole maps.
 const MAX_STEPS: usize = 64;
+
+/// How long tuples are gathered before a message leaves without being full.
+const PACE: Duration = Duration::from_millis(20);
 
 /// Where an answer starts and how it is cut.
 #[derive(Clone, Copy, Debug, Default)]
@@ -47,16 +58,22 @@ impl MetadataStream {
     }
 
     /// The tuples of the next message; `None` after the last. There is always a first one, which
-    /// tells type and capacity also where there is no tuple.
+    /// tells type and capacity also where there is no tuple. A message leaves when it is full, or when
+    /// [`PACE`] has passed; only the first may be empty.
     pub fn next_message(&mut self, stop: &Stop) -> Result<Option<Vec<ByteRange>>> {
         let first = std::mem::take(&mut self.first);
-        let Some(tuples) = &mut self.tuples else { return Ok(first.then(Vec::new)) };
-        stop.check()?;
-        let mut message = Vec::with_capacity(self.most.min(DEFAULT_TUPLES));
-        if !tuples.fill(self.most, &mut message, stop)? {
-            self.tuples = None;
+        let mut message = Vec::new();
+        while let Some(tuples) = &mut self.tuples {
+            stop.check()?;
+            message.reserve(self.most.min(DEFAULT_TUPLES));
+            if !tuples.fill(self.most, &mut message, stop, Instant::now() + PACE)? {
+                self.tuples = None;
+            }
+            if first || !message.is_empty() {
+                return Ok(Some(message));
+            }
         }
-        Ok((first || !message.is_empty()).then_some(message))
+        Ok(first.then_some(message))
     }
 }
 
@@ -65,15 +82,20 @@ impl Driver {
     pub fn allocated(&self, snapshot_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
         let record = self.snapshot(snapshot_id)?;
         let position = Position::of(&record, request)?;
-        let path = self.store.snapshot_dir(&record).allocated();
-        let map = MapFile::open(&path).map_err(|error| gone_or(error, &record))?;
+        let dir = self.store.snapshot_dir(&record);
+        let map = self.healed(&record, || {
+            let path = dir.data();
+            let data = File::open(&path).context("open", &path)?;
+            Ok(Allocation::new(MapFile::open(&dir.allocated())?, Some(data), &path))
+        });
+        let map = map.map_err(|error| gone_or(error, &record))?;
         let source = RunSource::Allocated(Box::new(AllocatedScan::new(map, position.block)));
         Ok(self.stream(&record, position, Some(source)))
     }
 
     /// The blocks of `target` whose content differs from that of `base`.
     pub fn delta(&self, base_id: &str, target_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
-        let base = self.snapshot_in("base_snapshot_id", base_id)?;
+        let base = self.base_snapshot(base_id)?;
         let target = self.snapshot_in("target_snapshot_id", target_id)?;
         if base.volume != target.volume {
             return Err(Error::Invalid {
@@ -103,11 +125,63 @@ impl Driver {
         // The way first: a merge meanwhile only makes its maps larger. Should a link be missing by
         // then, whole maps are compared.
         let way = self.way(&base, &target)?;
-        let side = |record: &SnapshotRecord| {
-            Side::open(&self.store.snapshot_dir(record)).map_err(|error| gone_or(error, record))
-        };
-        let scan = DeltaScan::new(side(&base)?, side(&target)?, way, position.block);
+        let scan = DeltaScan::new(self.base_side(&base)?, self.side(&target)?, way, position.block);
         Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
+    }
+
+    /// The base of a delta, which may have been deleted meanwhile.
+    fn base_snapshot(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
+        match self.snapshot_in("base_snapshot_id", id) {
+            Err(Error::NotFound { kind, id: shown }) => {
+                let retained = id.parse().ok().and_then(|id| self.store.read(|index| index.known(&id)));
+                retained.ok_or(Error::NotFound { kind, id: shown })
+            }
+            found => found,
+        }
+    }
+
+    /// The files of a base. A deletion moves them while they are opened: then they are where it put them.
+    fn base_side(&self, record: &SnapshotRecord) -> Result<Side> {
+        match self.side(record) {
+            Err(Error::NotFound { .. }) => self.side(record),
+            opened => opened,
+        }
+    }
+
+    fn side(&self, record: &SnapshotRecord) -> Result<Side> {
+        let deleted = self.store.read(|index| index.snapshot(&record.id).is_none());
+        let dir = self.store.snapshot_dir(record);
+        self.healed(record, || Side::open(&dir, deleted)).map_err(|error| gone_or(error, record))
+    }
+
+    /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
+    /// been made again from the data.
+    fn healed<T>(&self, record: &SnapshotRecord, open: impl Fn() -> cbt::Result<T>) -> cbt::Result<T> {
+        let (path, what) = match open() {
+            Err(cbt::Error::Damaged { path, what }) => (path, what),
+            opened => return opened,
+        };
+        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        let dir = self.store.snapshot_dir(record);
+        if path != dir.allocated() || MapFile::open(&path).is_ok() {
+            return open();
+        }
+        tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
+        let data_path = dir.data();
+        let data = match File::open(&data_path) {
+            Ok(data) => data,
+            Err(_) => return Err(cbt::Error::Lost { what: format!("{}: {what}", path.display()) }),
+        };
+        let header = MapHeader {
+            block_size: record.block_size,
+            blocks: record.block_size.blocks_in(record.capacity),
+            relative_to: None,
+        };
+        let fresh = path.with_extension("map.new");
+        durable::remove(&fresh)?;
+        scan_allocated(&data, &data_path, &fresh, header, &Stop::default())?;
+        durable::rename(&fresh, &path)?;
+        open()
     }
 
     fn stream(
@@ -144,7 +218,7 @@ impl Driver {
                 Err(error) => return Err(error.into()),
             };
             let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
-            let before = self.store.read(|index| index.snapshot(&before));
+            let before = self.store.read(|index| index.known(&before));
             let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {
                 return Ok(None);
             };

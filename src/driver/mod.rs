@@ -9,6 +9,8 @@ mod condition;
 mod error;
 mod expand;
 mod groups;
+mod hashing;
+mod inspect;
 mod list;
 mod locks;
 mod maps;
@@ -16,6 +18,7 @@ mod metadata;
 mod node;
 mod params;
 mod quiesce;
+mod retained;
 mod snapshots;
 mod volumes;
 
@@ -26,18 +29,20 @@ pub use condition::Condition;
 pub use error::{Error, report};
 pub use expand::Expansion;
 pub use groups::Group;
+pub use hashing::HashingThread;
+pub use inspect::Inspection;
 pub use list::{Page, PageRequest, SnapshotFilter};
 pub use metadata::{MetadataRequest, MetadataStream};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
+pub use retained::Retention;
 pub use volumes::{CreateVolume, SourceRef};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::base::{DataDir, Quantity, VolumeId};
-use crate::pool::{Home, Known, Pool, PoolChoice, PoolRequest};
+use crate::pool::{Home, Kind, Known, Pool, PoolChoice, PoolRequest};
 use crate::store::{Claim, Manifest, Store, TupleStyle};
 use crate::sys::{self, Context};
 use capacity::Reserved;
@@ -67,6 +72,8 @@ pub struct Config {
     pub attach: bool,
     /// `--max-volumes-per-node`; 0 for no limit.
     pub max_volumes: u32,
+    /// `--retain-deleted`.
+    pub retain: Retention,
 }
 
 /// The driver of one data directory.
@@ -80,16 +87,9 @@ pub struct Driver {
     promised: Reserved,
     /// Attachments in the making.
     attaching: Reserved,
-    gauges: Gauges,
+    hashing: hashing::Hashing,
     /// Held for its lock; dropped last.
     _claim: Claim,
-}
-
-/// What is counted while the driver runs.
-#[derive(Debug, Default)]
-struct Gauges {
-    /// Bytes of blocks whose hash is still to be made.
-    hashing: AtomicU64,
 }
 
 /// Figures of a running driver, for its metrics.
@@ -99,6 +99,8 @@ pub struct Figures {
     pub volumes: usize,
     /// Snapshots, members of groups among them.
     pub snapshots: usize,
+    /// Deleted snapshots that deltas are still told from.
+    pub retained: usize,
     /// Group snapshots.
     pub groups: usize,
     /// Objects whose records could not be read at start.
@@ -146,7 +148,7 @@ impl Driver {
             locks: OpLocks::default(),
             promised: Reserved::default(),
             attaching: Reserved::default(),
-            gauges: Gauges::default(),
+            hashing: hashing::Hashing::default(),
             _claim: claim,
         };
         driver.thaw_leftovers();
@@ -197,11 +199,12 @@ impl Driver {
         self.store.read(|index| Figures {
             volumes: index.volume_count(),
             snapshots: index.snapshot_count(),
+            retained: index.retained_count(),
             groups: index.group_count(),
             unreadable: self.store.damaged().len(),
             pool_bytes,
             free_bytes,
-            hashing_backlog: self.gauges.hashing.load(Ordering::Relaxed),
+            hashing_backlog: self.hashing.backlog(),
         })
     }
 
@@ -220,8 +223,9 @@ impl Driver {
 fn known_pool(claim: &Claim, manifest: &Manifest, choice: PoolChoice) -> Result<Known> {
     let known = |pool| Known { pool, in_image: manifest.in_image };
     match (manifest.pool.as_str(), choice) {
-        ("reflink", PoolChoice::Auto | PoolChoice::Xfs) => Ok(known(Pool::Reflink)),
-        ("copy", PoolChoice::Auto | PoolChoice::Dir) => Ok(known(Pool::Copy)),
+        ("btrfs", PoolChoice::Auto | PoolChoice::Btrfs) => Ok(known(Kind::Btrfs)),
+        ("reflink", PoolChoice::Auto | PoolChoice::Xfs) => Ok(known(Kind::Reflink)),
+        ("copy", PoolChoice::Auto | PoolChoice::Dir) => Ok(known(Kind::Copy)),
         // Another kind than the flag's, or one of a later version.
         (found, _) => Err(claim.mismatch("pool", found, choice.name()).into()),
     }

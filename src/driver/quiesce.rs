@@ -6,19 +6,18 @@
 //! members of a group, or a copy that takes time), the devices' write counters prove that nothing was
 //! written between the first step and the last, or the copies are thrown away and made again.
 
-use std::fs::{self, File};
-use std::path::PathBuf;
+use std::fs::File;
 use std::time::{Duration, Instant};
 
 use super::maps::Pour;
 use super::{Driver, Error, Result};
-use crate::base::{BlockSize, Stop, VolumeId};
-use crate::pool::Sink;
+use crate::base::{BlockSize, ObjectDir, Stop, VolumeId};
+use crate::pool::{Bytes, Sink};
 use crate::store::Frozen;
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
-use crate::sys::{self, Context, freeze};
+use crate::sys::{self, freeze};
 
 /// The longest that a mounted filesystem is held frozen.
 const FREEZE_BOUND: Duration = Duration::from_secs(30);
@@ -32,9 +31,9 @@ pub(super) struct LiveCopy {
     /// The volume.
     pub id: VolumeId,
     /// Its bytes.
-    pub source: File,
-    /// The file to make.
-    pub target: PathBuf,
+    pub source: Bytes,
+    /// The object to make the bytes of.
+    pub target: ObjectDir,
     /// The unit of what `pour` is handed.
     pub block_size: BlockSize,
     /// Takes the bytes where the pool reads them. It sees them again from the start when a try is
@@ -77,7 +76,7 @@ impl Driver {
             None => error,
             Some(_) => Error::Precondition(format!(
                 "the copy took longer than the {} s that a filesystem is held frozen: use a pool that clones \
-                 (--pool xfs)",
+                 (--pool btrfs or xfs)",
                 FREEZE_BOUND.as_secs()
             )),
         })
@@ -107,13 +106,13 @@ impl Driver {
                 return Ok(files);
             }
             for copy in copies.iter() {
-                fs::remove_file(&copy.target).context("remove the torn copy", &copy.target)?;
+                self.pool().discard(&copy.target)?;
             }
         }
         Err(Error::Precondition(match copies.len() {
             1 => format!(
                 "the device was written during each of {tries} copies, so none is consistent: pause the writer, \
-                 use Filesystem mode, or a pool that clones (--pool xfs)"
+                 use Filesystem mode, or a pool that clones (--pool btrfs or xfs)"
             ),
             _ => format!(
                 "raw devices of the group were written during each of {tries} tries, so no two copies show the \

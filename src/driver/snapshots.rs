@@ -71,11 +71,17 @@ impl Driver {
         self.fit(&volume)?;
         let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
         let draft = self.store.draft_snapshot(&record.id)?;
-        let new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record };
-        self.fill_snapshots(std::slice::from_ref(&new))?;
+        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record };
+        self.fill_snapshots(std::slice::from_mut(&mut new))?;
         // The chain's lock orders this commit and the merge of a deleted parent.
-        let _chain = self.locks.wait(Key::Chain(volume.id.clone()));
-        Ok(self.store.commit_snapshot(draft, new.record)?)
+        let chain = self.locks.wait(Key::Chain(volume.id.clone()));
+        let record = self.store.commit_snapshot(draft, new.record)?;
+        self.hashing.add(&record, self.pending_bytes(&record));
+        // The one before may have been kept only until now.
+        let doomed = self.settle(&volume.id);
+        drop(chain);
+        drop(doomed);
+        Ok(record)
     }
 
     /// The record of a snapshot to be. The caller holds the volume's lock.
@@ -94,16 +100,18 @@ impl Driver {
             volume: volume.id.clone(),
             sequence: self
                 .store
-                .read(|index| index.chain(&volume.id).next_back().map_or(1, |last| last.sequence + 1)),
+                .read(|index| index.line(&volume.id).next_back().map_or(1, |last| last.sequence + 1)),
             capacity: volume.capacity,
             block_size: volume.block_size,
             tracking: volume.tracking,
             tuple_style,
             created: Timestamp::now(),
+            birth: None,
         })
     }
 
-    /// Deletes a snapshot; deltas across it stay exact. An unknown id is no error.
+    /// Deletes a snapshot; deltas across it stay exact, and those from it for as long as `--retain-deleted`
+    /// says. An unknown id is no error.
     pub fn delete_snapshot(&self, id: &str) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "snapshot_id" });
@@ -122,8 +130,16 @@ impl Driver {
             });
         }
         let chain = self.locks.wait(Key::Chain(record.volume.clone()));
-        self.hand_on(&record);
-        let doomed = self.store.remove_snapshot(&id)?;
+        let mut doomed = Vec::new();
+        match self.is_worth_keeping(&record) {
+            true => self.store.retain_snapshot(&record)?,
+            false => {
+                self.hand_on(&record);
+                doomed.push(self.store.remove_snapshot(&id)?);
+                self.hashing.forget(&id);
+            }
+        }
+        doomed.extend(self.settle(&record.volume));
         // Freeing the bytes may take long; nobody has to wait for it.
         drop(chain);
         drop(doomed);
@@ -152,7 +168,7 @@ impl Driver {
         }
         let next = self
             .store
-            .read(|index| index.chain(&gone.volume).find(|record| record.sequence > gone.sequence).cloned());
+            .read(|index| index.line(&gone.volume).find(|record| record.sequence > gone.sequence).cloned());
         let Some(next) = next else { return Ok(()) };
         let next_dir = self.store.snapshot_dir(&next);
         let theirs = MapFile::open(&next_dir.changed())?;

@@ -1,6 +1,5 @@
 //! Making and deleting volumes.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use super::capability::kinds;
@@ -9,6 +8,7 @@ use super::locks::Key;
 use super::quiesce::LiveCopy;
 use super::{Capability, CapacityRange, Driver, Error, Result, VolumeParameters};
 use crate::base::{BlockSize, Stop, VolumeId};
+use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
 use crate::sys::Context;
 
@@ -46,7 +46,7 @@ pub enum SourceRef {
 /// An open content source.
 pub(super) struct Content {
     source: Source,
-    data: File,
+    bytes: Bytes,
     capacity: u64,
     block_size: BlockSize,
     tracking: bool,
@@ -115,19 +115,19 @@ impl Driver {
         content: Option<Content>,
     ) -> Result<Arc<VolumeRecord>> {
         let draft = self.store.draft_volume(&record.id)?;
-        let path = draft.dir().data();
-        let file = match &content {
-            None => self.pool().create(&path, record.capacity)?,
-            Some(Content { source: Source::Snapshot(_), data, block_size, .. }) => {
-                self.pool().copy(data, &path, *block_size, None, &Stop::default())?
+        let target = draft.dir();
+        let file = match content {
+            None => self.pool().create(target, record.capacity)?,
+            Some(Content { source: Source::Snapshot(_), bytes, block_size, .. }) => {
+                self.pool().copy(&bytes, target, block_size, None, &Stop::default())?
             }
-            Some(Content { source: Source::Volume(id), data, block_size, .. }) => {
-                let source = data.try_clone().context("open", &path)?;
-                let (id, target, block_size) = (id.clone(), path.clone(), *block_size);
-                let copy = LiveCopy { id, source, target, block_size, pour: None };
+            Some(Content { source: Source::Volume(id), bytes, block_size, .. }) => {
+                let target = target.clone();
+                let copy = LiveCopy { id, source: bytes, target, block_size, pour: None };
                 self.copy_live(&mut [copy])?.remove(0)
             }
         };
+        let path = target.data();
         // A source smaller than its volume: the rest reads as zeros and is there to be written.
         file.set_len(record.capacity).context("set the length of", &path)?;
         file.sync_all().context("sync", &path)?;
@@ -172,7 +172,11 @@ impl Driver {
     /// Removes a volume that nobody uses. The caller holds its lock.
     pub(super) fn remove_idle_volume(&self, id: &VolumeId) -> Result<()> {
         self.release_devices(id)?;
-        drop(self.store.remove_volume(id)?);
+        let volume = self.store.remove_volume(id)?;
+        let chain = self.locks.wait(Key::Chain(id.clone()));
+        let doomed = self.settle(id);
+        drop(chain);
+        drop((volume, doomed));
         Ok(())
     }
 
@@ -215,15 +219,14 @@ impl Driver {
 
     fn snapshot_content(&self, id: &str) -> Result<Content> {
         let record = self.snapshot(id)?;
-        let path = self.store.snapshot_dir(&record).data();
-        let data = match File::open(&path) {
+        let bytes = match self.pool().open(&self.store.snapshot_dir(&record)) {
             // Deleted since it was looked up.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Err(Error::no_snapshot(id)),
-            opened => opened.context("open", &path)?,
+            Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(id)),
+            opened => opened?,
         };
         Ok(Content {
             source: Source::Snapshot(record.id.clone()),
-            data,
+            bytes,
             capacity: record.capacity,
             block_size: record.block_size,
             tracking: record.tracking,
@@ -232,10 +235,9 @@ impl Driver {
 
     fn volume_content(&self, record: &VolumeRecord) -> Result<Content> {
         self.fit(record)?;
-        let path = self.volume_data(&record.id);
         Ok(Content {
             source: Source::Volume(record.id.clone()),
-            data: File::open(&path).context("open", &path)?,
+            bytes: self.pool().open(&self.store.dir().volume(&record.id))?,
             capacity: record.capacity,
             block_size: record.block_size,
             tracking: record.tracking,

@@ -104,6 +104,7 @@ fn describe() {
         "Bytes of volume that the tuples sent describe."
     );
     describe_gauge!("deltapath_volumes", "Volumes, ephemeral ones among them.");
+    describe_gauge!("deltapath_retained_snapshots", "Deleted snapshots that deltas are still told from.");
     describe_gauge!("deltapath_snapshots", "Snapshots, members of groups among them.");
     describe_gauge!("deltapath_group_snapshots", "Group snapshots.");
     describe_gauge!("deltapath_unreadable_objects", "Objects whose records could not be read at start.");
@@ -166,6 +167,7 @@ fn scrape(driver: &Driver, counted: &PrometheusHandle) -> String {
     if let Some(free) = figures.free_bytes {
         gauge!("deltapath_pool_free_bytes").set(free as f64);
     }
+    gauge!("deltapath_retained_snapshots").set(figures.retained as f64);
     gauge!("deltapath_hashing_backlog_bytes").set(figures.hashing_backlog as f64);
     gauge!("deltapath_ready").set(if driver.ready().is_ok() { 1.0 } else { 0.0 });
     counted.run_upkeep();

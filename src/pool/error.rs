@@ -37,6 +37,9 @@ pub enum Error {
     /// The directory was made with an image, and it is gone.
     #[error("pool image {} is missing, and all objects with it: put it back, or start on another --data-dir", .0.display())]
     ImageMissing(PathBuf),
+    /// The image holds no filesystem that a pool is made with.
+    #[error("{} is no pool image: it holds neither btrfs nor xfs; put the right one back, or remove it", .0.display())]
+    ImageUnknown(PathBuf),
     /// There is an image, and the flags ask for none.
     #[error("there is a pool image at {}, and --pool dir asks for none: remove it, or use --pool auto", .0.display())]
     ImageUnwanted(PathBuf),

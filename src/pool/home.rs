@@ -3,8 +3,10 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
+use super::format::Format;
 use super::{Error, Pool, Result, probe};
 use crate::base::{DataDir, PoolDir, Quantity};
+use crate::sys::btrfs;
 use crate::sys::durable::{self, FileLock};
 use crate::sys::loopdev::{self, Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
@@ -13,8 +15,10 @@ use crate::sys::{Context, program, space};
 /// What `--pool` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum PoolChoice {
-    /// The data directory's own filesystem where it clones files, else an xfs image, else `dir`.
+    /// The data directory's own filesystem where it is btrfs or clones files, else an image, else `dir`.
     Auto,
+    /// btrfs: the data directory's own, or an image in it. Snapshots take constant time.
+    Btrfs,
     /// A filesystem that clones files: the data directory's own, or an xfs image in it.
     Xfs,
     /// Plain files; snapshots are sparse copies.
@@ -26,6 +30,7 @@ impl PoolChoice {
     pub fn name(self) -> &'static str {
         match self {
             PoolChoice::Auto => "auto",
+            PoolChoice::Btrfs => "btrfs",
             PoolChoice::Xfs => "xfs",
             PoolChoice::Dir => "dir",
         }
@@ -47,14 +52,35 @@ const DEFAULT_SHARE: (u64, u64) = (9, 10);
 /// Less than this share of a filesystem, or than so many bytes, is a shortage.
 const LOW_SHARE: u64 = 50;
 const LOW_BYTES: u64 = 1 << 30;
-/// mkfs.xfs makes nothing smaller than 300 MiB.
+/// mkfs.xfs makes nothing smaller than 300 MiB, mkfs.btrfs nothing smaller than 109 MiB.
 const MIN_IMAGE: u64 = 300 << 20;
+
+/// The kinds of pool, as a data directory remembers its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// btrfs, by subvolumes.
+    Btrfs,
+    /// A filesystem that clones files.
+    Reflink,
+    /// Plain files.
+    Copy,
+}
+
+impl Kind {
+    fn of(pool: Pool) -> Self {
+        match pool {
+            Pool::Btrfs { .. } => Kind::Btrfs,
+            Pool::Reflink => Kind::Reflink,
+            Pool::Copy => Kind::Copy,
+        }
+    }
+}
 
 /// What a data directory was made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Known {
     /// How its pool copies.
-    pub pool: Pool,
+    pub pool: Kind,
     /// Whether it lives in an image, or in the data directory's own filesystem.
     pub in_image: bool,
 }
@@ -72,6 +98,7 @@ pub struct Home {
 struct Image {
     device: LoopDevice,
     mount_point: PathBuf,
+    format: Format,
     /// Nobody else may attach the image while this lives.
     _lock: FileLock,
 }
@@ -88,29 +115,32 @@ impl Home {
             durable::sync_dir(data_dir.path())?;
         }
         let in_image = |dir: PoolDir| {
-            let image = Image::open(&image, dir.path())?;
-            Ok(Home { pool: Pool::Reflink, image: Some(image), dir })
+            let format = Format::of_image(&image)?;
+            let image = Image::open(&image, dir.path(), format)?;
+            Ok(Home { pool: format.pool(dir.path())?, image: Some(image), dir })
         };
         match (known, image.exists()) {
             (Some(Known { in_image: true, .. }), false) => Err(Error::ImageMissing(image)),
             (Some(Known { in_image: true, .. }), true) => in_image(dir),
-            (Some(Known { pool, in_image: false }), _) => Ok(Home { pool, dir, image: None }),
+            (Some(Known { pool: kind, in_image: false }), _) => {
+                Ok(Home { pool: in_place(kind, &dir)?, dir, image: None })
+            }
             // A start that was cut short after making it.
             (None, true) if request.choice == PoolChoice::Dir => Err(Error::ImageUnwanted(image)),
             (None, true) => in_image(dir),
             (None, false) => match choose(data_dir, &dir, request)? {
-                Known { in_image: true, .. } => {
-                    make_image(data_dir, request.size)?;
+                Chosen::Image(format) => {
+                    make_image(data_dir, request.size, format)?;
                     in_image(dir)
                 }
-                Known { pool, .. } => Ok(Home { pool, dir, image: None }),
+                Chosen::InPlace(pool) => Ok(Home { pool, dir, image: None }),
             },
         }
     }
 
     /// What to remember of this pool for the next start.
     pub fn known(&self) -> Known {
-        Known { pool: self.pool, in_image: self.image.is_some() }
+        Known { pool: Kind::of(self.pool), in_image: self.image.is_some() }
     }
 
     /// How this pool copies.
@@ -167,7 +197,7 @@ impl Home {
     /// Where the bytes lie, for people: `in place`, or the image's loop device.
     pub fn describe(&self) -> String {
         match &self.image {
-            Some(image) => format!("xfs image on {}", image.device.path().display()),
+            Some(image) => format!("{} image on {}", image.format.name(), image.device.path().display()),
             None => "in place".to_owned(),
         }
     }
@@ -192,7 +222,7 @@ impl Image {
     }
 
     /// Attaches and mounts the image, or finds that a former process left it so.
-    fn open(image: &Path, mount_point: &Path) -> Result<Self> {
+    fn open(image: &Path, mount_point: &Path, format: Format) -> Result<Self> {
         let Some(lock) = FileLock::try_lock(image)? else {
             return Err(Error::ImageInUse(image.to_owned()));
         };
@@ -203,49 +233,77 @@ impl Image {
         let mounted = mount::mounted_at(mount_point)?;
         let dev = device.dev()?;
         if mounted.is_none_or(|mounted| !mounted.is_of(&dev)) {
-            // `nouuid`: a copy of an image may be mounted beside its original.
-            let mounted =
-                mount::mount(&device.path(), mount_point, "xfs", Flags::MS_NOATIME, "discard,nouuid");
+            let (name, options) = (format.name(), format.mount_options());
+            let mounted = mount::mount(&device.path(), mount_point, name, Flags::MS_NOATIME, options);
             if let Err(error) = mounted {
                 device.detach()?;
                 return Err(error.into());
             }
         }
-        Ok(Image { device, mount_point: mount_point.to_owned(), _lock: lock })
+        Ok(Image { device, mount_point: mount_point.to_owned(), format, _lock: lock })
     }
 }
 
-/// Decides how a new data directory keeps its bytes.
-fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Known> {
-    let in_place = |pool| Known { pool, in_image: false };
-    match request.choice {
-        PoolChoice::Dir => Ok(in_place(Pool::Copy)),
-        _ if probe::tells_sharing(dir.path())? => Ok(in_place(Pool::Reflink)),
-        choice => match check_image_possible(choice, data_dir) {
-            Ok(()) => Ok(Known { pool: Pool::Reflink, in_image: true }),
-            Err(error) if choice == PoolChoice::Auto => {
-                tracing::warn!(reason = %error, "snapshots will be full copies");
-                Ok(in_place(Pool::Copy))
+/// Where a new data directory keeps its bytes.
+enum Chosen {
+    InPlace(Pool),
+    Image(Format),
+}
+
+/// Decides where a new data directory keeps its bytes.
+fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
+    let on_btrfs = || btrfs::is_btrfs(dir.path());
+    let formats: &[Format] = match request.choice {
+        PoolChoice::Dir => return Ok(Chosen::InPlace(Pool::Copy)),
+        PoolChoice::Auto | PoolChoice::Btrfs if on_btrfs()? => {
+            return Ok(Chosen::InPlace(in_place(Kind::Btrfs, dir)?));
+        }
+        PoolChoice::Auto | PoolChoice::Xfs if probe::tells_sharing(dir.path())? => {
+            return Ok(Chosen::InPlace(Pool::Reflink));
+        }
+        PoolChoice::Auto => &Format::AUTO,
+        PoolChoice::Btrfs => &[Format::Btrfs],
+        PoolChoice::Xfs => &[Format::Xfs],
+    };
+    let mut outcome = Ok(Chosen::InPlace(Pool::Copy));
+    for format in formats {
+        match check_image_possible(*format, request.choice, data_dir) {
+            Ok(()) => return Ok(Chosen::Image(*format)),
+            Err(error) if request.choice == PoolChoice::Auto => {
+                tracing::warn!(reason = %error, "no {} image", format.name());
             }
-            Err(error) => Err(error),
-        },
+            Err(error) => outcome = Err(error),
+        }
     }
+    if outcome.is_ok() {
+        tracing::warn!("snapshots will be full copies");
+    }
+    outcome
 }
 
-fn check_image_possible(choice: PoolChoice, data_dir: &DataDir) -> Result<()> {
+/// A pool in the data directory's own filesystem.
+fn in_place(kind: Kind, dir: &PoolDir) -> Result<Pool> {
+    Ok(match kind {
+        Kind::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(dir.path())? },
+        Kind::Reflink => Pool::Reflink,
+        Kind::Copy => Pool::Copy,
+    })
+}
+
+fn check_image_possible(format: Format, choice: PoolChoice, data_dir: &DataDir) -> Result<()> {
     let unavailable = |reason: String| {
         Err(Error::Unavailable { choice: choice.name(), dir: data_dir.path().to_owned(), reason })
     };
-    if !program::exists("mkfs.xfs") {
-        return unavailable(
-            "its filesystem does not clone files and mkfs.xfs is missing: install xfsprogs, or use --pool dir"
-                .into(),
-        );
+    let ((mkfs, package), name) = (format.mkfs(), format.name());
+    if !program::exists(mkfs) {
+        return unavailable(format!(
+            "its filesystem can not be used as it is and {mkfs} is missing: install {package}, or use --pool dir"
+        ));
     }
     let supported =
         fs::read_to_string("/proc/filesystems").context("read", Path::new("/proc/filesystems"))?;
-    if !supported.lines().any(|line| line.trim() == "xfs") {
-        return unavailable("this kernel has no xfs: load the module, or use --pool dir".into());
+    if !supported.lines().any(|line| line.trim() == name) {
+        return unavailable(format!("this kernel has no {name}: load the module, or use --pool dir"));
     }
     if let Err(error) = loopdev::require() {
         return unavailable(format!("{error}: load the loop module, or use --pool dir"));
@@ -257,7 +315,7 @@ fn check_image_possible(choice: PoolChoice, data_dir: &DataDir) -> Result<()> {
 ///
 /// 1. Make and format it under another name: a crash leaves a file that the next start replaces.
 /// 2. Sync it and rename it into place: it is there whole or not at all.
-fn make_image(data_dir: &DataDir, size: Option<Quantity>) -> Result<()> {
+fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: Format) -> Result<()> {
     let free = space(data_dir.path())?.available;
     let size = match size {
         Some(Quantity(bytes)) => bytes,
@@ -267,7 +325,7 @@ fn make_image(data_dir: &DataDir, size: Option<Quantity>) -> Result<()> {
     let size = size & !((1 << 20) - 1);
     if size < MIN_IMAGE {
         let dir = data_dir.path().to_owned();
-        let reason = "mkfs.xfs needs 300Mi; free space on the host, or say --pool-size or --pool dir";
+        let reason = "a filesystem needs 300Mi; free space on the host, or say --pool-size or --pool dir";
         return Err(Error::Size { dir, size: Quantity(size), reason });
     }
     if size > free {
@@ -278,9 +336,7 @@ fn make_image(data_dir: &DataDir, size: Option<Quantity>) -> Result<()> {
     durable::remove(&fresh)?;
     let file = durable::create_new(&fresh)?;
     file.set_len(size).context("set the length of", &fresh)?;
-    // Sectors as large as those of the loop device it will be mounted through.
-    let sector = format!("size={}", loopdev::SECTOR);
-    program::run("mkfs.xfs", &["-q", "-m", "reflink=1", "-s", &sector], &fresh, |code| code == 0)?;
+    format.make(&fresh)?;
     File::open(&fresh).and_then(|file| file.sync_all()).context("sync", &fresh)?;
     durable::rename(&fresh, &image)?;
     Ok(())

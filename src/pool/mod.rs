@@ -3,28 +3,33 @@
 
 mod copy;
 mod error;
+mod format;
 mod home;
 mod probe;
 
 pub use error::Error;
-pub use home::{Home, Known, PoolChoice, PoolRequest};
+pub use home::{Home, Kind, Known, PoolChoice, PoolRequest};
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
-
-use crate::base::{BlockSize, Stop};
+use crate::base::{BlockSize, ObjectDir, Stop};
+use crate::sys::btrfs::{self, Subvolume, WrittenSince};
 use crate::sys::extents::Extents;
-use crate::sys::{Context, clone, durable};
+use crate::sys::{Context, clone, durable, tree};
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// How a pool copies files, which decides what snapshots cost.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pool {
+    /// btrfs, a subvolume for the bytes of each object: a copy takes constant time, and the tree tells
+    /// what was written since.
+    Btrfs {
+        /// Whether a punched hole leaves a trace in the tree. Without (`no-holes`), extents are compared.
+        holes: bool,
+    },
     /// The filesystem shares blocks between files: a copy costs the number of extents, and extents
     /// tell what changed.
     Reflink,
@@ -35,20 +40,90 @@ pub enum Pool {
 /// Bytes of a copy on their way: the offset and whole blocks from there on.
 pub type Sink<'s> = &'s mut dyn FnMut(u64, &[u8]) -> std::result::Result<(), crate::base::Stopped>;
 
+/// The bytes of a volume or a snapshot, open: they stay readable when the object is removed.
+#[derive(Debug)]
+pub struct Bytes {
+    file: File,
+    path: PathBuf,
+    subvolume: Option<Subvolume>,
+}
+
+impl Bytes {
+    /// The blocks.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Where they are, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// What a pool knows of the difference between two files.
+pub enum Changes<'f> {
+    /// Exactly what was written since; all else is as it was.
+    Written(WrittenSince<'f>),
+    /// Where the bytes of both lie, to be compared.
+    Extents(Extents<'f>, Extents<'f>),
+    /// Nothing: only their content tells.
+    Unknown,
+}
+
 impl Pool {
-    /// Makes an empty sparse file of `length` bytes.
-    pub fn create(self, path: &Path, length: u64) -> Result<File> {
-        let file = durable::create_new(path)?;
-        file.set_len(length).context("set the length of", path)?;
+    /// Makes the empty sparse file of an object, of `length` bytes. Its content is the caller's to sync.
+    pub fn create(self, target: &ObjectDir, length: u64) -> Result<File> {
+        match self {
+            Pool::Btrfs { .. } => btrfs::create_subvolume(&target.bytes())?,
+            Pool::Reflink | Pool::Copy => durable::make_dir(&target.bytes())?,
+        }
+        let path = target.data();
+        let file = durable::create_new(&path)?;
+        file.set_len(length).context("set the length of", &path)?;
+        durable::sync_dir(&target.bytes())?;
         Ok(file)
     }
 
-    /// Makes `target` a copy of `source` that shares or repeats its bytes, holes kept, and of the
-    /// same length. Synced; the directory entry is the caller's to sync.
+    /// Opens the bytes of an object.
+    pub fn open(self, dir: &ObjectDir) -> Result<Bytes> {
+        let path = dir.data();
+        Ok(Bytes {
+            file: File::open(&path).context("open", &path)?,
+            path,
+            subvolume: match self {
+                Pool::Btrfs { .. } => Some(Subvolume::open(&dir.bytes())?),
+                Pool::Reflink | Pool::Copy => None,
+            },
+        })
+    }
+
+    /// Makes the bytes of `target` a copy that shares or repeats those of `source`, holes kept, and of
+    /// the same length. Synced.
     ///
     /// A pool that has to read every byte hands them to `sink`, rounded out to whole blocks of
     /// `size`; one that shares them never calls it. Bytes are handed out in ascending order.
     pub fn copy(
+        self,
+        source: &Bytes,
+        target: &ObjectDir,
+        size: BlockSize,
+        sink: Option<Sink<'_>>,
+        stop: &Stop,
+    ) -> Result<File> {
+        let path = target.data();
+        if let Some(subvolume) = &source.subvolume {
+            subvolume.snapshot(&target.bytes())?;
+            return Ok(File::options().read(true).write(true).open(&path).context("open", &path)?);
+        }
+        durable::make_dir(&target.bytes())?;
+        let file = self.copy_file(&source.file, &path, size, sink, stop)?;
+        durable::sync_dir(&target.bytes())?;
+        Ok(file)
+    }
+
+    /// The same for a single file: it shares its blocks where the pool can. Its directory entry is the
+    /// caller's to sync.
+    pub fn copy_file(
         self,
         source: &File,
         target: &Path,
@@ -58,33 +133,69 @@ impl Pool {
     ) -> Result<File> {
         let file = durable::create_new(target)?;
         match self {
-            Pool::Reflink => clone::reflink(source, &file, target)?,
+            Pool::Btrfs { .. } | Pool::Reflink => clone::reflink(source, &file, target)?,
             Pool::Copy => copy::sparse(source, &file, target, size, sink, stop)?,
         }
         file.sync_all().context("sync", target)?;
         Ok(file)
     }
 
-    /// The extents of a file where they tell what it shares with another; `None` where this pool
-    /// shares nothing.
-    pub fn extents<'f>(self, file: &'f File, path: &'f Path) -> Result<Option<Extents<'f>>> {
+    /// Removes a copy that is not wanted.
+    pub fn discard(self, target: &ObjectDir) -> Result<()> {
+        Ok(tree::remove(&target.bytes())?)
+    }
+
+    /// What marks the moment at which these bytes were copied, for [`Pool::changes`]; `None` where the
+    /// bytes themselves are needed for that.
+    pub fn birth(self, dir: &ObjectDir) -> Result<Option<u64>> {
         match self {
-            Pool::Reflink => Ok(Some(Extents::of(file, path)?)),
-            Pool::Copy => Ok(None),
+            Pool::Btrfs { holes: true } => Ok(Some(Subvolume::open(&dir.bytes())?.birth()?)),
+            Pool::Btrfs { holes: false } | Pool::Reflink | Pool::Copy => Ok(None),
         }
     }
 
-    /// Whether a copy is one step that writers can not tear.
+    /// What may differ between a copy and a later one. `since` is the [`Pool::birth`] of the earlier
+    /// one, `before` its bytes; which of both is needed is the pool's matter.
+    pub fn changes<'f>(
+        self,
+        since: Option<u64>,
+        before: Option<&'f Bytes>,
+        after: &'f File,
+        after_path: &'f Path,
+    ) -> Result<Changes<'f>> {
+        Ok(match (self, since, before) {
+            (Pool::Btrfs { holes: true }, Some(since), _) => {
+                Changes::Written(WrittenSince::of(after, after_path, since)?)
+            }
+            (Pool::Btrfs { .. } | Pool::Reflink, _, Some(before)) => {
+                Changes::Extents(Extents::of(&before.file, &before.path)?, Extents::of(after, after_path)?)
+            }
+            _ => Changes::Unknown,
+        })
+    }
+
+    /// Whether the changes of the next copy can only be told while the bytes of the last one are there.
+    pub fn compares_bytes(self) -> bool {
+        matches!(self, Pool::Btrfs { holes: false } | Pool::Reflink)
+    }
+
+    /// Whether a copy is one step that writers can not tear, and shares all blocks.
     pub fn copies_atomically(self) -> bool {
-        matches!(self, Pool::Reflink)
+        !matches!(self, Pool::Copy)
+    }
+
+    /// The kind that a data directory is remembered by.
+    pub fn name(self) -> &'static str {
+        match self {
+            Pool::Btrfs { .. } => "btrfs",
+            Pool::Reflink => "reflink",
+            Pool::Copy => "copy",
+        }
     }
 }
 
 impl std::fmt::Display for Pool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Pool::Reflink => "reflink",
-            Pool::Copy => "copy",
-        })
+        f.write_str(self.name())
     }
 }

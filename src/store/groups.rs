@@ -22,7 +22,6 @@ impl GroupDraft {
     pub fn member(&self, id: &SnapshotId) -> Result<ObjectDir> {
         let dir = self.dir.member(id);
         durable::make_dir(dir.path())?;
-        durable::make_dir(&dir.bytes())?;
         Ok(dir)
     }
 }

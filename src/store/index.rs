@@ -4,8 +4,17 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
 
-use super::records::{GroupRecord, SnapshotRecord, VolumeRecord};
+use super::records::{GroupRecord, SnapshotRecord, Timestamp, VolumeRecord};
 use crate::base::{GroupId, SnapshotId, VolumeId};
+
+/// A deleted snapshot that deltas are still told from.
+#[derive(Clone, Debug)]
+pub struct Retained {
+    /// Its record.
+    pub record: Arc<SnapshotRecord>,
+    /// When it was deleted.
+    pub deleted: Timestamp,
+}
 
 /// All records by id, by name, and snapshots by their volume.
 #[derive(Debug, Default)]
@@ -16,7 +25,9 @@ pub struct Index {
     ephemeral: HashMap<String, VolumeId>,
     snapshots: BTreeMap<SnapshotId, Arc<SnapshotRecord>>,
     snapshot_names: HashMap<String, SnapshotId>,
-    /// The snapshots of each volume, oldest first.
+    /// Deleted snapshots that deltas are still told from.
+    retained: BTreeMap<SnapshotId, Retained>,
+    /// The snapshots of each volume, oldest first, retained ones among them.
     chains: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
     groups: BTreeMap<GroupId, Arc<GroupRecord>>,
     group_names: HashMap<String, GroupId>,
@@ -59,11 +70,44 @@ impl Index {
         if record.group.is_none() {
             self.snapshot_names.remove(&record.name);
         }
+        self.unchain(&record);
+    }
+
+    fn unchain(&mut self, record: &SnapshotRecord) {
         if let Some(chain) = self.chains.get_mut(&record.volume) {
             chain.remove(&record.sequence);
             if chain.is_empty() {
                 self.chains.remove(&record.volume);
             }
+        }
+    }
+
+    pub(super) fn add_retained(&mut self, retained: Retained) {
+        let record = &retained.record;
+        let chain = self.chains.entry(record.volume.clone()).or_default();
+        chain.insert(record.sequence, record.id.clone());
+        self.retained.insert(record.id.clone(), retained);
+    }
+
+    /// A snapshot was deleted; deltas are still told from it.
+    pub(super) fn retain(&mut self, id: &SnapshotId, deleted: Timestamp) {
+        let Some(record) = self.snapshots.get(id).cloned() else { return };
+        self.remove_snapshot(id);
+        self.add_retained(Retained { record, deleted });
+    }
+
+    /// The same of a group with all its members.
+    pub(super) fn retain_group(&mut self, id: &GroupId, deleted: Timestamp) {
+        let Some(record) = self.groups.remove(id) else { return };
+        self.group_names.remove(&record.name);
+        for member in &record.members {
+            self.retain(member, deleted);
+        }
+    }
+
+    pub(super) fn remove_retained(&mut self, id: &SnapshotId) {
+        if let Some(Retained { record, .. }) = self.retained.remove(id) {
+            self.unchain(&record);
         }
     }
 
@@ -142,6 +186,34 @@ impl Index {
     /// Snapshots in the order of their ids, from behind `after` on.
     pub fn snapshots_after(&self, after: Option<&SnapshotId>) -> impl Iterator<Item = &Arc<SnapshotRecord>> {
         self.snapshots.range((behind(after), Bound::Unbounded)).map(|(_, record)| record)
+    }
+
+    /// A deleted snapshot that deltas are still told from.
+    pub fn retained(&self, id: &SnapshotId) -> Option<Retained> {
+        self.retained.get(id).cloned()
+    }
+
+    /// How many deleted snapshots deltas are still told from.
+    pub fn retained_count(&self) -> usize {
+        self.retained.len()
+    }
+
+    /// A snapshot by id, also a retained one.
+    pub fn known(&self, id: &SnapshotId) -> Option<Arc<SnapshotRecord>> {
+        self.snapshot(id).or_else(|| self.retained(id).map(|retained| retained.record))
+    }
+
+    /// The snapshots of a volume, oldest first, retained ones among them.
+    pub fn line(&self, volume: &VolumeId) -> impl DoubleEndedIterator<Item = &Arc<SnapshotRecord>> {
+        let ids = self.chains.get(volume).into_iter().flat_map(BTreeMap::values);
+        ids.filter_map(|id| {
+            self.snapshots.get(id).or_else(|| self.retained.get(id).map(|retained| &retained.record))
+        })
+    }
+
+    /// The volumes that have snapshots, also only retained ones; the volumes may be gone.
+    pub fn lines(&self) -> impl Iterator<Item = &VolumeId> {
+        self.chains.keys()
     }
 
     /// The snapshots of a volume, oldest first.

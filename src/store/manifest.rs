@@ -4,10 +4,10 @@ use std::fs;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Error, Result, decode, encode, records};
+use super::{Error, Result, encode, read_optional, records};
 use crate::base::DataDir;
+use crate::sys::Context;
 use crate::sys::durable::{self, FileLock};
-use crate::sys::{self, Context};
 
 /// `DIR/deltapath.json`. Written last when a data directory is made: one without it holds no object
 /// yet, at most an image that the next start takes up.
@@ -26,6 +26,11 @@ pub struct Manifest {
 impl Manifest {
     /// The version to write.
     pub const VERSION: u32 = records::VERSION;
+
+    /// What a directory says of itself; `None` where it says nothing.
+    pub fn read(dir: &DataDir) -> Result<Option<Self>> {
+        read_optional(&dir.manifest())
+    }
 }
 
 /// A data directory that this process alone serves, until this value goes.
@@ -52,12 +57,7 @@ impl Claim {
 
     /// What the directory says of itself; `None` for a new one.
     pub fn manifest(&self) -> Result<Option<Manifest>> {
-        let path = self.dir.manifest();
-        match fs::read(&path) {
-            Ok(bytes) => decode(&path, &bytes).map(Some),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(source) => Err(sys::Error { operation: "read", path, source }.into()),
-        }
+        Manifest::read(&self.dir)
     }
 
     /// Writes what the directory is.

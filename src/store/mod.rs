@@ -7,13 +7,14 @@ mod groups;
 mod index;
 mod manifest;
 mod records;
+mod retained;
 
 pub use error::{Damage, Error};
 pub use groups::GroupDraft;
-pub use index::Index;
+pub use index::{Index, Retained};
 pub use manifest::{Claim, Manifest};
 pub use records::{
-    AccessKind, Attached, Frozen, GroupRecord, NodeState, Published, SnapshotRecord, Source, Staged,
+    AccessKind, Attached, Deleted, Frozen, GroupRecord, NodeState, Published, SnapshotRecord, Source, Staged,
     Timestamp, Tuning, TupleStyle, VolumeRecord,
 };
 
@@ -25,7 +26,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
-use crate::sys::{Context, durable};
+use crate::sys::{Context, durable, tree};
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -57,7 +58,7 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if !self.committed
-            && let Err(error) = fs::remove_dir_all(self.dir.path())
+            && let Err(error) = tree::remove(self.dir.path())
         {
             tracing::warn!(path = %self.dir.path().display(), %error, "a half-made object stays until the next start");
         }
@@ -68,15 +69,20 @@ impl Store {
     /// Reads every record of the pool; what can not be read is kept aside and named, and does not
     /// stop the rest. Empties `staging/` of what a crash left there.
     pub fn open(dir: PoolDir) -> Result<Self> {
-        for path in [dir.volumes(), dir.snapshots(), dir.groups(), dir.staging()] {
+        for path in [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()] {
             if !path.exists() {
                 durable::make_dir(&path)?;
             }
         }
         durable::sync_dir(dir.path())?;
         for entry in entries(&dir.staging())? {
-            fs::remove_dir_all(&entry).context("remove the half-made object", &entry)?;
+            tree::remove(&entry)?;
         }
+        Self::survey(dir)
+    }
+
+    /// Reads every record of the pool and changes nothing: also where a driver is at work.
+    pub fn survey(dir: PoolDir) -> Result<Self> {
         let mut index = Index::default();
         let mut damaged = Vec::new();
         for path in entries(&dir.volumes())? {
@@ -96,6 +102,7 @@ impl Store {
             }
         }
         groups::read_all(&dir, &mut index, &mut damaged)?;
+        retained::read_all(&dir, &mut index)?;
         for damage in &damaged {
             tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
         }
@@ -119,11 +126,15 @@ impl Store {
         }
     }
 
-    /// The files of a snapshot, in its own directory or in that of its group.
+    /// The files of a snapshot, wherever they are now: in its own directory or in that of its group, and
+    /// below `retained/` once it was deleted.
     pub fn snapshot_dir(&self, record: &SnapshotRecord) -> ObjectDir {
-        match &record.group {
-            None => self.dir.snapshot(&record.id),
-            Some(group) => self.dir.group(group).member(&record.id),
+        let retained = self.read(|index| index.retained(&record.id).is_some());
+        match (&record.group, retained) {
+            (None, false) => self.dir.snapshot(&record.id),
+            (Some(group), false) => self.dir.group(group).member(&record.id),
+            (None, true) => self.dir.retained_snapshot(&record.id),
+            (Some(group), true) => self.dir.retained_group(group).member(&record.id),
         }
     }
 
@@ -141,12 +152,12 @@ impl Store {
         change(&mut self.index.write().unwrap_or_else(std::sync::PoisonError::into_inner))
     }
 
-    /// Starts a volume.
+    /// Starts a volume. Its `bytes/` is the pool's to make.
     pub fn draft_volume(&self, id: &VolumeId) -> Result<Draft> {
         self.draft(id.as_str())
     }
 
-    /// Starts a snapshot.
+    /// Starts a snapshot. Its `bytes/` is the pool's to make.
     pub fn draft_snapshot(&self, id: &SnapshotId) -> Result<Draft> {
         self.draft(id.as_str())
     }
@@ -154,9 +165,7 @@ impl Store {
     fn draft(&self, name: &str) -> Result<Draft> {
         let dir = ObjectDir::new(self.dir.staging().join(name));
         durable::make_dir(dir.path())?;
-        let draft = Draft { dir, committed: false };
-        durable::make_dir(&draft.dir.bytes())?;
-        Ok(draft)
+        Ok(Draft { dir, committed: false })
     }
 
     /// Commits a volume whose bytes are written and synced.
@@ -189,7 +198,8 @@ impl Store {
     /// Makes an object exist.
     ///
     /// 1. Write and sync the record: a crash leaves a directory in `staging/`, removed at start.
-    /// 2. Sync `bytes/` and the object's directory, so that no entry is missing after the rename.
+    /// 2. Sync the object's directory, so that no entry is missing after the rename. What is in `bytes/` was
+    ///    synced by the pool.
     /// 3. Rename it into place: this is the commit. Before it the object is not there, after it it
     ///    is whole.
     /// 4. Sync both parents: only then is the caller told, so a power cut loses nothing that was
@@ -253,7 +263,6 @@ impl Store {
 /// Steps 1 and 2 of a commit, also for each member of a group.
 fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
     durable::write_new(&dir.record(), &encode(record))?;
-    durable::sync_dir(&dir.bytes())?;
     Ok(durable::sync_dir(dir.path())?)
 }
 

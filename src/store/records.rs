@@ -4,7 +4,7 @@
 //! record ever holds a secret or a mount flag (which the CSI spec treats as one).
 
 use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +27,11 @@ impl Timestamp {
     pub fn now() -> Self {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Timestamp { seconds: since.as_secs() as i64, nanos: since.subsec_nanos() as i32 }
+    }
+
+    /// How long ago it is; nothing where the clock went backwards.
+    pub fn age(self) -> Duration {
+        Duration::from_secs(u64::try_from(Timestamp::now().seconds - self.seconds).unwrap_or(0))
     }
 }
 
@@ -157,9 +162,28 @@ pub struct SnapshotRecord {
     pub tuple_style: Option<TupleStyle>,
     /// When it was taken.
     pub created: Timestamp,
+    /// What marks the moment of its copy in the pool (btrfs: the transaction that made it), where the
+    /// pool can tell from it what was written since, even when the bytes are gone.
+    #[serde(default)]
+    pub birth: Option<u64>,
 }
 
 impl SnapshotRecord {
+    /// The version to write.
+    pub const VERSION: u32 = VERSION;
+}
+
+/// `retained/<id>/deleted.json`: that a snapshot was deleted. Its directory's place says so too; this
+/// says when, for what is kept is kept for a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Deleted {
+    /// Format version.
+    pub version: u32,
+    /// When it was deleted.
+    pub at: Timestamp,
+}
+
+impl Deleted {
     /// The version to write.
     pub const VERSION: u32 = VERSION;
 }

@@ -31,6 +31,7 @@ fn snapshot(name: &str, of: &VolumeId, sequence: u64) -> SnapshotRecord {
         tracking: true,
         tuple_style: None,
         created: Timestamp::now(),
+        birth: None,
     }
 }
 

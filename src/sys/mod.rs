@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 pub mod blockdev;
+pub mod btrfs;
 pub mod clone;
 pub mod durable;
 pub mod extents;
@@ -12,6 +13,7 @@ pub mod loopdev;
 pub mod mount;
 pub mod program;
 pub mod sweep;
+pub mod tree;
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -63,6 +65,18 @@ impl<T, E: Into<io::Error>> Context<T> for std::result::Result<T, E> {
 /// Whether the process may attach devices and mount: it is root.
 pub fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
+}
+
+/// Makes the calling thread give way to all others: to their computing (nice(2)) and their I/O
+/// (ioprio_set(2)). A thread that may not is as fast as the others.
+pub fn lower_priority() {
+    const LOWEST: libc::c_int = 19;
+    const WHO_PROCESS: libc::c_int = 1;
+    const CLASS_IDLE: libc::c_int = 3 << 13;
+    // SAFETY: setpriority takes three numbers; 0 names the calling thread.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST) };
+    // SAFETY: ioprio_set takes three numbers; 0 names the calling thread.
+    unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, CLASS_IDLE) };
 }
 
 /// The capability to grow a mounted ext4 (capabilities(7)).

@@ -158,6 +158,13 @@ async fn a_snapshot_holds_every_acknowledged_write_on_xfs() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_holds_every_acknowledged_write_on_btrfs() {
+    if have_root() {
+        live_writers_lose_nothing(PoolKind::Btrfs).await;
+    }
+}
+
 /// A freeze never outlives its bound, whoever forgets to thaw; and whoever thaws too late is told.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_ends_with_its_bound() {

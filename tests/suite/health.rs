@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
+use std::time::{Duration, Instant};
 
 use deltapath::csi::proto;
 use deltapath::sys::mount;
@@ -48,7 +49,16 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         let get = proto::ControllerGetVolumeRequest { volume_id: format!("unknown-{number}") };
         rig.client.controller.controller_get_volume(get).await.expect_err("unknown");
     }
-    let (status, metrics) = get(address, "/metrics").await;
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let (status, metrics) = loop {
+        let (status, metrics) = get(address, "/metrics").await;
+        // The snapshot is hashed behind.
+        if value(&metrics, "deltapath_hashing_backlog_bytes") == Some(0.0) {
+            break (status, metrics);
+        }
+        assert!(Instant::now() < deadline, "never hashed:\n{metrics}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
     assert_eq!(status, 200);
     for (name, expected) in [
         (r#"deltapath_rpc_total{method="CreateVolume",code="Ok"}"#, 1.0),
@@ -61,6 +71,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         (r#"deltapath_stream_described_bytes_total{method="GetMetadataAllocated"}"#, 40960.0),
         ("deltapath_volumes", 1.0),
         ("deltapath_snapshots", 1.0),
+        ("deltapath_retained_snapshots", 0.0),
         ("deltapath_group_snapshots", 0.0),
         ("deltapath_unreadable_objects", 0.0),
         ("deltapath_hashing_backlog_bytes", 0.0),

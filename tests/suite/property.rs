@@ -344,3 +344,13 @@ fn any_life_gives_exact_deltas_on_xfs_variable() {
 fn any_life_gives_exact_deltas_on_xfs_fixed() {
     lives(PoolKind::Xfs, "fixed");
 }
+
+#[test]
+fn any_life_gives_exact_deltas_on_btrfs_variable() {
+    lives(PoolKind::Btrfs, "variable");
+}
+
+#[test]
+fn any_life_gives_exact_deltas_on_btrfs_fixed() {
+    lives(PoolKind::Btrfs, "fixed");
+}

@@ -107,3 +107,13 @@ async fn csi_sanity_finds_nothing_on_xfs() {
 async fn csi_sanity_finds_nothing_on_xfs_with_attach() {
     run(PoolKind::Xfs, true).await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn csi_sanity_finds_nothing_on_btrfs() {
+    run(PoolKind::Btrfs, false).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn csi_sanity_finds_nothing_on_btrfs_with_attach() {
+    run(PoolKind::Btrfs, true).await;
+}

@@ -1,5 +1,7 @@
 use super::super::hash::hash_block;
 use super::super::segment::{MapHeader, MapWriter, SEGMENT_BLOCKS};
+use std::time::Duration;
+
 use super::*;
 use crate::base::SnapshotId;
 
@@ -60,7 +62,7 @@ impl Fake {
     }
 
     fn side(&self) -> Side {
-        Side::open(&ObjectDir::new(self.dir.path())).expect("open")
+        Side::open(&ObjectDir::new(self.dir.path()), false).expect("open")
     }
 }
 
@@ -80,8 +82,15 @@ fn changed(dir: &std::path::Path, blocks: &[u64]) -> MapFile {
 }
 
 fn runs(scan: &mut DeltaScan) -> Vec<(u64, u64)> {
-    let stop = Stop::default();
-    std::iter::from_fn(|| scan.next_run(&stop).expect("scan")).map(|run| (run.start, run.end)).collect()
+    let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
+    let mut runs = Vec::new();
+    loop {
+        match scan.next_run(&stop, until).expect("scan") {
+            Step::Run(run) => runs.push((run.start, run.end)),
+            Step::Pause => panic!("a minute is over"),
+            Step::End => return runs,
+        }
+    }
 }
 
 type Blocks<'b> = &'b [(u64, Option<u8>)];
@@ -170,5 +179,43 @@ fn a_cancelled_scan_ends_with_an_error_also_where_nothing_differs() {
     let mut scan = DeltaScan::new(base.side(), target.side(), None, 0);
     let stop = Stop::default();
     stop.cancel();
-    assert!(matches!(scan.next_run(&stop), Err(Error::Stopped(_))));
+    assert!(matches!(scan.next_run(&stop, Instant::now()), Err(Error::Stopped(_))));
+}
+
+/// A long look that finds nothing must not keep what was found before, nor the first message, from its
+/// reader.
+#[test]
+fn a_scan_out_of_time_pauses_and_goes_on_where_it_was() {
+    let blocks: Vec<(u64, Option<u8>)> = (0..400).map(|block| (block, Some(1))).collect();
+    let mut changed = blocks.clone();
+    changed[0].1 = Some(2);
+    changed[300].1 = Some(2);
+    let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&changed, &[], None));
+    let mut scan = DeltaScan::new(base.side(), target.side(), None, 0);
+    let (stop, over) = (Stop::default(), Instant::now());
+    let (mut runs, mut pauses) = (Vec::new(), 0);
+    loop {
+        match scan.next_run(&stop, over).expect("scan") {
+            Step::Run(run) => runs.push((run.start, run.end)),
+            Step::Pause => pauses += 1,
+            Step::End => break,
+        }
+    }
+    assert_eq!(runs, [(0, 1), (300, 301)]);
+    assert!(pauses >= 400 / LOOK, "{pauses} pauses");
+}
+
+/// What is known of a deleted base whose data was freed: hashes tell, what was never hashed may be
+/// reported, and what was hashed and is damaged ends the answer.
+#[test]
+fn a_base_without_its_data_answers_from_hashes() {
+    let base = Fake::new(&[(1, Some(1)), (2, Some(1)), (3, Some(1))], &[3], None);
+    let target = Fake::new(&[(1, Some(1)), (2, Some(2)), (3, Some(1))], &[], None);
+    std::fs::remove_file(ObjectDir::new(base.dir.path()).data()).expect("remove");
+    let gone = || Side::open(&ObjectDir::new(base.dir.path()), true);
+    assert_eq!(runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, 0)), [(2, 4)]);
+    std::fs::write(ObjectDir::new(base.dir.path()).hashes(), []).expect("cut short");
+    let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, 0);
+    let until = Instant::now() + Duration::from_secs(60);
+    assert!(matches!(scan.next_run(&Stop::default(), until), Err(Error::Lost { .. })));
 }

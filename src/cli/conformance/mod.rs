@@ -33,12 +33,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use regex::Regex;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::Done;
+use super::{Done, Output};
 use crate::base::{BlockSize, Quantity};
 use crate::client::Client;
 use crate::csi::Endpoint;
@@ -117,14 +117,6 @@ pub(super) struct Arguments {
     /// Also write the outcome as JUnit XML.
     #[arg(long, value_name = "FILE")]
     junit: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// A few lines a case.
-    Text,
-    /// One JSON object at the end.
-    Json,
 }
 
 fn volume_size(text: &str) -> Result<Quantity, String> {

@@ -10,10 +10,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::Done;
+use super::{Done, Output};
 use crate::base::{BlockSize, Quantity, Stop};
 use crate::pool::PoolChoice;
 use crate::sys;
@@ -41,14 +41,6 @@ pub(super) struct Arguments {
     /// What is printed on standard output.
     #[arg(long, value_enum, default_value_t = Output::Text)]
     output: Output,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// The story, step by step.
-    Text,
-    /// One JSON object at the end.
-    Json,
 }
 
 fn demo_size(text: &str) -> Result<Quantity, String> {

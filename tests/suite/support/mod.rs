@@ -38,16 +38,19 @@ pub enum PoolKind {
     Dir,
     /// An xfs image.
     Xfs,
+    /// A btrfs image.
+    Btrfs,
 }
 
 /// Every pool there is.
-pub const POOLS: [PoolKind; 2] = [PoolKind::Dir, PoolKind::Xfs];
+pub const POOLS: [PoolKind; 3] = [PoolKind::Dir, PoolKind::Xfs, PoolKind::Btrfs];
 
 impl PoolKind {
     pub fn flag(self) -> &'static str {
         match self {
             PoolKind::Dir => "dir",
             PoolKind::Xfs => "xfs",
+            PoolKind::Btrfs => "btrfs",
         }
     }
 
@@ -55,6 +58,7 @@ impl PoolKind {
         match self {
             PoolKind::Dir => "copy",
             PoolKind::Xfs => "reflink",
+            PoolKind::Btrfs => "btrfs",
         }
     }
 }

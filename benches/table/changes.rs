@@ -1,0 +1,258 @@
+//! Rows a, b, b2, c, i: snapshots, deltas and restores of a huge sparse volume.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use deltapath::base::ByteRange;
+use deltapath::client::{block_capability, from_snapshot, from_volume, new_volume};
+use deltapath::csi::proto::{GetMetadataDeltaRequest, VolumeContentSource};
+use deltapath::sys::extents::{DataRanges, Extents};
+
+use crate::host::{self, Random};
+use crate::support::{PoolKind, Rig};
+use crate::{Row, SHARING, Table, median, ms, ratio};
+
+const GIB: u64 = 1 << 30;
+/// 1 GiB of data in so many pieces, spread evenly.
+const PIECES: u64 = 4096;
+const PIECE: u64 = GIB / PIECES;
+/// 1 % of the data, in blocks.
+const CHANGED: u64 = GIB / 4096 / 100;
+const ROUNDS: usize = 5;
+
+/// Ours and the bare operation.
+type Pair = (Duration, Duration);
+
+/// The figures of one volume size on one pool.
+struct Figures {
+    first: Vec<Pair>,
+    next: Vec<Pair>,
+    restore: Vec<Pair>,
+    clone: Vec<Pair>,
+    /// First message, whole stream, bare walk.
+    delta: Vec<(Duration, Duration, Duration)>,
+    pending: Vec<Pair>,
+    allocated: Vec<Pair>,
+}
+
+pub async fn run(table: &mut Table) {
+    for pool in SHARING {
+        let huge = measure(pool, 16 << 40).await;
+        let small = measure(pool, 16 << 30).await;
+        let flag = pool.flag();
+        for (what, id, ours, theirs) in [
+            ("first CreateSnapshot, nothing hashed", "a", &huge.first, &small.first),
+            ("CreateSnapshot after 1 % changed", "a", &huge.next, &small.next),
+            ("restore", "i", &huge.restore, &small.restore),
+            ("clone of the volume", "i", &huge.clone, &small.clone),
+        ] {
+            let (took, bare) = middle(ours);
+            let (took_small, _) = middle(theirs);
+            let (times, grows) = (ratio(took, bare), ratio(took, took_small));
+            let quick = took <= Duration::from_millis(50);
+            table.add(Row {
+                id,
+                what: format!("{what}, 16 TiB sparse, 1 GiB data, {flag}"),
+                measured: ms(took),
+                beside: format!(
+                    "{times:.1} x the bare {}; {grows:.2} x the same on 16 GiB ({})",
+                    ms(bare),
+                    ms(took_small)
+                ),
+                must: "3 x or 50 ms; 1.5 x",
+                holds: (times <= 3.0 || quick) && grows <= 1.5,
+            });
+        }
+        let first: Vec<_> = huge.delta.iter().map(|sample| sample.0).collect();
+        let whole: Vec<_> = huge.delta.iter().map(|sample| sample.1).collect();
+        let bare: Vec<_> = huge.delta.iter().map(|sample| sample.2).collect();
+        let (first, whole, bare) = (median(&first), median(&whole), median(&bare));
+        table.add(Row {
+            id: "b",
+            what: format!("GetMetadataDelta of 1 % ({CHANGED} blocks), {flag}"),
+            measured: format!("{}, first message {}", ms(whole), ms(first)),
+            beside: format!("FIEMAP walk of both files {}", ms(bare)),
+            must: "10 ms; first 5 ms",
+            holds: whole <= Duration::from_millis(10) && first <= Duration::from_millis(5),
+        });
+        let (took, bare) = middle(&huge.pending);
+        table.add(Row {
+            id: "b2",
+            what: format!("the same, no hash made yet, {flag}"),
+            measured: ms(took),
+            beside: format!("{:.2} x reading the changed blocks of both, {}", ratio(took, bare), ms(bare)),
+            must: "2 x",
+            holds: ratio(took, bare) <= 2.0,
+        });
+        let (took, bare) = middle(&huge.allocated);
+        table.add(Row {
+            id: "c",
+            what: format!("GetMetadataAllocated of 1 GiB in {PIECES} pieces, {flag}"),
+            measured: ms(took),
+            beside: format!("SEEK_DATA/SEEK_HOLE walk {}", ms(bare)),
+            must: "10 ms",
+            holds: took <= Duration::from_millis(10),
+        });
+    }
+}
+
+fn middle(samples: &[Pair]) -> Pair {
+    let ours: Vec<_> = samples.iter().map(|sample| sample.0).collect();
+    let bare: Vec<_> = samples.iter().map(|sample| sample.1).collect();
+    (median(&ours), median(&bare))
+}
+
+fn fill(device: &Path, size: u64, random: &mut Random) {
+    let file = File::options().write(true).open(device).expect("open the device");
+    let mut piece = vec![0; PIECE as usize];
+    for number in 0..PIECES {
+        random.fill(&mut piece);
+        file.write_all_at(&piece, number * (size / PIECES)).expect("write");
+    }
+    file.sync_all().expect("flush");
+}
+
+/// Changes 1 % of the data at random places; returns them in order.
+fn change(device: &Path, size: u64, random: &mut Random) -> Vec<u64> {
+    let mut offsets: Vec<u64> = (0..CHANGED)
+        .map(|_| random.below(PIECES) * (size / PIECES) + random.below(PIECE / 4096) * 4096)
+        .collect();
+    host::write_blocks(device, random, &offsets);
+    offsets.sort_unstable();
+    offsets.dedup();
+    offsets
+}
+
+async fn measure(pool: PoolKind, size: u64) -> Figures {
+    let mut rig = Rig::start_with(pool, &["--pool-size", "48Gi"], "warn").await;
+    let mut random = Random(7);
+    let (mut first, mut next, mut delta, mut pending, mut allocated) =
+        (vec![], vec![], vec![], vec![], vec![]);
+    let mut last = None;
+    for number in 0..ROUNDS {
+        let (volume, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
+        fill(&device, size, &mut random);
+        let dir = host::volume_dir(&rig, &volume);
+        let bare = host::bare_copy(&rig, pool, &dir, Some(&device));
+        change(&device, size, &mut random);
+        let started = Instant::now();
+        let snapshot = rig.snapshot(&format!("first {number}"), &volume).await;
+        first.push((started.elapsed(), bare));
+        host::hashed(&rig, &snapshot).await;
+        if number + 1 < ROUNDS {
+            rig.client.delete_snapshot(&snapshot).await.expect("delete");
+            rig.detach(&volume).await;
+            rig.client.delete_volume(&volume).await.expect("delete");
+        } else {
+            last = Some((volume, device, snapshot));
+        }
+    }
+    let (volume, device, mut base) = last.expect("rounds");
+    for round in 0..ROUNDS {
+        // Half of the change before the bare copy, so that both have something to flush.
+        let mut changed = change(&device, size, &mut random);
+        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device));
+        changed.extend(change(&device, size, &mut random));
+        let started = Instant::now();
+        let target = rig.snapshot(&format!("next {round}"), &volume).await;
+        next.push((started.elapsed(), bare));
+        host::hashed(&rig, &target).await;
+        let (message, whole) = stream_delta(&mut rig, &base, &target).await;
+        delta.push((message, whole, walk(&rig, &[&base, &target])));
+        allocated.push(stream_allocated(&mut rig, &target, size).await);
+        changed.sort_unstable();
+        changed.dedup();
+        host::forget_hashes(&rig, &base);
+        host::forget_hashes(&rig, &target);
+        let (_, whole) = stream_delta(&mut rig, &base, &target).await;
+        pending.push((whole, read(&rig, &[&base, &target], &changed)));
+        base = target;
+    }
+    let of_snapshot = host::snapshot_dir(&rig, &base);
+    let restore = make(&mut rig, pool, "restore", size, from_snapshot(&base), &of_snapshot, None).await;
+    let of_volume = host::volume_dir(&rig, &volume);
+    let clone = make(&mut rig, pool, "clone", size, from_volume(&volume), &of_volume, Some(&device)).await;
+    rig.detach(&volume).await;
+    rig.finish();
+    Figures { first, next, restore, clone, delta, pending, allocated }
+}
+
+async fn stream_delta(rig: &mut Rig, base: &str, target: &str) -> (Duration, Duration) {
+    let request = GetMetadataDeltaRequest {
+        base_snapshot_id: base.to_owned(),
+        target_snapshot_id: target.to_owned(),
+        ..Default::default()
+    };
+    let started = Instant::now();
+    let mut stream = rig.client.metadata.get_metadata_delta(request).await.expect("delta").into_inner();
+    let mut message = stream.message().await.expect("message");
+    let first = started.elapsed();
+    let mut tuples = 0;
+    while let Some(read) = message {
+        tuples += read.block_metadata.len();
+        message = stream.message().await.expect("message");
+    }
+    assert!(tuples > CHANGED as usize, "{tuples} tuples");
+    (first, started.elapsed())
+}
+
+async fn stream_allocated(rig: &mut Rig, id: &str, size: u64) -> Pair {
+    let started = Instant::now();
+    let list = rig.client.allocated(id, 0, 0).await.expect("allocated");
+    let took = started.elapsed();
+    assert_eq!(list.tuples().count(), PIECES as usize);
+    let path = host::snapshot_dir(rig, id).data();
+    let started = Instant::now();
+    let file = File::open(&path).expect("open");
+    let found = DataRanges::of(&file, &path, ByteRange { start: 0, end: size }).count();
+    let bare = started.elapsed();
+    assert!(found >= PIECES as usize, "{found} ranges");
+    (took, bare)
+}
+
+fn walk(rig: &Rig, snapshots: &[&str]) -> Duration {
+    let started = Instant::now();
+    for id in snapshots {
+        let path = host::snapshot_dir(rig, id).data();
+        let file = File::open(&path).expect("open");
+        let extents = Extents::of(&file, &path).expect("extents").count();
+        assert!(extents >= PIECES as usize, "{extents} extents");
+    }
+    started.elapsed()
+}
+
+fn read(rig: &Rig, snapshots: &[&str], offsets: &[u64]) -> Duration {
+    let files: Vec<File> =
+        snapshots.iter().map(|id| File::open(host::snapshot_dir(rig, id).data()).expect("open")).collect();
+    let mut block = vec![0; 4096];
+    let started = Instant::now();
+    for offset in offsets {
+        for file in &files {
+            file.read_exact_at(&mut block, *offset).expect("read");
+        }
+    }
+    started.elapsed()
+}
+
+async fn make(
+    rig: &mut Rig,
+    pool: PoolKind,
+    name: &str,
+    size: u64,
+    source: VolumeContentSource,
+    dir: &deltapath::base::ObjectDir,
+    device: Option<&Path>,
+) -> Vec<Pair> {
+    let mut samples = Vec::new();
+    for round in 0..ROUNDS {
+        let bare = host::bare_copy(rig, pool, dir, device);
+        let mut request = new_volume(&format!("{name} {round}"), size as i64, block_capability());
+        request.volume_content_source = Some(source.clone());
+        let started = Instant::now();
+        rig.client.create_volume(request).await.expect("CreateVolume");
+        samples.push((started.elapsed(), bare));
+    }
+    samples
+}

@@ -1,0 +1,119 @@
+//! Row d: a volume in hundreds of thousands of extents, on btrfs.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use deltapath::client::{block_capability, from_snapshot, new_volume};
+use deltapath::sys::blockdev;
+use deltapath::sys::btrfs::{Subvolume, WrittenSince};
+use deltapath::sys::extents::Extents;
+use deltapath::sys::tree;
+
+use crate::host::{self, Random};
+use crate::support::{PoolKind, Rig};
+use crate::{Row, Table, median, ms, ratio};
+
+const SIZE: u64 = 4 << 30;
+const WRITES: usize = 200_000;
+const ROUNDS: usize = 5;
+
+pub async fn run(table: &mut Table) {
+    let mut rig = Rig::start_with(PoolKind::Btrfs, &["--pool-size", "40Gi"], "warn").await;
+    // Twins: what is measured on one would be done already on the other.
+    let (ours, device) = rig.block_volume("ours", SIZE as i64).await;
+    let (bare, bare_device) = rig.block_volume("bare", SIZE as i64).await;
+    let mut random = Random(9);
+    for device in [&device, &bare_device] {
+        fill(device, &mut random);
+    }
+    let mut base = rig.snapshot("base", &ours).await;
+    let mut since = bare_snapshot(&rig, &bare, &bare_device, None).1;
+    let (mut snapshots, mut bares, mut deltas, mut restores, mut bare_restores) =
+        (vec![], vec![], vec![], vec![], vec![]);
+    for round in 0..ROUNDS {
+        let offsets: Vec<u64> = (0..WRITES).map(|_| random.below(SIZE / 4096) * 4096).collect();
+        host::write_blocks(&bare_device, &mut random, &offsets);
+        let (took, birth) = bare_snapshot(&rig, &bare, &bare_device, Some(since));
+        bares.push(took);
+        since = birth;
+        host::write_blocks(&device, &mut random, &offsets);
+        let started = Instant::now();
+        let target = rig.snapshot(&format!("target {round}"), &ours).await;
+        snapshots.push(started.elapsed());
+        host::hashed(&rig, &target).await;
+        let started = Instant::now();
+        let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+        deltas.push((started.elapsed(), list.bytes() / 4096));
+        bare_restores.push(host::bare_copy(&rig, PoolKind::Btrfs, &host::snapshot_dir(&rig, &target), None));
+        let mut request = new_volume(&format!("restore {round}"), SIZE as i64, block_capability());
+        request.volume_content_source = Some(from_snapshot(&target));
+        let started = Instant::now();
+        rig.client.create_volume(request).await.expect("CreateVolume");
+        restores.push(started.elapsed());
+        base = target;
+    }
+    let path = host::snapshot_dir(&rig, &base).data();
+    let extents = Extents::of(&File::open(&path).expect("open"), &path).expect("extents").count();
+    let (took, bare_took) = (median(&snapshots), median(&bares));
+    table.add(Row {
+        id: "d",
+        what: format!("CreateSnapshot, 4 GiB in {extents} extents, {WRITES} writes since, btrfs"),
+        measured: ms(took),
+        beside: format!("{:.2} x bare flush, ioctl and search {}", ratio(took, bare_took), ms(bare_took)),
+        must: "1.5 x",
+        holds: ratio(took, bare_took) <= 1.5,
+    });
+    let (took, bare_took) = (median(&restores), median(&bare_restores));
+    table.add(Row {
+        id: "d",
+        what: "restore of it".into(),
+        measured: ms(took),
+        beside: format!("{:.2} x bare ioctl {}", ratio(took, bare_took), ms(bare_took)),
+        must: "1.5 x",
+        holds: ratio(took, bare_took) <= 1.5,
+    });
+    let took: Vec<Duration> = deltas.iter().map(|delta| delta.0).collect();
+    table.add(Row {
+        id: "d",
+        what: format!("GetMetadataDelta of {} blocks of it", deltas[0].1),
+        measured: ms(median(&took)),
+        beside: format!("{:.2} x the bare search and snapshot", ratio(median(&took), median(&bares))),
+        must: "500 ms",
+        holds: median(&took) < Duration::from_millis(500),
+    });
+    rig.detach(&ours).await;
+    rig.detach(&bare).await;
+    rig.finish();
+}
+
+fn fill(device: &Path, random: &mut Random) {
+    let file = File::options().write(true).open(device).expect("open the device");
+    let mut piece = vec![0; 1 << 20];
+    for offset in (0..SIZE).step_by(piece.len()) {
+        random.fill(&mut piece);
+        file.write_all_at(&piece, offset).expect("write");
+    }
+    file.sync_all().expect("flush");
+}
+
+/// Flushes, takes a snapshot of the subvolume, and lists what was written since the last one.
+fn bare_snapshot(rig: &Rig, volume: &str, device: &Path, since: Option<u64>) -> (Duration, u64) {
+    let scratch = deltapath::base::ObjectDir::new(rig.pool_dir().join("staging/bench"));
+    std::fs::create_dir_all(scratch.path()).expect("mkdir");
+    let started = Instant::now();
+    blockdev::flush(device).expect("flush");
+    let source = Subvolume::open(&host::volume_dir(rig, volume).bytes()).expect("open");
+    source.snapshot(&scratch.bytes()).expect("snapshot");
+    let birth = Subvolume::open(&scratch.bytes()).and_then(|made| made.birth()).expect("birth");
+    if let Some(since) = since {
+        let path = scratch.data();
+        let file = File::open(&path).expect("open");
+        let found = WrittenSince::of(&file, &path, since).expect("search").count();
+        assert!(found > WRITES / 2, "{found} items");
+    }
+    let took = started.elapsed();
+    tree::remove(scratch.path()).expect("remove");
+    (took, birth)
+}

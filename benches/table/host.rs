@@ -1,0 +1,120 @@
+//! What the rows share: writing volumes, the bare operations, and waiting.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use deltapath::base::ObjectDir;
+use deltapath::cbt::{MapFile, MapWriter, write_union};
+use deltapath::sys::btrfs::Subvolume;
+use deltapath::sys::{blockdev, clone, tree};
+
+use crate::support::{PoolKind, Rig};
+
+/// Numbers that look random and are the same in every run.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        for word in bytes.chunks_exact_mut(8) {
+            word.copy_from_slice(&self.next().to_le_bytes());
+        }
+    }
+}
+
+/// Writes random blocks of 4 KiB at these offsets and flushes them.
+pub fn write_blocks(device: &Path, random: &mut Random, offsets: &[u64]) {
+    let file = File::options().write(true).open(device).expect("open the device");
+    let mut block = vec![0; 4096];
+    random.fill(&mut block);
+    for (number, offset) in offsets.iter().enumerate() {
+        block[..8].copy_from_slice(&(random.next() ^ number as u64).to_le_bytes());
+        file.write_all_at(&block, *offset).expect("write");
+    }
+    file.sync_all().expect("flush");
+}
+
+/// The bare operation that a snapshot can not be cheaper than: flush the device, and clone the file or take
+/// a snapshot of its subvolume. Removes the copy outside of the time that it returns.
+pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&Path>) -> Duration {
+    let scratch = ObjectDir::new(rig.pool_dir().join("staging/bench"));
+    std::fs::create_dir_all(scratch.path()).expect("mkdir");
+    let started = Instant::now();
+    if let Some(device) = device {
+        blockdev::flush(device).expect("flush");
+    }
+    if pool == PoolKind::Btrfs {
+        Subvolume::open(&source.bytes()).and_then(|from| from.snapshot(&scratch.bytes())).expect("snapshot");
+    } else {
+        let from = File::open(source.data()).expect("open");
+        let to = scratch.path().join("copy");
+        clone::reflink(&from, &File::create(&to).expect("create"), &to).expect("clone");
+    }
+    let took = started.elapsed();
+    tree::remove(scratch.path()).expect("remove");
+    took
+}
+
+pub fn volume_dir(rig: &Rig, id: &str) -> ObjectDir {
+    ObjectDir::new(rig.pool_dir().join("volumes").join(id))
+}
+
+pub fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
+    ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
+}
+
+/// Waits until a snapshot is hashed.
+pub async fn hashed(rig: &Rig, id: &str) {
+    let path = snapshot_dir(rig, id).pending();
+    let deadline = Instant::now() + Duration::from_secs(600);
+    while MapFile::open(&path).and_then(|map| map.count()).expect("pending") > 0 {
+        assert!(Instant::now() < deadline, "{id} is never hashed");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Makes a snapshot one of which nothing is hashed, behind the driver's back: what it reads when asked.
+pub fn forget_hashes(rig: &Rig, id: &str) {
+    let dir = snapshot_dir(rig, id);
+    let allocated = MapFile::open(&dir.allocated()).expect("allocated");
+    std::fs::remove_file(dir.pending()).expect("remove");
+    write_union(&dir.pending(), allocated.header().clone(), &[&allocated], &Default::default())
+        .expect("write");
+}
+
+/// Replaces a map behind the driver's back.
+pub fn replace_map(path: &PathBuf, fill: impl FnOnce(&mut MapWriter)) {
+    let header = MapFile::open(path).expect("map").header().clone();
+    std::fs::remove_file(path).expect("remove");
+    let mut writer = MapWriter::create(path, header).expect("create");
+    fill(&mut writer);
+    writer.finish().expect("finish");
+}
+
+/// A figure of a process in KiB (proc_pid_status(5)).
+pub fn status_kib(pid: u32, name: &str) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let line = text.lines().find_map(|line| line.strip_prefix(name)).expect("a line");
+    line.trim_matches(|c: char| !c.is_ascii_digit()).parse().expect("a number")
+}
+
+/// The machine, for the reader of the table.
+pub fn machine() -> String {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    format!("{cores} cores ({}), Linux {}", model.trim_matches([' ', '\t', ':']), kernel.trim())
+}

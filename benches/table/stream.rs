@@ -1,0 +1,139 @@
+//! Row e: how fast tuples leave, beside a bare stream of equal messages.
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use deltapath::base::BlockRange;
+use deltapath::client::Client;
+use deltapath::csi::proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use deltapath::csi::proto::{
+    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
+    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
+};
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::codegen::tokio_stream;
+use tonic::{Request, Response, Status};
+
+use crate::host;
+use crate::support::{PoolKind, Rig};
+use crate::{Row, Table, median};
+
+/// With this argument the bench is the bare server.
+pub const BARE: &str = "--bare-stream";
+/// 67 million.
+const TUPLES: u64 = 1 << 26;
+const A_MESSAGE: usize = 16384;
+const ROUNDS: usize = 5;
+
+pub async fn run(table: &mut Table) {
+    let style = ["--block-metadata-type", "fixed"];
+    let mut rig = Rig::start_with(PoolKind::Xfs, &style, "warn").await;
+    let (volume, _) = rig.block_volume("volume", (TUPLES * 2 * 4096) as i64).await;
+    let snapshot = rig.snapshot("snapshot", &volume).await;
+    host::replace_map(&host::snapshot_dir(&rig, &snapshot).allocated(), |writer| {
+        for block in 0..TUPLES {
+            writer.insert(BlockRange { start: block * 2, end: block * 2 + 1 }).expect("insert");
+        }
+    });
+    let dir = tempfile::tempdir().expect("temp dir");
+    let socket = dir.path().join("bare.sock");
+    let _bare = Bare::start(&socket);
+    let mut bare = Client::connect(&socket, Duration::from_secs(10)).await.expect("the bare server");
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let before = host::status_kib(rig.pid(), "VmRSS:");
+    for _ in 0..ROUNDS {
+        theirs.push(consume(&mut bare, "any").await);
+        ours.push(consume(&mut rig.client, &snapshot).await);
+    }
+    let grown = host::status_kib(rig.pid(), "VmHWM:").saturating_sub(before) >> 10;
+    let (ours, theirs) = (median(&ours), median(&theirs));
+    table.add(Row {
+        id: "e",
+        what: "stream of 67,108,864 FIXED_LENGTH tuples".into(),
+        measured: format!("{:.1} M tuples/s, memory grows by {grown} MiB", ours / 1e6),
+        beside: format!("{:.0} % of a bare tonic stream, {:.1} M/s", 100.0 * ours / theirs, theirs / 1e6),
+        must: "80 %; 64 MiB",
+        holds: ours / theirs >= 0.8 && grown <= 64,
+    });
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// Tuples a second.
+async fn consume(client: &mut Client, snapshot: &str) -> f64 {
+    let request = GetMetadataAllocatedRequest {
+        snapshot_id: snapshot.to_owned(),
+        max_results: A_MESSAGE as i32,
+        ..Default::default()
+    };
+    let started = Instant::now();
+    let mut stream = client.metadata.get_metadata_allocated(request).await.expect("allocated").into_inner();
+    let mut tuples = 0;
+    while let Some(message) = stream.message().await.expect("message") {
+        tuples += message.block_metadata.len() as u64;
+    }
+    assert_eq!(tuples, TUPLES);
+    TUPLES as f64 / started.elapsed().as_secs_f64()
+}
+
+/// The bare server, in a process of its own as the driver is.
+struct Bare(Child);
+
+impl Bare {
+    fn start(socket: &Path) -> Self {
+        let this = std::env::current_exe().expect("this program");
+        Bare(Command::new(this).arg(BARE).arg(socket).spawn().expect("start the bare server"))
+    }
+}
+
+impl Drop for Bare {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+pub fn serve_bare(socket: &Path) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
+    runtime.block_on(async {
+        let listener = tokio::net::UnixListener::bind(socket).expect("bind");
+        let service = SnapshotMetadataServer::new(Trivial);
+        let server = tonic::transport::Server::builder().add_service(service);
+        server.serve_with_incoming(UnixListenerStream::new(listener)).await.expect("serve");
+    });
+}
+
+/// Makes messages from nothing but a counter.
+struct Trivial;
+
+type Messages<T> = tokio_stream::Iter<Box<dyn Iterator<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl SnapshotMetadata for Trivial {
+    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
+    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
+
+    async fn get_metadata_allocated(
+        &self,
+        _: Request<GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
+        let message = |first: u64| {
+            let tuple = |block: u64| BlockMetadata { byte_offset: (block * 8192) as i64, size_bytes: 4096 };
+            Ok(GetMetadataAllocatedResponse {
+                block_metadata_type: BlockMetadataType::FixedLength.into(),
+                volume_capacity_bytes: (TUPLES * 8192) as i64,
+                block_metadata: (first..first + A_MESSAGE as u64).map(tuple).collect(),
+            })
+        };
+        let all: Box<dyn Iterator<Item = _> + Send> = Box::new((0..TUPLES).step_by(A_MESSAGE).map(message));
+        Ok(Response::new(tokio_stream::iter(all)))
+    }
+
+    async fn get_metadata_delta(
+        &self,
+        _: Request<GetMetadataDeltaRequest>,
+    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
+        Err(Status::unimplemented("the bench asks for no delta"))
+    }
+}

@@ -1,0 +1,154 @@
+//! Which blocks hold data: making that map, reading it, and making parts of it again.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use roaring::RoaringBitmap;
+
+use super::segment::{MapFile, MapHeader, MapWriter, locate, segment_range};
+use super::{Error, Result};
+use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
+use crate::sys::extents::DataRanges;
+
+/// What a scan counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Census {
+    /// Blocks that hold data.
+    pub allocated: u64,
+}
+
+/// Writes the `allocated` map of a file that nobody writes any more.
+pub fn scan_allocated(
+    data: &File,
+    data_path: &Path,
+    map_path: &Path,
+    header: MapHeader,
+    stop: &Stop,
+) -> Result<Census> {
+    let size = header.block_size;
+    let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
+    let mut writer = MapWriter::create(map_path, header)?;
+    let mut census = Census::default();
+    let mut next = 0;
+    for range in DataRanges::of(data, data_path, within) {
+        stop.check()?;
+        let blocks = range?.blocks(size);
+        // Two ranges of data may meet inside one block.
+        let blocks = BlockRange { start: blocks.start.max(next), ..blocks };
+        if !blocks.is_empty() {
+            writer.insert(blocks)?;
+            census.allocated += blocks.len();
+            next = blocks.end;
+        }
+    }
+    writer.finish()?;
+    Ok(census)
+}
+
+/// The `allocated` map of a snapshot, with the data that a damaged segment is made from again.
+#[derive(Debug)]
+pub struct Allocation {
+    map: MapFile,
+    /// `None` once the snapshot was deleted and its data freed.
+    data: Option<File>,
+    data_path: PathBuf,
+}
+
+impl Allocation {
+    /// The map of the snapshot whose blocks are in `data`.
+    pub fn new(map: MapFile, data: Option<File>, data_path: &Path) -> Self {
+        Allocation { map, data, data_path: data_path.to_owned() }
+    }
+
+    /// What the map is about.
+    pub fn header(&self) -> &MapHeader {
+        self.map.header()
+    }
+
+    /// The stored map.
+    pub fn map(&self) -> &MapFile {
+        &self.map
+    }
+
+    /// One segment's members. A damaged one is never trusted: it is found again in the data.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] where the data is gone.
+    pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
+        match (self.map.segment(index), &self.data) {
+            (Err(Error::Damaged { path, what }), Some(data)) => {
+                tracing::error!(path = %path.display(), what, "a map is damaged, asking the data instead");
+                Self::scan(data, &self.data_path, self.header().block_size, self.header().blocks, index)
+            }
+            (Err(Error::Damaged { path, what }), None) => {
+                Err(Error::Lost { what: format!("{}: {what}", path.display()) })
+            }
+            (segment, _) => segment,
+        }
+    }
+
+    /// The blocks of a segment that hold data, of a file of `blocks` blocks.
+    pub(super) fn scan(
+        data: &File,
+        data_path: &Path,
+        size: BlockSize,
+        blocks: u64,
+        index: u32,
+    ) -> Result<RoaringBitmap> {
+        let segment = segment_range(index);
+        let within = BlockRange { end: segment.end.min(blocks), ..segment }.bytes(size);
+        let mut members = RoaringBitmap::new();
+        for range in DataRanges::of(data, data_path, within) {
+            let found = range?.blocks(size);
+            members.insert_range((found.start - segment.start) as u32..(found.end - segment.start) as u32);
+        }
+        Ok(members)
+    }
+}
+
+/// The allocated blocks of a snapshot from a block on, as runs that end at segment borders.
+pub struct AllocatedScan {
+    map: Allocation,
+    indexes: std::vec::IntoIter<u32>,
+    start: u64,
+    base: u64,
+    members: roaring::bitmap::IntoIter,
+}
+
+impl AllocatedScan {
+    /// Starts at block `start`.
+    pub fn new(map: Allocation, start: u64) -> Self {
+        let first = locate(start).0;
+        let indexes: Vec<u32> = map.map().indexes().filter(|index| *index >= first).collect();
+        AllocatedScan {
+            map,
+            indexes: indexes.into_iter(),
+            start,
+            base: 0,
+            members: RoaringBitmap::new().into_iter(),
+        }
+    }
+
+    /// The next run, ascending.
+    pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
+        loop {
+            if let Some(run) = self.members.next_range() {
+                let (start, end) = (u64::from(*run.start()), u64::from(*run.end()) + 1);
+                return Ok(Some(BlockRange { start: self.base + start, end: self.base + end }));
+            }
+            stop.check()?;
+            let Some(index) = self.indexes.next() else { return Ok(None) };
+            self.base = segment_range(index).start;
+            self.members = from_block(self.map.segment(index)?, index, self.start).into_iter();
+        }
+    }
+}
+
+/// The members at or past block `start`.
+pub(super) fn from_block(mut members: RoaringBitmap, index: u32, start: u64) -> RoaringBitmap {
+    let (first, within) = locate(start);
+    if index == first {
+        members.remove_range(..within);
+    }
+    members
+}

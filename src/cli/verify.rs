@@ -1,0 +1,121 @@
+//! `deltapath verify`: holds every snapshot's maps and hashes against its data.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use super::{Done, Output};
+use crate::base::{ByteRange, Quantity, SnapshotId, Stop};
+use crate::driver::Inspection;
+use crate::sys;
+
+/// Read all snapshots and compare them with their block maps and hashes.
+///
+/// Tells damage by snapshot and range of bytes, and changes nothing. Runs beside a driver, or without one:
+/// then it mounts the pool for the look. Blocks that are not hashed yet are read by nobody. Needs root.
+///
+/// Exit codes: 0 all is sound, 1 damage or a failure, 2 wrong usage.
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Directory that the driver keeps everything in.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
+    data_dir: PathBuf,
+    /// Only this snapshot; may be given more than once. Default: all.
+    #[arg(long = "snapshot", value_name = "ID")]
+    snapshots: Vec<SnapshotId>,
+    /// What is printed on standard output.
+    #[arg(long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+}
+
+/// What a run found.
+#[derive(Debug, Default, Serialize)]
+struct Report {
+    /// Snapshots that were read to the end.
+    snapshots: usize,
+    /// Bytes of their data.
+    bytes: u64,
+    damage: Vec<Damage>,
+    /// Objects whose records can not be read, with the reason.
+    unreadable: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Damage {
+    snapshot: SnapshotId,
+    what: String,
+    /// The first byte and the byte after the last one; none where it is about the whole snapshot.
+    start: Option<u64>,
+    end: Option<u64>,
+}
+
+pub(super) fn run(arguments: Arguments) -> Done {
+    if !sys::is_root() {
+        return Err("verify needs root: it reads the pool, and mounts it where no driver does".into());
+    }
+    let inspection = Inspection::open(&arguments.data_dir)?;
+    let report = verify(&inspection, &arguments.snapshots);
+    inspection.close()?;
+    let report = report?;
+    match arguments.output {
+        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+        Output::Text => report.print(),
+    }
+    Ok(match report.damage.is_empty() && report.unreadable.is_empty() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+fn verify(inspection: &Inspection, wanted: &[SnapshotId]) -> Result<Report, Box<dyn std::error::Error>> {
+    let mut chosen = inspection.snapshots();
+    if let Some(missing) = wanted.iter().find(|id| !chosen.iter().any(|(record, _)| record.id == **id)) {
+        return Err(format!("snapshot {missing} does not exist").into());
+    }
+    chosen.retain(|(record, _)| wanted.is_empty() || wanted.contains(&record.id));
+    let bar = ProgressBar::new(chosen.iter().map(|(_, bytes)| bytes).sum());
+    bar.set_style(ProgressStyle::with_template(
+        "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta} {msg}",
+    )?);
+    let mut report =
+        Report { unreadable: inspection.unreadable().into_iter().collect(), ..Report::default() };
+    for (record, bytes) in chosen {
+        bar.set_message(record.id.to_string());
+        let progress = |bytes| bar.inc(bytes);
+        let Some(findings) = inspection.verify(&record.id, &progress, &Stop::default())? else { continue };
+        report.snapshots += 1;
+        report.bytes += bytes;
+        report.damage.extend(findings.into_iter().map(|finding| Damage {
+            snapshot: record.id.clone(),
+            what: finding.what,
+            start: finding.range.map(|range: ByteRange| range.start),
+            end: finding.range.map(|range| range.end),
+        }));
+    }
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+impl Report {
+    fn print(&self) {
+        for damage in &self.damage {
+            let place = match (damage.start, damage.end) {
+                (Some(start), Some(end)) => format!(", bytes {start} to {end}"),
+                _ => String::new(),
+            };
+            println!("{}{place}: {}", damage.snapshot, damage.what);
+        }
+        for (path, why) in &self.unreadable {
+            println!("{path}: {why}");
+        }
+        let found = match self.damage.len() + self.unreadable.len() {
+            0 => "all sound".to_owned(),
+            count => format!("{count} damaged"),
+        };
+        println!("{} snapshots, {} of data: {found}", self.snapshots, Quantity(self.bytes));
+    }
+}

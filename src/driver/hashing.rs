@@ -1,0 +1,306 @@
+//! Hashing behind: CreateSnapshot returns with blocks that are still to be hashed (`pending.map`), and one
+//! thread with helpers of low priority hashes them afterwards. What clients are told does not depend on
+//! it: a block that is not hashed is compared by its bytes.
+//!
+//! The queue is in memory only. What it is made of, the `pending` maps, is on disk, and read again at
+//! start.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use roaring::RoaringBitmap;
+
+use super::locks::Key;
+use super::maps::header;
+use super::{Driver, Error, Result};
+use crate::base::{ObjectDir, SnapshotId, Stop};
+use crate::cbt::{self, Allocation, HashFile, HashReader, MapFile, MapWriter, ToHash};
+use crate::store::SnapshotRecord;
+use crate::sys::{self, Context, durable};
+
+/// Bytes hashed before the progress is written down: a restart repeats no more.
+const STEP: u64 = 4 << 30;
+/// How often retained snapshots are looked at for their age.
+const TURN: Duration = Duration::from_secs(600);
+
+/// The snapshots that are still to be hashed.
+#[derive(Debug, Default)]
+pub(super) struct Hashing {
+    state: Mutex<State>,
+    wake: Condvar,
+    stop: Stop,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// In the order in which they were taken: a child takes hashes over from its parent.
+    queue: VecDeque<SnapshotId>,
+    /// Bytes left of each.
+    left: BTreeMap<SnapshotId, u64>,
+    stopping: bool,
+}
+
+impl Hashing {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes of all snapshots that are still to be hashed.
+    pub(super) fn backlog(&self) -> u64 {
+        self.state().left.values().sum()
+    }
+
+    /// Takes a snapshot into the queue, if anything of it is to be hashed.
+    pub(super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
+        let mut state = self.state();
+        if bytes > 0 && state.left.insert(record.id.clone(), bytes).is_none() {
+            state.queue.push_back(record.id.clone());
+            self.wake.notify_all();
+        }
+    }
+
+    /// A snapshot is gone.
+    pub(super) fn forget(&self, id: &SnapshotId) {
+        self.state().left.remove(id);
+    }
+
+    /// Notes what is left of a snapshot; of one that is gone nothing is.
+    fn progress(&self, id: &SnapshotId, bytes: u64) {
+        if let Some(left) = self.state().left.get_mut(id) {
+            *left = bytes;
+        }
+    }
+
+    /// The next snapshot; `Ok(None)` when it is time for a look around.
+    fn next(&self) -> Result<Option<SnapshotId>, Stopping> {
+        let mut state = self.state();
+        loop {
+            if state.stopping {
+                return Err(Stopping);
+            }
+            while let Some(id) = state.queue.pop_front() {
+                if state.left.contains_key(&id) {
+                    return Ok(Some(id));
+                }
+            }
+            let (back, waited) = self.wake.wait_timeout(state, TURN).unwrap_or_else(PoisonError::into_inner);
+            if waited.timed_out() {
+                return Ok(None);
+            }
+            state = back;
+        }
+    }
+}
+
+struct Stopping;
+
+/// The thread that hashes. Ends when dropped, after at most some megabytes.
+#[derive(Debug)]
+pub struct HashingThread {
+    driver: Option<Arc<Driver>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl HashingThread {
+    /// Starts hashing what is to be hashed, on all cores.
+    pub fn start(driver: Arc<Driver>) -> Result<Self> {
+        let helpers = rayon::ThreadPoolBuilder::new()
+            .thread_name(|number| format!("hash-{number}"))
+            .start_handler(|_| sys::lower_priority())
+            .build()
+            .map_err(std::io::Error::other)
+            .context("start the hashing threads of", &driver.config().data_dir)?;
+        let thread = std::thread::Builder::new().name("hashing".into()).spawn({
+            let driver = driver.clone();
+            move || driver.hash_behind(&helpers)
+        });
+        let thread = thread.context("start the hashing thread of", &driver.config().data_dir)?;
+        Ok(HashingThread { driver: Some(driver), thread: Some(thread) })
+    }
+}
+
+impl Drop for HashingThread {
+    fn drop(&mut self) {
+        if let Some(driver) = self.driver.take() {
+            driver.hashing.state().stopping = true;
+            driver.hashing.stop.cancel();
+            driver.hashing.wake.notify_all();
+        }
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the hashing thread panicked");
+        }
+    }
+}
+
+impl Driver {
+    fn hash_behind(&self, helpers: &rayon::ThreadPool) {
+        self.look_around(true);
+        while let Ok(next) = self.hashing.next() {
+            let Some(id) = next else {
+                self.look_around(false);
+                continue;
+            };
+            match self.hash_snapshot(&id, helpers) {
+                Ok(()) => {}
+                Err(error) if error.stopped().is_some() => return,
+                // Deltas read its data instead; the next start tries again.
+                Err(error) => {
+                    let error = super::report(&error);
+                    tracing::warn!(snapshot_id = %id, error, "a snapshot could not be hashed");
+                    self.hashing.forget(&id);
+                }
+            }
+        }
+    }
+
+    /// Settles what is retained, and at `start` finds what the last driver left to be hashed.
+    fn look_around(&self, start: bool) {
+        let volumes: Vec<_> = self.store.read(|index| index.lines().cloned().collect());
+        for volume in volumes {
+            if start {
+                let line: Vec<_> = self.store.read(|index| index.line(&volume).cloned().collect());
+                for record in line.iter().filter(|record| record.tracking) {
+                    self.hashing.add(record, self.pending_bytes(record));
+                }
+            }
+            if self.store.read(|index| index.line(&volume).any(|record| index.retained(&record.id).is_some()))
+            {
+                let chain = self.locks.wait(Key::Chain(volume.clone()));
+                let doomed = self.settle(&volume);
+                drop(chain);
+                drop(doomed);
+            }
+            if self.hashing.stop.check().is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Hashes what is left of a snapshot, step by step.
+    ///
+    /// 1. Write the slots of a step and sync them: its blocks are still in `pending`, so after a crash none
+    ///    of them counts, and they are written again.
+    /// 2. Replace `pending` by one without them, by rename: from here on they count.
+    fn hash_snapshot(&self, id: &SnapshotId, helpers: &rayon::ThreadPool) -> Result<()> {
+        let known = || self.store.read(|index| index.known(id));
+        while let Some(record) = known() {
+            let step = match self.hash_step(&record, helpers) {
+                // Deleted, or moved by its deletion, meanwhile.
+                Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error)) if error.is_not_found() => {
+                    continue;
+                }
+                step => step?,
+            };
+            let chain = self.locks.wait(Key::Chain(record.volume.clone()));
+            let Some(record) = known() else { break };
+            let dir = self.store.snapshot_dir(&record);
+            step.replace_pending(&dir)?;
+            self.hashing.progress(id, step.left);
+            let doomed = if step.left == 0 { self.settle(&record.volume) } else { Vec::new() };
+            drop(chain);
+            drop(doomed);
+            if step.left == 0 {
+                break;
+            }
+        }
+        self.hashing.forget(id);
+        Ok(())
+    }
+
+    fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Step> {
+        let stop = &self.hashing.stop;
+        let dir = self.store.snapshot_dir(record);
+        let path = dir.data();
+        let data = File::open(&path).context("open", &path)?;
+        let also = data.try_clone().context("open", &path)?;
+        let allocated = Allocation::new(MapFile::open(&dir.allocated())?, Some(also), &path);
+        let pending = match MapFile::open(&dir.pending()) {
+            // Nothing is known to be hashed then.
+            Err(cbt::Error::Damaged { .. }) => MapFile::open(&dir.allocated())?,
+            opened => opened?,
+        };
+        let hashes = HashFile::open_for_update(&dir.hashes())?;
+        let to_hash = ToHash { data: &data, data_path: &path, size: record.block_size, hashes: &hashes };
+        let mut parent = self.hashed_parent(&dir);
+        let mut step = Step { left: 0, rest: Vec::new(), record: record.clone() };
+        let mut done = 0;
+        for index in pending.indexes() {
+            let members = match pending.segment(index) {
+                Err(cbt::Error::Damaged { .. }) => allocated.segment(index)?,
+                members => members? & allocated.segment(index)?,
+            };
+            let bytes = members.len() * record.block_size.bytes();
+            if done > 0 && done + bytes > STEP {
+                step.left += bytes;
+                step.rest.push((index, members));
+                continue;
+            }
+            let mut fresh = members;
+            if let Some(parent) = &mut parent {
+                let shared = parent.shares(index, &fresh)?;
+                fresh -= to_hash.take_over(index, shared, &mut parent.hashes)?;
+            }
+            helpers.install(|| to_hash.hash_segment(index, fresh, stop))?;
+            done += bytes;
+        }
+        hashes.sync()?;
+        Ok(step)
+    }
+
+    /// The snapshot that `changed` compares with, if its hashes are there to be taken over.
+    fn hashed_parent(&self, dir: &ObjectDir) -> Option<HashedParent> {
+        let changed = MapFile::open(&dir.changed()).ok()?;
+        let id = changed.header().relative_to.clone()?;
+        let parent = self.store.read(|index| index.known(&id))?;
+        let dir = self.store.snapshot_dir(&parent);
+        // `pending` before the hashes, as everywhere.
+        let pending = MapFile::open(&dir.pending()).ok()?;
+        let allocated = MapFile::open(&dir.allocated()).ok()?;
+        let hashes = HashReader::new(HashFile::open(&dir.hashes()).ok()?);
+        Some(HashedParent { changed, pending, allocated, hashes })
+    }
+}
+
+/// What a parent knows of the blocks that its child shares with it.
+struct HashedParent {
+    changed: MapFile,
+    pending: MapFile,
+    allocated: MapFile,
+    hashes: HashReader,
+}
+
+impl HashedParent {
+    /// Those of `members` that did not change since, and whose hash the parent has. A damaged map shares
+    /// nothing.
+    fn shares(&self, index: u32, members: &RoaringBitmap) -> Result<RoaringBitmap> {
+        let segments =
+            (self.changed.segment(index), self.pending.segment(index), self.allocated.segment(index));
+        match segments {
+            (Ok(changed), Ok(pending), Ok(allocated)) => Ok(((members & allocated) - changed) - pending),
+            _ => Ok(RoaringBitmap::new()),
+        }
+    }
+}
+
+/// What one step leaves to be hashed.
+struct Step {
+    record: SnapshotRecord,
+    /// In bytes.
+    left: u64,
+    rest: Vec<(u32, RoaringBitmap)>,
+}
+
+impl Step {
+    fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
+        let fresh = dir.pending().with_extension("map.new");
+        durable::remove(&fresh)?;
+        let mut writer = MapWriter::create(&fresh, header(&self.record))?;
+        for (index, members) in &self.rest {
+            writer.insert_segment(*index, members.clone())?;
+        }
+        writer.finish()?;
+        Ok(durable::rename(&fresh, &dir.pending())?)
+    }
+}

@@ -1,0 +1,91 @@
+//! Looking into a data directory from outside, whether a driver serves it or not.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{Error, Result, known_pool};
+use crate::base::{DataDir, SnapshotId, Stop};
+use crate::cbt::{self, Finding, MapFile, Progress};
+use crate::pool::{Home, PoolChoice, PoolRequest};
+use crate::store::{self, Claim, Manifest, SnapshotRecord, Store};
+
+/// The objects of a data directory, for reading.
+#[derive(Debug)]
+pub struct Inspection {
+    store: Store,
+    /// What was mounted for the look, and the claim on it; a running driver has its own.
+    own: Option<(Home, Claim)>,
+}
+
+impl Inspection {
+    /// Opens a data directory. Without a running driver its pool is mounted, and unmounted by
+    /// [`Inspection::close`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let nothing = || Error::Precondition(format!("{} is no data directory of deltapath", path.display()));
+        let path = path.canonicalize().map_err(|_| nothing())?;
+        let dir = DataDir::new(&path);
+        let Some(manifest) = Manifest::read(&dir)? else { return Err(nothing()) };
+        let claim = match Claim::take(dir.clone()) {
+            Err(store::Error::Locked(_)) if dir.pool().volumes().exists() => {
+                return Ok(Inspection { store: Store::survey(dir.pool())?, own: None });
+            }
+            Err(store::Error::Locked(_)) => {
+                return Err(Error::Precondition(format!(
+                    "a driver serves {} and its pool is not mounted here: run this where the driver runs, in \
+                     its container",
+                    path.display()
+                )));
+            }
+            claim => claim?,
+        };
+        let request = PoolRequest { choice: PoolChoice::Auto, size: None };
+        let known = known_pool(&claim, &manifest, request.choice)?;
+        let home = Home::open(&dir, request, Some(known))?;
+        let store = Store::survey(home.dir().clone())?;
+        Ok(Inspection { store, own: Some((home, claim)) })
+    }
+
+    /// Leaves the directory as it was found.
+    pub fn close(self) -> Result<()> {
+        if let Some((home, _claim)) = self.own {
+            home.close()?;
+        }
+        Ok(())
+    }
+
+    /// The snapshots, each with the bytes of its blocks that hold data.
+    pub fn snapshots(&self) -> Vec<(Arc<SnapshotRecord>, u64)> {
+        let all: Vec<_> = self.store.read(|index| index.snapshots_after(None).cloned().collect());
+        let bytes = |record: &SnapshotRecord| {
+            let path = self.store.snapshot_dir(record).allocated();
+            MapFile::open(&path).and_then(|map| map.count()).unwrap_or(0) * record.block_size.bytes()
+        };
+        all.into_iter().map(|record| (record.clone(), bytes(&record))).collect()
+    }
+
+    /// The objects whose records can not be read, with the reason.
+    pub fn unreadable(&self) -> Vec<(String, String)> {
+        let told = |damage: &store::Damage| (damage.path.display().to_string(), super::report(&damage.error));
+        self.store.damaged().iter().map(told).collect()
+    }
+
+    /// Holds a snapshot's maps and hashes against its data. `Ok(None)` where it is gone meanwhile.
+    pub fn verify(
+        &self,
+        id: &SnapshotId,
+        progress: Progress<'_>,
+        stop: &Stop,
+    ) -> Result<Option<Vec<Finding>>> {
+        let Some(record) = self.store.read(|index| index.snapshot(id)) else { return Ok(None) };
+        let dir = self.store.snapshot_dir(&record);
+        let found = match record.tracking {
+            true => cbt::scrub(&dir, record.block_size, progress, stop),
+            // It has no hashes.
+            false => MapFile::open(&dir.allocated()).map(|_| Vec::new()),
+        };
+        match found {
+            Err(cbt::Error::Sys(error)) if error.is_not_found() && !dir.path().exists() => Ok(None),
+            found => Ok(Some(found?)),
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Deleted snapshots that deltas are still told from (`--retain-deleted`), so that a backup tool that
+//! deletes each snapshot after its use still gets the next delta, and cheaply.
+//!
+//! Record, maps and hashes of a deleted snapshot stay. Its bytes go at once, but for two reasons to wait:
+//! a pool that compares bytes needs those of a volume's newest snapshot when the next is taken, and
+//! what is not hashed yet would be lost.
+
+use std::time::Duration;
+
+use super::{Driver, Result};
+use crate::base::{VolumeId, age};
+use crate::cbt::MapFile;
+use crate::store::{Draft, Retained, SnapshotRecord};
+
+/// `--retain-deleted COUNT[:AGE]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retention {
+    /// The deleted snapshots that are kept of each volume; 0 for none.
+    pub count: usize,
+    /// For how long they are kept.
+    pub age: Duration,
+}
+
+impl std::str::FromStr for Retention {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let want = "a count, or a count and an age such as 8:30d (units s, m, h, d)";
+        let (count, age) = match text.split_once(':') {
+            Some((count, text)) => (count, age::parse(text).ok_or(want)?),
+            None => (text, Retention::default().age),
+        };
+        Ok(Retention { count: count.parse().map_err(|_| want)?, age })
+    }
+}
+
+impl Default for Retention {
+    fn default() -> Self {
+        Retention { count: 8, age: Duration::from_secs(30 * 24 * 3600) }
+    }
+}
+
+impl std::fmt::Display for Retention {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}", self.count, age::format(self.age))
+    }
+}
+
+impl Driver {
+    /// Whether deltas may still be asked from a snapshot that is about to be deleted.
+    pub(super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
+        self.config().retain.count > 0 && record.tracking && self.may_be_a_base(record)
+    }
+
+    /// Whether there is, or may come, a later snapshot of its volume.
+    fn may_be_a_base(&self, record: &SnapshotRecord) -> bool {
+        self.store.read(|index| {
+            let newest = index.chain(&record.volume).next_back();
+            index.volume(&record.volume).is_some()
+                || newest.is_some_and(|newest| newest.sequence > record.sequence)
+        })
+    }
+
+    /// Forgets the retained snapshots of a volume whose time is over, and frees the bytes of those that
+    /// need them no more. The caller holds the chain, and drops the answer without it.
+    pub(super) fn settle(&self, volume: &VolumeId) -> Vec<Draft> {
+        let (retained, newest) = self.store.read(|index| {
+            let line = || index.line(volume);
+            let retained: Vec<Retained> = line().filter_map(|record| index.retained(&record.id)).collect();
+            (retained, line().next_back().map(|record| record.id.clone()))
+        });
+        let mut doomed = Vec::new();
+        let beyond = retained.len().saturating_sub(self.config().retain.count);
+        let short = !retained.is_empty() && !matches!(self.home.shortage(), Ok(None));
+        for (number, Retained { record, deleted }) in retained.iter().enumerate() {
+            let is_next_base = newest.as_ref() == Some(&record.id) && self.may_be_a_base(record);
+            let over = deleted.age() > self.config().retain.age && !is_next_base;
+            let outcome = match number < beyond || over || short || !self.may_be_a_base(record) {
+                true => self.forget_retained(record),
+                false if is_next_base && self.pool().compares_bytes() => Ok(Vec::new()),
+                false if self.pending_bytes(record) > 0 => Ok(Vec::new()),
+                false => self.store.take_bytes(record).map(Vec::from_iter).map_err(Into::into),
+            };
+            match outcome {
+                Ok(freed) => doomed.extend(freed),
+                Err(error) => {
+                    let error = super::report(&error);
+                    tracing::warn!(snapshot_id = %record.id, error, "a deleted snapshot is kept for longer");
+                }
+            }
+        }
+        doomed
+    }
+
+    fn forget_retained(&self, record: &SnapshotRecord) -> Result<Vec<Draft>> {
+        self.hand_on(record);
+        let doomed = self.store.remove_retained(record)?;
+        self.hashing.forget(&record.id);
+        Ok(doomed)
+    }
+
+    /// The bytes of a snapshot that are still to be hashed; 0 where its map can not be read.
+    pub(super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
+        let path = self.store.snapshot_dir(record).pending();
+        let count = MapFile::open(&path).and_then(|map| map.count());
+        count.unwrap_or(0) * record.block_size.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_retention_is_a_count_and_an_age() {
+        let day = Duration::from_secs(24 * 3600);
+        for (text, count, age) in
+            [("0", 0, 30 * day), ("8:30d", 8, 30 * day), ("3:90s", 3, Duration::from_secs(90))]
+        {
+            assert_eq!(text.parse(), Ok(Retention { count, age }), "{text}");
+        }
+        for bad in ["", ":", "8:", "x", "-1", "8:30", "8:d", "8:30y", "8:30d:1"] {
+            assert!(bad.parse::<Retention>().is_err(), "{bad}");
+        }
+        assert_eq!(Retention::default().to_string(), "8:30d");
+    }
+}

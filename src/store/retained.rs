@@ -1,0 +1,95 @@
+//! Deleted snapshots that deltas are still told from: their records and maps, and their bytes for as long
+//! as the pool needs them. No call lists them.
+
+use std::fs;
+
+use super::{Deleted, Draft, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
+use super::{decode, encode, entries, read_named};
+use crate::base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
+use crate::sys::{Context, durable};
+
+impl Store {
+    /// Makes a snapshot cease to exist for all but deltas from it.
+    ///
+    /// 1. Write and sync when: a crash leaves a snapshot that exists, and a file that the next deletion
+    ///    replaces.
+    /// 2. Rename it into `retained/` and sync: from here on it is deleted, also after a crash.
+    pub fn retain_snapshot(&self, record: &SnapshotRecord) -> Result<()> {
+        let (from, to) = (self.dir.snapshot(&record.id), self.dir.retained_snapshot(&record.id));
+        let at = Timestamp::now();
+        mark(&from, at)?;
+        durable::rename(from.path(), to.path())?;
+        self.write(|index| index.retain(&record.id, at));
+        Ok(())
+    }
+
+    /// The same of a group: one rename deletes all its members.
+    pub fn retain_group(&self, id: &GroupId, members: &[SnapshotId]) -> Result<()> {
+        let (from, to) = (self.dir.group(id), self.dir.retained_group(id));
+        let at = Timestamp::now();
+        for member in members {
+            mark(&from.member(member), at)?;
+        }
+        durable::rename(from.path(), to.path())?;
+        self.write(|index| index.retain_group(id, at));
+        Ok(())
+    }
+
+    /// Forgets a retained snapshot; its files are freed when the answer is dropped.
+    pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Vec<Draft>> {
+        let dir = self.snapshot_dir(record);
+        let forget = |index: &mut Index| index.remove_retained(&record.id);
+        let mut doomed = vec![self.remove(record.id.as_str(), &dir, forget)?];
+        if let Some(group) = &record.group {
+            let dir = self.dir.retained_group(group);
+            if entries(&dir.members())?.is_empty() {
+                doomed.push(self.remove(group.as_str(), &ObjectDir::new(dir.path()), |_| ())?);
+            }
+        }
+        Ok(doomed)
+    }
+
+    /// Takes the bytes of a retained snapshot, which are freed when the answer is dropped; `None` when they
+    /// are gone already. Its maps stay.
+    pub fn take_bytes(&self, record: &SnapshotRecord) -> Result<Option<Draft>> {
+        let bytes = ObjectDir::new(self.snapshot_dir(record).bytes());
+        match bytes.path().exists() {
+            true => self.remove(&format!("{}.bytes", record.id), &bytes, |_| ()).map(Some),
+            false => Ok(None),
+        }
+    }
+}
+
+fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {
+    Ok(durable::replace(&dir.deleted(), &encode(&Deleted { version: Deleted::VERSION, at }))?)
+}
+
+/// Reads every retained snapshot of the pool. One that can not be read is told and left alone: no call
+/// needs it.
+pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<()> {
+    for path in entries(&pool.retained())? {
+        let group = GroupDir::new(&path);
+        let dirs = match group.members().exists() {
+            true => entries(&group.members())?,
+            false => vec![path],
+        };
+        for dir in dirs {
+            let dir = ObjectDir::new(dir);
+            match read(&dir) {
+                Ok(retained) if !index.has_sequence(&retained.record) => index.add_retained(retained),
+                Ok(_) => tracing::error!(path = %dir.path().display(), "another snapshot has its place"),
+                Err(error) => {
+                    tracing::error!(path = %dir.path().display(), %error, "a deleted snapshot can not be read");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn read(dir: &ObjectDir) -> Result<Retained> {
+    let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
+    let path = dir.deleted();
+    let Deleted { at, .. } = decode(&path, &fs::read(&path).context("read", &path)?)?;
+    Ok(Retained { record: record.into(), deleted: at })
+}
