@@ -3,7 +3,6 @@
 
 pub mod broken;
 pub mod content;
-pub mod faults;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};

@@ -2,20 +2,20 @@
 //! handed on and at answers after, keeps what it needs to know in [`State`], and changes answers of streams.
 
 use std::any::Any;
-use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::collections::HashMap;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use deltapath::client::{Client, Message, Options, Question};
 use deltapath::csi::proto::{self, plugin_capability, volume_capability};
 use tonic::{Code, Status};
 
-use super::broken::read;
+use super::read;
+use super::state::{Opened, State};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Refuses calls that come without the secrets of `tests/suite/conformance.rs`.
+    /// Refuses calls that come without the right secrets.
     WantsSecrets,
     /// Does not claim to expand volumes.
     ExpandsNothing,
@@ -87,64 +87,6 @@ pub enum Fault {
     SameIsRefused,
     FilesystemIsRefused,
     LastFixedPasses,
-}
-
-/// What a broken driver remembers.
-#[derive(Default)]
-pub struct State {
-    /// Snapshots and the volume of each.
-    snapshots: Mutex<HashMap<String, String>>,
-    /// Volumes and snapshots that are gone.
-    deleted: Mutex<HashSet<String>>,
-    /// Volumes made from snapshots.
-    restored: Mutex<HashSet<String>>,
-    /// Volumes with a filesystem.
-    mounted: Mutex<HashSet<String>>,
-    /// Questions and how often they were asked.
-    asked: Mutex<HashMap<String, usize>>,
-    /// The capacity that an expansion led to.
-    grown: Mutex<Option<i64>>,
-    /// Snapshots deleted.
-    deletions: AtomicUsize,
-    /// Restored volumes published.
-    in_use: AtomicUsize,
-    /// Streams open.
-    open: AtomicUsize,
-    /// A stream was dropped before its end.
-    cancelled: AtomicBool,
-}
-
-/// A stream that is open.
-pub struct Opened {
-    state: Arc<State>,
-    deletions: usize,
-    done: bool,
-}
-
-impl State {
-    pub fn opened(self: &Arc<Self>) -> Opened {
-        self.open.fetch_add(1, Ordering::SeqCst);
-        Opened { state: self.clone(), deletions: self.deletions.load(Ordering::SeqCst), done: false }
-    }
-
-    fn volume_of(&self, snapshot: &str) -> String {
-        self.snapshots.lock().expect("lock").get(snapshot).cloned().unwrap_or_default()
-    }
-}
-
-impl Opened {
-    pub fn done(&mut self) {
-        self.done = true;
-    }
-}
-
-impl Drop for Opened {
-    fn drop(&mut self) {
-        self.state.open.fetch_sub(1, Ordering::SeqCst);
-        if !self.done {
-            self.state.cancelled.store(true, Ordering::SeqCst);
-        }
-    }
 }
 
 fn target(question: &Question) -> &str {

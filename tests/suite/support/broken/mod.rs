@@ -1,5 +1,10 @@
 //! A driver with one fault: it stands before a real one on a socket of its own, hands every call on, and
-//! gets one thing wrong. `faults.rs` beside it says what.
+//! gets one thing wrong. `faults.rs` says what, `state.rs` what it remembers for that.
+
+mod faults;
+mod state;
+
+pub use faults::Fault;
 
 use std::any::Any;
 use std::path::Path;
@@ -20,7 +25,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
-use super::faults::{Fault, State};
+use state::State;
 
 #[derive(Clone)]
 struct Broken {
