@@ -200,3 +200,51 @@ pub(super) async fn at_rest(patience: Duration) {
 pub(super) async fn apply(mut content: Content, device: PathBuf, edits: Vec<Edit>) -> Result<Content, Wrong> {
     blocking(move |stop| content.apply(&device, &edits, stop).map(|()| content)).await
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On files: what is told of the content is what is there.
+    #[test]
+    fn the_model_is_the_file() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+        let (size, stop) = (64 * BLOCK, Stop::default());
+        for path in [&one, &two] {
+            File::create(path).and_then(|file| file.set_len(size)).expect("make a file");
+        }
+        let start = [
+            Edit::Write { start: 0, count: 4, seed: 1 },
+            Edit::Zero { start: 2, count: 1 },
+            Edit::Write { start: 10, count: 10, seed: 2 },
+        ];
+        let mut base = Content::new();
+        base.apply(&one, &start, &stop).expect("write");
+        base.apply(&two, &start, &stop).expect("write");
+        let mut target = base.clone();
+        let edits = [
+            Edit::Punch { start: 10, count: 2 },
+            Edit::Same { start: 14, count: 3 },
+            Edit::Zero { start: 18, count: 1 },
+            Edit::Write { start: 63, count: 1, seed: 3 },
+        ];
+        target.apply(&two, &edits, &stop).expect("change");
+        let in_blocks = |ranges: &Ranges| -> Vec<std::ops::Range<u64>> {
+            ranges.iter().map(|range| range.start / BLOCK..range.end / BLOCK).collect()
+        };
+        assert_eq!(in_blocks(&base.data()), [0..2, 3..4, 10..20]);
+        assert_eq!(in_blocks(&base.written()), [0..4, 10..20]);
+        assert_eq!(in_blocks(&target.changed_since(&base)), [10..12, 18..19, 63..64]);
+        target.compare(&two, size, &stop).expect("as written");
+        assert!(target.compare(&one, size, &stop).is_err());
+
+        let changed = target.changed_since(&base);
+        assert_eq!(differs_outside(&two, Some(&one), &changed, size, &stop).expect("read"), None);
+        let less = changed.within(0, 63 * BLOCK);
+        let found = differs_outside(&two, Some(&one), &less, size, &stop).expect("read");
+        assert_eq!(found.map(|byte| byte / BLOCK), Some(63));
+        assert_eq!(differs_outside(&two, None, &target.data(), size, &stop).expect("read"), None);
+        assert!(differs_outside(&two, None, &less, size, &stop).expect("read").is_some());
+    }
+}

@@ -137,11 +137,14 @@ pub(super) async fn expanded(lab: &Lab) -> Prepared<Change> {
     if !claims.expand_online {
         lab.plugin.detach(&pen.volume.id).await?;
     }
-    let published = claims.expand_online.then_some(pen.device.as_path());
     let wanted = pen.size * 2;
-    pen.told = lab.plugin.expand(&pen.volume, wanted, published).await? as i64;
+    let (told, on_node) = lab.plugin.expand(&pen.volume, wanted).await?;
+    pen.told = told;
     if !claims.expand_online {
         pen.device = lab.plugin.attach(&pen.volume).await?;
+    }
+    if on_node {
+        lab.plugin.expand_node(&pen.volume, wanted).await?;
     }
     pen.size = device_size(&pen.device)?;
     if pen.size < wanted {

@@ -6,7 +6,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::plugin::{Plugin, remove_place};
+use super::attach::remove_place;
+use super::plugin::Plugin;
 use crate::csi::proto;
 use crate::sys::mount;
 

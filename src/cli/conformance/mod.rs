@@ -8,6 +8,7 @@
 //! - `plugin.rs` plays the container orchestrator, `ledger.rs` takes everything away again.
 
 mod answer;
+mod attach;
 mod case;
 mod claims;
 mod complete;

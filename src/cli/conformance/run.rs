@@ -67,12 +67,14 @@ pub(super) async fn run(
 }
 
 async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
+    tracing::info!(case = case.name, needs = ?case.needs, "prepares");
     if let Some(judged) = lab.prepare(case.needs).await {
         return judged;
     }
     let late = || {
         Wrong::new(format!("no end within {} s: the driver hangs, or --timeout is short", patience.as_secs()))
     };
+    tracing::info!(case = case.name, "runs");
     // A mistake of the suite's own must not leave volumes behind.
     let running = AssertUnwindSafe((case.run)(lab)).catch_unwind();
     match tokio::time::timeout(patience, running).await {

@@ -36,6 +36,21 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
     rig.finish();
 }
 
+/// ABORTED is no refusal, and a snapshot may take its time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_puts_calls_off_is_asked_again() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
+    let cases = ["delta-complete", "expanded-delta", "source-deleted"];
+    let (code, verdicts, report) = run_broken(&rig, Fault::TakesItsTime, &cases, "60").await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(verdicts.len(), cases.len());
+    assert!(verdicts.values().all(|(verdict, _)| verdict == "pass"), "{verdicts:?}");
+    rig.finish();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     if !have_root() {

@@ -25,6 +25,8 @@ pub enum Fault {
     NodeElsewhere,
     /// Never answers CreateSnapshot.
     SnapshotHangs,
+    /// Puts every call that changes something off once, and says of snapshots that they are not ready yet.
+    TakesItsTime,
 
     // Wrong, each in one way.
     ServiceNotClaimed,
@@ -152,7 +154,12 @@ fn is_secret(secrets: &HashMap<String, String>) -> bool {
 
 impl Fault {
     /// Looks at a call before it is handed on.
-    pub async fn before(self, state: &State, request: &(dyn Any + Send + Sync)) -> Result<(), Status> {
+    pub async fn before(
+        self,
+        state: &State,
+        call: &str,
+        request: &(dyn Any + Send + Sync),
+    ) -> Result<(), Status> {
         if request.is::<proto::ProbeRequest>() && self == Fault::ProbeFails {
             return Err(Status::failed_precondition("not feeling well"));
         }
@@ -164,6 +171,15 @@ impl Fault {
         }
         if request.is::<proto::CreateSnapshotRequest>() && self == Fault::SnapshotHangs {
             std::future::pending::<()>().await;
+        }
+        let reads = ["get_", "list_", "probe", "stream", "controller_get", "node_get", "validate"];
+        if self == Fault::TakesItsTime && !reads.iter().any(|read| call.starts_with(read)) {
+            let mut asked = state.asked.lock().expect("lock");
+            let times = asked.entry(call.to_owned()).or_default();
+            *times += 1;
+            if *times == 1 {
+                return Err(Status::aborted("later"));
+            }
         }
         if self == Fault::WantsSecrets {
             let secrets = [
@@ -206,6 +222,15 @@ impl Fault {
             if matches!(access, Some(volume_capability::AccessType::Mount(_))) {
                 state.mounted.lock().expect("lock").insert(id);
             }
+        }
+        if let Some(answer) = answer.downcast_mut::<proto::CreateSnapshotResponse>()
+            && self == Fault::TakesItsTime
+        {
+            let snapshot = answer.snapshot.as_mut().expect("a snapshot");
+            let mut asked = state.asked.lock().expect("lock");
+            let times = asked.entry(snapshot.snapshot_id.clone()).or_default();
+            *times += 1;
+            snapshot.ready_to_use = *times > 1;
         }
         if let Some(answer) = answer.downcast_ref::<proto::CreateSnapshotResponse>() {
             let snapshot = answer.snapshot.as_ref().expect("a snapshot");

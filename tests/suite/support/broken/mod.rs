@@ -58,8 +58,8 @@ pub async fn serve(real: &Path, fault: Fault, socket: &Path) -> Serving {
 }
 
 impl Broken {
-    async fn before(&self, request: &(dyn Any + Send + Sync)) -> Result<(), Status> {
-        self.fault.before(&self.state, request).await
+    async fn before(&self, call: &str, request: &(dyn Any + Send + Sync)) -> Result<(), Status> {
+        self.fault.before(&self.state, call, request).await
     }
 
     fn after(&self, request: &(dyn Any + Send + Sync), answer: &mut (dyn Any + Send)) {
@@ -77,7 +77,7 @@ macro_rules! hand_on {
                 request: Request<proto::$request>,
             ) -> Result<Response<proto::$response>, Status> {
                 let request = request.into_inner();
-                self.before(&request).await?;
+                self.before(stringify!($method), &request).await?;
                 let mut answer = self.real.clone().$client.$method(request.clone()).await?;
                 self.after(&request, answer.get_mut());
                 Ok(answer)
@@ -193,7 +193,7 @@ impl SnapshotMetadata for Broken {
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
         let deadline = deadline(request.metadata());
         let request = request.into_inner();
-        self.before(&request).await?;
+        self.before("stream", &request).await?;
         let options = Options {
             offset: request.starting_offset,
             max_results: request.max_results,
@@ -214,7 +214,7 @@ impl SnapshotMetadata for Broken {
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
         let deadline = deadline(request.metadata());
         let request = request.into_inner();
-        self.before(&request).await?;
+        self.before("stream", &request).await?;
         let options = Options {
             offset: request.starting_offset,
             max_results: request.max_results,
