@@ -52,6 +52,17 @@ pub(super) enum Verdict {
     Skip(String),
 }
 
+impl Verdict {
+    /// As reports name it.
+    pub fn word(&self) -> &'static str {
+        match self {
+            Verdict::Pass => "pass",
+            Verdict::Allowed(_) => "allowed",
+            Verdict::Skip(_) => "skip",
+        }
+    }
+}
+
 /// Why a case fails.
 #[derive(Clone, Debug)]
 pub(super) struct Wrong {

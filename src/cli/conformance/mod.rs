@@ -208,10 +208,11 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
             report.left_behind.push(format!("{}: {error}", dir.display()));
         }
     }
+    let junit = arguments.junit.as_ref().map_or(Ok(()), |path| {
+        report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))
+    });
     report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;
-    if let Some(path) = &arguments.junit {
-        report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))?;
-    }
+    junit?;
     Ok(match (report.interrupted, report.is_good()) {
         (true, _) => ExitCode::from(INTERRUPTED),
         (false, true) => ExitCode::SUCCESS,

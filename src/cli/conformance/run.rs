@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use tokio::sync::watch;
 
-use super::case::{Case, Judged, Verdict, Wrong};
+use super::case::{Case, Judged, Wrong};
 use super::content::at_rest;
 use super::lab::Lab;
 use super::report::{Outcome, Report};
@@ -39,7 +39,7 @@ pub(super) async fn run(
     for case in cases {
         let started = Instant::now();
         let judged = match gone_since {
-            Some(since) => Err(Wrong::new(format!("not run: the driver does not answer since {since}"))),
+            Some(since) => Err(Wrong::new(format!("not run: the driver has not answered since {since}"))),
             None => tokio::select! {
                 judged = judge(lab, case, patience) => judged,
                 _ = signals.wait_for(|count| *count >= 1) => {
@@ -66,39 +66,25 @@ pub(super) async fn run(
     }
 }
 
+/// Prepares and runs a case. A mistake of the suite's own must not leave volumes behind.
 async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
-    tracing::info!(case = case.name, needs = ?case.needs, "prepares");
-    if let Some(judged) = lab.prepare(case.needs).await {
-        return judged;
-    }
-    let late = || {
-        Wrong::new(format!("no end within {} s: the driver hangs, or --timeout is short", patience.as_secs()))
-    };
-    tracing::info!(case = case.name, "runs");
-    // A mistake of the suite's own must not leave volumes behind.
-    let running = AssertUnwindSafe((case.run)(lab)).catch_unwind();
-    match tokio::time::timeout(patience, running).await {
-        Ok(judged) => {
-            judged.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))
+    let prepared_and_run = async {
+        tracing::info!(case = case.name, needs = ?case.needs, "prepares");
+        if let Some(judged) = lab.prepare(case.needs).await {
+            return judged;
         }
-        Err(_) => Err(late()),
-    }
+        tracing::info!(case = case.name, "runs");
+        let late =
+            || format!("no end within {} s: the driver hangs, or --timeout is short", patience.as_secs());
+        tokio::time::timeout(patience, (case.run)(lab)).await.unwrap_or_else(|_| Err(Wrong::new(late())))
+    };
+    let ended = AssertUnwindSafe(prepared_and_run).catch_unwind().await;
+    ended.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))
 }
 
 /// Waits until the driver answers anything: a supervisor may be starting it again.
 async fn pulse(lab: &Lab) {
     while lab.plugin.is_silent().await {
         tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-}
-
-impl Verdict {
-    /// Nothing wrong, or not tried.
-    pub(super) fn word(&self) -> &'static str {
-        match self {
-            Verdict::Pass => "pass",
-            Verdict::Allowed(_) => "allowed",
-            Verdict::Skip(_) => "skip",
-        }
     }
 }

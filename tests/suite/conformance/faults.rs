@@ -148,7 +148,7 @@ async fn each_is_seen(table: &[(Fault, &[&str])], verdict: &str, code: i32) {
         let rig = &rig;
         async move {
             let hangs = matches!(fault, Fault::StreamsHang | Fault::NegativeBoundSpins);
-            let timeout = if hangs { "6" } else { "60" };
+            let timeout = if hangs { "10" } else { "60" };
             (fault, *cases, run_broken(rig, *fault, cases, timeout).await)
         }
     });
