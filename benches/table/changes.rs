@@ -134,6 +134,7 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     for number in 0..ROUNDS {
         let (volume, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
         fill(&device, size, &mut random);
+        change(&device, size, &mut random);
         let dir = host::volume_dir(&rig, &volume);
         let bare = host::bare_copy(&rig, pool, &dir, Some(&device));
         change(&device, size, &mut random);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use deltapath::base::ObjectDir;
-use deltapath::cbt::{MapFile, MapWriter, write_union};
+use deltapath::cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
 use deltapath::sys::btrfs::Subvolume;
 use deltapath::sys::{blockdev, clone, tree};
 
@@ -75,19 +75,30 @@ pub fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
 }
 
-/// Waits until a snapshot is hashed.
+/// Waits until a snapshot is hashed, and compared with the one before where there is one.
 pub async fn hashed(rig: &Rig, id: &str) {
-    let path = snapshot_dir(rig, id).pending();
+    let dir = snapshot_dir(rig, id);
     let deadline = Instant::now() + Duration::from_secs(600);
-    while MapFile::open(&path).and_then(|map| map.count()).expect("pending") > 0 {
+    let is_compared = || {
+        let changed = MapFile::open(&dir.changed()).expect("changed");
+        changed.is_exact() || changed.header().relative_to.is_none()
+    };
+    while MapFile::open(&dir.pending()).and_then(|map| map.count()).expect("pending") > 0 || !is_compared() {
         assert!(Instant::now() < deadline, "{id} is never hashed");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// Makes a snapshot one of which nothing is hashed, behind the driver's back: what it reads when asked.
+/// Makes a snapshot one of which nothing is hashed or compared, behind the driver's back: what it reads when
+/// asked.
 pub fn forget_hashes(rig: &Rig, id: &str) {
     let dir = snapshot_dir(rig, id);
+    let changed = MapFile::open(&dir.changed()).expect("changed");
+    let relative_to = changed.header().relative_to.clone();
+    let relative_to = relative_to.map(|relation| Relation { exact: false, ..relation });
+    std::fs::remove_file(dir.changed()).expect("remove");
+    let header = MapHeader { relative_to, ..changed.header().clone() };
+    write_union(&dir.changed(), header, &[&changed], &Default::default()).expect("write");
     let allocated = MapFile::open(&dir.allocated()).expect("allocated");
     std::fs::remove_file(dir.pending()).expect("remove");
     write_union(&dir.pending(), allocated.header().clone(), &[&allocated], &Default::default())

@@ -158,9 +158,9 @@ const LOOK: u32 = 64;
 /// The blocks whose content differs between two snapshots, ascending from a start, found lazily.
 ///
 /// Candidates are the union of the `changed` maps on the way from base to target; without such a
-/// way (`changed` is `None`), all blocks that either holds. Of these only blocks of different
-/// content are reported: by hash, by the bytes where a hash is missing. What neither side holds is
-/// zeros in both.
+/// way (`changed` is `None`), all blocks that either holds. What changed in one step of the way, which is
+/// exact, differs. Of all others only blocks of different content are reported: by hash, by the bytes where
+/// a hash is missing. What neither side holds is zeros in both.
 pub struct DeltaScan {
     base: Side,
     target: Side,
@@ -178,7 +178,38 @@ struct Segment {
     start: u64,
     base: SideSegment,
     target: SideSegment,
+    certain: RoaringBitmap,
     candidates: std::iter::Peekable<roaring::bitmap::IntoIter>,
+}
+
+/// The blocks of a segment that changed on the way.
+#[derive(Default)]
+struct Changed {
+    /// They differ: they changed in one step of the way, which knows for sure.
+    certain: RoaringBitmap,
+    /// They may: they changed in several steps, perhaps back, or a step is not sure.
+    doubtful: RoaringBitmap,
+}
+
+/// `None` where a map is damaged, so that every block may have changed.
+fn changed_on_the_way(maps: &[MapFile], index: u32, stop: &Stop) -> Result<Option<Changed>> {
+    let (mut all, mut doubtful) = (RoaringBitmap::new(), RoaringBitmap::new());
+    for map in maps {
+        stop.check()?;
+        let segment = match map.segment(index) {
+            Err(Error::Damaged { path, what }) => {
+                tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
+                return Ok(None);
+            }
+            segment => segment?,
+        };
+        match map.is_exact() {
+            true => doubtful |= &all & &segment,
+            false => doubtful |= &segment,
+        }
+        all |= segment;
+    }
+    Ok(Some(Changed { certain: all - &doubtful, doubtful }))
 }
 
 impl Segment {
@@ -187,6 +218,7 @@ impl Segment {
             start: 0,
             base: SideSegment::default(),
             target: SideSegment::default(),
+            certain: RoaringBitmap::new(),
             candidates: RoaringBitmap::new().into_iter().peekable(),
         }
     }
@@ -257,28 +289,22 @@ impl DeltaScan {
     fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
         stop.check()?;
         let Some(index) = self.indexes.next() else { return Ok(false) };
-        let (base, target) = (self.base.segment(index)?, self.target.segment(index)?);
-        let mut candidates = &base.allocated | &target.allocated;
-        if let Some(maps) = &self.changed {
-            let mut changed = Some(RoaringBitmap::new());
-            for map in maps {
-                stop.check()?;
-                changed = match (changed, map.segment(index)) {
-                    (Some(changed), Ok(segment)) => Some(changed | segment),
-                    (_, Err(Error::Damaged { path, what })) => {
-                        tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
-                        None
-                    }
-                    (None, Ok(_)) => None,
-                    (_, Err(error)) => return Err(error),
-                };
-            }
-            if let Some(changed) = changed {
-                candidates &= changed;
+        let mut found = match &self.changed {
+            Some(maps) => changed_on_the_way(maps, index, stop)?,
+            None => None,
+        };
+        let (mut base, mut target) = (SideSegment::default(), SideSegment::default());
+        if found.as_ref().is_none_or(|found| !found.doubtful.is_empty()) {
+            (base, target) = (self.base.segment(index)?, self.target.segment(index)?);
+            let either = &base.allocated | &target.allocated;
+            match &mut found {
+                Some(found) => found.doubtful &= either,
+                None => found = Some(Changed { certain: RoaringBitmap::new(), doubtful: either }),
             }
         }
-        let candidates = from_block(candidates, index, self.start).into_iter().peekable();
-        self.segment = Segment { start: segment_range(index).start, base, target, candidates };
+        let Changed { certain, doubtful } = found.unwrap_or_default();
+        let candidates = from_block(&certain | doubtful, index, self.start).into_iter().peekable();
+        self.segment = Segment { start: segment_range(index).start, base, target, certain, candidates };
         Ok(true)
     }
 
@@ -291,6 +317,9 @@ impl DeltaScan {
     }
 
     fn differs(&mut self, within: u32, block: u64, stop: &Stop) -> Result<bool> {
+        if self.segment.certain.contains(within) {
+            return Ok(true);
+        }
         let base = self.base.content(&self.segment.base, within, block)?;
         let target = self.target.content(&self.segment.target, within, block)?;
         match judge(base, target, &self.zeros) {

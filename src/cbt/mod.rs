@@ -27,7 +27,7 @@ pub use physical::PhysicalDiff;
 pub use runs::{RunSource, Step, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
 pub use scrub::{Finding, Progress, scrub};
-pub use segment::{MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS, write_union};
+pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, write_union};
 pub use written::{NewMaps, write_written};
 
 /// What this room returns.

@@ -15,8 +15,9 @@ use super::{BlockHash, Result};
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 use crate::sys::{self, Context};
 
-/// Bytes read at once for hashing; a larger block is read whole.
-const READ: u64 = 1 << 20;
+/// Bytes read at once for hashing: enough to fill all lanes twice, and still in the core's own cache when
+/// they are hashed. A larger block is read whole.
+const READ: u64 = 128 << 10;
 
 /// Bytes of a copy that one core hashes at once.
 const PARALLEL: usize = 256 << 10;

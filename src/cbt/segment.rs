@@ -15,13 +15,15 @@ use crate::sys::{Context, durable};
 pub const SEGMENT_BLOCKS: u64 = 1 << 22;
 
 const MAGIC: [u8; 8] = *b"dpathmap";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// Flag of a map whose members all differ.
+const EXACT: u32 = 1;
 const CHECKSUM: usize = 32;
 /// index u32, length u32, offset u64, checksum.
 const ENTRY: usize = 16 + CHECKSUM;
 const ID: usize = 40;
-/// magic 8, version u32, block size u32, blocks u64, segments u64, base id 40, checksum.
-const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + ID + CHECKSUM;
+/// magic 8, version u32, block size u32, blocks u64, segments u64, flags u32, base id 40, checksum.
+const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + 4 + ID + CHECKSUM;
 
 /// What a whole map is about.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,8 +32,17 @@ pub struct MapHeader {
     pub block_size: BlockSize,
     /// The capacity of the snapshot in blocks; no member is at or past it.
     pub blocks: u64,
-    /// The other snapshot that a `changed` set compares with.
-    pub relative_to: Option<SnapshotId>,
+    /// What a `changed` set compares with.
+    pub relative_to: Option<Relation>,
+}
+
+/// What a `changed` set is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Relation {
+    /// The other snapshot.
+    pub snapshot: SnapshotId,
+    /// Whether all members differ from it; else they may. All others are the same either way.
+    pub exact: bool,
 }
 
 /// A set of blocks in a file: payloads, then a table of them, then a trailer.
@@ -41,7 +52,8 @@ pub struct MapHeader {
 ///               the start of the segment; empty segments are not stored
 /// table         index u32, length u32, offset u64, BLAKE3 of the payload; a row a payload
 /// trailer       "dpathmap", version u32, block size u32, blocks u64, rows u64,
-///               id of the other snapshot (40 bytes, zero padded), BLAKE3 of table and trailer
+///               flags u32 (1: every member differs, not only may), id of the other snapshot (40 bytes,
+///               zero padded), BLAKE3 of table and trailer
 /// ```
 ///
 /// Numbers are little-endian. Segments, because an answer must start before the whole map is read and
@@ -85,6 +97,7 @@ impl MapFile {
         let block_size = u32::from_le_bytes(fields.take());
         let blocks = u64::from_le_bytes(fields.take());
         let rows = u64::from_le_bytes(fields.take());
+        let flags = u32::from_le_bytes(fields.take());
         let relative_to = parse_id(&fields.take::<ID>());
         let table_length = rows.checked_mul(ENTRY as u64).filter(|bytes| *bytes <= trailer_at);
         let Some(table_length) = table_length else {
@@ -102,6 +115,7 @@ impl MapFile {
             return Err(Error::damaged(path, "its trailer holds impossible values"));
         };
         let table = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
+        let relative_to = relative_to.map(|snapshot| Relation { snapshot, exact: flags & EXACT != 0 });
         Ok(MapFile {
             file,
             path: path.to_owned(),
@@ -123,6 +137,11 @@ impl MapFile {
     /// The segments that hold members, ascending.
     pub fn indexes(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter().map(|entry| entry.index)
+    }
+
+    /// Whether all members differ from the other snapshot that the header names.
+    pub fn is_exact(&self) -> bool {
+        self.header.relative_to.as_ref().is_some_and(|relation| relation.exact)
     }
 
     /// One segment's members, counted from its start. Empty where nothing is stored.
@@ -293,7 +312,9 @@ impl MapWriter {
         bytes.extend(self.header.blocks.to_le_bytes());
         bytes.extend((self.table.len() as u64).to_le_bytes());
         let mut id = [0; ID];
-        if let Some(snapshot) = &self.header.relative_to {
+        let exact = self.header.relative_to.as_ref().is_some_and(|relation| relation.exact);
+        bytes.extend(if exact { EXACT } else { 0 }.to_le_bytes());
+        if let Some(Relation { snapshot, .. }) = &self.header.relative_to {
             id[..snapshot.as_str().len()].copy_from_slice(snapshot.as_str().as_bytes());
         }
         bytes.extend(id);

@@ -1,6 +1,8 @@
 //! Hashing behind: CreateSnapshot returns with blocks that are still to be hashed (`pending.map`), and one
-//! thread with helpers of low priority hashes them afterwards. What clients are told does not depend on
-//! it: a block that is not hashed is compared by its bytes.
+//! thread with helpers of low priority hashes them afterwards. Then it compares the blocks that may have
+//! changed (`changed.map`) and keeps those that did, so that a delta only reads what was found. What clients
+//! are told does not depend on any of it: a block that is not hashed is compared by its bytes, one that is
+//! not compared by its hash.
 //!
 //! The queue is in memory only. What it is made of, the `pending` maps, is on disk, and read again at
 //! start.
@@ -8,7 +10,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
@@ -16,7 +18,9 @@ use super::locks::Key;
 use super::maps::header;
 use super::{Driver, Error, Result};
 use crate::base::{ObjectDir, SnapshotId, Stop};
-use crate::cbt::{self, Allocation, HashFile, HashReader, MapFile, MapWriter, ToHash};
+use crate::cbt::{
+    self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, Step, ToHash,
+};
 use crate::store::SnapshotRecord;
 use crate::sys::{self, Context, durable};
 
@@ -52,10 +56,11 @@ impl Hashing {
         self.state().left.values().sum()
     }
 
-    /// Takes a snapshot into the queue, if anything of it is to be hashed.
+    /// Takes a snapshot into the queue, with so many bytes to be hashed; none where it is to be compared
+    /// only.
     pub(super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
         let mut state = self.state();
-        if bytes > 0 && state.left.insert(record.id.clone(), bytes).is_none() {
+        if record.tracking && state.left.insert(record.id.clone(), bytes).is_none() {
             state.queue.push_back(record.id.clone());
             self.wake.notify_all();
         }
@@ -162,7 +167,10 @@ impl Driver {
             if start {
                 let line: Vec<_> = self.store.read(|index| index.line(&volume).cloned().collect());
                 for record in line.iter().filter(|record| record.tracking) {
-                    self.hashing.add(record, self.pending_bytes(record));
+                    let bytes = self.pending_bytes(record);
+                    if bytes > 0 || self.is_to_compare(record) {
+                        self.hashing.add(record, bytes);
+                    }
                 }
             }
             if self.store.read(|index| index.line(&volume).any(|record| index.retained(&record.id).is_some()))
@@ -202,6 +210,7 @@ impl Driver {
             drop(chain);
             drop(doomed);
             if step.left == 0 {
+                helpers.install(|| self.compare(&record))?;
                 break;
             }
         }
@@ -209,7 +218,55 @@ impl Driver {
         Ok(())
     }
 
-    fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Step> {
+    /// Whether what may have changed in a snapshot was never compared.
+    fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
+        let changed = MapFile::open(&self.store.snapshot_dir(record).changed());
+        changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
+    }
+
+    /// Keeps in `changed` what differs from the parent. Both are hashed; where the parent is not, or not
+    /// there, `changed` stays as it is.
+    ///
+    /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
+    /// 2. Rename it over the old one: both tell the same changes, one more than there are.
+    fn compare(&self, record: &SnapshotRecord) -> Result<()> {
+        let dir = self.store.snapshot_dir(record);
+        let Ok(changed) = MapFile::open(&dir.changed()) else { return Ok(()) };
+        let Some(relation) = changed.header().relative_to.clone().filter(|relation| !relation.exact) else {
+            return Ok(());
+        };
+        let Some(parent) = self.store.read(|index| index.known(&relation.snapshot)) else { return Ok(()) };
+        if self.pending_bytes(&parent) > 0 {
+            return Ok(());
+        }
+        let exact = Relation { exact: true, ..relation.clone() };
+        let header = MapHeader { relative_to: Some(exact), ..changed.header().clone() };
+        let fresh = dir.changed().with_extension("map.compared");
+        durable::remove(&fresh)?;
+        let mut writer = MapWriter::create(&fresh, header)?;
+        let sides = (self.side(&parent)?, self.side(record)?);
+        let mut scan = DeltaScan::new(sides.0, sides.1, Some(vec![changed]), 0);
+        loop {
+            match scan.next_run(&self.hashing.stop, Instant::now() + TURN)? {
+                Step::Run(run) => writer.insert(run)?,
+                Step::Pause => {}
+                Step::End => break,
+            }
+        }
+        writer.finish()?;
+        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        // A deletion may have merged another map into it, or moved it.
+        let dir = self.store.snapshot_dir(record);
+        let fresh = dir.changed().with_extension("map.compared");
+        match MapFile::open(&dir.changed()) {
+            Ok(now) if now.header().relative_to.as_ref() == Some(&relation) && fresh.exists() => {
+                Ok(durable::rename(&fresh, &dir.changed())?)
+            }
+            _ => Ok(durable::remove(&fresh)?),
+        }
+    }
+
+    fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Rest> {
         let stop = &self.hashing.stop;
         let dir = self.store.snapshot_dir(record);
         let path = dir.data();
@@ -224,7 +281,7 @@ impl Driver {
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let to_hash = ToHash { data: &data, data_path: &path, size: record.block_size, hashes: &hashes };
         let mut parent = self.hashed_parent(&dir);
-        let mut step = Step { left: 0, rest: Vec::new(), record: record.clone() };
+        let mut step = Rest { left: 0, rest: Vec::new(), record: record.clone() };
         let mut done = 0;
         for index in pending.indexes() {
             let members = match pending.segment(index) {
@@ -252,7 +309,7 @@ impl Driver {
     /// The snapshot that `changed` compares with, if its hashes are there to be taken over.
     fn hashed_parent(&self, dir: &ObjectDir) -> Option<HashedParent> {
         let changed = MapFile::open(&dir.changed()).ok()?;
-        let id = changed.header().relative_to.clone()?;
+        let id = changed.header().relative_to.clone()?.snapshot;
         let parent = self.store.read(|index| index.known(&id))?;
         let dir = self.store.snapshot_dir(&parent);
         // `pending` before the hashes, as everywhere.
@@ -285,14 +342,14 @@ impl HashedParent {
 }
 
 /// What one step leaves to be hashed.
-struct Step {
+struct Rest {
     record: SnapshotRecord,
     /// In bytes.
     left: u64,
     rest: Vec<(u32, RoaringBitmap)>,
 }
 
-impl Step {
+impl Rest {
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
         durable::remove(&fresh)?;

@@ -8,7 +8,7 @@ use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
 use crate::cbt::{
     self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, NewMaps,
-    PhysicalDiff, scan_allocated, write_changed, write_union, write_written,
+    PhysicalDiff, Relation, scan_allocated, write_changed, write_union, write_written,
 };
 use crate::pool::{self, Bytes, Changes};
 use crate::store::{SnapshotRecord, Source, VolumeRecord};
@@ -141,7 +141,7 @@ impl Driver {
     fn write_maps_from(&self, new: &NewSnapshot, data: &File, parent: &Parent) -> Result<bool> {
         let NewSnapshot { draft, record, .. } = new;
         let (stop, path) = (Stop::default(), draft.data());
-        let linked_to = parent.linked.then(|| parent.id.clone());
+        let linked_to = parent.linked.then(|| Relation { snapshot: parent.id.clone(), exact: false });
         let changed_header = MapHeader { relative_to: linked_to, ..header(record) };
         let scan = || {
             scan_allocated(data, &path, &draft.allocated(), header(record), &stop)?;

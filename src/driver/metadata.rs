@@ -148,7 +148,7 @@ impl Driver {
         }
     }
 
-    fn side(&self, record: &SnapshotRecord) -> Result<Side> {
+    pub(super) fn side(&self, record: &SnapshotRecord) -> Result<Side> {
         let deleted = self.store.read(|index| index.snapshot(&record.id).is_none());
         let dir = self.store.snapshot_dir(record);
         self.healed(record, || Side::open(&dir, deleted)).map_err(|error| gone_or(error, record))
@@ -218,7 +218,7 @@ impl Driver {
                 Err(error) => return Err(error.into()),
             };
             let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
-            let before = self.store.read(|index| index.known(&before));
+            let before = self.store.read(|index| index.known(&before.snapshot));
             let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {
                 return Ok(None);
             };

@@ -8,7 +8,7 @@ use super::maps::NewSnapshot;
 use super::volumes::check_name;
 use super::{Driver, Error, Result, SnapshotParameters};
 use crate::base::{GroupId, SnapshotId, Stop};
-use crate::cbt::{self, MapFile, MapHeader};
+use crate::cbt::{self, MapFile, MapHeader, Relation};
 use crate::store::{SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
 use crate::sys::{Context, durable};
 
@@ -172,15 +172,19 @@ impl Driver {
         let Some(next) = next else { return Ok(()) };
         let next_dir = self.store.snapshot_dir(&next);
         let theirs = MapFile::open(&next_dir.changed())?;
-        if theirs.header().relative_to.as_ref() != Some(&gone.id) {
+        if theirs.header().relative_to.as_ref().is_none_or(|relation| relation.snapshot != gone.id) {
             return Ok(());
         }
         let ours = MapFile::open(&self.store.snapshot_dir(gone).changed())?;
-        let header = MapHeader { relative_to: ours.header().relative_to.clone(), ..theirs.header().clone() };
+        // What changed twice may be as it was: no longer exact.
+        let relative_to = ours.header().relative_to.clone();
+        let relative_to = relative_to.map(|relation| Relation { exact: false, ..relation });
+        let header = MapHeader { relative_to, ..theirs.header().clone() };
         let fresh = next_dir.changed().with_extension("map.new");
         durable::remove(&fresh)?;
         cbt::write_union(&fresh, header, &[&ours, &theirs], &Stop::default())?;
         durable::rename(&fresh, &next_dir.changed())?;
+        self.hashing.add(&next, self.pending_bytes(&next));
         Ok(())
     }
 }

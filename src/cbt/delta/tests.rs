@@ -1,5 +1,5 @@
 use super::super::hash::hash_block;
-use super::super::segment::{MapHeader, MapWriter, SEGMENT_BLOCKS};
+use super::super::segment::{MapHeader, MapWriter, Relation, SEGMENT_BLOCKS};
 use std::time::Duration;
 
 use super::*;
@@ -75,8 +75,13 @@ fn write_map(path: &std::path::Path, header: &MapHeader, blocks: &[u64]) {
 }
 
 fn changed(dir: &std::path::Path, blocks: &[u64]) -> MapFile {
+    changed_since(dir, blocks, None)
+}
+
+fn changed_since(dir: &std::path::Path, blocks: &[u64], exact: Option<bool>) -> MapFile {
     let path = dir.join(SnapshotId::random().expect("id").as_str());
-    let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to: None };
+    let relative_to = exact.map(|exact| Relation { snapshot: SnapshotId::random().expect("id"), exact });
+    let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to };
     write_map(&path, &header, blocks);
     MapFile::open(&path).expect("open")
 }
@@ -218,4 +223,29 @@ fn a_base_without_its_data_answers_from_hashes() {
     let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, 0);
     let until = Instant::now() + Duration::from_secs(60);
     assert!(matches!(scan.next_run(&Stop::default(), until), Err(Error::Lost { .. })));
+}
+
+/// What one exact step of the way says is believed without a look; what several say, or one that is not
+/// exact, is compared. Both snapshots hold the same, so that a look finds nothing.
+#[test]
+fn only_what_an_exact_step_alone_says_is_believed() {
+    let blocks: Vec<(u64, Option<u8>)> = (0..10).map(|block| (block, Some(1))).collect();
+    let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&blocks, &[], None));
+    type Steps<'s> = &'s [(&'s [u64], bool)];
+    let cases: [(&str, Steps<'_>, &[(u64, u64)]); 5] = [
+        ("one that is not exact", &[(&[1, 2], false)], &[]),
+        ("one that is", &[(&[1, 2], true)], &[(1, 3)]),
+        ("two that are, of different blocks", &[(&[1], true), (&[3], true)], &[(1, 2), (3, 4)]),
+        ("changed in both, perhaps back", &[(&[1, 2], true), (&[2], true)], &[(1, 2)]),
+        (
+            "changed in three, and in one that is not exact",
+            &[(&[1, 2], true), (&[1, 4], true), (&[5], false)],
+            &[(2, 3), (4, 5)],
+        ),
+    ];
+    for (name, steps, expected) in cases {
+        let maps = steps.iter().map(|(blocks, exact)| changed_since(base.dir.path(), blocks, Some(*exact)));
+        let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps.collect()), 0);
+        assert_eq!(runs(&mut scan), expected, "{name}");
+    }
 }
