@@ -2,6 +2,7 @@
 //! driver about them.
 
 use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::OnceCell;
@@ -106,27 +107,31 @@ pub(super) struct Change {
 pub(super) struct Lab {
     pub plugin: Plugin,
     patience: Duration,
-    pair: OnceCell<Prepared<Pair>>,
-    restored: OnceCell<Prepared<Restored>>,
-    expanded: OnceCell<Prepared<Change>>,
-    between: OnceCell<Prepared<Change>>,
+    pair: OnceCell<Pair>,
+    restored: OnceCell<Restored>,
+    expanded: OnceCell<Change>,
+    between: OnceCell<Change>,
+    /// What could not be prepared; it is not tried for each case again.
+    failed: Mutex<Vec<(Need, NotReady)>>,
 }
 
-/// Fills a cell once, within the time that a case has.
-async fn fill<T>(cell: &OnceCell<Prepared<T>>, patience: Duration, make: impl Future<Output = Prepared<T>>) {
-    let made = cell.get_or_init(|| async {
+/// Fills a cell that is empty, within the time that a case has.
+async fn fill<T>(
+    cell: &OnceCell<T>,
+    patience: Duration,
+    make: impl Future<Output = Prepared<T>>,
+) -> Prepared<()> {
+    if cell.get().is_none() {
         let late = || Wrong::new(format!("no end within {} s", patience.as_secs()));
-        tokio::time::timeout(patience, make).await.unwrap_or_else(|_| Err(late().into()))
-    });
-    made.await;
+        let made = tokio::time::timeout(patience, make).await.map_err(|_| late())??;
+        // Cases run one after another: it is empty still.
+        let _ = cell.set(made);
+    }
+    Ok(())
 }
 
-fn take<T>(cell: &OnceCell<Prepared<T>>) -> Result<&T, Wrong> {
-    match cell.get() {
-        Some(Ok(made)) => Ok(made),
-        Some(Err(NotReady::Failed(wrong))) => Err(wrong.clone()),
-        _ => Err(Wrong::new("a case uses what it does not say that it needs")),
-    }
+fn take<T>(cell: &OnceCell<T>) -> Result<&T, Wrong> {
+    cell.get().ok_or_else(|| Wrong::new("a case uses what it does not say that it needs"))
 }
 
 impl Lab {
@@ -138,37 +143,46 @@ impl Lab {
             restored: OnceCell::new(),
             expanded: OnceCell::new(),
             between: OnceCell::new(),
+            failed: Mutex::default(),
         }
     }
 
     /// Prepares what a case needs. What comes back, if anything, is the case's outcome.
     pub async fn prepare(&self, needs: &[Need]) -> Option<Judged> {
         for need in needs {
-            let failed = match need {
-                Need::Pair => {
-                    fill(&self.pair, self.patience, history::pair(self)).await;
-                    self.pair.get().and_then(|made| made.as_ref().err())
-                }
-                Need::Restored => {
-                    fill(&self.restored, self.patience, history::restored(self)).await;
-                    self.restored.get().and_then(|made| made.as_ref().err())
-                }
-                Need::Expanded => {
-                    fill(&self.expanded, self.patience, history::expanded(self)).await;
-                    self.expanded.get().and_then(|made| made.as_ref().err())
-                }
-                Need::Between => {
-                    fill(&self.between, self.patience, history::between(self)).await;
-                    self.between.get().and_then(|made| made.as_ref().err())
-                }
+            let known = self.failed().iter().find(|(failed, _)| failed == need).map(|(_, why)| why.clone());
+            let why = match known {
+                Some(why) => why,
+                None => match self.fill(*need).await {
+                    Ok(()) => continue,
+                    Err(why) => {
+                        // A driver that was away may be back for the next case.
+                        if !matches!(&why, NotReady::Failed(wrong) if wrong.is_silence()) {
+                            self.failed().push((*need, why.clone()));
+                        }
+                        why
+                    }
+                },
             };
-            match failed {
-                None => {}
-                Some(NotReady::Skip(why)) => return Some(Ok(Verdict::Skip(why.clone()))),
-                Some(NotReady::Failed(wrong)) => return Some(Err(wrong.clone().at("preparing"))),
-            }
+            return Some(match why {
+                NotReady::Skip(why) => Ok(Verdict::Skip(why)),
+                NotReady::Failed(wrong) => Err(wrong.at("preparing")),
+            });
         }
         None
+    }
+
+    async fn fill(&self, need: Need) -> Prepared<()> {
+        match need {
+            Need::Pair => fill(&self.pair, self.patience, history::pair(self)).await,
+            Need::Restored => fill(&self.restored, self.patience, history::restored(self)).await,
+            Need::Expanded => fill(&self.expanded, self.patience, history::expanded(self)).await,
+            Need::Between => fill(&self.between, self.patience, history::between(self)).await,
+        }
+    }
+
+    fn failed(&self) -> MutexGuard<'_, Vec<(Need, NotReady)>> {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn pair(&self) -> Result<&Pair, Wrong> {

@@ -13,7 +13,9 @@ use super::report::{Outcome, Report};
 use crate::client::Question;
 
 /// How long a driver may take to answer a Probe before it counts as gone.
-const PULSE: Duration = Duration::from_secs(10);
+const PULSE: Duration = Duration::from_secs(30);
+/// How long threads may take to let go of devices.
+const REST: Duration = Duration::from_secs(10);
 /// How long taking one thing away may take at most.
 const CLEAN_UP: Duration = Duration::from_secs(60);
 
@@ -56,7 +58,7 @@ pub(super) async fn run(
         }
         report.add(Outcome::of(case, judged, started.elapsed()));
     }
-    at_rest(PULSE).await;
+    at_rest(REST).await;
     tokio::select! {
         left = lab.plugin.ledger().clean_up(&lab.plugin, patience.min(CLEAN_UP)) => report.left_behind = left,
         _ = signals.wait_for(|count| *count >= 2) => {
