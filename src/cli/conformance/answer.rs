@@ -69,12 +69,17 @@ impl Answer {
     }
 }
 
-/// A question as a person would write it.
-pub(super) fn name(question: &Question, options: &Options) -> String {
-    let call = match question {
+/// The RPC that answers a question.
+pub(super) fn call_of(question: &Question) -> &'static str {
+    match question {
         Question::Allocated { .. } => "GetMetadataAllocated",
         Question::Delta { .. } => "GetMetadataDelta",
-    };
+    }
+}
+
+/// A question as a person would write it.
+pub(super) fn name(question: &Question, options: &Options) -> String {
+    let call = call_of(question);
     format!("{call} (starting_offset {}, max_results {})", options.offset, options.max_results)
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::sync::OnceCell;
 
-use super::answer::Answer;
+use super::answer::{Answer, call_of};
 use super::case::{Judged, Verdict, Wrong};
 use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
@@ -116,14 +116,10 @@ pub(super) struct Lab {
 }
 
 /// Fills a cell that is empty, within the time that a case has.
-async fn fill<T>(
-    cell: &OnceCell<T>,
-    patience: Duration,
-    make: impl Future<Output = Prepared<T>>,
-) -> Prepared<()> {
+async fn fill<T>(cell: &OnceCell<T>, lab: &Lab, make: impl Future<Output = Prepared<T>>) -> Prepared<()> {
     if cell.get().is_none() {
-        let late = || Wrong::new(format!("no end within {} s", patience.as_secs()));
-        let made = tokio::time::timeout(patience, make).await.map_err(|_| late())??;
+        let made = tokio::time::timeout(lab.patience, make).await;
+        let made = made.map_err(|_| lab.plugin.late(lab.patience))??;
         // Cases run one after another: it is empty still.
         let _ = cell.set(made);
     }
@@ -174,10 +170,10 @@ impl Lab {
 
     async fn fill(&self, need: Need) -> Prepared<()> {
         match need {
-            Need::Pair => fill(&self.pair, self.patience, history::pair(self)).await,
-            Need::Restored => fill(&self.restored, self.patience, history::restored(self)).await,
-            Need::Expanded => fill(&self.expanded, self.patience, history::expanded(self)).await,
-            Need::Between => fill(&self.between, self.patience, history::between(self)).await,
+            Need::Pair => fill(&self.pair, self, history::pair(self)).await,
+            Need::Restored => fill(&self.restored, self, history::restored(self)).await,
+            Need::Expanded => fill(&self.expanded, self, history::expanded(self)).await,
+            Need::Between => fill(&self.between, self, history::between(self)).await,
         }
     }
 
@@ -232,6 +228,7 @@ impl Lab {
 
     /// An answer, however it ends.
     pub async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
+        self.plugin.calls(call_of(question));
         Answer::read(&mut self.plugin.client(), question, options).await
     }
 

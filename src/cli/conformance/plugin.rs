@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::case::Wrong;
@@ -21,6 +22,7 @@ pub(super) const AGAIN: Duration = Duration::from_millis(200);
 macro_rules! call {
     ($plugin:expr, $service:ident.$method:ident, $name:literal, $request:expr) => {
         loop {
+            $plugin.calls($name);
             match $plugin.client().$service.$method($request.clone()).await {
                 Err(status) if status.code() == tonic::Code::Aborted => {
                     tokio::time::sleep($crate::cli::conformance::plugin::AGAIN).await;
@@ -59,6 +61,7 @@ pub(super) struct Plugin {
     ledger: Ledger,
     /// Begins the names of all that is made.
     pub(super) run: String,
+    last_call: Mutex<&'static str>,
 }
 
 /// A volume that the suite made.
@@ -73,7 +76,26 @@ pub(super) struct Volume {
 
 impl Plugin {
     pub fn new(socket: &Path, client: Client, claims: Claims, settings: Settings, run: String) -> Self {
-        Plugin { socket: socket.to_owned(), client, claims, settings, ledger: Ledger::default(), run }
+        Plugin {
+            socket: socket.to_owned(),
+            client,
+            claims,
+            settings,
+            ledger: Ledger::default(),
+            run,
+            last_call: Mutex::new("none"),
+        }
+    }
+
+    /// Notes the call that is made, for whoever waits for its end.
+    pub fn calls(&self, call: &'static str) {
+        *self.last_call.lock().unwrap_or_else(PoisonError::into_inner) = call;
+    }
+
+    /// That nothing ended in time, and where.
+    pub fn late(&self, patience: Duration) -> Wrong {
+        let call = *self.last_call.lock().unwrap_or_else(PoisonError::into_inner);
+        Wrong::new(format!("no end within {} s; the last call was {call}", patience.as_secs()))
     }
 
     /// All that was made and is not deleted yet.

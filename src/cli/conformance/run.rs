@@ -76,9 +76,8 @@ async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
             return judged;
         }
         tracing::info!(case = case.name, "runs");
-        let late =
-            || format!("no end within {} s: the driver hangs, or --timeout is short", patience.as_secs());
-        tokio::time::timeout(patience, (case.run)(lab)).await.unwrap_or_else(|_| Err(Wrong::new(late())))
+        let ended = tokio::time::timeout(patience, (case.run)(lab)).await;
+        ended.unwrap_or_else(|_| Err(lab.plugin.late(patience)))
     };
     let ended = AssertUnwindSafe(prepared_and_run).catch_unwind().await;
     ended.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))

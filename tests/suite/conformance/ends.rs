@@ -86,7 +86,7 @@ async fn a_call_that_hangs_ends_with_its_time() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, report) = run_broken(&rig, Fault::SnapshotHangs, &["delta-served"], "5").await;
     assert_eq!(code, Some(1));
-    assert_eq!(verdicts["delta-served"].1, "preparing: no end within 5 s");
+    assert_eq!(verdicts["delta-served"].1, "preparing: no end within 5 s; the last call was CreateSnapshot");
     let left = report["left_behind"].as_array().expect("a list");
     assert!(
         left.len() == 1 && left[0].as_str().is_some_and(|left| left.starts_with("snapshot ")),

@@ -143,12 +143,12 @@ const ALLOWED: &[(Fault, &[&str])] = &[
 
 /// A few faults at a time; what went otherwise than the table says.
 async fn each_is_seen(table: &[(Fault, &[&str])], verdict: &str, code: i32) {
-    let rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "warn").await;
+    let rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "info").await;
     let runs = table.iter().map(|(fault, cases)| {
         let rig = &rig;
         async move {
             let hangs = matches!(fault, Fault::StreamsHang | Fault::NegativeBoundSpins);
-            let timeout = if hangs { "10" } else { "60" };
+            let timeout = if hangs { "10" } else { "180" };
             (fault, *cases, run_broken(rig, *fault, cases, timeout).await)
         }
     });
