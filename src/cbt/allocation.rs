@@ -136,11 +136,36 @@ impl AllocatedScan {
                 let (start, end) = (u64::from(*run.start()), u64::from(*run.end()) + 1);
                 return Ok(Some(BlockRange { start: self.base + start, end: self.base + end }));
             }
-            stop.check()?;
-            let Some(index) = self.indexes.next() else { return Ok(None) };
-            self.base = segment_range(index).start;
-            self.members = from_block(self.map.segment(index)?, index, self.start).into_iter();
+            if !self.load_next_segment(stop)? {
+                return Ok(None);
+            }
         }
+    }
+
+    /// Hands out blocks one by one, ascending, `most` of them or all that are left. `Ok(false)` when no more
+    /// will follow.
+    pub fn next_blocks(&mut self, most: usize, stop: &Stop, mut put: impl FnMut(u64)) -> Result<bool> {
+        let mut buffer = [0; 512];
+        let mut left = most;
+        while left > 0 {
+            let room = left.min(buffer.len());
+            let members = self.members.next_many(&mut buffer[..room]);
+            left -= members.len();
+            members.iter().for_each(|within| put(self.base + u64::from(*within)));
+            if members.is_empty() && !self.load_next_segment(stop)? {
+                return Ok(false);
+            }
+        }
+        // A stored segment is never empty.
+        Ok(self.members.len() > 0 || self.indexes.len() > 0)
+    }
+
+    fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
+        stop.check()?;
+        let Some(index) = self.indexes.next() else { return Ok(false) };
+        self.base = segment_range(index).start;
+        self.members = from_block(self.map.segment(index)?, index, self.start).into_iter();
+        Ok(true)
     }
 }
 

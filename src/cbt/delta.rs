@@ -8,7 +8,7 @@ use std::time::Instant;
 use roaring::RoaringBitmap;
 
 use super::allocation::{Allocation, from_block};
-use super::hash::zero_hash;
+use super::hash::{hash_block, zero_hash};
 use super::hashfile::{HashFile, HashReader};
 use super::runs::Step;
 use super::segment::{MapFile, SEGMENT_BLOCKS, all_indexes, locate, segment_range};
@@ -138,13 +138,18 @@ enum Verdict {
     Read,
 }
 
+impl Content {
+    fn hash(self, zeros: &BlockHash) -> Option<BlockHash> {
+        match self {
+            Content::Hole => Some(*zeros),
+            Content::Hashed(hash) => Some(hash),
+            Content::NotHashed => None,
+        }
+    }
+}
+
 fn judge(base: Content, target: Content, zeros: &BlockHash) -> Verdict {
-    let hash = |content| match content {
-        Content::Hole => Some(*zeros),
-        Content::Hashed(hash) => Some(hash),
-        Content::NotHashed => None,
-    };
-    match (hash(base), hash(target)) {
+    match (base.hash(zeros), target.hash(zeros)) {
         (Some(base), Some(target)) if base == target => Verdict::Same,
         (Some(_), Some(_)) => Verdict::Differs,
         _ => Verdict::Read,
@@ -327,10 +332,19 @@ impl DeltaScan {
             Verdict::Differs => Ok(true),
             Verdict::Read => {
                 stop.check()?;
-                let base = self.base.read(block, self.size, &mut self.buffers.0)?;
-                let target = self.target.read(block, self.size, &mut self.buffers.1)?;
-                // Deleted before it was hashed: the one case in which too much may be reported.
-                Ok(!base || !target || self.buffers.0 != self.buffers.1)
+                let base_is_read = self.base.read(block, self.size, &mut self.buffers.0)?;
+                let target_is_read = self.target.read(block, self.size, &mut self.buffers.1)?;
+                if base_is_read && target_is_read {
+                    return Ok(self.buffers.0 != self.buffers.1);
+                }
+                // The data of one is gone. If it was hashed before, its hash tells; if not, it equals nothing:
+                // the one case in which too much may be reported.
+                let hash = |content: Content, is_read, bytes: &[u8]| match is_read {
+                    true => Some(hash_block(bytes)),
+                    false => content.hash(&self.zeros),
+                };
+                let base = hash(base, base_is_read, &self.buffers.0);
+                Ok(base.is_none() || base != hash(target, target_is_read, &self.buffers.1))
             }
         }
     }

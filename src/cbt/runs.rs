@@ -59,9 +59,13 @@ impl Tuples {
         stop: &Stop,
         until: Instant,
     ) -> Result<bool> {
-        match self.fixed {
-            true => self.list(most, tuples, stop, until),
-            false => self.join(most, tuples, stop, until),
+        match (self.fixed, &mut self.source) {
+            (true, RunSource::Allocated(scan)) => {
+                let block = |start| BlockRange { start, end: start + 1 }.bytes(self.size);
+                scan.next_blocks(most, stop, |start| tuples.push(block(start)))
+            }
+            (true, RunSource::Delta(_)) => self.list(most, tuples, stop, until),
+            (false, _) => self.join(most, tuples, stop, until),
         }
     }
 

@@ -1,8 +1,8 @@
 //! The SnapshotMetadata service (KEP-3314; CSI spec, "Snapshot Metadata Service RPCs").
 //!
-//! A stream is pulled: the transport asks for a message when the client has room for one, and only
-//! then a blocking thread works, for that one message. So a slow client parks no thread, and a
-//! client that is gone drops the stream, which stops the work under way.
+//! A stream is pulled: when the transport takes a message, for the client has room for one, a blocking
+//! thread makes the next, and no more. So the next is made while one is encoded, a slow client parks no
+//! thread, and a client that is gone drops the stream, which stops the work under way.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 
 use futures_util::Stream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::{JoinError, JoinHandle};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Response, Status, async_trait};
+use tracing::Span;
 
 use super::decode::{encode_style, wire_bytes};
 use super::proto::{self, snapshot_metadata_server::SnapshotMetadata};
@@ -61,22 +63,22 @@ impl SnapshotMetadataService {
         };
         call._place = Some(place);
         let driver = self.driver.clone();
-        let opened = blocking(&self.working, &call, move || open(&driver)).await;
+        let opened = blocking(self.working.clone(), call.rpc.span.clone(), move || open(&driver)).await;
         let stream = match opened {
             Ok(stream) => stream,
             Err(status) => return Err(call.fail(status)),
         };
-        let state = (Some((stream, call)), self.working.clone());
+        let header = (encode_style(stream.style()), wire_bytes(stream.capacity()));
+        let next = next_message(&self.working, &call, stream);
+        let state = (Some((next, call)), self.working.clone());
         let messages = futures_util::stream::unfold(state, move |(state, working)| async move {
-            let (mut stream, mut call) = state?;
-            let stop = call.stop.clone();
-            let work = move || stream.next_message(&stop).map(|message| (stream, message));
-            match blocking(&working, &call, work).await {
+            let (next, mut call) = state?;
+            match next.await.unwrap_or_else(|error| Err(panicked(error))) {
                 Ok((stream, Some(tuples))) => {
+                    let next = next_message(&working, &call, stream);
                     call.count(&tuples);
-                    let style = encode_style(stream.style());
-                    let message = encode(style, wire_bytes(stream.capacity()), encode_tuples(tuples));
-                    Some((Ok(message), (Some((stream, call)), working)))
+                    let message = encode(header.0, header.1, encode_tuples(tuples));
+                    Some((Ok(message), (Some((next, call)), working)))
                 }
                 Ok((_, None)) => {
                     call.end(Code::Ok, None);
@@ -131,14 +133,28 @@ impl Drop for Call {
     }
 }
 
+/// A stream with its next message.
+type Next = Result<(MetadataStream, Option<Vec<ByteRange>>), Status>;
+
+/// Starts making the next message. It is dropped unread, and its work stopped, when the call is.
+fn next_message(working: &Arc<Semaphore>, call: &Call, mut stream: MetadataStream) -> JoinHandle<Next> {
+    let stop = call.stop.clone();
+    let work = move || stream.next_message(&stop).map(|message| (stream, message));
+    tokio::spawn(blocking(working.clone(), call.rpc.span.clone(), work))
+}
+
+fn panicked(error: JoinError) -> Status {
+    tracing::error!(%error, "a stream panicked");
+    Status::internal("the stream failed inside the driver; its log says where")
+}
+
 /// Does one message's work in a blocking thread, when one of the working places is free.
 async fn blocking<T: Send + 'static>(
-    working: &Arc<Semaphore>,
-    call: &Call,
+    working: Arc<Semaphore>,
+    span: Span,
     work: impl FnOnce() -> DriverResult<T> + Send + 'static,
 ) -> Result<T, Status> {
-    let span = call.rpc.span.clone();
-    let Ok(turn) = working.clone().acquire_owned().await else {
+    let Ok(turn) = working.acquire_owned().await else {
         return Err(Status::unavailable("the driver is shutting down"));
     };
     let task = tokio::task::spawn_blocking(move || {
@@ -146,10 +162,7 @@ async fn blocking<T: Send + 'static>(
         let _entered = span.enter();
         work().map_err(|error| status(&error))
     });
-    task.await.unwrap_or_else(|error| {
-        tracing::error!(%error, "a stream panicked");
-        Err(Status::internal("the stream failed inside the driver; its log says where"))
-    })
+    task.await.unwrap_or_else(|error| Err(panicked(error)))
 }
 
 fn encode_tuples(tuples: Vec<ByteRange>) -> Vec<proto::BlockMetadata> {

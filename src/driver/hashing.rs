@@ -194,9 +194,13 @@ impl Driver {
     fn hash_snapshot(&self, id: &SnapshotId, helpers: &rayon::ThreadPool) -> Result<()> {
         let known = || self.store.read(|index| index.known(id));
         while let Some(record) = known() {
+            let dir = self.store.snapshot_dir(&record);
             let step = match self.hash_step(&record, helpers) {
                 // Deleted, or moved by its deletion, meanwhile.
-                Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error)) if error.is_not_found() => {
+                Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error))
+                    if error.is_not_found() && !dir.path().exists() =>
+                {
+                    self.hashing.stop.check()?;
                     continue;
                 }
                 step => step?,
@@ -269,6 +273,11 @@ impl Driver {
     fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Rest> {
         let stop = &self.hashing.stop;
         let dir = self.store.snapshot_dir(record);
+        let mut step = Rest { left: 0, rest: Vec::new(), record: record.clone() };
+        if MapFile::open(&dir.pending()).is_ok_and(|pending| pending.indexes().next().is_none()) {
+            // Its data may be gone.
+            return Ok(step);
+        }
         let path = dir.data();
         let data = File::open(&path).context("open", &path)?;
         let also = data.try_clone().context("open", &path)?;
@@ -281,7 +290,6 @@ impl Driver {
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let to_hash = ToHash { data: &data, data_path: &path, size: record.block_size, hashes: &hashes };
         let mut parent = self.hashed_parent(&dir);
-        let mut step = Rest { left: 0, rest: Vec::new(), record: record.clone() };
         let mut done = 0;
         for index in pending.indexes() {
             let members = match pending.segment(index) {

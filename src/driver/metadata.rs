@@ -44,6 +44,8 @@ pub struct MetadataStream {
     /// `None` once all has been sent.
     tuples: Option<Tuples>,
     first: bool,
+    /// The length of the last message: the next is likely to be as long.
+    expected: usize,
 }
 
 impl MetadataStream {
@@ -65,11 +67,12 @@ impl MetadataStream {
         let mut message = Vec::new();
         while let Some(tuples) = &mut self.tuples {
             stop.check()?;
-            message.reserve(self.most.min(DEFAULT_TUPLES));
+            message.reserve(self.expected);
             if !tuples.fill(self.most, &mut message, stop, Instant::now() + PACE)? {
                 self.tuples = None;
             }
             if first || !message.is_empty() {
+                self.expected = message.len();
                 return Ok(Some(message));
             }
         }
@@ -198,6 +201,7 @@ impl Driver {
             most: position.most,
             tuples: source.map(|source| Tuples::new(source, record.block_size, fixed)),
             first: true,
+            expected: 0,
         }
     }
 

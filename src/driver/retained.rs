@@ -99,11 +99,11 @@ impl Driver {
         Ok(doomed)
     }
 
-    /// The bytes of a snapshot that are still to be hashed; 0 where its map can not be read.
+    /// The bytes of a snapshot that are still to be hashed; all where its map can not be read.
     pub(super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
         let path = self.store.snapshot_dir(record).pending();
         let count = MapFile::open(&path).and_then(|map| map.count());
-        count.unwrap_or(0) * record.block_size.bytes()
+        count.map_or(record.capacity, |count| count * record.block_size.bytes())
     }
 }
 

@@ -1,6 +1,7 @@
 //! Random lives of volumes against a model: writes, zeros, discards, snapshots alone and in groups,
-//! restores between them, clones, expansions, deletions and restarts, on both pools, in both styles. Whatever happened, every delta
-//! and every allocated list is exact, block by block, from any offset.
+//! restores between them, clones, expansions, deletions and restarts, on all pools, in both styles, with the
+//! hashing behind it all at any stage. Whatever happened, every delta, also from a deleted base, and every
+//! allocated list is exact, block by block, from any offset: nothing is missing and nothing too much.
 
 use deltapath::client::{block_capability, from_snapshot, from_volume, new_volume};
 use proptest::prelude::*;
@@ -9,13 +10,15 @@ use tokio::runtime::Runtime;
 use tonic::Code;
 
 use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, GIB, PoolKind, Rig, code, have_root};
+use crate::support::{BLOCK, GIB, PoolKind, Rig, code, have_root, names};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;
 const WINDOW: u64 = 96;
 /// The start, a segment's border, the end of the volume, and what an expansion adds behind it.
 const WINDOWS: [u64; 4] = [0, (1 << 22) - WINDOW / 2, SIZE as u64 / BLOCK - WINDOW, SIZE as u64 / BLOCK];
+/// Deleted snapshots of a volume that deltas are still told from.
+const RETAINED: usize = 3;
 /// What an expansion adds: the last window, then enough for a further segment of a map.
 const GROWTH: [u64; 2] = [WINDOW * BLOCK, 20 << 30];
 
@@ -87,15 +90,17 @@ struct Snapshot {
     /// Which volume it is of, numbered in the order they were made.
     volume: String,
     size: u64,
+    /// Later ones are larger.
+    number: usize,
     /// Its group, and all members of that.
     group: Option<(String, Vec<String>)>,
     content: Content,
 }
 
 impl Snapshot {
-    fn of(id: String, volume: &Volume) -> Self {
+    fn of(id: String, volume: &Volume, number: usize) -> Self {
         let content = volume.content.clone();
-        Snapshot { id, volume: volume.id.clone(), size: volume.size, group: None, content }
+        Snapshot { id, volume: volume.id.clone(), size: volume.size, number, group: None, content }
     }
 }
 
@@ -104,6 +109,10 @@ impl Snapshot {
 struct Model {
     volumes: Vec<Volume>,
     snapshots: Vec<Snapshot>,
+    /// Deleted ones that deltas are still told from, in the order they were taken.
+    retained: Vec<Snapshot>,
+    /// Deleted ones that are forgotten.
+    forgotten: Vec<String>,
     names: usize,
 }
 
@@ -111,6 +120,22 @@ impl Model {
     fn name(&mut self, prefix: &str, case: usize) -> String {
         self.names += 1;
         format!("{prefix} {case}.{}", self.names)
+    }
+
+    /// Forgets the deleted snapshots that no delta can be asked from, and those beyond the count.
+    fn settle(&mut self) {
+        self.retained.sort_by_key(|snapshot| snapshot.number);
+        let mut at = 0;
+        while at < self.retained.len() {
+            let Snapshot { volume, number, .. } = &self.retained[at];
+            let later = |snapshot: &Snapshot| snapshot.volume == *volume && snapshot.number > *number;
+            let may_be_a_base =
+                self.volumes.iter().any(|live| live.id == *volume) || self.snapshots.iter().any(later);
+            match may_be_a_base && self.retained.iter().filter(|kept| later(kept)).count() < RETAINED {
+                true => at += 1,
+                false => self.forgotten.push(self.retained.remove(at).id),
+            }
+        }
     }
 }
 
@@ -141,7 +166,7 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
             let name = model.name("snapshot", case);
             let volume = &model.volumes[volume % count];
             let id = rig.snapshot(&name, &volume.id).await;
-            model.snapshots.push(Snapshot::of(id, volume));
+            model.snapshots.push(Snapshot::of(id, volume, model.names));
         }
         Step::Group { volumes: (one, two) } if count > 0 => {
             let name = model.name("group", case);
@@ -152,7 +177,7 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
             let members: Vec<String> =
                 group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
             for (member, volume) in group.snapshots.into_iter().zip(picked) {
-                let mut snapshot = Snapshot::of(member.snapshot_id, &model.volumes[volume]);
+                let mut snapshot = Snapshot::of(member.snapshot_id, &model.volumes[volume], model.names);
                 assert_eq!(member.source_volume_id, snapshot.volume);
                 snapshot.group = Some((group.group_snapshot_id.clone(), members.clone()));
                 model.snapshots.push(snapshot);
@@ -189,6 +214,7 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
             let gone = model.volumes.remove(volume % count);
             rig.detach(&gone.id).await;
             rig.client.delete_volume(&gone.id).await.expect("delete");
+            model.settle();
         }
         Step::Restart { kill } => {
             if *kill {
@@ -204,14 +230,17 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
 
 /// Deletes a snapshot that the model no longer holds; a member of a group goes with its group.
 async fn delete(rig: &mut Rig, model: &mut Model, gone: Snapshot) {
-    match gone.group {
+    match &gone.group {
         None => rig.client.delete_snapshot(&gone.id).await.expect("delete"),
         Some((group, members)) => {
             assert_eq!(code(rig.client.delete_snapshot(&gone.id).await), Code::InvalidArgument);
-            rig.client.delete_group(&group, &members).await.expect("delete the group");
-            model.snapshots.retain(|snapshot| !members.contains(&snapshot.id));
+            rig.client.delete_group(group, members).await.expect("delete the group");
+            let is_member = |snapshot: &mut Snapshot| members.contains(&snapshot.id);
+            model.retained.extend(model.snapshots.extract_if(.., is_member));
         }
     }
+    model.retained.push(gone);
+    model.settle();
 }
 
 /// Compares all that the driver says with the model.
@@ -226,8 +255,19 @@ async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i
         assert_eq!(blocks_of(&list, block_size), snapshot.content.allocated(block_size), "allocated");
         assert_eq!(list.capacity, snapshot.size, "a snapshot keeps the size it was taken with");
     }
-    for (at, base) in model.snapshots.iter().enumerate() {
-        for target in &model.snapshots[at..] {
+    for gone in &model.forgotten {
+        for target in &model.snapshots {
+            assert_eq!(code(rig.client.delta(gone, &target.id, 0, 0).await), Code::NotFound, "forgotten");
+        }
+    }
+    for base in &model.retained {
+        assert_eq!(code(rig.client.allocated(&base.id, 0, 0).await), Code::NotFound, "deleted");
+        for target in &model.snapshots {
+            assert_eq!(code(rig.client.delta(&target.id, &base.id, 0, 0).await), Code::NotFound, "deleted");
+        }
+    }
+    for base in model.snapshots.iter().chain(&model.retained) {
+        for target in model.snapshots.iter().filter(|target| target.number >= base.number) {
             if base.volume != target.volume {
                 let refused = rig.client.delta(&base.id, &target.id, 0, 0).await;
                 assert_eq!(code(refused), Code::InvalidArgument);
@@ -270,6 +310,7 @@ async fn clear(rig: &mut Rig, mut model: Model) {
     while let Some(gone) = model.snapshots.pop() {
         delete(rig, &mut model, gone).await;
     }
+    assert!(names(&rig.pool_dir().join("retained")).is_empty(), "kept for nothing");
 }
 
 /// Offsets near what was written, so that they fall before, into and behind tuples.
@@ -291,7 +332,9 @@ fn lives(pool: PoolKind, style: &'static str) {
         max_shrink_iters: 60,
         ..Config::default()
     });
-    let mut rig = runtime.block_on(Rig::start_with(pool, &["--block-metadata-type", style], "warn"));
+    let retained = RETAINED.to_string();
+    let flags = ["--block-metadata-type", style, "--retain-deleted", &retained];
+    let mut rig = runtime.block_on(Rig::start_with(pool, &flags, "warn"));
     let rig_cell = std::cell::RefCell::new(&mut rig);
     let case = std::cell::Cell::new(0);
     let strategy = (

@@ -214,11 +214,13 @@ fn a_scan_out_of_time_pauses_and_goes_on_where_it_was() {
 /// reported, and what was hashed and is damaged ends the answer.
 #[test]
 fn a_base_without_its_data_answers_from_hashes() {
-    let base = Fake::new(&[(1, Some(1)), (2, Some(1)), (3, Some(1))], &[3], None);
-    let target = Fake::new(&[(1, Some(1)), (2, Some(2)), (3, Some(1))], &[], None);
+    let base = Fake::new(&[(1, Some(1)), (2, Some(1)), (3, Some(1)), (6, Some(1)), (7, Some(1))], &[3], None);
+    let contents = [(1, Some(1)), (2, Some(2)), (3, Some(1)), (5, Some(0)), (6, Some(1)), (7, Some(2))];
+    // Blocks 5, 6 and 7 of the target are not hashed: zeros where the base has a hole, the same, another.
+    let target = Fake::new(&contents, &[5, 6, 7], None);
     std::fs::remove_file(ObjectDir::new(base.dir.path()).data()).expect("remove");
     let gone = || Side::open(&ObjectDir::new(base.dir.path()), true);
-    assert_eq!(runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, 0)), [(2, 4)]);
+    assert_eq!(runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, 0)), [(2, 4), (7, 8)]);
     std::fs::write(ObjectDir::new(base.dir.path()).hashes(), []).expect("cut short");
     let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, 0);
     let until = Instant::now() + Duration::from_secs(60);
