@@ -2,8 +2,10 @@
 //!
 //! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 130 interrupted.
 
+mod conformance;
 mod demo;
 mod driver;
+mod image;
 mod verify;
 
 use std::error::Error;
@@ -34,6 +36,7 @@ pub struct Cli {
 enum Command {
     Driver(driver::Arguments),
     Demo(demo::Arguments),
+    Conformance(conformance::Arguments),
     Verify(verify::Arguments),
 }
 
@@ -59,7 +62,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => "info",
-            Command::Demo(_) | Command::Verify(_) => "warn",
+            Command::Demo(_) | Command::Verify(_) | Command::Conformance(_) => "warn",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -75,6 +78,7 @@ pub fn run(cli: Cli) -> ExitCode {
     let done = match cli.command {
         Command::Driver(arguments) => driver::run(arguments),
         Command::Demo(arguments) => demo::run(arguments),
+        Command::Conformance(arguments) => conformance::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
     };
     done.unwrap_or_else(|error| {

@@ -38,7 +38,7 @@ impl BlockList {
 }
 
 /// The fields that the messages of both streams share.
-trait Message {
+pub(super) trait Message {
     fn parts(self) -> (i32, i64, Vec<BlockMetadata>);
 }
 

@@ -2,15 +2,17 @@
 //! driver's: it knows the wire contract and nothing of ours.
 
 mod metadata;
+mod raw;
 
 pub use metadata::{BlockList, Tuple};
+pub use raw::{Message, Options, Question, RawStream};
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
-use tonic::transport::{Channel, Uri};
+use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use crate::csi::proto::controller_client::ControllerClient;
@@ -115,6 +117,13 @@ impl Client {
                 Err(_) => tokio::time::sleep(Duration::from_millis(10)).await,
             }
         }
+    }
+
+    /// The same with a connection that takes in `window` bytes of a stream and no more before they are
+    /// read: a stream that is longer waits for its reader.
+    pub async fn connect_narrow(path: &Path, window: u32) -> Result<Self, tonic::transport::Error> {
+        let endpoint = endpoint().initial_stream_window_size(window);
+        Ok(Self::over(dial(endpoint, path.to_owned()).await?))
     }
 
     fn over(channel: Channel) -> Self {
@@ -273,8 +282,15 @@ fn empty(call: &'static str) -> Error {
 }
 
 async fn channel(path: PathBuf) -> Result<Channel, tonic::transport::Error> {
-    // The address is not used: the connector always takes the socket.
-    let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
+    dial(endpoint(), path).await
+}
+
+/// The address is not used: the connector always takes the socket.
+fn endpoint() -> Endpoint {
+    Endpoint::from_static("http://localhost")
+}
+
+async fn dial(endpoint: Endpoint, path: PathBuf) -> Result<Channel, tonic::transport::Error> {
     let connector = tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move { UnixStream::connect(path).await.map(TokioIo::new) }

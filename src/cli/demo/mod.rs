@@ -4,7 +4,6 @@
 
 mod draw;
 mod host;
-mod image;
 mod story;
 
 use std::path::PathBuf;

@@ -11,8 +11,8 @@ use serde::Serialize;
 
 use super::draw;
 use super::host::Host;
-use super::image::{Image, Random};
 use crate::base::{BlockSize, Quantity, Stop};
+use crate::cli::image::{Image, Random};
 use crate::client::{BlockList, block_capability, from_snapshot, new_volume};
 use crate::csi::proto::Volume;
 use crate::sys::clone::punch_hole;

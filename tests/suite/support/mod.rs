@@ -1,6 +1,7 @@
 //! A driver under test: its process, its directory, its client. Dropped, also by a panic, it leaves no
 //! process, mount or loop device behind.
 
+pub mod broken;
 pub mod content;
 
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! What the demo wrote: a model of a volume's content, and its comparison with devices and files.
+//! What `demo` and `conformance` write: a model of a volume's content, and its comparison with devices
+//! and files.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,7 +14,7 @@ const BLOCK: usize = BlockSize::MIN.bytes() as usize;
 /// Blocks compared at once.
 const CHUNK: u64 = 256;
 
-/// A small generator of numbers (splitmix64): the same seed makes the same demo.
+/// A small generator of numbers (splitmix64): the same seed makes the same content.
 pub(super) struct Random(pub u64);
 
 impl Random {
@@ -31,7 +32,7 @@ impl Random {
 }
 
 /// The content of every 4 KiB block that is not zeros, as the seed it is made from.
-#[derive(Clone, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Image {
     blocks: BTreeMap<u64, u64>,
 }
@@ -61,6 +62,12 @@ impl Image {
         let mut bytes = vec![0; BLOCK];
         fill(block, *seed, &mut bytes);
         device.write_all_at(&bytes, block * BLOCK as u64)
+    }
+
+    /// Writes zeros over `count` blocks at `start`.
+    pub fn zero(&mut self, device: &File, start: u64, count: u64) -> io::Result<()> {
+        self.blocks.retain(|block, _| !(start..start + count).contains(block));
+        device.write_all_at(&vec![0; BLOCK * count as usize], start * BLOCK as u64)
     }
 
     /// Discards `count` blocks at `start`.

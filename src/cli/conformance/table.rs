@@ -1,0 +1,426 @@
+//! The one table of cases, in the order they run: what the CSI spec demands in its section "Snapshot
+//! Metadata Service RPCs", and the test of each demand.
+
+use super::case::{Case, Level, Run};
+use super::lab::Kind::{Allocated, Delta};
+use super::lab::Need;
+use super::{complete, errors, format, life, offsets, streams};
+use Level::{Must, Should};
+
+const OVERVIEW: &str = "Snapshot Metadata Service RPCs";
+const FORMAT: &str = "Metadata Format";
+const STREAM: &str = "Special considerations for processing a snapshot metadata gRPC stream";
+const ALLOCATED: &str = "GetMetadataAllocated";
+const DELTA: &str = "GetMetadataDelta";
+const ALLOCATED_ERRORS: &str = "GetMetadataAllocated Errors";
+const DELTA_ERRORS: &str = "GetMetadataDelta Errors";
+
+const NONE: &[Need] = &[];
+const PAIR: &[Need] = &[Need::Pair];
+const RESTORED: &[Need] = &[Need::Pair, Need::Restored];
+const EXPANDED: &[Need] = &[Need::Pair, Need::Expanded];
+const BETWEEN: &[Need] = &[Need::Pair, Need::Between];
+
+fn one(
+    name: &'static str,
+    level: Level,
+    section: &'static str,
+    requirement: &'static str,
+    needs: &'static [Need],
+    run: Run,
+) -> Vec<Case> {
+    vec![Case { name, level, section, requirement, needs, run }]
+}
+
+/// A requirement on both streams: two cases.
+fn both(
+    names: [&'static str; 2],
+    level: Level,
+    sections: [&'static str; 2],
+    requirement: &'static str,
+    runs: [Run; 2],
+) -> Vec<Case> {
+    let case = |at: usize| Case {
+        name: names[at],
+        level,
+        section: sections[at],
+        requirement,
+        needs: PAIR,
+        run: runs[at],
+    };
+    vec![case(0), case(1)]
+}
+
+/// `both!(name, level, sections, requirement, function)`: `function(lab, kind)` for each stream.
+macro_rules! both {
+    ($name:literal, $level:expr, $sections:expr, $requirement:literal, $test:path) => {
+        both(
+            [concat!("allocated-", $name), concat!("delta-", $name)],
+            $level,
+            $sections,
+            $requirement,
+            [|lab| Box::pin($test(lab, Allocated)), |lab| Box::pin($test(lab, Delta))],
+        )
+    };
+}
+
+/// `one!(name, level, section, requirement, needs, function)`: `function(lab)`.
+macro_rules! one {
+    ($name:literal, $level:expr, $section:expr, $requirement:literal, $needs:expr, $test:path) => {
+        one($name, $level, $section, $requirement, $needs, |lab| Box::pin($test(lab)))
+    };
+}
+
+/// All cases.
+pub(super) fn cases() -> Vec<Case> {
+    const RPCS: [&str; 2] = [ALLOCATED, DELTA];
+    const FORMATS: [&str; 2] = [FORMAT; 2];
+    const STREAMS: [&str; 2] = [STREAM; 2];
+    const ERRORS: [&str; 2] = [ALLOCATED_ERRORS, DELTA_ERRORS];
+    [
+        one!(
+            "service-claimed",
+            Must,
+            OVERVIEW,
+            "a plugin that serves SnapshotMetadata lists SNAPSHOT_METADATA_SERVICE among its capabilities",
+            NONE,
+            errors::claimed
+        ),
+        both!("served", Must, RPCS, "a plugin with the service implements the RPC", errors::served),
+        both!(
+            "order",
+            Must,
+            RPCS,
+            "byte_offset strictly increases, in a message and from one to the next",
+            format::order
+        ),
+        both!(
+            "overlap",
+            Must,
+            RPCS,
+            "no tuple starts before the one before it ends, also across messages",
+            format::overlap
+        ),
+        both!(
+            "positive-size",
+            Must,
+            FORMATS,
+            "byte_offset counts from zero and size_bytes is greater than zero",
+            format::positive
+        ),
+        both!(
+            "inside",
+            Must,
+            FORMATS,
+            "a tuple names a range of the volume, so it ends at its capacity at the latest",
+            format::inside
+        ),
+        both!(
+            "type-known",
+            Must,
+            RPCS,
+            "block_metadata_type is FIXED_LENGTH or VARIABLE_LENGTH",
+            format::style_known
+        ),
+        both!(
+            "type-constant",
+            Must,
+            RPCS,
+            "block_metadata_type is the same in all messages of a stream",
+            format::style_constant
+        ),
+        both!("fixed-size", Must, RPCS, "with FIXED_LENGTH all tuples have one size", format::fixed_size),
+        both!(
+            "capacity-constant",
+            Must,
+            RPCS,
+            "volume_capacity_bytes is the same in all messages of a stream",
+            format::capacity_constant
+        ),
+        both!(
+            "capacity",
+            Must,
+            RPCS,
+            "volume_capacity_bytes is the capacity of the volume",
+            format::capacity_value
+        ),
+        both!(
+            "max-results",
+            Must,
+            RPCS,
+            "a message has at most max_results tuples, whatever the bound, and the answer stays the same",
+            format::max_results
+        ),
+        both!(
+            "first-tuple",
+            Must,
+            RPCS,
+            "no tuple ends at or before starting_offset, wherever that lies",
+            offsets::first_tuple
+        ),
+        both!(
+            "offset-complete",
+            Must,
+            STREAMS,
+            "starting_offset is part of the computation: nothing behind it is lost",
+            offsets::complete
+        ),
+        both!(
+            "resume",
+            Must,
+            STREAMS,
+            "a stream that was cut is continued at the byte after the last tuple, whichever that was",
+            offsets::resume
+        ),
+        both!(
+            "offset-at-capacity",
+            Should,
+            ERRORS,
+            "an offset equal to the capacity does not exceed it: OK, without tuples",
+            offsets::at_capacity
+        ),
+        both!(
+            "offset-beyond",
+            Must,
+            ERRORS,
+            "an offset that exceeds the volume is OUT_OF_RANGE",
+            offsets::beyond
+        ),
+        both!("offset-negative", Must, ERRORS, "a negative offset is OUT_OF_RANGE", offsets::negative),
+        both!("id-missing", Must, ERRORS, "a missing id is INVALID_ARGUMENT", errors::missing_id),
+        both!("id-unknown", Must, ERRORS, "an id of no snapshot is NOT_FOUND", errors::unknown_id),
+        both!("id-deleted", Must, ERRORS, "the id of a deleted snapshot is NOT_FOUND", errors::deleted_id),
+        both!(
+            "max-results-negative",
+            Must,
+            ERRORS,
+            "a negative max_results is an invalid argument: refused, or taken for none",
+            errors::negative_bound
+        ),
+        one!(
+            "delta-reversed",
+            Must,
+            DELTA,
+            "the target was created after the base; the other way round is an invalid argument",
+            PAIR,
+            errors::reversed
+        ),
+        one!(
+            "delta-other-volume",
+            Must,
+            DELTA,
+            "base and target are snapshots of one volume; of two, they are an invalid argument",
+            PAIR,
+            errors::other_volume
+        ),
+        one!(
+            "delta-same-snapshot",
+            Should,
+            DELTA,
+            "a snapshot as its own target is refused as invalid, or has no changes",
+            PAIR,
+            errors::same_snapshot
+        ),
+        one!(
+            "allocated-complete",
+            Must,
+            STREAM,
+            "the stream ends with OK only after all that was written is in its tuples",
+            PAIR,
+            complete::written
+        ),
+        one!(
+            "allocated-full-backup",
+            Must,
+            ALLOCATED,
+            "the tuples hold all valid data: a restored volume has none outside of them",
+            RESTORED,
+            complete::full_backup
+        ),
+        one!(
+            "allocated-never-written",
+            Should,
+            ALLOCATED,
+            "a snapshot of a volume that was never written has no allocated ranges, and a capacity",
+            PAIR,
+            complete::never_written
+        ),
+        one!(
+            "delta-complete",
+            Must,
+            STREAM,
+            "the stream ends with OK only after all that changed is in its tuples",
+            PAIR,
+            complete::changed
+        ),
+        one!(
+            "delta-incremental-backup",
+            Must,
+            DELTA,
+            "the tuples hold all changes: outside of them base and target, restored, are equal",
+            RESTORED,
+            complete::incremental_backup
+        ),
+        one!(
+            "delta-discarded",
+            Must,
+            DELTA,
+            "data that was discarded has changed",
+            PAIR,
+            complete::discarded
+        ),
+        one!(
+            "delta-zeroed",
+            Must,
+            DELTA,
+            "data that was overwritten with zeros has changed",
+            PAIR,
+            complete::zeroed
+        ),
+        one!(
+            "delta-new-data",
+            Must,
+            DELTA,
+            "a range that was written for the first time has changed",
+            PAIR,
+            complete::new_data
+        ),
+        one!(
+            "delta-across",
+            Must,
+            DELTA,
+            "base and target need not be neighbours: changes over a snapshot between them are all there",
+            PAIR,
+            complete::across
+        ),
+        one!(
+            "delta-unchanged",
+            Should,
+            DELTA,
+            "between two snapshots with no write there are no changes",
+            PAIR,
+            complete::unchanged
+        ),
+        one!(
+            "written-on",
+            Must,
+            OVERVIEW,
+            "the answers are about snapshots: writes to the volume after them change nothing",
+            PAIR,
+            life::written_on
+        ),
+        one!(
+            "expanded-old-snapshot",
+            Must,
+            ALLOCATED,
+            "a snapshot from before an expansion keeps its capacity and its ranges",
+            EXPANDED,
+            life::old_capacity
+        ),
+        one!(
+            "expanded-capacity",
+            Must,
+            DELTA,
+            "after an expansion the capacity is that of the target snapshot",
+            EXPANDED,
+            life::new_capacity
+        ),
+        one!(
+            "expanded-delta",
+            Must,
+            DELTA,
+            "what was written to the new part of an expanded volume has changed",
+            EXPANDED,
+            life::grown
+        ),
+        one!(
+            "restored-between",
+            Must,
+            DELTA,
+            "a restore from the base, written to or not, takes no change out of the delta",
+            BETWEEN,
+            life::restored_between
+        ),
+        one!(
+            "restored-snapshot",
+            Must,
+            ALLOCATED,
+            "what a volume was restored with is its data: its snapshots list it",
+            BETWEEN,
+            life::of_restored
+        ),
+        one!(
+            "source-deleted",
+            Must,
+            OVERVIEW,
+            "a snapshot outlives its volume: the answers stay the same",
+            PAIR,
+            life::source_deleted
+        ),
+        one!(
+            "middle-deleted",
+            Must,
+            DELTA,
+            "a snapshot that was deleted between base and target takes no change with it",
+            PAIR,
+            life::middle_deleted
+        ),
+        one!(
+            "base-deleted",
+            Must,
+            DELTA_ERRORS,
+            "a deleted base is NOT_FOUND, or still answered in full",
+            PAIR,
+            life::base_deleted
+        ),
+        one!(
+            "filesystem-volume",
+            Should,
+            OVERVIEW,
+            "the service is for block volumes; a volume with a filesystem may be one below",
+            NONE,
+            life::filesystem
+        ),
+        both!(
+            "deadline",
+            Must,
+            STREAMS,
+            "a stream that its deadline cut never ends with OK",
+            streams::deadline
+        ),
+        both!(
+            "cancel",
+            Must,
+            STREAMS,
+            "a client that is gone ends its own stream and no other",
+            streams::cancel
+        ),
+        both!(
+            "deleted-meanwhile",
+            Must,
+            STREAMS,
+            "a snapshot deleted while it is streamed: all of it, or an error",
+            life::deleted_meanwhile
+        ),
+        both!("concurrent", Must, STREAMS, "each of many streams at once is whole", streams::beside),
+        one!(
+            "restored-volume-read",
+            Must,
+            STREAM,
+            "streams are whole while a volume restored from the snapshot is read",
+            RESTORED,
+            streams::while_read
+        ),
+        one!(
+            "alive",
+            Must,
+            STREAM,
+            "the plugin answers after all cut, refused and parallel streams",
+            NONE,
+            streams::alive
+        ),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}

@@ -1,0 +1,143 @@
+//! A driver that dies, comes back or hangs, and a user who does not wait: a verdict, and nothing left.
+
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::{all_cases, assert_empty, bare, conformance, run_broken, said, verdicts};
+use crate::support::broken::Fault;
+use crate::support::{PoolKind, Rig, have_root, leftovers};
+
+/// Killed midway: a verdict on every case, soon, and nothing of the suite's own left.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let work = rig.dir.path().join("work");
+    let (staging, target) = (work.join("staging"), work.join("target"));
+    let arguments = [
+        "--staging-dir",
+        staging.to_str().expect("UTF-8"),
+        "--target-dir",
+        target.to_str().expect("UTF-8"),
+        "--timeout",
+        "5",
+    ];
+    let suite = conformance(&rig.socket(), &arguments).spawn().expect("spawn");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while leftovers(&work).is_empty() {
+        assert!(Instant::now() < deadline, "nothing is ever published");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    rig.kill();
+    let output = suite.wait_with_output().await.expect("wait");
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
+    let verdicts = verdicts(&report);
+    assert_eq!(verdicts.len(), all_cases().await.len());
+    let gone =
+        verdicts.values().filter(|(_, detail)| detail.starts_with("not run: the driver has not answered"));
+    assert!(gone.count() > 50, "{report:#}");
+    // The driver's objects can not be deleted, and are named; mounts and directories are ours.
+    assert!(report["left_behind"].as_array().is_some_and(|left| !left.is_empty()), "{report:#}");
+    assert!(leftovers(&work).is_empty(), "{:?}", leftovers(&work));
+    assert!(!staging.exists() && !target.exists(), "directories are left");
+}
+
+/// Killed and started again, as a kubelet does it: what comes after is judged by itself. Once while volumes
+/// are made, once while they are streamed.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_comes_back_is_tested_on() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    for sign in ["CreateSnapshot", "GetMetadataDelta"] {
+        let before = rig.log().len();
+        let suite = conformance(&rig.socket(), &[]).spawn().expect("spawn");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !rig.log()[before..].contains(sign) {
+            assert!(Instant::now() < deadline, "no {sign}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        rig.kill();
+        rig.start_again().await;
+        let output = suite.wait_with_output().await.expect("wait");
+        let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
+        let verdicts = verdicts(&report);
+        assert_eq!(verdicts.len(), all_cases().await.len());
+        assert_eq!(verdicts["alive"].0, "pass", "{report:#}");
+        let failed = verdicts.values().filter(|(verdict, _)| verdict == "fail").count();
+        assert!(failed <= 1, "one case is cut: {report:#}");
+        assert_eq!(report["left_behind"], Value::Array(Vec::new()), "{report:#}");
+        assert_empty(&mut rig).await;
+    }
+    rig.finish();
+}
+
+/// A call that hangs while a case is prepared: told as that, and what it may have made is named.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_hangs_ends_with_its_time() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let (code, verdicts, report) = run_broken(&rig, Fault::SnapshotHangs, &["delta-served"], "5").await;
+    assert_eq!(code, Some(1));
+    assert_eq!(verdicts["delta-served"].1, "preparing: no end within 5 s; the last call was CreateSnapshot");
+    let left = report["left_behind"].as_array().expect("a list");
+    assert!(
+        left.len() == 1 && left[0].as_str().is_some_and(|left| left.starts_with("snapshot ")),
+        "{left:?}"
+    );
+    rig.finish();
+}
+
+/// A reader that goes away, as `head` does, is no reason to leave anything behind.
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_who_reads_leaves_nothing() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let mut suite =
+        bare(&rig.socket(), &["--volume-size", "64Mi", "--focus", "delta-[co]"]).spawn().expect("spawn");
+    drop(suite.stdout.take());
+    drop(suite.stderr.take());
+    assert_eq!(suite.wait().await.expect("wait").code(), Some(2));
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
+/// Ctrl-C at any time, and SIGTERM: nothing is left.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_at_any_time_leaves_nothing() {
+    use nix::sys::signal::{Signal, kill};
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    for (signal, millis) in
+        [(Signal::SIGINT, 60), (Signal::SIGTERM, 150), (Signal::SIGINT, 500), (Signal::SIGTERM, 1200)]
+    {
+        let suite = conformance(&rig.socket(), &[]).spawn().expect("spawn");
+        tokio::time::sleep(Duration::from_millis(millis)).await;
+        let pid = suite.id().expect("it runs");
+        kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");
+        let output = suite.wait_with_output().await.expect("wait");
+        // Before the handler is set the signal ends it at once; nothing is made by then.
+        assert!(
+            matches!(output.status.code(), Some(130) | None),
+            "{signal} after {millis} ms: {}",
+            said(&output)
+        );
+        if output.status.code().is_some() {
+            let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
+            assert_eq!(report["verdict"], "interrupted");
+        }
+        assert_empty(&mut rig).await;
+    }
+    rig.finish();
+}

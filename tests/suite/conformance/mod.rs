@@ -1,0 +1,177 @@
+//! `deltapath conformance`: green on our driver (here), every case of it red on a driver that is broken on
+//! purpose (`faults.rs`), an end whatever the driver or the user does (`ends.rs`), and its flags (`usage.rs`).
+
+mod ends;
+mod faults;
+mod usage;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
+use serde_json::Value;
+use tokio::process::Command;
+
+use crate::support::broken::{Fault, serve};
+use crate::support::{POOLS, PoolKind, Rig, have_root};
+
+/// Cases that ours may answer with "allowed, but".
+const OURS_MAY: [&str; 1] = ["base-deleted"];
+
+/// The suite on small volumes, telling all in JSON.
+fn conformance(socket: &Path, arguments: &[&str]) -> Command {
+    let mut command = bare(socket, arguments);
+    command.args(["--volume-size", "64Mi", "--output", "json"]);
+    command
+}
+
+fn bare(socket: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    command
+        .arg("conformance")
+        .arg("--endpoint")
+        .arg(format!("unix://{}", socket.display()))
+        .args(arguments)
+        .env_remove("CSI_ENDPOINT")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn said(output: &Output) -> String {
+    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// Verdict and detail by case.
+type Verdicts = BTreeMap<String, (String, String)>;
+
+fn verdicts(report: &Value) -> Verdicts {
+    let cases = report["cases"].as_array().expect("cases");
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    cases.iter().map(|case| (text(&case["name"]), (text(&case["verdict"]), text(&case["detail"])))).collect()
+}
+
+async fn run(socket: &Path, arguments: &[&str]) -> (Option<i32>, Verdicts, Value) {
+    let output = conformance(socket, arguments).output().await.expect("run");
+    let report: Value =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", said(&output)));
+    (output.status.code(), verdicts(&report), report)
+}
+
+async fn all_cases() -> BTreeSet<String> {
+    let output = conformance(Path::new("/none"), &["--list"]).output().await.expect("run");
+    let list: Vec<Value> = serde_json::from_slice(&output.stdout).expect("a list");
+    list.iter().map(|case| case["name"].as_str().expect("a name").to_owned()).collect()
+}
+
+/// Nothing that the suite made is left in the driver.
+async fn assert_empty(rig: &mut Rig) {
+    let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
+    let left = volumes.expect("ListVolumes").into_inner().entries;
+    assert!(left.is_empty(), "volumes are left: {left:?}");
+    let snapshots = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
+    let left = snapshots.expect("ListSnapshots").into_inner().entries;
+    assert!(left.is_empty(), "snapshots are left: {left:?}");
+}
+
+/// Serves a fault, and runs the cases that are named.
+async fn run_broken(
+    rig: &Rig,
+    fault: Fault,
+    cases: &[&str],
+    timeout: &str,
+) -> (Option<i32>, Verdicts, Value) {
+    let socket = rig.dir.path().join(format!("{fault:?}.sock"));
+    let _serving = serve(&rig.socket(), fault, &socket).await;
+    let focus = format!("^({})$", cases.join("|"));
+    run(&socket, &["--focus", &focus, "--timeout", timeout]).await
+}
+
+/// All cases green, none skipped but what the tuples' style leaves out.
+async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
+    let mut rig = Rig::start_with(pool, driver, "info").await;
+    let (code, verdicts, report) = run(&rig.socket(), suite).await;
+    assert_eq!(code, Some(0), "{pool:?} {driver:?}: {report:#}");
+    assert_eq!(verdicts.keys().cloned().collect::<BTreeSet<_>>(), all_cases().await);
+    let (fixed, coarse) = (driver.contains(&"fixed"), suite.contains(&"blockSize=4Mi"));
+    for (case, (verdict, detail)) in &verdicts {
+        let may = match verdict.as_str() {
+            "pass" => true,
+            "skip" if detail.contains("larger --volume-size") => coarse,
+            "skip" => !fixed && case.ends_with("-fixed-size"),
+            "allowed" if detail.starts_with("also lists") => coarse,
+            "allowed" => OURS_MAY.contains(&case.as_str()),
+            _ => false,
+        };
+        assert!(may, "{pool:?} {driver:?} {suite:?}: {case}: {verdict}: {detail}");
+    }
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ours_conforms_on_every_pool_with_extents() {
+    if have_root() {
+        for pool in POOLS {
+            conforms(pool, &["--block-metadata-type", "variable"], &[]).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ours_conforms_on_every_pool_with_fixed_blocks() {
+    if have_root() {
+        for pool in POOLS {
+            conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
+        }
+    }
+}
+
+/// Larger blocks than the suite writes, and a controller that attaches.
+#[tokio::test(flavor = "multi_thread")]
+async fn ours_conforms_with_large_blocks_and_attachments() {
+    if have_root() {
+        let parameters = ["--parameter", "blockSize=64Ki", "--snapshot-parameter", "blockMetadataType=fixed"];
+        conforms(PoolKind::Xfs, &["--enable-attach", "--block-metadata-type", "fixed"], &parameters).await;
+    }
+}
+
+/// Units so large that all writes fall into one extent: there is little to compare, and nothing wrong.
+#[tokio::test(flavor = "multi_thread")]
+async fn ours_conforms_with_blocks_larger_than_the_writes_are_apart() {
+    if have_root() {
+        conforms(PoolKind::Xfs, &[], &["--parameter", "blockSize=4Mi"]).await;
+    }
+}
+
+/// The README's list is the table.
+#[tokio::test]
+async fn the_readme_lists_every_case() {
+    let readme =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).expect("README");
+    let rows = readme.lines().filter(|line| line.starts_with("| MUST |") || line.starts_with("| SHOULD |"));
+    let mut listed: BTreeMap<String, (String, String, String)> = BTreeMap::new();
+    for row in rows {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let [level, section, requirement, cases] = cells[..] else { panic!("{row}") };
+        for case in cases.split('`').skip(1).step_by(2) {
+            let told = (level.to_owned(), section.to_owned(), requirement.to_owned());
+            assert!(listed.insert(case.to_owned(), told).is_none(), "{case} is listed twice");
+        }
+    }
+    let output = conformance(Path::new("/none"), &["--list"]).output().await.expect("run");
+    let list: Vec<Value> = serde_json::from_slice(&output.stdout).expect("a list");
+    for case in &list {
+        let text = |key: &str| case[key].as_str().expect(key).to_owned();
+        let told =
+            listed.remove(&text("name")).unwrap_or_else(|| panic!("{} is not in the README", case["name"]));
+        assert_eq!(told.0, text("level"), "{case}");
+        let section = text("section");
+        let short =
+            if section.starts_with("Special considerations") { "Special considerations" } else { &section };
+        assert!(told.1.split(", ").any(|listed| listed == short), "{case}: {}", told.1);
+        assert_eq!(told.2, text("requirement"), "{case}");
+    }
+    assert!(listed.is_empty(), "in the README alone: {listed:?}");
+}

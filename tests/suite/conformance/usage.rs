@@ -1,0 +1,172 @@
+//! Flags, outputs and what can not run.
+
+use super::{all_cases, bare, conformance, run, run_broken, said};
+use crate::support::broken::{Fault, serve};
+use crate::support::{PoolKind, Rig, have_root};
+
+/// The go-between adds no fault of its own, and secrets go where they belong.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let socket = rig.dir.path().join("secrets.sock");
+    let _serving = serve(&rig.socket(), Fault::WantsSecrets, &socket).await;
+    let (code, verdicts, _) = run(&socket, &["--focus", "^delta-complete$"]).await;
+    assert_eq!(code, Some(1));
+    assert!(verdicts["delta-complete"].1.contains("UNAUTHENTICATED"), "{verdicts:?}");
+
+    let file = rig.dir.path().join("secrets.yaml");
+    let calls = [
+        "CreateVolume",
+        "DeleteVolume",
+        "ControllerExpandVolume",
+        "NodeStageVolume",
+        "NodePublishVolume",
+        "CreateSnapshot",
+        "DeleteSnapshot",
+    ];
+    let yaml: String = calls.iter().map(|call| format!("{call}Secret:\n  key: sesame\n")).collect();
+    std::fs::write(&file, yaml).expect("write");
+    let (code, verdicts, report) = run(&socket, &["--secrets", &file.display().to_string()]).await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(verdicts.len(), all_cases().await.len());
+    assert!(!report.to_string().contains("sesame"));
+    rig.finish();
+}
+
+/// ABORTED is no refusal, and a snapshot may take its time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_puts_calls_off_is_asked_again() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
+    let cases = ["delta-complete", "expanded-delta", "source-deleted"];
+    let (code, verdicts, report) = run_broken(&rig, Fault::TakesItsTime, &cases, "60").await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(verdicts.len(), cases.len());
+    assert!(verdicts.values().all(|(verdict, _)| verdict == "pass"), "{verdicts:?}");
+    rig.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let (code, verdicts, _) = run_broken(&rig, Fault::ExpandsNothing, &["expanded-.*"], "60").await;
+    assert_eq!(code, Some(0));
+    assert_eq!(verdicts.len(), 3);
+    for (case, (verdict, detail)) in verdicts {
+        assert_eq!(verdict, "skip", "{case}");
+        assert!(detail.contains("EXPAND_VOLUME"), "{detail}");
+    }
+    rig.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn focus_skip_junit_and_text() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let junit = rig.dir.path().join("junit.xml");
+    let focus =
+        ["--focus", "^delta-(id|type)", "--skip", "deleted", "--junit", junit.to_str().expect("UTF-8")];
+    let (code, verdicts, _) = run(&rig.socket(), &focus).await;
+    assert_eq!(code, Some(0));
+    let ran: Vec<&str> = verdicts.keys().map(String::as_str).collect();
+    assert_eq!(ran, ["delta-id-missing", "delta-id-unknown", "delta-type-constant", "delta-type-known"]);
+    let xml = std::fs::read_to_string(&junit).expect("JUnit");
+    assert!(xml.contains("tests=\"4\"") && xml.contains("failures=\"0\""), "{xml}");
+    for case in ran {
+        assert!(xml.contains(&format!("<testcase name=\"{case}\"")), "{xml}");
+    }
+
+    let socket = rig.dir.path().join("text.sock");
+    let _serving = serve(&rig.socket(), Fault::SwapsTuples, &socket).await;
+    let mut text = bare(&socket, &["--focus", "^delta-(order|capacity)$", "--volume-size", "64Mi"]);
+    text.arg("--junit").arg(&junit);
+    let output = text.output().await.expect("run");
+    assert_eq!(output.status.code(), Some(1));
+    let told = String::from_utf8_lossy(&output.stdout);
+    for part in ["pass          MUST   delta-capacity", "fail          MUST   delta-order", "FAIL: 1 passed"]
+    {
+        assert!(told.contains(part), "{told}");
+    }
+    let order = told.lines().skip_while(|line| !line.contains("delta-order")).collect::<Vec<_>>();
+    assert!(order[1].contains("GetMetadataDelta: byte_offset strictly increases"), "{told}");
+    assert!(order[2].contains("does not start after its predecessor"), "{told}");
+    let xml = std::fs::read_to_string(&junit).expect("JUnit");
+    assert!(xml.contains("failures=\"1\"") && xml.contains("does not start after"), "{xml}");
+    rig.finish();
+}
+
+#[tokio::test]
+async fn what_can_not_run_says_so_and_exits_with_2() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let nobody = dir.path().join("none.sock");
+    let secrets = dir.path().join("secrets.yaml");
+    std::fs::write(&secrets, "hunter2").expect("write");
+    for (arguments, part) in [
+        (&["--focus", "no-such-case"][..], "--list"),
+        (&["--focus", "("], "regex"),
+        (&["--volume-size", "1Mi"], "64Mi"),
+        (&["--parameter", "lonely"], "key=value"),
+        (&["--timeout", "0"], "--timeout"),
+        (&["--secrets", "/no/such/file"], "/no/such/file"),
+        (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
+        (&[], "nobody answers"),
+    ] {
+        if !have_root() && !part.starts_with("--") {
+            continue;
+        }
+        let output = bare(&nobody, arguments).output().await.expect("run");
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", said(&output));
+        assert!(output.stdout.is_empty(), "{arguments:?}: {}", said(&output));
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(told.contains(part) && !told.contains("hunter2"), "{arguments:?}: {told}");
+    }
+}
+
+/// In a cluster the node's plugin is another process than the controller's.
+#[tokio::test(flavor = "multi_thread")]
+async fn controller_and_node_may_have_sockets_of_their_own() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let controller = rig.dir.path().join("controller.sock");
+    let _serving = serve(&rig.socket(), Fault::NodeElsewhere, &controller).await;
+    let output = conformance(&controller, &["--focus", "complete"]).output().await.expect("run");
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("NodeGetCapabilities"), "{}", said(&output));
+    let endpoint = format!("unix://{}", controller.display());
+    let split = ["--controller-endpoint", &endpoint, "--focus", "complete"];
+    let (code, verdicts, report) = run(&rig.socket(), &split).await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert!(verdicts.contains_key("delta-complete") && verdicts.len() == 4, "{verdicts:?}");
+    rig.finish();
+}
+
+/// A driver without the service is nothing to test.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_without_the_service_is_not_run() {
+    if !have_root() {
+        return;
+    }
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let socket = rig.dir.path().join("without.sock");
+    let _serving = serve(&rig.socket(), Fault::NoService, &socket).await;
+    let output = conformance(&socket, &[]).output().await.expect("run");
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("neither claims nor serves"),
+        "{}",
+        said(&output)
+    );
+    rig.finish();
+}
