@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What the cluster scripts share: versions, and how they speak. Sourced, not run.
+# What the cluster scripts share: versions, and how they speak. Sourced, not run; so what is set here is used there.
+# shellcheck disable=SC2034
 
 # The cluster that the manifests are checked against, and what is installed into it besides deltapath.
 kind_version=v0.33.0

@@ -22,7 +22,7 @@ need kubectl
 on() { kubectl "${context[@]}" "$@"; }
 driver=deltapath.csi.dev
 
-# Lines of "namespace name" and the like, of what belongs to this driver.
+# Lines of "namespace name" and the like, of what belongs to this driver. The dollars are the templates' own.
 claims() {
     on get persistentvolumes --output go-template='{{range .items}}{{if .spec.csi}}{{if eq .spec.csi.driver "'"$driver"'"}}{{if .spec.claimRef}}{{.spec.claimRef.namespace}} {{.spec.claimRef.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}'
 }
@@ -41,10 +41,12 @@ groups() {
 group_contents() {
     on get volumegroupsnapshotcontents --output go-template='{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
 }
-# Pods of a namespace that mount a claim, or any inline volume of the driver.
+# Pods of a namespace that mount a claim; pods with an inline volume of the driver.
+# shellcheck disable=SC2016
 pods_with() {
     on get pods --namespace "$1" --output go-template='{{range $pod := .items}}{{range .spec.volumes}}{{if .persistentVolumeClaim}}{{if eq .persistentVolumeClaim.claimName "'"$2"'"}}{{$pod.metadata.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}'
 }
+# shellcheck disable=SC2016
 inline_pods() {
     on get pods --all-namespaces --output go-template='{{range $pod := .items}}{{range .spec.volumes}}{{if .csi}}{{if eq .csi.driver "'"$driver"'"}}{{$pod.metadata.namespace}} {{$pod.metadata.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}'
 }

@@ -28,7 +28,7 @@ template=$root/deploy/cbt/snapshotmetadataservice.yaml
 secret=deltapath-snapshot-metadata-tls
 host=$(sed -n 's/^  address: \(.*\):[0-9]*$/\1/p' "$template")
 driver=$(sed -n 's/^  name: //p' "$template")
-[ -n "$host" ] && [ -n "$driver" ] || fail "$template has no address or no name"
+if [ -z "$host" ] || [ -z "$driver" ]; then fail "$template has no address or no name"; fi
 
 umask 077
 dir=$(mktemp -d "${TMPDIR:-/tmp}/deltapath-tls-XXXXXX")
@@ -69,8 +69,7 @@ openssl x509 -req -in "$dir/tls.csr" -days "$days" -sha256 -CA "$dir/ca.crt" -CA
 rm "$dir/ca.key"
 
 # The CA before stays known until the next renewal: for a minute or so the sidecar still shows the old certificate.
-sed -n '1,/END CERTIFICATE/p' "$dir/old-ca.crt" | grep -q 'BEGIN CERTIFICATE' &&
-    sed -n '1,/END CERTIFICATE/p' "$dir/old-ca.crt" >"$dir/previous.crt" || : >"$dir/previous.crt"
+sed -n '/BEGIN CERTIFICATE/,/END CERTIFICATE/p; /END CERTIFICATE/q' "$dir/old-ca.crt" >"$dir/previous.crt"
 cat "$dir/ca.crt" "$dir/previous.crt" >"$dir/bundle.crt"
 
 say "writing the SnapshotMetadataService object $driver and the Secret $namespace/$secret"

@@ -3,6 +3,7 @@
 
 mod arrows;
 mod chaos;
+mod cluster_image;
 mod crash;
 mod csi_contract;
 mod demo;
