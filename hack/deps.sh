@@ -8,6 +8,7 @@ needs=(
     "mkfs.btrfs:btrfs-progs=6.2*"
     "mkfs.ext4:e2fsprogs=1.47.*"
     "blkid:util-linux=2.38.*"
+    "shellcheck:shellcheck=0.9.*"
     "cc:gcc"
 )
 
@@ -42,5 +43,28 @@ if ! [ -x "$sanity/csi-sanity" ]; then
         GOBIN="$sanity" go install "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@$version"
     else
         echo "deps: no go, so csi-sanity will be skipped" >&2
+    fi
+fi
+
+# hack/manifests, which checks deploy/ the way an API server would, with the CRDs of the releases in its go.mod.
+checker=$(cd "$(dirname "$0")/.." && pwd)/.deps/manifests
+state=$(cd "$(dirname "$0")/manifests" && sha256sum ./*.go go.mod go.sum | sha256sum | cut -d ' ' -f 1)
+if [ "$(cat "$checker/state" 2>/dev/null)" != "$state" ]; then
+    if command -v go >/dev/null; then
+        echo "deps: building the checker of the manifests"
+        (
+            cd "$(dirname "$0")/manifests"
+            rm -rf "$checker"
+            mkdir -p "$checker/crds"
+            go build -o "$checker/manifests" .
+            for module in external-snapshotter/client/v8 external-snapshot-metadata/client; do
+                source=$(go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$module")
+                cp "$source"/config/crd/*.io_*.yaml "$checker/crds/"
+            done
+            chmod -R u+w "$checker/crds"
+            echo "$state" >"$checker/state"
+        )
+    else
+        echo "deps: no go, so the checks of the manifests will be skipped" >&2
     fi
 fi

@@ -34,7 +34,7 @@ type testDriver struct {
 	Timeouts       map[string]string
 }
 
-var capabilities = sets.New(
+var known = sets.New(
 	framework.CapPersistence, framework.CapBlock, framework.CapFsGroup, framework.CapVolumeMountGroup,
 	framework.CapExec, framework.CapSnapshotDataSource, framework.CapSnapshotMetadata,
 	framework.CapVolumeGroupSnapshot, framework.CapPVCDataSource, framework.CapMultiPODs, framework.CapRWX,
@@ -44,20 +44,20 @@ var capabilities = sets.New(
 	framework.CapMultiplePVsSameID, framework.CapReadOnlyMany, framework.CapSELinuxMount,
 )
 
-// checkTestDriver decodes a description of a test driver strictly and returns it for further checks.
-func checkTestDriver(path string) (*testDriver, error) {
+// checkTestDriver decodes a description of a test driver strictly.
+func checkTestDriver(path string) error {
 	text, err := os.ReadFile(path)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	driver := &testDriver{}
 	if err := yaml.UnmarshalStrict(text, driver); err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+		return fmt.Errorf("%s: %w", path, err)
 	}
 	for name := range driver.DriverInfo.Capabilities {
-		if !capabilities.Has(name) {
-			return nil, fmt.Errorf("%s: %q is no capability of a test driver", path, name)
+		if !known.Has(name) {
+			return fmt.Errorf("%s: %q is no capability of a test driver", path, name)
 		}
 	}
-	return driver, nil
+	return nil
 }

@@ -2,9 +2,10 @@
 // kustomize builds is decoded strictly, defaulted and validated by Kubernetes' own code, and custom resources by
 // the schemas and rules of their CRDs.
 //
-//	manifests [-crds DIR]... PATH...
+//	manifests [-crds DIR]... [-test-driver FILE] PATH...
 //
-// A PATH is a kustomization directory or a file of YAML documents. All objects go to standard output as one JSON
+// A PATH is a kustomization directory or a file of YAML documents; the FILE describes a driver to Kubernetes'
+// storage tests. All objects go to standard output as one JSON
 // list of {"source", "object"}, for further checks; every fault goes to standard error, and the exit code is 1.
 package main
 
@@ -39,24 +40,30 @@ func (p *paths) Set(value string) error { *p = append(*p, value); return nil }
 func main() {
 	var crdDirs paths
 	flag.Var(&crdDirs, "crds", "directory of CustomResourceDefinitions; may be given more than once")
+	driver := flag.String("test-driver", "", "file that e2e.test -storage.testdriver is to read")
 	flag.Parse()
 	if flag.NArg() == 0 {
 		fmt.Fprintln(os.Stderr, "manifests: name a kustomization directory or a YAML file")
 		os.Exit(2)
 	}
-	if err := run(crdDirs, flag.Args()); err != nil {
+	if err := run(crdDirs, *driver, flag.Args()); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func run(crdDirs, arguments []string) error {
+func run(crdDirs []string, driver string, arguments []string) error {
 	customs, err := loadCRDs(crdDirs)
 	if err != nil {
 		return err
 	}
 	var all []found
 	var faults []error
+	if driver != "" {
+		if err := checkTestDriver(driver); err != nil {
+			faults = append(faults, err)
+		}
+	}
 	for _, path := range arguments {
 		text, err := render(path)
 		if err != nil {

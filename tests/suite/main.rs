@@ -3,7 +3,10 @@
 
 mod arrows;
 mod chaos;
+mod cluster_docs;
 mod cluster_image;
+mod cluster_rbac;
+mod cluster_rules;
 mod crash;
 mod csi_contract;
 mod demo;
@@ -14,6 +17,7 @@ mod groups;
 mod health;
 mod hostile;
 mod lists;
+mod manifests;
 mod metadata;
 mod node;
 mod property;
