@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use deltapath::client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
-use deltapath::sys::{self, sweep::sweep};
+use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
 use crate::support::content::{Content, blocks_of};
@@ -77,6 +77,19 @@ impl Swept {
 
 impl Drop for Swept {
     fn drop(&mut self) {
+        // Seen from outside, the backing file of a device that a container attached has another path: a device
+        // that is left is found by its file.
+        let _ = sweep(&self.0.path().join("kubelet"));
+        let mut left = vec![self.0.path().join("data")];
+        while let Some(path) = left.pop() {
+            if let Ok(entries) = std::fs::read_dir(&path) {
+                left.extend(entries.flatten().map(|entry| entry.path()));
+            } else if let Ok(Some(device)) = LoopDevice::find(&path)
+                && path.ends_with("data.img")
+            {
+                let _ = device.detach();
+            }
+        }
         let left = sweep(self.0.path());
         if !std::thread::panicking() {
             assert!(left.expect("sweep").is_empty(), "could not be freed");

@@ -21,8 +21,9 @@ enum When {
 
 use When::{Always, Attach, Central, Distributed};
 
-/// What a program calls: its container, an API group and resource, the verbs, and when. "Reads" is what an
-/// informer does: get, list, watch. Looked up in the sources of the versions that the manifests name.
+/// What a program calls: its container, an API group and resource, the verbs, and when. Looked up in
+/// the sources of the versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and
+/// snapshot-controller were seen in the audit log of an API server too. What only an informer reads needs no get.
 const CALLS: [(&str, &str, &str, &str, When); 50] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
@@ -50,32 +51,20 @@ const CALLS: [(&str, &str, &str, &str, When); 50] = [
     ),
     ("csi-provisioner", "", "pods", "get", Always),
     // No pods: --handle-volume-inuse-error=false.
-    ("csi-resizer", "", "persistentvolumes", "get list watch patch", Central),
-    ("csi-resizer", "", "persistentvolumeclaims", "get list watch", Central),
+    ("csi-resizer", "", "persistentvolumes", "list watch patch", Central),
+    ("csi-resizer", "", "persistentvolumeclaims", "list watch", Central),
     ("csi-resizer", "", "persistentvolumeclaims/status", "patch", Central),
-    ("csi-resizer", "storage.k8s.io", "volumeattributesclasses", "get list watch", Central),
+    ("csi-resizer", "storage.k8s.io", "volumeattributesclasses", "list watch", Central),
     ("csi-resizer", "", "events", "create patch", Central),
-    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list watch", Always),
-    (
-        "csi-snapshotter",
-        "snapshot.storage.k8s.io",
-        "volumesnapshotcontents",
-        "get list watch update patch",
-        Always,
-    ),
+    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotclasses", "list watch", Always),
+    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get list watch patch", Always),
     ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents/status", "update patch", Always),
-    (
-        "csi-snapshotter",
-        "groupsnapshot.storage.k8s.io",
-        "volumegroupsnapshotclasses",
-        "get list watch",
-        Central,
-    ),
+    ("csi-snapshotter", "groupsnapshot.storage.k8s.io", "volumegroupsnapshotclasses", "list watch", Central),
     (
         "csi-snapshotter",
         "groupsnapshot.storage.k8s.io",
         "volumegroupsnapshotcontents",
-        "get list watch update patch",
+        "get list watch patch",
         Central,
     ),
     (
@@ -101,9 +90,9 @@ const CALLS: [(&str, &str, &str, &str, When); 50] = [
     // The class of a snapshot, or the default one, for the secret that it may name.
     ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list", Always),
     ("csi-snapshot-metadata", "", "secrets", "get", Always),
-    ("csi-attacher", "", "persistentvolumes", "get list watch patch", Attach),
-    ("csi-attacher", "storage.k8s.io", "csinodes", "get list watch", Attach),
-    ("csi-attacher", "storage.k8s.io", "volumeattachments", "get list watch patch", Attach),
+    ("csi-attacher", "", "persistentvolumes", "list watch patch", Attach),
+    ("csi-attacher", "storage.k8s.io", "csinodes", "list watch", Attach),
+    ("csi-attacher", "storage.k8s.io", "volumeattachments", "list watch patch", Attach),
     ("csi-attacher", "storage.k8s.io", "volumeattachments/status", "patch", Attach),
     ("snapshot-controller", "", "persistentvolumes", "get list watch", Always),
     ("snapshot-controller", "", "persistentvolumeclaims", "get list watch update", Always),
