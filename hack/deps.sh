@@ -68,3 +68,14 @@ if [ "$(cat "$checker/state" 2>/dev/null)" != "$state" ]; then
         echo "deps: no go, so the checks of the manifests will be skipped" >&2
     fi
 fi
+
+# The example backup program, and the community's sidecar that it talks to, for the test that runs both.
+backup=$(cd "$(dirname "$0")/.." && pwd)/.deps/backup
+state=$(cd "$(dirname "$0")/.." && sha256sum deploy/backup/*.go deploy/backup/go.* hack/sidecar/go.* | sha256sum | cut -d ' ' -f 1)
+if [ "$(cat "$backup/state" 2>/dev/null)" != "$state" ] && command -v go >/dev/null; then
+    echo "deps: building the example backup program and csi-snapshot-metadata"
+    mkdir -p "$backup"
+    (cd "$(dirname "$0")/../deploy/backup" && go vet . && go build -o "$backup/cbt-backup" .)
+    (cd "$(dirname "$0")/sidecar" && go build -o "$backup/" github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata)
+    echo "$state" >"$backup/state"
+fi

@@ -358,7 +358,7 @@ fn classes_are_this_drivers_and_take_their_parameters() {
             match found.kind() {
                 "StorageClass" => {
                     assert_eq!(object["provisioner"], DRIVER, "{who}");
-                    drop(VolumeParameters::parse(&parameters(found)).expect(&who));
+                    VolumeParameters::parse(&parameters(found)).expect(&who);
                     // A volume lives on one node: it is made where its first pod goes.
                     assert_eq!(object["volumeBindingMode"], "WaitForFirstConsumer", "{who}");
                     let resizer = source != "deploy/overlays/distributed"
@@ -367,14 +367,14 @@ fn classes_are_this_drivers_and_take_their_parameters() {
                 }
                 "VolumeSnapshotClass" | "VolumeGroupSnapshotClass" => {
                     assert_eq!(object["driver"], DRIVER, "{who}");
-                    drop(SnapshotParameters::parse(&parameters(found)).expect(&who));
+                    SnapshotParameters::parse(&parameters(found)).expect(&who);
                     let default =
                         &object["metadata"]["annotations"]["snapshot.storage.kubernetes.io/is-default-class"];
                     defaults += usize::from(default == "true");
                 }
                 "VolumeAttributesClass" => {
                     assert_eq!(object["driverName"], DRIVER, "{who}");
-                    drop(parse_tuning(&parameters(found)).expect(&who));
+                    parse_tuning(&parameters(found)).expect(&who);
                 }
                 "CSIDriver" => {
                     assert_eq!(found.name(), DRIVER);

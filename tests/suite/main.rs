@@ -5,6 +5,7 @@ mod arrows;
 mod chaos;
 mod cluster_docs;
 mod cluster_image;
+mod cluster_metadata;
 mod cluster_rbac;
 mod cluster_rules;
 mod crash;
