@@ -8,6 +8,7 @@ mod cluster_image;
 mod cluster_metadata;
 mod cluster_rbac;
 mod cluster_rules;
+mod cluster_scripts;
 mod crash;
 mod csi_contract;
 mod demo;
