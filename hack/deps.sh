@@ -71,7 +71,7 @@ fi
 
 # The example backup program, and the community's sidecar that it talks to, for the test that runs both.
 backup=$(cd "$(dirname "$0")/.." && pwd)/.deps/backup
-state=$(cd "$(dirname "$0")/.." && sha256sum deploy/backup/*.go deploy/backup/go.* hack/sidecar/go.* | sha256sum | cut -d ' ' -f 1)
+state=$(cd "$(dirname "$0")/.." && sha256sum deploy/backup/main.go deploy/backup/go.mod hack/sidecar/go.mod | sha256sum | cut -d ' ' -f 1)
 if [ "$(cat "$backup/state" 2>/dev/null)" != "$state" ] && command -v go >/dev/null; then
     echo "deps: building the example backup program and csi-snapshot-metadata"
     mkdir -p "$backup"

@@ -3,6 +3,7 @@
 
 mod arrows;
 mod chaos;
+mod cluster_classes;
 mod cluster_docs;
 mod cluster_image;
 mod cluster_metadata;
