@@ -33,9 +33,9 @@ cleanup() {
     for name in backup-incremental.yaml backup-full.yaml; do
         as_files "$name" | kube delete --ignore-not-found --wait=false --filename -
     done
-    kube delete --ignore-not-found --wait=false --filename "$examples"
-    for kind in pod volumegroupsnapshot volumesnapshot persistentvolumeclaim; do
-        kube wait --for delete --timeout 120s --namespace default --all "$kind" 2>/dev/null || true
+    kube delete --ignore-not-found --timeout 180s --filename "$examples"
+    for name in backup-incremental.yaml backup-full.yaml; do
+        as_files "$name" | kube delete --ignore-not-found --timeout 180s --filename -
     done
 }
 
