@@ -6,7 +6,7 @@ CARGO ?= cargo
 ENGINE ?= docker
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test fmt lint check bench crash image backup-image image-rootfs clean
+.PHONY: help deps build demo test fmt lint check bench crash image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -29,7 +29,7 @@ lint: ## Formatting and clippy, warnings are errors
 
 check: lint
 
-test: deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
+test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
 	hack/no-leaks.sh $(CARGO) test --locked
 
 bench: deps ## Criterion benches of the core, each beside the bare operation
@@ -44,6 +44,9 @@ image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 
 backup-image: ## Build the image of the example backup program, deltapath-backup:VERSION
 	$(ENGINE) build --tag deltapath-backup:$(VERSION) deploy/backup
+
+test-deps: ## Install and build what only the tests need: shellcheck, the checker of the manifests, a sidecar
+	@hack/test-deps.sh
 
 image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
 	@hack/image-rootfs.sh

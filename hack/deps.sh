@@ -8,7 +8,6 @@ needs=(
     "mkfs.btrfs:btrfs-progs=6.2*"
     "mkfs.ext4:e2fsprogs=1.47.*"
     "blkid:util-linux=2.38.*"
-    "shellcheck:shellcheck=0.9.*"
     "cc:gcc"
 )
 
@@ -44,38 +43,4 @@ if ! [ -x "$sanity/csi-sanity" ]; then
     else
         echo "deps: no go, so csi-sanity will be skipped" >&2
     fi
-fi
-
-# hack/manifests, which checks deploy/ the way an API server would, with the CRDs of the releases in its go.mod.
-checker=$(cd "$(dirname "$0")/.." && pwd)/.deps/manifests
-state=$(cd "$(dirname "$0")/manifests" && sha256sum ./*.go go.mod go.sum | sha256sum | cut -d ' ' -f 1)
-if [ "$(cat "$checker/state" 2>/dev/null)" != "$state" ]; then
-    if command -v go >/dev/null; then
-        echo "deps: building the checker of the manifests"
-        (
-            cd "$(dirname "$0")/manifests"
-            rm -rf "$checker"
-            mkdir -p "$checker/crds"
-            go build -o "$checker/manifests" .
-            for module in external-snapshotter/client/v8 external-snapshot-metadata/client; do
-                source=$(go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$module")
-                cp "$source"/config/crd/*.io_*.yaml "$checker/crds/"
-            done
-            chmod -R u+w "$checker/crds"
-            echo "$state" >"$checker/state"
-        )
-    else
-        echo "deps: no go, so the checks of the manifests will be skipped" >&2
-    fi
-fi
-
-# The example backup program, and the community's sidecar that it talks to, for the test that runs both.
-backup=$(cd "$(dirname "$0")/.." && pwd)/.deps/backup
-state=$(cd "$(dirname "$0")/.." && sha256sum deploy/backup/main.go deploy/backup/go.mod hack/sidecar/go.mod | sha256sum | cut -d ' ' -f 1)
-if [ "$(cat "$backup/state" 2>/dev/null)" != "$state" ] && command -v go >/dev/null; then
-    echo "deps: building the example backup program and csi-snapshot-metadata"
-    mkdir -p "$backup"
-    (cd "$(dirname "$0")/../deploy/backup" && go vet . && go build -o "$backup/cbt-backup" .)
-    (cd "$(dirname "$0")/sidecar" && go build -o "$backup/" github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata)
-    echo "$state" >"$backup/state"
 fi

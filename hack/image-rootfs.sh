@@ -48,15 +48,16 @@ if ! [ -e "$deps/base.tar" ]; then
     mv "$deps/base.tar.new" "$deps/base.tar"
     rm -rf "$deps/base"
 fi
-b image exists debian:bookworm-slim 2>/dev/null || b inspect --type image docker.io/library/debian:bookworm-slim >/dev/null 2>&1 || {
+debian=docker.io/library/debian:bookworm-slim
+b inspect --type image "$debian" >/dev/null 2>&1 || {
     container=$(b from scratch)
     b add -q "$container" "$deps/base.tar" / >/dev/null
     b config --env PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
-    b commit -q --rm "$container" docker.io/library/debian:bookworm-slim >/dev/null
+    b commit -q --rm "$container" "$debian" >/dev/null
 }
 rust=docker.io/library/rust:1.90-bookworm
 b inspect --type image "$rust" >/dev/null 2>&1 || {
-    container=$(b from --pull-never docker.io/library/debian:bookworm-slim)
+    container=$(b from --pull-never "$debian")
     b run "$container" -- sh -ec 'apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null'
     b config --env PATH=/usr/local/rust/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         --env CARGO_HOME=/usr/local/cargo "$container"

@@ -13,7 +13,7 @@ fn scripts_pass_shellcheck() {
     let output = match output {
         Ok(output) => output,
         Err(error) => {
-            eprintln!("skipped: needs shellcheck, which `make deps` installs: {error}");
+            eprintln!("skipped: needs shellcheck, which `make test-deps` installs: {error}");
             assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs shellcheck");
             return;
         }

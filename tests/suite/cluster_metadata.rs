@@ -31,7 +31,7 @@ fn program(name: &str) -> Option<PathBuf> {
     if path.exists() {
         return Some(path);
     }
-    eprintln!("skipped: needs {name}, which `make deps` builds where go is installed");
+    eprintln!("skipped: needs {name}, which `make test-deps` builds where go is installed");
     assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs {name}");
     None
 }

@@ -82,7 +82,7 @@ fn check(arguments: &[String]) -> Option<Output> {
     let deps = repository().join(".deps/manifests");
     if !deps.join("manifests").exists() {
         eprintln!(
-            "skipped: needs the checker of the manifests, which `make deps` builds where go is installed"
+            "skipped: needs the checker of the manifests, which `make test-deps` builds where go is installed"
         );
         assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs hack/manifests");
         return None;
