@@ -317,6 +317,16 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     called.dedup();
     listed.sort();
     assert_eq!(listed, called, "ENV PROGRAMS of the Dockerfile, and what src calls");
+    let deps = std::fs::read_to_string(repository().join("hack/deps.sh")).expect("read");
+    let pinned: Vec<&str> =
+        dockerfile.split('"').filter(|word| word.ends_with('*') && word.contains('=')).collect();
+    assert_eq!(pinned.len(), 4, "{pinned:?}");
+    for package in pinned {
+        assert!(
+            deps.contains(&format!(":{package}\"")),
+            "hack/deps.sh installs another version than {package}"
+        );
+    }
     let Some(rootfs) = rootfs() else { return };
     if !have_root() {
         return;
