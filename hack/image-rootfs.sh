@@ -35,6 +35,9 @@ mkdir -p "$deps"
 store=(--root "$deps/store" --runroot "$deps/run")
 b() { buildah "${store[@]}" "$@"; }
 export BUILDAH_ISOLATION=chroot
+# A build that is cut short leaves containers behind, and their mounts with them.
+b rm --all >/dev/null
+trap 'b rm --all >/dev/null' EXIT
 
 if ! [ -e "$deps/base.tar" ]; then
     echo "image-rootfs: making the base images"
