@@ -1,22 +1,53 @@
-# The driver and exactly the programs it calls. It must run privileged: it attaches loop devices,
-# mounts filesystems and freezes them.
+# The driver and exactly the programs that it calls, for `make image`.
+#
+# It must run privileged. It attaches loop devices and makes their nodes (CAP_SYS_ADMIN, CAP_MKNOD, and every block
+# device allowed), mounts filesystems where kubelet and other pods see them (CAP_SYS_ADMIN, shared propagation),
+# freezes them, and grows mounted ones (CAP_SYS_RESOURCE). deploy/base/plugin.yaml grants that to this container alone.
+#
+# The versions of what is installed are those of hack/deps.sh. What is built depends on Cargo.lock and on nothing
+# of the builder: no paths, no times.
 
 FROM rust:1.90-bookworm AS build
+ARG SOURCE_DATE_EPOCH=0
+ENV CARGO_PROFILE_RELEASE_STRIP=symbols \
+    RUSTFLAGS="--remap-path-prefix=/src=deltapath --remap-path-prefix=/usr/local/cargo=cargo"
 WORKDIR /src
 COPY Cargo.toml Cargo.lock build.rs ./
 COPY proto proto
 COPY src src
 COPY benches benches
 COPY tests tests
-RUN cargo build --release --locked
+RUN cargo build --release --locked --bin deltapath \
+ && install -D target/release/deltapath /out/usr/local/bin/deltapath
+
+# Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
+# them, with the libraries that they are linked to.
+FROM debian:bookworm-slim AS programs
+ENV PROGRAMS="mkfs.ext4 e2fsck dumpe2fs resize2fs mkfs.xfs xfs_growfs mkfs.btrfs btrfs blkid"
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends \
+        "e2fsprogs=1.47.*" "xfsprogs=6.1.*" "btrfs-progs=6.2*" "util-linux=2.38.*" \
+ && for program in $PROGRAMS; do \
+        path=$(readlink -f "$(command -v "$program")") \
+     && install -D "$path" "/out/usr/sbin/$program" \
+     && for library in $(ldd "$path" | grep -o '/[^ ]*'); do \
+            install -D "$(readlink -f "$library")" "/out/usr/lib/deltapath/$(basename "$library")" || exit 1; \
+        done || exit 1; \
+    done \
+ && install -D -m 0644 /etc/mke2fs.conf /out/etc/mke2fs.conf \
+ && rm -f /out/usr/lib/deltapath/libc.so.* /out/usr/lib/deltapath/ld-linux* /out/usr/lib/deltapath/libm.so.* \
+ && install -d /out/etc/ld.so.conf.d && echo /usr/lib/deltapath > /out/etc/ld.so.conf.d/deltapath.conf
 
 FROM debian:bookworm-slim
+ARG VERSION=unknown
+ARG REVISION=unknown
 LABEL org.opencontainers.image.title="deltapath" \
       org.opencontainers.image.description="A CSI driver with exact changed block tracking" \
-      org.opencontainers.image.licenses="Apache-2.0"
-RUN apt-get update \
- && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs util-linux \
- && rm -rf /var/lib/apt/lists/*
-COPY --from=build /src/target/release/deltapath /usr/local/bin/deltapath
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+COPY --from=programs /out /
+COPY --from=build /out /
+RUN ldconfig
 ENTRYPOINT ["/usr/local/bin/deltapath"]
 CMD ["driver", "--help"]

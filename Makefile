@@ -2,10 +2,14 @@
 
 CARGO ?= cargo
 
-.PHONY: help deps build demo test fmt lint check bench bench-core crash clean
+# Runs containers and builds images: docker or podman.
+ENGINE ?= docker
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+
+.PHONY: help deps build demo test fmt lint check bench bench-core crash image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
@@ -25,7 +29,7 @@ lint: ## Formatting and clippy, warnings are errors
 
 check: lint
 
-test: deps lint ## Everything that must hold: lint, unit and integration tests, and nothing left behind
+test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
 	hack/no-leaks.sh $(CARGO) test --locked
 
 bench: deps ## What things cost, each beside the bare operation in the same run, in one table
@@ -36,6 +40,19 @@ bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 
 crash: deps ## The crash test with 1000 kills a pool instead of 90
 	DELTAPATH_CRASH_ROUNDS=1000 hack/no-leaks.sh $(CARGO) test --locked --test suite -- crash --nocapture
+
+image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
+	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+		--tag deltapath:$(VERSION) .
+
+backup-image: ## Build the image of the example backup program, deltapath-backup:VERSION
+	$(ENGINE) build --tag deltapath-backup:$(VERSION) deploy/backup
+
+test-deps: ## Install and build what only the tests need: shellcheck, the checker of the manifests, a sidecar
+	@hack/test-deps.sh
+
+image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
+	@hack/image-rootfs.sh
 
 clean: ## Remove what was built
 	$(CARGO) clean

@@ -3,6 +3,13 @@
 
 mod arrows;
 mod chaos;
+mod cluster_classes;
+mod cluster_docs;
+mod cluster_image;
+mod cluster_metadata;
+mod cluster_rbac;
+mod cluster_rules;
+mod cluster_scripts;
 mod conformance;
 mod crash;
 mod csi_contract;
@@ -14,6 +21,7 @@ mod groups;
 mod health;
 mod hostile;
 mod lists;
+mod manifests;
 mod metadata;
 mod node;
 mod property;

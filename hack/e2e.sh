@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# The smoke test: every example of deploy/examples against the cluster of kind-up.sh. It snapshots a volume twice,
+# lists the delta with a client pod, and makes and verifies full and incremental backups. It cleans up behind itself,
+# and before itself what an earlier run left.
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+usage="usage: e2e.sh [--keep] [--distributed]
+  --keep         leave volumes and pods as they are at the end
+  --distributed  the cluster runs a driver a node: no expansion, no attributes, no group snapshots"
+keep=no distributed=no
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --keep) keep=yes ;;
+        --distributed) distributed=yes ;;
+        -h | --help) echo "$usage" && exit 0 ;;
+        *) fail "unknown argument $1
+$usage" ;;
+    esac
+    shift
+done
+need kubectl
+kube version >/dev/null 2>&1 || fail "no cluster answers at kind-$CLUSTER: hack/kind-up.sh makes one"
+
+examples=$root/deploy/examples
+apply() { kube apply --filename "$examples/$1"; }
+# The same for the Filesystem volume: its names begin with "files".
+as_files() { sed 's/block-/files-/g; s/block\.img/files.img/g' "$examples/$1"; }
+
+cleanup() {
+    say "deleting what the examples made"
+    for name in backup-incremental.yaml backup-full.yaml; do
+        as_files "$name" | kube delete --ignore-not-found --wait=false --filename -
+    done
+    kube delete --ignore-not-found --timeout 180s --filename "$examples"
+    for name in backup-incremental.yaml backup-full.yaml; do
+        as_files "$name" | kube delete --ignore-not-found --timeout 180s --filename -
+    done
+}
+
+broken() {
+    [ "$1" -eq 0 ] && return
+    say "what the cluster says"
+    kube get pods,persistentvolumeclaims,volumesnapshots --namespace default --output wide || true
+    kube get events --namespace default --sort-by .lastTimestamp | tail -n 20 || true
+    kube logs --namespace "$namespace" --selector app.kubernetes.io/component=plugin --all-containers --tail 20 || true
+    printf 'e2e.sh: failed; docs/troubleshooting.md says where to look\n' >&2
+}
+trap 'broken $?' EXIT
+
+ready() { kube wait --for condition=ready --timeout 120s --namespace default "pod/$1"; }
+taken() { kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default "volumesnapshot/$1"; }
+# Waits until a pod is done, and shows what it said.
+finished() {
+    local phase
+    for _ in $(seq 120); do
+        phase=$(kube get pod "$1" --namespace default --output 'jsonpath={.status.phase}')
+        case "$phase" in
+            Succeeded) kube logs --namespace default "$1" --all-containers && return ;;
+            Failed) kube logs --namespace default "$1" --all-containers && fail "the pod $1 failed" ;;
+        esac
+        sleep 1
+    done
+    fail "the pod $1 is $phase after 120 s"
+}
+
+cleanup
+
+say "a Block volume and a Filesystem volume"
+apply block.yaml
+apply filesystem.yaml
+ready block
+ready files
+
+say "first snapshots"
+apply snapshot.yaml
+taken block-1
+taken files-1
+
+say "changing 1 MiB at 256 MiB of the one, adding a file to the other"
+kube exec --namespace default block -- dd if=/dev/urandom of=/dev/volume bs=1M count=1 seek=256 conv=fsync
+kube exec --namespace default files -- sh -c 'dd if=/dev/urandom of=/data/second bs=1M count=4 && sync'
+
+say "second snapshots"
+apply snapshot-again.yaml
+taken block-2
+taken files-2
+
+say "listing the delta with a client pod"
+apply backup-account.yaml
+apply list-blocks.yaml
+finished list-blocks
+delta=$(kube logs --namespace default list-blocks)
+grep -Eq '^ +268435456 +1048576$' <<<"$delta" ||
+    fail "the delta is to be one extent of 1048576 bytes at 268435456, and is:
+$delta"
+
+say "full and incremental backup of the Block volume, verified byte by byte"
+apply backup-full.yaml
+finished block-1-backup
+apply backup-incremental.yaml
+finished block-2-backup
+
+say "the same of the Filesystem volume; its snapshots are allowed to be read as devices"
+for snapshot in files-1 files-2; do
+    content=$(kube get volumesnapshot "$snapshot" --namespace default \
+        --output 'jsonpath={.status.boundVolumeSnapshotContentName}')
+    kube annotate --overwrite volumesnapshotcontent "$content" \
+        snapshot.storage.kubernetes.io/allow-volume-mode-change=true
+done
+as_files backup-full.yaml | kube apply --filename -
+finished files-1-backup
+as_files backup-incremental.yaml | kube apply --filename -
+finished files-2-backup
+
+say "restore into a larger volume, restore as a device, clone, ephemeral volume"
+for example in restore restore-as-block clone ephemeral; do
+    apply "$example.yaml"
+done
+for pod in files-restored files-as-block files-clone ephemeral; do
+    ready "$pod"
+done
+[ "$(kube logs --namespace default files-as-block | tr -d ' ')" = 53ef ] ||
+    fail "the device of files-1 does not begin as an ext4 does"
+
+if [ "$distributed" = no ]; then
+    say "expansion, attributes, group snapshot"
+    apply expansion.yaml
+    kube wait --for jsonpath='{.status.capacity.storage}'=2Gi --timeout 120s --namespace default \
+        persistentvolumeclaim/files
+    size=$(kube exec --namespace default files -- df -k /data | awk 'NR == 2 { print $2 }')
+    [ "$size" -gt 1500000 ] || fail "the filesystem did not grow with its volume: $size KiB"
+    apply modify.yaml
+    kube wait --for jsonpath='{.status.currentVolumeAttributesClassName}'=deltapath-sequential --timeout 120s \
+        --namespace default persistentvolumeclaim/block
+    apply group.yaml
+    ready group
+    apply group-snapshot.yaml
+    kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default volumegroupsnapshot/group
+fi
+
+[ "$keep" = yes ] || cleanup
+say "all examples work"

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Builds the Dockerfile with buildah and unpacks the image into a directory, for the tests that run the driver in it.
+# The base images are made by debootstrap and the toolchain is this machine's, so no image registry is asked; what
+# is tested is every instruction of the Dockerfile and what comes out of them. Does nothing when nothing changed.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+deps=$root/.deps/image
+rootfs=$deps/rootfs
+
+[ "$(id -u)" -eq 0 ] || {
+    echo "image-rootfs: needs root: the tests that run the driver in its image will be skipped" >&2
+    exit 0
+}
+
+# What the image is made of.
+inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock build.rs proto src)
+state=$(find "${inputs[@]}" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ]; then
+    exit 0
+fi
+
+for program in buildah debootstrap; do
+    command -v "$program" >/dev/null || missing="${missing:-}$program "
+done
+if [ -n "${missing:-}" ]; then
+    echo "image-rootfs: installing $missing"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    # shellcheck disable=SC2086 # words, on purpose
+    apt-get install -y -qq --no-install-recommends $missing >/dev/null
+fi
+
+mkdir -p "$deps"
+store=(--root "$deps/store" --runroot "$deps/run")
+b() { buildah "${store[@]}" "$@"; }
+export BUILDAH_ISOLATION=chroot
+# A build that is cut short leaves containers behind, and their mounts with them.
+b rm --all >/dev/null
+trap 'b rm --all >/dev/null' EXIT
+
+if ! [ -e "$deps/base.tar" ]; then
+    echo "image-rootfs: making the base images"
+    rm -rf "$deps/base"
+    debootstrap --variant=minbase bookworm "$deps/base" >"$deps/debootstrap.log" 2>&1 || {
+        tail -n 5 "$deps/debootstrap.log" >&2
+        exit 1
+    }
+    rm -rf "$deps/base"/var/cache/apt/archives/*.deb "$deps/base"/var/lib/apt/lists/*
+    tar -C "$deps/base" -cf "$deps/base.tar.new" .
+    mv "$deps/base.tar.new" "$deps/base.tar"
+    rm -rf "$deps/base"
+fi
+debian=docker.io/library/debian:bookworm-slim
+b inspect --type image "$debian" >/dev/null 2>&1 || {
+    container=$(b from scratch)
+    b add -q "$container" "$deps/base.tar" / >/dev/null
+    b config --env PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
+    b commit -q --rm "$container" "$debian" >/dev/null
+}
+rust=docker.io/library/rust:1.90-bookworm
+b inspect --type image "$rust" >/dev/null 2>&1 || {
+    container=$(b from --pull-never "$debian")
+    b run "$container" -- sh -ec 'apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev >/dev/null'
+    b config --env PATH=/usr/local/rust/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+        --env CARGO_HOME=/usr/local/cargo "$container"
+    b commit -q --rm "$container" "$rust" >/dev/null
+}
+
+echo "image-rootfs: building the Dockerfile"
+toolchain=$(rustc --print sysroot)
+registry=${CARGO_HOME:-$HOME/.cargo}/registry
+mkdir -p "$registry" "$deps/target"
+b bud --pull-never --layers --quiet --tag deltapath:test \
+    --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
+    --volume "$deps/target:/src/target" --volume /etc/ssl/certs:/etc/ssl/certs:ro \
+    --file Dockerfile . >"$deps/build.log" 2>&1 || {
+    tail -n 20 "$deps/build.log" >&2
+    exit 1
+}
+
+rm -rf "$rootfs.new"
+mkdir -p "$rootfs.new"
+container=$(b from --pull-never localhost/deltapath:test)
+mounted=$(b mount "$container")
+cp -a "$mounted/." "$rootfs.new/"
+b umount "$container" >/dev/null
+b rm "$container" >/dev/null
+rm -rf "$rootfs"
+mv "$rootfs.new" "$rootfs"
+echo "$state" >"$deps/state"
+echo "image-rootfs: $(du -sh --apparent-size "$rootfs" | cut -f 1) in $rootfs"

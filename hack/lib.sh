@@ -1,0 +1,52 @@
+# shellcheck shell=bash
+# What the cluster scripts share: versions, and how they speak. Sourced, not run; so what is set here is used there.
+# shellcheck disable=SC2034
+
+# The cluster that the manifests are checked against, and what is installed into it besides deltapath.
+kind_version=v0.33.0
+node_image=kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5
+snapshotter_version=v8.7.0
+snapshot_metadata_version=v1.1.0
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -n 1)
+image=deltapath:$version
+backup_image=deltapath-backup:$version
+namespace=deltapath
+: "${CLUSTER:=deltapath}"
+
+say() { printf '==> %s\n' "$*"; }
+
+fail() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+need() {
+    local program
+    for program in "$@"; do
+        command -v "$program" >/dev/null || fail "$program is missing: install it and run this again"
+    done
+}
+
+# The program that runs containers, and kind's own choice of it.
+container_engine() {
+    case "${KIND_EXPERIMENTAL_PROVIDER:-}" in
+        podman | nerdctl) echo "$KIND_EXPERIMENTAL_PROVIDER" ;;
+        *) if command -v docker >/dev/null; then echo docker; else echo podman; fi ;;
+    esac
+}
+
+# kubectl, on this cluster and on no other.
+kube() { kubectl --context "kind-$CLUSTER" "$@"; }
+
+# Tries a command until it succeeds: await SECONDS WHAT COMMAND...
+await() {
+    local seconds=$1 what=$2 end=$((SECONDS + $1))
+    shift 2
+    until "$@" >/dev/null 2>&1; do
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep 1
+    done
+    say "$what, waited for at most $seconds s"
+}

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Installs and builds what the tests of the manifests and scripts need beyond hack/deps.sh, and nothing that is there.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+
+if ! command -v shellcheck >/dev/null; then
+    if [ "$(id -u)" -eq 0 ]; then
+        echo "test-deps: installing shellcheck"
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update -qq
+        apt-get install -y -qq --no-install-recommends "shellcheck=0.9.*" >/dev/null
+    else
+        echo "test-deps: no shellcheck, so the scripts will not be checked" >&2
+    fi
+fi
+if ! command -v go >/dev/null; then
+    echo "test-deps: no go, so the tests of the manifests will be skipped" >&2
+    exit 0
+fi
+
+# Whether what a directory of .deps was built from is still the same.
+fresh() { [ "$(cat ".deps/$1/state" 2>/dev/null)" = "$2" ]; }
+hash_of() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
+
+# hack/manifests, which checks deploy/ the way an API server would, with the CRDs of the releases in its go.mod.
+state=$(hash_of hack/manifests/*.go hack/manifests/go.mod hack/manifests/go.sum)
+if ! fresh manifests "$state"; then
+    echo "test-deps: building the checker of the manifests"
+    rm -rf .deps/manifests
+    mkdir -p .deps/manifests/crds
+    (cd hack/manifests && go vet . && go build -o "$root/.deps/manifests/manifests" .)
+    for module in external-snapshotter/client/v8 external-snapshot-metadata/client; do
+        source=$(cd hack/manifests && go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$module")
+        cp "$source"/config/crd/*.io_*.yaml .deps/manifests/crds/
+    done
+    chmod -R u+w .deps/manifests/crds
+    echo "$state" >.deps/manifests/state
+fi
+
+# The example backup program, and the community's sidecar that it talks to.
+state=$(hash_of deploy/backup/main.go deploy/backup/go.mod deploy/backup/go.sum hack/sidecar/go.mod hack/sidecar/go.sum)
+if ! fresh backup "$state"; then
+    echo "test-deps: building the example backup program and csi-snapshot-metadata"
+    mkdir -p .deps/backup
+    (cd deploy/backup && go vet . && go build -o "$root/.deps/backup/cbt-backup" .)
+    (cd hack/sidecar && go build -o "$root/.deps/backup/" github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata)
+    echo "$state" >.deps/backup/state
+fi

@@ -1,0 +1,112 @@
+//! The scripts and the pages about clusters: scripts pass shellcheck, and what a page or a script names is there.
+
+use std::process::Command;
+
+use crate::manifests::{files, read, repository};
+
+#[test]
+fn scripts_pass_shellcheck() {
+    let scripts = files("hack", "sh");
+    assert!(scripts.len() >= 9, "{scripts:?}");
+    let output =
+        Command::new("shellcheck").current_dir(repository()).arg("-x").args(&scripts).arg(".ci/run").output();
+    let output = match output {
+        Ok(output) => output,
+        Err(error) => {
+            eprintln!("skipped: needs shellcheck, which `make test-deps` installs: {error}");
+            assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs shellcheck");
+            return;
+        }
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+/// Words of a text that look like a path of this repository.
+fn paths(text: &str) -> Vec<&str> {
+    let part_of_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
+    let words = text.split(|c: char| !part_of_path(c)).map(|word| word.trim_end_matches(['.', '/']));
+    words
+        .filter(|word| ["deploy/", "hack/", "docs/", "tests/"].iter().any(|top| word.starts_with(top)))
+        .collect()
+}
+
+fn pages() -> Vec<String> {
+    let mut pages = files("docs", "md");
+    pages.extend(files("deploy", "md"));
+    pages.push("README.md".into());
+    pages
+}
+
+#[test]
+fn every_path_in_pages_scripts_and_manifests_exists() {
+    let mut seen = 0;
+    let scripts = files("hack", "sh").into_iter().chain(files("deploy", "yaml"));
+    for file in pages().into_iter().chain(scripts) {
+        let text = read(&file);
+        for path in paths(&text) {
+            assert!(repository().join(path).exists(), "{file} names {path}, which does not exist");
+            seen += 1;
+        }
+        for target in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
+            if file.ends_with(".md") && !target.is_empty() && !target.contains("://") {
+                let place = repository().join(&file).parent().expect("a directory").join(target);
+                assert!(place.exists(), "{file} links to {target}");
+            }
+        }
+    }
+    assert!(seen > 40, "only {seen} paths are seen");
+}
+
+#[test]
+fn every_make_target_in_the_pages_exists() {
+    let makefile = read("Makefile");
+    for file in pages().into_iter().filter(|file| file != "README.md") {
+        let text = read(&file);
+        for line in text.lines() {
+            let Some(target) = line.trim().trim_start_matches('`').strip_prefix("make ") else { continue };
+            let target =
+                target.split(|c: char| !(c.is_ascii_alphanumeric() || c == '-')).next().expect("a word");
+            assert!(
+                makefile.contains(&format!("\n{target}:")),
+                "{file}: the Makefile has no target {target}"
+            );
+        }
+    }
+}
+
+/// Flags of our scripts, where a page calls one.
+#[test]
+fn every_flag_of_a_script_in_the_pages_is_one_of_its() {
+    for file in pages() {
+        let text = read(&file);
+        for line in text.lines().filter(|line| line.trim_start().starts_with("hack/")) {
+            let mut words = line.split('#').next().expect("a line").split_whitespace();
+            let script = read(words.next().expect("a script"));
+            for flag in words.filter(|word| word.starts_with("--")) {
+                let flag = flag.split('=').next().expect("a flag");
+                assert!(script.contains(&format!(" {flag})")), "{file}: {line}: no flag {flag}");
+            }
+        }
+    }
+}
+
+/// The versions that the scripts install are those that the manifests run.
+#[test]
+fn scripts_and_manifests_are_of_the_same_releases() {
+    let lib = read("hack/lib.sh");
+    let of = |name: &str| {
+        let line = lib.lines().find_map(|line| line.strip_prefix(&format!("{name}=")));
+        line.unwrap_or_else(|| panic!("hack/lib.sh sets no {name}")).to_owned()
+    };
+    let plugin = read("deploy/base/plugin.yaml");
+    assert!(plugin.contains(&format!("csi-snapshotter:{}\n", of("snapshotter_version"))));
+    assert!(plugin.contains(&format!("csi-snapshot-metadata:{}\n", of("snapshot_metadata_version"))));
+    let checker = read("hack/manifests/go.mod");
+    assert!(checker.contains(&format!("external-snapshotter/client/v8 {}\n", of("snapshotter_version"))));
+    let node = of("node_image");
+    let kubernetes = node.split([':', '@']).nth(1).expect("a tag");
+    assert!(
+        checker.contains(&format!("k8s.io/kubernetes {kubernetes}\n")),
+        "the checker is not of {kubernetes}"
+    );
+}

@@ -1,0 +1,299 @@
+//! Who may do what, and why: each rule of the manifests is used by a named program, and nothing that one of them
+//! calls is missing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::Value;
+
+use crate::manifests::{Found, OVERLAYS, containers, list, objects_of, pod_spec, strings};
+
+/// Where a role applies.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum When {
+    Always,
+    /// Except with one driver a node.
+    Central,
+    /// With attachments.
+    Attach,
+    /// With one driver a node.
+    Distributed,
+}
+
+use When::{Always, Attach, Central, Distributed};
+
+/// What a program calls: its container, an API group and resource, the verbs, and when. Looked up in
+/// the sources of the versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and
+/// snapshot-controller were seen in the audit log of an API server too. What only an informer reads needs no get.
+const CALLS: [(&str, &str, &str, &str, When); 50] = [
+    // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
+    ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
+    // Finalizers of claims that are being cloned; the selected node taken back on RESOURCE_EXHAUSTED.
+    ("csi-provisioner", "", "persistentvolumeclaims", "get list watch update", Always),
+    ("csi-provisioner", "storage.k8s.io", "storageclasses", "get list watch", Always),
+    // Mutable parameters of CreateVolume.
+    ("csi-provisioner", "storage.k8s.io", "volumeattributesclasses", "get", Always),
+    ("csi-provisioner", "", "events", "create patch", Always),
+    // Source protection: a finalizer while a snapshot is being restored, swept now and then.
+    ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch update", Always),
+    ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    // Topology; with --node-deployment the driver tells it.
+    ("csi-provisioner", "storage.k8s.io", "csinodes", "get list watch", Central),
+    ("csi-provisioner", "", "nodes", "get list watch", Central),
+    // Only where the driver has PUBLISH_UNPUBLISH_VOLUME: a volume is deleted once it is detached.
+    ("csi-provisioner", "storage.k8s.io", "volumeattachments", "get list watch", Attach),
+    // --enable-capacity, and the owner of these objects (--capacity-ownerref-level=1: the pod says who it is).
+    (
+        "csi-provisioner",
+        "storage.k8s.io",
+        "csistoragecapacities",
+        "get list watch create update delete",
+        Always,
+    ),
+    ("csi-provisioner", "", "pods", "get", Always),
+    // No pods: --handle-volume-inuse-error=false.
+    ("csi-resizer", "", "persistentvolumes", "list watch patch", Central),
+    ("csi-resizer", "", "persistentvolumeclaims", "list watch", Central),
+    ("csi-resizer", "", "persistentvolumeclaims/status", "patch", Central),
+    ("csi-resizer", "storage.k8s.io", "volumeattributesclasses", "list watch", Central),
+    ("csi-resizer", "", "events", "create patch", Central),
+    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotclasses", "list watch", Always),
+    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get list watch patch", Always),
+    ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents/status", "update patch", Always),
+    ("csi-snapshotter", "groupsnapshot.storage.k8s.io", "volumegroupsnapshotclasses", "list watch", Central),
+    (
+        "csi-snapshotter",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshotcontents",
+        "get list watch patch",
+        Central,
+    ),
+    (
+        "csi-snapshotter",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshotcontents/status",
+        "update patch",
+        Central,
+    ),
+    ("csi-snapshotter", "", "events", "create patch", Always),
+    // The one secret that a class may name.
+    ("csi-snapshotter", "", "secrets", "get", Always),
+    ("csi-external-health-monitor-controller", "", "persistentvolumes", "get list watch", Always),
+    ("csi-external-health-monitor-controller", "", "persistentvolumeclaims", "get list watch", Always),
+    ("csi-external-health-monitor-controller", "", "events", "get list watch create patch", Always),
+    // The audience that a token must be for.
+    ("csi-snapshot-metadata", "cbt.storage.k8s.io", "snapshotmetadataservices", "get", Always),
+    // Whose token it is, and whether they may get the snapshot.
+    ("csi-snapshot-metadata", "authentication.k8s.io", "tokenreviews", "create", Always),
+    ("csi-snapshot-metadata", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
+    ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshots", "get", Always),
+    ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    // The class of a snapshot, or the default one, for the secret that it may name.
+    ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list", Always),
+    ("csi-snapshot-metadata", "", "secrets", "get", Always),
+    ("csi-attacher", "", "persistentvolumes", "list watch patch", Attach),
+    ("csi-attacher", "storage.k8s.io", "csinodes", "list watch", Attach),
+    ("csi-attacher", "storage.k8s.io", "volumeattachments", "list watch patch", Attach),
+    ("csi-attacher", "storage.k8s.io", "volumeattachments/status", "patch", Attach),
+    ("snapshot-controller", "", "persistentvolumes", "get list watch", Always),
+    ("snapshot-controller", "", "persistentvolumeclaims", "get list watch update", Always),
+    ("snapshot-controller", "", "events", "create patch", Always),
+    // Where a snapshot content belongs to.
+    ("snapshot-controller", "", "nodes", "get list watch", Distributed),
+    ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list watch", Always),
+    (
+        "snapshot-controller",
+        "snapshot.storage.k8s.io",
+        "volumesnapshotcontents",
+        "create get list watch update delete patch",
+        Always,
+    ),
+    ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshotcontents/status", "patch", Always),
+    (
+        "snapshot-controller",
+        "snapshot.storage.k8s.io",
+        "volumesnapshots",
+        "create get list watch update patch delete",
+        Always,
+    ),
+    ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshots/status", "update patch", Always),
+    (
+        "snapshot-controller",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshotclasses",
+        "get list watch",
+        Always,
+    ),
+    (
+        "snapshot-controller",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshotcontents",
+        "create get list watch update delete patch",
+        Always,
+    ),
+];
+/// The rest of the snapshot controller's.
+const GROUP_CALLS: [(&str, &str, &str, &str, When); 3] = [
+    (
+        "snapshot-controller",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshotcontents/status",
+        "patch",
+        Always,
+    ),
+    (
+        "snapshot-controller",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshots",
+        "get list watch update patch",
+        Always,
+    ),
+    (
+        "snapshot-controller",
+        "groupsnapshot.storage.k8s.io",
+        "volumegroupsnapshots/status",
+        "update patch",
+        Always,
+    ),
+];
+
+/// Which programs use a role: those whose name it ends with, and the two that read a class's secret.
+fn users(role: &str) -> Vec<&str> {
+    match role {
+        "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "csi-snapshot-metadata"],
+        "snapshot-controller" => vec!["snapshot-controller"],
+        role => vec![role.strip_prefix("deltapath-").unwrap_or(role)],
+    }
+}
+
+type Rights = BTreeMap<(String, String), BTreeSet<String>>;
+
+fn add(rights: &mut Rights, rule: &Value) {
+    for group in strings(&rule["apiGroups"]) {
+        for resource in strings(&rule["resources"]) {
+            let verbs = rights.entry((group.to_owned(), resource.to_owned())).or_default();
+            verbs.extend(strings(&rule["verbs"]).into_iter().map(str::to_owned));
+        }
+    }
+}
+
+fn roles<'o>(objects: &'o [&Found]) -> impl Iterator<Item = &'o Found> {
+    let is_role = |found: &&Found| ["Role", "ClusterRole"].contains(&found.kind());
+    // Those for backup applications are bound by whoever has one.
+    objects
+        .iter()
+        .copied()
+        .filter(is_role)
+        .filter(|found| !found.name().starts_with("deltapath-backup-client"))
+}
+
+fn applies(when: When, source: &str) -> bool {
+    match when {
+        Always => true,
+        Central => !source.contains("distributed"),
+        Attach => source.ends_with("/attach"),
+        Distributed => source.contains("distributed"),
+    }
+}
+
+const SOURCES: [&str; 7] = [
+    OVERLAYS[0],
+    OVERLAYS[1],
+    OVERLAYS[2],
+    OVERLAYS[3],
+    OVERLAYS[4],
+    "deploy/snapshot-controller/base",
+    "deploy/snapshot-controller/distributed",
+];
+
+#[test]
+fn every_rule_is_used_and_every_call_is_allowed() {
+    for source in SOURCES {
+        let Some(objects) = objects_of(source) else { return };
+        let pods: Vec<&Value> = objects.iter().filter_map(|found| pod_spec(&found.object)).collect();
+        let programs: BTreeSet<&str> = pods
+            .iter()
+            .flat_map(|pod| containers(pod))
+            .filter_map(|container| container["name"].as_str())
+            .collect();
+        let mut granted: BTreeMap<&str, Rights> = BTreeMap::new();
+        for role in roles(&objects) {
+            for user in users(role.name()) {
+                assert!(
+                    programs.contains(user),
+                    "{source}: {} is for {user}, which does not run",
+                    role.name()
+                );
+                let rights = granted.entry(user).or_default();
+                list(&role.object["rules"]).for_each(|rule| add(rights, rule));
+            }
+        }
+        let mut called: BTreeMap<&str, Rights> = BTreeMap::new();
+        for (program, group, resource, verbs, when) in CALLS.iter().chain(&GROUP_CALLS) {
+            if programs.contains(program) && applies(*when, source) {
+                let verbs = verbs.split(' ').map(str::to_owned).collect();
+                called
+                    .entry(program)
+                    .or_default()
+                    .insert(((*group).to_owned(), (*resource).to_owned()), verbs);
+            }
+        }
+        assert_eq!(granted, called, "{source}: rights that are granted (left) and used (right)");
+    }
+}
+
+#[test]
+fn no_rule_is_wide_and_every_binding_joins_what_exists() {
+    for source in SOURCES {
+        let Some(objects) = objects_of(source) else { return };
+        for role in objects.iter().filter(|found| ["Role", "ClusterRole"].contains(&found.kind())) {
+            for rule in list(&role.object["rules"]) {
+                for part in ["apiGroups", "resources", "verbs"] {
+                    assert!(
+                        !strings(&rule[part]).contains(&"*"),
+                        "{source}: {} grants all {part}",
+                        role.name()
+                    );
+                }
+                if strings(&rule["resources"]).contains(&"secrets") {
+                    assert!(
+                        list(&rule["resourceNames"]).count() == 1,
+                        "{source}: {} reads any secret",
+                        role.name()
+                    );
+                }
+            }
+        }
+        let mut bound = BTreeSet::new();
+        for binding in
+            objects.iter().filter(|found| ["RoleBinding", "ClusterRoleBinding"].contains(&found.kind()))
+        {
+            let role = (&binding.object["roleRef"]["kind"], &binding.object["roleRef"]["name"]);
+            let (kind, name) = (role.0.as_str().expect("a kind"), role.1.as_str().expect("a name"));
+            assert!(
+                objects.iter().any(|found| found.is(kind, name)),
+                "{source}: {} binds no role",
+                binding.name()
+            );
+            bound.insert((kind, name));
+            for subject in list(&binding.object["subjects"]) {
+                let account = objects.iter().any(|found| {
+                    found.kind() == "ServiceAccount"
+                        && subject["name"] == found.name()
+                        && subject["namespace"] == found.object["metadata"]["namespace"]
+                });
+                assert!(account, "{source}: {} binds {subject}, which is no account here", binding.name());
+            }
+        }
+        for role in roles(&objects) {
+            assert!(bound.contains(&(role.kind(), role.name())), "{source}: nobody has {}", role.name());
+        }
+        for found in &objects {
+            let Some(pod) = pod_spec(&found.object) else { continue };
+            let account = pod["serviceAccountName"].as_str().expect("an account");
+            assert!(
+                objects.iter().any(|found| found.is("ServiceAccount", account)),
+                "{source}: no account {account}"
+            );
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! Our own rules for the manifests: what one file says of another, and of the programs that they start.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::manifests::{DRIVER, Found, OVERLAYS, containers, list, objects, objects_of, pod_spec, strings};
+
+/// The flags of each sidecar that the manifests use, looked up in the sources of exactly this version: a newer
+/// version has to be looked up again.
+const SIDECARS: [(&str, &[&str]); 9] = [
+    (
+        "csi-node-driver-registrar:v2.17.0",
+        &["csi-address", "kubelet-registration-path", "http-endpoint", "v"],
+    ),
+    ("livenessprobe:v2.20.0", &["csi-address", "probe-timeout", "v"]),
+    (
+        "csi-provisioner:v6.4.0",
+        &[
+            "csi-address",
+            "extra-create-metadata",
+            "node-deployment",
+            "strict-topology",
+            "immediate-topology",
+            "enable-capacity",
+            "capacity-ownerref-level",
+            "timeout",
+            "v",
+        ],
+    ),
+    ("csi-attacher:v4.13.0", &["csi-address", "timeout", "v"]),
+    ("csi-resizer:v2.3.0", &["csi-address", "handle-volume-inuse-error", "resize-timeout", "v"]),
+    (
+        "csi-snapshotter:v8.7.0",
+        &["csi-address", "extra-create-metadata", "node-deployment", "feature-gates", "timeout", "v"],
+    ),
+    ("csi-external-health-monitor-controller:v0.18.0", &["csi-address", "list-volumes-interval", "v"]),
+    ("csi-snapshot-metadata:v1.1.0", &["csi-address", "port", "tls-cert", "tls-key", "http-endpoint", "v"]),
+    ("snapshot-controller:v8.7.0", &["enable-distributed-snapshotting", "v"]),
+];
+
+fn name(container: &Value) -> &str {
+    container["name"].as_str().expect("a name")
+}
+
+/// `--flag=value` of a container's arguments.
+fn flags(container: &Value) -> BTreeMap<&str, &str> {
+    strings(&container["args"])
+        .into_iter()
+        .filter_map(|argument| argument.strip_prefix("--"))
+        .map(|argument| argument.split_once('=').unwrap_or((argument, "")))
+        .collect()
+}
+
+/// Everything that runs the driver or a sidecar.
+fn pods(objects: &'static [Found]) -> impl Iterator<Item = (&'static Found, &'static Value)> {
+    objects.iter().filter_map(|found| Some((found, pod_spec(&found.object)?)))
+}
+
+/// Each overlay's objects, and its driver among them.
+pub fn plugins() -> Option<Vec<(&'static str, Vec<&'static Found>, &'static Found)>> {
+    let plugin = |source: &'static str| {
+        let objects = objects_of(source)?;
+        let plugin = objects
+            .iter()
+            .find(|found| found.name() == "deltapath-plugin" && pod_spec(&found.object).is_some());
+        let plugin = *plugin.unwrap_or_else(|| panic!("{source} has no deltapath-plugin"));
+        Some((source, objects, plugin))
+    };
+    OVERLAYS.into_iter().map(plugin).collect()
+}
+
+#[test]
+fn every_flag_of_the_driver_is_in_its_help() {
+    let Some(objects) = objects() else { return };
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_deltapath")).args(["driver", "--help"]).output().expect("run");
+    let help = String::from_utf8(output.stdout).expect("utf-8");
+    let mut seen = 0;
+    for (found, pod) in pods(objects) {
+        for container in containers(pod) {
+            let arguments = strings(&container["args"]);
+            if arguments.first() != Some(&"driver") {
+                continue;
+            }
+            for flag in flags(container).keys() {
+                let known = help
+                    .lines()
+                    .any(|line| line.trim_start().split([' ', '=']).next() == Some(&format!("--{flag}")));
+                assert!(known, "{}: the driver has no flag --{flag}", found.source);
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen >= 4 * OVERLAYS.len(), "too few flags are seen: {seen}");
+}
+
+#[test]
+fn every_flag_of_a_sidecar_is_one_of_its_version() {
+    let Some(objects) = objects() else { return };
+    let mut used = BTreeSet::new();
+    for (found, pod) in pods(objects) {
+        for container in containers(pod) {
+            let image = container["image"].as_str().expect("an image");
+            let Some(sidecar) = image.strip_prefix("registry.k8s.io/sig-storage/") else { continue };
+            let known = SIDECARS.iter().find(|(image, _)| *image == sidecar);
+            let (_, known) =
+                known.unwrap_or_else(|| panic!("{}: look up the flags of {sidecar}", found.source));
+            for flag in flags(container).keys() {
+                assert!(known.contains(flag), "{}: {sidecar} has no flag --{flag}", found.source);
+            }
+            used.insert(sidecar);
+        }
+    }
+    let listed: BTreeSet<&str> = SIDECARS.iter().map(|(image, _)| *image).collect();
+    assert_eq!(used, listed, "sidecars that are used, and that are listed");
+}
+
+#[test]
+fn every_socket_path_leads_to_the_drivers_socket() {
+    let Some(plugins) = plugins() else { return };
+    for (source, _, plugin) in plugins {
+        let pod = pod_spec(&plugin.object).expect("a pod");
+        let volume_at = |container: &Value, path: &str| -> Option<String> {
+            let mounts = list(&container["volumeMounts"]);
+            let (dir, _) = path.rsplit_once('/')?;
+            let mount = mounts.into_iter().find(|mount| mount["mountPath"] == dir)?;
+            mount["name"].as_str().map(str::to_owned)
+        };
+        let driver =
+            containers(pod).into_iter().find(|container| name(container) == "deltapath").expect("a driver");
+        let endpoint = flags(driver)["endpoint"].strip_prefix("unix://").expect("a UNIX socket");
+        let volume = volume_at(driver, endpoint)
+            .unwrap_or_else(|| panic!("{source}: nothing is mounted at {endpoint}"));
+        let file = endpoint.rsplit('/').next().expect("a name");
+        for container in containers(pod) {
+            let Some(address) = flags(container).get("csi-address").copied() else {
+                assert!(
+                    ["deltapath", "loop-device-nodes"].contains(&name(container)),
+                    "{} asks no driver",
+                    name(container)
+                );
+                continue;
+            };
+            let mounted = volume_at(container, address);
+            assert_eq!(
+                mounted.as_deref(),
+                Some(&*volume),
+                "{source}: {} looks for {address}",
+                name(container)
+            );
+            assert!(address.ends_with(&format!("/{file}")), "{source}: {address} is not {endpoint}");
+        }
+        let volumes: Vec<&Value> = list(&pod["volumes"]).collect();
+        let host = volumes.iter().find(|found| found["name"] == *volume).expect("the socket's volume");
+        let host = host["hostPath"]["path"].as_str().expect("on the node, where kubelet is");
+        let registrar =
+            containers(pod).into_iter().find(|found| name(found) == "node-driver-registrar").expect("one");
+        assert_eq!(flags(registrar)["kubelet-registration-path"], format!("{host}/{file}"), "{source}");
+        assert_eq!(host, format!("/var/lib/kubelet/plugins/{DRIVER}"), "{source}");
+    }
+}
+
+#[test]
+fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
+    let Some(plugins) = plugins() else { return };
+    for (source, _, plugin) in plugins {
+        let pod = pod_spec(&plugin.object).expect("a pod");
+        let path_of: HashMap<&str, &str> = list(&pod["volumes"])
+            .filter_map(|volume| Some((volume["name"].as_str()?, volume["hostPath"]["path"].as_str()?)))
+            .collect();
+        for container in containers(pod) {
+            let who = format!("{source}: {}", name(container));
+            let privileged = container["securityContext"]["privileged"] == true;
+            assert_eq!(privileged, ["deltapath", "loop-device-nodes"].contains(&name(container)), "{who}");
+            if !privileged {
+                assert_eq!(strings(&container["securityContext"]["capabilities"]["drop"]), ["ALL"], "{who}");
+                assert_eq!(container["securityContext"]["readOnlyRootFilesystem"], true, "{who}");
+            }
+            assert!(container["resources"]["requests"]["memory"].is_string(), "{who} requests no memory");
+            assert!(container["resources"]["limits"]["memory"].is_string(), "{who} has no limit");
+            for mount in list(&container["volumeMounts"]) {
+                let (at, volume) =
+                    (mount["mountPath"].as_str().expect("a path"), mount["name"].as_str().expect("a name"));
+                let shared = mount["mountPropagation"] == "Bidirectional";
+                let kubelets =
+                    ["/var/lib/kubelet/pods", "/var/lib/kubelet/plugins", "/var/lib/deltapath"].contains(&at);
+                assert_eq!(shared, kubelets, "{who}: propagation of {at}");
+                // Paths come from kubelet and go into records: they must be the same inside and outside.
+                if shared || at == "/dev" {
+                    assert_eq!(path_of[volume], at, "{who}");
+                }
+            }
+            if name(container) == "deltapath" {
+                let at: BTreeSet<&str> = list(&container["volumeMounts"])
+                    .filter_map(|mount| mount["mountPath"].as_str())
+                    .collect();
+                for needed in [
+                    "/csi",
+                    "/dev",
+                    "/var/lib/kubelet/pods",
+                    "/var/lib/kubelet/plugins",
+                    flags(container)["data-dir"],
+                ] {
+                    assert!(at.contains(needed), "{who} lacks {needed}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_image_is_pinned_and_of_one_version() {
+    let Some(objects) = objects() else { return };
+    let mut versions: BTreeMap<&str, &str> = BTreeMap::new();
+    for (found, pod) in pods(objects) {
+        for container in containers(pod) {
+            let image = container["image"].as_str().expect("an image");
+            let (repository, tag) =
+                image.rsplit_once(':').unwrap_or_else(|| panic!("{}: {image} has no tag", found.source));
+            let numbers: Vec<&str> = tag.trim_start_matches('v').split('.').collect();
+            let pinned = numbers.len() == 3 && numbers.iter().all(|part| part.parse::<u32>().is_ok());
+            assert!(pinned, "{}: {image} is no version", found.source);
+            let before = *versions.entry(repository).or_insert(tag);
+            assert_eq!(before, tag, "{}: {repository} in two versions", found.source);
+        }
+    }
+    for ours in ["deltapath", "deltapath-backup"] {
+        assert_eq!(versions[ours], env!("CARGO_PKG_VERSION"), "{ours} is not of this version");
+    }
+    assert!(versions.len() >= 12, "{versions:?}");
+}
+
+#[test]
+fn selectors_ports_and_probes_meet() {
+    let Some(objects) = objects() else { return };
+    let within = |some: &Value, all: &Value| {
+        some.as_object()
+            .is_some_and(|some| !some.is_empty() && some.iter().all(|(key, value)| all[key] == *value))
+    };
+    for (found, pod) in pods(objects) {
+        let template = &found.object["spec"]["template"]["metadata"]["labels"];
+        if found.kind() != "Pod" {
+            assert!(
+                within(&found.object["spec"]["selector"]["matchLabels"], template),
+                "{}: {}",
+                found.source,
+                found.name()
+            );
+        }
+        let mut names = BTreeSet::new();
+        let mut numbers = BTreeSet::new();
+        for container in containers(pod) {
+            for port in list(&container["ports"]) {
+                assert!(
+                    names.insert(port["name"].as_str().expect("a name")),
+                    "{}: two ports of a name",
+                    found.source
+                );
+                assert!(
+                    numbers.insert(port["containerPort"].as_u64().expect("a port")),
+                    "{}: a port twice",
+                    found.source
+                );
+            }
+        }
+        for container in containers(pod) {
+            for probe in ["livenessProbe", "readinessProbe", "startupProbe"] {
+                let Some(port) = container[probe]["httpGet"]["port"].as_str() else { continue };
+                assert!(
+                    names.contains(port),
+                    "{}: {} probes {port}, which nobody serves",
+                    found.source,
+                    name(container)
+                );
+            }
+        }
+    }
+    for service in objects.iter().filter(|found| found.kind() == "Service") {
+        let served = pods(objects).any(|(found, pod)| {
+            let ports = &service.object["spec"]["ports"];
+            found.source == service.source
+                && within(
+                    &service.object["spec"]["selector"],
+                    &found.object["spec"]["template"]["metadata"]["labels"],
+                )
+                && list(ports).all(|port| {
+                    containers(pod)
+                        .iter()
+                        .flat_map(|container| list(&container["ports"]))
+                        .any(|own| own["name"] == port["targetPort"])
+                })
+        });
+        assert!(served, "{}: nothing serves {}", service.source, service.name());
+    }
+}
+
+/// The ports that the flags name are the ports that are declared.
+#[test]
+fn ports_are_those_of_the_flags() {
+    let Some(plugins) = plugins() else { return };
+    for (source, _, plugin) in plugins {
+        for container in containers(pod_spec(&plugin.object).expect("a pod")) {
+            let declared: BTreeSet<String> =
+                list(&container["ports"]).map(|port| port["containerPort"].to_string()).collect();
+            let flags = flags(container);
+            for flag in ["metrics-address", "http-endpoint", "port"] {
+                let Some(value) = flags.get(flag) else { continue };
+                let port = value.rsplit(':').next().expect("a port");
+                assert!(
+                    declared.contains(port),
+                    "{source}: {} serves {port} and declares {declared:?}",
+                    name(container)
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! The scripts that a person runs, with programs that only write down how they were called: the order of the steps,
+//! a second run, and the reason that each gives where it fails. What they do to a cluster is not seen here.
+
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+use std::process::Command;
+
+use crate::manifests::repository;
+
+/// Answers as a healthy cluster would, and writes its name and arguments into `$CALLS`.
+const PROGRAM: &str = r#"#!/bin/bash
+me=$(basename "$0")
+echo "$me $*" >>"$CALLS"
+case "$me $*" in
+    "docker info") exit "${DOCKER_FAILS:-0}" ;;
+    "kind version") echo "kind v0.33.0 go1.26 linux/amd64" ;;
+    "kind get clusters") cat "$CLUSTERS" ;;
+    "kind create cluster"*) cat >/dev/null; echo deltapath >>"$CLUSTERS" ;;
+    "kind delete cluster"*) : >"$CLUSTERS" ;;
+    *" get nodes "*) echo "node-1 Ready" ;;
+    *" --filename -"*) cat >/dev/null ;;
+    *" version"*) exit "${CLUSTER_FAILS:-0}" ;;
+    *"get pod "*phase*) echo "${PHASE:-Succeeded}" ;;
+    *logs*list-blocks*) printf '%16d %12d\n' "${DELTA:-268435456}" 1048576 ;;
+    *logs*files-as-block*) echo " 53 ef" ;;
+    *exec*df*) printf 'Filesystem 1K-blocks\n/dev/loop0 2000000 1 1 1%% /data\n' ;;
+esac
+"#;
+const SYSTEM: [&str; 22] = [
+    "awk", "base64", "basename", "bash", "cat", "cut", "dirname", "env", "grep", "head", "mktemp", "openssl",
+    "rm", "sed", "seq", "sh", "sleep", "sort", "tail", "tr", "uname", "wc",
+];
+
+struct Stage {
+    dir: tempfile::TempDir,
+}
+
+impl Stage {
+    /// A place where of the programs in question only `programs` are installed.
+    fn new(programs: &[&str]) -> Self {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let bin = dir.path().join("bin");
+        std::fs::create_dir(&bin).expect("mkdir");
+        for name in SYSTEM {
+            let found = ["/usr/bin", "/bin"]
+                .map(|place| Path::new(place).join(name))
+                .into_iter()
+                .find(|path| path.exists());
+            symlink(found.unwrap_or_else(|| panic!("no {name}")), bin.join(name)).expect("symlink");
+        }
+        for name in programs {
+            std::fs::write(bin.join(name), PROGRAM).expect("write");
+            std::fs::set_permissions(bin.join(name), std::fs::Permissions::from_mode(0o755)).expect("chmod");
+        }
+        for file in ["calls", "clusters"] {
+            std::fs::write(dir.path().join(file), "").expect("write");
+        }
+        Stage { dir }
+    }
+
+    fn all() -> Self {
+        Stage::new(&["kind", "kubectl", "docker", "make"])
+    }
+
+    /// Whether a script succeeds, and what it says.
+    fn run(&self, script: &str, arguments: &[&str], environment: &[(&str, &str)]) -> (bool, String) {
+        let place = |name: &str| self.dir.path().join(name);
+        let output = Command::new(repository().join(script))
+            .args(arguments)
+            .env_clear()
+            .env("PATH", place("bin"))
+            .env("CALLS", place("calls"))
+            .env("CLUSTERS", place("clusters"))
+            .envs(environment.iter().copied())
+            .output()
+            .expect("run");
+        let text =
+            format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        (output.status.success(), text)
+    }
+
+    /// What was called since the last look.
+    fn calls(&self) -> String {
+        let path = self.dir.path().join("calls");
+        let calls = std::fs::read_to_string(&path).expect("calls");
+        std::fs::write(path, "").expect("write");
+        calls
+    }
+}
+
+#[track_caller]
+fn assert_in_order(calls: &str, steps: &[&str]) {
+    let mut rest = calls;
+    for step in steps {
+        let at =
+            rest.find(step).unwrap_or_else(|| panic!("{step:?} is missing or comes too early in:\n{calls}"));
+        rest = &rest[at + step.len()..];
+    }
+}
+
+#[test]
+fn kind_up_makes_a_cluster_and_can_be_run_again() {
+    let stage = Stage::all();
+    let (ok, said) = stage.run("hack/kind-up.sh", &[], &[]);
+    assert!(ok, "{said}");
+    let steps = [
+        "kind create cluster --name deltapath --image kindest/node:v1.37.0@sha256:",
+        "image backup-image",
+        "kind load docker-image --name deltapath deltapath:",
+        "kind load docker-image --name deltapath deltapath-backup:",
+        "external-snapshotter/client/config/crd?ref=v8.7.0",
+        "cbt.storage.k8s.io_snapshotmetadataservices.yaml",
+        "deploy/snapshot-controller/base",
+        "deploy/overlays/kind",
+        "kubectl --context kind-deltapath create secret tls deltapath-snapshot-metadata-tls",
+        "rollout status --namespace deltapath statefulset/deltapath-plugin",
+    ];
+    assert_in_order(&stage.calls(), &steps);
+    let (ok, said) = stage.run("hack/kind-up.sh", &["--no-build"], &[]);
+    assert!(ok && said.contains("is there already"), "{said}");
+    let calls = stage.calls();
+    assert!(!calls.contains("create cluster") && !calls.contains("make "), "{calls}");
+    assert_in_order(&calls, &steps[2..]);
+    let (ok, said) = stage.run("hack/kind-up.sh", &["--distributed"], &[]);
+    assert!(!ok && said.contains("has 1 nodes and 3 are asked for"), "{said}");
+
+    let (ok, said) = stage.run("hack/kind-down.sh", &[], &[]);
+    assert!(ok, "{said}");
+    assert_in_order(&stage.calls(), &["delete --kustomize", "kind delete cluster --name deltapath"]);
+    let (ok, said) = stage.run("hack/kind-down.sh", &[], &[]);
+    assert!(ok && said.contains("there is no cluster deltapath"), "{said}");
+}
+
+#[test]
+fn every_script_says_why_it_fails() {
+    let bare = Stage::new(&[]);
+    for script in ["hack/kind-up.sh", "hack/kind-down.sh", "hack/e2e.sh", "hack/remove.sh", "hack/tls.sh"] {
+        let (ok, said) = bare.run(script, &[], &[]);
+        assert!(!ok && said.contains("is missing: install it"), "{script}: {said}");
+        let (ok, said) = bare.run(script, &["--nonsense"], &[]);
+        let known = said.contains("unknown argument --nonsense") || said.contains("takes no arguments");
+        assert!(!ok && known, "{script}: {said}");
+    }
+    let stage = Stage::all();
+    let (ok, said) = stage.run("hack/kind-up.sh", &[], &[("DOCKER_FAILS", "1")]);
+    assert!(!ok && said.contains("docker does not answer"), "{said}");
+    let (ok, said) = stage.run("hack/e2e.sh", &[], &[("CLUSTER_FAILS", "1")]);
+    assert!(
+        !ok && said.contains("no cluster answers at kind-deltapath: hack/kind-up.sh makes one"),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_smoke_test_runs_every_example_and_fails_on_a_wrong_delta() {
+    let stage = Stage::all();
+    let (ok, said) = stage.run("hack/e2e.sh", &[], &[]);
+    assert!(ok && said.contains("all examples work"), "{said}");
+    let calls = stage.calls();
+    for example in crate::manifests::files("deploy/examples", "yaml") {
+        assert!(
+            calls.contains(&format!("apply --filename {}", repository().join(&example).display())),
+            "{example} is not run"
+        );
+    }
+    assert_in_order(
+        &calls,
+        &[
+            "volumesnapshot/block-1",
+            "seek=256",
+            "volumesnapshot/block-2",
+            "list-blocks",
+            "pod block-2-backup",
+        ],
+    );
+    let (ok, said) = stage.run("hack/e2e.sh", &[], &[("DELTA", "0")]);
+    assert!(!ok && said.contains("the delta is to be one extent of 1048576 bytes at 268435456"), "{said}");
+    let (ok, said) = stage.run("hack/e2e.sh", &[], &[("PHASE", "Failed")]);
+    assert!(!ok && said.contains("the pod list-blocks failed"), "{said}");
+}
+
+#[test]
+fn remove_refuses_while_there_are_volumes() {
+    let stage = Stage::new(&[]);
+    let kubectl = stage.dir.path().join("bin/kubectl");
+    let text = PROGRAM.replace(
+        "    \"docker info\")",
+        "    *\"get persistentvolumes\"*) echo pv-1 ;;\n    \"docker info\")",
+    );
+    std::fs::write(&kubectl, text).expect("write");
+    std::fs::set_permissions(&kubectl, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    let (ok, said) = stage.run("hack/remove.sh", &[], &[]);
+    assert!(!ok && said.contains("there are volumes of deltapath still:\npv-1"), "{said}");
+    assert!(!stage.calls().contains(" delete "), "something was deleted");
+}

@@ -1,0 +1,231 @@
+//! The manifests of deploy/: all are valid for the Kubernetes version and the CRDs that hack/manifests pins, and
+//! every file is used. What the other `cluster_` tests read comes from here. No cluster is needed.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+/// What kustomize can build.
+pub const KUSTOMIZATIONS: [&str; 7] = [
+    "deploy/base",
+    "deploy/overlays/attach",
+    "deploy/overlays/distributed",
+    "deploy/overlays/kind",
+    "deploy/overlays/kind-distributed",
+    "deploy/snapshot-controller/base",
+    "deploy/snapshot-controller/distributed",
+];
+/// Those of them that hold a driver.
+pub const OVERLAYS: [&str; 5] = [
+    "deploy/base",
+    "deploy/overlays/attach",
+    "deploy/overlays/distributed",
+    "deploy/overlays/kind",
+    "deploy/overlays/kind-distributed",
+];
+pub const DRIVER: &str = "deltapath.csi.dev";
+
+pub fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+pub fn read(name: &str) -> String {
+    std::fs::read_to_string(repository().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// An object and the path below the repository that it came from.
+pub struct Found {
+    pub source: String,
+    pub object: Value,
+}
+
+impl Found {
+    pub fn kind(&self) -> &str {
+        self.object["kind"].as_str().expect("a kind")
+    }
+
+    pub fn name(&self) -> &str {
+        self.object["metadata"]["name"].as_str().expect("a name")
+    }
+
+    pub fn is(&self, kind: &str, name: &str) -> bool {
+        self.kind() == kind && self.name() == name
+    }
+}
+
+/// Files below a directory, with paths below the repository.
+pub fn files(dir: &str, extension: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut left = vec![repository().join(dir)];
+    while let Some(path) = left.pop() {
+        if path.is_dir() {
+            left.extend(
+                std::fs::read_dir(&path).expect("read_dir").map(|entry| entry.expect("entry").path()),
+            );
+        } else if path.extension().is_some_and(|found| found == extension) {
+            found.push(path.strip_prefix(repository()).expect("below").display().to_string());
+        }
+    }
+    found.sort();
+    found
+}
+
+fn plain_files() -> Vec<String> {
+    files("deploy/examples", "yaml").into_iter().chain(files("deploy/cbt", "yaml")).collect()
+}
+
+/// The checker, run in the repository.
+fn check(arguments: &[String]) -> Option<Output> {
+    let deps = repository().join(".deps/manifests");
+    if !deps.join("manifests").exists() {
+        eprintln!(
+            "skipped: needs the checker of the manifests, which `make test-deps` builds where go is installed"
+        );
+        assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs hack/manifests");
+        return None;
+    }
+    let mut command = Command::new(deps.join("manifests"));
+    command.current_dir(repository()).arg("-crds").arg(deps.join("crds"));
+    Some(command.args(arguments).output().expect("run the checker"))
+}
+
+/// Every object of deploy/; `None` where the checker is not there.
+pub fn objects() -> Option<&'static [Found]> {
+    static OBJECTS: OnceLock<Option<Vec<Found>>> = OnceLock::new();
+    let load = || {
+        let paths: Vec<String> =
+            KUSTOMIZATIONS.iter().map(|path| (*path).to_owned()).chain(plain_files()).collect();
+        let output = check(&paths)?;
+        let all: Vec<Value> = serde_json::from_slice(&output.stdout).expect("JSON of the checker");
+        let found = |mut value: Value| Found {
+            source: value["source"].as_str().expect("a source").to_owned(),
+            object: value["object"].take(),
+        };
+        Some(all.into_iter().map(found).collect())
+    };
+    OBJECTS.get_or_init(load).as_deref()
+}
+
+/// The objects of one kustomization or file.
+pub fn objects_of(source: &str) -> Option<Vec<&'static Found>> {
+    let of: Vec<&Found> = objects()?.iter().filter(|found| found.source == source).collect();
+    assert!(!of.is_empty(), "{source} holds nothing");
+    Some(of)
+}
+
+/// The pod of an object that has one.
+pub fn pod_spec(object: &Value) -> Option<&Value> {
+    let spec = match object["kind"].as_str() {
+        Some("Pod") => &object["spec"],
+        Some("StatefulSet" | "DaemonSet" | "Deployment") => &object["spec"]["template"]["spec"],
+        _ => return None,
+    };
+    Some(spec)
+}
+
+pub fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().into_iter().flatten()
+}
+
+pub fn strings(value: &Value) -> Vec<&str> {
+    list(value).map(|item| item.as_str().expect("a string")).collect()
+}
+
+/// Containers and init containers of a pod.
+pub fn containers(pod: &Value) -> Vec<&Value> {
+    list(&pod["initContainers"]).chain(list(&pod["containers"])).collect()
+}
+
+#[test]
+fn every_manifest_is_valid_for_the_pinned_kubernetes() {
+    let mut arguments = vec!["-test-driver".to_owned(), "deploy/e2e/test-driver.yaml".to_owned()];
+    arguments.extend(KUSTOMIZATIONS.map(str::to_owned));
+    arguments.extend(plain_files());
+    let Some(output) = check(&arguments) else { return };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The checker can fail: a wrong field, a wrong value and a broken rule of a CRD are each refused, with a reason.
+#[test]
+fn the_checker_refuses_what_an_api_server_would() {
+    let pod = read("deploy/examples/ephemeral.yaml");
+    let class = read("deploy/base/snapshotclasses.yaml");
+    let group = read("deploy/examples/group-snapshot.yaml");
+    let driver = read("deploy/e2e/test-driver.yaml");
+    let wrong = [
+        ("unknown field \"spec.containerz\"", pod.replace("containers:", "containerz:")),
+        ("spec.volumes[0].csi.driver", pod.replace("driver: deltapath.csi.dev", "driver: \"not a name\"")),
+        (
+            "volumeMounts[0].name",
+            pod.replace("- name: scratch\n          mount", "- name: other\n          mount"),
+        ),
+        ("Unsupported value: \"Keep\"", class.replace("Policy: Delete", "Policy: Keep")),
+        ("unknown field parameterz", class.replace("parameters:", "parameterz:")),
+        (
+            "exactly one of selector",
+            group.replace("selector:", "volumeGroupSnapshotContentName: x\n    selector:"),
+        ),
+    ];
+    for (reason, text) in wrong {
+        let file = tempfile::Builder::new().suffix(".yaml").tempfile().expect("temp file");
+        std::fs::write(file.path(), &text).expect("write");
+        let Some(output) = check(&[file.path().display().to_string()]) else { return };
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            !output.status.success() && said.contains(reason),
+            "not refused for {reason:?}:\n{said}\n{text}"
+        );
+    }
+    for wrong in [
+        driver.replace("    topology: true", "    topologie: true"),
+        driver.replace("MaxFileSize", "MaxSize"),
+    ] {
+        let file = tempfile::Builder::new().suffix(".yaml").tempfile().expect("temp file");
+        std::fs::write(file.path(), wrong).expect("write");
+        let arguments = [
+            "-test-driver".to_owned(),
+            file.path().display().to_string(),
+            "deploy/cbt/snapshotmetadataservice.yaml".to_owned(),
+        ];
+        let output = check(&arguments).expect("it ran above");
+        assert!(!output.status.success(), "a wrong name in a test driver passes");
+    }
+}
+
+/// A file that nothing builds is checked by nobody and forgotten by its author.
+#[test]
+fn every_yaml_file_is_built_or_applied() {
+    let mut used: BTreeSet<PathBuf> = plain_files().into_iter().map(PathBuf::from).collect();
+    used.insert("deploy/e2e/test-driver.yaml".into());
+    let mut left: Vec<PathBuf> = KUSTOMIZATIONS.iter().map(PathBuf::from).collect();
+    while let Some(dir) = left.pop() {
+        let file = dir.join("kustomization.yaml");
+        let text = read(&file.display().to_string());
+        used.insert(file);
+        let entries = text.lines().filter_map(|line| {
+            let line = line.trim();
+            line.strip_prefix("- ").or_else(|| line.strip_prefix("path: "))
+        });
+        for entry in entries {
+            let mut path = dir.clone();
+            for part in entry.split('/') {
+                match part {
+                    ".." => drop(path.pop()),
+                    name => path.push(name),
+                }
+            }
+            let place = repository().join(&path);
+            if place.join("kustomization.yaml").exists() {
+                left.push(path);
+            } else if place.is_file() {
+                used.insert(path);
+            }
+        }
+    }
+    for file in files("deploy", "yaml") {
+        assert!(used.contains(Path::new(&file)), "{file} is part of nothing");
+    }
+}
