@@ -1,5 +1,5 @@
 //! The core beside the bare operation it can not be faster than, in the same run: hashing, building a
-//! map, a delta, tuples. The README says how to read the figures.
+//! map, a delta, tuples, messages. The README says how to read the figures.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -13,6 +13,8 @@ use deltapath::cbt::{
     AllocatedScan, Allocation, DeltaScan, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side, Step,
     ToHash, Tuples,
 };
+use deltapath::csi::proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
+use prost::Message;
 use roaring::RoaringBitmap;
 
 const SIZE: BlockSize = BlockSize::MIN;
@@ -171,9 +173,27 @@ fn tuples(criterion: &mut Criterion) {
     group.finish();
 }
 
+fn encoding(criterion: &mut Criterion) {
+    const TUPLES: usize = 16384;
+    let tuple = |block: i64| BlockMetadata { byte_offset: block * 8192, size_bytes: 4096 };
+    let message = GetMetadataAllocatedResponse {
+        block_metadata_type: BlockMetadataType::FixedLength.into(),
+        volume_capacity_bytes: 1 << 40,
+        block_metadata: (0..TUPLES as i64).map(tuple).collect(),
+    };
+    let mut group = criterion.benchmark_group("message of 16,384 tuples");
+    group.throughput(Throughput::Elements(TUPLES as u64));
+    group.bench_function("bare copy of its bytes", |bencher| {
+        let bytes = message.encode_to_vec();
+        bencher.iter(|| black_box(bytes.clone()));
+    });
+    group.bench_function("encoded", |bencher| bencher.iter(|| black_box(message.encode_to_vec())));
+    group.finish();
+}
+
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(20);
-    targets = hashing, maps, deltas, tuples
+    targets = hashing, maps, deltas, tuples, encoding
 }
 criterion_main!(benches);
