@@ -9,6 +9,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -243,21 +244,12 @@ impl Driver {
         if self.pending_bytes(&parent) > 0 {
             return Ok(());
         }
-        let exact = Relation { exact: true, ..relation.clone() };
-        let header = MapHeader { relative_to: Some(exact), ..changed.header().clone() };
         let fresh = dir.changed().with_extension("map.compared");
-        durable::remove(&fresh)?;
-        let mut writer = MapWriter::create(&fresh, header)?;
-        let sides = (self.side(&parent)?, self.side(record)?);
-        let mut scan = DeltaScan::new(sides.0, sides.1, Some(vec![changed]), 0);
-        loop {
-            match scan.next_run(&self.hashing.stop, Instant::now() + TURN)? {
-                Step::Run(run) => writer.insert(run)?,
-                Step::Pause => {}
-                Step::End => break,
-            }
+        if let Err(error) = self.write_compared(&fresh, changed, &relation, &parent, record) {
+            // Of no use to anybody; the next try would remove it as well.
+            let _ = durable::remove(&fresh);
+            return Err(error);
         }
-        writer.finish()?;
         let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
         // A deletion may have merged another map into it, or moved it.
         let dir = self.store.snapshot_dir(record);
@@ -267,6 +259,28 @@ impl Driver {
                 Ok(durable::rename(&fresh, &dir.changed())?)
             }
             _ => Ok(durable::remove(&fresh)?),
+        }
+    }
+
+    fn write_compared(
+        &self,
+        fresh: &Path,
+        changed: MapFile,
+        relation: &Relation,
+        parent: &SnapshotRecord,
+        record: &SnapshotRecord,
+    ) -> Result<()> {
+        let exact = Relation { exact: true, ..relation.clone() };
+        let header = MapHeader { relative_to: Some(exact), ..changed.header().clone() };
+        durable::remove(fresh)?;
+        let mut writer = MapWriter::create(fresh, header)?;
+        let mut scan = DeltaScan::new(self.side(parent)?, self.side(record)?, Some(vec![changed]), 0);
+        loop {
+            match scan.next_run(&self.hashing.stop, Instant::now() + TURN)? {
+                Step::Run(run) => writer.insert(run)?,
+                Step::Pause => {}
+                Step::End => return Ok(writer.finish()?),
+            }
         }
     }
 
