@@ -165,10 +165,10 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         allocated.push(stream_allocated(&mut rig, &target, size).await);
         changed.sort_unstable();
         changed.dedup();
-        host::forget_hashes(&rig, &base);
-        host::forget_hashes(&rig, &target);
+        let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
         let (_, whole) = stream_delta(&mut rig, &base, &target).await;
         pending.push((whole, read(&rig, &[&base, &target], &changed)));
+        drop(forgotten);
         base = target;
     }
     let of_snapshot = host::snapshot_dir(&rig, &base);
