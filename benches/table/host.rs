@@ -116,6 +116,7 @@ pub fn forget_hashes(rig: &Rig, id: &str) -> Remembered {
     std::fs::remove_file(dir.pending()).expect("remove");
     write_union(&dir.pending(), allocated.header().clone(), &[&allocated], &Default::default())
         .expect("write");
+    remembered
 }
 
 /// Replaces a map behind the driver's back.

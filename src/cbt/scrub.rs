@@ -61,7 +61,7 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
         progress((&found & &unhashed).len() * size.bytes());
         let wrong = wrong_blocks(&data, dir, &hashes, size, runs(found - unhashed, at), progress, stop)?;
         for run in runs(wrong.into_iter().map(|block| locate(block).1).collect(), at) {
-            let what = "the data and its hashes do not agree".to_owned();
+            let what = "the data can not be read, or is not what was hashed".to_owned();
             findings.push(Finding { what, range: Some(run.bytes(size)) });
         }
     }
@@ -141,7 +141,10 @@ fn wrong_blocks(
         stop.check()?;
         let range = share.bytes(size);
         buffer.resize(range.len() as usize, 0);
-        data.read_exact_at(buffer, range.start).context("read", &dir.data())?;
+        if let Err(error) = data.read_exact_at(buffer, range.start) {
+            tracing::error!(path = %dir.data().display(), %error, start = range.start, "data can not be read");
+            return Ok((share.start..share.end).collect());
+        }
         let mut reader = HashReader::new(hashes.try_clone()?);
         let mut computed = Vec::new();
         hash_each(buffer, size, |number, hash| computed.push((share.start + number, hash)));

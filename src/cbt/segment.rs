@@ -115,7 +115,16 @@ impl MapFile {
         else {
             return Err(Error::damaged(path, "its trailer holds impossible values"));
         };
-        let table = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
+        let table: Vec<Entry> = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
+        let ascends = table.windows(2).all(|pair| pair[0].index < pair[1].index);
+        let fits = |entry: &Entry| {
+            let end = entry.offset.checked_add(u64::from(entry.length));
+            end.is_some_and(|end| end <= trailer_at - table_length)
+                && u64::from(entry.index) < blocks.div_ceil(SEGMENT_BLOCKS)
+        };
+        if !ascends || !table.iter().all(fits) {
+            return Err(Error::damaged(path, "its table holds impossible rows"));
+        }
         let relative_to = relative_to.map(|snapshot| Relation { snapshot, exact: flags & EXACT != 0 });
         Ok(MapFile {
             file,
@@ -158,8 +167,12 @@ impl MapFile {
             let what = format!("the checksum of bytes {} to {} is wrong", range.start, range.end);
             return Err(Error::damaged(&self.path, what));
         }
-        RoaringBitmap::deserialize_from(&bytes[..])
-            .map_err(|error| Error::damaged(&self.path, format!("segment {index}: {error}")))
+        let members = RoaringBitmap::deserialize_from(&bytes[..])
+            .map_err(|error| Error::damaged(&self.path, format!("segment {index}: {error}")))?;
+        match members.max().is_some_and(|last| u64::from(last) >= SEGMENT_BLOCKS) {
+            true => Err(Error::damaged(&self.path, format!("segment {index} holds blocks of another"))),
+            false => Ok(members),
+        }
     }
 
     /// The number of members, each segment read once.

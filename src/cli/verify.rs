@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::{Done, Output};
 use crate::base::{ByteRange, Quantity, SnapshotId, Stop};
+use crate::cbt::Finding;
 use crate::driver::Inspection;
 use crate::sys;
 
@@ -59,12 +60,13 @@ pub(super) fn run(arguments: Arguments) -> Done {
     }
     let inspection = Inspection::open(&arguments.data_dir)?;
     let report = verify(&inspection, &arguments.snapshots);
-    inspection.close()?;
+    let closed = inspection.close();
     let report = report?;
     match arguments.output {
         Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
         Output::Text => report.print(),
     }
+    closed?;
     Ok(match report.damage.is_empty() && report.unreadable.is_empty() {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
@@ -86,7 +88,13 @@ fn verify(inspection: &Inspection, wanted: &[SnapshotId]) -> Result<Report, Box<
     for (record, bytes) in chosen {
         bar.set_message(record.id.to_string());
         let progress = |bytes| bar.inc(bytes);
-        let Some(findings) = inspection.verify(&record.id, &progress, &Stop::default())? else { continue };
+        let findings = match inspection.verify(&record.id, &progress, &Stop::default()) {
+            Ok(Some(findings)) => findings,
+            // Deleted meanwhile.
+            Ok(None) => continue,
+            // What can not be read is damage; the others are read all the same.
+            Err(error) => vec![Finding { what: crate::driver::report(&error), range: None }],
+        };
         report.snapshots += 1;
         report.bytes += bytes;
         report.damage.extend(findings.into_iter().map(|finding| Damage {

@@ -44,7 +44,7 @@ pub fn code(error: &Error) -> Code {
             pool::Error::Size { .. } => Code::ResourceExhausted,
             pool::Error::Unavailable { .. }
             | pool::Error::ImageMissing(_)
-            | pool::Error::ImageUnwanted(_)
+            | pool::Error::ImageUnwanted { .. }
             | pool::Error::ImageUnknown(_)
             | pool::Error::NotMounted(_)
             | pool::Error::ImageInUse(_) => Code::Internal,

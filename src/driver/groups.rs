@@ -133,6 +133,7 @@ impl Driver {
     /// The chains of several volumes, in one order for all who take more than one.
     fn chains(&self, mut volumes: Vec<VolumeId>) -> Vec<OpGuard> {
         volumes.sort_unstable();
+        volumes.dedup();
         volumes.into_iter().map(|id| self.locks.wait(Key::Chain(id))).collect()
     }
 
@@ -150,9 +151,9 @@ impl Driver {
         check_members(&group.record, snapshot_ids)?;
         let chains = self.chains(group.members.iter().map(|member| member.volume.clone()).collect());
         let mut doomed = Vec::new();
-        if group.members.iter().any(|member| self.is_worth_keeping(member)) {
-            self.store.retain_group(&id, &group.record.members)?;
-        } else {
+        let kept = group.members.iter().any(|member| self.is_worth_keeping(member))
+            && Self::could_be_kept(self.store.retain_group(&id, &group.record.members))?;
+        if !kept {
             for member in &group.members {
                 self.hand_on(member);
             }

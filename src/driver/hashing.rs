@@ -7,7 +7,7 @@
 //! The queue is in memory only. What it is made of, the `pending` maps, is on disk, and read again at
 //! start.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -42,6 +42,10 @@ pub(super) struct Hashing {
 struct State {
     /// In the order in which they were taken: a child takes hashes over from its parent.
     queue: VecDeque<SnapshotId>,
+    /// Those in the queue.
+    queued: HashSet<SnapshotId>,
+    /// When to look around next.
+    turn: Option<Instant>,
     /// Bytes left of each.
     left: BTreeMap<SnapshotId, u64>,
     stopping: bool,
@@ -61,7 +65,11 @@ impl Hashing {
     /// only.
     pub(super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
         let mut state = self.state();
-        if record.tracking && state.left.insert(record.id.clone(), bytes).is_none() {
+        if !record.tracking {
+            return;
+        }
+        state.left.insert(record.id.clone(), bytes);
+        if state.queued.insert(record.id.clone()) {
             state.queue.push_back(record.id.clone());
             self.wake.notify_all();
         }
@@ -86,16 +94,17 @@ impl Hashing {
             if state.stopping {
                 return Err(Stopping);
             }
-            while let Some(id) = state.queue.pop_front() {
-                if state.left.contains_key(&id) {
-                    return Ok(Some(id));
-                }
-            }
-            let (back, waited) = self.wake.wait_timeout(state, TURN).unwrap_or_else(PoisonError::into_inner);
-            if waited.timed_out() {
+            let now = Instant::now();
+            let turn = *state.turn.get_or_insert(now + TURN);
+            if now >= turn {
+                state.turn = None;
                 return Ok(None);
             }
-            state = back;
+            if let Some(id) = state.queue.pop_front() {
+                state.queued.remove(&id);
+                return Ok(Some(id));
+            }
+            (state, _) = self.wake.wait_timeout(state, turn - now).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -199,9 +208,9 @@ impl Driver {
             let step = match self.hash_step(&record, helpers) {
                 // Deleted, or moved by its deletion, meanwhile.
                 Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error))
-                    if error.is_not_found() && !dir.path().exists() =>
+                    if error.is_not_found()
+                        && known().is_none_or(|now| self.store.snapshot_dir(&now).path() != dir.path()) =>
                 {
-                    self.hashing.stop.check()?;
                     continue;
                 }
                 step => step?,
@@ -216,11 +225,22 @@ impl Driver {
             drop(doomed);
             if step.left == 0 {
                 helpers.install(|| self.compare(&record))?;
+                self.queue_child(&record);
                 break;
             }
         }
         self.hashing.forget(id);
         Ok(())
+    }
+
+    /// Takes the next snapshot into the queue, where it was looked at before its parent was hashed.
+    fn queue_child(&self, record: &SnapshotRecord) {
+        let child = self
+            .store
+            .read(|index| index.line(&record.volume).find(|child| child.sequence > record.sequence).cloned());
+        if let Some(child) = child.filter(|child| child.tracking && self.is_to_compare(child)) {
+            self.hashing.add(&child, self.pending_bytes(&child));
+        }
     }
 
     /// Whether what may have changed in a snapshot was never compared.

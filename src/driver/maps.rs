@@ -195,7 +195,9 @@ impl Driver {
             },
         });
         let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        match self.open_parent(&found, volume, linked) {
+        // A deletion moves its files while they are opened: then they are where it put them.
+        let open = || self.open_parent(&found, volume, linked);
+        match open().or_else(|_| open()) {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = super::report(&error);

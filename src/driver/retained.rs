@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::{Driver, Result};
 use crate::base::{VolumeId, age};
 use crate::cbt::MapFile;
-use crate::store::{Draft, Retained, SnapshotRecord};
+use crate::store::{self, Draft, Retained, SnapshotRecord};
 
 /// `--retain-deleted COUNT[:AGE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +49,22 @@ impl std::fmt::Display for Retention {
 impl Driver {
     /// Whether deltas may still be asked from a snapshot that is about to be deleted.
     pub(super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
-        self.config().retain.count > 0 && record.tracking && self.may_be_a_base(record)
+        self.config().retain.count > 0 && record.tracking && self.may_be_a_base(record) && !self.is_short()
+    }
+
+    /// Whether there is no room to keep anything that is not needed.
+    fn is_short(&self) -> bool {
+        matches!(self.home.shortage(), Ok(Some(_)))
+    }
+
+    /// Whether a snapshot could be kept. A full pool has no room for the note that it was deleted; then it
+    /// goes for good, for deletions are the way out of a full pool.
+    pub(super) fn could_be_kept(outcome: Result<(), store::Error>) -> Result<bool> {
+        match outcome {
+            Ok(()) => Ok(true),
+            Err(store::Error::Sys(error)) if error.is_no_space() => Ok(false),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Whether there is, or may come, a later snapshot of its volume.
@@ -71,16 +86,17 @@ impl Driver {
         });
         let mut doomed = Vec::new();
         let beyond = retained.len().saturating_sub(self.config().retain.count);
-        let short = !retained.is_empty() && !matches!(self.home.shortage(), Ok(None));
+        let short = !retained.is_empty() && self.is_short();
         for (number, Retained { record, deleted }) in retained.iter().enumerate() {
             let is_next_base = newest.as_ref() == Some(&record.id) && self.may_be_a_base(record);
             let over = deleted.age() > self.config().retain.age && !is_next_base;
-            let outcome = match number < beyond || over || short || !self.may_be_a_base(record) {
-                true => self.forget_retained(record),
-                false if is_next_base && self.pool().compares_bytes() => Ok(Vec::new()),
-                false if self.pending_bytes(record) > 0 => Ok(Vec::new()),
-                false => self.store.take_bytes(record).map(Vec::from_iter).map_err(Into::into),
-            };
+            let outcome =
+                match number < beyond || over || short || !record.tracking || !self.may_be_a_base(record) {
+                    true => self.forget_retained(record),
+                    false if is_next_base && self.pool().compares_bytes() => Ok(Vec::new()),
+                    false if self.pending_bytes(record) > 0 => Ok(Vec::new()),
+                    false => self.store.take_bytes(record).map(Vec::from_iter).map_err(Into::into),
+                };
             match outcome {
                 Ok(freed) => doomed.extend(freed),
                 Err(error) => {

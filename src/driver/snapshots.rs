@@ -131,13 +131,12 @@ impl Driver {
         }
         let chain = self.locks.wait(Key::Chain(record.volume.clone()));
         let mut doomed = Vec::new();
-        match self.is_worth_keeping(&record) {
-            true => self.store.retain_snapshot(&record)?,
-            false => {
-                self.hand_on(&record);
-                doomed.push(self.store.remove_snapshot(&id)?);
-                self.hashing.forget(&id);
-            }
+        let kept =
+            self.is_worth_keeping(&record) && Self::could_be_kept(self.store.retain_snapshot(&record))?;
+        if !kept {
+            self.hand_on(&record);
+            doomed.push(self.store.remove_snapshot(&id)?);
+            self.hashing.forget(&id);
         }
         doomed.extend(self.settle(&record.volume));
         // Freeing the bytes may take long; nobody has to wait for it.

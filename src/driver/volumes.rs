@@ -118,8 +118,14 @@ impl Driver {
         let target = draft.dir();
         let file = match content {
             None => self.pool().create(target, record.capacity)?,
-            Some(Content { source: Source::Snapshot(_), bytes, block_size, .. }) => {
-                self.pool().copy(&bytes, target, block_size, None, &Stop::default())?
+            Some(Content { source: Source::Snapshot(id), bytes, block_size, .. }) => {
+                match self.pool().copy(&bytes, target, block_size, None, &Stop::default()) {
+                    // Deleted since it was opened, where that takes its subvolume away.
+                    Err(_) if self.store.read(|index| index.snapshot(&id).is_none()) => {
+                        return Err(Error::no_snapshot(id.as_str()));
+                    }
+                    copied => copied?,
+                }
             }
             Some(Content { source: Source::Volume(id), bytes, block_size, .. }) => {
                 let target = target.clone();

@@ -40,9 +40,14 @@ pub enum Error {
     /// The image holds no filesystem that a pool is made with.
     #[error("{} is no pool image: it holds neither btrfs nor xfs; put the right one back, or remove it", .0.display())]
     ImageUnknown(PathBuf),
-    /// There is an image, and the flags ask for none.
-    #[error("there is a pool image at {}, and --pool dir asks for none: remove it, or use --pool auto", .0.display())]
-    ImageUnwanted(PathBuf),
+    /// There is an image, and the flags ask for none, or for another kind.
+    #[error("there is a pool image at {} that is not what --pool {choice} asks for: remove it, or use --pool auto", image.display())]
+    ImageUnwanted {
+        /// The image.
+        image: PathBuf,
+        /// What was asked for.
+        choice: &'static str,
+    },
     /// The image was unmounted under a running driver.
     #[error("the pool image is no longer mounted at {}: restart the driver", .0.display())]
     NotMounted(PathBuf),

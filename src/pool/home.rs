@@ -26,6 +26,16 @@ pub enum PoolChoice {
 }
 
 impl PoolChoice {
+    /// Whether an image of this kind is what was asked for.
+    fn takes(self, format: Format) -> bool {
+        match self {
+            PoolChoice::Auto => true,
+            PoolChoice::Btrfs => format == Format::Btrfs,
+            PoolChoice::Xfs => format == Format::Xfs,
+            PoolChoice::Dir => false,
+        }
+    }
+
     /// The value as the flag takes it.
     pub fn name(self) -> &'static str {
         match self {
@@ -126,7 +136,9 @@ impl Home {
                 Ok(Home { pool: in_place(kind, &dir)?, dir, image: None })
             }
             // A start that was cut short after making it.
-            (None, true) if request.choice == PoolChoice::Dir => Err(Error::ImageUnwanted(image)),
+            (None, true) if !request.choice.takes(Format::of_image(&image)?) => {
+                Err(Error::ImageUnwanted { image, choice: request.choice.name() })
+            }
             (None, true) => in_image(dir),
             (None, false) => match choose(data_dir, &dir, request)? {
                 Chosen::Image(format) => {

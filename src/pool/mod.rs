@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use crate::base::{BlockSize, ObjectDir, Stop};
 use crate::sys::btrfs::{self, Subvolume, WrittenSince};
-use crate::sys::extents::Extents;
+use crate::sys::extents::{Extents, wait_for_writes};
 use crate::sys::{Context, clone, durable, tree};
 
 /// What this room returns.
@@ -113,6 +113,9 @@ impl Pool {
         let path = target.data();
         if let Some(subvolume) = &source.subvolume {
             subvolume.snapshot(&target.bytes())?;
+            // A direct write that was under way may have been sent to a block before the copy shared it. It
+            // lands before anybody reads the copy; all later ones are sent elsewhere.
+            wait_for_writes(&source.file, &source.path)?;
             return Ok(File::options().read(true).write(true).open(&path).context("open", &path)?);
         }
         durable::make_dir(&target.bytes())?;

@@ -78,6 +78,7 @@ impl Store {
         for entry in entries(&dir.staging())? {
             tree::remove(&entry)?;
         }
+        retained::remove_empty(&dir)?;
         Self::survey(dir)
     }
 

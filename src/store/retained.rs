@@ -6,7 +6,7 @@ use std::fs;
 use super::{Deleted, Draft, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
 use super::{decode, encode, entries, read_named};
 use crate::base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
-use crate::sys::{Context, durable};
+use crate::sys::{Context, durable, tree};
 
 impl Store {
     /// Makes a snapshot cease to exist for all but deltas from it.
@@ -58,6 +58,17 @@ impl Store {
             false => Ok(None),
         }
     }
+}
+
+/// Removes deleted groups whose last member went, which a crash left.
+pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
+    for path in entries(&pool.retained())? {
+        let members = GroupDir::new(&path).members();
+        if members.exists() && entries(&members)?.is_empty() {
+            tree::remove(&path)?;
+        }
+    }
+    Ok(())
 }
 
 fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {

@@ -175,7 +175,7 @@ impl Subvolume {
     }
 }
 
-/// A range of a file that was written since.
+/// A range of a file that was written since, or a hole beside one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
     /// The bytes of the file. A hole beside other holes may reach to the end of the address space.
@@ -301,8 +301,10 @@ impl Iterator for WrittenSince<'_> {
     fn next(&mut self) -> Option<Result<Written>> {
         loop {
             while let Some((start, item)) = self.answer() {
-                // A leaf that was written since also holds items that were not.
-                if item.generation > self.since {
+                // A leaf that was written since also holds items that were not. A hole is told whatever it
+                // carries: before Linux 6.0 one that was punched beside it made it longer and left its
+                // generation as it was.
+                if !item.data || item.generation > self.since {
                     let range = ByteRange { start, end: start.saturating_add(item.length) };
                     return Some(Ok(Written { range, data: item.data }));
                 }

@@ -72,6 +72,15 @@ pub struct Extent {
     pub place: Place,
 }
 
+/// Waits for the writes to a file that are under way, also direct ones, which fsync(2) need not wait for.
+pub fn wait_for_writes(file: &File, path: &Path) -> Result<()> {
+    // FIEMAP_FLAG_SYNC: the kernel waits before it looks at the first extent.
+    match Extents::of(file, path)?.next() {
+        Some(Err(error)) => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// The extents of a file in ascending order (FIEMAP), fetched a batch at a time. Dirty pages are
 /// written first, so that nothing is still to be mapped.
 pub struct Extents<'f> {
