@@ -8,7 +8,8 @@ use deltapath::base::ObjectDir;
 use deltapath::cbt::MapFile;
 use deltapath::client::{block_capability, from_snapshot, new_volume};
 use deltapath::csi::proto::{GetSnapshotRequest, ListSnapshotsRequest};
-use deltapath::sys::{program, sweep, tree};
+use deltapath::sys::btrfs::{self, Subvolume, WrittenSince};
+use deltapath::sys::{clone, program, sweep};
 use tonic::Code;
 
 use crate::support::content::{Content, blocks_of};
@@ -346,6 +347,80 @@ async fn a_restore_between_two_snapshots_hides_no_change() {
     }
 }
 
+/// A btrfs in a temporary directory, mounted.
+struct Disk {
+    place: tempfile::TempDir,
+    mount_point: PathBuf,
+}
+
+impl Disk {
+    fn new(features: &str) -> Self {
+        let place = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let mount_point = place.path().join("mnt");
+        let disk = Disk { place, mount_point };
+        let image = disk.place.path().join("disk.img");
+        std::fs::File::create(&image).and_then(|file| file.set_len(1 << 30)).expect("image");
+        program::run("mkfs.btrfs", &["-q", "-O", features], &image, |code| code == 0).expect("mkfs");
+        std::fs::create_dir(&disk.mount_point).expect("mkdir");
+        let mut mount = std::process::Command::new("mount");
+        let mounted = mount.args(["-o", "loop"]).args([&image, &disk.mount_point]).status().expect("mount");
+        assert!(mounted.success(), "mount: {mounted}");
+        disk
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let left = sweep::sweep(self.place.path());
+        if !std::thread::panicking() {
+            let left = left.expect("sweep");
+            assert!(left.is_empty(), "could not be freed: {left:?}");
+        }
+    }
+}
+
+/// What is written in the very next transaction after a copy is found, what was written before it is not,
+/// and a block punched beside a hole is.
+#[test]
+fn a_search_lists_what_was_written_since_and_nothing_else() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::new("^no-holes");
+    let at = |name: &str| disk.mount_point.join(name);
+    btrfs::create_subvolume(&at("live")).expect("subvolume");
+    let path = at("live").join("data");
+    let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path).expect("create");
+    file.set_len(1 << 30).expect("set_len");
+    let live = Subvolume::open(&at("live")).expect("open");
+    let write = |block: u64, fill: u8| {
+        use std::os::unix::fs::FileExt;
+        file.write_all_at(&[fill; 4096], block * 4096).expect("write");
+    };
+    (10..20).for_each(|block| write(block, 1));
+    live.snapshot(&at("first")).expect("snapshot");
+    write(12, 2);
+    clone::punch_hole(&file, 19 * 4096, 4096).expect("punch");
+    live.snapshot(&at("second")).expect("snapshot");
+    let birth = |name| Subvolume::open(&at(name)).and_then(|made| made.birth()).expect("birth");
+    let written = |name: &str, since| {
+        let path = at(name).join("data");
+        let file = std::fs::File::open(&path).expect("open");
+        let found = WrittenSince::of(&file, &path, since).expect("search");
+        found.map(|found| found.expect("search")).collect::<Vec<_>>()
+    };
+    assert_eq!(birth("second"), birth("first") + 1, "the next transaction, or this proves nothing");
+    let found = written("second", birth("first"));
+    let data: Vec<u64> =
+        found.iter().filter(|found| found.data).map(|found| found.range.start / 4096).collect();
+    assert_eq!(data, [12], "{found:?}");
+    let punched = 19 * 4096;
+    let told =
+        found.iter().any(|found| !found.data && found.range.start <= punched && punched < found.range.end);
+    assert!(told, "the punched block in {found:?}");
+    assert!(written("second", birth("second")).iter().all(|found| !found.data), "nothing since");
+}
+
 /// A data directory on somebody's own btrfs is used in place, also where a punched hole leaves no item in
 /// the tree (`no-holes`, what mkfs makes by default): a part of a block that was punched is a change.
 #[tokio::test(flavor = "multi_thread")]
@@ -354,19 +429,11 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
         return;
     }
     for features in ["no-holes", "^no-holes"] {
-        let place = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-        let image = place.path().join("disk.img");
-        std::fs::File::create(&image).and_then(|file| file.set_len(1 << 30)).expect("image");
-        program::run("mkfs.btrfs", &["-q", "-O", features], &image, |code| code == 0).expect("mkfs");
-        let mount_point = place.path().join("mnt");
-        std::fs::create_dir(&mount_point).expect("mkdir");
-        let mut mount = std::process::Command::new("mount");
-        let mounted = mount.args(["-o", "loop"]).args([&image, &mount_point]).status().expect("mount");
-        let data_dir = mount_point.join("data");
+        let disk = Disk::new(features);
+        let data_dir = disk.mount_point.join("data");
         let lived = tokio::spawn({
             let data_dir = data_dir.clone();
             async move {
-                assert!(mounted.success());
                 let flags = ["--data-dir", data_dir.to_str().expect("a plain path")];
                 let mut rig = Rig::start_with(PoolKind::Btrfs, &flags, "info").await;
                 assert!(!data_dir.join("pool.img").exists(), "not in place");
@@ -390,12 +457,9 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
                 rig.finish();
             }
         });
-        let lived = lived.await;
-        let left = sweep::sweep(place.path()).expect("sweep");
-        assert!(left.is_empty(), "could not be freed: {left:?}");
-        tree::remove(&mount_point).expect("remove");
-        if let Err(error) = lived {
+        if let Err(error) = lived.await {
             std::panic::resume_unwind(error.into_panic());
         }
+        drop(disk);
     }
 }

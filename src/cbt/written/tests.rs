@@ -144,7 +144,9 @@ fn a_block_punched_in_part_is_looked_at() {
     }
     let parent = map(&dir.path().join("parent"), &header, &[(0, 3)]);
     let hole = Written { range: ByteRange { start: 8 * KIB, end: 60 * KIB }, data: false };
-    let holes = [hole, Written { range: ByteRange { start: 64 * KIB, end: 128 * KIB }, data: false }];
+    // Block 1 in two steps, neither of which is the whole of it.
+    let part = |start, end| Written { range: ByteRange { start: start * KIB, end: end * KIB }, data: false };
+    let holes = [hole, part(64, 100), part(100, 128)];
     let more = [
         Written { range: ByteRange { start: 128 * KIB, end: 132 * KIB }, data: true },
         Written { range: ByteRange { start: 160 * KIB, end: 1 << 40 }, data: false },
