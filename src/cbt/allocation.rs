@@ -145,14 +145,15 @@ impl AllocatedScan {
     /// Hands out blocks one by one, ascending, `most` of them or all that are left. `Ok(false)` when no more
     /// will follow.
     pub fn next_blocks(&mut self, most: usize, stop: &Stop, mut put: impl FnMut(u64)) -> Result<bool> {
-        let mut buffer = [0; 512];
         let mut left = most;
         while left > 0 {
-            let room = left.min(buffer.len());
-            let members = self.members.next_many(&mut buffer[..room]);
-            left -= members.len();
-            members.iter().for_each(|within| put(self.base + u64::from(*within)));
-            if members.is_empty() && !self.load_next_segment(stop)? {
+            // Not `next_many`: on a run that ends with its container roaring 0.12.0 overflows in it.
+            let before = left;
+            for within in self.members.by_ref().take(before) {
+                put(self.base + u64::from(within));
+                left -= 1;
+            }
+            if left == before && !self.load_next_segment(stop)? {
                 return Ok(false);
             }
         }

@@ -169,6 +169,13 @@ mod tests {
         assert_eq!(messages(&[(1, 4), (9, 10)], true, 10, 0), [vec![(1, 2), (2, 3), (3, 4), (9, 10)]]);
     }
 
+    /// A run that fills its roaring container to the last member.
+    #[test]
+    fn fixed_lists_a_long_run_whole() {
+        let sent: Vec<(u64, u64)> = messages(&[(0, 1 << 17)], true, 5000, 0).concat();
+        assert_eq!(sent, (0..1 << 17).map(|block| (block, block + 1)).collect::<Vec<_>>());
+    }
+
     #[test]
     fn messages_are_full_and_no_empty_one_trails() {
         assert_eq!(messages(&[(1, 4), (9, 10)], true, 2, 0), [vec![(1, 2), (2, 3)], vec![(3, 4), (9, 10)]]);
