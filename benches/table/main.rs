@@ -2,7 +2,8 @@
 //! drives a release build of the driver over gRPC, on real pools and devices. Needs root, 2 free cores, some
 //! 20 GB of disk and 15 minutes.
 //!
-//! `cargo bench --bench table -- a e` runs the rows that are named; without names all.
+//! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `btrfs` or `xfs` beside them runs
+//! rows a, b, c and i on that pool alone.
 
 mod changes;
 mod fragments;
@@ -41,6 +42,12 @@ struct Table {
 impl Table {
     fn wants(&self, id: &str) -> bool {
         self.wanted.is_empty() || self.wanted.iter().any(|wanted| wanted == id)
+    }
+
+    /// Whether a pool is named, or none is.
+    fn wants_pool(&self, pool: PoolKind) -> bool {
+        let named = |pool: &PoolKind| self.wanted.iter().any(|wanted| wanted == pool.flag());
+        named(&pool) || !SHARING.iter().any(named)
     }
 
     fn add(&mut self, row: Row) {

@@ -94,6 +94,7 @@ pub async fn plain_copies(table: &mut Table) {
         file.write_all_at(&piece, number * 4 * piece.len() as u64).expect("write");
     }
     file.sync_all().expect("flush");
+    drop(file);
     let source = host::volume_dir(&rig, &volume).data();
     let scratch = rig.pool_dir().join("staging/bench.img");
     let (mut ours, mut bare) = (Vec::new(), Vec::new());
