@@ -38,7 +38,8 @@ struct Figures {
 }
 
 pub async fn run(table: &mut Table) {
-    for pool in SHARING.into_iter().filter(|pool| table.wants_pool(*pool)) {
+    let wanted: Vec<PoolKind> = SHARING.into_iter().filter(|pool| table.wants_pool(*pool)).collect();
+    for pool in wanted {
         let huge = measure(pool, 16 << 40).await;
         let small = measure(pool, 16 << 30).await;
         let flag = pool.flag();
