@@ -1,6 +1,6 @@
 //! `make bench`: what things cost, each figure beside a bare operation in the same run, in one table. It
-//! drives a release build of the driver over gRPC, on real pools and devices. Needs root, 2 free cores, some
-//! 20 GB of disk and 15 minutes.
+//! drives a release build of the driver over gRPC, on real pools and devices. Needs root, 2 free cores and some
+//! 20 GB of disk.
 //!
 //! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `btrfs` or `xfs` beside them runs
 //! rows a, b, c and i on that pool alone.
