@@ -75,8 +75,9 @@ pub struct Capability {
     pub mode: AccessMode,
 }
 
-/// Filesystems this driver makes and mounts, and the smallest device that each of their `mkfs` takes.
-const FILESYSTEMS: [(&str, u64); 3] = [("ext4", 1 << 20), ("xfs", 300 << 20), ("btrfs", 109 << 20)];
+/// Filesystems this driver makes and mounts, and the smallest device for each: what its `mkfs` takes, and for
+/// btrfs what the kernel resizes to (109 MiB are enough for `mkfs.btrfs`, and such a one could never grow).
+const FILESYSTEMS: [(&str, u64); 3] = [("ext4", 1 << 20), ("xfs", 300 << 20), ("btrfs", 256 << 20)];
 /// The filesystem where the client leaves the choice.
 const DEFAULT_FS: &str = "ext4";
 

@@ -87,6 +87,35 @@ async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged() {
     rig.finish();
 }
 
+/// A request of less is rounded up to what the filesystem needs, and that is enough to be staged, also again,
+/// and to grow: the kernel resizes no btrfs to less than 256 MiB.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    for fs_type in FILESYSTEMS {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create");
+        let (id, size) = (volume.volume_id, volume.capacity_bytes);
+        let mut before = 0;
+        for _ in 0..2 {
+            let target = rig.client.publish(&id, capability.clone(), false, &kubelet).await.expect("publish");
+            before = sys::space(&target).expect("statvfs").total;
+            rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
+        }
+        rig.client.expand_volume(&id, size + 64 * MIB).await.expect("expand");
+        let target = rig.client.publish(&id, capability, false, &kubelet).await.expect("publish");
+        let after = sys::space(&target).expect("statvfs").total;
+        assert!(after > before + (32 << 20), "{fs_type}: {before} bytes, and {after} of 64 MiB more");
+        rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}
+
 /// Seen elsewhere: after an expansion an old snapshot reports the new, larger capacity (known failure 7).
 #[tokio::test(flavor = "multi_thread")]
 async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size() {
@@ -278,7 +307,7 @@ async fn overcommit_bounds_what_is_promised() {
     let mut bare = proto::GetCapacityRequest::default();
     bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "btrfs".into());
     let room = capacity(&rig).get_capacity(bare.clone()).await.expect("capacity").into_inner();
-    assert_eq!(room.minimum_volume_size, Some(109 * MIB));
+    assert_eq!(room.minimum_volume_size, Some(256 * MIB));
     bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "zfs".into());
     assert_eq!(status_code(capacity(&rig).get_capacity(bare).await), Code::InvalidArgument);
     rig.finish();
