@@ -25,6 +25,8 @@ pub mod cli;
 pub mod client;
 pub mod csi;
 pub mod driver;
+#[cfg(any(test, fuzzing))]
+pub mod fuzz;
 pub mod http;
 pub mod pool;
 pub mod store;

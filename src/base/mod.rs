@@ -4,6 +4,8 @@
 
 pub mod age;
 mod block;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod ids;
 mod layout;
 mod quantity;

@@ -350,5 +350,7 @@ impl DeltaScan {
     }
 }
 
+#[cfg(any(test, fuzzing))]
+pub(super) mod fuzz;
 #[cfg(test)]
 mod tests;

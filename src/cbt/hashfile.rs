@@ -177,6 +177,9 @@ impl HashReader {
     }
 }
 
+#[cfg(any(test, fuzzing))]
+pub(super) mod fuzz;
+
 #[cfg(test)]
 mod tests {
     use super::*;

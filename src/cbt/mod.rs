@@ -30,5 +30,13 @@ pub use scrub::{Finding, Progress, scrub};
 pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, write_union};
 pub use written::{NewMaps, write_written};
 
+/// Fuzz targets of this room; each stands beside the format that it is about.
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz {
+    pub(crate) use super::delta::fuzz::delta;
+    pub(crate) use super::hashfile::fuzz::hashes;
+    pub(crate) use super::segment::fuzz::{map_damage, maps};
+}
+
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -374,5 +374,7 @@ pub(super) fn locate(block: u64) -> (u32, u32) {
     ((block / SEGMENT_BLOCKS) as u32, (block % SEGMENT_BLOCKS) as u32)
 }
 
+#[cfg(any(test, fuzzing))]
+pub(super) mod fuzz;
 #[cfg(test)]
 mod tests;

@@ -4,6 +4,8 @@
 mod authority;
 mod controller;
 mod decode;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod group_controller;
 mod identity;
 mod node;

@@ -30,6 +30,7 @@ pub fn code(error: &Error) -> Code {
         Error::Store(error) => match error {
             store::Error::Sys(error) => sys_code(error),
             store::Error::Unreadable { .. }
+            | store::Error::Impossible { .. }
             | store::Error::UnknownVersion { .. }
             | store::Error::Misplaced { .. }
             | store::Error::DuplicateSequence { .. }

@@ -12,7 +12,7 @@ use crate::base::{SnapshotId, VolumeId};
 use crate::store::{SnapshotRecord, VolumeRecord};
 
 /// Entries of a page at most: some 300 bytes each, so well under gRPC's 4 MiB.
-const MAX_PAGE: usize = 5000;
+pub(super) const MAX_PAGE: usize = 5000;
 
 /// Which part of a list is asked for.
 #[derive(Clone, Debug, Default)]
@@ -24,7 +24,7 @@ pub struct PageRequest {
 }
 
 impl PageRequest {
-    fn limit(&self) -> Result<usize> {
+    pub(super) fn limit(&self) -> Result<usize> {
         match usize::try_from(self.max_entries) {
             Ok(0) => Ok(MAX_PAGE),
             Ok(most) => Ok(most.min(MAX_PAGE)),
@@ -36,7 +36,7 @@ impl PageRequest {
         }
     }
 
-    fn after<Id: FromStr>(&self) -> Result<Option<Id>> {
+    pub(super) fn after<Id: FromStr>(&self) -> Result<Option<Id>> {
         if self.starting_token.is_empty() {
             return Ok(None);
         }

@@ -8,6 +8,8 @@ mod capacity;
 mod condition;
 mod error;
 mod expand;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod groups;
 mod hashing;
 mod inspect;

@@ -18,6 +18,14 @@ pub enum Error {
         /// What is wrong with it.
         source: serde_json::Error,
     },
+    /// A record whose values can not be.
+    #[error("record {} can not be: {what}", path.display())]
+    Impossible {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: &'static str,
+    },
     /// A record of a version that this build does not know.
     #[error("record {} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
     UnknownVersion {

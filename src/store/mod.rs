@@ -3,6 +3,8 @@
 //! This room knows no byte of any block.
 
 mod error;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzz;
 mod groups;
 mod index;
 mod manifest;
@@ -24,6 +26,8 @@ use std::sync::{Arc, RwLock};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+use records::Checked;
 
 use crate::base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
 use crate::sys::{Context, durable, tree};
@@ -279,7 +283,7 @@ fn encode(record: &impl Serialize) -> Vec<u8> {
 }
 
 /// Reads the record in an object's directory, whose name must be the record's id.
-fn read_named<R: DeserializeOwned>(dir: &Path, id: impl Fn(&R) -> &str) -> Result<R> {
+fn read_named<R: Checked + DeserializeOwned>(dir: &Path, id: impl Fn(&R) -> &str) -> Result<R> {
     let path = ObjectDir::new(dir).record();
     let record: R = decode(&path, &fs::read(&path).context("read", &path)?)?;
     match dir.file_name().is_some_and(|name| name == id(&record)) {
@@ -288,7 +292,7 @@ fn read_named<R: DeserializeOwned>(dir: &Path, id: impl Fn(&R) -> &str) -> Resul
     }
 }
 
-fn read_optional<R: DeserializeOwned>(path: &Path) -> Result<Option<R>> {
+fn read_optional<R: Checked + DeserializeOwned>(path: &Path) -> Result<Option<R>> {
     match fs::read(path) {
         Ok(bytes) => decode(path, &bytes).map(Some),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
@@ -297,7 +301,7 @@ fn read_optional<R: DeserializeOwned>(path: &Path) -> Result<Option<R>> {
 }
 
 /// Checks the version before anything else: a record of a later version may look quite different.
-fn decode<R: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<R> {
+fn decode<R: Checked + DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<R> {
     #[derive(serde::Deserialize)]
     struct Versioned {
         version: u32,
@@ -307,7 +311,11 @@ fn decode<R: DeserializeOwned>(path: &Path, bytes: &[u8]) -> Result<R> {
     if version != records::VERSION {
         return Err(Error::UnknownVersion { path: path.to_owned(), version, known: records::VERSION });
     }
-    serde_json::from_slice(bytes).map_err(broken)
+    let record: R = serde_json::from_slice(bytes).map_err(broken)?;
+    match record.check() {
+        Ok(()) => Ok(record),
+        Err(what) => Err(Error::Impossible { path: path.to_owned(), what }),
+    }
 }
 
 #[cfg(test)]

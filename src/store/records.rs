@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use crate::base::{BlockSize, GroupId, SnapshotId, VolumeId};
+use crate::sys::mount::is_plain_absolute;
 
 /// The version of all records that this build writes and reads.
 pub(super) const VERSION: u32 = 1;
@@ -33,6 +34,29 @@ impl Timestamp {
     pub fn age(self) -> Duration {
         let nanos = |at: Timestamp| i128::from(at.seconds) * 1_000_000_000 + i128::from(at.nanos);
         u64::try_from(nanos(Timestamp::now()) - nanos(self)).map_or(Duration::ZERO, Duration::from_nanos)
+    }
+}
+
+/// What a record must be beyond its form: a number that can not be would break what is reckoned with it.
+pub(super) trait Checked {
+    /// Fails with what is wrong.
+    fn check(&self) -> Result<(), &'static str>;
+}
+
+fn holds(condition: bool, what: &'static str) -> Result<(), &'static str> {
+    if condition { Ok(()) } else { Err(what) }
+}
+
+fn check_capacity(capacity: u64, size: BlockSize) -> Result<(), &'static str> {
+    holds(size.round_up(capacity) == Some(capacity), "its capacity is no whole number of blocks, or none there can be")
+}
+
+impl Timestamp {
+    fn check(self) -> Result<(), &'static str> {
+        // As google.protobuf.Timestamp has it: the years 1 to 9999.
+        let years = -62_135_596_800..=253_402_300_799;
+        let fits = years.contains(&self.seconds) && (0..1_000_000_000).contains(&self.nanos);
+        holds(fits, "its time can not be")
     }
 }
 
@@ -136,6 +160,14 @@ impl VolumeRecord {
     }
 }
 
+impl Checked for VolumeRecord {
+    fn check(&self) -> Result<(), &'static str> {
+        check_capacity(self.capacity, self.block_size)?;
+        holds(!self.access.is_empty(), "it names no way of using the volume")?;
+        self.created.check()
+    }
+}
+
 /// `snapshots/<id>/record.json`. Says all that an answer needs, so that a snapshot outlives its
 /// volume, and keeps its own capacity when the volume grows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -174,6 +206,14 @@ impl SnapshotRecord {
     pub const VERSION: u32 = VERSION;
 }
 
+impl Checked for SnapshotRecord {
+    fn check(&self) -> Result<(), &'static str> {
+        check_capacity(self.capacity, self.block_size)?;
+        holds(self.sequence < u64::MAX, "its sequence number leaves no room for the next")?;
+        self.created.check()
+    }
+}
+
 /// `retained/<id>/deleted.json`: that a snapshot was deleted. Its directory's place says so too; this
 /// says when, for what is kept is kept for a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -187,6 +227,12 @@ pub struct Deleted {
 impl Deleted {
     /// The version to write.
     pub const VERSION: u32 = VERSION;
+}
+
+impl Checked for Deleted {
+    fn check(&self) -> Result<(), &'static str> {
+        self.at.check()
+    }
 }
 
 /// `groups/<id>/record.json`: a group snapshot. Its members' records lie beside it.
@@ -209,6 +255,14 @@ pub struct GroupRecord {
 impl GroupRecord {
     /// The version to write.
     pub const VERSION: u32 = VERSION;
+}
+
+impl Checked for GroupRecord {
+    fn check(&self) -> Result<(), &'static str> {
+        let members: std::collections::HashSet<_> = self.members.iter().collect();
+        holds(members.len() == self.members.len(), "it names a member twice")?;
+        self.created.check()
+    }
 }
 
 /// `volumes/<id>/node.json`: where a volume is on this node. Written before the kernel is asked, so
@@ -242,6 +296,14 @@ impl NodeState {
     /// Whether there is nothing to remember.
     pub fn is_idle(&self) -> bool {
         self.staged.is_none() && self.published.is_empty() && !self.formatting
+    }
+}
+
+impl Checked for NodeState {
+    fn check(&self) -> Result<(), &'static str> {
+        let paths = self.staged.iter().map(|staged| &staged.path);
+        let mut paths = paths.chain(self.published.iter().map(|published| &published.target));
+        holds(paths.all(|path| is_plain_absolute(path)), "it names a path that is not absolute, or holds `..`")
     }
 }
 
@@ -280,4 +342,10 @@ pub struct Frozen {
 impl Frozen {
     /// The version to write.
     pub const VERSION: u32 = VERSION;
+}
+
+impl Checked for Frozen {
+    fn check(&self) -> Result<(), &'static str> {
+        Ok(())
+    }
 }

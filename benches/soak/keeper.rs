@@ -1,0 +1,221 @@
+//! Who watches the driver, stops and kills it, and sees at the end that nothing is left.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use deltapath::sys::sweep::devices_below;
+use tokio::task::JoinSet;
+
+use crate::backup::{delete_snapshot, delete_volume};
+use crate::curves::{Curves, Sample, entries};
+use crate::load::{Volume, unpublish};
+use crate::support::Rig;
+use crate::{Counts, Failed, World, add, blocking, get};
+
+/// How often the driver is looked at, and how often that is printed.
+const LOOK: Duration = Duration::from_secs(1);
+const PRINT: f64 = 30.0;
+
+/// Watches until all of the `working` tasks have ended. Stops and kills go on during the first third.
+pub async fn watch(world: &'static World, rig: &mut Rig, working: usize, tasks: &mut JoinSet<()>) -> Curves {
+    let length = world.length.as_secs_f64();
+    let between = (length / 24.0).clamp(8.0, 45.0);
+    let mut curves = Curves { samples: Vec::new(), steady_from: 0.0, length };
+    let (mut next_end, mut next_print, mut ends) = (between, PRINT, 0u32);
+    let mut traffic = Traffic::default();
+    let mut ended = 0;
+    while ended < working {
+        tokio::select! {
+            done = tasks.join_next() => {
+                match done {
+                    Some(Ok(())) => {}
+                    Some(Err(error)) => world.fail(format!("a task of the soak: {error}")),
+                    None => break,
+                }
+                ended += 1;
+                continue;
+            }
+            () = tokio::time::sleep(LOOK) => {}
+        }
+        let at = world.started.elapsed().as_secs_f64();
+        if world.is_over() {
+            continue;
+        }
+        if at >= next_end && at < length / 3.0 {
+            ends += 1;
+            end_and_start(world, rig, ends % 2 == 0).await;
+            curves.steady_from = world.started.elapsed().as_secs_f64();
+            next_end = curves.steady_from + between;
+            continue;
+        }
+        let sample = blocking(|| Sample::take(rig, at));
+        if at >= next_print {
+            next_print += PRINT;
+            println!("{}", traffic.line(world, rig, &sample));
+        }
+        curves.samples.push(sample);
+    }
+    tasks.abort_all();
+    curves
+}
+
+/// Ends the driver, in order or not, while calls are under way, and starts another.
+async fn end_and_start(world: &World, rig: &mut Rig, in_order: bool) {
+    world.link.down();
+    match in_order {
+        true => {
+            let status = blocking(|| rig.terminate());
+            if !status.success() {
+                world.fail(format!("the driver was told to stop and ended with {status}"));
+            }
+            add(&world.counts.stops, 1);
+        }
+        false => {
+            rig.kill();
+            add(&world.counts.kills, 1);
+        }
+    }
+    rig.start_again().await;
+    world.link.up(rig.client.clone());
+}
+
+/// What passed through the devices since the last look.
+#[derive(Default)]
+struct Traffic {
+    read: u64,
+    written: u64,
+    at: f64,
+}
+
+impl Traffic {
+    fn line(&mut self, world: &World, rig: &Rig, sample: &Sample) -> String {
+        let Counts { snapshots, deltas, compared, .. } = &world.counts;
+        let (read, written) = sectors(rig.dir.path());
+        let seconds = sample.at - self.at;
+        let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 * 512.0 / 1e6 / seconds;
+        let line = format!(
+            "{:>5.0} s: devices {:.1} MB/s written, {:.1} read; {} snapshots, {} deltas, {:.1} GB compared; {}; {}",
+            sample.at,
+            rate(written, self.written),
+            rate(read, self.read),
+            get(snapshots),
+            get(deltas),
+            get(compared) as f64 / 1e9,
+            sample.describe(),
+            pool_usage(&rig.pool_dir()),
+        );
+        (self.read, self.written, self.at) = (read, written, sample.at);
+        line
+    }
+}
+
+/// Sectors that were read from and written to the devices of the rig (Documentation/block/stat).
+fn sectors(dir: &Path) -> (u64, u64) {
+    let mut sum = (0, 0);
+    for device in devices_below(dir).unwrap_or_default() {
+        let text = std::fs::read_to_string(device.sysfs().join("stat")).unwrap_or_default();
+        let fields: Vec<u64> = text.split_whitespace().filter_map(|field| field.parse().ok()).collect();
+        sum.0 += fields.get(2).copied().unwrap_or(0);
+        sum.1 += fields.get(6).copied().unwrap_or(0);
+    }
+    sum
+}
+
+fn pool_usage(pool: &Path) -> String {
+    match nix::sys::statvfs::statvfs(pool) {
+        Ok(found) => {
+            let used = (found.blocks() - found.blocks_free()) * found.fragment_size();
+            format!("pool {:.2} GB used", used as f64 / 1e9)
+        }
+        Err(error) => format!("pool: {error}"),
+    }
+}
+
+/// Kills the driver once more, deletes everything through it, and sees that nothing is left.
+pub async fn close(world: &World, rig: &mut Rig, volumes: &[Volume], fresh: &Sample) -> Result<(), Failed> {
+    end_and_start(world, rig, false).await;
+    for (id, _) in snapshots(world).await? {
+        delete_snapshot(world, &id).await?;
+    }
+    for volume in volumes {
+        unpublish(world, &volume.id).await?;
+        delete_volume(world, &volume.id).await?;
+    }
+    let left = snapshots(world).await?;
+    if !left.is_empty() {
+        return Err(format!("snapshots are still listed: {left:?}"));
+    }
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let left = leftovers(rig, fresh);
+        if left.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(format!("all was deleted, and there is still: {}", left.join(", ")));
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+}
+
+async fn snapshots(world: &World) -> Result<Vec<(String, String)>, Failed> {
+    let list = |mut client: deltapath::client::Client| async move {
+        client.controller.list_snapshots(deltapath::csi::proto::ListSnapshotsRequest::default()).await
+    };
+    let listed = world.link.call("ListSnapshots", list).await?.into_inner();
+    let named = listed.entries.into_iter().filter_map(|entry| entry.snapshot);
+    Ok(named.map(|snapshot| (snapshot.snapshot_id, snapshot.source_volume_id)).collect())
+}
+
+/// What an idle driver without any object should not have.
+fn leftovers(rig: &Rig, fresh: &Sample) -> Vec<String> {
+    let mut left = Vec::new();
+    for name in ["volumes", "snapshots", "groups", "retained", "staging"] {
+        let count = entries(&rig.pool_dir().join(name));
+        if count > 0.0 {
+            left.push(format!("{count} in {name}/"));
+        }
+    }
+    let devices = devices_below(&rig.pool_dir()).unwrap_or_default();
+    left.extend(devices.iter().map(|device| format!("device {}", device.path().display())));
+    let mounts = deltapath::sys::mount::mounts().unwrap_or_default();
+    let below = mounts.iter().filter(|mount| mount.mount_point.starts_with(rig.kubelet()));
+    left.extend(below.map(|mount| format!("mount {}", mount.mount_point.display())));
+    let (now, before) = (Sample::take(rig, 0.0).open_files(), fresh.open_files());
+    // One for the client of the soak that went with the first driver, and some slack for its successor.
+    if now > before + 4.0 {
+        left.push(format!("{now} open files, {before} when it was fresh"));
+    }
+    left
+}
+
+/// Lines of the driver's log that must not be there.
+pub fn errors_in(log: &str) -> Vec<&str> {
+    let plain = log.lines().filter(|line| line.contains("ERROR") || line.contains("panicked"));
+    plain.take(5).collect()
+}
+
+pub fn print_counts(world: &World) {
+    let counts = &world.counts;
+    let gigabytes = |counter| get(counter) as f64 / 1e9;
+    println!(
+        "fio: {} passes, {:.2} GB written, {:.2} GB verified. Backups: {} snapshots, {} deltas ({} from deleted bases), \
+         {:.2} GB copied, {:.1} GB compared. {} restores, {} clones, {} groups, {} expansions, {} volumes published anew. \
+         The driver was stopped {} times and killed {} times.",
+        get(&counts.passes),
+        gigabytes(&counts.fio_written),
+        gigabytes(&counts.fio_verified),
+        get(&counts.snapshots),
+        get(&counts.deltas),
+        get(&counts.deltas_of_deleted),
+        gigabytes(&counts.copied),
+        gigabytes(&counts.compared),
+        get(&counts.restores),
+        get(&counts.clones),
+        get(&counts.groups),
+        get(&counts.expansions),
+        get(&counts.moves),
+        get(&counts.stops),
+        get(&counts.kills),
+    );
+}

@@ -1,0 +1,39 @@
+//! The fuzz targets: what reads bytes that the driver did not just make itself, each with what must hold
+//! whatever they are. Compiled for tests, and for cargo-fuzz (`cfg(fuzzing)`), alone.
+//!
+//! A target is a function of bytes that panics where something does not hold. It stands in the room that it is
+//! about, in a file `fuzz.rs`; here is the list. `make fuzz` runs each under libFuzzer, which looks for new ways
+//! through the code (`fuzz/`); the test below runs each on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
+
+use crate::{base, cbt, csi, driver, store};
+
+/// A target: it panics where something does not hold.
+pub type Target = fn(&[u8]);
+
+/// Every target, by the name of its corpus and its file in `fuzz/fuzz_targets/`.
+pub const TARGETS: [(&str, Target); 12] = [
+    ("ages", driver::fuzz::ages),
+    ("authority", csi::fuzz::authority),
+    ("capabilities", csi::fuzz::capabilities),
+    ("delta", cbt::fuzz::delta),
+    ("hashes", cbt::fuzz::hashes),
+    ("ids", base::fuzz::ids),
+    ("map_damage", cbt::fuzz::map_damage),
+    ("maps", cbt::fuzz::maps),
+    ("parameters", driver::fuzz::parameters),
+    ("quantities", base::fuzz::quantities),
+    ("records", store::fuzz::records),
+    ("tokens", driver::fuzz::tokens),
+];
+
+/// Runs a target, for `fuzz/fuzz_targets/`.
+///
+/// # Panics
+/// Where something does not hold, and where no target has this name.
+pub fn run(name: &str, bytes: &[u8]) {
+    let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).expect("a target");
+    target(bytes);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use super::*;
+
+fn home() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz")
+}
+
+fn names(dir: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+    entries.map(|entry| entry.expect("entry").file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// The inputs of a corpus, by name.
+fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
+    let dir = home().join("corpus").join(target);
+    names(&dir).into_iter().map(|name| (name.clone(), std::fs::read(dir.join(&name)).expect("read"))).collect()
+}
+
+/// Runs a target, and says which input it does not bear.
+fn check(name: &str, target: Target, input: &str, bytes: &[u8]) {
+    let outcome = std::panic::catch_unwind(|| target(bytes));
+    assert!(outcome.is_ok(), "target {name}, input {input}: {:?}", bytes.escape_ascii().to_string());
+}
+
+#[test]
+fn every_target_bears_its_corpus() {
+    for (name, target) in TARGETS {
+        let inputs = corpus(name);
+        assert!(inputs.len() >= 3, "{name}: a corpus of {}", inputs.len());
+        for (input, bytes) in inputs {
+            check(name, target, &input, &bytes);
+        }
+    }
+}
+
+/// xorshift: the same inputs in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, most: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % most.max(1) as u64) as usize
+    }
+}
+
+/// What libFuzzer would do first: bits, bytes and numbers changed, parts cut out, repeated and taken from another
+/// input.
+fn mutate(bytes: &mut Vec<u8>, other: &[u8], dice: &mut Dice) {
+    for _ in 0..=dice.below(4) {
+        let length = bytes.len();
+        let at = dice.below(length);
+        match dice.below(9) {
+            0 | 1 if length > 0 => bytes[at] ^= 1 << dice.below(8),
+            2 | 3 if length > 0 => bytes[at] = dice.below(256) as u8,
+            4 if length > 8 => {
+                let odd = [0, 1, u64::MAX, i64::MAX as u64, u64::from(u32::MAX), 1 << 32];
+                let at = dice.below(length - 8);
+                bytes[at..at + 8].copy_from_slice(&odd[dice.below(odd.len())].to_le_bytes());
+            }
+            5 => bytes.truncate(at),
+            6 if length > 0 => drop(bytes.drain(at..(at + 1 + dice.below(8)).min(length))),
+            7 => {
+                let from = dice.below(other.len());
+                let part = &other[from..(from + dice.below(32)).min(other.len())];
+                bytes.splice(at..at, part.iter().copied());
+            }
+            _ => {
+                let digits = ["0", "9", "18446744073709551615", "-1", "null", "\"", "..", "/", "%"];
+                bytes.splice(at..at, digits[dice.below(digits.len())].bytes());
+            }
+        }
+        bytes.truncate(4096);
+    }
+}
+
+/// A short run of every target, without libFuzzer: `make fuzz` is the long one. `DELTAPATH_FUZZ_ROUNDS` asks for
+/// more rounds than 400 a target.
+#[test]
+fn every_target_bears_mutations_of_its_corpus() {
+    let rounds = std::env::var("DELTAPATH_FUZZ_ROUNDS").ok().and_then(|rounds| rounds.parse().ok());
+    for (name, target) in TARGETS {
+        let inputs = corpus(name);
+        let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
+        for round in 0..rounds.unwrap_or(400) {
+            let (input, bytes) = &inputs[dice.below(inputs.len())];
+            let (_, other) = &inputs[dice.below(inputs.len())];
+            let mut bytes = bytes.clone();
+            mutate(&mut bytes, other, &mut dice);
+            check(name, target, &format!("{input} in round {round}"), &bytes);
+        }
+    }
+}
+
+/// Targets, their files for libFuzzer and their corpora are the same set.
+#[test]
+fn every_target_has_its_file_and_its_corpus() {
+    let targets: BTreeSet<String> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(names(&home().join("corpus")), targets);
+    let files = names(&home().join("fuzz_targets"));
+    assert_eq!(files, targets.iter().map(|name| format!("{name}.rs")).collect());
+    let manifest = std::fs::read_to_string(home().join("Cargo.toml")).expect("the manifest");
+    for name in &targets {
+        let file = std::fs::read_to_string(home().join("fuzz_targets").join(format!("{name}.rs"))).expect("read");
+        assert!(file.contains(&format!("run({name:?}, bytes)")), "{name}.rs runs another target");
+        assert!(manifest.contains(&format!("name = {name:?}\npath = \"fuzz_targets/{name}.rs\"")), "{name}");
+    }
+}
