@@ -62,14 +62,14 @@ const CURVES: [Curve; 6] = [
         name: "loop devices",
         by: By::Lowest,
         part: 0.0,
-        more: 2.0,
+        more: 3.0,
         why: "one a volume and the pool's; a restored volume has one while it is compared",
     },
     Curve {
         name: "mounts",
         by: By::Lowest,
         part: 0.0,
-        more: 2.0,
+        more: 4.0,
         why: "one a raw volume, two a filesystem, and the pool's; a restored one while it is compared",
     },
     Curve {

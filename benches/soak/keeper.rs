@@ -1,6 +1,7 @@
 //! Who watches the driver, stops and kills it, and sees at the end that nothing is left.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use deltapath::sys::sweep::devices_below;
@@ -12,8 +13,7 @@ use crate::load::{Volume, unpublish};
 use crate::support::Rig;
 use crate::{Counts, Failed, World, add, blocking, get};
 
-/// How often the driver is looked at, and how often that is printed.
-const LOOK: Duration = Duration::from_secs(1);
+/// How often a line is printed, in seconds.
 const PRINT: f64 = 30.0;
 
 /// Watches until all of the `working` tasks have ended. Stops and kills go on during the first third.
@@ -22,7 +22,9 @@ pub async fn watch(world: &'static World, rig: &mut Rig, working: usize, tasks: 
     let between = (length / 24.0).clamp(8.0, 45.0);
     let mut curves = Curves { samples: Vec::new(), steady_from: 0.0, length };
     let (mut next_end, mut next_print, mut ends) = (between, PRINT, 0u32);
-    let mut traffic = Traffic::default();
+    // Some hundred samples a third, so that the lowest is one of a quiet moment.
+    let look = Duration::from_secs_f64((length / 1000.0).clamp(0.1, 1.0));
+    let mut traffic = Traffic { seen: sectors(rig.dir.path()), at: 0.0 };
     let mut ended = 0;
     while ended < working {
         tokio::select! {
@@ -35,7 +37,7 @@ pub async fn watch(world: &'static World, rig: &mut Rig, working: usize, tasks: 
                 ended += 1;
                 continue;
             }
-            () = tokio::time::sleep(LOOK) => {}
+            () = tokio::time::sleep(look) => {}
         }
         let at = world.started.elapsed().as_secs_f64();
         if world.is_over() {
@@ -80,45 +82,45 @@ async fn end_and_start(world: &World, rig: &mut Rig, in_order: bool) {
 }
 
 /// What passed through the devices since the last look.
-#[derive(Default)]
 struct Traffic {
-    read: u64,
-    written: u64,
+    /// Sectors read and written, by device. They go on where another file takes the device over.
+    seen: BTreeMap<PathBuf, [u64; 2]>,
     at: f64,
 }
 
 impl Traffic {
     fn line(&mut self, world: &World, rig: &Rig, sample: &Sample) -> String {
         let Counts { snapshots, deltas, compared, .. } = &world.counts;
-        let (read, written) = sectors(rig.dir.path());
-        let seconds = sample.at - self.at;
-        let rate = |now: u64, before: u64| now.saturating_sub(before) as f64 * 512.0 / 1e6 / seconds;
+        let now = sectors(rig.dir.path());
+        let mut sums = [0; 2];
+        for (device, counts) in &now {
+            let before = self.seen.get(device).unwrap_or(counts);
+            (0..2).for_each(|side| sums[side] += counts[side].saturating_sub(before[side]));
+        }
+        let [read, written] = sums.map(|sectors| sectors as f64 * 512.0 / 1e6 / (sample.at - self.at));
         let line = format!(
-            "{:>5.0} s: devices {:.1} MB/s written, {:.1} read; {} snapshots, {} deltas, {:.1} GB compared; {}; {}",
+            "{:>5.0} s: devices {written:.1} MB/s written, {read:.1} read; {} snapshots, {} deltas, {:.1} GB compared; {}; {}",
             sample.at,
-            rate(written, self.written),
-            rate(read, self.read),
             get(snapshots),
             get(deltas),
             get(compared) as f64 / 1e9,
             sample.describe(),
             pool_usage(&rig.pool_dir()),
         );
-        (self.read, self.written, self.at) = (read, written, sample.at);
+        (self.seen, self.at) = (now, sample.at);
         line
     }
 }
 
-/// Sectors that were read from and written to the devices of the rig (Documentation/block/stat).
-fn sectors(dir: &Path) -> (u64, u64) {
-    let mut sum = (0, 0);
-    for device in devices_below(dir).unwrap_or_default() {
+/// Sectors read from and written to each device of the rig (Documentation/block/stat).
+fn sectors(dir: &Path) -> BTreeMap<PathBuf, [u64; 2]> {
+    let devices = devices_below(dir).unwrap_or_default();
+    let counts = devices.iter().map(|device| {
         let text = std::fs::read_to_string(device.sysfs().join("stat")).unwrap_or_default();
         let fields: Vec<u64> = text.split_whitespace().filter_map(|field| field.parse().ok()).collect();
-        sum.0 += fields.get(2).copied().unwrap_or(0);
-        sum.1 += fields.get(6).copied().unwrap_or(0);
-    }
-    sum
+        (device.path(), [2, 6].map(|field| fields.get(field).copied().unwrap_or(0)))
+    });
+    counts.collect()
 }
 
 fn pool_usage(pool: &Path) -> String {

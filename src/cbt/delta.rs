@@ -66,7 +66,11 @@ impl Side {
     }
 
     fn pending_segment(&self, index: u32) -> Result<RoaringBitmap> {
-        let all = || (0..SEGMENT_BLOCKS as u32).collect::<RoaringBitmap>();
+        let all = || {
+            let mut all = RoaringBitmap::new();
+            all.insert_range(0..SEGMENT_BLOCKS as u32);
+            all
+        };
         match self.pending.as_ref().map(|map| map.segment(index)) {
             None => Ok(all()),
             Some(Err(Error::Damaged { path, what })) => match &self.data {

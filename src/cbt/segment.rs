@@ -115,6 +115,10 @@ impl MapFile {
         else {
             return Err(Error::damaged(path, "its trailer holds impossible values"));
         };
+        // No file is longer, so no sum of blocks and bytes below overflows.
+        if blocks.checked_mul(block_size.bytes()).is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+            return Err(Error::damaged(path, format!("its trailer names {blocks} blocks of {block_size} bytes")));
+        }
         let table: Vec<Entry> = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
         let ascends = table.windows(2).all(|pair| pair[0].index < pair[1].index);
         let fits = |entry: &Entry| {
@@ -169,8 +173,10 @@ impl MapFile {
         }
         let members = RoaringBitmap::deserialize_from(&bytes[..])
             .map_err(|error| Error::damaged(&self.path, format!("segment {index}: {error}")))?;
-        match members.max().is_some_and(|last| u64::from(last) >= SEGMENT_BLOCKS) {
-            true => Err(Error::damaged(&self.path, format!("segment {index} holds blocks of another"))),
+        let range = segment_range(index);
+        let end = range.end.min(self.header.blocks);
+        match members.max().is_some_and(|last| range.start + u64::from(last) >= end) {
+            true => Err(Error::damaged(&self.path, format!("segment {index} holds blocks past its end"))),
             false => Ok(members),
         }
     }

@@ -160,7 +160,13 @@ impl Driver {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
             return Ok(true);
         }
-        match self.pool().changes(parent.since, parent.bytes.as_ref(), data, &path)? {
+        // A parent that was copied after its child is a damaged record, whose word would lose every change.
+        let since = parent.since.filter(|since| record.birth.is_some_and(|birth| *since < birth));
+        if since != parent.since {
+            let (parent, since) = (&parent.id, parent.since);
+            tracing::error!(%parent, since, birth = record.birth, "the birth of a snapshot can not be, asking the data instead");
+        }
+        match self.pool().changes(since, parent.bytes.as_ref(), data, &path)? {
             Changes::Written(written) => {
                 let maps = NewMaps {
                     allocated: (&draft.allocated(), header(record)),

@@ -220,7 +220,7 @@ pub struct WrittenSince<'f> {
 }
 
 impl<'f> WrittenSince<'f> {
-    /// What was written into `file` after transaction `since`.
+    /// What was written into `file` after transaction `since`, which has been.
     pub fn of(file: &'f File, path: &'f Path, since: u64) -> Result<Self> {
         let inode = file.metadata().context("stat", path)?.ino();
         let search = Box::new(Search {
@@ -230,7 +230,7 @@ impl<'f> WrittenSince<'f> {
             max_objectid: inode,
             min_offset: 0,
             max_offset: u64::MAX,
-            min_transid: since + 1,
+            min_transid: since.saturating_add(1),
             max_transid: u64::MAX,
             min_type: EXTENT_DATA,
             max_type: EXTENT_DATA,

@@ -463,3 +463,35 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
         drop(disk);
     }
 }
+
+/// A record has no checksum. A birth that can not be, later than that of the snapshot after it, would say that
+/// nothing was written since: then the data is asked.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_birth_that_can_not_be_loses_no_change() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 100, 1);
+    for (round, birth) in [u64::MAX, u64::MAX - 1, 1 << 40].into_iter().enumerate() {
+        let first = rig.snapshot(&format!("first {round}"), &volume).await;
+        rig.kill();
+        let path = rig.pool_dir().join("snapshots").join(&first).join("record.json");
+        let mut record: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(&path).expect("read")).expect("JSON");
+        assert!(record["birth"].is_u64(), "{record}");
+        record["birth"] = birth.into();
+        std::fs::write(&path, record.to_string()).expect("write");
+        rig.start_again().await;
+        let before = content.clone();
+        content.write(&device, 50, 3, 10 + round as u8);
+        content.discard(&device, 7 + round as u64, 1);
+        let second = rig.snapshot(&format!("second {round}"), &volume).await;
+        let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK), "birth {birth}");
+    }
+    rig.detach(&volume).await;
+    rig.finish();
+}

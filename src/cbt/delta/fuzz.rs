@@ -114,18 +114,26 @@ pub(crate) fn delta(bytes: &[u8]) {
         let found = run(&base_dir, &target_dir, with_way.then_some(&steps[..]), start, false);
         assert_eq!(found.expect("nothing is damaged"), wanted, "with a way: {with_way}");
     }
-    // Damage one file.
+    // Damage one map, and a page of hashes.
     let mut files: Vec<_> = steps.clone();
     for side in [&base_dir, &target_dir] {
-        files.extend([side.pending(), side.hashes(), side.allocated()]);
+        files.extend([side.pending(), side.allocated()]);
     }
     let file = &files[usize::from(input.u8()) % files.len()];
-    let sound = std::fs::read(file).expect("read");
+    let hashes = File::options().read(true).write(true).open(base_dir.hashes()).expect("open");
+    let page = page_of(place(input.u8())) * 4096;
+    let (sound, mut sound_page) = (std::fs::read(file).expect("read"), vec![0; 4096]);
+    let length = hashes.read_at(&mut sound_page, page).expect("read");
+    sound_page.truncate(length);
+    let mut damaged = damage(sound_page.clone(), &mut input);
+    damaged.resize(length, 0);
+    hashes.write_all_at(&damaged, page).expect("write");
     std::fs::write(file, damage(sound.clone(), &mut input)).expect("write");
     if let Ok(found) = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start, false) {
         assert_eq!(found, wanted, "{} is damaged", file.display());
     }
     std::fs::write(file, sound).expect("write");
+    hashes.write_all_at(&sound_page, page).expect("write");
     // And free the base's data.
     std::fs::remove_file(base_dir.data()).expect("remove");
     let found = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start, true).expect("hashes tell");

@@ -172,11 +172,11 @@ impl Sealed {
         let (flags, with_id) = (u32::from(input.u8()), input.u8());
         let (mut file, mut table, mut payloads) = (Vec::new(), Vec::new(), Vec::new());
         let rows = input.u8() % 6;
-        let mut next = 0;
+        let mut next = 0u32;
         for _ in 0..rows {
             let index = match input.u8() {
                 255 => input.u32(),
-                gap => next + u32::from(gap % 4),
+                gap => next.saturating_add(u32::from(gap % 4)),
             };
             next = index.saturating_add(1);
             let length = usize::from(input.u16() % 600);
