@@ -4,9 +4,13 @@ CARGO ?= cargo
 
 # Runs containers and builds images: docker or podman.
 ENGINE ?= docker
+# How long and where `make soak` runs, and how long `make fuzz` searches each target.
+MINUTES ?= 30
+POOL ?= btrfs
+SECONDS ?= 60
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test fmt lint check bench bench-core crash image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test fmt lint check bench bench-core crash soak fuzz seeds image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -40,6 +44,15 @@ bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 
 crash: deps ## The crash test with 1000 kills a pool instead of 90
 	DELTAPATH_CRASH_ROUNDS=1000 hack/no-leaks.sh $(CARGO) test --locked --test suite -- crash --nocapture
+
+soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btrfs (or xfs, dir)
+	@CARGO=$(CARGO) MINUTES=$(MINUTES) POOL=$(POOL) hack/soak.sh
+
+fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
+	@hack/fuzz.sh $(SECONDS) $(TARGET)
+
+seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver
+	DELTAPATH_SEEDS=1 $(CARGO) test --locked --test suite -- seeds
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \

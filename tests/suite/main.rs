@@ -29,6 +29,7 @@ mod reboot;
 mod retained;
 mod sanity;
 mod secrets;
+mod security;
 mod seeds;
 mod snapshots;
 mod startup;

@@ -71,7 +71,7 @@ fn format(corpus: &str, bytes: &[u8]) -> String {
     }
 }
 
-/// A seed of an older format would start the search at the wrong place. `DELTAPATH_SEEDS=1` writes them anew.
+/// A seed of an older format would start the search at the wrong place. `make seeds` writes them anew.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_seeds_of_the_corpora_are_as_the_driver_writes_them() {
     if !have_root() {
@@ -88,7 +88,7 @@ async fn the_seeds_of_the_corpora_are_as_the_driver_writes_them() {
         assert_eq!(
             format(corpus, &seed),
             format(corpus, &bytes),
-            "{} is of another format: run this test with DELTAPATH_SEEDS=1",
+            "{} is of another format: run make seeds",
             path.display()
         );
     }

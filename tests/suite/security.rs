@@ -1,0 +1,173 @@
+//! What SECURITY.md says that no other test holds.
+
+use std::collections::HashSet;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use deltapath::client::from_volume;
+use deltapath::csi::proto::GetMetadataAllocatedRequest;
+use tonic::Code;
+
+use crate::support::content::{Content, block_bytes};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, narrow_client, status_code};
+
+fn below(dir: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(dir).expect("read_dir") {
+        let path = entry.expect("entry").path();
+        let meta = std::fs::symlink_metadata(&path).expect("stat");
+        found.push(path.clone());
+        if meta.is_dir() {
+            below(&path, found);
+        }
+    }
+}
+
+/// Nobody but root opens a record, a map or a block, whatever the pool and with every kind of object there.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_stored_is_for_root_alone() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+        Content::default().write(&device, 0, 10, 1);
+        let snapshot = rig.snapshot("snapshot", &volume).await;
+        rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
+        rig.client.delete_snapshot(&snapshot).await.expect("delete");
+        let (clone, _) = rig.volume_from("clone", 8 * MIB, from_volume(&volume)).await;
+        let mut paths = vec![];
+        below(&rig.data_dir(), &mut paths);
+        assert!(paths.len() > 20, "{pool:?}: {paths:?}");
+        // The roots of the directory and of the pool show names alone, and what they hold is closed.
+        let open: Vec<String> = paths
+            .iter()
+            .filter(|path| **path != rig.pool_dir() && !is_closed_above(path, &rig.data_dir()))
+            .map(|path| (path, std::fs::symlink_metadata(path).expect("stat").permissions().mode()))
+            .filter(|(_, mode)| mode & 0o077 != 0)
+            .map(|(path, mode)| format!("{} {mode:o}", path.display()))
+            .collect();
+        assert!(open.is_empty(), "{pool:?}: others may open {open:?}");
+        for id in [volume, clone] {
+            rig.detach(&id).await;
+        }
+        rig.finish();
+    }
+}
+
+/// Whether a directory between `root` and `path` is closed to others already.
+fn is_closed_above(path: &Path, root: &Path) -> bool {
+    let above = path.ancestors().skip(1).take_while(|dir| *dir != root);
+    above.into_iter().any(|dir| std::fs::metadata(dir).expect("stat").permissions().mode() & 0o077 == 0)
+}
+
+/// The blocks that a deleted volume leaves in the pool, and those past the end of a smaller one, are zeros to the
+/// next.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_volume_shows_nothing_of_those_before() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        for round in 0..4 {
+            let (volume, device) = rig.block_volume(&format!("volume {round}"), 32 * MIB).await;
+            let mut bytes = vec![1; 32 << 20];
+            std::fs::File::open(&device).and_then(|file| file.read_exact_at(&mut bytes, 0)).expect("read");
+            assert!(bytes.iter().all(|byte| *byte == 0), "{pool:?}: a new volume is not zeros");
+            let mut content = Content::default();
+            content.write(&device, 0, 32 * MIB as u64 / BLOCK, 0xa5);
+            let file = std::fs::File::open(&device).expect("open");
+            file.sync_all().expect("sync");
+            let mut block = vec![0; BLOCK as usize];
+            file.read_exact_at(&mut block, 77 * BLOCK).expect("read");
+            assert_eq!(block, block_bytes(77, 0xa5), "the secret of the one before was never written");
+            drop(file);
+            rig.detach(&volume).await;
+            rig.client.delete_volume(&volume).await.expect("delete");
+        }
+        rig.finish();
+    }
+}
+
+/// Inodes of the sockets that listen on TCP, of all processes that the driver shares a network with.
+fn listening(pid: u32) -> HashSet<String> {
+    let tables = ["tcp", "tcp6"].map(|name| std::fs::read_to_string(format!("/proc/{pid}/net/{name}")));
+    let lines = tables.iter().flatten().flat_map(|table| table.lines().skip(1));
+    let fields = lines.map(|line| line.split_whitespace().collect::<Vec<_>>());
+    // State 0A listens (proc_net_tcp).
+    fields.filter(|fields| fields[3] == "0A").map(|fields| format!("socket:[{}]", fields[9])).collect()
+}
+
+fn own_sockets(pid: u32) -> HashSet<String> {
+    let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("fds");
+    let targets = open.filter_map(|entry| std::fs::read_link(entry.expect("fd").path()).ok());
+    targets.map(|target| target.display().to_string()).filter(|target| target.starts_with("socket:")).collect()
+}
+
+/// The driver is reached through its socket alone, unless it is told to serve metrics.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_port_is_open_without_a_metrics_address() {
+    if !have_root() {
+        return;
+    }
+    for (arguments, ports) in [(&[][..], 0), (&["--metrics-address", "127.0.0.1:0"][..], 1)] {
+        let rig = Rig::start_with(PoolKind::Dir, arguments, "info").await;
+        let (all, own) = (listening(rig.pid()), own_sockets(rig.pid()));
+        assert!(!own.is_empty(), "a driver has a UNIX socket at least");
+        assert_eq!(own.intersection(&all).count(), ports, "{arguments:?}");
+        rig.finish();
+    }
+}
+
+/// Who opens streams and does not read them is refused more at 1024, and takes nobody else's calls.
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_are_capped() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--block-metadata-type", "fixed"], "warn").await;
+    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
+    Content::default().write(&device, 0, 65536, 1);
+    let snapshot = rig.snapshot("snapshot", &volume).await;
+    let mut open = Vec::new();
+    let refused = 'connections: loop {
+        // A connection's window is shared by its streams, so there are several connections.
+        let mut client = narrow_client(&rig.socket()).await;
+        for _ in 0..8 {
+            let request = GetMetadataAllocatedRequest { snapshot_id: snapshot.clone(), ..Default::default() };
+            match client.get_metadata_allocated(request).await {
+                Ok(stream) => open.push(stream),
+                refused => break 'connections status_code(refused),
+            }
+        }
+        assert!(open.len() < 1100, "{} streams are open", open.len());
+    };
+    assert_eq!((open.len(), refused), (1024, Code::ResourceExhausted));
+    rig.client.create_snapshot("meanwhile", &volume).await.expect("another call");
+    drop(open);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// One place starts programs, and none of them is a shell: no word of a client is ever one of a command line's.
+#[test]
+fn programs_are_started_at_one_place_and_without_a_shell() {
+    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    below(&src, &mut files);
+    let code = |path: &PathBuf| std::fs::read_to_string(path).expect("read");
+    // The demo and the conformance suite are commands of a person, and start a driver.
+    let served = files.iter().filter(|path| path.is_file() && !path.starts_with(src.join("cli")));
+    let starting: Vec<_> = served.clone().filter(|path| code(path).contains("Command::new")).collect();
+    assert_eq!(starting, [&src.join("sys/program.rs")]);
+    let calls = served.flat_map(|path| {
+        let text = code(path);
+        text.split("program::run").skip(1).map(str::to_owned).collect::<Vec<_>>()
+    });
+    let calls: Vec<String> = calls.collect();
+    assert!(calls.len() > 5, "{} programs are called", calls.len());
+    for call in calls {
+        assert!(!call[..call.len().min(60)].contains("\"sh\"") && !call[..call.len().min(60)].contains("bash"));
+    }
+}
