@@ -5,7 +5,8 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use deltapath::client::from_volume;
-use deltapath::csi::proto::GetMetadataAllocatedRequest;
+use deltapath::csi::proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
+use deltapath::sys::loopdev::{Access, LoopDevice};
 use tonic::Code;
 
 use crate::support::content::{Content, block_bytes};
@@ -90,13 +91,13 @@ async fn a_new_volume_shows_nothing_of_those_before() {
     }
 }
 
-/// Inodes of the sockets that listen on TCP, of all processes that the driver shares a network with.
-fn listening(pid: u32) -> HashSet<String> {
-    let tables = ["tcp", "tcp6"].map(|name| std::fs::read_to_string(format!("/proc/{pid}/net/{name}")));
-    let lines = tables.iter().flatten().flat_map(|table| table.lines().skip(1));
-    let fields = lines.map(|line| line.split_whitespace().collect::<Vec<_>>());
-    // State 0A listens (proc_net_tcp).
-    fields.filter(|fields| fields[3] == "0A").map(|fields| format!("socket:[{}]", fields[9])).collect()
+/// Inodes of the internet sockets, in any state, of all processes that the driver shares a network with.
+fn internet(pid: u32) -> HashSet<String> {
+    let table = |name| std::fs::read_to_string(format!("/proc/{pid}/net/{name}")).unwrap_or_default();
+    let tables = ["tcp", "tcp6", "udp", "udp6"].map(table);
+    let lines = tables.iter().flat_map(|table| table.lines().skip(1));
+    let inodes = lines.filter_map(|line| line.split_whitespace().nth(9));
+    inodes.map(|inode| format!("socket:[{inode}]")).collect()
 }
 
 fn own_sockets(pid: u32) -> HashSet<String> {
@@ -105,7 +106,7 @@ fn own_sockets(pid: u32) -> HashSet<String> {
     targets.map(|target| target.display().to_string()).filter(|target| target.starts_with("socket:")).collect()
 }
 
-/// The driver is reached through its socket alone, unless it is told to serve metrics.
+/// The driver is reached through its socket alone, unless it is told to serve metrics, and reaches nobody.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_port_is_open_without_a_metrics_address() {
     if !have_root() {
@@ -113,7 +114,7 @@ async fn no_port_is_open_without_a_metrics_address() {
     }
     for (arguments, ports) in [(&[][..], 0), (&["--metrics-address", "127.0.0.1:0"][..], 1)] {
         let rig = Rig::start_with(PoolKind::Dir, arguments, "info").await;
-        let (all, own) = (listening(rig.pid()), own_sockets(rig.pid()));
+        let (all, own) = (internet(rig.pid()), own_sockets(rig.pid()));
         assert!(!own.is_empty(), "a driver has a UNIX socket at least");
         assert_eq!(own.intersection(&all).count(), ports, "{arguments:?}");
         rig.finish();
@@ -169,5 +170,82 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
     assert!(calls.len() > 5, "{} programs are called", calls.len());
     for call in calls {
         assert!(!call[..call.len().min(60)].contains("\"sh\"") && !call[..call.len().min(60)].contains("bash"));
+    }
+}
+
+/// A message is refused by its length, before it is held in memory.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_of_more_than_4_mib_is_refused() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
+        let request = GetSnapshotRequest { snapshot_id: "x".repeat(length), ..Default::default() };
+        let answer = rig.client.controller.get_snapshot(request).await.map(drop).expect_err("no such snapshot");
+        assert_eq!(answer.code(), code, "{length} bytes");
+        assert!(answer.message().len() < 4096, "a message of {} bytes", answer.message().len());
+    }
+    rig.finish();
+}
+
+/// A device whose file is not the driver's goes on through everything that the driver does with its own, a kill among it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_loop_device_of_somebody_else_is_left_alone() {
+    if !have_root() {
+        return;
+    }
+    // Not below the rig's directory: what is there is the rig's to free.
+    let dir = tempfile::Builder::new().prefix("deltapath-other-").tempdir().expect("temp dir");
+    let file = dir.path().join("data.img");
+    let mut content = Content::default();
+    std::fs::write(&file, vec![0; 1 << 20]).expect("write");
+    let other = Detach(LoopDevice::attach(&file, Access::ReadWrite).expect("attach"));
+    content.write(&other.0.path(), 0, 200, 7);
+    let backing = || std::fs::read_to_string(other.0.sysfs().join("loop/backing_file")).expect("attached");
+    let before = backing();
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (volume, device) = rig.block_volume("volume", MIB).await;
+    assert_ne!(device, other.0.path());
+    rig.kill();
+    rig.start_again().await;
+    rig.detach(&volume).await;
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.finish();
+    assert_eq!(backing(), before);
+    content.assert_equals(&other.0.path(), 0, 256);
+}
+
+/// Frees a device, also when the test fails.
+struct Detach(LoopDevice);
+
+impl Drop for Detach {
+    fn drop(&mut self) {
+        let freed = self.0.clone().detach();
+        assert!(std::thread::panicking() || freed.expect("detach"), "somebody holds {:?}", self.0);
+    }
+}
+
+/// What SECURITY.md names is there.
+#[test]
+fn every_test_and_fuzz_target_that_security_md_names_exists() {
+    let home = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = std::fs::read_to_string(home.join("SECURITY.md")).expect("SECURITY.md");
+    let names: Vec<&str> = text.split('`').skip(1).step_by(2).filter(|name| name.contains("::")).collect();
+    assert!(names.len() > 25, "{names:?}");
+    for name in names {
+        let (file, test) = name.split_once("::").expect("file::test");
+        let path = home.join("tests/suite").join(format!("{file}.rs"));
+        let source = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(source.contains(&format!("fn {test}(")), "SECURITY.md names {name}, which is no test");
+    }
+    let targets = text.split("fuzz target").skip(1).flat_map(|rest| {
+        let list = rest.trim_start_matches('s').split([']', '.']).next().unwrap_or("");
+        list.split('`').skip(1).step_by(2).collect::<Vec<_>>()
+    });
+    let targets: HashSet<&str> = targets.collect();
+    assert!(targets.len() > 7, "{targets:?}");
+    for target in targets {
+        assert!(home.join("fuzz/corpus").join(target).is_dir(), "SECURITY.md names the fuzz target {target}");
     }
 }
