@@ -82,7 +82,9 @@ pub(crate) fn quantities(bytes: &[u8]) {
         Ok(size) => {
             assert_eq!(size.to_string().parse(), Ok(size), "{text:?}");
             assert!(text.bytes().any(|byte| byte.is_ascii_digit()), "{text:?} is no number");
-            assert!(!text.contains(['-', ' ', '+']), "{text:?} is no size");
+            // An exponent may have its sign, as in Kubernetes.
+            let unsigned = text.replace("e+", "e").replace("E+", "E");
+            assert!(!unsigned.contains(['-', ' ', '+']), "{text:?} is no size");
         }
         Err(error) => assert!(error.to_string().contains(&format!("{text:?}")), "{error}"),
     }
