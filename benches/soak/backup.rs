@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use deltapath::client::{BlockList, Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
+use deltapath::client::{
+    BlockList, Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume,
+};
 use deltapath::csi::proto::{self, NodeExpandVolumeRequest, VolumeContentSource};
 use deltapath::sys;
 use deltapath::sys::clone::punch_hole;
@@ -58,7 +60,8 @@ struct Backup {
 /// Keeps a volume's backup until the run is over.
 pub async fn keep(world: &'static World, volume: &'static Volume) {
     let path = world.dir.join(format!("backup-{}", volume.number));
-    let file = File::options().create(true).truncate(true).read(true).write(true).open(&path).expect("a backup");
+    let file =
+        File::options().create(true).truncate(true).read(true).write(true).open(&path).expect("a backup");
     let dice = Dice(0x9E37_79B9 + volume.number as u64 * 7919);
     let mut backup = Backup { world, volume, file, path, base: None, dice, round: 0, growths: 0 };
     while !world.is_over() {
@@ -101,7 +104,7 @@ impl Backup {
             delete_snapshot(world, self.base.as_deref().expect("a base")).await?;
         }
         // Now and then from the start, so that no mistake of an early delta is copied over for ever.
-        let list = match self.base.clone().filter(|_| self.round % 12 != 0) {
+        let list = match self.base.clone().filter(|_| !self.round.is_multiple_of(12)) {
             None => {
                 self.file.set_len(0).map_err(|error| error.to_string())?;
                 self.list("GetMetadataAllocated", None, &id).await?
@@ -116,7 +119,7 @@ impl Backup {
             return Err(format!("the stream says {} bytes, the snapshot {size}", list.capacity));
         }
         let image = world.pool_dir.join("snapshots").join(&id).join("bytes/data.img");
-        match self.round % 3 == 0 {
+        match self.round.is_multiple_of(3) {
             false => self.copy_and_compare(&list, &image, size, &mark)?,
             true => {
                 let (restored, device) = self.restore(&name, &id, size, None).await?;
@@ -130,7 +133,7 @@ impl Backup {
         if let Some(base) = self.base.replace(id).filter(|_| !gone_before) {
             delete_snapshot(world, &base).await?;
         }
-        if self.round % 4 == 0 {
+        if self.round.is_multiple_of(4) {
             self.clone_volume(&name).await?;
         }
         if self.round % 3 == 1 && self.growths < MOST_GROWTHS {
@@ -214,8 +217,7 @@ impl Backup {
             }
             Ok::<_, io::Error>((differs, found == mark))
         });
-        let (differs, is_marked) =
-            done.map_err(|error| format!("copy {}: {error}", snapshot.display()))?;
+        let (differs, is_marked) = done.map_err(|error| format!("copy {}: {error}", snapshot.display()))?;
         if let Some(offset) = differs {
             return Err(format!(
                 "the backup {} differs from {} at byte {offset}, of which the stream said nothing",
@@ -291,7 +293,8 @@ impl Backup {
             false => None,
         };
         let (volume, size) = (self.volume, self.volume.capacity());
-        let clone = self.make(&format!("{name} clone"), size, volume.capability(), from_volume(&volume.id)).await?;
+        let clone =
+            self.make(&format!("{name} clone"), size, volume.capability(), from_volume(&volume.id)).await?;
         add(&self.world.counts.clones, 1);
         delete_volume(self.world, &clone).await
     }
@@ -366,8 +369,9 @@ async fn group(world: &World, name: &str, ids: &[String]) -> Result<(), Failed> 
         return Err(format!("{} members of {} volumes", members.len(), ids.len()));
     }
     for member in &members {
-        let allocated =
-            |mut client: Client| async move { client.allocated(member, 0, 0).await.map_err(|error| error.status) };
+        let allocated = |mut client: Client| async move {
+            client.allocated(member, 0, 0).await.map_err(|error| error.status)
+        };
         world.link.call("GetMetadataAllocated of a member", allocated).await?;
     }
     let id = &group.group_snapshot_id;

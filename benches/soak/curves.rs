@@ -110,7 +110,9 @@ impl Sample {
     /// All in a line.
     pub fn describe(&self) -> String {
         let [rss, fds, threads, loops, mounts, staging] = self.values;
-        format!("RSS {rss:.1} MiB, {fds} fds, {threads} threads, {loops} loops, {mounts} mounts, {staging} staging")
+        format!(
+            "RSS {rss:.1} MiB, {fds} fds, {threads} threads, {loops} loops, {mounts} mounts, {staging} staging"
+        )
     }
 }
 
@@ -171,7 +173,9 @@ impl Curves {
             let [first, middle, last] = self.thirds(number).map(|values| by.of(&values));
             let slope = self.slope(number) * 3600.0;
             let bound = middle * (1.0 + part) + more;
-            println!("| {name}, {by:?} | {first:.1} | {middle:.1} | {last:.1} | {slope:+.1} | {bound:.1} | {why} |");
+            println!(
+                "| {name}, {by:?} | {first:.1} | {middle:.1} | {last:.1} | {slope:+.1} | {bound:.1} | {why} |"
+            );
         }
         println!();
         self.leaks()

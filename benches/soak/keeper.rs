@@ -45,7 +45,7 @@ pub async fn watch(world: &'static World, rig: &mut Rig, working: usize, tasks: 
         }
         if at >= next_end && at < length / 3.0 {
             ends += 1;
-            end_and_start(world, rig, ends % 2 == 0).await;
+            end_and_start(world, rig, ends.is_multiple_of(2)).await;
             curves.steady_from = world.started.elapsed().as_secs_f64();
             next_end = curves.steady_from + between;
             continue;

@@ -45,7 +45,8 @@ impl Link {
         let mut watch = self.generation.subscribe();
         let mut since = Instant::now();
         loop {
-            let generation = *watch.wait_for(|generation| generation % 2 == 0).await.expect("it is never closed");
+            let generation =
+                *watch.wait_for(|generation| generation.is_multiple_of(2)).await.expect("it is never closed");
             let client = self.client.lock().expect("client").clone();
             let answer = match tokio::time::timeout(PATIENCE, make(client)).await {
                 Ok(answer) => answer,

@@ -140,7 +140,7 @@ pub async fn write(world: &'static World, volume: &'static Volume) {
                 fio(world, volume, pass).await?;
             }
             pass += 1;
-            if pass % 3 == 0 && !world.is_over() {
+            if u64::is_multiple_of(pass, 3) && !world.is_over() {
                 let _alone = volume.writers.write().await;
                 volume.publish_again(world).await?;
             }
@@ -159,7 +159,7 @@ async fn fio(world: &World, volume: &Volume, pass: u64) -> Result<(), Failed> {
     let target = volume.target();
     let file = if volume.fs_type.is_some() { target.join("fio") } else { target };
     // Half of the passes through the page cache, half past it.
-    let direct = u64::from((pass + volume.number as u64) % 2 == 0);
+    let direct = u64::from((pass + volume.number as u64).is_multiple_of(2));
     let seed = pass * 100 + volume.number as u64 + 1;
     let output = tokio::process::Command::new("fio")
         .args(["--name=soak", "--rw=randwrite", "--bsrange=4k-64k", "--ioengine=psync", "--fsync=64"])

@@ -141,7 +141,11 @@ async fn soak(pool: PoolKind, length: Duration) -> bool {
         stop: AtomicBool::new(false),
         failures: Mutex::default(),
     };
-    println!("soak: {} min on {}, 16 volumes under fio, 2 thirds on one process", length.as_secs() / 60, pool.flag());
+    println!(
+        "soak: {} min on {}, 16 volumes under fio, 2 thirds on one process",
+        length.as_secs() / 60,
+        pool.flag()
+    );
     let world: &'static World = Box::leak(Box::new(world));
     let volumes = match load::make_volumes(world).await {
         Ok(volumes) => volumes,
@@ -162,10 +166,10 @@ async fn soak(pool: PoolKind, length: Duration) -> bool {
         }
     });
     let curves = keeper::watch(world, &mut rig, volumes.len() * 2 + 1, &mut tasks).await;
-    if !world.has_failed() {
-        if let Err(what) = keeper::close(world, &mut rig, volumes, &fresh).await {
-            world.fail(what);
-        }
+    if !world.has_failed()
+        && let Err(what) = keeper::close(world, &mut rig, volumes, &fresh).await
+    {
+        world.fail(what);
     }
     let leaks = curves.print(started.elapsed());
     // A run that ended early has too little to judge.

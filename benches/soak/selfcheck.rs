@@ -10,7 +10,8 @@ use crate::{Failed, keeper};
 
 /// Plants a flipped byte, a block that fio did not write, a leak a curve, and a line in a log.
 pub fn run() -> Result<(), Failed> {
-    let dir = tempfile::Builder::new().prefix("deltapath-soak-").tempdir().map_err(|error| error.to_string())?;
+    let dir =
+        tempfile::Builder::new().prefix("deltapath-soak-").tempdir().map_err(|error| error.to_string())?;
     compare(&dir.path().join("one"), &dir.path().join("other")).map_err(|error| error.to_string())?;
     verify(dir.path())?;
     leaks()?;
@@ -50,7 +51,11 @@ fn verify(dir: &std::path::Path) -> Result<(), Failed> {
     };
     let written = fio(&[])?;
     if !written.status.success() {
-        return Err(format!("fio ended with {}: {}", written.status, String::from_utf8_lossy(&written.stderr)));
+        return Err(format!(
+            "fio ended with {}: {}",
+            written.status,
+            String::from_utf8_lossy(&written.stderr)
+        ));
     }
     let file = File::options().write(true).open(&path).map_err(|error| error.to_string())?;
     file.write_all_at(&[0x5a; 64], 40 * 4096 + 1000).map_err(|error| error.to_string())?;

@@ -117,7 +117,10 @@ impl MapFile {
         };
         // No file is longer, so no sum of blocks and bytes below overflows.
         if blocks.checked_mul(block_size.bytes()).is_none_or(|bytes| i64::try_from(bytes).is_err()) {
-            return Err(Error::damaged(path, format!("its trailer names {blocks} blocks of {block_size} bytes")));
+            return Err(Error::damaged(
+                path,
+                format!("its trailer names {blocks} blocks of {block_size} bytes"),
+            ));
         }
         let table: Vec<Entry> = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
         let ascends = table.windows(2).all(|pair| pair[0].index < pair[1].index);

@@ -19,7 +19,8 @@ pub(crate) fn capabilities(bytes: &[u8]) {
     match (&capability.access, asked.access_type) {
         (AccessType::Mount { fs_type, flags }, Some(proto::volume_capability::AccessType::Mount(mount))) => {
             assert_eq!((fs_type, &flags.0), (&mount.fs_type, &mount.mount_flags));
-            let around = format!("{:?}", AccessType::Mount { fs_type: fs_type.clone(), flags: Default::default() });
+            let around =
+                format!("{:?}", AccessType::Mount { fs_type: fs_type.clone(), flags: Default::default() });
             for flag in mount.mount_flags.iter().filter(|flag| flag.len() > 8 && !around.contains(*flag)) {
                 assert!(!shown.contains(flag.as_str()), "{shown} tells the mount flag {flag:?}");
             }

@@ -20,7 +20,7 @@ pub(crate) fn ages(bytes: &[u8]) {
     }
 }
 
-/// Two bytes of `max_entries`, and a token. Only an id is one, and no page is larger than a message.
+/// Four bytes of `max_entries`, and a token. Only an id is one, and no page is larger than a message.
 pub(crate) fn tokens(bytes: &[u8]) {
     let (number, token) = bytes.split_at(bytes.len().min(4));
     let mut max_entries = [0; 4];
@@ -73,7 +73,7 @@ pub(crate) fn parameters(bytes: &[u8]) {
     }
     if let Some(parsed) = accepted(parse_tuning(&pairs)) {
         knows(&["readAheadKiB", "directIO"]);
-        assert!(parsed.read_ahead_kib.is_none_or(|kib| kib <= 1 << 20 && kib % 4 == 0));
+        assert!(parsed.read_ahead_kib.is_none_or(|kib| kib <= 1 << 20 && kib.is_multiple_of(4)));
         assert_eq!(parsed.direct_io.is_some(), pairs.contains_key("directIO"));
     }
     if let Some(Some(parsed)) = accepted(EphemeralParameters::parse(&pairs)) {

@@ -15,7 +15,10 @@ fn names(dir: &Path) -> BTreeSet<String> {
 /// The inputs of a corpus, by name.
 fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     let dir = home().join("corpus").join(target);
-    names(&dir).into_iter().map(|name| (name.clone(), std::fs::read(dir.join(&name)).expect("read"))).collect()
+    names(&dir)
+        .into_iter()
+        .map(|name| (name.clone(), std::fs::read(dir.join(&name)).expect("read")))
+        .collect()
 }
 
 /// Runs a target, and says which input it does not bear.
@@ -106,7 +109,8 @@ fn every_target_has_its_file_and_its_corpus() {
     assert_eq!(files, targets.iter().map(|name| format!("{name}.rs")).collect());
     let manifest = std::fs::read_to_string(home().join("Cargo.toml")).expect("the manifest");
     for name in &targets {
-        let file = std::fs::read_to_string(home().join("fuzz_targets").join(format!("{name}.rs"))).expect("read");
+        let file =
+            std::fs::read_to_string(home().join("fuzz_targets").join(format!("{name}.rs"))).expect("read");
         assert!(file.contains(&format!("run({name:?}, bytes)")), "{name}.rs runs another target");
         assert!(manifest.contains(&format!("name = {name:?}\npath = \"fuzz_targets/{name}.rs\"")), "{name}");
     }

@@ -48,7 +48,10 @@ fn holds(condition: bool, what: &'static str) -> Result<(), &'static str> {
 }
 
 fn check_capacity(capacity: u64, size: BlockSize) -> Result<(), &'static str> {
-    holds(size.round_up(capacity) == Some(capacity), "its capacity is no whole number of blocks, or none there can be")
+    holds(
+        size.round_up(capacity) == Some(capacity),
+        "its capacity is no whole number of blocks, or none there can be",
+    )
 }
 
 impl Timestamp {
@@ -303,7 +306,10 @@ impl Checked for NodeState {
     fn check(&self) -> Result<(), &'static str> {
         let paths = self.staged.iter().map(|staged| &staged.path);
         let mut paths = paths.chain(self.published.iter().map(|published| &published.target));
-        holds(paths.all(|path| is_plain_absolute(path)), "it names a path that is not absolute, or holds `..`")
+        holds(
+            paths.all(|path| is_plain_absolute(path)),
+            "it names a path that is not absolute, or holds `..`",
+        )
     }
 }
 

@@ -103,7 +103,10 @@ fn internet(pid: u32) -> HashSet<String> {
 fn own_sockets(pid: u32) -> HashSet<String> {
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("fds");
     let targets = open.filter_map(|entry| std::fs::read_link(entry.expect("fd").path()).ok());
-    targets.map(|target| target.display().to_string()).filter(|target| target.starts_with("socket:")).collect()
+    targets
+        .map(|target| target.display().to_string())
+        .filter(|target| target.starts_with("socket:"))
+        .collect()
 }
 
 /// The driver is reached through its socket alone, unless it is told to serve metrics, and reaches nobody.
@@ -169,7 +172,9 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
     let calls: Vec<String> = calls.collect();
     assert!(calls.len() > 5, "{} programs are called", calls.len());
     for call in calls {
-        assert!(!call[..call.len().min(60)].contains("\"sh\"") && !call[..call.len().min(60)].contains("bash"));
+        assert!(
+            !call[..call.len().min(60)].contains("\"sh\"") && !call[..call.len().min(60)].contains("bash")
+        );
     }
 }
 
@@ -182,7 +187,8 @@ async fn a_request_of_more_than_4_mib_is_refused() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
         let request = GetSnapshotRequest { snapshot_id: "x".repeat(length), ..Default::default() };
-        let answer = rig.client.controller.get_snapshot(request).await.map(drop).expect_err("no such snapshot");
+        let answer =
+            rig.client.controller.get_snapshot(request).await.map(drop).expect_err("no such snapshot");
         assert_eq!(answer.code(), code, "{length} bytes");
         assert!(answer.message().len() < 4096, "a message of {} bytes", answer.message().len());
     }

@@ -28,14 +28,19 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
     let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
     rig.client.delete_snapshot(&first).await.expect("delete");
     let pool = rig.pool_dir();
-    let (volume_dir, snapshot_dir) = (pool.join("volumes").join(&volume), pool.join("snapshots").join(&second));
-    let read = |path: PathBuf| std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let (volume_dir, snapshot_dir) =
+        (pool.join("volumes").join(&volume), pool.join("snapshots").join(&second));
+    let read =
+        |path: PathBuf| std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let found = BTreeMap::from([
         (("records", "seed-manifest"), read(rig.data_dir().join("deltapath.json"))),
         (("records", "seed-volume"), read(volume_dir.join("record.json"))),
         (("records", "seed-node"), read(volume_dir.join("node.json"))),
         (("records", "seed-snapshot"), read(snapshot_dir.join("record.json"))),
-        (("records", "seed-group"), read(pool.join("groups").join(&group.group_snapshot_id).join("record.json"))),
+        (
+            ("records", "seed-group"),
+            read(pool.join("groups").join(&group.group_snapshot_id).join("record.json")),
+        ),
         (("records", "seed-deleted"), read(pool.join("retained").join(&first).join("deleted.json"))),
         (("maps", "seed-allocated"), read(snapshot_dir.join("allocated.map"))),
         (("maps", "seed-changed"), read(snapshot_dir.join("changed.map"))),
@@ -50,9 +55,11 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
 /// A record without its values; what is not set may be set elsewhere.
 fn shape(value: &Value) -> Value {
     match value {
-        Value::Object(fields) => {
-            fields.iter().filter(|(_, value)| !value.is_null()).map(|(name, value)| (name.clone(), shape(value))).collect()
-        }
+        Value::Object(fields) => fields
+            .iter()
+            .filter(|(_, value)| !value.is_null())
+            .map(|(name, value)| (name.clone(), shape(value)))
+            .collect(),
         Value::Array(list) => list.first().map(shape).into_iter().collect(),
         Value::Bool(_) | Value::Null => Value::Null,
         Value::Number(_) => 0.into(),

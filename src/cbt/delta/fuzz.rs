@@ -85,7 +85,7 @@ pub(crate) fn delta(bytes: &[u8]) {
             }
         }
         let mut changed = differing(&before, &content);
-        let exact = input.u8() % 2 == 0;
+        let exact = input.u8() & 1 == 0;
         for _ in 0..if exact { 0 } else { input.u8() % 6 } {
             changed.insert(place(input.u8()));
         }

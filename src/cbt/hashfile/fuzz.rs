@@ -45,7 +45,11 @@ fn check(path: &Path, file: &[u8]) {
         let page = &file[number as usize * PAGE..][..PAGE];
         let mut hasher = blake3::Hasher::new();
         hasher.update(&number.to_le_bytes()).update(&page[..SLOTS as usize * HASH]);
-        assert_eq!(hasher.finalize().as_bytes(), &page[SLOTS as usize * HASH..], "page {number} is not sound");
+        assert_eq!(
+            hasher.finalize().as_bytes(),
+            &page[SLOTS as usize * HASH..],
+            "page {number} is not sound"
+        );
         assert_eq!(found, page[(block % SLOTS) as usize * HASH..][..HASH], "block {block}");
     }
 }

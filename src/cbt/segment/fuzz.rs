@@ -106,7 +106,8 @@ fn members(map: &MapFile) -> Result<BTreeSet<u64>> {
 
 /// Writes a map of runs, ascending, in up to four segments.
 fn write(path: &Path, input: &mut Input<'_>) -> (MapHeader, BTreeSet<u64>) {
-    let relative_to = (input.u8() % 2 == 0).then(|| Relation { snapshot: an_id(), exact: input.u8() % 2 == 0 });
+    let relative_to =
+        (input.u8() & 1 == 0).then(|| Relation { snapshot: an_id(), exact: input.u8() & 1 == 0 });
     let header = MapHeader { block_size: BlockSize::MIN, blocks: 4 * SEGMENT_BLOCKS, relative_to };
     let mut writer = MapWriter::create(path, header.clone()).expect("create");
     let (mut at, mut model) = (0, BTreeSet::new());
