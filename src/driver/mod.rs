@@ -189,7 +189,7 @@ impl Driver {
     pub fn ready(&self) -> Result<()> {
         self.home
             .check()
-            .map_err(|error| Error::Precondition(format!("the pool is not usable: {}", report(&error))))
+            .map_err(|error| Error::Precondition(format!("the pool is not usable: {}", Error::from(error).explain())))
     }
 
     /// Figures of now.

@@ -196,6 +196,12 @@ impl Store {
         Ok(record)
     }
 
+    /// Changes what is known of a volume and leaves its record on disk as it is: the next start knows nothing
+    /// of it.
+    pub fn presume_volume(&self, record: VolumeRecord) {
+        self.write(|index| index.add_volume(Arc::new(record)));
+    }
+
     /// Makes an object exist.
     ///
     /// 1. Write and sync the record: a crash leaves a directory in `staging/`, removed at start.

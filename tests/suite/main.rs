@@ -17,6 +17,7 @@ mod demo;
 mod docs;
 mod durability;
 mod expansion;
+mod faults;
 mod groups;
 mod health;
 mod hostile;

@@ -21,7 +21,7 @@ use super::expand::{grow, tune};
 use super::locks::{Key, OpGuard};
 use super::{Capability, Driver, EphemeralParameters, Error, Result};
 use crate::base::VolumeId;
-use crate::store::{NodeState, Staged, VolumeRecord};
+use crate::store::{self, NodeState, Staged, VolumeRecord};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
 
@@ -81,6 +81,19 @@ impl Driver {
         match self.hold(volume_id) {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => Ok(None),
             held => held.map(Some),
+        }
+    }
+
+    /// Records that a volume is at some place no more. A full pool may have no room for that, and must not keep
+    /// a pod from ending: then the old record stays, which names more than is there, as after a crash.
+    fn record_undone(&self, held: &Held) -> Result<()> {
+        match self.store.set_node_state(&held.record.id, &held.state) {
+            Err(store::Error::Sys(error)) if error.is_no_space() => {
+                let error = crate::driver::report(&error);
+                tracing::warn!(volume_id = %held.record.id, error, "a place that is no more stays on record");
+                Ok(())
+            }
+            recorded => Ok(recorded?),
         }
     }
 

@@ -165,7 +165,7 @@ impl Driver {
         }
         let formatting = held.state.formatting;
         held.state = NodeState { formatting, ..NodeState::default() };
-        Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+        self.record_undone(&held)
     }
 }
 

@@ -62,6 +62,11 @@ impl PoolKind {
     }
 }
 
+/// A directory that [`Rig`] takes.
+pub fn temp_dir() -> TempDir {
+    tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir")
+}
+
 pub struct Rig {
     pub client: Client,
     pub dir: TempDir,
@@ -79,7 +84,11 @@ impl Rig {
 
     /// The same with further flags, and what its log is to hold.
     pub async fn start_with(pool: PoolKind, arguments: &[&str], log_filter: &str) -> Self {
-        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        Self::start_in(temp_dir(), pool, arguments, log_filter).await
+    }
+
+    /// The same in a directory that the test has prepared.
+    pub async fn start_in(dir: TempDir, pool: PoolKind, arguments: &[&str], log_filter: &str) -> Self {
         let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let mut rig = PartialRig { dir: Some(dir), pool, arguments, log_filter: log_filter.to_owned() };
         let (child, client) = rig.spawn().await;
