@@ -68,6 +68,7 @@ impl Driver {
         volume: Arc<VolumeRecord>,
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
+        self.check_host()?;
         self.fit(&volume)?;
         let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
         let draft = self.store.draft_snapshot(&record.id)?;

@@ -69,17 +69,27 @@ impl Store {
     /// Reads every record of the pool; what can not be read is kept aside and named, and does not
     /// stop the rest. Empties `staging/` of what a crash left there.
     pub fn open(dir: PoolDir) -> Result<Self> {
-        for path in [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()] {
-            if !path.exists() {
-                durable::make_dir(&path)?;
-            }
+        let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()];
+        let missing: Vec<_> = kinds.iter().filter(|path| !path.exists()).collect();
+        for path in &missing {
+            durable::make_dir(path)?;
         }
-        durable::sync_dir(dir.path())?;
+        if !missing.is_empty() {
+            durable::sync_dir(dir.path())?;
+        }
+        if let Err(error) = Self::empty_staging(&dir) {
+            // What is there is nobody's. A pool that has become read-only is still to be read.
+            let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+            tracing::error!(%error, cause, "what a crash left half-made stays until the next start");
+        }
+        Self::survey(dir)
+    }
+
+    fn empty_staging(dir: &PoolDir) -> Result<()> {
         for entry in entries(&dir.staging())? {
             tree::remove(&entry)?;
         }
-        retained::remove_empty(&dir)?;
-        Self::survey(dir)
+        retained::remove_empty(dir)
     }
 
     /// Reads every record of the pool and changes nothing: also where a driver is at work.

@@ -84,11 +84,11 @@ impl Driver {
         }
     }
 
-    /// Records that a volume is at some place no more. A full pool may have no room for that, and must not keep
-    /// a pod from ending: then the old record stays, which names more than is there, as after a crash.
+    /// Records that a volume is at some place no more. A pool that is full or broken can not take that, and must
+    /// not keep a pod from ending: then the old record stays, which names more than is there, as after a crash.
     fn record_undone(&self, held: &Held) -> Result<()> {
         match self.store.set_node_state(&held.record.id, &held.state) {
-            Err(store::Error::Sys(error)) if error.is_no_space() => {
+            Err(store::Error::Sys(error)) => {
                 let error = crate::driver::report(&error);
                 tracing::warn!(volume_id = %held.record.id, error, "a place that is no more stays on record");
                 Ok(())

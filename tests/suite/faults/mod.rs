@@ -1,7 +1,11 @@
 //! What production does to a driver: full pools and hosts, bad disks, missing devices and programs, odd
 //! filesystems, clocks and neighbours. Shared here: a disk that a test may fill, cut or spoil.
 
+mod host_full;
+mod no_loop;
 mod pool_full;
+mod programs;
+mod read_only;
 
 use std::fs::File;
 use std::io::Write;
@@ -132,6 +136,11 @@ impl Ballast {
 /// Writes all that is dirty in the filesystem of `dir`.
 pub fn sync_fs(dir: &Path) {
     nix::unistd::syncfs(&File::open(dir).expect("open")).expect("syncfs");
+}
+
+/// The same where the disk may refuse.
+pub fn sync_fs_may_fail(dir: &Path) {
+    let _ = nix::unistd::syncfs(&File::open(dir).expect("open"));
 }
 
 /// The files of a snapshot.

@@ -12,15 +12,17 @@ use super::{Ballast, Disk, assert_nothing_half_made, condition, is_hashed, liste
 use crate::support::content::{Content, block_bytes, blocks_of, open_device};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, names};
 
-/// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool.
-async fn small_pool(pool: PoolKind) -> (Rig, Option<Disk>) {
+/// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool. Held in this
+/// order: the disk can only be freed after the driver.
+async fn small_pool(pool: PoolKind) -> (Option<Disk>, Rig) {
     match pool {
         PoolKind::Dir => {
             let disk = Disk::ext4(320 << 20);
-            (disk.rig(pool, &[]).await, Some(disk))
+            let rig = disk.rig(pool, &[]).await;
+            (Some(disk), rig)
         }
         PoolKind::Xfs | PoolKind::Btrfs => {
-            (Rig::start_with(pool, &["--pool-size", "400Mi"], "info").await, None)
+            (None, Rig::start_with(pool, &["--pool-size", "400Mi"], "info").await)
         }
     }
 }
@@ -66,7 +68,7 @@ async fn a_full_pool(pool: PoolKind) {
     if !have_root() {
         return;
     }
-    let (mut rig, disk) = small_pool(pool).await;
+    let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("written", 64 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 100, 1000, 1);
@@ -163,7 +165,7 @@ async fn the_way_out(pool: PoolKind) {
     if !have_root() {
         return;
     }
-    let (mut rig, disk) = small_pool(pool).await;
+    let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
     for number in 0..3u8 {
         let (volume, device) = rig.block_volume(&format!("volume {number}"), 64 * MIB).await;
@@ -255,7 +257,7 @@ async fn hashing_without_room(pool: PoolKind) {
     if !have_root() {
         return;
     }
-    let (mut rig, disk) = small_pool(pool).await;
+    let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
     let mut before = Content::default();
     // 15,000 blocks in pieces far apart: some 470 KiB of hashes at least.

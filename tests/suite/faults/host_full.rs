@@ -1,0 +1,126 @@
+//! The disk under a sparse pool image is full, while the image believes that it has room.
+//!
+//! What the image's filesystem does is its own: xfs fails the writes and goes on, for its log is laid out when
+//! it is made; btrfs can not commit and turns read-only until it is mounted anew.
+
+use std::os::unix::fs::FileExt;
+
+use deltapath::client::{block_capability, from_snapshot, new_volume};
+use tonic::Code;
+
+use super::{Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
+use crate::support::content::{Content, blocks_of, open_device};
+use crate::support::{BLOCK, MIB, PoolKind, have_root};
+
+async fn a_full_host(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::ext4(600 << 20);
+    let mut rig = disk.rig(pool, &["--pool-size", "2Gi"]).await;
+    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 100, 1000, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 300, 50, 2);
+    let target = rig.snapshot("target", &volume).await;
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+    let before_it = listed(&rig).await;
+
+    let ballast = Ballast::fill(&disk.mount_point);
+    let seen = condition(&rig, &volume).await;
+    let told = seen.message.contains("the disk under the pool's image has ");
+    assert!(seen.abnormal && told, "{seen:?}");
+    // Nothing new is begun, so that no call breaks what is there.
+    for _ in 0..3 {
+        let create = rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await;
+        let mut restore = new_volume("restored", 256 * MIB, block_capability());
+        restore.volume_content_source = Some(from_snapshot(&base));
+        let restore = rig.client.create_volume(restore).await;
+        let snapshot = rig.client.create_snapshot("third", &volume).await;
+        let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await;
+        let expand = rig.client.expand_volume(&volume, 512 * MIB).await;
+        let errors =
+            [create.err(), restore.err(), snapshot.err(), group.err(), expand.err()].map(Option::unwrap);
+        for error in errors {
+            assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+            assert!(error.to_string().contains("make room on it"), "{error}");
+        }
+        assert_eq!(listed(&rig).await, before_it);
+        assert_nothing_half_made(&rig);
+    }
+    probe(&rig).await.expect("nothing is broken yet");
+
+    // Its user writes on. That fails, whatever becomes of the pool.
+    let written = tokio::task::spawn_blocking(move || {
+        let file = open_device(&device);
+        file.write_all_at(&vec![5; 64 << 20], 100 << 20)?;
+        file.sync_all()
+    });
+    written.await.expect("join").expect_err("there is no room");
+    super::sync_fs_may_fail(&rig.pool_dir());
+    let error = rig.client.create_snapshot("third", &volume).await.expect_err("there is no room");
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("reads go on");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    let seen = condition(&rig, &volume).await;
+    assert!(seen.abnormal && seen.message.contains("the disk under the pool's image has "), "{seen:?}");
+    match (pool, probe(&rig).await) {
+        (PoolKind::Btrfs, Err(status)) => {
+            assert_eq!(status.code(), Code::FailedPrecondition);
+            let told = ["Read-only file system", "the disk under the pool's image has "];
+            assert!(told.iter().all(|word| status.message().contains(word)), "{status}");
+        }
+        (PoolKind::Xfs, Ok(())) => {}
+        (_, probed) => panic!("another end than the documented one: {probed:?}"),
+    }
+
+    // What an operator does: make room and, where the pool is read-only, unpublish and restart.
+    ballast.remove();
+    if pool == PoolKind::Btrfs {
+        probe(&rig).await.expect_err("a restart is needed");
+        // Killed, or ended with volumes in use: the pool is as it was, is read, and can be left.
+        rig.kill();
+        rig.start_again().await;
+        probe(&rig).await.expect_err("the volume in use keeps it from being mounted anew");
+        assert!(rig.log().contains("unpublish and unstage them, and restart"), "{}", rig.log());
+        let delta = rig.client.delta(&base, &target, 0, 0).await.expect("reads go on");
+        assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+        rig.detach(&volume).await;
+        rig.kill();
+        rig.start_again().await;
+        rig.attach(&volume).await;
+    }
+    probe(&rig).await.expect("well again");
+    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(listed(&rig).await, before_it, "what was acknowledged is there");
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    for (name, snapshot, content) in [("old", &base, &before), ("new", &target, &after)] {
+        let (id, path) = rig.volume_from(name, 256 * MIB, from_snapshot(snapshot)).await;
+        content.assert_equals(&path, 0, 4096);
+        rig.detach(&id).await;
+    }
+    rig.snapshot("third", &volume).await;
+    rig.client.expand_volume(&volume, 512 * MIB).await.expect("expand");
+    verify(&rig);
+    rig.detach(&volume).await;
+    let log = rig.log();
+    assert!(!log.contains("panicked"), "{log}");
+    rig.finish();
+    disk.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
+    a_full_host(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
+    a_full_host(PoolKind::Btrfs).await;
+}
