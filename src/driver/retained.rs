@@ -7,10 +7,10 @@
 
 use std::time::Duration;
 
-use super::{Driver, Result};
+use super::{Driver, Error, Result};
 use crate::base::{VolumeId, age};
 use crate::cbt::MapFile;
-use crate::store::{self, Draft, Retained, SnapshotRecord};
+use crate::store::{self, Draft, Retained, SnapshotRecord, Timestamp};
 
 /// `--retain-deleted COUNT[:AGE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +88,12 @@ impl Driver {
         let beyond = retained.len().saturating_sub(self.config().retain.count);
         let short = !retained.is_empty() && self.is_short();
         for (number, Retained { record, deleted }) in retained.iter().enumerate() {
+            if *deleted > Timestamp::now()
+                && let Err(error) = self.store.retain_from_now(record)
+            {
+                let error = super::report(&Error::from(error));
+                tracing::warn!(snapshot_id = %record.id, error, "it was deleted in the future, which stays on record");
+            }
             let is_next_base = newest.as_ref() == Some(&record.id) && self.may_be_a_base(record);
             let over = deleted.age() > self.config().retain.age && !is_next_base;
             let outcome =

@@ -292,7 +292,7 @@ fn revive(mount_point: &Path) -> Result<()> {
         Err(error) if error.errno() == Some(libc::EBUSY) => tracing::error!(
             %path,
             "the pool takes no writes, and volumes in use keep it from being mounted anew: unpublish and unstage \
-             them, and restart the driver"
+             them, or unmount them and detach their loop devices by hand, and restart the driver"
         ),
         Err(error) => return Err(error.into()),
     }
@@ -309,7 +309,7 @@ enum Chosen {
 fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
     let on_btrfs = || btrfs::is_btrfs(dir.path());
     let formats: &[Format] = match request.choice {
-        PoolChoice::Dir => return Ok(Chosen::InPlace(Pool::Copy)),
+        PoolChoice::Dir => return copies(data_dir, dir, request.choice),
         PoolChoice::Auto | PoolChoice::Btrfs if on_btrfs()? => {
             return Ok(Chosen::InPlace(in_place(Kind::Btrfs, dir)?));
         }
@@ -320,20 +320,37 @@ fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Cho
         PoolChoice::Btrfs => &[Format::Btrfs],
         PoolChoice::Xfs => &[Format::Xfs],
     };
-    let mut outcome = Ok(Chosen::InPlace(Pool::Copy));
+    let mut outcome = None;
     for format in formats {
         match check_image_possible(*format, request.choice, data_dir) {
             Ok(()) => return Ok(Chosen::Image(*format)),
             Err(error) if request.choice == PoolChoice::Auto => {
                 tracing::warn!(reason = %error, "no {} image", format.name());
             }
-            Err(error) => outcome = Err(error),
+            Err(error) => outcome = Some(error),
         }
     }
-    if outcome.is_ok() {
-        tracing::warn!("snapshots will be full copies");
+    match outcome {
+        Some(error) => Err(error),
+        None => {
+            tracing::warn!("snapshots will be full copies");
+            copies(data_dir, dir, request.choice)
+        }
     }
-    outcome
+}
+
+/// A pool of plain files, where they can be sparse and say so.
+fn copies(data_dir: &DataDir, dir: &PoolDir, choice: PoolChoice) -> Result<Chosen> {
+    if probe::tells_holes(dir.path())? {
+        return Ok(Chosen::InPlace(Pool::Copy));
+    }
+    Err(Error::Unavailable {
+        choice: choice.name(),
+        dir: data_dir.path().to_owned(),
+        reason: "its filesystem does not tell data from holes in a sparse file (SEEK_HOLE): choose a --data-dir on \
+                 ext4, xfs, btrfs or tmpfs"
+            .into(),
+    })
 }
 
 /// A pool in the data directory's own filesystem.

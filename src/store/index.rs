@@ -105,6 +105,12 @@ impl Index {
         }
     }
 
+    pub(super) fn retain_from(&mut self, id: &SnapshotId, deleted: Timestamp) {
+        if let Some(retained) = self.retained.get_mut(id) {
+            retained.deleted = deleted;
+        }
+    }
+
     pub(super) fn remove_retained(&mut self, id: &SnapshotId) {
         if let Some(Retained { record, .. }) = self.retained.remove(id) {
             self.unchain(&record);

@@ -35,6 +35,15 @@ impl Store {
         Ok(())
     }
 
+    /// Notes a retained snapshot as deleted now: by a clock that was wrong it was deleted in the future, and
+    /// would be kept until then.
+    pub fn retain_from_now(&self, record: &SnapshotRecord) -> Result<()> {
+        let at = Timestamp::now();
+        mark(&self.snapshot_dir(record), at)?;
+        self.write(|index| index.retain_from(&record.id, at));
+        Ok(())
+    }
+
     /// Forgets a retained snapshot; its files are freed when the answer is dropped.
     pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Vec<Draft>> {
         let dir = self.snapshot_dir(record);
@@ -102,5 +111,7 @@ fn read(dir: &ObjectDir) -> Result<Retained> {
     let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
     let path = dir.deleted();
     let Deleted { at, .. } = decode(&path, &fs::read(&path).context("read", &path)?)?;
-    Ok(Retained { record: record.into(), deleted: at })
+    // None is deleted before it is taken: the clock was wrong then, and its age counts from when it was right.
+    let deleted = at.max(record.created);
+    Ok(Retained { record: record.into(), deleted })
 }

@@ -4,15 +4,31 @@
 //! it is made; btrfs can not commit and turns read-only until it is mounted anew.
 
 use std::os::unix::fs::FileExt;
+use std::process::Stdio;
 
 use deltapath::client::{block_capability, from_snapshot, new_volume};
+use deltapath::sys::sweep::{devices_below, sweep};
 use tonic::Code;
 
-use super::{Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
+use super::{
+    Ballast, Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, until,
+    verify,
+};
 use crate::support::content::{Content, blocks_of, open_device};
-use crate::support::{BLOCK, MIB, PoolKind, have_root};
+use crate::support::{BLOCK, MIB, PoolKind, driver_command, have_root};
 
-async fn a_full_host(pool: PoolKind) {
+/// How the driver's life goes on after a full disk.
+#[derive(Clone, Copy, PartialEq)]
+enum End {
+    /// As if nothing had been.
+    ByItself,
+    /// After its volumes were unpublished it is restarted in order.
+    InOrder,
+    /// It was killed while a volume was in use.
+    Killed,
+}
+
+async fn a_full_host(pool: PoolKind, end: End) {
     if !have_root() {
         return;
     }
@@ -65,8 +81,7 @@ async fn a_full_host(pool: PoolKind) {
     super::sync_fs_may_fail(&rig.pool_dir());
     let error = rig.client.create_snapshot("third", &volume).await.expect_err("there is no room");
     assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
-    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("reads go on");
-    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    exact_or_error(rig.client.delta(&base, &target, 0, 0).await, &after.changed_since(&before, BLOCK));
     let seen = condition(&rig, &volume).await;
     assert!(seen.abnormal && seen.message.contains("the disk under the pool's image has "), "{seen:?}");
     match (pool, probe(&rig).await) {
@@ -81,19 +96,30 @@ async fn a_full_host(pool: PoolKind) {
 
     // What an operator does: make room and, where the pool is read-only, unpublish and restart.
     ballast.remove();
-    if pool == PoolKind::Btrfs {
-        probe(&rig).await.expect_err("a restart is needed");
-        // Killed, or ended with volumes in use: the pool is as it was, is read, and can be left.
-        rig.kill();
-        rig.start_again().await;
-        probe(&rig).await.expect_err("the volume in use keeps it from being mounted anew");
-        assert!(rig.log().contains("unpublish and unstage them, and restart"), "{}", rig.log());
-        let delta = rig.client.delta(&base, &target, 0, 0).await.expect("reads go on");
-        assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-        rig.detach(&volume).await;
-        rig.kill();
-        rig.start_again().await;
-        rig.attach(&volume).await;
+    match end {
+        End::ByItself => {}
+        End::InOrder => {
+            probe(&rig).await.expect_err("a restart is needed");
+            rig.detach(&volume).await;
+            assert!(rig.terminate().success());
+            rig.start_again().await;
+            rig.attach(&volume).await;
+        }
+        End::Killed => {
+            rig.kill();
+            // It says what to do, which is done by hand here.
+            let output = driver_command(rig.dir.path(), pool).stderr(Stdio::piped()).output().expect("run");
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.contains("volumes in use keep it from being mounted anew: unpublish"), "{said}");
+            sweep(&rig.kubelet()).expect("unmount");
+            for device in devices_below(&disk.mount_point.join("data/pool")).expect("devices") {
+                assert!(device.detach().expect("detach"));
+            }
+            rig.start_again().await;
+            assert!(rig.log().contains("the pool took no writes, it is mounted anew"), "{}", rig.log());
+            rig.attach(&volume).await;
+        }
     }
     probe(&rig).await.expect("well again");
     assert!(!condition(&rig, &volume).await.abnormal);
@@ -117,10 +143,15 @@ async fn a_full_host(pool: PoolKind) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
-    a_full_host(PoolKind::Xfs).await;
+    a_full_host(PoolKind::Xfs, End::ByItself).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
-    a_full_host(PoolKind::Btrfs).await;
+    a_full_host(PoolKind::Btrfs, End::InOrder).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_driver_mounts_a_broken_pool_anew() {
+    a_full_host(PoolKind::Btrfs, End::Killed).await;
 }

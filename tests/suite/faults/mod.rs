@@ -1,11 +1,15 @@
 //! What production does to a driver: full pools and hosts, bad disks, missing devices and programs, odd
 //! filesystems, clocks and neighbours. Shared here: a disk that a test may fill, cut or spoil.
 
+mod clock;
+mod filesystems;
 mod host_full;
 mod no_loop;
 mod pool_full;
 mod programs;
 mod read_only;
+mod two_drivers;
+mod versions;
 
 use std::fs::File;
 use std::io::Write;
@@ -14,11 +18,14 @@ use std::time::{Duration, Instant};
 
 use deltapath::base::ObjectDir;
 use deltapath::cbt::MapFile;
+use deltapath::client::{self, BlockList};
 use deltapath::csi::proto::{self, VolumeCondition};
 use deltapath::sys::{program, sweep};
 use tempfile::TempDir;
+use tonic::Code;
 
-use crate::support::{PoolKind, Rig, names, temp_dir};
+use crate::support::content::blocks_of;
+use crate::support::{BLOCK, PoolKind, Rig, names, temp_dir};
 
 /// A small disk of its own: an image behind a loop device, its filesystem mounted.
 pub struct Disk {
@@ -28,6 +35,11 @@ pub struct Disk {
 
 impl Disk {
     pub fn new(fs_type: &str, mkfs: &[&str], bytes: u64) -> Self {
+        Self::with_options(fs_type, mkfs, bytes, "loop")
+    }
+
+    /// The same with mount options.
+    pub fn with_options(fs_type: &str, mkfs: &[&str], bytes: u64, options: &str) -> Self {
         let place = temp_dir();
         let mount_point = place.path().join("mnt");
         let disk = Disk { place, mount_point };
@@ -41,7 +53,7 @@ impl Disk {
         program::run(maker, mkfs, &disk.image(), |code| code == 0).expect("mkfs");
         std::fs::create_dir(&disk.mount_point).expect("mkdir");
         let mut mount = std::process::Command::new("mount");
-        let mounted = mount.args(["-o", "loop"]).args([&disk.image(), &disk.mount_point]).status();
+        let mounted = mount.args(["-o", options]).args([&disk.image(), &disk.mount_point]).status();
         assert!(mounted.expect("mount").success(), "mount");
         disk
     }
@@ -51,6 +63,33 @@ impl Disk {
         Self::new("ext4", &["-q", "-F", "-m", "0"], bytes)
     }
 
+    /// A filesystem without a device, such as tmpfs.
+    pub fn in_memory(fs_type: &str) -> Self {
+        Self::mounted(fs_type, |_| String::from("size=2g"))
+    }
+
+    /// A directory laid over another one.
+    pub fn overlay() -> Self {
+        Self::mounted("overlay", |place| {
+            let dirs = ["lower", "upper", "work"].map(|name| place.join(name));
+            dirs.iter().for_each(|dir| std::fs::create_dir(dir).expect("mkdir"));
+            let [lower, upper, work] = dirs.map(|dir| dir.display().to_string());
+            format!("lowerdir={lower},upperdir={upper},workdir={work}")
+        })
+    }
+
+    fn mounted(fs_type: &str, options: impl FnOnce(&Path) -> String) -> Self {
+        let place = temp_dir();
+        let mount_point = place.path().join("mnt");
+        std::fs::create_dir(&mount_point).expect("mkdir");
+        let options = options(place.path());
+        let disk = Disk { place, mount_point };
+        let mut mount = std::process::Command::new("mount");
+        let mounted = mount.args(["-t", fs_type, fs_type, "-o", &options]).arg(&disk.mount_point).status();
+        assert!(mounted.expect("mount").success(), "mount {fs_type}");
+        disk
+    }
+
     /// The file behind it.
     pub fn image(&self) -> PathBuf {
         self.place.path().join("disk.img")
@@ -58,10 +97,15 @@ impl Disk {
 
     /// Starts a driver whose data directory lies on this disk.
     pub async fn rig(&self, pool: PoolKind, arguments: &[&str]) -> Rig {
+        Rig::start_in(self.dir(), pool, arguments, "info").await
+    }
+
+    /// A directory for a driver, with its data directory on this disk.
+    pub fn dir(&self) -> TempDir {
         let dir = temp_dir();
         std::os::unix::fs::symlink(self.mount_point.join("data"), dir.path().join("data")).expect("symlink");
         std::fs::create_dir(self.mount_point.join("data")).expect("mkdir");
-        Rig::start_in(dir, pool, arguments, "info").await
+        dir
     }
 
     /// Fails where the driver, which has ended, left a device or a mount on this disk.
@@ -185,6 +229,19 @@ pub async fn listed(rig: &Rig) -> (Vec<String>, Vec<String>) {
 /// Whether the driver says that it can serve.
 pub async fn probe(rig: &Rig) -> Result<(), tonic::Status> {
     rig.client.identity.clone().probe(proto::ProbeRequest {}).await.map(drop)
+}
+
+/// A stream of a snapshot on a broken disk: it told all, or it failed for the disk's sake. Whether it failed.
+#[track_caller]
+pub fn exact_or_error(answer: Result<BlockList, client::Error>, expected: &[u64]) -> bool {
+    match answer {
+        Ok(list) => assert_eq!(blocks_of(&list, BLOCK), expected, "an OK that is not the truth"),
+        Err(error) => {
+            assert!(matches!(error.code(), Code::Internal | Code::DataLoss), "{error}");
+            return true;
+        }
+    }
+    false
 }
 
 /// Nothing half-made is left: `staging/` is empty, and no file was left beside a record.

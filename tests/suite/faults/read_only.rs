@@ -13,9 +13,16 @@ use crate::support::content::{Content, blocks_of};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {
-    let mut command = std::process::Command::new("mount");
-    let done = command.args(["-o", &format!("remount,{option}")]).arg(mount_point).status().expect("mount");
-    assert!(done.success(), "remount {option} {}", mount_point.display());
+    // A thread behind the calls may have a file open for a moment yet.
+    for _ in 0..500 {
+        let mut command = std::process::Command::new("mount");
+        let done = command.args(["-o", &format!("remount,{option}")]).arg(mount_point).output().expect("mount");
+        if done.status.success() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    panic!("{} can not be remounted {option}", mount_point.display());
 }
 
 #[track_caller]
