@@ -16,7 +16,7 @@ impl Store {
     /// 2. Rename it into `retained/` and sync: from here on it is deleted, also after a crash.
     pub fn retain_snapshot(&self, record: &SnapshotRecord) -> Result<()> {
         let (from, to) = (self.dir.snapshot(&record.id), self.dir.retained_snapshot(&record.id));
-        let at = Timestamp::now();
+        let at = deletion_of(record.created);
         mark(&from, at)?;
         durable::rename(from.path(), to.path())?;
         self.write(|index| index.retain(&record.id, at));
@@ -26,7 +26,7 @@ impl Store {
     /// The same of a group: one rename deletes all its members.
     pub fn retain_group(&self, id: &GroupId, members: &[SnapshotId]) -> Result<()> {
         let (from, to) = (self.dir.group(id), self.dir.retained_group(id));
-        let at = Timestamp::now();
+        let at = deletion_of(self.read(|index| index.group(id)).map_or_else(Timestamp::now, |group| group.created));
         for member in members {
             mark(&from.member(member), at)?;
         }
@@ -80,6 +80,12 @@ pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     Ok(())
 }
 
+/// Now, for an object of that age. None is deleted before it is made: a clock that says so went backwards, and the
+/// time it is kept for would be over as soon as the clock is right again.
+fn deletion_of(created: Timestamp) -> Timestamp {
+    Timestamp::now().max(created)
+}
+
 fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {
     Ok(durable::replace(&dir.deleted(), &encode(&Deleted { version: Deleted::VERSION, at }))?)
 }
@@ -111,7 +117,5 @@ fn read(dir: &ObjectDir) -> Result<Retained> {
     let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
     let path = dir.deleted();
     let Deleted { at, .. } = decode(&path, &fs::read(&path).context("read", &path)?)?;
-    // None is deleted before it is taken: the clock was wrong then, and its age counts from when it was right.
-    let deleted = at.max(record.created);
-    Ok(Retained { record: record.into(), deleted })
+    Ok(Retained { record: record.into(), deleted: at })
 }

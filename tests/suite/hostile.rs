@@ -349,7 +349,7 @@ impl Fuzz<'_> {
 }
 
 /// All files below a directory, with their content.
-pub fn tree(dir: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
+fn tree(dir: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
     for entry in std::fs::read_dir(dir).expect("read_dir") {
         let path = entry.expect("entry").path();
         match path.is_dir() && !path.is_symlink() {

@@ -1,6 +1,6 @@
 //! A data directory on filesystems of all kinds: each works whole, or is refused with the reason.
 
-use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
+use deltapath::client::{from_snapshot, mount_capability, new_volume};
 
 use super::Disk;
 use crate::startup::refused;

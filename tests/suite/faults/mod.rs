@@ -1,6 +1,7 @@
 //! What production does to a driver: full pools and hosts, bad disks, missing devices and programs, odd
 //! filesystems, clocks and neighbours. Shared here: a disk that a test may fill, cut or spoil.
 
+mod bad_disk;
 mod clock;
 mod filesystems;
 mod host_full;
