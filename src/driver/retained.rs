@@ -7,10 +7,10 @@
 
 use std::time::Duration;
 
-use super::{Driver, Error, Result};
+use super::{Driver, Result};
 use crate::base::{VolumeId, age};
 use crate::cbt::MapFile;
-use crate::store::{self, Draft, Retained, SnapshotRecord, Timestamp};
+use crate::store::{self, Draft, Retained, SnapshotRecord};
 
 /// `--retain-deleted COUNT[:AGE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,15 +87,10 @@ impl Driver {
         let mut doomed = Vec::new();
         let beyond = retained.len().saturating_sub(self.config().retain.count);
         let short = !retained.is_empty() && self.is_short();
-        for (number, Retained { record, deleted }) in retained.iter().enumerate() {
-            if *deleted > Timestamp::now()
-                && let Err(error) = self.store.retain_from_now(record)
-            {
-                let error = super::report(&Error::from(error));
-                tracing::warn!(snapshot_id = %record.id, error, "it was deleted in the future, which stays on record");
-            }
+        for (number, kept) in retained.iter().enumerate() {
+            let record = &kept.record;
             let is_next_base = newest.as_ref() == Some(&record.id) && self.may_be_a_base(record);
-            let over = deleted.age() > self.config().retain.age && !is_next_base;
+            let over = kept.age() > self.config().retain.age && !is_next_base;
             let outcome =
                 match number < beyond || over || short || !record.tracking || !self.may_be_a_base(record) {
                     true => self.forget_retained(record),

@@ -99,9 +99,7 @@ impl Driver {
             name: name.to_owned(),
             group,
             volume: volume.id.clone(),
-            sequence: self
-                .store
-                .read(|index| index.line(&volume.id).next_back().map_or(1, |last| last.sequence + 1)),
+            sequence: self.store.read(|index| index.next_sequence(&volume.id)),
             capacity: volume.capacity,
             block_size: volume.block_size,
             tracking: volume.tracking,

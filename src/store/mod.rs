@@ -109,7 +109,10 @@ impl Store {
                     damaged.push(Damage { path, error });
                 }
                 Ok(record) => index.add_snapshot(Arc::new(record)),
-                Err(error) => damaged.push(Damage { path, error }),
+                Err(error) => {
+                    keep_place(&mut index, &path);
+                    damaged.push(Damage { path, error });
+                }
             }
         }
         groups::read_all(&dir, &mut index, &mut damaged)?;
@@ -281,6 +284,19 @@ impl Store {
 fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
     durable::write_new(&dir.record(), &encode(record))?;
     Ok(durable::sync_dir(dir.path())?)
+}
+
+/// A snapshot that can not be read keeps its place in the order of its volume, for it may be read again: by a later
+/// version, or when it was repaired. What is left of its record says which place, as a rule.
+fn keep_place(index: &mut Index, dir: &Path) {
+    #[derive(serde::Deserialize)]
+    struct Place {
+        volume: VolumeId,
+        sequence: u64,
+    }
+    let bytes = fs::read(ObjectDir::new(dir).record()).unwrap_or_default();
+    let place = serde_json::from_slice(&bytes).ok();
+    index.keep_place(place.map(|Place { volume, sequence }| (volume, sequence)));
 }
 
 fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {

@@ -35,15 +35,6 @@ impl Store {
         Ok(())
     }
 
-    /// Notes a retained snapshot as deleted now: by a clock that was wrong it was deleted in the future, and
-    /// would be kept until then.
-    pub fn retain_from_now(&self, record: &SnapshotRecord) -> Result<()> {
-        let at = Timestamp::now();
-        mark(&self.snapshot_dir(record), at)?;
-        self.write(|index| index.retain_from(&record.id, at));
-        Ok(())
-    }
-
     /// Forgets a retained snapshot; its files are freed when the answer is dropped.
     pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Vec<Draft>> {
         let dir = self.snapshot_dir(record);
@@ -105,6 +96,7 @@ pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<()> {
                 Ok(retained) if !index.has_sequence(&retained.record) => index.add_retained(retained),
                 Ok(_) => tracing::error!(path = %dir.path().display(), "another snapshot has its place"),
                 Err(error) => {
+                    super::keep_place(index, dir.path());
                     tracing::error!(path = %dir.path().display(), %error, "a deleted snapshot can not be read");
                 }
             }
@@ -117,5 +109,5 @@ fn read(dir: &ObjectDir) -> Result<Retained> {
     let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
     let path = dir.deleted();
     let Deleted { at, .. } = decode(&path, &fs::read(&path).context("read", &path)?)?;
-    Ok(Retained { record: record.into(), deleted: at })
+    Ok(Retained::new(record.into(), at))
 }
