@@ -144,9 +144,9 @@ impl Error {
 
 fn advice(errno: i32) -> Option<&'static str> {
     match errno {
-        libc::ENOSPC | libc::EDQUOT => {
-            Some("the pool or the disk below it is full; delete volumes or snapshots, or make room on the disk")
-        }
+        libc::ENOSPC | libc::EDQUOT => Some(
+            "the pool or the disk below it is full; delete volumes or snapshots, or make room on the disk",
+        ),
         libc::EFBIG => Some("the filesystem of the pool holds no file so large; ask for less"),
         libc::EROFS => Some(
             "the filesystem is read-only; the kernel's log says what made it so, and a remount or a restart of \

@@ -259,7 +259,8 @@ impl Image {
             None => LoopDevice::attach(image, Access::ReadWrite)?,
         };
         let dev = device.dev()?;
-        let is_mounted = || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
+        let is_mounted =
+            || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
         if is_mounted()? && !takes_writes(mount_point) {
             revive(mount_point)?;
         }

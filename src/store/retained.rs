@@ -26,7 +26,9 @@ impl Store {
     /// The same of a group: one rename deletes all its members.
     pub fn retain_group(&self, id: &GroupId, members: &[SnapshotId]) -> Result<()> {
         let (from, to) = (self.dir.group(id), self.dir.retained_group(id));
-        let at = deletion_of(self.read(|index| index.group(id)).map_or_else(Timestamp::now, |group| group.created));
+        let at = deletion_of(
+            self.read(|index| index.group(id)).map_or_else(Timestamp::now, |group| group.created),
+        );
         for member in members {
             mark(&from.member(member), at)?;
         }

@@ -11,7 +11,9 @@ use deltapath::cbt::MapFile;
 use deltapath::client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
 
-use super::{Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, sync_fs, until};
+use super::{
+    Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, sync_fs, until,
+};
 use crate::support::content::{Content, block_bytes, blocks_of, open_device};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
 
@@ -145,7 +147,9 @@ async fn a_bad_block(pool: PoolKind) {
         Ok(volume) => {
             let device = rig.attach(&volume.volume_id).await;
             let device = open_device(&device);
-            device.read_exact_at(&mut [0; SECTOR], 120 * BLOCK).expect_err("a block that is gone was made up");
+            device
+                .read_exact_at(&mut [0; SECTOR], 120 * BLOCK)
+                .expect_err("a block that is gone was made up");
             device.read_exact_at(&mut [0; SECTOR], 300 * BLOCK).expect("another one");
             drop(device);
             rig.detach(&volume.volume_id).await;
@@ -297,13 +301,16 @@ async fn a_cut_image(pool: PoolKind) {
                     .for_each(|path| forget(path));
             }
             failed += usize::from(!line.answers(&mut rig).await);
-            let mut restore = new_volume(&format!("{} for {part}", line.base.0), 64 * MIB, block_capability());
+            let mut restore =
+                new_volume(&format!("{} for {part}", line.base.0), 64 * MIB, block_capability());
             restore.volume_content_source = Some(from_snapshot(&line.base.0));
             match rig.client.create_volume(restore).await {
                 Ok(volume) => {
-                    let device = rig.client.publish(&volume.volume_id, block_capability(), false, &kubelet).await;
+                    let device =
+                        rig.client.publish(&volume.volume_id, block_capability(), false, &kubelet).await;
                     let mut found = vec![0; SECTOR];
-                    let read = device.map(|device| open_device(&device).read_exact_at(&mut found, 120 * BLOCK));
+                    let read =
+                        device.map(|device| open_device(&device).read_exact_at(&mut found, 120 * BLOCK));
                     // Once the kernel writes behind the cut, the image is long again and what was lost reads as
                     // zeros: the disk's word, which no read of the volume can tell from the truth.
                     match read {

@@ -49,7 +49,8 @@ impl Clock {
         assert!(built.expect("cc").success(), "cc");
         let clock = Clock(dir.path().join("off-by"));
         clock.off_by(0);
-        let environment = vec![("LD_PRELOAD", OsString::from(library)), ("CLOCK_OFF_BY", clock.0.clone().into())];
+        let environment =
+            vec![("LD_PRELOAD", OsString::from(library)), ("CLOCK_OFF_BY", clock.0.clone().into())];
         (clock, Rig::start_as(dir, pool, arguments, environment, "info").await)
     }
 
@@ -97,7 +98,8 @@ async fn snapshots_are_in_order_whatever_the_clock_says() {
             assert!((0..1_000_000_000).contains(&nanos), "{nanos}");
             taken.push((snapshot, content.clone()));
         }
-        let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
+        let listed =
+            rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
         assert_eq!(listed.into_inner().entries.len(), taken.len());
         for (at, (target, after)) in taken.iter().enumerate() {
             for (base, before) in &taken[..at] {

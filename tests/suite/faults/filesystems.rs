@@ -79,7 +79,10 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
     let disk = Disk::in_memory("ramfs");
     let dir = disk.dir();
     let said = refused(&mut driver_command(dir.path(), PoolKind::Dir));
-    assert!(said.contains("does not tell data from holes") && said.contains("ext4, xfs, btrfs or tmpfs"), "{said}");
+    assert!(
+        said.contains("does not tell data from holes") && said.contains("ext4, xfs, btrfs or tmpfs"),
+        "{said}"
+    );
     assert!(!disk.mount_point.join("data/deltapath.json").exists(), "it is taken for a data directory");
     drop(dir);
     disk.finish();
@@ -93,7 +96,8 @@ async fn a_read_only_data_directory_is_refused() {
     }
     let disk = Disk::ext4(64 << 20);
     let dir = disk.dir();
-    let remounted = std::process::Command::new("mount").args(["-o", "remount,ro"]).arg(&disk.mount_point).status();
+    let remounted =
+        std::process::Command::new("mount").args(["-o", "remount,ro"]).arg(&disk.mount_point).status();
     assert!(remounted.expect("mount").success());
     for pool in [PoolKind::Dir, PoolKind::Xfs] {
         let said = refused(&mut driver_command(dir.path(), pool));

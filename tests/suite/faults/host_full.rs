@@ -11,8 +11,8 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, until,
-    verify,
+    Ballast, Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe,
+    until, verify,
 };
 use crate::support::content::{Content, blocks_of, open_device};
 use crate::support::{BLOCK, MIB, PoolKind, driver_command, have_root};
@@ -60,9 +60,8 @@ async fn a_full_host(pool: PoolKind, end: End) {
         let snapshot = rig.client.create_snapshot("third", &volume).await;
         let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await;
         let expand = rig.client.expand_volume(&volume, 512 * MIB).await;
-        let errors =
-            [create.err(), restore.err(), snapshot.err(), group.err(), expand.err()].map(Option::unwrap);
-        for error in errors {
+        for error in [create.err(), restore.err(), snapshot.err(), group.err(), expand.err()] {
+            let error = error.expect("there is no room");
             assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
             assert!(error.to_string().contains("make room on it"), "{error}");
         }

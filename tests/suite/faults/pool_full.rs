@@ -8,7 +8,9 @@ use deltapath::client::{Error, block_capability, from_snapshot, from_volume, new
 use deltapath::csi::proto;
 use tonic::Code;
 
-use super::{Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
+use super::{
+    Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify,
+};
 use crate::support::content::{Content, block_bytes, blocks_of, open_device};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, names};
 
@@ -243,8 +245,7 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     };
     controller.controller_publish_volume(attach).await.expect("attach");
     let ballast = Ballast::fill(&rig.pool_dir());
-    let detach =
-        proto::ControllerUnpublishVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    let detach = proto::ControllerUnpublishVolumeRequest { volume_id: volume.clone(), ..Default::default() };
     controller.controller_unpublish_volume(detach).await.expect("detach on a full pool");
     rig.client.delete_volume(&volume).await.expect("delete");
     assert_nothing_half_made(rig);

@@ -13,7 +13,15 @@ use crate::support::{MIB, PoolKind, Rig, driver_command, have_root, names, temp_
 
 /// The programs that the driver calls.
 const PROGRAMS: [&str; 10] = [
-    "mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "dumpe2fs", "resize2fs", "xfs_growfs", "btrfs", "blkid",
+    "mkfs.ext4",
+    "mkfs.xfs",
+    "mkfs.btrfs",
+    "e2fsck",
+    "dumpe2fs",
+    "resize2fs",
+    "xfs_growfs",
+    "btrfs",
+    "blkid",
     "sh",
 ];
 

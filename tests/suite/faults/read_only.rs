@@ -16,7 +16,8 @@ fn remount(mount_point: &Path, option: &str) {
     // A thread behind the calls may have a file open for a moment yet.
     for _ in 0..500 {
         let mut command = std::process::Command::new("mount");
-        let done = command.args(["-o", &format!("remount,{option}")]).arg(mount_point).output().expect("mount");
+        let done =
+            command.args(["-o", &format!("remount,{option}")]).arg(mount_point).output().expect("mount");
         if done.status.success() {
             return;
         }

@@ -6,6 +6,7 @@ use deltapath::client::{block_capability, new_volume};
 use deltapath::sys::mount;
 use deltapath::sys::sweep::devices_below;
 
+use crate::reboot::SweptOnDrop;
 use crate::startup::refused;
 use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, temp_dir};
 
@@ -55,6 +56,7 @@ async fn an_image_is_one_by_any_name() {
         let mut rig = Rig::start(pool).await;
         let (volume, _) = rig.block_volume("volume", MIB).await;
         let other = temp_dir();
+        let _swept = SweptOnDrop(other.path().to_owned());
         let copy = other.path().join("data");
         std::fs::create_dir(&copy).expect("mkdir");
         std::fs::hard_link(rig.data_dir().join("pool.img"), copy.join("pool.img")).expect("link");

@@ -51,7 +51,9 @@ fn fingerprints(dir: &Path, found: &mut BTreeMap<PathBuf, String>) {
                 "a directory".to_owned()
             }
             (false, true) => blake3::hash(&std::fs::read(&path).expect("read")).to_string(),
-            (false, false) => format!("{} {} {}.{}", meta.len(), meta.blocks(), meta.mtime(), meta.mtime_nsec()),
+            (false, false) => {
+                format!("{} {} {}.{}", meta.len(), meta.blocks(), meta.mtime(), meta.mtime_nsec())
+            }
         };
         found.insert(path, print);
     }

@@ -165,8 +165,7 @@ impl Rig {
     /// Starts the driver again on the same data directory.
     pub async fn start_again(&mut self) {
         let (dir, pool) = (self.dir.path(), self.pool);
-        let (child, client) =
-            command(dir, pool, &self.arguments, &self.environment, &self.log_filter).await;
+        let (child, client) = command(dir, pool, &self.arguments, &self.environment, &self.log_filter).await;
         (self.child, self.client) = (Some(child), client);
     }
 
