@@ -144,9 +144,19 @@ impl Home {
             }
             (None, true) => in_image(dir),
             (None, false) => match choose(data_dir, &dir, request)? {
-                Chosen::Image(format) => {
-                    make_image(data_dir, request.size, format)?;
-                    in_image(dir)
+                Chosen::Image(first, second) => {
+                    make_image(data_dir, request.size, first)?;
+                    match (in_image(dir.clone()), second) {
+                        // mkfs may know more than the kernel, which then refuses what it made.
+                        (Err(error), Some(second)) => {
+                            let (first, second_name) = (first.name(), second.name());
+                            tracing::warn!(%error, "no {first} image, trying {second_name}");
+                            durable::remove(&image)?;
+                            make_image(data_dir, request.size, second)?;
+                            in_image(dir)
+                        }
+                        (home, _) => home,
+                    }
                 }
                 Chosen::InPlace(pool) => Ok(Home { pool, dir, image: None }),
             },
@@ -303,7 +313,8 @@ fn revive(mount_point: &Path) -> Result<()> {
 /// Where a new data directory keeps its bytes.
 enum Chosen {
     InPlace(Pool),
-    Image(Format),
+    /// And what to try where the kernel refuses the first.
+    Image(Format, Option<Format>),
 }
 
 /// Decides where a new data directory keeps its bytes.
@@ -321,18 +332,19 @@ fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Cho
         PoolChoice::Btrfs => &[Format::Btrfs],
         PoolChoice::Xfs => &[Format::Xfs],
     };
-    let mut outcome = None;
+    let mut possible = Vec::new();
     for format in formats {
         match check_image_possible(*format, request.choice, data_dir) {
-            Ok(()) => return Ok(Chosen::Image(*format)),
+            Ok(()) => possible.push(*format),
             Err(error) if request.choice == PoolChoice::Auto => {
                 tracing::warn!(reason = %error, "no {} image", format.name());
             }
-            Err(error) => outcome = Some(error),
+            Err(error) => return Err(error),
         }
     }
-    match outcome {
-        Some(error) => Err(error),
+    let mut possible = possible.into_iter();
+    match possible.next() {
+        Some(first) => Ok(Chosen::Image(first, possible.next())),
         None => {
             tracing::warn!("snapshots will be full copies");
             copies(data_dir, dir, request.choice)

@@ -180,12 +180,12 @@ impl Ballast {
 
 /// Writes all that is dirty in the filesystem of `dir`.
 pub fn sync_fs(dir: &Path) {
-    nix::unistd::syncfs(&File::open(dir).expect("open")).expect("syncfs");
+    nix::unistd::syncfs(File::open(dir).expect("open")).expect("syncfs");
 }
 
 /// The same where the disk may refuse.
 pub fn sync_fs_may_fail(dir: &Path) {
-    let _ = nix::unistd::syncfs(&File::open(dir).expect("open"));
+    let _ = nix::unistd::syncfs(File::open(dir).expect("open"));
 }
 
 /// The files of a snapshot.
