@@ -7,7 +7,7 @@ use super::capacity::Reservation;
 use super::error::shown;
 use super::locks::Key;
 use super::{Capability, Driver, Error, Result};
-use crate::store::{Attached, VolumeRecord};
+use crate::store::{self, Attached, VolumeRecord};
 
 /// A ControllerPublishVolume call.
 #[derive(Clone, Debug)]
@@ -87,8 +87,16 @@ impl Driver {
         if record.attached.as_ref().is_none_or(|there| !node_id.is_empty() && node_id != there.node_id) {
             return Ok(());
         }
-        self.store.update_volume(VolumeRecord { attached: None, ..(*record).clone() })?;
-        Ok(())
+        match self.store.update_volume(VolumeRecord { attached: None, ..(*record).clone() }) {
+            // Its deletion, which frees the room, waits for this.
+            Err(store::Error::Sys(error)) if error.is_no_space() => {
+                let error = super::report(&error);
+                tracing::warn!(volume_id = %record.id, error, "detached until the next start: the record says otherwise");
+                self.store.presume_volume(VolumeRecord { attached: None, ..(*record).clone() });
+                Ok(())
+            }
+            updated => Ok(updated.map(drop)?),
+        }
     }
 
     /// One of the attachments that `--max-volumes-per-node` allows. Held until a record shows it, so that

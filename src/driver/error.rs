@@ -122,6 +122,15 @@ impl Error {
         }
     }
 
+    /// The error and all its causes in one line, and what to do where the kernel's word alone does not say it.
+    pub fn explain(&self) -> String {
+        let line = report(self);
+        match self.sys().and_then(sys::Error::errno).and_then(advice) {
+            Some(advice) => format!("{line}: {advice}"),
+            None => line,
+        }
+    }
+
     /// Whether it says that the caller is gone or out of time, wherever that was noticed.
     pub fn stopped(&self) -> Option<Stopped> {
         match self {
@@ -130,6 +139,23 @@ impl Error {
             | Error::Cbt(cbt::Error::Stopped(stopped)) => Some(*stopped),
             _ => None,
         }
+    }
+}
+
+fn advice(errno: i32) -> Option<&'static str> {
+    match errno {
+        libc::ENOSPC | libc::EDQUOT => Some(
+            "the pool or the disk below it is full; delete volumes or snapshots, or make room on the disk",
+        ),
+        libc::EFBIG => Some("the filesystem of the pool holds no file so large; ask for less"),
+        libc::EROFS => Some(
+            "the filesystem is read-only; the kernel's log says what made it so, and a remount or a restart of \
+             the driver ends it",
+        ),
+        libc::EIO | libc::EUCLEAN | libc::EBADMSG => {
+            Some("the disk failed, or the filesystem on it was shut down; see the kernel's log")
+        }
+        _ => None,
     }
 }
 

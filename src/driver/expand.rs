@@ -46,6 +46,7 @@ impl Driver {
         let capacity = self.expanded(record.capacity, record.block_size, range)?;
         let path = self.volume_data(&record.id);
         if capacity > record.capacity {
+            self.check_host()?;
             let _room = self.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
             file.set_len(capacity).context("set the length of", &path)?;

@@ -98,6 +98,7 @@ impl Driver {
         volume_ids: &[String],
         parameters: &SnapshotParameters,
     ) -> Result<Group> {
+        self.check_host()?;
         let id = GroupId::random().context("draw an id from", "/dev/random".as_ref())?;
         let draft = self.store.draft_group(&id)?;
         let mut snapshots = Vec::new();

@@ -29,6 +29,9 @@ use crate::sys::{self, Context, durable};
 const STEP: u64 = 4 << 30;
 /// How often retained snapshots are looked at for their age.
 const TURN: Duration = Duration::from_secs(600);
+/// When a snapshot that could not be hashed is tried again: a pool that was full may have room by then. Each
+/// further failure doubles it, up to [`TURN`].
+const RETRY: Duration = Duration::from_secs(5);
 
 /// The snapshots that are still to be hashed.
 #[derive(Debug, Default)]
@@ -48,6 +51,8 @@ struct State {
     turn: Option<Instant>,
     /// Bytes left of each.
     left: BTreeMap<SnapshotId, u64>,
+    /// Those that could not be hashed: when to try again, and how often it failed.
+    failed: BTreeMap<SnapshotId, (Instant, u32)>,
     stopping: bool,
 }
 
@@ -77,7 +82,19 @@ impl Hashing {
 
     /// A snapshot is gone.
     pub(super) fn forget(&self, id: &SnapshotId) {
-        self.state().left.remove(id);
+        let mut state = self.state();
+        state.left.remove(id);
+        state.failed.remove(id);
+    }
+
+    /// A snapshot could not be hashed: it is tried again, each time twice as late.
+    fn put_off(&self, id: &SnapshotId) {
+        let mut state = self.state();
+        if state.left.contains_key(id) {
+            let failures = state.failed.get(id).map_or(0, |(_, failures)| *failures);
+            let delay = RETRY.saturating_mul(1 << failures.min(16)).min(TURN);
+            state.failed.insert(id.clone(), (Instant::now() + delay, failures + 1));
+        }
     }
 
     /// Notes what is left of a snapshot; of one that is gone nothing is.
@@ -100,11 +117,19 @@ impl Hashing {
                 state.turn = None;
                 return Ok(None);
             }
+            if let Some((id, at)) =
+                state.failed.iter_mut().find_map(|(id, (at, _))| (now >= *at).then_some((id.clone(), at)))
+            {
+                // Its count of failures stays until it succeeds.
+                *at = now + TURN;
+                return Ok(Some(id));
+            }
             if let Some(id) = state.queue.pop_front() {
                 state.queued.remove(&id);
                 return Ok(Some(id));
             }
-            (state, _) = self.wake.wait_timeout(state, turn - now).unwrap_or_else(PoisonError::into_inner);
+            let wake = state.failed.values().map(|(at, _)| *at).fold(turn, Instant::min);
+            (state, _) = self.wake.wait_timeout(state, wake - now).unwrap_or_else(PoisonError::into_inner);
         }
     }
 }
@@ -160,11 +185,11 @@ impl Driver {
             match self.hash_snapshot(&id, helpers) {
                 Ok(()) => {}
                 Err(error) if error.stopped().is_some() => return,
-                // Deltas read its data instead; the next start tries again.
+                // Deltas read its data instead.
                 Err(error) => {
-                    let error = super::report(&error);
-                    tracing::warn!(snapshot_id = %id, error, "a snapshot could not be hashed");
-                    self.hashing.forget(&id);
+                    let error = error.explain();
+                    tracing::warn!(snapshot_id = %id, error, "a snapshot could not be hashed, trying again later");
+                    self.hashing.put_off(&id);
                 }
             }
         }

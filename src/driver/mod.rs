@@ -191,9 +191,21 @@ impl Driver {
     /// Whether the pool is there and takes a write. Whoever unmounted it, or made it read-only after an
     /// error, is noticed.
     pub fn ready(&self) -> Result<()> {
-        self.home
-            .check()
-            .map_err(|error| Error::Precondition(format!("the pool is not usable: {}", report(&error))))
+        self.home.check().map_err(|error| {
+            let why = Error::from(error).explain();
+            Error::Precondition(match self.home.host_is_full() {
+                Ok(Some(full)) => format!("the pool is not usable: {why}. {full}"),
+                _ => format!("the pool is not usable: {why}"),
+            })
+        })
+    }
+
+    /// Fails where the disk below the pool is full, so that nothing new may be made.
+    fn check_host(&self) -> Result<()> {
+        match self.home.host_is_full()? {
+            Some(full) => Err(Error::Exhausted(full)),
+            None => Ok(()),
+        }
     }
 
     /// Figures of now.

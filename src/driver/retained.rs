@@ -87,9 +87,10 @@ impl Driver {
         let mut doomed = Vec::new();
         let beyond = retained.len().saturating_sub(self.config().retain.count);
         let short = !retained.is_empty() && self.is_short();
-        for (number, Retained { record, deleted }) in retained.iter().enumerate() {
+        for (number, kept) in retained.iter().enumerate() {
+            let record = &kept.record;
             let is_next_base = newest.as_ref() == Some(&record.id) && self.may_be_a_base(record);
-            let over = deleted.age() > self.config().retain.age && !is_next_base;
+            let over = kept.age() > self.config().retain.age && !is_next_base;
             let outcome =
                 match number < beyond || over || short || !record.tracking || !self.may_be_a_base(record) {
                     true => self.forget_retained(record),

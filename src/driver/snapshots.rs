@@ -68,6 +68,7 @@ impl Driver {
         volume: Arc<VolumeRecord>,
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
+        self.check_host()?;
         self.fit(&volume)?;
         let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
         let draft = self.store.draft_snapshot(&record.id)?;
@@ -98,9 +99,7 @@ impl Driver {
             name: name.to_owned(),
             group,
             volume: volume.id.clone(),
-            sequence: self
-                .store
-                .read(|index| index.line(&volume.id).next_back().map_or(1, |last| last.sequence + 1)),
+            sequence: self.store.read(|index| index.next_sequence(&volume.id)),
             capacity: volume.capacity,
             block_size: volume.block_size,
             tracking: volume.tracking,

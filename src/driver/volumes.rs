@@ -114,6 +114,7 @@ impl Driver {
         record: VolumeRecord,
         content: Option<Content>,
     ) -> Result<Arc<VolumeRecord>> {
+        self.check_host()?;
         let draft = self.store.draft_volume(&record.id)?;
         let target = draft.dir();
         let file = match content {

@@ -62,6 +62,9 @@ const DEFAULT_SHARE: (u64, u64) = (9, 10);
 /// Less than this share of a filesystem, or than so many bytes, is a shortage.
 const LOW_SHARE: u64 = 50;
 const LOW_BYTES: u64 = 1 << 30;
+/// With less than this on the disk under an image nothing new is made: its filesystem believes that it has room,
+/// and a btrfs that finds out otherwise turns read-only.
+const LEAST_HOST: u64 = 16 << 20;
 /// mkfs.xfs makes nothing smaller than 300 MiB, mkfs.btrfs nothing smaller than 109 MiB.
 const MIN_IMAGE: u64 = 300 << 20;
 
@@ -216,6 +219,19 @@ impl Home {
             .then(|| format!("the disk under the pool's image has {} left", Quantity(host.available))))
     }
 
+    /// Why nothing new may be made, if there is a reason: the disk under the image is full.
+    pub fn host_is_full(&self) -> Result<Option<String>> {
+        let Some(image) = &self.image else { return Ok(None) };
+        let left = image.host()?.available;
+        Ok((left < LEAST_HOST).then(|| {
+            format!(
+                "No space left on device: the disk under the pool's image has {}; make room on it, or delete volumes \
+                 or snapshots, which gives theirs back to it",
+                Quantity(left)
+            )
+        }))
+    }
+
     /// Where the bytes lie, for people: `in place`, or the image's loop device.
     pub fn describe(&self) -> String {
         match &self.image {
@@ -252,9 +268,13 @@ impl Image {
             Some(device) => device,
             None => LoopDevice::attach(image, Access::ReadWrite)?,
         };
-        let mounted = mount::mounted_at(mount_point)?;
         let dev = device.dev()?;
-        if mounted.is_none_or(|mounted| !mounted.is_of(&dev)) {
+        let is_mounted =
+            || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
+        if is_mounted()? && !takes_writes(mount_point) {
+            revive(mount_point)?;
+        }
+        if !is_mounted()? {
             let (name, options) = (format.name(), format.mount_options());
             let mounted = mount::mount(&device.path(), mount_point, name, Flags::MS_NOATIME, options);
             if let Err(error) = mounted {
@@ -264,6 +284,30 @@ impl Image {
         }
         Ok(Image { device, mount_point: mount_point.to_owned(), format, _lock: lock })
     }
+}
+
+/// Whether a filesystem still takes changes: the kernel makes it read-only, or shuts it down, when its disk fails.
+fn takes_writes(mount_point: &Path) -> bool {
+    match tempfile::tempfile_in(mount_point) {
+        Err(error) => !matches!(error.raw_os_error(), Some(libc::EROFS | libc::EIO)),
+        Ok(_) => true,
+    }
+}
+
+/// Unmounts a filesystem that takes no changes any more: mounted anew it may. While volumes on it are in use
+/// that can not be, and reads go on.
+fn revive(mount_point: &Path) -> Result<()> {
+    let path = mount_point.display();
+    match mount::unmount(mount_point) {
+        Ok(()) => tracing::warn!(%path, "the pool took no writes, it is mounted anew"),
+        Err(error) if error.errno() == Some(libc::EBUSY) => tracing::error!(
+            %path,
+            "the pool takes no writes, and volumes in use keep it from being mounted anew: unpublish and unstage \
+             them, or unmount them and detach their loop devices by hand, and restart the driver"
+        ),
+        Err(error) => return Err(error.into()),
+    }
+    Ok(())
 }
 
 /// Where a new data directory keeps its bytes.
@@ -277,7 +321,7 @@ enum Chosen {
 fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
     let on_btrfs = || btrfs::is_btrfs(dir.path());
     let formats: &[Format] = match request.choice {
-        PoolChoice::Dir => return Ok(Chosen::InPlace(Pool::Copy)),
+        PoolChoice::Dir => return copies(data_dir, dir, request.choice),
         PoolChoice::Auto | PoolChoice::Btrfs if on_btrfs()? => {
             return Ok(Chosen::InPlace(in_place(Kind::Btrfs, dir)?));
         }
@@ -299,12 +343,26 @@ fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Cho
         }
     }
     let mut possible = possible.into_iter();
-    Ok(match possible.next() {
-        Some(first) => Chosen::Image(first, possible.next()),
+    match possible.next() {
+        Some(first) => Ok(Chosen::Image(first, possible.next())),
         None => {
             tracing::warn!("snapshots will be full copies");
-            Chosen::InPlace(Pool::Copy)
+            copies(data_dir, dir, request.choice)
         }
+    }
+}
+
+/// A pool of plain files, where they can be sparse and say so.
+fn copies(data_dir: &DataDir, dir: &PoolDir, choice: PoolChoice) -> Result<Chosen> {
+    if probe::tells_holes(dir.path())? {
+        return Ok(Chosen::InPlace(Pool::Copy));
+    }
+    Err(Error::Unavailable {
+        choice: choice.name(),
+        dir: data_dir.path().to_owned(),
+        reason: "its filesystem does not tell data from holes in a sparse file (SEEK_HOLE): choose a --data-dir on \
+                 ext4, xfs, btrfs or tmpfs"
+            .into(),
     })
 }
 

@@ -10,7 +10,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::Result;
-use crate::sys::extents::{Extents, Place};
+use crate::base::ByteRange;
+use crate::sys::extents::{DataRanges, Extents, Place};
 use crate::sys::{Context, clone};
 
 const BLOCK: usize = 4096;
@@ -34,6 +35,19 @@ pub(super) fn tells_sharing(directory: &Path) -> Result<bool> {
     let all_but_the_first = |blocks: Vec<bool>| !blocks[0] && blocks[1..].iter().all(|shared| *shared);
     Ok(shared.is_some_and(|blocks| blocks.iter().all(|shared| *shared))
         && after.is_some_and(all_but_the_first))
+}
+
+/// Whether a filesystem says where a sparse file has data. One that calls it all data (ramfs, for one) would make
+/// every block of a volume count as written, and no volume blank.
+pub(super) fn tells_holes(directory: &Path) -> Result<bool> {
+    const LENGTH: u64 = 4 << 20;
+    let file = tempfile::tempfile_in(directory).context("make a scratch file in", directory)?;
+    file.set_len(LENGTH).context("set the length of a scratch file in", directory)?;
+    file.write_all_at(&noise(1, 1), LENGTH / 2).context("write a scratch file in", directory)?;
+    file.sync_all().context("sync a scratch file in", directory)?;
+    let whole = ByteRange { start: 0, end: LENGTH };
+    let data: Vec<ByteRange> = DataRanges::of(&file, directory, whole).collect::<Result<_, _>>()?;
+    Ok(data.into_iter().map(ByteRange::len).sum::<u64>() < LENGTH / 2)
 }
 
 /// Which blocks lie at one address in both; `None` where the filesystem does not list extents.

@@ -79,6 +79,7 @@ pub(super) fn read_all(pool: &PoolDir, index: &mut Index, damaged: &mut Vec<Dama
             Ok((record, members)) => index.add_group(record, members),
             Err(error) => {
                 for member in entries(&dir.members()).unwrap_or_default() {
+                    super::keep_place(index, &member);
                     let error = Error::GroupDamaged { path: path.clone() };
                     damaged.push(Damage { path: member, error });
                 }

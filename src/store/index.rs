@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::records::{GroupRecord, SnapshotRecord, Timestamp, VolumeRecord};
 use crate::base::{GroupId, SnapshotId, VolumeId};
@@ -14,6 +15,23 @@ pub struct Retained {
     pub record: Arc<SnapshotRecord>,
     /// When it was deleted.
     pub deleted: Timestamp,
+    /// When this process learned of it.
+    pub seen: Instant,
+}
+
+impl Retained {
+    pub(super) fn new(record: Arc<SnapshotRecord>, deleted: Timestamp) -> Self {
+        Retained { record, deleted, seen: Instant::now() }
+    }
+
+    /// For how long it has been kept. One that a clock which was wrong let be deleted in the future is as old as
+    /// what this process knows of it, so that it is not kept until then.
+    pub fn age(&self) -> Duration {
+        match self.deleted > Timestamp::now() {
+            true => self.seen.elapsed(),
+            false => self.deleted.age(),
+        }
+    }
 }
 
 /// All records by id, by name, and snapshots by their volume.
@@ -29,6 +47,9 @@ pub struct Index {
     retained: BTreeMap<SnapshotId, Retained>,
     /// The snapshots of each volume, oldest first, retained ones among them.
     chains: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
+    /// The last place of each volume that a snapshot has which can not be read, and how many there are whose place
+    /// is not known either.
+    kept_places: (HashMap<VolumeId, u64>, u64),
     groups: BTreeMap<GroupId, Arc<GroupRecord>>,
     group_names: HashMap<String, GroupId>,
 }
@@ -93,7 +114,7 @@ impl Index {
     pub(super) fn retain(&mut self, id: &SnapshotId, deleted: Timestamp) {
         let Some(record) = self.snapshots.get(id).cloned() else { return };
         self.remove_snapshot(id);
-        self.add_retained(Retained { record, deleted });
+        self.add_retained(Retained::new(record, deleted));
     }
 
     /// The same of a group with all its members.
@@ -103,6 +124,25 @@ impl Index {
         for member in &record.members {
             self.retain(member, deleted);
         }
+    }
+
+    /// No new snapshot takes the place of one that can not be read; `None` where that is not known.
+    pub(super) fn keep_place(&mut self, place: Option<(VolumeId, u64)>) {
+        let (known, unknown) = &mut self.kept_places;
+        match place {
+            Some((volume, sequence)) => {
+                let last = known.entry(volume).or_default();
+                *last = sequence.max(*last);
+            }
+            None => *unknown += 1,
+        }
+    }
+
+    /// The place of the next snapshot of a volume.
+    pub fn next_sequence(&self, volume: &VolumeId) -> u64 {
+        let (known, unknown) = &self.kept_places;
+        let last = self.line(volume).next_back().map_or(0, |last| last.sequence);
+        last.max(known.get(volume).copied().unwrap_or(0)) + unknown + 1
     }
 
     pub(super) fn remove_retained(&mut self, id: &SnapshotId) {

@@ -74,17 +74,27 @@ impl Store {
     /// Reads every record of the pool; what can not be read is kept aside and named, and does not
     /// stop the rest. Empties `staging/` of what a crash left there.
     pub fn open(dir: PoolDir) -> Result<Self> {
-        for path in [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()] {
-            if !path.exists() {
-                durable::make_dir(&path)?;
-            }
+        let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()];
+        let missing: Vec<_> = kinds.iter().filter(|path| !path.exists()).collect();
+        for path in &missing {
+            durable::make_dir(path)?;
         }
-        durable::sync_dir(dir.path())?;
+        if !missing.is_empty() {
+            durable::sync_dir(dir.path())?;
+        }
+        if let Err(error) = Self::empty_staging(&dir) {
+            // What is there is nobody's. A pool that has become read-only is still to be read.
+            let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
+            tracing::error!(%error, cause, "what a crash left half-made stays until the next start");
+        }
+        Self::survey(dir)
+    }
+
+    fn empty_staging(dir: &PoolDir) -> Result<()> {
         for entry in entries(&dir.staging())? {
             tree::remove(&entry)?;
         }
-        retained::remove_empty(&dir)?;
-        Self::survey(dir)
+        retained::remove_empty(dir)
     }
 
     /// Reads every record of the pool and changes nothing: also where a driver is at work.
@@ -104,7 +114,10 @@ impl Store {
                     damaged.push(Damage { path, error });
                 }
                 Ok(record) => index.add_snapshot(Arc::new(record)),
-                Err(error) => damaged.push(Damage { path, error }),
+                Err(error) => {
+                    keep_place(&mut index, &path);
+                    damaged.push(Damage { path, error });
+                }
             }
         }
         groups::read_all(&dir, &mut index, &mut damaged)?;
@@ -206,6 +219,12 @@ impl Store {
         Ok(record)
     }
 
+    /// Changes what is known of a volume and leaves its record on disk as it is: the next start knows nothing
+    /// of it.
+    pub fn presume_volume(&self, record: VolumeRecord) {
+        self.write(|index| index.add_volume(Arc::new(record)));
+    }
+
     /// Makes an object exist.
     ///
     /// 1. Write and sync the record: a crash leaves a directory in `staging/`, removed at start.
@@ -275,6 +294,19 @@ impl Store {
 fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
     durable::write_new(&dir.record(), &encode(record))?;
     Ok(durable::sync_dir(dir.path())?)
+}
+
+/// A snapshot that can not be read keeps its place in the order of its volume, for it may be read again: by a later
+/// version, or when it was repaired. What is left of its record says which place, as a rule.
+fn keep_place(index: &mut Index, dir: &Path) {
+    #[derive(serde::Deserialize)]
+    struct Place {
+        volume: VolumeId,
+        sequence: u64,
+    }
+    let bytes = fs::read(ObjectDir::new(dir).record()).unwrap_or_default();
+    let place = serde_json::from_slice(&bytes).ok();
+    index.keep_place(place.map(|Place { volume, sequence }| (volume, sequence)));
 }
 
 fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {

@@ -15,7 +15,7 @@ use crate::sys::mount::is_plain_absolute;
 pub(super) const VERSION: u32 = 1;
 
 /// A point in time: seconds and nanoseconds since 1970-01-01 UTC.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Timestamp {
     /// Whole seconds.
     pub seconds: i64,

@@ -16,7 +16,7 @@ impl Store {
     /// 2. Rename it into `retained/` and sync: from here on it is deleted, also after a crash.
     pub fn retain_snapshot(&self, record: &SnapshotRecord) -> Result<()> {
         let (from, to) = (self.dir.snapshot(&record.id), self.dir.retained_snapshot(&record.id));
-        let at = Timestamp::now();
+        let at = deletion_of(record.created);
         mark(&from, at)?;
         durable::rename(from.path(), to.path())?;
         self.write(|index| index.retain(&record.id, at));
@@ -26,7 +26,9 @@ impl Store {
     /// The same of a group: one rename deletes all its members.
     pub fn retain_group(&self, id: &GroupId, members: &[SnapshotId]) -> Result<()> {
         let (from, to) = (self.dir.group(id), self.dir.retained_group(id));
-        let at = Timestamp::now();
+        let at = deletion_of(
+            self.read(|index| index.group(id)).map_or_else(Timestamp::now, |group| group.created),
+        );
         for member in members {
             mark(&from.member(member), at)?;
         }
@@ -71,6 +73,12 @@ pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     Ok(())
 }
 
+/// Now, for an object of that age. None is deleted before it is made: a clock that says so went backwards, and the
+/// time it is kept for would be over as soon as the clock is right again.
+fn deletion_of(created: Timestamp) -> Timestamp {
+    Timestamp::now().max(created)
+}
+
 fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {
     Ok(durable::replace(&dir.deleted(), &encode(&Deleted { version: Deleted::VERSION, at }))?)
 }
@@ -92,7 +100,10 @@ pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<Vec<Damage>>
                     damaged.push(Damage { path, error });
                 }
                 Ok(retained) => index.add_retained(retained),
-                Err(error) => damaged.push(Damage { path, error }),
+                Err(error) => {
+                    super::keep_place(index, &path);
+                    damaged.push(Damage { path, error });
+                }
             }
         }
     }
@@ -103,5 +114,5 @@ fn read(dir: &ObjectDir) -> Result<Retained> {
     let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
     let path = dir.deleted();
     let Deleted { at, .. } = decode(&path, &fs::read(&path).context("read", &path)?)?;
-    Ok(Retained { record: record.into(), deleted: at })
+    Ok(Retained::new(record.into(), at))
 }

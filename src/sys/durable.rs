@@ -36,8 +36,12 @@ pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
         }
         _ => {}
     }
-    write_new(&fresh, bytes)?;
-    fs::rename(&fresh, path).context("replace", path)?;
+    let replaced = write_new(&fresh, bytes).and_then(|()| fs::rename(&fresh, path).context("replace", path));
+    if replaced.is_err() {
+        // Nobody asks for it, and on a full disk it is in the way.
+        let _ = fs::remove_file(&fresh);
+    }
+    replaced?;
     sync_dir(parent(path))
 }
 

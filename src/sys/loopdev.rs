@@ -358,10 +358,11 @@ fn count_writes(number: u32) {
 /// The number of a free device; the kernel makes a new one where all are taken.
 fn free_number() -> Result<u32> {
     let path = Path::new(CONTROL);
-    let control = OpenOptions::new().read(true).write(true).open(path).context("open", path)?;
+    const ASK: &str =
+        "find a free loop device (is the loop module loaded, and this container privileged?) through";
+    let control = OpenOptions::new().read(true).write(true).open(path).context(ASK, path)?;
     // SAFETY: LOOP_CTL_GET_FREE takes no argument and returns a number; the descriptor is open.
-    let number = check(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) })
-        .context("ask for a free loop device of", path)?;
+    let number = check(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) }).context(ASK, path)?;
     Ok(number as u32)
 }
 

@@ -18,6 +18,7 @@ mod demo;
 mod docs;
 mod durability;
 mod expansion;
+mod faults;
 mod groups;
 mod health;
 mod hostile;

@@ -68,18 +68,24 @@ async fn every_volume_comes_back_after_a_reboot() {
 }
 
 /// A driver in a mount namespace of its own, as a container's: killed with its mounts, its devices stay.
-struct Secluded {
+pub struct Secluded {
     dir: PathBuf,
-    child: Child,
+    pub child: Child,
 }
 
 impl Secluded {
     async fn start(dir: &Path, pool: PoolKind) -> (Self, Client) {
+        Self::start_after(dir, pool, "").await
+    }
+
+    /// The same after a shell has run `prepare` in its namespace.
+    pub async fn start_after(dir: &Path, pool: PoolKind, prepare: &str) -> (Self, Client) {
         let log =
             std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
         let driver = driver_command(dir, pool);
         let child = Command::new("unshare")
-            .args(["--mount", "--propagation", "private", "--"])
+            .args(["--mount", "--propagation", "private", "--", "sh", "-e", "-c"])
+            .args([&format!("{prepare}\nexec \"$@\""), "sh"])
             .arg(driver.get_program())
             .args(driver.get_args())
             .env_remove("CSI_ENDPOINT")
@@ -94,7 +100,7 @@ impl Secluded {
     }
 
     /// A path as the driver sees it.
-    fn inside(&self, path: &Path) -> PathBuf {
+    pub fn inside(&self, path: &Path) -> PathBuf {
         let root = PathBuf::from(format!("/proc/{}/root", self.child.id()));
         root.join(path.strip_prefix("/").expect("absolute"))
     }
@@ -110,7 +116,7 @@ impl Drop for Secluded {
     }
 }
 
-struct SweptOnDrop(PathBuf);
+pub struct SweptOnDrop(pub PathBuf);
 
 impl Drop for SweptOnDrop {
     fn drop(&mut self) {

@@ -10,7 +10,7 @@ use tonic::Code;
 use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.
-fn refused(command: &mut Command) -> String {
+pub fn refused(command: &mut Command) -> String {
     let mut child = command.stderr(Stdio::piped()).spawn().expect("spawn");
     let deadline = Instant::now() + Duration::from_secs(30);
     while child.try_wait().expect("wait").is_none() && Instant::now() < deadline {

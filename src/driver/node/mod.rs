@@ -21,7 +21,7 @@ use super::expand::{grow, tune};
 use super::locks::{Key, OpGuard};
 use super::{Capability, Driver, EphemeralParameters, Error, Result};
 use crate::base::VolumeId;
-use crate::store::{NodeState, Staged, VolumeRecord};
+use crate::store::{self, NodeState, Staged, VolumeRecord};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
 
@@ -65,22 +65,52 @@ struct Held {
 impl Driver {
     /// Takes a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
-        let id = self.volume_or_ephemeral(volume_id)?.id.clone();
-        let guard = self.locks.take(Key::Volume(id.clone()))?;
-        // Looked up again: it may have been deleted before the lock was ours.
-        let record = self.volume_or_ephemeral(volume_id)?;
+        let (record, guard) = self.lock_volume(volume_id)?;
         self.fit(&record)?;
-        let state = self.store.node_state(&id)?;
-        let data = self.volume_data(&id);
+        let state = self.store.node_state(&record.id)?;
+        let data = self.volume_data(&record.id);
         Ok(Held { record, state, data, _guard: guard })
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
     /// volume in use can not be deleted, so what is mounted there then is not ours to undo.
+    ///
+    /// A broken pool must not keep a pod from ending: where it can not be read, the kernel alone is asked
+    /// what is there.
     fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
-        match self.hold(volume_id) {
-            Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => Ok(None),
-            held => held.map(Some),
+        let (record, guard) = match self.lock_volume(volume_id) {
+            Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
+            locked => locked?,
+        };
+        let state = match self.store.node_state(&record.id) {
+            Err(store::Error::Sys(error)) => {
+                let error = crate::driver::report(&error);
+                tracing::warn!(volume_id = %record.id, error, "where the volume was meant to be is not known");
+                NodeState::default()
+            }
+            state => state?,
+        };
+        let data = self.volume_data(&record.id);
+        Ok(Some(Held { record, state, data, _guard: guard }))
+    }
+
+    fn lock_volume(&self, volume_id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {
+        let id = self.volume_or_ephemeral(volume_id)?.id.clone();
+        let guard = self.locks.take(Key::Volume(id))?;
+        // Looked up again: it may have been deleted before the lock was ours.
+        Ok((self.volume_or_ephemeral(volume_id)?, guard))
+    }
+
+    /// Records that a volume is at some place no more. A pool that is full or broken can not take that, and must
+    /// not keep a pod from ending: then the old record stays, which names more than is there, as after a crash.
+    fn record_undone(&self, held: &Held) -> Result<()> {
+        match self.store.set_node_state(&held.record.id, &held.state) {
+            Err(store::Error::Sys(error)) => {
+                let error = crate::driver::report(&error);
+                tracing::warn!(volume_id = %held.record.id, error, "a place that is no more stays on record");
+                Ok(())
+            }
+            recorded => Ok(recorded?),
         }
     }
 

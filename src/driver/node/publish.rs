@@ -133,7 +133,7 @@ impl Driver {
         {
             detach(device)?;
         }
-        Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+        self.record_undone(&held)
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::{Held, StageRequest, attached, check_unoccupied, detach, filesystem, shows};
 use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
-use crate::store::{AccessKind, NodeState, Staged};
+use crate::store::{self, AccessKind, NodeState, Staged};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{Context, blockdev, clone, mount};
 
@@ -158,14 +158,21 @@ impl Driver {
         if !recorded && !shows(&path, device.as_ref())? {
             return Ok(());
         }
-        self.thaw_leftover(&held.record.id)?;
+        match self.thaw_leftover(&held.record.id) {
+            // A broken pool does not say what was frozen, and keeps no pod from ending.
+            Err(Error::Store(store::Error::Sys(error))) => {
+                let error = crate::driver::report(&error);
+                tracing::error!(volume_id = %held.record.id, error, "a volume may be frozen");
+            }
+            thawed => thawed?,
+        }
         mount::unmount(&path)?;
         if let Some(device) = device {
             detach(device)?;
         }
         let formatting = held.state.formatting;
         held.state = NodeState { formatting, ..NodeState::default() };
-        Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+        self.record_undone(&held)
     }
 }
 

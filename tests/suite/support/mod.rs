@@ -62,11 +62,18 @@ impl PoolKind {
     }
 }
 
+/// A directory that [`Rig`] takes.
+pub fn temp_dir() -> TempDir {
+    tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir")
+}
+
 pub struct Rig {
     pub client: Client,
     pub dir: TempDir,
     pool: PoolKind,
     arguments: Vec<String>,
+    /// Variables of the driver's environment, from the next start on.
+    pub environment: Vec<(&'static str, std::ffi::OsString)>,
     log_filter: String,
     child: Option<Child>,
 }
@@ -79,15 +86,32 @@ impl Rig {
 
     /// The same with further flags, and what its log is to hold.
     pub async fn start_with(pool: PoolKind, arguments: &[&str], log_filter: &str) -> Self {
-        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        Self::start_in(temp_dir(), pool, arguments, log_filter).await
+    }
+
+    /// The same in a directory that the test has prepared.
+    pub async fn start_in(dir: TempDir, pool: PoolKind, arguments: &[&str], log_filter: &str) -> Self {
+        Self::start_as(dir, pool, arguments, Vec::new(), log_filter).await
+    }
+
+    /// The same with variables in the driver's environment.
+    pub async fn start_as(
+        dir: TempDir,
+        pool: PoolKind,
+        arguments: &[&str],
+        environment: Vec<(&'static str, std::ffi::OsString)>,
+        log_filter: &str,
+    ) -> Self {
         let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
-        let mut rig = PartialRig { dir: Some(dir), pool, arguments, log_filter: log_filter.to_owned() };
+        let log_filter = log_filter.to_owned();
+        let mut rig = PartialRig { dir: Some(dir), pool, arguments, environment, log_filter };
         let (child, client) = rig.spawn().await;
         let mut rig = Rig {
             client,
             dir: rig.dir.take().expect("set above"),
             pool,
             arguments: rig.arguments.clone(),
+            environment: rig.environment.clone(),
             log_filter: rig.log_filter.clone(),
             child: Some(child),
         };
@@ -140,7 +164,8 @@ impl Rig {
 
     /// Starts the driver again on the same data directory.
     pub async fn start_again(&mut self) {
-        let (child, client) = command(self.dir.path(), self.pool, &self.arguments, &self.log_filter).await;
+        let (dir, pool) = (self.dir.path(), self.pool);
+        let (child, client) = command(dir, pool, &self.arguments, &self.environment, &self.log_filter).await;
         (self.child, self.client) = (Some(child), client);
     }
 
@@ -200,13 +225,14 @@ struct PartialRig {
     dir: Option<TempDir>,
     pool: PoolKind,
     arguments: Vec<String>,
+    environment: Vec<(&'static str, std::ffi::OsString)>,
     log_filter: String,
 }
 
 impl PartialRig {
     async fn spawn(&mut self) -> (Child, Client) {
         let dir = self.dir.as_ref().expect("set until the rig is whole");
-        command(dir.path(), self.pool, &self.arguments, &self.log_filter).await
+        command(dir.path(), self.pool, &self.arguments, &self.environment, &self.log_filter).await
     }
 }
 
@@ -252,11 +278,18 @@ pub fn driver_command(dir: &Path, pool: PoolKind) -> Command {
     command
 }
 
-async fn command(dir: &Path, pool: PoolKind, arguments: &[String], log_filter: &str) -> (Child, Client) {
+async fn command(
+    dir: &Path,
+    pool: PoolKind,
+    arguments: &[String],
+    environment: &[(&'static str, std::ffi::OsString)],
+    log_filter: &str,
+) -> (Child, Client) {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
     let mut child = driver_command(dir, pool)
         .args(arguments)
         .env("RUST_LOG", log_filter)
+        .envs(environment.iter().map(|(name, value)| (*name, value)))
         .stderr(log)
         .spawn()
         .expect("start the driver");

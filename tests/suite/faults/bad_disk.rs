@@ -1,0 +1,346 @@
+//! The disk gives back an error where it should give back bytes. The data directory lies on a btrfs of the test's
+//! own, whose disk is spoiled below it, block by block: a checksum that does not fit is an I/O error of the kernel's,
+//! in data, maps, hashes or records, as the test likes. And a pool image is cut short below a mounted pool.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use deltapath::base::ObjectDir;
+use deltapath::cbt::MapFile;
+use deltapath::client::{block_capability, from_snapshot, new_volume};
+use tonic::Code;
+
+use super::{
+    Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, sync_fs, until,
+};
+use crate::support::content::{Content, block_bytes, blocks_of, open_device};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+
+const SECTOR: usize = 4096;
+
+/// A disk on which every file, however small, has checksummed blocks of its own.
+fn disk() -> Disk {
+    Disk::with_options("btrfs", &["-q", "-d", "single"], 1 << 30, "loop,max_inline=0,compress=no")
+}
+
+/// Forgets what the page cache holds of a file, so that its next read asks the disk.
+fn forget(path: &Path) {
+    let file = File::open(path).expect("open");
+    let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
+    nix::fcntl::posix_fadvise(&file, 0, 0, advice).expect("fadvise");
+}
+
+/// Spoils the block of the disk that holds what a file has at `offset`: its reads fail from now on.
+fn spoil(disk: &Disk, path: &Path, offset: u64) {
+    sync_fs(&disk.mount_point);
+    let file = File::open(path).expect("open");
+    let mut wanted = vec![0; SECTOR];
+    let length = file.read_at(&mut wanted, offset).expect("read before it is spoiled");
+    assert!(wanted[..length].iter().any(|byte| *byte != 0), "zeros are found anywhere");
+    let image = File::options().read(true).write(true).open(disk.image()).expect("open the disk");
+    let end = image.metadata().expect("stat").len();
+    let mut chunk = vec![0; 4 << 20];
+    let mut spoiled = 0;
+    for start in (0..end).step_by(chunk.len()) {
+        let read = image.read_at(&mut chunk, start).expect("read the disk");
+        for (number, sector) in chunk[..read].chunks(SECTOR).enumerate() {
+            if sector == wanted {
+                image.write_all_at(&[0xA5; 512], start + (number * SECTOR) as u64 + 100).expect("spoil");
+                spoiled += 1;
+            }
+        }
+    }
+    assert!(spoiled > 0, "{} is not on the disk as it reads", path.display());
+    image.sync_all().expect("sync");
+    forget(path);
+    let error = file.read_at(&mut wanted, offset).expect_err("it is spoiled");
+    assert_eq!(error.raw_os_error(), Some(libc::EIO), "{error}");
+}
+
+/// A volume with two hashed snapshots, and what they hold.
+struct Line {
+    volume: String,
+    /// What the base is filled with.
+    fill: u8,
+    base: (String, Content),
+    target: (String, Content),
+}
+
+async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
+    let (volume, device) = rig.block_volume(name, 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 0, 400, fill);
+    let base = rig.snapshot(&format!("{name} base"), &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 100, 50, fill + 1);
+    let target = rig.snapshot(&format!("{name} target"), &volume).await;
+    // From here on no block of a snapshot is the volume's.
+    after.clone().write(&device, 0, 400, fill + 2);
+    for id in [&base, &target] {
+        let dir = live(rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+    let changed = live(rig, &target).changed();
+    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    Line { volume, fill, base: (base, before), target: (target, after) }
+}
+
+impl Line {
+    /// Asks all that can be asked: each answer is the truth or an error. Whether all were the truth.
+    async fn answers(&self, rig: &mut Rig) -> bool {
+        let changed = self.target.1.changed_since(&self.base.1, BLOCK);
+        let delta = rig.client.delta(&self.base.0, &self.target.0, 0, 0).await;
+        let mut failed = exact_or_error(delta, &changed);
+        for (id, content) in [&self.base, &self.target] {
+            failed |= exact_or_error(rig.client.allocated(id, 0, 0).await, &content.allocated(BLOCK));
+        }
+        !failed
+    }
+}
+
+/// A whole block of a file, the first that does not read as zeros.
+fn first_block(path: &Path) -> u64 {
+    let file = File::open(path).expect("open");
+    let mut block = vec![0; SECTOR];
+    let mut offset = 0;
+    while file.read_at(&mut block, offset).expect("read") > 0 {
+        if block.iter().any(|byte| *byte != 0) {
+            return offset;
+        }
+        offset += SECTOR as u64;
+    }
+    panic!("{} holds zeros", path.display());
+}
+
+async fn a_bad_block(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let disk = disk();
+    let mut rig = disk.rig(pool, &[]).await;
+    assert!(!rig.data_dir().join("pool.img").exists(), "not in place");
+    let sound = line(&mut rig, "sound", 10).await;
+    for (number, name) in ["allocated.map", "changed.map", "pending.map", "hashes"].into_iter().enumerate() {
+        let line = line(&mut rig, name, 20 + 3 * number as u8).await;
+        let path = live(&rig, &line.target.0).path().join(name);
+        spoil(&disk, &path, first_block(&path));
+        let whole = line.answers(&mut rig).await;
+        // Hashes are not asked where the change is known for sure; maps always are.
+        assert!(!whole || name == "hashes", "{} is not read: this proves nothing", path.display());
+        assert!(sound.answers(&mut rig).await, "what is sound is served");
+        rig.detach(&line.volume).await;
+        rig.client.delete_snapshot(&line.base.0).await.expect("delete beside it");
+        rig.client.delete_snapshot(&line.target.0).await.expect("what is spoiled can be deleted");
+        rig.client.delete_volume(&line.volume).await.expect("delete");
+    }
+
+    // A block of data: what is known of it by maps and hashes is told; its bytes are nobody's to make up.
+    let damaged = line(&mut rig, "damaged", 40).await;
+    let data = live(&rig, &damaged.base.0).data();
+    spoil(&disk, &data, 120 * BLOCK);
+    assert!(damaged.answers(&mut rig).await, "maps and hashes are sound");
+    let mut restore = new_volume("restored", 64 * MIB, block_capability());
+    restore.volume_content_source = Some(from_snapshot(&damaged.base.0));
+    match rig.client.create_volume(restore).await {
+        // Shared with the snapshot, and so is the error.
+        Ok(volume) => {
+            let device = rig.attach(&volume.volume_id).await;
+            let device = open_device(&device);
+            device
+                .read_exact_at(&mut [0; SECTOR], 120 * BLOCK)
+                .expect_err("a block that is gone was made up");
+            device.read_exact_at(&mut [0; SECTOR], 300 * BLOCK).expect("another one");
+            drop(device);
+            rig.detach(&volume.volume_id).await;
+        }
+        Err(error) => {
+            assert_eq!(error.code(), Code::Internal, "{error}");
+            assert!(error.to_string().contains("Input/output error"), "{error}");
+            assert!(error.to_string().contains("the disk failed"), "{error}");
+        }
+    }
+    assert_nothing_half_made(&rig);
+    let mut verify = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let seen = verify.args(["verify", "--data-dir"]).arg(rig.data_dir()).output().expect("verify");
+    let said = String::from_utf8_lossy(&seen.stdout).into_owned();
+    assert!(seen.status.code() == Some(1) && said.contains(&damaged.base.0), "{seen:?}");
+
+    // A record: it is in memory, and after a restart its object is withheld, and all others are served.
+    let record = live(&rig, &damaged.base.0).record();
+    spoil(&disk, &record, 0);
+    assert!(damaged.answers(&mut rig).await);
+    rig.kill();
+    forget(&record);
+    rig.start_again().await;
+    let error = rig.client.allocated(&damaged.base.0, 0, 0).await.expect_err("withheld");
+    assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
+    assert!(sound.answers(&mut rig).await, "what is sound is served");
+    let list = rig.client.allocated(&damaged.target.0, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), damaged.target.1.allocated(BLOCK));
+    probe(&rig).await.expect("it lives");
+    let log = rig.log();
+    assert!(!log.contains("panicked"), "{log}");
+    for line in [&sound, &damaged] {
+        rig.detach(&line.volume).await;
+    }
+    rig.finish();
+    disk.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bad_block_costs_what_lies_on_it_on_dir() {
+    a_bad_block(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
+    a_bad_block(PoolKind::Xfs).await;
+}
+
+/// A block that can not be read when a snapshot is taken of it. A pool that clones takes it, its hashing neither
+/// spins nor dies, and deltas that need the block fail; a pool that copies does not take it.
+async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let disk = disk();
+    let mut rig = disk.rig(pool, &[]).await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 0, 400, 1);
+    File::open(&device).and_then(|file| file.sync_all()).expect("sync");
+    let data = ObjectDir::new(rig.pool_dir().join("volumes").join(&volume)).data();
+    spoil(&disk, &data, 120 * BLOCK);
+    let taken = rig.client.create_snapshot("base", &volume).await;
+    match pool {
+        PoolKind::Dir => {
+            let error = taken.expect_err("a copy of what can not be read");
+            assert_eq!(error.code(), Code::Internal, "{error}");
+            assert!(error.to_string().contains("Input/output error"), "{error}");
+            assert_nothing_half_made(&rig);
+            assert_eq!(listed(&rig).await.1, Vec::<String>::new());
+            // Written anew the block is sound.
+            before.write(&device, 120, 1, 2);
+            rig.snapshot("base", &volume).await;
+        }
+        _ => {
+            let base = taken.expect("a clone reads nothing").snapshot_id;
+            let failures = |rig: &Rig| rig.log().matches("could not be hashed").count();
+            until("a failure is told", || failures(&rig) > 0).await;
+            let mut after = before.clone();
+            after.write(&device, 110, 20, 2);
+            let target = rig.snapshot("target", &volume).await;
+            let delta = rig.client.delta(&base, &target, 0, 0).await;
+            assert!(exact_or_error(delta, &after.changed_since(&before, BLOCK)), "by what was it compared?");
+            let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
+            assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+            tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+            assert!(failures(&rig) <= 4, "it spins: {} failures in seconds", failures(&rig));
+            // The hashing goes on for others.
+            let (other, other_device) = rig.block_volume("other", 64 * MIB).await;
+            Content::default().write(&other_device, 0, 100, 1);
+            let snapshot = rig.snapshot("other", &other).await;
+            let dir = live(&rig, &snapshot);
+            until("others are hashed", || is_hashed(&dir)).await;
+            rig.detach(&other).await;
+            // Without the bad block all is well again.
+            rig.client.delete_snapshot(&base).await.expect("delete");
+            let dir = live(&rig, &target);
+            until("the next one is hashed", || is_hashed(&dir)).await;
+        }
+    }
+    assert!(!condition(&rig, &volume).await.abnormal);
+    let log = rig.log();
+    assert!(!log.contains("panicked"), "{log}");
+    rig.detach(&volume).await;
+    rig.finish();
+    disk.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bad_block_in_a_volume_is_not_copied_in_silence_on_dir() {
+    a_snapshot_of_a_bad_block(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() {
+    a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
+}
+
+/// The image is cut short under a mounted pool: all behind the cut is an I/O error. Whatever is asked, the answer is
+/// the truth or an error, and the driver lives to give it.
+async fn a_cut_image(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(pool).await;
+    let mut lines = Vec::new();
+    for number in 0..4 {
+        lines.push(line(&mut rig, &format!("line {number}"), 10 * (number + 1)).await);
+    }
+    for line in &lines {
+        rig.detach(&line.volume).await;
+    }
+    sync_fs(&rig.pool_dir());
+    assert!(rig.terminate().success());
+    rig.start_again().await;
+    let image = File::options().write(true).open(rig.data_dir().join("pool.img")).expect("open");
+    let length = image.metadata().expect("stat").len();
+    let mut failed = 0;
+    let kubelet = rig.kubelet();
+    // Ever shorter, so that data, maps and at last the filesystem's own blocks go.
+    for part in [2, 16, 64, 512] {
+        image.set_len(length / part).expect("cut");
+        for line in &lines {
+            for id in [&line.base.0, &line.target.0] {
+                let dir = live(&rig, id);
+                [dir.data(), dir.hashes(), dir.allocated(), dir.changed(), dir.pending()]
+                    .iter()
+                    .filter(|path| path.exists())
+                    .for_each(|path| forget(path));
+            }
+            failed += usize::from(!line.answers(&mut rig).await);
+            let mut restore =
+                new_volume(&format!("{} for {part}", line.base.0), 64 * MIB, block_capability());
+            restore.volume_content_source = Some(from_snapshot(&line.base.0));
+            match rig.client.create_volume(restore).await {
+                Ok(volume) => {
+                    let device =
+                        rig.client.publish(&volume.volume_id, block_capability(), false, &kubelet).await;
+                    let mut found = vec![0; SECTOR];
+                    let read =
+                        device.map(|device| open_device(&device).read_exact_at(&mut found, 120 * BLOCK));
+                    // Once the kernel writes behind the cut, the image is long again and what was lost reads as
+                    // zeros: the disk's word, which no read of the volume can tell from the truth.
+                    match read {
+                        Ok(Ok(())) if found == block_bytes(120, line.fill) => {}
+                        Ok(Ok(())) => assert!(found.iter().all(|byte| *byte == 0), "bytes of somebody else"),
+                        Ok(Err(_)) | Err(_) => failed += 1,
+                    }
+                    let _ = rig.client.unpublish(&volume.volume_id, &kubelet).await;
+                }
+                Err(error) => {
+                    assert_eq!(error.code(), Code::Internal, "{error}");
+                    failed += 1;
+                }
+            }
+        }
+    }
+    assert!(failed > 0, "nothing was behind the cut: this proves nothing");
+    let (_, snapshots) = listed(&rig).await;
+    assert_eq!(snapshots.len(), 8, "what can not be read is not gone");
+    let log = rig.log();
+    assert!(!log.contains("panicked"), "{log}");
+    rig.kill();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cut_image_gives_the_truth_or_an_error_on_xfs() {
+    a_cut_image(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cut_image_gives_the_truth_or_an_error_on_btrfs() {
+    a_cut_image(PoolKind::Btrfs).await;
+}

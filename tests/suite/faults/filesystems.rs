@@ -1,0 +1,123 @@
+//! A data directory on filesystems of all kinds: each works whole, or is refused with the reason.
+
+use deltapath::client::{from_snapshot, mount_capability, new_volume};
+
+use super::Disk;
+use crate::startup::refused;
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, driver_command, have_root, names};
+
+/// A life in small: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
+async fn lives(mut rig: Rig) {
+    let kubelet = rig.kubelet();
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 100, 300, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 150, 20, 2);
+    after.discard(&device, 380, 10);
+    let target = rig.snapshot("target", &volume).await;
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+    let (restored, path) = rig.volume_from("restored", 64 * MIB, from_snapshot(&base)).await;
+    before.assert_equals(&path, 0, 16384);
+    rig.detach(&restored).await;
+    let capability = mount_capability("ext4");
+    let files = rig.client.create_volume(new_volume("files", 64 * MIB, capability.clone())).await;
+    let files = files.expect("create").volume_id;
+    let directory = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
+    std::fs::write(directory.join("file"), "there").expect("write");
+    rig.snapshot("frozen", &files).await;
+    rig.kill();
+    rig.start_again().await;
+    after.assert_equals(&device, 0, 16384);
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&volume).await;
+    for id in [&volume, &restored, &files] {
+        rig.client.delete_volume(id).await.expect("delete");
+    }
+    for id in [&base, &target] {
+        rig.client.delete_snapshot(id).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// Plain files on a filesystem in memory, and on an overlay as the root of a container is one.
+#[tokio::test(flavor = "multi_thread")]
+async fn plain_files_live_on_tmpfs_and_overlay() {
+    if !have_root() {
+        return;
+    }
+    for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
+        lives(disk.rig(PoolKind::Dir, &[]).await).await;
+        disk.finish();
+    }
+}
+
+/// What a kind node has below its data directory.
+#[tokio::test(flavor = "multi_thread")]
+async fn auto_makes_an_image_on_tmpfs_and_overlay() {
+    if !have_root() {
+        return;
+    }
+    for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
+        lives(disk.rig(PoolKind::Btrfs, &["--pool", "auto", "--pool-size", "1Gi"]).await).await;
+        disk.finish();
+    }
+}
+
+/// ramfs does not say where a file has data. Plain files on it would count whole as written, which is said
+/// before anybody believes otherwise.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_that_hides_its_holes_is_refused() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::in_memory("ramfs");
+    let dir = disk.dir();
+    let said = refused(&mut driver_command(dir.path(), PoolKind::Dir));
+    assert!(
+        said.contains("does not tell data from holes") && said.contains("ext4, xfs, btrfs or tmpfs"),
+        "{said}"
+    );
+    assert!(!disk.mount_point.join("data/deltapath.json").exists(), "it is taken for a data directory");
+    drop(dir);
+    disk.finish();
+}
+
+/// One that can not be written at all.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_only_data_directory_is_refused() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::ext4(64 << 20);
+    let dir = disk.dir();
+    let remounted =
+        std::process::Command::new("mount").args(["-o", "remount,ro"]).arg(&disk.mount_point).status();
+    assert!(remounted.expect("mount").success());
+    for pool in [PoolKind::Dir, PoolKind::Xfs] {
+        let said = refused(&mut driver_command(dir.path(), pool));
+        assert!(said.contains("Read-only file system") && said.contains("data/lock"), "{said}");
+    }
+    drop(dir);
+    disk.finish();
+}
+
+/// A pool image needs room for a filesystem, and is not begun without.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_too_small_for_an_image_is_refused() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::ext4(128 << 20);
+    let dir = disk.dir();
+    let said = refused(driver_command(dir.path(), PoolKind::Xfs).args(["--pool-size", "100Mi"]));
+    assert!(said.contains("a filesystem needs 300Mi") && said.contains("--pool-size"), "{said}");
+    assert_eq!(names(&disk.mount_point.join("data")), ["lock", "pool"]);
+    drop(dir);
+    disk.finish();
+}

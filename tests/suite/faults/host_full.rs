@@ -1,0 +1,156 @@
+//! The disk under a sparse pool image is full, while the image believes that it has room.
+//!
+//! What the image's filesystem does is its own: xfs fails the writes and goes on, for its log is laid out when
+//! it is made; btrfs can not commit and turns read-only until it is mounted anew.
+
+use std::os::unix::fs::FileExt;
+use std::process::Stdio;
+
+use deltapath::client::{block_capability, from_snapshot, new_volume};
+use deltapath::sys::sweep::{devices_below, sweep};
+use tonic::Code;
+
+use super::{
+    Ballast, Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe,
+    until, verify,
+};
+use crate::support::content::{Content, blocks_of, open_device};
+use crate::support::{BLOCK, MIB, PoolKind, driver_command, have_root};
+
+/// How the driver's life goes on after a full disk.
+#[derive(Clone, Copy, PartialEq)]
+enum End {
+    /// As if nothing had been.
+    ByItself,
+    /// After its volumes were unpublished it is restarted in order.
+    InOrder,
+    /// It was killed while a volume was in use.
+    Killed,
+}
+
+async fn a_full_host(pool: PoolKind, end: End) {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::ext4(600 << 20);
+    let mut rig = disk.rig(pool, &["--pool-size", "2Gi"]).await;
+    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 100, 1000, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 300, 50, 2);
+    let target = rig.snapshot("target", &volume).await;
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+    let before_it = listed(&rig).await;
+
+    let ballast = Ballast::fill(&disk.mount_point);
+    let seen = condition(&rig, &volume).await;
+    let told = seen.message.contains("the disk under the pool's image has ");
+    assert!(seen.abnormal && told, "{seen:?}");
+    // Nothing new is begun, so that no call breaks what is there.
+    for _ in 0..3 {
+        let create = rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await;
+        let mut restore = new_volume("restored", 256 * MIB, block_capability());
+        restore.volume_content_source = Some(from_snapshot(&base));
+        let restore = rig.client.create_volume(restore).await;
+        let snapshot = rig.client.create_snapshot("third", &volume).await;
+        let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await;
+        let expand = rig.client.expand_volume(&volume, 512 * MIB).await;
+        for error in [create.err(), restore.err(), snapshot.err(), group.err(), expand.err()] {
+            let error = error.expect("there is no room");
+            assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+            assert!(error.to_string().contains("make room on it"), "{error}");
+        }
+        assert_eq!(listed(&rig).await, before_it);
+        assert_nothing_half_made(&rig);
+    }
+    probe(&rig).await.expect("nothing is broken yet");
+
+    // Its user writes on. That fails, whatever becomes of the pool.
+    let written = tokio::task::spawn_blocking(move || {
+        let file = open_device(&device);
+        file.write_all_at(&vec![5; 64 << 20], 100 << 20)?;
+        file.sync_all()
+    });
+    written.await.expect("join").expect_err("there is no room");
+    super::sync_fs_may_fail(&rig.pool_dir());
+    let error = rig.client.create_snapshot("third", &volume).await.expect_err("there is no room");
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    exact_or_error(rig.client.delta(&base, &target, 0, 0).await, &after.changed_since(&before, BLOCK));
+    let seen = condition(&rig, &volume).await;
+    assert!(seen.abnormal && seen.message.contains("the disk under the pool's image has "), "{seen:?}");
+    match (pool, probe(&rig).await) {
+        (PoolKind::Btrfs, Err(status)) => {
+            assert_eq!(status.code(), Code::FailedPrecondition);
+            let told = ["Read-only file system", "the disk under the pool's image has "];
+            assert!(told.iter().all(|word| status.message().contains(word)), "{status}");
+        }
+        (PoolKind::Xfs, Ok(())) => {}
+        (_, probed) => panic!("another end than the documented one: {probed:?}"),
+    }
+
+    // What an operator does: make room and, where the pool is read-only, unpublish and restart.
+    ballast.remove();
+    match end {
+        End::ByItself => {}
+        End::InOrder => {
+            probe(&rig).await.expect_err("a restart is needed");
+            rig.detach(&volume).await;
+            assert!(rig.terminate().success());
+            rig.start_again().await;
+            rig.attach(&volume).await;
+        }
+        End::Killed => {
+            rig.kill();
+            // It says what to do, which is done by hand here.
+            let output = driver_command(rig.dir.path(), pool).stderr(Stdio::piped()).output().expect("run");
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.contains("volumes in use keep it from being mounted anew: unpublish"), "{said}");
+            sweep(&rig.kubelet()).expect("unmount");
+            for device in devices_below(&disk.mount_point.join("data/pool")).expect("devices") {
+                assert!(device.detach().expect("detach"));
+            }
+            rig.start_again().await;
+            assert!(rig.log().contains("the pool took no writes, it is mounted anew"), "{}", rig.log());
+            rig.attach(&volume).await;
+        }
+    }
+    probe(&rig).await.expect("well again");
+    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(listed(&rig).await, before_it, "what was acknowledged is there");
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    for (name, snapshot, content) in [("old", &base, &before), ("new", &target, &after)] {
+        let (id, path) = rig.volume_from(name, 256 * MIB, from_snapshot(snapshot)).await;
+        content.assert_equals(&path, 0, 4096);
+        rig.detach(&id).await;
+    }
+    rig.snapshot("third", &volume).await;
+    rig.client.expand_volume(&volume, 512 * MIB).await.expect("expand");
+    verify(&rig);
+    rig.detach(&volume).await;
+    let log = rig.log();
+    assert!(!log.contains("panicked"), "{log}");
+    rig.finish();
+    disk.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
+    a_full_host(PoolKind::Xfs, End::ByItself).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
+    a_full_host(PoolKind::Btrfs, End::InOrder).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_driver_mounts_a_broken_pool_anew() {
+    a_full_host(PoolKind::Btrfs, End::Killed).await;
+}

@@ -1,0 +1,129 @@
+//! No loop device is to be had: the driver is kept from /dev/loop-control in a mount namespace of its own, so
+//! that the machine's devices are not touched.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use deltapath::client::{block_capability, mount_capability, new_volume};
+use deltapath::sys::sweep::devices_below;
+use tonic::Code;
+
+use crate::reboot::{Secluded, SweptOnDrop};
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, PoolKind, driver_command, have_root, temp_dir};
+
+/// Runs a command in the driver's namespace.
+fn within(secluded: &Secluded, command: &[&str]) {
+    let pid = secluded.child.id().to_string();
+    let done = Command::new("nsenter").args(["--target", &pid, "--mount", "--"]).args(command).status();
+    assert!(done.expect("nsenter").success(), "{command:?}");
+}
+
+/// Volumes are made and snapshots taken without a device; what needs one fails clearly, leaves nothing, and
+/// works as soon as there is one.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_loop_device_only_its_user_fails() {
+    if !have_root() {
+        return;
+    }
+    let dir = temp_dir();
+    let _swept = SweptOnDrop(dir.path().to_owned());
+    let kubelet = dir.path().join("kubelet");
+    let (secluded, mut client) =
+        Secluded::start_after(dir.path(), PoolKind::Dir, "mount --bind /dev/null /dev/loop-control").await;
+    let raw = client.create_volume(new_volume("raw", 8 * MIB, block_capability())).await.expect("create");
+    let files = client.create_volume(new_volume("files", 64 * MIB, mount_capability("ext4"))).await;
+    let (raw, files) = (raw.volume_id, files.expect("create").volume_id);
+    let volumes = [(&raw, block_capability()), (&files, mount_capability("ext4"))];
+    for _ in 0..2 {
+        for (volume, capability) in &volumes {
+            let refused = client.publish(volume, capability.clone(), false, &kubelet).await;
+            let error = refused.expect_err("there is no device");
+            assert_eq!(error.code(), Code::Internal, "{error}");
+            let text = error.to_string();
+            assert!(text.contains("/dev/loop-control") && text.contains("loop module"), "{text}");
+        }
+    }
+    client.create_snapshot("empty", &raw).await.expect("a snapshot needs no device");
+    // What failed can be given up, too.
+    client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    assert!(devices_below(dir.path()).expect("devices").is_empty());
+
+    within(&secluded, &["umount", "/dev/loop-control"]);
+    let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
+    let mut content = Content::default();
+    content.write(&secluded.inside(&device), 7, 30, 1);
+    let snapshot = client.create_snapshot("written", &raw).await.expect("snapshot").snapshot_id;
+    let list = client.allocated(&snapshot, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    let target = client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    std::fs::write(secluded.inside(&target).join("file"), "there").expect("write");
+    for (volume, _) in &volumes {
+        client.unpublish(volume, &kubelet).await.expect("unpublish");
+        client.delete_volume(volume).await.expect("delete");
+    }
+    assert!(devices_below(dir.path()).expect("devices").is_empty());
+}
+
+/// Runs a driver in a namespace with another `/dev`, which must end, and returns what it said.
+fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
+    let driver = driver_command(dir, pool);
+    let output = Command::new("timeout")
+        .args(["30", "unshare", "--mount", "--propagation", "private", "--", "sh", "-e", "-c"])
+        .args([&format!("{prepare}\nexec \"$@\""), "sh"])
+        .arg(driver.get_program())
+        .args(driver.get_args())
+        .stdin(Stdio::null())
+        .output()
+        .expect("unshare");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    said
+}
+
+/// A machine without loop devices, or a container that was not given any, can not have a pool in an image. That
+/// is said, nothing is half made, and a start with loop devices works.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_image_without_loop_devices_is_refused() {
+    if !have_root() {
+        return;
+    }
+    const BARE: &str = "mount -t tmpfs bare /dev
+        mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9";
+    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
+        let dir = temp_dir();
+        let _swept = SweptOnDrop(dir.path().to_owned());
+        let said = refused(dir.path(), pool, BARE);
+        assert!(said.contains("is the loop module loaded?") && said.contains("--pool dir"), "{said}");
+        assert!(!dir.path().join("data/pool.img").exists(), "an image that nobody can attach");
+        // It is there and gives no device: found out only when the image is made.
+        let said = refused(dir.path(), pool, "mount --bind /dev/null /dev/loop-control");
+        assert!(said.contains("/dev/loop-control") && said.contains("loop module"), "{said}");
+        let (secluded, mut client) = Secluded::start_after(dir.path(), pool, "").await;
+        client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
+        drop(secluded);
+    }
+}
+
+/// The static `/dev` of a container has no node for a new device, and can not take one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dev_without_nodes_is_told() {
+    if !have_root() {
+        return;
+    }
+    const NO_NODES: &str = "mount -t tmpfs bare /dev
+        mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9
+        mknod /dev/loop-control c 10 237; mount -o remount,ro /dev";
+    let dir = temp_dir();
+    let _swept = SweptOnDrop(dir.path().to_owned());
+    let kubelet = dir.path().join("kubelet");
+    let (secluded, mut client) = Secluded::start_after(dir.path(), PoolKind::Dir, NO_NODES).await;
+    let raw = client.create_volume(new_volume("raw", 8 * MIB, block_capability())).await.expect("create");
+    let refused = client.publish(&raw.volume_id, block_capability(), false, &kubelet).await;
+    let text = refused.expect_err("there is no node").to_string();
+    assert!(text.contains("make the device node /dev/loop"), "{text}");
+    within(&secluded, &["mount", "-o", "remount,rw", "/dev"]);
+    client.publish(&raw.volume_id, block_capability(), false, &kubelet).await.expect("publish");
+    client.unpublish(&raw.volume_id, &kubelet).await.expect("unpublish");
+    assert!(devices_below(dir.path()).expect("devices").is_empty());
+}

@@ -1,0 +1,310 @@
+//! The pool is full, in the middle of everything: calls say so, make nothing by halves and work again when
+//! there is room; what takes nothing goes on; and what frees room works, for it is the way out.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use deltapath::client::{Error, block_capability, from_snapshot, from_volume, new_volume};
+use deltapath::csi::proto;
+use tonic::Code;
+
+use super::{
+    Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify,
+};
+use crate::support::content::{Content, block_bytes, blocks_of, open_device};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, names};
+
+/// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool. Held in this
+/// order: the disk can only be freed after the driver.
+async fn small_pool(pool: PoolKind) -> (Option<Disk>, Rig) {
+    match pool {
+        PoolKind::Dir => {
+            let disk = Disk::ext4(320 << 20);
+            let rig = disk.rig(pool, &[]).await;
+            (Some(disk), rig)
+        }
+        PoolKind::Xfs | PoolKind::Btrfs => {
+            (None, Rig::start_with(pool, &["--pool-size", "400Mi"], "info").await)
+        }
+    }
+}
+
+fn finish(rig: Rig, disk: Option<Disk>) {
+    let log = rig.log();
+    assert!(!log.contains("panicked"), "{log}");
+    rig.finish();
+    if let Some(disk) = disk {
+        disk.finish();
+    }
+}
+
+/// The call failed for want of room, and says what to do.
+#[track_caller]
+fn exhausted<T: std::fmt::Debug>(answer: Result<T, Error>) {
+    let error = answer.expect_err("there is no room");
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("No space left on device"), "{text}");
+    assert!(text.contains("delete volumes or snapshots"), "it does not say what to do: {text}");
+}
+
+fn write_and_sync(device: &Path, block: u64, count: u64) -> std::io::Result<()> {
+    let file = open_device(device);
+    for block in block..block + count {
+        file.write_all_at(&block_bytes(block, 9), block * BLOCK)?;
+    }
+    file.sync_all()
+}
+
+async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
+    let request = proto::ControllerModifyVolumeRequest {
+        volume_id: volume.to_owned(),
+        mutable_parameters: [("readAheadKiB".to_owned(), kib.to_owned())].into(),
+        ..Default::default()
+    };
+    let answer = rig.client.controller.clone().controller_modify_volume(request).await;
+    answer.map(drop).map_err(|status| Error { call: "ControllerModifyVolume", status })
+}
+
+async fn a_full_pool(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let (disk, mut rig) = small_pool(pool).await;
+    let (volume, device) = rig.block_volume("written", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 100, 1000, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 300, 50, 2);
+    after.discard(&device, 1000, 10);
+    let target = rig.snapshot("target", &volume).await;
+    let idle = rig.client.create_volume(new_volume("idle", MIB, block_capability())).await.expect("create");
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+    let before_it = listed(&rig).await;
+    assert!(!condition(&rig, &volume).await.abnormal);
+
+    let ballast = Ballast::fill(&rig.pool_dir());
+    // Its writer is told, and nobody else. What a write needs was taken by the snapshot or never there.
+    write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
+    probe(&rig).await.expect("a full pool is well: deletions still work");
+    let seen = condition(&rig, &volume).await;
+    assert!(seen.abnormal && seen.message.contains("writes will fail"), "{seen:?}");
+    let failing = async |rig: &mut Rig| {
+        let fresh = new_volume("fresh", 8 * MIB, block_capability());
+        exhausted(rig.client.create_volume(fresh).await);
+        exhausted(rig.client.create_snapshot("third", &volume).await);
+        exhausted(rig.client.create_group("group", &[volume.clone(), idle.volume_id.clone()]).await);
+        for (name, source) in [("restored", from_snapshot(&base)), ("cloned", from_volume(&volume))] {
+            let mut request = new_volume(name, 64 * MIB, block_capability());
+            request.volume_content_source = Some(source);
+            exhausted(rig.client.create_volume(request).await);
+        }
+        exhausted(rig.client.expand_volume(&volume, 96 * MIB).await);
+        exhausted(modify(rig, &volume, "512").await);
+        let kubelet = rig.kubelet();
+        let published = rig.client.publish(&idle.volume_id, block_capability(), false, &kubelet).await;
+        exhausted(published);
+    };
+    for _ in 0..3 {
+        failing(&mut rig).await;
+        assert_nothing_half_made(&rig);
+        assert_eq!(listed(&rig).await, before_it);
+    }
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+
+    // There is room again: nothing has to be restarted, and every call works under the name it had.
+    ballast.remove();
+    assert!(!condition(&rig, &volume).await.abnormal);
+    after.write(&device, 8000, 2000, 3);
+    rig.client.create_volume(new_volume("fresh", 8 * MIB, block_capability())).await.expect("create");
+    let third = rig.snapshot("third", &volume).await;
+    let group = rig.client.create_group("group", &[volume.clone(), idle.volume_id.clone()]).await;
+    group.expect("group");
+    for (name, source, content) in
+        [("restored", from_snapshot(&base), &before), ("cloned", from_volume(&volume), &after)]
+    {
+        let (id, path) = rig.volume_from(name, 64 * MIB, source).await;
+        content.assert_equals(&path, 0, 16384);
+        rig.detach(&id).await;
+    }
+    rig.client.expand_volume(&volume, 96 * MIB).await.expect("expand");
+    modify(&rig, &volume, "512").await.expect("modify");
+    rig.attach(&idle.volume_id).await;
+    rig.detach(&idle.volume_id).await;
+    let delta = rig.client.delta(&base, &third, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    let dir = live(&rig, &third);
+    until("hashed", || is_hashed(&dir)).await;
+    verify(&rig);
+    rig.detach(&volume).await;
+    finish(rig, disk);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_pool_says_so_and_works_again_on_dir() {
+    a_full_pool(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_pool_says_so_and_works_again_on_xfs() {
+    a_full_pool(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_pool_says_so_and_works_again_on_btrfs() {
+    a_full_pool(PoolKind::Btrfs).await;
+}
+
+/// The way out of a full pool: what is published is unpublished, and what nobody needs is deleted.
+async fn the_way_out(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let (disk, mut rig) = small_pool(pool).await;
+    let mut volumes = Vec::new();
+    for number in 0..3u8 {
+        let (volume, device) = rig.block_volume(&format!("volume {number}"), 64 * MIB).await;
+        let mut content = Content::default();
+        content.write(&device, 0, 1000, number + 1);
+        let base = rig.snapshot(&format!("base {number}"), &volume).await;
+        let mut after = content.clone();
+        after.write(&device, 500, 100, 7);
+        let middle = rig.snapshot(&format!("middle {number}"), &volume).await;
+        after.write(&device, 900, 100, 8);
+        let target = rig.snapshot(&format!("target {number}"), &volume).await;
+        let dir = live(&rig, &target);
+        until("hashed", || is_hashed(&dir)).await;
+        volumes.push((volume, [base, middle, target], after.changed_since(&content, BLOCK)));
+    }
+    let ballast = Ballast::fill(&rig.pool_dir());
+    // All three are unpublished first; the room that each deletion gives back is taken again.
+    for (volume, ..) in &volumes {
+        rig.detach(volume).await;
+    }
+    for (volume, [base, middle, target], changed) in &volumes {
+        rig.client.delete_snapshot(middle).await.expect("DeleteSnapshot on a full pool");
+        let delta = rig.client.delta(base, target, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&delta, BLOCK), *changed);
+        ballast.refill();
+        rig.client.delete_volume(volume).await.expect("DeleteVolume on a full pool");
+        ballast.refill();
+        for snapshot in [base, target] {
+            rig.client.delete_snapshot(snapshot).await.expect("DeleteSnapshot on a full pool");
+            ballast.refill();
+        }
+    }
+    assert_eq!(listed(&rig).await, (vec![], vec![]));
+    assert_nothing_half_made(&rig);
+    ballast.remove();
+    for dir in ["volumes", "snapshots", "retained"] {
+        assert!(names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
+    }
+    let (volume, _) = rig.block_volume("after", 64 * MIB).await;
+    rig.detach(&volume).await;
+    finish(rig, disk);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_is_the_way_out_of_a_full_pool_on_dir() {
+    the_way_out(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_is_the_way_out_of_a_full_pool_on_xfs() {
+    the_way_out(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
+    the_way_out(PoolKind::Btrfs).await;
+}
+
+/// An attachment is undone on a full pool, too: its volume can not be deleted before.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::ext4(320 << 20);
+    let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
+    let volume = rig.client.create_volume(new_volume("attached", MIB, block_capability())).await;
+    let volume = volume.expect("create").volume_id;
+    let mut controller = rig.client.controller.clone();
+    let attach = proto::ControllerPublishVolumeRequest {
+        volume_id: volume.clone(),
+        node_id: "node-1".into(),
+        volume_capability: Some(block_capability()),
+        ..Default::default()
+    };
+    controller.controller_publish_volume(attach).await.expect("attach");
+    let ballast = Ballast::fill(&rig.pool_dir());
+    let detach = proto::ControllerUnpublishVolumeRequest { volume_id: volume.clone(), ..Default::default() };
+    controller.controller_unpublish_volume(detach).await.expect("detach on a full pool");
+    rig.client.delete_volume(&volume).await.expect("delete");
+    assert_nothing_half_made(rig);
+    ballast.remove();
+}
+
+/// A snapshot is taken with the last of the room, and there is none for its hashes: its deltas are exact
+/// all the same, the hashing neither spins nor gives up, and goes on when there is room.
+async fn hashing_without_room(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    let (disk, mut rig) = small_pool(pool).await;
+    let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
+    let mut before = Content::default();
+    // 15,000 blocks in pieces far apart: some 470 KiB of hashes at least.
+    for piece in 0..150 {
+        before.write(&device, piece * 400, 100, 1);
+    }
+    let ballast = Ballast::fill(&rig.pool_dir());
+    let base = loop {
+        match rig.client.create_snapshot("base", &volume).await {
+            Ok(snapshot) => break snapshot.snapshot_id,
+            Err(error) => assert_eq!(error.code(), Code::ResourceExhausted, "{error}"),
+        }
+        ballast.give_back(4);
+    };
+    ballast.refill();
+    let dir = live(&rig, &base);
+    let failures = |rig: &Rig| rig.log().matches("could not be hashed").count();
+    until("a failure is told", || failures(&rig) > 0).await;
+    assert!(!is_hashed(&dir), "there was room: this proves nothing");
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert!(failures(&rig) <= 2, "it spins: {} failures in seconds", failures(&rig));
+    let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+    ballast.remove();
+    let mut after = before.clone();
+    after.write(&device, 5000, 20, 2);
+    let target = rig.snapshot("target", &volume).await;
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed, once there is room", || is_hashed(&dir)).await;
+    }
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    verify(&rig);
+    rig.detach(&volume).await;
+    finish(rig, disk);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hashing_waits_for_room_on_xfs() {
+    hashing_without_room(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hashing_waits_for_room_on_btrfs() {
+    hashing_without_room(PoolKind::Btrfs).await;
+}

@@ -1,0 +1,143 @@
+//! The programs that own an on-disk format are missing, or fail.
+
+use std::ffi::OsString;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use deltapath::client::{block_capability, mount_capability, new_volume};
+use tonic::Code;
+
+use crate::reboot::SweptOnDrop;
+use crate::support::{MIB, PoolKind, Rig, driver_command, have_root, names, temp_dir};
+
+/// The programs that the driver calls.
+const PROGRAMS: [&str; 10] = [
+    "mkfs.ext4",
+    "mkfs.xfs",
+    "mkfs.btrfs",
+    "e2fsck",
+    "dumpe2fs",
+    "resize2fs",
+    "xfs_growfs",
+    "btrfs",
+    "blkid",
+    "sh",
+];
+
+fn find(program: &str) -> PathBuf {
+    let path = std::env::var_os("PATH").expect("PATH");
+    let mut places = std::env::split_paths(&path).map(|dir| dir.join(program));
+    places.find(|place| place.is_file()).unwrap_or_else(|| panic!("{program} is not installed"))
+}
+
+/// A directory for PATH that has all of them but those that `missing` begin.
+fn path_without(dir: &Path, missing: &str) -> PathBuf {
+    let bin = dir.join(format!("without-{missing}"));
+    std::fs::create_dir(&bin).expect("mkdir");
+    for program in PROGRAMS.iter().filter(|program| !program.starts_with(missing)) {
+        std::os::unix::fs::symlink(find(program), bin.join(program)).expect("symlink");
+    }
+    bin
+}
+
+/// Puts a script in the place of a program.
+fn script(bin: &Path, program: &str, text: &str) {
+    let path = bin.join(program);
+    let _ = std::fs::remove_file(&path);
+    std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("write");
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+}
+
+fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
+    let output = driver_command(dir, pool).env("PATH", path).stderr(Stdio::piped()).output().expect("run");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    said
+}
+
+/// A pool image whose mkfs is missing or fails is refused with the reason, and nothing is left that the next
+/// start would take for a pool.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_without_its_mkfs_is_refused() {
+    if !have_root() {
+        return;
+    }
+    for (pool, mkfs, package) in
+        [(PoolKind::Xfs, "mkfs.xfs", "xfsprogs"), (PoolKind::Btrfs, "mkfs.btrfs", "btrfs-progs")]
+    {
+        let dir = temp_dir();
+        let _swept = SweptOnDrop(dir.path().to_owned());
+        let bin = path_without(dir.path(), mkfs);
+        let said = refused(dir.path(), pool, &bin);
+        assert!(said.contains(mkfs) && said.contains(&format!("install {package}")), "{said}");
+        assert!(said.contains("--pool dir"), "{said}");
+        script(&bin, mkfs, "echo 'out of luck' >&2; exit 3");
+        let said = refused(dir.path(), pool, &bin);
+        assert!(said.contains(mkfs) && said.contains("out of luck"), "{said}");
+        let data = names(&dir.path().join("data"));
+        assert!(!data.iter().any(|name| name == "pool.img" || name == "deltapath.json"), "{data:?}");
+        let mut rig = Rig::start_in(dir, pool, &[], "info").await;
+        rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
+        assert!(!rig.data_dir().join("pool.img.new").exists(), "the failed image stays");
+        rig.finish();
+    }
+}
+
+/// `auto` takes the next best and says so: an xfs image, and at last plain files.
+#[tokio::test(flavor = "multi_thread")]
+async fn auto_makes_do_with_the_programs_there_are() {
+    if !have_root() {
+        return;
+    }
+    for (missing, pool) in [("mkfs.btrfs", PoolKind::Xfs), ("mkfs.", PoolKind::Dir)] {
+        let dir = temp_dir();
+        let path = path_without(dir.path(), missing);
+        let environment = vec![("PATH", OsString::from(path))];
+        let rig = Rig::start_as(dir, pool, &["--pool", "auto"], environment, "info").await;
+        let log = rig.log();
+        assert!(log.contains("mkfs.btrfs is missing: install btrfs-progs"), "{log}");
+        assert_eq!(log.contains("snapshots will be full copies"), pool == PoolKind::Dir, "{log}");
+        rig.finish();
+    }
+}
+
+/// A volume whose mkfs is missing, or dies half-way, can not be staged, which is said with what to do. It is
+/// formatted once there is one, and what the dead one wrote is not taken for a user's data.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_without_its_mkfs_is_staged_later() {
+    if !have_root() {
+        return;
+    }
+    let dir = temp_dir();
+    let bin = path_without(dir.path(), "mkfs.");
+    let whole = path_without(dir.path(), "none-is-missing");
+    let environment = vec![("PATH", OsString::from(&bin))];
+    let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
+    let kubelet = rig.kubelet();
+    let mut volumes = Vec::new();
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let mkfs = format!("mkfs.{fs_type}");
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+        assert_eq!(error.code(), Code::Internal, "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&mkfs) && text.contains("install the program"), "{text}");
+        script(&bin, &mkfs, "for device; do :; done; echo junk >\"$device\"; echo 'half-way' >&2; exit 1");
+        let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+        assert!(error.to_string().contains("half-way"), "{error}");
+        rig.client.unpublish(&volume, &kubelet).await.expect("given up");
+        volumes.push((volume, capability));
+    }
+    rig.kill();
+    rig.environment = vec![("PATH", OsString::from(whole))];
+    rig.start_again().await;
+    for (volume, capability) in volumes {
+        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+        std::fs::write(target.join("file"), "there").expect("write");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}

@@ -1,0 +1,133 @@
+//! The pool becomes read-only under a running driver: what changes something fails and says why, what reads
+//! goes on, and once it is writable again all is well without a restart.
+
+use std::path::{Path, PathBuf};
+
+use deltapath::client::{Error, block_capability, from_snapshot, new_volume};
+use deltapath::csi::proto;
+use deltapath::sys::mount;
+use tonic::Code;
+
+use super::{Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, temp_dir};
+
+fn remount(mount_point: &Path, option: &str) {
+    // A thread behind the calls may have a file open for a moment yet.
+    for _ in 0..500 {
+        let mut command = std::process::Command::new("mount");
+        let done =
+            command.args(["-o", &format!("remount,{option}")]).arg(mount_point).output().expect("mount");
+        if done.status.success() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    panic!("{} can not be remounted {option}", mount_point.display());
+}
+
+#[track_caller]
+fn read_only<T: std::fmt::Debug>(answer: Result<T, Error>) {
+    let error = answer.expect_err("the pool is read-only");
+    assert_eq!(error.code(), Code::Internal, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("Read-only file system"), "{text}");
+    assert!(text.contains("a remount"), "it does not say what to do: {text}");
+}
+
+async fn a_read_only_pool(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    // Beside the lock, which the driver has open for writing, lies a pool on a disk of its own.
+    let disk = (pool == PoolKind::Dir).then(|| Disk::ext4(320 << 20));
+    let dir = temp_dir();
+    let mut place: PathBuf = dir.path().join("data/pool");
+    if let Some(disk) = &disk {
+        place = disk.mount_point.clone();
+        std::fs::create_dir(dir.path().join("data")).expect("mkdir");
+        std::fs::create_dir(place.join("pool")).expect("mkdir");
+        std::os::unix::fs::symlink(place.join("pool"), dir.path().join("data/pool")).expect("symlink");
+    }
+    let mut rig = Rig::start_in(dir, pool, &[], "info").await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 100, 1000, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 300, 50, 2);
+    let target = rig.snapshot("target", &volume).await;
+    rig.detach(&volume).await;
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+    let before_it = listed(&rig).await;
+    assert!(mount::mounted_at(&place).expect("mounts").is_some());
+
+    remount(&place, "ro");
+    let seen = condition(&rig, &volume).await;
+    assert!(seen.abnormal && seen.message.contains("Read-only file system"), "{seen:?}");
+    let status = probe(&rig).await.expect_err("nothing can be made");
+    assert_eq!(status.code(), Code::FailedPrecondition);
+    assert!(status.message().contains("Read-only file system"), "{status}");
+    for _ in 0..2 {
+        read_only(rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await);
+        let mut restore = new_volume("restored", 64 * MIB, block_capability());
+        restore.volume_content_source = Some(from_snapshot(&base));
+        read_only(rig.client.create_volume(restore).await);
+        read_only(rig.client.create_snapshot("third", &volume).await);
+        read_only(rig.client.create_group("group", std::slice::from_ref(&volume)).await);
+        read_only(rig.client.expand_volume(&volume, 96 * MIB).await);
+        let modify = proto::ControllerModifyVolumeRequest {
+            volume_id: volume.clone(),
+            mutable_parameters: [("readAheadKiB".to_owned(), "512".to_owned())].into(),
+            ..Default::default()
+        };
+        let modified = rig.client.controller.controller_modify_volume(modify).await;
+        read_only(modified.map_err(|status| Error { call: "ControllerModifyVolume", status }));
+        let kubelet = rig.kubelet();
+        read_only(rig.client.publish(&volume, block_capability(), false, &kubelet).await);
+        read_only(rig.client.delete_snapshot(&base).await);
+        read_only(rig.client.delete_volume(&volume).await);
+        assert_eq!(listed(&rig).await, before_it, "what could not be deleted is there");
+    }
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("reads go on");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    let list = rig.client.allocated(&base, 0, 0).await.expect("reads go on");
+    assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+
+    remount(&place, "rw");
+    probe(&rig).await.expect("writable again");
+    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_nothing_half_made(&rig);
+    rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await.expect("create");
+    let third = rig.snapshot("third", &volume).await;
+    rig.client.expand_volume(&volume, 96 * MIB).await.expect("expand");
+    let (restored, path) = rig.volume_from("restored", 64 * MIB, from_snapshot(&base)).await;
+    before.assert_equals(&path, 0, 16384);
+    rig.detach(&restored).await;
+    rig.client.delete_snapshot(&target).await.expect("delete");
+    let delta = rig.client.delta(&base, &third, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    verify(&rig);
+    rig.finish();
+    if let Some(disk) = disk {
+        disk.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_only_pool_is_read_and_nothing_else_on_dir() {
+    a_read_only_pool(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_only_pool_is_read_and_nothing_else_on_xfs() {
+    a_read_only_pool(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_read_only_pool_is_read_and_nothing_else_on_btrfs() {
+    a_read_only_pool(PoolKind::Btrfs).await;
+}

@@ -1,0 +1,223 @@
+//! What a later version of the driver wrote is refused or withheld, with words that say so, and not touched: after
+//! the upgrade all of it is there.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use deltapath::client::{Error, block_capability, from_snapshot, new_volume};
+use tonic::Code;
+
+use super::{condition, is_hashed, listed, live, until};
+use crate::startup::refused;
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root, names};
+
+/// A note of the same kind by a later version.
+fn later(path: &Path) -> Vec<u8> {
+    let sound = std::fs::read(path).expect("read");
+    let text = String::from_utf8(sound.clone()).expect("utf-8");
+    let later = text.replacen("\"version\": 1", "\"version\": 7", 1);
+    assert_ne!(later, text);
+    std::fs::write(path, later).expect("write");
+    sound
+}
+
+/// A block map by a later version: whole, with its checksum.
+fn later_map(path: &Path) -> Vec<u8> {
+    const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + 4 + 40 + 32;
+    const ROW: usize = 48;
+    let sound = std::fs::read(path).expect("read");
+    let mut bytes = sound.clone();
+    let trailer = bytes.len() - TRAILER;
+    assert_eq!(&bytes[trailer..trailer + 8], b"dpathmap");
+    bytes[trailer + 8..trailer + 12].copy_from_slice(&7u32.to_le_bytes());
+    let rows = u64::from_le_bytes(bytes[trailer + 24..trailer + 32].try_into().expect("8 bytes")) as usize;
+    let end = bytes.len() - 32;
+    let checksum = blake3::hash(&bytes[trailer - rows * ROW..end]);
+    bytes[end..].copy_from_slice(checksum.as_bytes());
+    std::fs::write(path, &bytes).expect("write");
+    sound
+}
+
+/// What lies below a directory, a file by its content or, a sparse image, by when it was written.
+fn fingerprints(dir: &Path, found: &mut BTreeMap<PathBuf, String>) {
+    for name in names(dir) {
+        let path = dir.join(name);
+        let meta = std::fs::symlink_metadata(&path).expect("stat");
+        let print = match (meta.is_dir(), meta.len() < 1 << 20) {
+            (true, _) => {
+                fingerprints(&path, found);
+                "a directory".to_owned()
+            }
+            (false, true) => blake3::hash(&std::fs::read(&path).expect("read")).to_string(),
+            (false, false) => {
+                format!("{} {} {}.{}", meta.len(), meta.blocks(), meta.mtime(), meta.mtime_nsec())
+            }
+        };
+        found.insert(path, print);
+    }
+}
+
+#[track_caller]
+fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
+    let error = answer.expect_err("it is withheld");
+    assert_eq!(error.code(), Code::Internal, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("version 7") && text.contains("upgrade the driver"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_data_directory_of_a_later_version_is_not_touched() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
+        assert!(rig.terminate().success());
+        let sound = later(&rig.data_dir().join("deltapath.json"));
+        let look = |dir: PathBuf| {
+            let mut files = BTreeMap::new();
+            fingerprints(&dir, &mut files);
+            files
+        };
+        let before = look(rig.data_dir());
+        let said = refused(&mut driver_command(rig.dir.path(), pool));
+        assert!(said.contains("version 7") && said.contains("upgrade the driver"), "{said}");
+        assert!(before == look(rig.data_dir()), "a refused start changed something");
+        std::fs::write(rig.data_dir().join("deltapath.json"), sound).expect("write");
+        rig.start_again().await;
+        assert_eq!(listed(&rig).await.0.len(), 1);
+        rig.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn records_of_a_later_version_are_withheld_and_not_touched() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+    let (other, other_device) = rig.block_volume("other", 16 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 0, 50, 1);
+    Content::default().write(&other_device, 0, 10, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 20, 5, 2);
+    let target = rig.snapshot("target", &volume).await;
+    let spare = rig.snapshot("spare", &other).await;
+    let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
+    let gone = rig.snapshot("gone", &other).await;
+    rig.snapshot("newest", &other).await;
+    rig.client.delete_snapshot(&gone).await.expect("delete");
+    rig.detach(&other).await;
+    let all = listed(&rig).await;
+    rig.kill();
+    let pool = rig.pool_dir();
+    let records = [
+        pool.join("volumes").join(&other).join("record.json"),
+        pool.join("volumes").join(&volume).join("node.json"),
+        pool.join("snapshots").join(&spare).join("record.json"),
+        pool.join("snapshots").join(&target).join("record.json"),
+        pool.join("groups").join(&group.group_snapshot_id).join("record.json"),
+        pool.join("retained").join(&gone).join("deleted.json"),
+    ];
+    let sound: Vec<Vec<u8>> = records.iter().map(|path| later(path)).collect();
+    let now: Vec<Vec<u8>> = records.iter().map(|path| std::fs::read(path).expect("read")).collect();
+    rig.start_again().await;
+
+    let seen = condition(&rig, &other).await;
+    assert!(seen.abnormal && seen.message.contains("version 7"), "{seen:?}");
+    withheld(rig.client.delete_volume(&other).await);
+    withheld(rig.client.create_snapshot("of it", &other).await);
+    withheld(rig.client.delete_snapshot(&spare).await);
+    withheld(rig.client.delta(&base, &target, 0, 0).await);
+    withheld(rig.client.allocated(&target, 0, 0).await);
+    let mut restore = new_volume("restored", 16 * MIB, block_capability());
+    restore.volume_content_source = Some(from_snapshot(&target));
+    withheld(rig.client.create_volume(restore).await);
+    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+    withheld(rig.client.delete_group(&group.group_snapshot_id, &members).await);
+    let error = rig.client.allocated(&members[0], 0, 0).await.expect_err("its group is withheld");
+    assert!(error.code() == Code::Internal && error.to_string().contains("group"), "{error}");
+    // Where the volume is on this node is not guessed at.
+    let kubelet = rig.kubelet();
+    withheld(rig.client.unpublish(&volume, &kubelet).await);
+    withheld(rig.client.delete_volume(&volume).await);
+    assert_eq!(code(rig.client.delta(&gone, &spare, 0, 0).await), Code::NotFound);
+    // All else is served.
+    let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
+    after.write(&device, 40, 3, 3);
+    let beside = rig.snapshot("taken beside it", &volume).await;
+    let delta = rig.client.delta(&base, &beside, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    rig.kill();
+    for ((path, now), sound) in records.iter().zip(now).zip(sound) {
+        assert!(std::fs::read(path).expect("read") == now, "{} was touched", path.display());
+        std::fs::write(path, sound).expect("write");
+    }
+    // The upgrade: all of it is there, and what was made meanwhile.
+    rig.start_again().await;
+    let (volumes, snapshots) = listed(&rig).await;
+    assert_eq!(volumes, all.0);
+    let missing: Vec<_> = all.1.iter().chain([&beside]).filter(|id| !snapshots.contains(id)).collect();
+    assert!(missing.is_empty(), "{missing:?}\n{}", rig.log());
+    let delta = rig.client.delta(&target, &beside, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), [40, 41, 42]);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_block_map_of_a_later_version_is_withheld_and_not_touched() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+        let mut before = Content::default();
+        before.write(&device, 0, 50, 1);
+        let base = rig.snapshot("base", &volume).await;
+        let mut after = before.clone();
+        after.write(&device, 20, 5, 2);
+        let target = rig.snapshot("target", &volume).await;
+        for id in [&base, &target] {
+            let dir = live(&rig, id);
+            until("hashed", || is_hashed(&dir)).await;
+        }
+        let dir = live(&rig, &target);
+        for (number, path) in [dir.allocated(), dir.changed(), dir.pending()].into_iter().enumerate() {
+            let sound = later_map(&path);
+            let now = std::fs::read(&path).expect("read");
+            for start in 0..2 {
+                if start == 1 {
+                    rig.kill();
+                    rig.start_again().await;
+                }
+                withheld(rig.client.delta(&base, &target, 0, 0).await);
+                if path == dir.allocated() {
+                    withheld(rig.client.allocated(&target, 0, 0).await);
+                }
+            }
+            // The next snapshot does without it.
+            after.write(&device, 100 + number as u64, 1, 3);
+            let next = rig.snapshot(&format!("next {number}"), &volume).await;
+            let list = rig.client.allocated(&next, 0, 0).await.expect("allocated");
+            assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+            let delta = rig.client.delta(&base, &next, 0, 0).await.expect("delta");
+            assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+            rig.client.delete_snapshot(&next).await.expect("delete");
+            assert!(std::fs::read(&path).expect("read") == now, "{} was touched", path.display());
+            std::fs::write(&path, sound).expect("write");
+            let delta = rig.client.delta(&base, &target, 0, 0).await.expect("after the upgrade");
+            assert_eq!(blocks_of(&delta, BLOCK), (20..25).collect::<Vec<u64>>());
+        }
+        rig.detach(&volume).await;
+        rig.finish();
+    }
+}
