@@ -475,7 +475,7 @@ pub enum Step {
     One(Call),
     /// Several clients, a call each, all at once.
     Together(Vec<Call>),
-    /// SIGKILL some milliseconds into one or several calls, and a start.
+    /// SIGKILL some microseconds into one or several calls, and a start.
     Killed { calls: Vec<Call>, after: u64 },
     /// SIGTERM and a start.
     Restart,
@@ -503,8 +503,9 @@ impl Display for Step {
         let all = |calls: &[Call]| calls.iter().map(Call::to_string).collect::<Vec<_>>().join(" || ");
         match self {
             Step::One(call) => write!(f, "{call}"),
+            Step::Together(calls) if calls.len() == 1 => write!(f, "{}", all(calls)),
             Step::Together(calls) => write!(f, "at once: {}", all(calls)),
-            Step::Killed { calls, after } => write!(f, "SIGKILL {after} ms into: {}; start", all(calls)),
+            Step::Killed { calls, after } => write!(f, "SIGKILL {after} µs into: {}; start", all(calls)),
             Step::Restart => write!(f, "stop and start"),
             Step::Crash => write!(f, "SIGKILL and start"),
             Step::Write { volume, block, fill } => write!(f, "write {fill} to block {block} of {volume}"),

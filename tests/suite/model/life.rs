@@ -39,6 +39,23 @@ pub struct Tally {
     pub steps: usize,
 }
 
+impl std::fmt::Display for Tally {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Tally { codes, killed, cut, together, steps } = self;
+        let calls: usize = codes.values().sum();
+        writeln!(f, "{steps} steps, {calls} calls, {together} rounds, {cut} of {killed} kills cut a call")?;
+        let mut method = "";
+        for ((of, code), count) in codes {
+            if of != method {
+                write!(f, "{}  {of}:", if method.is_empty() { "" } else { "\n" })?;
+                method = of;
+            }
+            write!(f, " {code} {count}")?;
+        }
+        Ok(())
+    }
+}
+
 /// A driver with clients, and what it may hold.
 pub struct Life<'r> {
     pub rig: &'r mut Rig,
@@ -114,7 +131,7 @@ impl<'r> Life<'r> {
             }
             Step::Killed { calls, after } => {
                 self.tally.killed += 1;
-                self.round(calls, Some(Duration::from_millis(*after))).await?;
+                self.round(calls, Some(Duration::from_micros(*after))).await?;
             }
             Step::Restart => {
                 let status = self.rig.terminate();

@@ -25,6 +25,7 @@ mod wire;
 mod world;
 
 use std::cell::RefCell;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
@@ -37,8 +38,10 @@ use crate::support::{PoolKind, Rig, have_root};
 
 /// Deleted snapshots of a volume that deltas are told from.
 const RETAINED: usize = 2;
-/// What failed with calls at once, or with a kill, may need luck to fail again.
+/// What failed with calls at once, or with a kill, may need luck to fail again: it is tried so often at
+/// least, and for so long.
 const TRIES: usize = 3;
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Lives of each kind; `DELTAPATH_MODEL_CASES` asks for more.
 fn cases() -> u32 {
@@ -58,8 +61,15 @@ struct Stage {
 impl Stage {
     fn live(&mut self, steps: &[Step]) -> Result<(), String> {
         let races = |step: &Step| matches!(step, Step::Together(_) | Step::Killed { .. });
-        let tries = if self.failed && steps.iter().any(races) { TRIES } else { 1 };
-        (0..tries).try_for_each(|_| self.live_once(steps))
+        let again = self.failed && steps.iter().any(races);
+        let started = Instant::now();
+        self.live_once(steps)?;
+        let mut tries = 1;
+        while again && (tries < TRIES || started.elapsed() < PATIENCE) {
+            self.live_once(steps)?;
+            tries += 1;
+        }
+        Ok(())
     }
 
     fn live_once(&mut self, steps: &[Step]) -> Result<(), String> {
@@ -71,7 +81,7 @@ impl Stage {
         }
         let (mut there, promise) = rig.take().unwrap_or_else(|| {
             runtime.block_on(async {
-                let mut rig = Rig::start_with(*pool, &flags, "warn").await;
+                let mut rig = Rig::start_with(*pool, &flags, "error").await;
                 let promise = Life::promise(&mut rig).await;
                 (rig, promise)
             })
@@ -129,22 +139,19 @@ fn lives(pool: PoolKind, strategy: impl Strategy<Value = Vec<Step>>, flags: [boo
         let stage = RefCell::new(stage);
         let outcome = runner
             .run(&strategy, |steps| stage.borrow_mut().live(&steps).map_err(TestCaseError::fail));
+        let Stage { rig, tally, .. } = stage.into_inner();
+        // Before a panic: a driver's log is long, and not that of the life that failed.
+        if let Some((rig, _)) = rig {
+            rig.finish();
+        }
         match outcome {
-            Ok(()) => {}
+            Ok(()) => println!("{pool:?}: {tally}"),
             Err(TestError::Fail(reason, steps)) => panic!(
                 "the driver ({pool:?}{}) and the model differ in a life of {} steps:\n{reason}",
                 if attach { ", --enable-attach" } else { "" },
                 steps.len()
             ),
             Err(TestError::Abort(reason)) => panic!("{reason}"),
-        }
-        let Stage { rig, tally, .. } = stage.into_inner();
-        let Tally { codes, killed, cut, together, steps } = tally;
-        let calls: usize = codes.values().sum();
-        println!("{pool:?}: {steps} steps, {calls} calls, {together} rounds, {cut} of {killed} kills cut calls");
-        println!("{codes:?}");
-        if let Some((rig, _)) = rig {
-            rig.finish();
         }
     }
 }

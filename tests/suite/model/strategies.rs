@@ -7,7 +7,7 @@ use super::calls::{
     Access, Call, Cut, From, Members, Mode, Name, NewName, NewVolume, Node, Offset, Pages, Place, Question,
     Ref, Size, Spot, Step, Use,
 };
-use super::life::{ALL, EPHEMERAL, SPOTS, VOLUMES};
+use super::life::{ALL, CLIENTS, EPHEMERAL, SPOTS, VOLUMES};
 
 const SNAPSHOTS: [char; 4] = ['s', 't', 'u', 'v'];
 const GROUPS: [char; 2] = ['g', 'h'];
@@ -48,11 +48,11 @@ fn snapshot() -> impl Strategy<Value = Ref> {
 fn size() -> impl Strategy<Value = Size> {
     let size = |required, limit| Size { required, limit };
     one(&[
-        (12, size(8 * MIB, 0)),
-        (4, size(16 * MIB, 0)),
-        (3, size(0, 0)),
-        (2, size(8 * MIB + 1, 0)),
-        (2, size(8 * MIB, 8 * MIB)),
+        (30, size(8 * MIB, 0)),
+        (12, size(16 * MIB, 0)),
+        (4, size(0, 0)),
+        (4, size(8 * MIB + 1, 0)),
+        (4, size(8 * MIB, 8 * MIB)),
         (1, size(0, 16 * MIB)),
         (1, size(5000, 5000)),
         (1, size(16 * MIB, 8 * MIB)),
@@ -90,10 +90,10 @@ fn uses() -> impl Strategy<Value = Vec<Use>> {
     let plain = |access| Use { access, mode: Mode::Writer };
     let (block, ext4) = (plain(Access::Block), plain(Access::Fs("ext4")));
     one(&[
-        (16, vec![block]),
-        (8, vec![ext4]),
-        (3, vec![block, ext4]),
-        (1, vec![plain(Access::Fs(""))]),
+        (30, vec![block]),
+        (16, vec![ext4]),
+        (6, vec![block, ext4]),
+        (2, vec![plain(Access::Fs(""))]),
         (1, vec![plain(Access::Fs("xfs"))]),
         (1, vec![ext4, plain(Access::Fs("xfs"))]),
         (1, vec![plain(Access::Fs("zfs"))]),
@@ -102,16 +102,16 @@ fn uses() -> impl Strategy<Value = Vec<Use>> {
     ])
 }
 
-fn new_volume() -> impl Strategy<Value = Call> {
+fn new_volume() -> BoxedStrategy<Call> {
     let from = prop_oneof![
         6 => Just(From::Nothing),
         3 => snapshot().prop_map(From::Snapshot),
         2 => reference(&VOLUMES).prop_map(From::Volume),
     ];
-    let block_size = one(&[(10, None), (2, Some("64Ki")), (1, Some("5Ki"))]);
-    let tracking = one(&[(10, None), (1, Some(true)), (1, Some(false))]);
-    let read_ahead = one(&[(10, None), (1, Some("64")), (1, Some("3"))]);
-    let elsewhere = one(&[(20, false), (1, true)]);
+    let block_size = one(&[(30, None), (6, Some("64Ki")), (1, Some("5Ki"))]);
+    let tracking = one(&[(16, None), (1, Some(true)), (2, Some(false))]);
+    let read_ahead = one(&[(30, None), (4, Some("64")), (1, Some("3"))]);
+    let elsewhere = one(&[(40, false), (1, true)]);
     (new_name(&VOLUMES), size(), uses(), from, block_size, tracking, read_ahead, elsewhere).prop_map(
         |(name, size, uses, from, block_size, tracking, read_ahead, elsewhere)| {
             // What is made from something takes its size, most of the time.
@@ -132,6 +132,7 @@ fn new_volume() -> impl Strategy<Value = Call> {
             })
         },
     )
+    .boxed()
 }
 
 /// A volume, a place to stage it and one to publish it: its own, most of the time.
@@ -183,7 +184,7 @@ fn members() -> impl Strategy<Value = Members> {
     one(&[(5, Members::All), (1, Members::ButOne)])
 }
 
-fn controller() -> impl Strategy<Value = Call> {
+fn controller() -> BoxedStrategy<Call> {
     let volume = || reference(&VOLUMES);
     let read_only = || one(&[(6, false), (1, true)]);
     let node = || one(&[(10, Node::This), (1, Node::Another), (1, Node::Empty)]);
@@ -203,9 +204,10 @@ fn controller() -> impl Strategy<Value = Call> {
         2 => (volume(), one(&[(4, "64"), (3, "512"), (1, "3")]))
             .prop_map(|(volume, read_ahead)| Call::Modify { volume, read_ahead }),
     ]
+    .boxed()
 }
 
-fn snapshots() -> impl Strategy<Value = Call> {
+fn snapshots() -> BoxedStrategy<Call> {
     let group = || reference(&GROUPS);
     let optional = || proptest::option::weighted(0.4, reference(&VOLUMES));
     prop_oneof![
@@ -223,9 +225,10 @@ fn snapshots() -> impl Strategy<Value = Call> {
         4 => (snapshot(), snapshot(), cut())
             .prop_map(|(base, target, cut)| Call::Delta { base, target, cut }),
     ]
+    .boxed()
 }
 
-fn node() -> impl Strategy<Value = Call> {
+fn node() -> BoxedStrategy<Call> {
     let read_only = || one(&[(6, false), (1, true)]);
     let ephemeral = || {
         (name(&EPHEMERAL), one(&[(6, 0u8), (1, 1)]), one(&[(12, false), (1, true)])).prop_map(
@@ -257,9 +260,10 @@ fn node() -> impl Strategy<Value = Call> {
         2 => (at(), size(), proptest::option::weighted(0.3, asked()))
             .prop_map(|((volume, at), size, asked)| Call::NodeExpand { volume, at, size, asked }),
     ]
+    .boxed()
 }
 
-fn call() -> impl Strategy<Value = Call> {
+fn call() -> BoxedStrategy<Call> {
     let question = one(&[
         (1, Question::Probe),
         (1, Question::GetPluginInfo),
@@ -275,14 +279,11 @@ fn call() -> impl Strategy<Value = Call> {
         13 => node(),
         1 => question.prop_map(Call::Ask),
     ]
+    .boxed()
 }
 
-/// Calls that are made at once. Lists are whole there, for pages of different moments need not fit, and a
-/// place is a volume's own, for kubelet gives none to two.
-fn calls(least: usize, most: usize) -> impl Strategy<Value = Vec<Call>> {
-    prop::collection::vec(call().prop_map(apart), least..=most)
-}
-
+/// A call as it is made at once with others. A list is whole there, for pages of different moments need
+/// not fit, and a place is a volume's own, for kubelet gives none to two.
 fn apart(mut call: Call) -> Call {
     match &mut call {
         Call::ListVolumes(pages) | Call::ListSnapshots { pages, .. } if pages.most > 0 => *pages = ALL,
@@ -315,50 +316,81 @@ fn written() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn killed(most: usize) -> impl Strategy<Value = Step> {
-    (calls(1, most), one(&[(1, 0u64), (1, 1), (1, 2), (1, 4), (2, 8), (1, 16), (1, 32)]))
-        .prop_map(|(calls, after)| Step::Killed { calls, after })
+/// A call that changes something; others are dull to kill.
+fn mutating() -> impl Strategy<Value = Call> {
+    let changes = |call: &Call| {
+        !matches!(
+            call,
+            Call::Validate { .. }
+                | Call::ListVolumes(_)
+                | Call::GetVolume(_)
+                | Call::GetCapacity { .. }
+                | Call::ListSnapshots { .. }
+                | Call::GetSnapshot(_)
+                | Call::GetGroup { .. }
+                | Call::Stats { .. }
+                | Call::Allocated { .. }
+                | Call::Delta { .. }
+                | Call::Ask(_)
+        )
+    };
+    call().prop_filter("it only asks", changes).prop_map(apart)
 }
 
-/// Volumes that are there, staged and published, so that a life need not wait for luck.
-fn opening() -> impl Strategy<Value = Vec<Step>> {
-    let plain = Use { access: Access::AsMade, mode: Mode::Writer };
-    let access = || one(&[(2, Access::Block), (1, Access::Fs("ext4"))]);
-    let mode = || one(&[(2, Mode::Writer), (1, Mode::MultiWriter)]);
-    let used = (access(), mode(), 0..3usize);
-    prop::collection::vec(used, 0..3).prop_map(move |volumes| {
-        let mut steps = Vec::new();
-        for (name, (access, mode, far)) in VOLUMES.map(Name).into_iter().zip(volumes) {
-            let spot = Spot { name, number: 0 };
-            let (volume, staged, at) = (Ref::Last(name), Place::Staging(spot), Place::Target(spot));
-            let asked = Use { mode, ..plain };
-            let new = NewVolume {
-                name: NewName::Fine(name),
-                size: Size { required: 8 * MIB, limit: 0 },
-                uses: vec![Use { access, mode: Mode::Writer }],
-                from: From::Nothing,
-                block_size: None,
-                tracking: None,
-                read_ahead: None,
-                elsewhere: false,
-            };
-            let all = [
-                Call::CreateVolume(new),
-                Call::Stage { volume, at: staged, asked },
-                Call::Publish { volume, staged, at, asked, read_only: false },
-            ];
-            steps.extend(all.into_iter().take(far + 1).map(Step::One));
-        }
-        steps
-    })
+fn killed(most: usize) -> BoxedStrategy<Step> {
+    let after = one(&[(1, 0u64), (2, 300), (3, 600), (4, 1200), (4, 2400), (3, 5000), (2, 10_000), (1, 20_000)]);
+    (prop::collection::vec(mutating(), 1..=most), after)
+        .prop_map(|(calls, after)| Step::Killed { calls, after })
+        .boxed()
+}
+
+/// Volumes that are there, used and with snapshots, so that a life need not wait for luck.
+fn opening() -> BoxedStrategy<Vec<Step>> {
+    let access = one(&[(2, Access::Block), (1, Access::Fs("ext4"))]);
+    let mode = one(&[(2, Mode::Writer), (1, Mode::MultiWriter)]);
+    let volumes = prop::collection::vec((access, mode, 1..8usize), 0..=VOLUMES.len());
+    let steps = volumes.prop_map(|volumes| {
+        let named = VOLUMES.into_iter().zip(SNAPSHOTS).map(|(volume, snapshot)| (Name(volume), Name(snapshot)));
+        named.zip(volumes).flat_map(|(named, (access, mode, far))| used(named, access, mode, far)).collect()
+    });
+    steps.boxed()
+}
+
+/// The first steps of a volume's life, `far` of them.
+fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, far: usize) -> Vec<Step> {
+    let spot = Spot { name, number: 0 };
+    let (volume, staged, at) = (Ref::Last(name), Place::Staging(spot), Place::Target(spot));
+    let asked = Use { access: Access::AsMade, mode };
+    let new = NewVolume {
+        name: NewName::Fine(name),
+        size: Size { required: 8 * MIB, limit: 0 },
+        uses: vec![Use { access, mode: Mode::Writer }],
+        from: From::Nothing,
+        block_size: None,
+        tracking: None,
+        read_ahead: None,
+        elsewhere: false,
+    };
+    let taken =
+        |name| Step::One(Call::CreateSnapshot { name: NewName::Fine(name), volume, style: None });
+    let steps = [
+        Step::One(Call::CreateVolume(new)),
+        Step::One(Call::Stage { volume, at: staged, asked }),
+        Step::One(Call::Publish { volume, staged, at, asked, read_only: false }),
+        Step::Write { volume: name, block: 0, fill: 1 },
+        taken(snapshot),
+        Step::Write { volume: name, block: 15, fill: 2 },
+        taken(Name(SNAPSHOTS[SNAPSHOTS.len() - 1])),
+    ];
+    steps.into_iter().take(far).collect()
 }
 
 /// A life of one client at a time.
-pub fn alone() -> impl Strategy<Value = Vec<Step>> {
+pub fn alone() -> BoxedStrategy<Vec<Step>> {
     let step = prop_oneof![
         30 => call().prop_map(Step::One),
         6 => written(),
-        2 => killed(1),
+        3 => killed(1),
         1 => Just(Step::Restart),
         1 => Just(Step::Crash),
     ];
@@ -366,20 +398,22 @@ pub fn alone() -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// A life of several clients at once.
-pub fn together() -> impl Strategy<Value = Vec<Step>> {
+pub fn together() -> BoxedStrategy<Vec<Step>> {
     let step = prop_oneof![
         4 => call().prop_map(Step::One),
-        20 => calls(2, super::life::CLIENTS).prop_map(Step::Together),
+        20 => prop::collection::vec(call().prop_map(apart), 1..=CLIENTS).prop_map(Step::Together),
         3 => written(),
-        2 => killed(3),
+        3 => killed(3),
         1 => Just(Step::Crash),
     ];
     life(step)
 }
 
-fn life(step: impl Strategy<Value = Step>) -> impl Strategy<Value = Vec<Step>> {
-    (opening(), prop::collection::vec(step, 4..28)).prop_map(|(mut steps, more)| {
+fn life(step: impl Strategy<Value = Step> + 'static) -> BoxedStrategy<Vec<Step>> {
+    let lived = (opening(), prop::collection::vec(step, 8..40));
+    let whole = lived.prop_map(|(mut steps, more)| {
         steps.extend(more);
         steps
-    })
+    });
+    whole.boxed()
 }

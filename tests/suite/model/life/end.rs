@@ -99,6 +99,8 @@ impl Life<'_> {
 
     /// Undoes and deletes all, and looks for what stays.
     pub(super) async fn clear(&mut self) -> Result<(), String> {
+        // It tells of what no list shows: ephemeral volumes.
+        self.check(Call::GetCapacity { asked: None }).await?;
         let World { attach, volumes, ephemeral, snapshots, groups, .. } = self.worlds[0].clone();
         for (id, volume) in &volumes {
             let of = Ref::Last(volume.name);
