@@ -498,6 +498,30 @@ impl Step {
     }
 }
 
+impl Step {
+    /// The same with one call less, or one at a time instead of several.
+    pub fn plainer(&self) -> Vec<Step> {
+        let fewer = |calls: &[Call]| {
+            let without = |at| {
+                let mut calls = calls.to_vec();
+                calls.remove(at);
+                calls
+            };
+            (0..calls.len()).map(without).filter(|calls| !calls.is_empty()).collect::<Vec<_>>()
+        };
+        match self {
+            Step::Together(calls) if calls.len() == 1 => vec![Step::One(calls[0].clone())],
+            Step::Together(calls) => fewer(calls).into_iter().map(Step::Together).collect(),
+            Step::Killed { calls, after } => {
+                let fewer = fewer(calls).into_iter();
+                let killed = |calls| Step::Killed { calls, after: *after };
+                fewer.map(killed).chain([Step::Together(calls.clone())]).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
 impl Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let all = |calls: &[Call]| calls.iter().map(Call::to_string).collect::<Vec<_>>().join(" || ");

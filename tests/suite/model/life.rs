@@ -39,6 +39,32 @@ pub struct Tally {
     pub steps: usize,
 }
 
+/// The calls that lives are about; they prove nothing where one of these never succeeds.
+const NEEDED: [&str; 6] = [
+    "CreateVolume",
+    "CreateSnapshot",
+    "CreateVolumeGroupSnapshot",
+    "DeleteVolume",
+    "NodeStageVolume",
+    "NodePublishVolume",
+];
+/// So many lives meet all calls.
+const MANY: u32 = 100;
+
+impl Tally {
+    /// Fails where lives were too dull.
+    pub fn assert_reach(&self, lives: u32) {
+        let succeeded = |method: &str| self.codes.contains_key(&(method.to_owned(), "Ok".to_owned()));
+        let missed: Vec<&String> =
+            self.codes.keys().map(|(method, _)| method).filter(|method| !succeeded(method)).collect();
+        let needed = NEEDED.iter().filter(|method| !succeeded(method)).count();
+        assert!(lives < 10 || needed == 0, "{needed} calls of {NEEDED:?} never succeeded");
+        // Without --enable-attach two calls are never claimed.
+        let missed = missed.iter().filter(|method| !method.ends_with("lishVolume")).count();
+        assert!(lives < MANY || missed == 0 && self.cut > 0, "{missed} calls never succeeded: {self}");
+    }
+}
+
 impl std::fmt::Display for Tally {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Tally { codes, killed, cut, together, steps } = self;
@@ -113,9 +139,7 @@ impl<'r> Life<'r> {
         for (number, step) in steps.iter().enumerate() {
             self.tally.steps += 1;
             let outcome = self.step(step).await;
-            if self.told.len() <= number {
-                self.told.push(String::new());
-            }
+            self.told.resize(number + 1, String::new());
             outcome.map_err(|said| format!("step {}: {said}", number + 1))?;
         }
         self.look_at_all().await.map_err(|said| format!("at the end: {said}"))?;
@@ -135,11 +159,11 @@ impl<'r> Life<'r> {
             }
             Step::Restart => {
                 let status = self.rig.terminate();
+                self.rig.start_again().await;
+                self.connect().await;
                 if !status.success() {
                     return Err(format!("the driver ended with {status}"));
                 }
-                self.rig.start_again().await;
-                self.connect().await;
             }
             Step::Crash => {
                 self.rig.kill();
@@ -232,6 +256,9 @@ impl<'r> Life<'r> {
     async fn check(&mut self, call: Call) -> Result<(), String> {
         let event = self.ask(call).await;
         let said = event.asked.call.to_string();
+        if let Answer::Cut = event.answer {
+            return Err(format!("then {said}: the connection broke"));
+        }
         let explained = explain(&self.worlds, &[event], &Listed::default());
         self.worlds = explained.map_err(|reason| format!("then {said}: {reason}"))?;
         Ok(())

@@ -410,7 +410,7 @@ pub fn together() -> BoxedStrategy<Vec<Step>> {
 }
 
 fn life(step: impl Strategy<Value = Step> + 'static) -> BoxedStrategy<Vec<Step>> {
-    let lived = (opening(), prop::collection::vec(step, 8..40));
+    let lived = (opening(), prop::collection::vec(step, 1..50));
     let whole = lived.prop_map(|(mut steps, more)| {
         steps.extend(more);
         steps
