@@ -268,10 +268,12 @@ impl<'r> Life<'r> {
         let volumes = self.ask(Call::ListVolumes(ALL)).await.answer;
         let snapshots = self.ask(Call::ListSnapshots { pages: ALL, of: None, only: None }).await.answer;
         match (volumes, snapshots) {
-            (Answer::Done(Reply::Volumes(volumes)), Answer::Done(Reply::Snapshots(snapshots))) => Ok(Listed {
-                volumes: volumes.into_iter().flatten().filter_map(|entry| entry.volume).collect(),
-                snapshots: snapshots.into_iter().flatten().collect(),
-            }),
+            (Answer::Done(Reply::Volumes(volumes)), Answer::Done(Reply::Snapshots(snapshots))) => {
+                Ok(Listed {
+                    volumes: volumes.into_iter().flatten().filter_map(|entry| entry.volume).collect(),
+                    snapshots: snapshots.into_iter().flatten().collect(),
+                })
+            }
             (volumes, snapshots) => Err(format!("after the start, lists answer {volumes} and {snapshots}")),
         }
     }
@@ -281,7 +283,8 @@ impl<'r> Life<'r> {
         self.check(Call::ListVolumes(ALL)).await?;
         self.check(Call::ListSnapshots { pages: ALL, of: None, only: None }).await?;
         let seen = self.seen();
-        self.narrow(|world| world.check_kernel(&seen))
+        self.narrow(|world| world.check_kernel(&seen))?;
+        self.look_at_devices()
     }
 
     /// Keeps the worlds that something fits.

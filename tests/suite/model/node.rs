@@ -1,5 +1,6 @@
 //! The rules of the Node's calls.
 
+use deltapath::sys::{CAP_SYS_RESOURCE, has_capability};
 use tonic::Code;
 
 use super::calls::{Access, Name, Place, Size, Use};
@@ -94,7 +95,7 @@ impl World {
         };
         done(answer)?;
         volume.bytes = found;
-        (volume.staged, volume.grown) = (Some(new), true);
+        (volume.staged, volume.grown, volume.mounted_with) = (Some(new), true, volume.capacity);
         volume.haunted.remove(&at);
         Ok(())
     }
@@ -257,6 +258,14 @@ impl World {
         if volume.is_mounted() && staged.read_only {
             return refused(PRECONDITION, "the filesystem is mounted for reading");
         }
+        // A mounted ext4 grows only for a driver with CAP_SYS_RESOURCE, which a container may lack.
+        let may_be_refused = staged.kind == Kind::Fs("ext4") && volume.capacity > volume.mounted_with;
+        if may_be_refused
+            && !has_capability(CAP_SYS_RESOURCE).unwrap_or(false)
+            && let Answer::Failed(Code::FailedPrecondition, _) = answer
+        {
+            return Ok(());
+        }
         let Reply::NodeExpanded(told) = done(answer)? else { return wrong("no size in the answer") };
         if volume.is_mounted() || !volume.published.is_empty() {
             volume.grown = true;
@@ -285,9 +294,8 @@ impl World {
         if matches!(asked.access, Access::Block | Access::AsMade) {
             return refused(INVALID, "an ephemeral volume is no device");
         }
-        let occupied = self.ephemeral.iter().any(|(other, volume)| {
-            *other != handle && volume.there && volume.at == at
-        });
+        let occupied =
+            self.ephemeral.iter().any(|(other, volume)| *other != handle && volume.there && volume.at == at);
         let room = self.room();
         let read_only = read_only || asked.mode.reads_only();
         if let Some(volume) = self.ephemeral.get_mut(&handle) {

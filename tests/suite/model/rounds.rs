@@ -236,7 +236,9 @@ fn halves(world: &World, asked: &Asked) -> Vec<World> {
             next.litter.insert(*at);
             worlds.push(next.clone());
             let mut whole = world.clone();
-            if whole.publish_ephemeral(*handle, *at, *how, size, *read_only, &Answer::Done(Reply::Nothing)).is_ok()
+            if whole
+                .publish_ephemeral(*handle, *at, *how, size, *read_only, &Answer::Done(Reply::Nothing))
+                .is_ok()
                 && world.ephemeral.get(handle).is_none_or(|there| !there.there)
             {
                 let there = Ephemeral { there: false, ..whole.ephemeral[handle].clone() };

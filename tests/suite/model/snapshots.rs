@@ -137,9 +137,10 @@ impl World {
         list.iter().flatten().try_for_each(|told| self.check_snapshot(told))?;
         let mut listed: Vec<&String> = list.iter().flatten().map(|told| &told.snapshot_id).collect();
         listed.sort();
-        let want = self.snapshots.iter().filter(|(id, there)| {
-            (of.is_empty() || there.volume == of) && (only.is_empty() || *id == only)
-        });
+        let want = self
+            .snapshots
+            .iter()
+            .filter(|(id, there)| (of.is_empty() || there.volume == of) && (only.is_empty() || *id == only));
         equal("the list of snapshots", &listed, &want.map(|(id, _)| id).collect())
     }
 
@@ -205,7 +206,9 @@ impl World {
             return refused(INVALID, "the group's id is missing");
         }
         let Some(group) = self.groups.get(id) else { return refused(NOT_FOUND, "there is no such group") };
-        match named == Members::All && members.iter().collect::<BTreeSet<_>>() == group.members.iter().collect() {
+        match named == Members::All
+            && members.iter().collect::<BTreeSet<_>>() == group.members.iter().collect()
+        {
             true => Ok(()),
             false => refused(INVALID, "the list is not that of its members"),
         }
@@ -260,7 +263,9 @@ impl World {
         let want = match (&base_of.bytes, &target_of.bytes) {
             _ if base == target => Some(Vec::new()),
             (Bytes::Raw(base), Bytes::Raw(target)) => Some(target.changed_since(base, target_of.block_size)),
-            (Bytes::Fs(_, one), Bytes::Fs(_, two)) if one != two && list.bytes() == 0 && cut.offset.bytes() == 0 => {
+            (Bytes::Fs(_, one), Bytes::Fs(_, two))
+                if one != two && list.bytes() == 0 && cut.offset.bytes() == 0 =>
+            {
                 return wrong("the file changed and no block is listed");
             }
             _ => None,

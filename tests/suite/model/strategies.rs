@@ -112,8 +112,8 @@ fn new_volume() -> BoxedStrategy<Call> {
     let tracking = one(&[(16, None), (1, Some(true)), (2, Some(false))]);
     let read_ahead = one(&[(30, None), (4, Some("64")), (1, Some("3"))]);
     let elsewhere = one(&[(40, false), (1, true)]);
-    (new_name(&VOLUMES), size(), uses(), from, block_size, tracking, read_ahead, elsewhere).prop_map(
-        |(name, size, uses, from, block_size, tracking, read_ahead, elsewhere)| {
+    (new_name(&VOLUMES), size(), uses(), from, block_size, tracking, read_ahead, elsewhere)
+        .prop_map(|(name, size, uses, from, block_size, tracking, read_ahead, elsewhere)| {
             // What is made from something takes its size, most of the time.
             let size = match (&from, size.limit) {
                 (From::Nothing, _) | (_, 1..) => size,
@@ -130,9 +130,8 @@ fn new_volume() -> BoxedStrategy<Call> {
                 read_ahead,
                 elsewhere,
             })
-        },
-    )
-    .boxed()
+        })
+        .boxed()
 }
 
 /// A volume, a place to stage it and one to publish it: its own, most of the time.
@@ -338,7 +337,8 @@ fn mutating() -> impl Strategy<Value = Call> {
 }
 
 fn killed(most: usize) -> BoxedStrategy<Step> {
-    let after = one(&[(1, 0u64), (2, 300), (3, 600), (4, 1200), (4, 2400), (3, 5000), (2, 10_000), (1, 20_000)]);
+    let after =
+        one(&[(1, 0u64), (2, 300), (3, 600), (4, 1200), (4, 2400), (3, 5000), (2, 10_000), (1, 20_000)]);
     (prop::collection::vec(mutating(), 1..=most), after)
         .prop_map(|(calls, after)| Step::Killed { calls, after })
         .boxed()
@@ -350,7 +350,8 @@ fn opening() -> BoxedStrategy<Vec<Step>> {
     let mode = one(&[(2, Mode::Writer), (1, Mode::MultiWriter)]);
     let volumes = prop::collection::vec((access, mode, 1..8usize), 0..=VOLUMES.len());
     let steps = volumes.prop_map(|volumes| {
-        let named = VOLUMES.into_iter().zip(SNAPSHOTS).map(|(volume, snapshot)| (Name(volume), Name(snapshot)));
+        let named =
+            VOLUMES.into_iter().zip(SNAPSHOTS).map(|(volume, snapshot)| (Name(volume), Name(snapshot)));
         named.zip(volumes).flat_map(|(named, (access, mode, far))| used(named, access, mode, far)).collect()
     });
     steps.boxed()
@@ -371,8 +372,7 @@ fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, far: usize) 
         read_ahead: None,
         elsewhere: false,
     };
-    let taken =
-        |name| Step::One(Call::CreateSnapshot { name: NewName::Fine(name), volume, style: None });
+    let taken = |name| Step::One(Call::CreateSnapshot { name: NewName::Fine(name), volume, style: None });
     let steps = [
         Step::One(Call::CreateVolume(new)),
         Step::One(Call::Stage { volume, at: staged, asked }),

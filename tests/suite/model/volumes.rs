@@ -85,10 +85,11 @@ impl World {
         let Some(volume) = self.volumes.get(id) else { return wrong(format!("{id} is not there")) };
         equal("volume_id", &told.volume_id.as_str(), &id)?;
         equal("capacity_bytes", &told.capacity_bytes, &(volume.capacity as i64))?;
-        let source = told.content_source.clone().and_then(|source| source.r#type).map(|source| match source {
-            Type::Snapshot(source) => Source::Snapshot(source.snapshot_id),
-            Type::Volume(source) => Source::Volume(source.volume_id),
-        });
+        let source =
+            told.content_source.clone().and_then(|source| source.r#type).map(|source| match source {
+                Type::Snapshot(source) => Source::Snapshot(source.snapshot_id),
+                Type::Volume(source) => Source::Volume(source.volume_id),
+            });
         equal("content_source", &source, &volume.source)?;
         equal("accessible_topology", &told.accessible_topology.len(), &1)
     }
@@ -152,9 +153,8 @@ impl World {
                 && access.iter().all(|kind| existing.access.contains(kind))
                 && existing.source == source;
             let plain = existing.source.is_none();
-            let same_size = block_size.map_or(!plain || existing.block_size == BLOCK, |size| {
-                existing.block_size == size
-            });
+            let same_size =
+                block_size.map_or(!plain || existing.block_size == BLOCK, |size| existing.block_size == size);
             let same_tracking =
                 new.tracking.map_or(!plain || existing.tracking, |tracking| existing.tracking == tracking);
             if !(fits && same_size && same_tracking) {
@@ -171,9 +171,9 @@ impl World {
             origin.as_ref().map_or((None, None), |(_, size, block, ..)| (Some(*size), Some(*block)));
         let block_size = block_size.or(block_of).unwrap_or(BLOCK);
         let wanted = match (required, size_of) {
-            (0, None) => limit.map_or(DEFAULT_SIZE, |limit| {
-                DEFAULT_SIZE.min(limit / block_size * block_size)
-            }),
+            (0, None) => {
+                limit.map_or(DEFAULT_SIZE, |limit| DEFAULT_SIZE.min(limit / block_size * block_size))
+            }
             (required, _) => required,
         };
         let capacity = rounded(wanted.max(size_of.unwrap_or(least(&access))), block_size, limit)?;
@@ -201,6 +201,7 @@ impl World {
             published: Vec::new(),
             haunted: Default::default(),
             grown: true,
+            mounted_with: capacity,
             bytes,
         };
         self.volumes.insert(told.volume_id.clone(), volume);

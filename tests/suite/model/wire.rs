@@ -119,7 +119,8 @@ async fn create_volume(client: &mut Client, names: &Names, new: &NewVolume) -> M
     if new.elsewhere {
         let segments = [("topology.deltapath.csi.dev/node".to_owned(), "node-2".to_owned())].into();
         let requisite = vec![proto::Topology { segments }];
-        request.accessibility_requirements = Some(proto::TopologyRequirement { requisite, preferred: vec![] });
+        request.accessibility_requirements =
+            Some(proto::TopologyRequirement { requisite, preferred: vec![] });
     }
     let made = client.controller.create_volume(request).await?.into_inner();
     Ok(made.volume.map_or(Reply::Nothing, Reply::Volume))

@@ -101,6 +101,8 @@ pub struct Volume {
     pub haunted: BTreeSet<Place>,
     /// Whether the device is as large as the volume for sure.
     pub grown: bool,
+    /// Its size when its filesystem was mounted.
+    pub mounted_with: u64,
     pub bytes: Bytes,
 }
 
@@ -297,8 +299,7 @@ impl World {
         let first = all.len().saturating_sub(self.retain);
         let first = all.get(first).copied().unwrap_or(u64::MAX);
         self.retained.retain(|_, kept| {
-            !of(kept)
-                || (kept.sequence >= first && kept.tracking && (lives || newest > kept.sequence))
+            !of(kept) || (kept.sequence >= first && kept.tracking && (lives || newest > kept.sequence))
         });
     }
 

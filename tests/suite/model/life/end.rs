@@ -8,7 +8,9 @@ use deltapath::sys::blockdev;
 use deltapath::sys::loopdev::LoopDevice;
 
 use super::{BLOCK, Call, Duration, Instant, Life, MARK, Name, Path, Place, World, blocks};
-use crate::model::calls::{Access, Cut, From, Members, Mode, NewName, NewVolume, Node, Offset, Ref, Size, Use};
+use crate::model::calls::{
+    Access, Cut, From, Members, Mode, NewName, NewVolume, Node, Offset, Ref, Size, Use,
+};
 use crate::model::world::{Bytes, Snapshot, Volume};
 use crate::support::content::{Content, block_bytes};
 use crate::support::names;
@@ -55,6 +57,17 @@ impl Life<'_> {
         found
     }
 
+    /// Holds the devices against the worlds.
+    pub(super) fn look_at_devices(&mut self) -> Result<(), String> {
+        let pool = self.rig.pool_dir().join("volumes");
+        self.narrow(|world| {
+            world.volumes.iter().try_for_each(|(id, volume)| {
+                check_device(volume, &pool.join(id).join("bytes/data.img"))
+                    .map_err(|said| format!("volume {}: {said}", volume.name))
+            })
+        })
+    }
+
     fn look_at_volumes(&mut self) -> Result<(), String> {
         let pool = self.rig.pool_dir().join("volumes");
         let names = self.names.clone();
@@ -65,7 +78,6 @@ impl Life<'_> {
                 let targets: Vec<String> = volume.published.iter().map(|there| shown(&there.at)).collect();
                 let staged = volume.staged.as_ref().map(|staged| shown(&staged.at));
                 check_bytes(volume, &data, targets.first(), staged.as_ref())
-                    .and_then(|()| check_device(volume, &data))
                     .map_err(|said| format!("volume {}: {said}", volume.name))?;
             }
             Ok(())
@@ -194,7 +206,8 @@ fn compare(path: &Path, content: &Content, capacity: u64) -> Result<(), String> 
     let file = File::open(path).map_err(|error| format!("open {}: {error}", path.display()))?;
     let mut found = vec![0; BLOCK as usize];
     for block in blocks(content, capacity) {
-        file.read_exact_at(&mut found, block * BLOCK).map_err(|error| format!("read block {block}: {error}"))?;
+        file.read_exact_at(&mut found, block * BLOCK)
+            .map_err(|error| format!("read block {block}: {error}"))?;
         let fill = content.blocks.get(&block).copied().unwrap_or(0);
         if found != block_bytes(block, fill) {
             return Err(format!("block {block} begins with {:?}, want fill {fill}", &found[..9]));
