@@ -37,9 +37,10 @@ use crate::support::{PoolKind, have_root};
 
 /// Deleted snapshots of a volume that deltas are told from.
 const RETAINED: usize = 2;
-/// Lives of each kind; `DELTAPATH_MODEL_CASES` asks for more.
+
+/// Lives of each kind, with and without `--enable-attach`; `DELTAPATH_MODEL_CASES` asks for more.
 fn cases() -> u32 {
-    std::env::var("DELTAPATH_MODEL_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(20)
+    std::env::var("DELTAPATH_MODEL_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(15)
 }
 
 fn lives(pool: PoolKind, strategy: impl Strategy<Value = Vec<Step>>, flags: [bool; 2]) {

@@ -40,7 +40,7 @@ impl World {
     }
 
     /// The volume of an undoing call; `None` where it is gone, and the call has nothing to do.
-    fn to_undo(&mut self, id: &str, at: Place) -> Rule<Option<&mut Volume>> {
+    fn undone(&mut self, id: &str, at: Place) -> Rule<Option<&mut Volume>> {
         if !id.is_empty() && at != Place::Empty && !self.volumes.contains_key(id) {
             return match self.is_occupied(at, id) {
                 true => refused(NOT_FOUND, "there is no such volume, and something is mounted there"),
@@ -101,7 +101,7 @@ impl World {
     }
 
     pub fn unstage(&mut self, id: &str, at: Place, answer: &Answer) -> Rule {
-        let Some(volume) = self.to_undo(id, at)? else { return done(answer).map(drop) };
+        let Some(volume) = self.undone(id, at)? else { return done(answer).map(drop) };
         if !volume.published.is_empty() {
             return refused(PRECONDITION, "the volume is published");
         }
@@ -181,7 +181,7 @@ impl World {
     }
 
     pub fn unpublish(&mut self, id: &str, at: Place, answer: &Answer) -> Rule {
-        let Some(volume) = self.to_undo(id, at)? else { return done(answer).map(drop) };
+        let Some(volume) = self.undone(id, at)? else { return done(answer).map(drop) };
         done(answer)?;
         let was = volume.published_at(at).is_some();
         volume.published.retain(|published| published.at != at);
@@ -334,7 +334,7 @@ impl World {
         }
         let occupied = self.ephemeral.values().any(|other| other.there && other.at == at);
         match self.ephemeral.get(&handle) {
-            None if occupied => return refused(NOT_FOUND, "there is no such volume, and another is there"),
+            None if occupied => refused(NOT_FOUND, "there is no such volume, and another is there"),
             None => done(answer).map(drop),
             Some(volume) if volume.at != at => done(answer).map(drop),
             Some(_) => {
