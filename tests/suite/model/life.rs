@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use deltapath::client::Client;
 use deltapath::sys::mount;
+use tonic::Code;
 
 use super::calls::{Call, Name, Pages, Place, Spot, Step};
 use super::names::{Asked, Names};
@@ -100,6 +101,25 @@ struct Seen {
     left: BTreeMap<Place, bool>,
 }
 
+/// How long the kernel may take to let go of a device.
+const LETTING_GO: Duration = Duration::from_secs(60);
+
+/// Makes a call. A filesystem that was unmounted lives on while another mount namespace has a copy of the mount, as
+/// the containers of other tests do for a moment; its volume is in use until then, so the call is made again.
+async fn make_patiently(client: &mut Client, asked: &Asked) -> Answer {
+    let deadline = Instant::now() + LETTING_GO;
+    loop {
+        match make(client, asked).await {
+            Answer::Failed(Code::FailedPrecondition, said)
+                if said.contains("in use through") && Instant::now() < deadline =>
+            {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
 /// Every place there is.
 pub fn places() -> Vec<Place> {
     let names = VOLUMES.iter().chain(&EPHEMERAL).map(|name| Name(*name));
@@ -183,7 +203,7 @@ impl<'r> Life<'r> {
             let asked = Asked { call: call.clone(), names: self.names.clone() };
             let mut client = client.clone();
             running.push(tokio::spawn(async move {
-                let answer = make(&mut client, &asked).await;
+                let answer = make_patiently(&mut client, &asked).await;
                 Event { asked, answer }
             }));
         }
@@ -248,7 +268,7 @@ impl<'r> Life<'r> {
 
     async fn ask(&mut self, call: Call) -> Event {
         let asked = Asked { call, names: self.names.clone() };
-        let answer = make(&mut self.clients[0], &asked).await;
+        let answer = make_patiently(&mut self.clients[0], &asked).await;
         Event { asked, answer }
     }
 
@@ -284,7 +304,7 @@ impl<'r> Life<'r> {
         self.check(Call::ListSnapshots { pages: ALL, of: None, only: None }).await?;
         let seen = self.seen();
         self.narrow(|world| world.check_kernel(&seen))?;
-        self.look_at_devices()
+        self.look_at_devices().await
     }
 
     /// Keeps the worlds that something fits.

@@ -115,11 +115,11 @@ impl Stage {
     }
 }
 
-/// Ends a driver whose state nobody knows. Somebody may look at its devices just now, as `blkid` of another
-/// test does: then it takes another look.
+/// Ends a driver whose state nobody knows. Others may hold its devices for a moment: then it takes another
+/// look.
 fn put_away(mut rig: Rig) {
     rig.kill();
-    for _ in 0..100 {
+    for _ in 0..600 {
         if sweep(rig.dir.path()).is_ok_and(|left| left.is_empty()) {
             break;
         }

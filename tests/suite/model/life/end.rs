@@ -7,7 +7,7 @@ use deltapath::csi::proto;
 use deltapath::sys::blockdev;
 use deltapath::sys::loopdev::LoopDevice;
 
-use super::{BLOCK, Call, Duration, Instant, Life, MARK, Name, Path, Place, World, blocks};
+use super::{BLOCK, Call, Duration, Instant, LETTING_GO, Life, MARK, Name, Path, Place, World, blocks};
 use crate::model::calls::{
     Access, Cut, From, Members, Mode, NewName, NewVolume, Node, Offset, Ref, Size, Use,
 };
@@ -58,14 +58,19 @@ impl Life<'_> {
     }
 
     /// Holds the devices against the worlds.
-    pub(super) fn look_at_devices(&mut self) -> Result<(), String> {
+    pub(super) async fn look_at_devices(&mut self) -> Result<(), String> {
         let pool = self.rig.pool_dir().join("volumes");
-        self.narrow(|world| {
+        let fits = |world: &mut World| {
             world.volumes.iter().try_for_each(|(id, volume)| {
                 check_device(volume, &pool.join(id).join("bytes/data.img"))
                     .map_err(|said| format!("volume {}: {said}", volume.name))
             })
-        })
+        };
+        let deadline = Instant::now() + LETTING_GO;
+        while Instant::now() < deadline && self.worlds.iter_mut().all(|world| fits(world).is_err()) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        self.narrow(fits)
     }
 
     fn look_at_volumes(&mut self) -> Result<(), String> {
