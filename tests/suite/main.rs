@@ -25,6 +25,7 @@ mod hostile;
 mod lists;
 mod manifests;
 mod metadata;
+mod model;
 mod node;
 mod property;
 mod reboot;

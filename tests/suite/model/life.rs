@@ -1,0 +1,415 @@
+//! Living a life: each step is done to a real driver, what came of it is held against the worlds, and
+//! so are the lists and the kernel.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use deltapath::client::Client;
+use deltapath::sys::mount;
+use tonic::Code;
+
+use super::calls::{Call, Name, Pages, Place, Spot, Step};
+use super::names::{Asked, Names};
+use super::rounds::{Event, Listed, explain};
+use super::wire::{Answer, Reply, make};
+use super::world::{Bytes, MARK, World};
+use crate::support::content::Content;
+use crate::support::{BLOCK, Rig};
+
+/// Names of volumes, ephemeral ones last.
+pub const VOLUMES: [char; 3] = ['a', 'b', 'c'];
+pub const EPHEMERAL: [char; 2] = ['x', 'y'];
+/// Clients; a step has no more calls at once.
+pub const CLIENTS: usize = 4;
+/// Places of each name.
+pub const SPOTS: u8 = 3;
+/// Blocks that are written at once.
+const COUNT: u64 = 3;
+
+pub const ALL: Pages = Pages { most: 0, bad_token: false };
+
+/// How often each call ended in each way, over many lives.
+#[derive(Default)]
+pub struct Tally {
+    pub codes: BTreeMap<(String, String), usize>,
+    pub killed: usize,
+    pub cut: usize,
+    pub together: usize,
+    pub steps: usize,
+}
+
+/// The calls that lives are about; they prove nothing where one of these never succeeds.
+const NEEDED: [&str; 6] = [
+    "CreateVolume",
+    "CreateSnapshot",
+    "CreateVolumeGroupSnapshot",
+    "DeleteVolume",
+    "NodeStageVolume",
+    "NodePublishVolume",
+];
+/// So many lives meet all calls.
+const MANY: u32 = 100;
+
+impl Tally {
+    /// Fails where lives were too dull.
+    pub fn assert_reach(&self, lives: u32) {
+        let succeeded = |method: &str| self.codes.contains_key(&(method.to_owned(), "Ok".to_owned()));
+        let missed: Vec<&String> =
+            self.codes.keys().map(|(method, _)| method).filter(|method| !succeeded(method)).collect();
+        let needed = NEEDED.iter().filter(|method| !succeeded(method)).count();
+        assert!(lives < 10 || needed == 0, "{needed} calls of {NEEDED:?} never succeeded");
+        // Without --enable-attach two calls are never claimed.
+        let missed = missed.iter().filter(|method| !method.ends_with("lishVolume")).count();
+        assert!(lives < MANY || missed == 0 && self.cut > 0, "{missed} calls never succeeded: {self}");
+    }
+}
+
+impl std::fmt::Display for Tally {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Tally { codes, killed, cut, together, steps } = self;
+        let calls: usize = codes.values().sum();
+        writeln!(f, "{steps} steps, {calls} calls, {together} rounds, {cut} of {killed} kills cut a call")?;
+        let mut method = "";
+        for ((of, code), count) in codes {
+            if of != method {
+                write!(f, "{}  {of}:", if method.is_empty() { "" } else { "\n" })?;
+                method = of;
+            }
+            write!(f, " {code} {count}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A driver with clients, and what it may hold.
+pub struct Life<'r> {
+    pub rig: &'r mut Rig,
+    pub tally: &'r mut Tally,
+    pub worlds: Vec<World>,
+    pub names: Arc<Names>,
+    clients: Vec<Client>,
+    /// The answers so far.
+    pub told: Vec<String>,
+}
+
+/// What the kernel shows below kubelet's directory.
+struct Seen {
+    mounted: Vec<Place>,
+    /// Targets at which something lies and nothing is mounted; whether it is a directory.
+    left: BTreeMap<Place, bool>,
+}
+
+/// How long the kernel may take to let go of a device.
+const LETTING_GO: Duration = Duration::from_secs(60);
+
+/// Makes a call. A filesystem that was unmounted lives on while another mount namespace has a copy of the mount, as
+/// the containers of other tests do for a moment; its volume is in use until then, so the call is made again.
+async fn make_patiently(client: &mut Client, asked: &Asked) -> Answer {
+    let deadline = Instant::now() + LETTING_GO;
+    loop {
+        match make(client, asked).await {
+            Answer::Failed(Code::FailedPrecondition, said)
+                if said.contains("in use through") && Instant::now() < deadline =>
+            {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Every place there is.
+pub fn places() -> Vec<Place> {
+    let names = VOLUMES.iter().chain(&EPHEMERAL).map(|name| Name(*name));
+    let spots = names.flat_map(|name| (0..SPOTS).map(move |number| Spot { name, number }));
+    spots.flat_map(|spot| [Place::Staging(spot), Place::Target(spot)]).collect()
+}
+
+impl<'r> Life<'r> {
+    /// Begins with an empty driver that may promise `promise` bytes.
+    pub async fn begin(rig: &'r mut Rig, tally: &'r mut Tally, world: World) -> Self {
+        let names = Names { dir: rig.kubelet(), ..Names::default() };
+        for place in places().into_iter().filter(|place| matches!(place, Place::Staging(_))) {
+            std::fs::create_dir_all(names.path(place)).expect("make a staging directory");
+        }
+        let mut life = Life {
+            rig,
+            tally,
+            worlds: vec![world],
+            names: Arc::new(names),
+            clients: Vec::new(),
+            told: Vec::new(),
+        };
+        life.connect().await;
+        life
+    }
+
+    async fn connect(&mut self) {
+        self.clients.clear();
+        for _ in 0..CLIENTS {
+            let client = Client::connect(&self.rig.socket(), Duration::ZERO).await.expect("connect");
+            self.clients.push(client);
+        }
+    }
+
+    /// Lives all steps, and ends: everything is looked at, and goes.
+    pub async fn live(&mut self, steps: &[Step]) -> Result<(), String> {
+        for (number, step) in steps.iter().enumerate() {
+            self.tally.steps += 1;
+            let outcome = self.step(step).await;
+            self.told.resize(number + 1, String::new());
+            outcome.map_err(|said| format!("step {}: {said}", number + 1))?;
+        }
+        self.look_at_all().await.map_err(|said| format!("at the end: {said}"))?;
+        self.clear().await.map_err(|said| format!("while all is deleted: {said}"))
+    }
+
+    async fn step(&mut self, step: &Step) -> Result<(), String> {
+        match step {
+            Step::One(_) => self.round(step.calls(), None).await?,
+            Step::Together(calls) => {
+                self.tally.together += 1;
+                self.round(calls, None).await?;
+            }
+            Step::Killed { calls, after } => {
+                self.tally.killed += 1;
+                self.round(calls, Some(Duration::from_micros(*after))).await?;
+            }
+            Step::Restart => {
+                let status = self.rig.terminate();
+                self.rig.start_again().await;
+                self.connect().await;
+                if !status.success() {
+                    return Err(format!("the driver ended with {status}"));
+                }
+            }
+            Step::Crash => {
+                self.rig.kill();
+                self.rig.start_again().await;
+                self.connect().await;
+            }
+            Step::Write { volume, block, fill } => self.write(*volume, *block, Some(*fill)),
+            Step::Discard { volume, block } => self.write(*volume, *block, None),
+        }
+        self.look().await
+    }
+
+    /// Makes calls at once, and kills the driver on the way, if that is asked for.
+    async fn round(&mut self, calls: &[Call], kill: Option<Duration>) -> Result<(), String> {
+        let mut running = Vec::new();
+        for (call, client) in calls.iter().zip(&self.clients) {
+            let asked = Asked { call: call.clone(), names: self.names.clone() };
+            let mut client = client.clone();
+            running.push(tokio::spawn(async move {
+                let answer = make_patiently(&mut client, &asked).await;
+                Event { asked, answer }
+            }));
+        }
+        if let Some(after) = kill {
+            tokio::time::sleep(after).await;
+            self.rig.kill();
+        }
+        let mut events = Vec::new();
+        for call in running {
+            events.push(call.await.expect("a call"));
+        }
+        for Event { asked, answer } in &events {
+            let code = match answer {
+                Answer::Done(_) => "Ok".to_owned(),
+                Answer::Failed(code, _) => format!("{code:?}"),
+                Answer::Cut => "cut".to_owned(),
+            };
+            *self.tally.codes.entry((asked.call.method(), code)).or_default() += 1;
+        }
+        let answers: Vec<String> = events.iter().map(|event| event.answer.to_string()).collect();
+        self.told.push(answers.join(" || "));
+        let mut listed = Listed::default();
+        if kill.is_some() {
+            self.tally.cut += usize::from(events.iter().any(|event| matches!(event.answer, Answer::Cut)));
+            self.rig.start_again().await;
+            self.connect().await;
+            listed = self.list().await?;
+        } else if events.iter().any(|event| matches!(event.answer, Answer::Cut)) {
+            return Err("the connection broke, and nobody had killed the driver".into());
+        }
+        self.worlds = explain(&self.worlds, &events, &listed)?;
+        self.learn();
+        Ok(())
+    }
+
+    /// Learns the ids of what is there.
+    fn learn(&mut self) {
+        let mut names = Names::clone(&self.names);
+        for world in &self.worlds {
+            for (id, volume) in &world.volumes {
+                let given = names.volumes.entry(volume.name).or_default();
+                if given.iter().all(|(other, _)| other != id) {
+                    given.push((id.clone(), volume.access.clone()));
+                }
+            }
+            for (id, snapshot) in &world.snapshots {
+                let Some(name) = snapshot.name else { continue };
+                let given = names.snapshots.entry(name).or_default();
+                if !given.contains(id) {
+                    given.push(id.clone());
+                }
+            }
+            for (id, group) in &world.groups {
+                let given = names.groups.entry(group.name).or_default();
+                if given.iter().all(|(other, _)| other != id) {
+                    given.push((id.clone(), group.members.iter().cloned().collect()));
+                }
+            }
+        }
+        self.names = Arc::new(names);
+    }
+
+    async fn ask(&mut self, call: Call) -> Event {
+        let asked = Asked { call, names: self.names.clone() };
+        let answer = make_patiently(&mut self.clients[0], &asked).await;
+        Event { asked, answer }
+    }
+
+    /// Makes a call that is no step, and holds its answer against the worlds.
+    async fn check(&mut self, call: Call) -> Result<(), String> {
+        let event = self.ask(call).await;
+        let said = event.asked.call.to_string();
+        if let Answer::Cut = event.answer {
+            return Err(format!("then {said}: the connection broke"));
+        }
+        let explained = explain(&self.worlds, &[event], &Listed::default());
+        self.worlds = explained.map_err(|reason| format!("then {said}: {reason}"))?;
+        Ok(())
+    }
+
+    async fn list(&mut self) -> Result<Listed, String> {
+        let volumes = self.ask(Call::ListVolumes(ALL)).await.answer;
+        let snapshots = self.ask(Call::ListSnapshots { pages: ALL, of: None, only: None }).await.answer;
+        match (volumes, snapshots) {
+            (Answer::Done(Reply::Volumes(volumes)), Answer::Done(Reply::Snapshots(snapshots))) => {
+                Ok(Listed {
+                    volumes: volumes.into_iter().flatten().filter_map(|entry| entry.volume).collect(),
+                    snapshots: snapshots.into_iter().flatten().collect(),
+                })
+            }
+            (volumes, snapshots) => Err(format!("after the start, lists answer {volumes} and {snapshots}")),
+        }
+    }
+
+    /// Holds the lists and the kernel against the worlds.
+    async fn look(&mut self) -> Result<(), String> {
+        self.check(Call::ListVolumes(ALL)).await?;
+        self.check(Call::ListSnapshots { pages: ALL, of: None, only: None }).await?;
+        let seen = self.seen();
+        self.narrow(|world| world.check_kernel(&seen))?;
+        self.look_at_devices().await
+    }
+
+    /// Keeps the worlds that something fits.
+    fn narrow(&mut self, fits: impl Fn(&mut World) -> Result<(), String>) -> Result<(), String> {
+        let mut reason = String::new();
+        self.worlds.retain_mut(|world| match fits(world) {
+            Ok(()) => true,
+            Err(said) => {
+                reason = said;
+                false
+            }
+        });
+        if self.worlds.is_empty() { Err(reason) } else { Ok(()) }
+    }
+
+    fn seen(&self) -> Seen {
+        let places: BTreeMap<String, Place> =
+            places().into_iter().map(|place| (self.names.path(place), place)).collect();
+        let mounts = mount::mounts().expect("mounts");
+        let shown = mounts.iter().filter_map(|mount| places.get(&mount.mount_point.display().to_string()));
+        let mut mounted: Vec<Place> = shown.copied().collect();
+        mounted.sort();
+        let mut left = BTreeMap::new();
+        for (path, place) in places {
+            if matches!(place, Place::Target(_))
+                && !mounted.contains(&place)
+                && let Ok(meta) = std::fs::symlink_metadata(path)
+            {
+                left.insert(place, meta.is_dir());
+            }
+        }
+        Seen { mounted, left }
+    }
+
+    /// Writes or discards blocks, or writes a file, where the volume is published for writing in every
+    /// world.
+    fn write(&mut self, name: Name, block: u64, fill: Option<u8>) {
+        let there = |world: &World| {
+            let (id, volume) = world.volumes.iter().find(|(_, volume)| volume.name == name)?;
+            let published = volume.published.iter().find(|published| !published.read_only)?;
+            Some((id.clone(), published.at, volume.capacity, volume.bytes.clone()))
+        };
+        let Some((id, at, capacity, bytes)) = there(&self.worlds[0]) else { return };
+        let same = Some((id.clone(), at, capacity, bytes.clone()));
+        if self.worlds.iter().any(|world| there(world) != same) {
+            return;
+        }
+        let path = self.names.path(at);
+        let path = Path::new(&path);
+        let kind = self.worlds[0].volumes[&id].staged.as_ref().map(|staged| staged.kind);
+        let bytes = match (bytes, fill, kind) {
+            (Bytes::Raw(mut content), fill, Some(super::names::Kind::Block)) => {
+                if (block + COUNT) * BLOCK > capacity {
+                    return;
+                }
+                match fill {
+                    Some(fill) => content.write(path, block, COUNT, fill),
+                    None => content.discard(path, block, COUNT),
+                }
+                Bytes::Raw(content)
+            }
+            (Bytes::Fs(kind, _), Some(fill), Some(super::names::Kind::Fs(_))) => {
+                std::fs::write(path.join(MARK), [fill]).expect("write a file");
+                Bytes::Fs(kind, Some(fill))
+            }
+            _ => return,
+        };
+        for world in &mut self.worlds {
+            world.volumes.get_mut(&id).expect("it is the same in all").bytes = bytes.clone();
+        }
+    }
+}
+
+impl World {
+    /// What is mounted must be, and nothing lies at a target that no kill explains.
+    fn check_kernel(&mut self, seen: &Seen) -> Result<(), String> {
+        let mut want: Vec<Place> = Vec::new();
+        for volume in self.volumes.values() {
+            want.extend(volume.staged.iter().filter(|_| volume.is_mounted()).map(|staged| staged.at));
+            want.extend(volume.published.iter().map(|published| published.at));
+        }
+        want.extend(self.ephemeral.values().filter(|volume| volume.there).map(|volume| volume.at));
+        want.sort();
+        let shown = |places: &[Place]| places.iter().map(Place::to_string).collect::<Vec<_>>().join(", ");
+        if seen.mounted != want {
+            return Err(format!("mounted are [{}], want [{}]", shown(&seen.mounted), shown(&want)));
+        }
+        if let Some((place, _)) = seen.left.iter().find(|(place, _)| !self.litter.contains(place)) {
+            return Err(format!("something is left at {place}"));
+        }
+        self.litter.retain(|place| seen.left.contains_key(place));
+        self.left = seen.left.clone();
+        Ok(())
+    }
+}
+
+/// The blocks that a life writes to, and their neighbours.
+fn blocks(content: &Content, capacity: u64) -> Vec<u64> {
+    let around = |block: &u64| block.saturating_sub(1)..block + 2;
+    let mut blocks: Vec<u64> = content.blocks.keys().flat_map(around).chain(0..20).collect();
+    blocks.extend([capacity / BLOCK - 1]);
+    blocks.retain(|block| (block + 1) * BLOCK <= capacity);
+    blocks.sort_unstable();
+    blocks.dedup();
+    blocks
+}
+
+mod end;

@@ -1,0 +1,248 @@
+//! The end of a life: every byte is looked at, then everything is deleted and nothing may be left.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use deltapath::csi::proto;
+use deltapath::sys::blockdev;
+use deltapath::sys::loopdev::LoopDevice;
+
+use super::{BLOCK, Call, Duration, Instant, LETTING_GO, Life, MARK, Name, Path, Place, World, blocks};
+use crate::model::calls::{
+    Access, Cut, From, Members, Mode, NewName, NewVolume, Node, Offset, Ref, Size, Use,
+};
+use crate::model::world::{Bytes, Snapshot, Volume};
+use crate::support::content::{Content, block_bytes};
+use crate::support::names;
+
+/// The name of what is restored at the end.
+const RESTORED: Name = Name('z');
+const WHOLE: Cut = Cut { offset: Offset::At(0), most: 0 };
+
+impl Life<'_> {
+    /// Asks for every stream, looks at every volume, and restores from every snapshot.
+    pub(super) async fn look_at_all(&mut self) -> Result<(), String> {
+        let snapshots: Vec<Ref> = self.snapshots().into_iter().map(|(of, _)| of).collect();
+        for target in &snapshots {
+            self.check(Call::Allocated { snapshot: *target, cut: WHOLE }).await?;
+            for base in &snapshots {
+                self.check(Call::Delta { base: *base, target: *target, cut: WHOLE }).await?;
+            }
+        }
+        self.look_at_volumes()?;
+        for (of, snapshot) in self.snapshots() {
+            self.restore(of, &snapshot).await?;
+        }
+        self.look().await
+    }
+
+    /// The snapshots that are there by some name.
+    fn snapshots(&self) -> Vec<(Ref, Snapshot)> {
+        let world = &self.worlds[0];
+        let mut found = Vec::new();
+        for (id, snapshot) in &world.snapshots {
+            let of = match (&snapshot.group, snapshot.name) {
+                (None, Some(name)) => Ref::Last(name),
+                (Some(group), _) => {
+                    let name = world.groups[group].name;
+                    let place = self.names.group(&Ref::Last(name)).1.iter().position(|member| member == id);
+                    Ref::Member(name, place.unwrap_or(0))
+                }
+                _ => continue,
+            };
+            if self.names.snapshot(&of) == *id {
+                found.push((of, snapshot.clone()));
+            }
+        }
+        found
+    }
+
+    /// Holds the devices against the worlds.
+    pub(super) async fn look_at_devices(&mut self) -> Result<(), String> {
+        let pool = self.rig.pool_dir().join("volumes");
+        let fits = |world: &mut World| {
+            world.volumes.iter().try_for_each(|(id, volume)| {
+                check_device(volume, &pool.join(id).join("bytes/data.img"))
+                    .map_err(|said| format!("volume {}: {said}", volume.name))
+            })
+        };
+        let deadline = Instant::now() + LETTING_GO;
+        while Instant::now() < deadline && self.worlds.iter_mut().all(|world| fits(world).is_err()) {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        self.narrow(fits)
+    }
+
+    fn look_at_volumes(&mut self) -> Result<(), String> {
+        let pool = self.rig.pool_dir().join("volumes");
+        let names = self.names.clone();
+        self.narrow(|world| {
+            for (id, volume) in &world.volumes {
+                let data = pool.join(id).join("bytes/data.img");
+                let shown = |place: &Place| names.path(*place);
+                let targets: Vec<String> = volume.published.iter().map(|there| shown(&there.at)).collect();
+                let staged = volume.staged.as_ref().map(|staged| shown(&staged.at));
+                check_bytes(volume, &data, targets.first(), staged.as_ref())
+                    .map_err(|said| format!("volume {}: {said}", volume.name))?;
+            }
+            Ok(())
+        })
+    }
+
+    /// A volume made from a snapshot holds what the snapshot holds.
+    async fn restore(&mut self, of: Ref, snapshot: &Snapshot) -> Result<(), String> {
+        let Bytes::Raw(content) = &snapshot.bytes else { return Ok(()) };
+        if self.worlds[0].room() < snapshot.capacity {
+            return Ok(());
+        }
+        let new = NewVolume {
+            name: NewName::Fine(RESTORED),
+            size: Size { required: 0, limit: 0 },
+            uses: vec![Use { access: Access::Block, mode: Mode::Writer }],
+            from: From::Snapshot(of),
+            block_size: None,
+            tracking: None,
+            read_ahead: None,
+            elsewhere: false,
+        };
+        self.check(Call::CreateVolume(new)).await?;
+        self.learn();
+        let id = self.names.volume(&Ref::Last(RESTORED));
+        let data = self.rig.pool_dir().join("volumes").join(&id).join("bytes/data.img");
+        compare(&data, content, snapshot.capacity)
+            .map_err(|said| format!("a volume restored from snapshot {of}: {said}"))?;
+        self.check(Call::DeleteVolume(Ref::Last(RESTORED))).await
+    }
+
+    /// Undoes and deletes all, and looks for what stays.
+    pub(super) async fn clear(&mut self) -> Result<(), String> {
+        // It tells of what no list shows: ephemeral volumes.
+        self.check(Call::GetCapacity { asked: None }).await?;
+        let World { attach, volumes, ephemeral, snapshots, groups, .. } = self.worlds[0].clone();
+        for (id, volume) in &volumes {
+            let of = Ref::Last(volume.name);
+            if self.names.volume(&of) != *id {
+                return Err(format!("volume {} is not the last of its name", volume.name));
+            }
+            let haunted = volume.haunted.iter().copied();
+            let places: Vec<Place> =
+                haunted.chain(volume.published.iter().map(|published| published.at)).collect();
+            for at in places.iter().copied().filter(|at| matches!(at, Place::Target(_))) {
+                self.check(Call::Unpublish { volume: of, at }).await?;
+            }
+            let staged = volume.staged.iter().map(|staged| staged.at);
+            for at in places.iter().copied().chain(staged).filter(|at| matches!(at, Place::Staging(_))) {
+                self.check(Call::Unstage { volume: of, at }).await?;
+            }
+            if attach {
+                self.check(Call::ControllerUnpublish { volume: of, node: Node::Empty }).await?;
+            }
+            self.check(Call::DeleteVolume(of)).await?;
+        }
+        for (handle, volume) in ephemeral {
+            self.check(Call::UnpublishEphemeral { handle, at: volume.at }).await?;
+        }
+        for group in groups.values() {
+            let call = Call::DeleteGroup { group: Ref::Last(group.name), members: Members::All };
+            self.check(call).await?;
+        }
+        for name in snapshots.values().filter_map(|snapshot| snapshot.name) {
+            self.check(Call::DeleteSnapshot(Ref::Last(name))).await?;
+        }
+        self.look().await?;
+        for place in self.worlds[0].left.keys() {
+            let path = self.names.path(*place);
+            std::fs::remove_dir(&path).or_else(|_| std::fs::remove_file(&path)).expect("remove litter");
+        }
+        self.check(Call::GetCapacity { asked: None }).await?;
+        self.nothing_is_left().await
+    }
+
+    async fn nothing_is_left(&mut self) -> Result<(), String> {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let left = || -> Vec<String> {
+            let dirs = ["volumes", "snapshots", "groups", "staging", "retained"];
+            let pool = self.rig.pool_dir();
+            let below = |dir: &str| {
+                names(&pool.join(dir)).into_iter().map(|name| format!("{dir}/{name}")).collect::<Vec<_>>()
+            };
+            dirs.into_iter().flat_map(below).collect()
+        };
+        while !left().is_empty() {
+            // What was deleted may be settled behind.
+            if Instant::now() > deadline {
+                return Err(format!("{} stay", left().join(", ")));
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
+    }
+
+    /// What an empty driver may promise.
+    pub async fn promise(rig: &mut crate::support::Rig) -> u64 {
+        let request = proto::GetCapacityRequest::default();
+        let room = rig.client.controller.get_capacity(request).await.expect("GetCapacity");
+        room.into_inner().available_capacity as u64
+    }
+}
+
+fn check_bytes(
+    volume: &Volume,
+    data: &Path,
+    target: Option<&String>,
+    staged: Option<&String>,
+) -> Result<(), String> {
+    match (&volume.bytes, target, staged) {
+        // What was written to a device may be in its cache only.
+        (Bytes::Raw(content), Some(device), _) => compare(Path::new(device), content, volume.capacity),
+        (Bytes::Raw(content), None, _) => compare(data, content, volume.capacity),
+        (Bytes::Fs(_, file), _, Some(dir)) if volume.is_mounted() => {
+            let found = std::fs::read(Path::new(dir).join(MARK)).ok();
+            match found == file.map(|byte| vec![byte]) {
+                true => Ok(()),
+                false => Err(format!("the file on it holds {found:?}, want {file:?}")),
+            }
+        }
+        _ => Ok(()),
+    }
+}
+
+fn compare(path: &Path, content: &Content, capacity: u64) -> Result<(), String> {
+    let file = File::open(path).map_err(|error| format!("open {}: {error}", path.display()))?;
+    let mut found = vec![0; BLOCK as usize];
+    for block in blocks(content, capacity) {
+        file.read_exact_at(&mut found, block * BLOCK)
+            .map_err(|error| format!("read block {block}: {error}"))?;
+        let fill = content.blocks.get(&block).copied().unwrap_or(0);
+        if found != block_bytes(block, fill) {
+            return Err(format!("block {block} begins with {:?}, want fill {fill}", &found[..9]));
+        }
+    }
+    Ok(())
+}
+
+/// A volume in use has a device of its size with its attributes, any other has none.
+fn check_device(volume: &Volume, data: &Path) -> Result<(), String> {
+    let used = volume.is_mounted() || !volume.published.is_empty();
+    let device = LoopDevice::find(data).map_err(|error| error.to_string())?;
+    let Some(device) = device else {
+        return if used { Err("it is in use and has no device".into()) } else { Ok(()) };
+    };
+    if !used {
+        return match volume.haunted.is_empty() {
+            true => Err(format!("nobody uses it, and {} is attached", device.path().display())),
+            false => Ok(()),
+        };
+    }
+    let size = blockdev::size(&device.path()).map_err(|error| error.to_string())?;
+    if volume.grown && size != volume.capacity {
+        return Err(format!("its device has {size} bytes, want {}", volume.capacity));
+    }
+    let found = std::fs::read_to_string(device.sysfs().join("queue/read_ahead_kb")).expect("sysfs");
+    match volume.read_ahead {
+        Some(Some(kib)) if found.trim() != kib.to_string() => {
+            Err(format!("its device reads {} KiB ahead, want {kib}", found.trim()))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,194 @@
+//! Living lives one after the other, and making a failed one short enough to read.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use deltapath::sys::sweep::sweep;
+use tokio::runtime::Runtime;
+
+use super::RETAINED;
+use super::calls::Step;
+use super::life::{Life, Tally};
+use super::world::World;
+use crate::support::{PoolKind, Rig};
+
+/// What failed with calls at once, or with a kill, may need luck to fail again: it is tried so often at
+/// least, and for so long.
+const TRIES: usize = 3;
+const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a shorter life is looked for.
+const SHRINKING: Duration = Duration::from_secs(240);
+
+/// A life that failed.
+pub struct Failure {
+    /// The steps that were lived, and what was wrong, for a reader.
+    pub story: String,
+    /// How many steps it took.
+    steps: usize,
+}
+
+/// A driver that lives are lived with, one after the other; a new one after each that failed.
+pub struct Stage {
+    runtime: Runtime,
+    pool: PoolKind,
+    attach: bool,
+    rig: Option<(Rig, u64)>,
+    tally: Tally,
+    failed: bool,
+}
+
+impl Stage {
+    pub fn new(pool: PoolKind, attach: bool) -> Self {
+        let runtime = Runtime::new().expect("runtime");
+        Stage { runtime, pool, attach, rig: None, tally: Tally::default(), failed: false }
+    }
+
+    /// Ends the driver, and says what was lived.
+    pub fn finish(self) -> Tally {
+        if let Some((rig, _)) = self.rig {
+            rig.finish();
+        }
+        self.tally
+    }
+
+    /// Lives a life, and while one is made shorter several times, where it is a matter of luck.
+    pub fn live(&mut self, steps: &[Step]) -> Result<(), Failure> {
+        let races = |step: &Step| matches!(step, Step::Together(_) | Step::Killed { .. });
+        let again = self.failed && steps.iter().any(races);
+        let started = Instant::now();
+        self.live_once(steps)?;
+        let mut tries = 1;
+        while again && (tries < TRIES || started.elapsed() < PATIENCE) {
+            self.live_once(steps)?;
+            tries += 1;
+        }
+        Ok(())
+    }
+
+    fn live_once(&mut self, steps: &[Step]) -> Result<(), Failure> {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.try_living(steps)));
+        let outcome = outcome.unwrap_or_else(|panic| {
+            let said = panic.downcast_ref::<String>().cloned();
+            let said = said.or_else(|| panic.downcast_ref::<&str>().map(|said| (*said).to_owned()));
+            let story = story(steps, &[], &said.unwrap_or_else(|| "a panic".to_owned()));
+            Err(Failure { story, steps: steps.len() })
+        });
+        self.failed |= outcome.is_err();
+        outcome
+    }
+
+    fn try_living(&mut self, steps: &[Step]) -> Result<(), Failure> {
+        let Stage { runtime, pool, attach, rig, tally, .. } = self;
+        let retained = RETAINED.to_string();
+        let mut flags = vec!["--overcommit", "1", "--retain-deleted", retained.as_str()];
+        if *attach {
+            flags.push("--enable-attach");
+        }
+        let (mut there, promise) = rig.take().unwrap_or_else(|| {
+            runtime.block_on(async {
+                let mut rig = Rig::start_with(*pool, &flags, "error").await;
+                let promise = Life::promise(&mut rig).await;
+                (rig, promise)
+            })
+        });
+        let (outcome, told) = runtime.block_on(async {
+            let world = World::new(*attach, promise, RETAINED);
+            let mut life = Life::begin(&mut there, tally, world).await;
+            let outcome = life.live(steps).await;
+            (outcome, std::mem::take(&mut life.told))
+        });
+        let log = there.log();
+        let outcome = match log.contains("panicked") {
+            true => Err(format!("the driver panicked: {log}")),
+            false => outcome,
+        };
+        match outcome {
+            Ok(()) => {
+                *rig = Some((there, promise));
+                Ok(())
+            }
+            Err(said) => {
+                put_away(there);
+                Err(Failure { story: story(steps, &told, &said), steps: told.len() })
+            }
+        }
+    }
+}
+
+/// Ends a driver whose state nobody knows. Others may hold its devices for a moment: then it takes another
+/// look.
+fn put_away(mut rig: Rig) {
+    rig.kill();
+    for _ in 0..600 {
+        if sweep(rig.dir.path()).is_ok_and(|left| left.is_empty()) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// A failed life for a reader.
+fn story(steps: &[Step], told: &[String], said: &str) -> String {
+    let mut story = String::new();
+    for (number, step) in steps.iter().enumerate().take(told.len().max(1)) {
+        let answer = match told.get(number) {
+            Some(answer) if !answer.is_empty() => format!("  -> {answer}"),
+            _ => String::new(),
+        };
+        story.push_str(&format!("{:>4}. {step}{answer}\n", number + 1));
+    }
+    format!("{story}{said}")
+}
+
+/// The shortest and plainest life found that fails, with its story: steps are left out, many at first, then one
+/// by one, and those that stay are made plainer, until nothing more can go.
+pub fn shrunk(stage: &mut Stage, steps: Vec<Step>, story: String) -> (Vec<Step>, String) {
+    let mut best = (steps, story);
+    let deadline = Instant::now() + SHRINKING;
+    let mut fails = |best: &mut (Vec<Step>, String), steps: Vec<Step>| {
+        if Instant::now() > deadline {
+            return false;
+        }
+        match stage.live(&steps) {
+            Ok(()) => false,
+            Err(Failure { story, steps: lived }) => {
+                *best = (steps, story);
+                best.0.truncate(lived.max(1));
+                true
+            }
+        }
+    };
+    let whole = best.0.clone();
+    fails(&mut best, whole);
+    loop {
+        let before = best.0.clone();
+        let mut size = before.len().div_ceil(2);
+        while size > 0 {
+            let mut at = best.0.len();
+            while at > 0 {
+                let from = at.saturating_sub(size);
+                let mut fewer = best.0.clone();
+                drop(fewer.drain(from..at));
+                fails(&mut best, fewer);
+                at = from.min(best.0.len());
+            }
+            size /= 2;
+        }
+        for at in (0..best.0.len()).rev() {
+            while let Some(step) = best.0.get(at) {
+                let plainer = step.plainer();
+                let found = plainer.into_iter().any(|plainer| {
+                    let mut steps = best.0.clone();
+                    steps[at] = plainer;
+                    fails(&mut best, steps)
+                });
+                if !found {
+                    break;
+                }
+            }
+        }
+        if best.0 == before {
+            return best;
+        }
+    }
+}

@@ -1,0 +1,418 @@
+//! Making a call, and what came back.
+
+use std::error::Error;
+
+use deltapath::client::{self, BlockList, Client, from_snapshot, from_volume};
+use deltapath::csi::proto;
+use tonic::{Code, Status};
+
+use super::calls::{Call, From, Members, NewVolume, Pages, Question, Size, Use};
+use super::names::{Asked, Names, capability};
+
+/// What an `OK` brought.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reply {
+    Nothing,
+    Volume(proto::Volume),
+    Snapshot(proto::Snapshot),
+    Group(proto::VolumeGroupSnapshot),
+    Volumes(Vec<Vec<proto::list_volumes_response::Entry>>),
+    Snapshots(Vec<Vec<proto::Snapshot>>),
+    Status(proto::ControllerGetVolumeResponse),
+    Capacity(proto::GetCapacityResponse),
+    Expanded(proto::ControllerExpandVolumeResponse),
+    Confirmed(bool),
+    Stats(proto::NodeGetVolumeStatsResponse),
+    NodeExpanded(i64),
+    Blocks(BlockList),
+    Text(String),
+}
+
+/// How a call ended.
+#[derive(Clone, Debug)]
+pub enum Answer {
+    Done(Reply),
+    Failed(Code, String),
+    /// The driver was killed first.
+    Cut,
+}
+
+impl std::fmt::Display for Answer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Answer::Done(_) => write!(f, "OK"),
+            Answer::Failed(code, message) => write!(f, "{code:?} ({message})"),
+            Answer::Cut => write!(f, "no answer"),
+        }
+    }
+}
+
+type Made = Result<Reply, Status>;
+
+/// Makes a call.
+pub async fn make(client: &mut Client, asked: &Asked) -> Answer {
+    let names = &*asked.names;
+    let made = match &asked.call {
+        Call::CreateVolume(new) => create_volume(client, names, new).await,
+        Call::Ask(question) => ask(client, *question).await,
+        Call::ListVolumes(pages) => list_volumes(client, *pages).await,
+        Call::ListSnapshots { pages, of, only } => {
+            let of = of.as_ref().map(|of| names.volume(of)).unwrap_or_default();
+            let only = only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default();
+            list_snapshots(client, *pages, of, only).await
+        }
+        Call::Stage { .. }
+        | Call::Unstage { .. }
+        | Call::Publish { .. }
+        | Call::Unpublish { .. }
+        | Call::PublishEphemeral { .. }
+        | Call::UnpublishEphemeral { .. }
+        | Call::Stats { .. }
+        | Call::NodeExpand { .. } => node(client, names, &asked.call).await,
+        Call::CreateSnapshot { .. }
+        | Call::DeleteSnapshot(_)
+        | Call::GetSnapshot(_)
+        | Call::CreateGroup { .. }
+        | Call::DeleteGroup { .. }
+        | Call::GetGroup { .. }
+        | Call::Allocated { .. }
+        | Call::Delta { .. } => snapshots(client, names, &asked.call).await,
+        call => volumes(client, names, call).await,
+    };
+    match made {
+        Ok(reply) => Answer::Done(reply),
+        // What no driver says: the connection broke.
+        Err(status) if status.source().is_some() || status.code() == Code::Unavailable => Answer::Cut,
+        Err(status) => Answer::Failed(status.code(), status.message().to_owned()),
+    }
+}
+
+fn range(size: Size) -> Option<proto::CapacityRange> {
+    Some(proto::CapacityRange { required_bytes: size.required, limit_bytes: size.limit })
+}
+
+fn plain(asked: &Use) -> proto::VolumeCapability {
+    capability(asked.access, asked.mode)
+}
+
+async fn create_volume(client: &mut Client, names: &Names, new: &NewVolume) -> Made {
+    let mut request = proto::CreateVolumeRequest {
+        name: new.name.text("volume"),
+        capacity_range: range(new.size),
+        volume_capabilities: new.uses.iter().map(plain).collect(),
+        volume_content_source: match &new.from {
+            From::Nothing => None,
+            From::Snapshot(snapshot) => Some(from_snapshot(&names.snapshot(snapshot))),
+            From::Volume(volume) => Some(from_volume(&names.volume(volume))),
+        },
+        ..Default::default()
+    };
+    if let Some(size) = new.block_size {
+        request.parameters.insert("blockSize".into(), size.into());
+    }
+    if let Some(tracking) = new.tracking {
+        request.parameters.insert("changedBlockTracking".into(), tracking.to_string());
+    }
+    if let Some(kib) = new.read_ahead {
+        request.mutable_parameters.insert("readAheadKiB".into(), kib.into());
+    }
+    if new.elsewhere {
+        let segments = [("topology.deltapath.csi.dev/node".to_owned(), "node-2".to_owned())].into();
+        let requisite = vec![proto::Topology { segments }];
+        request.accessibility_requirements =
+            Some(proto::TopologyRequirement { requisite, preferred: vec![] });
+    }
+    let made = client.controller.create_volume(request).await?.into_inner();
+    Ok(made.volume.map_or(Reply::Nothing, Reply::Volume))
+}
+
+async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
+    let controller = &mut client.controller;
+    match call {
+        Call::DeleteVolume(volume) => {
+            let request =
+                proto::DeleteVolumeRequest { volume_id: names.volume(volume), ..Default::default() };
+            controller.delete_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::ControllerPublish { volume, node, asked, read_only } => {
+            let request = proto::ControllerPublishVolumeRequest {
+                volume_id: names.volume(volume),
+                node_id: node.text().into(),
+                volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
+                readonly: *read_only,
+                ..Default::default()
+            };
+            controller.controller_publish_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::ControllerUnpublish { volume, node } => {
+            let request = proto::ControllerUnpublishVolumeRequest {
+                volume_id: names.volume(volume),
+                node_id: node.text().into(),
+                ..Default::default()
+            };
+            controller.controller_unpublish_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::Validate { volume, asked } => {
+            let request = proto::ValidateVolumeCapabilitiesRequest {
+                volume_id: names.volume(volume),
+                volume_capabilities: vec![capability(names.access(*asked, volume), asked.mode)],
+                ..Default::default()
+            };
+            let answer = controller.validate_volume_capabilities(request).await?;
+            Ok(Reply::Confirmed(answer.into_inner().confirmed.is_some()))
+        }
+        Call::GetVolume(volume) => {
+            let request = proto::ControllerGetVolumeRequest { volume_id: names.volume(volume) };
+            Ok(Reply::Status(controller.controller_get_volume(request).await?.into_inner()))
+        }
+        Call::GetCapacity { asked } => {
+            let request = proto::GetCapacityRequest {
+                volume_capabilities: asked.iter().map(plain).collect(),
+                ..Default::default()
+            };
+            Ok(Reply::Capacity(controller.get_capacity(request).await?.into_inner()))
+        }
+        Call::Expand { volume, size, asked } => {
+            let request = proto::ControllerExpandVolumeRequest {
+                volume_id: names.volume(volume),
+                capacity_range: range(*size),
+                volume_capability: asked.map(|asked| capability(names.access(asked, volume), asked.mode)),
+                ..Default::default()
+            };
+            Ok(Reply::Expanded(controller.controller_expand_volume(request).await?.into_inner()))
+        }
+        Call::Modify { volume, read_ahead } => {
+            let mut request = proto::ControllerModifyVolumeRequest {
+                volume_id: names.volume(volume),
+                ..Default::default()
+            };
+            request.mutable_parameters.insert("readAheadKiB".into(), (*read_ahead).into());
+            controller.controller_modify_volume(request).await.map(|_| Reply::Nothing)
+        }
+        call => unreachable!("{call} is made elsewhere"),
+    }
+}
+
+async fn snapshots(client: &mut Client, names: &Names, call: &Call) -> Made {
+    let styled = |style: &Option<&'static str>| {
+        style.iter().map(|style| ("blockMetadataType".to_owned(), (*style).to_owned())).collect()
+    };
+    let members = |group, members: Members| {
+        let (id, mut ids) = names.group(group);
+        if members == Members::ButOne {
+            ids.pop();
+        }
+        (id, ids)
+    };
+    match call {
+        Call::CreateSnapshot { name, volume, style } => {
+            let request = proto::CreateSnapshotRequest {
+                name: name.text("snapshot"),
+                source_volume_id: names.volume(volume),
+                parameters: styled(style),
+                ..Default::default()
+            };
+            let made = client.controller.create_snapshot(request).await?.into_inner();
+            Ok(made.snapshot.map_or(Reply::Nothing, Reply::Snapshot))
+        }
+        Call::DeleteSnapshot(snapshot) => {
+            let request =
+                proto::DeleteSnapshotRequest { snapshot_id: names.snapshot(snapshot), ..Default::default() };
+            client.controller.delete_snapshot(request).await.map(|_| Reply::Nothing)
+        }
+        Call::GetSnapshot(snapshot) => {
+            let request =
+                proto::GetSnapshotRequest { snapshot_id: names.snapshot(snapshot), ..Default::default() };
+            let found = client.controller.get_snapshot(request).await?.into_inner();
+            Ok(found.snapshot.map_or(Reply::Nothing, Reply::Snapshot))
+        }
+        Call::CreateGroup { name, volumes, style } => {
+            let request = proto::CreateVolumeGroupSnapshotRequest {
+                name: name.text("group"),
+                source_volume_ids: volumes.iter().map(|volume| names.volume(volume)).collect(),
+                parameters: styled(style),
+                ..Default::default()
+            };
+            let made = client.groups.create_volume_group_snapshot(request).await?.into_inner();
+            Ok(made.group_snapshot.map_or(Reply::Nothing, Reply::Group))
+        }
+        Call::DeleteGroup { group, members: named } => {
+            let (group_snapshot_id, snapshot_ids) = members(group, *named);
+            let request = proto::DeleteVolumeGroupSnapshotRequest {
+                group_snapshot_id,
+                snapshot_ids,
+                ..Default::default()
+            };
+            client.groups.delete_volume_group_snapshot(request).await.map(|_| Reply::Nothing)
+        }
+        Call::GetGroup { group, members: named } => {
+            let (group_snapshot_id, snapshot_ids) = members(group, *named);
+            let request = proto::GetVolumeGroupSnapshotRequest {
+                group_snapshot_id,
+                snapshot_ids,
+                ..Default::default()
+            };
+            let found = client.groups.get_volume_group_snapshot(request).await?.into_inner();
+            Ok(found.group_snapshot.map_or(Reply::Nothing, Reply::Group))
+        }
+        Call::Allocated { snapshot, cut } => {
+            let list = client.allocated(&names.snapshot(snapshot), cut.offset.bytes(), cut.most).await;
+            list.map(Reply::Blocks).map_err(|client::Error { status, .. }| status)
+        }
+        Call::Delta { base, target, cut } => {
+            let (base, target) = (names.snapshot(base), names.snapshot(target));
+            let list = client.delta(&base, &target, cut.offset.bytes(), cut.most).await;
+            list.map(Reply::Blocks).map_err(|client::Error { status, .. }| status)
+        }
+        call => unreachable!("{call} is made elsewhere"),
+    }
+}
+
+async fn node(client: &mut Client, names: &Names, call: &Call) -> Made {
+    let node = &mut client.node;
+    match call {
+        Call::Stage { volume, at, asked } => {
+            let request = proto::NodeStageVolumeRequest {
+                volume_id: names.volume(volume),
+                staging_target_path: names.path(*at),
+                volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
+                ..Default::default()
+            };
+            node.node_stage_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::Unstage { volume, at } => {
+            let request = proto::NodeUnstageVolumeRequest {
+                volume_id: names.volume(volume),
+                staging_target_path: names.path(*at),
+            };
+            node.node_unstage_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::Publish { volume, staged, at, asked, read_only } => {
+            let request = proto::NodePublishVolumeRequest {
+                volume_id: names.volume(volume),
+                staging_target_path: names.path(*staged),
+                target_path: names.path(*at),
+                volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
+                readonly: *read_only,
+                ..Default::default()
+            };
+            node.node_publish_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::Unpublish { volume, at } => {
+            let request = proto::NodeUnpublishVolumeRequest {
+                volume_id: names.volume(volume),
+                target_path: names.path(*at),
+            };
+            node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::PublishEphemeral { handle, at, asked, size, read_only } => {
+            let mut request = proto::NodePublishVolumeRequest {
+                volume_id: format!("csi-{handle}"),
+                target_path: names.path(*at),
+                volume_capability: Some(plain(asked)),
+                readonly: *read_only,
+                ..Default::default()
+            };
+            request.volume_context.insert("csi.storage.k8s.io/ephemeral".into(), "true".into());
+            request.volume_context.insert("size".into(), (*size).into());
+            node.node_publish_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::UnpublishEphemeral { handle, at } => {
+            let request = proto::NodeUnpublishVolumeRequest {
+                volume_id: format!("csi-{handle}"),
+                target_path: names.path(*at),
+            };
+            node.node_unpublish_volume(request).await.map(|_| Reply::Nothing)
+        }
+        Call::Stats { volume, at } => {
+            let request = proto::NodeGetVolumeStatsRequest {
+                volume_id: names.volume(volume),
+                volume_path: names.path(*at),
+                ..Default::default()
+            };
+            Ok(Reply::Stats(node.node_get_volume_stats(request).await?.into_inner()))
+        }
+        Call::NodeExpand { volume, at, size, asked } => {
+            let request = proto::NodeExpandVolumeRequest {
+                volume_id: names.volume(volume),
+                volume_path: names.path(*at),
+                capacity_range: range(*size),
+                volume_capability: asked.map(|asked| capability(names.access(asked, volume), asked.mode)),
+                ..Default::default()
+            };
+            Ok(Reply::NodeExpanded(node.node_expand_volume(request).await?.into_inner().capacity_bytes))
+        }
+        call => unreachable!("{call} is made elsewhere"),
+    }
+}
+
+fn first(pages: Pages) -> String {
+    if pages.bad_token { "zz".to_owned() } else { String::new() }
+}
+
+/// More pages than a life has objects: a list whose tokens lead in a circle ends there.
+const MAX_PAGES: usize = 64;
+
+async fn list_volumes(client: &mut Client, pages: Pages) -> Made {
+    let (mut list, mut starting_token) = (Vec::new(), first(pages));
+    while list.len() < MAX_PAGES {
+        let request = proto::ListVolumesRequest { max_entries: pages.most, starting_token };
+        let page = client.controller.list_volumes(request).await?.into_inner();
+        list.push(page.entries);
+        if page.next_token.is_empty() {
+            break;
+        }
+        starting_token = page.next_token;
+    }
+    Ok(Reply::Volumes(list))
+}
+
+async fn list_snapshots(client: &mut Client, pages: Pages, of: String, only: String) -> Made {
+    let (mut list, mut starting_token) = (Vec::new(), first(pages));
+    while list.len() < MAX_PAGES {
+        let request = proto::ListSnapshotsRequest {
+            max_entries: pages.most,
+            starting_token,
+            source_volume_id: of.clone(),
+            snapshot_id: only.clone(),
+            ..Default::default()
+        };
+        let page = client.controller.list_snapshots(request).await?.into_inner();
+        list.push(page.entries.into_iter().filter_map(|entry| entry.snapshot).collect());
+        if page.next_token.is_empty() {
+            break;
+        }
+        starting_token = page.next_token;
+    }
+    Ok(Reply::Snapshots(list))
+}
+
+async fn ask(client: &mut Client, question: Question) -> Made {
+    let text = match question {
+        Question::Probe => format!("{:?}", client.identity.probe(proto::ProbeRequest {}).await?.get_ref()),
+        Question::GetPluginInfo => {
+            let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await?;
+            format!("{:?}", info.get_ref())
+        }
+        Question::GetPluginCapabilities => {
+            let request = proto::GetPluginCapabilitiesRequest {};
+            format!("{:?}", client.identity.get_plugin_capabilities(request).await?.get_ref())
+        }
+        Question::ControllerGetCapabilities => {
+            let request = proto::ControllerGetCapabilitiesRequest {};
+            format!("{:?}", client.controller.controller_get_capabilities(request).await?.get_ref())
+        }
+        Question::GroupControllerGetCapabilities => {
+            let request = proto::GroupControllerGetCapabilitiesRequest {};
+            format!("{:?}", client.groups.group_controller_get_capabilities(request).await?.get_ref())
+        }
+        Question::NodeGetCapabilities => {
+            let request = proto::NodeGetCapabilitiesRequest {};
+            format!("{:?}", client.node.node_get_capabilities(request).await?.get_ref())
+        }
+        Question::NodeGetInfo => {
+            format!("{:?}", client.node.node_get_info(proto::NodeGetInfoRequest {}).await?.get_ref())
+        }
+    };
+    Ok(Reply::Text(text))
+}

@@ -1,0 +1,388 @@
+//! The model: what a driver that keeps the CSI spec holds, and what it answers. The rules of each call
+//! are in `volumes.rs`, `snapshots.rs` and `node.rs`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use deltapath::csi::proto;
+use tonic::Code;
+
+use super::calls::{Access, Call, Mode, Name, Place, Question, Use};
+use super::names::{Asked, Kind};
+use super::wire::{Answer, Reply};
+use crate::support::content::Content;
+
+pub const MIB: u64 = 1 << 20;
+/// What a file for a mark is called.
+pub const MARK: &str = "mark";
+
+/// Why an answer does not fit.
+#[derive(Debug)]
+pub enum Unfit {
+    /// The call must fail with one of these codes, for this reason. No error of the model's: the answer may be
+    /// just that.
+    Refused(&'static [Code], String),
+    /// The answer is wrong.
+    Wrong(String),
+}
+
+pub type Rule<T = ()> = Result<T, Unfit>;
+
+pub fn refused<T>(code: &'static [Code], why: impl Into<String>) -> Rule<T> {
+    Err(Unfit::Refused(code, why.into()))
+}
+
+pub fn wrong<T>(what: impl Into<String>) -> Rule<T> {
+    Err(Unfit::Wrong(what.into()))
+}
+
+pub const INVALID: &[Code] = &[Code::InvalidArgument];
+pub const NOT_FOUND: &[Code] = &[Code::NotFound];
+pub const EXISTS: &[Code] = &[Code::AlreadyExists];
+pub const PRECONDITION: &[Code] = &[Code::FailedPrecondition];
+pub const RANGE: &[Code] = &[Code::OutOfRange];
+pub const EXHAUSTED: &[Code] = &[Code::ResourceExhausted];
+pub const ABORTED: &[Code] = &[Code::Aborted];
+pub const UNIMPLEMENTED: &[Code] = &[Code::Unimplemented];
+
+/// The bytes of a volume or snapshot.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Bytes {
+    /// What was written to the device, block by block.
+    Raw(Content),
+    /// A filesystem, and the byte in the file on it, if there is one.
+    Fs(&'static str, Option<u8>),
+    /// Our own mkfs was cut short: to be formatted over.
+    HalfMade,
+    /// A copy of that, of which nothing can be said.
+    Unsure,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum Source {
+    Snapshot(String),
+    Volume(String),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Attached {
+    pub kind: Kind,
+    pub mode: Mode,
+    pub read_only: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Staged {
+    pub at: Place,
+    pub kind: Kind,
+    pub read_only: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Published {
+    pub at: Place,
+    pub read_only: bool,
+    pub shared: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Volume {
+    pub name: Name,
+    pub capacity: u64,
+    pub block_size: u64,
+    pub tracking: bool,
+    pub access: Vec<Kind>,
+    pub source: Option<Source>,
+    /// Mutable parameter `readAheadKiB`; `None` after a kill left open what it is.
+    pub read_ahead: Option<Option<u32>>,
+    pub attached: Option<Attached>,
+    pub staged: Option<Staged>,
+    pub published: Vec<Published>,
+    /// Places that a call which failed or was cut may have recorded.
+    pub haunted: BTreeSet<Place>,
+    /// Whether the device is as large as the volume for sure.
+    pub grown: bool,
+    /// Its size when its filesystem was mounted.
+    pub mounted_with: u64,
+    pub bytes: Bytes,
+}
+
+impl Volume {
+    pub fn fs(&self) -> Option<&'static str> {
+        self.access.iter().find_map(|kind| match kind {
+            Kind::Fs(name) => Some(*name),
+            Kind::Block => None,
+        })
+    }
+
+    /// Whether the kernel shows it where it is staged: a Block volume shows at its targets only.
+    pub fn is_mounted(&self) -> bool {
+        self.staged.as_ref().is_some_and(|staged| staged.kind != Kind::Block)
+    }
+
+    pub fn published_at(&self, at: Place) -> Option<&Published> {
+        self.published.iter().find(|published| published.at == at)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// Its own; a member of a group has none.
+    pub name: Option<Name>,
+    pub volume: String,
+    /// Later ones of a volume have larger ones.
+    pub sequence: u64,
+    pub capacity: u64,
+    pub block_size: u64,
+    pub tracking: bool,
+    pub fixed: bool,
+    pub group: Option<String>,
+    pub bytes: Bytes,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    pub name: Name,
+    pub members: BTreeSet<String>,
+    pub fixed: bool,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ephemeral {
+    pub capacity: u64,
+    pub kind: Kind,
+    pub at: Place,
+    pub read_only: bool,
+    /// Whether it is mounted: a kill may have come before that.
+    pub there: bool,
+}
+
+/// All of it. By ids, but for ephemeral volumes, whose ids nobody is told.
+#[derive(Clone, Debug, PartialEq)]
+pub struct World {
+    pub attach: bool,
+    /// Bytes that all volumes together may have.
+    pub promise: u64,
+    /// Deleted snapshots of a volume that deltas are told from.
+    pub retain: usize,
+    pub volumes: BTreeMap<String, Volume>,
+    pub snapshots: BTreeMap<String, Snapshot>,
+    pub retained: BTreeMap<String, Snapshot>,
+    pub groups: BTreeMap<String, Group>,
+    pub ephemeral: BTreeMap<Name, Ephemeral>,
+    /// Targets that a kill may have left something at.
+    pub litter: BTreeSet<Place>,
+    /// What lies at those: whether it is a directory.
+    pub left: BTreeMap<Place, bool>,
+}
+
+impl World {
+    pub fn new(attach: bool, promise: u64, retain: usize) -> Self {
+        World {
+            attach,
+            promise,
+            retain,
+            volumes: BTreeMap::new(),
+            snapshots: BTreeMap::new(),
+            retained: BTreeMap::new(),
+            groups: BTreeMap::new(),
+            ephemeral: BTreeMap::new(),
+            litter: BTreeSet::new(),
+            left: BTreeMap::new(),
+        }
+    }
+
+    /// Takes an answer in, or says why no driver in this state would have given it. `alone`: no other call
+    /// was under way, so that also what is read without a lock is exact.
+    pub fn accept(&mut self, asked: &Asked, answer: &Answer, alone: bool) -> Result<(), String> {
+        match self.rule(asked, answer, alone) {
+            Ok(()) => Ok(()),
+            Err(Unfit::Wrong(what)) => Err(what),
+            Err(Unfit::Refused(codes, why)) => match answer {
+                Answer::Failed(code, _) if codes.contains(code) => Ok(()),
+                answer => Err(format!("got {answer}, want {codes:?}: {why}")),
+            },
+        }
+    }
+
+    fn rule(&mut self, asked: &Asked, answer: &Answer, alone: bool) -> Rule {
+        let names = &*asked.names;
+        match &asked.call {
+            Call::CreateVolume(new) => self.create_volume(names, new, answer),
+            Call::DeleteVolume(volume) => self.delete_volume(&names.volume(volume), answer),
+            Call::ControllerPublish { volume, node, asked, read_only } => {
+                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
+                self.attach(&names.volume(volume), *node, asked, *read_only, answer)
+            }
+            Call::ControllerUnpublish { volume, node } => self.detach(&names.volume(volume), *node, answer),
+            Call::Validate { volume, asked } => {
+                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
+                self.validate(&names.volume(volume), asked, answer)
+            }
+            Call::ListVolumes(pages) => self.list_volumes(*pages, answer, alone),
+            Call::GetVolume(volume) => self.get_volume(&names.volume(volume), answer, alone),
+            Call::GetCapacity { asked } => self.get_capacity(*asked, answer),
+            Call::Expand { volume, size, asked } => {
+                let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
+                self.expand(&names.volume(volume), *size, asked, answer)
+            }
+            Call::Modify { volume, read_ahead } => self.modify(&names.volume(volume), read_ahead, answer),
+            Call::CreateSnapshot { name, volume, style } => {
+                self.create_snapshot(*name, &names.volume(volume), *style, answer)
+            }
+            Call::DeleteSnapshot(snapshot) => self.delete_snapshot(&names.snapshot(snapshot), answer),
+            Call::ListSnapshots { pages, of, only } => {
+                let of = of.as_ref().map(|of| names.volume(of)).unwrap_or_default();
+                let only = only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default();
+                self.list_snapshots(*pages, &of, &only, answer)
+            }
+            Call::GetSnapshot(snapshot) => self.get_snapshot(&names.snapshot(snapshot), answer),
+            Call::CreateGroup { name, volumes, style } => {
+                let volumes: Vec<String> = volumes.iter().map(|volume| names.volume(volume)).collect();
+                self.create_group(*name, &volumes, *style, answer)
+            }
+            Call::DeleteGroup { group, members } => self.delete_group(names.group(group), *members, answer),
+            Call::GetGroup { group, members } => self.get_group(names.group(group), *members, answer),
+            Call::Stage { volume, at, asked } => {
+                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
+                self.stage(&names.volume(volume), *at, asked, answer)
+            }
+            Call::Unstage { volume, at } => self.unstage(&names.volume(volume), *at, answer),
+            Call::Publish { volume, staged, at, asked, read_only } => {
+                let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
+                self.publish(&names.volume(volume), *staged, *at, asked, *read_only, answer)
+            }
+            Call::Unpublish { volume, at } => self.unpublish(&names.volume(volume), *at, answer),
+            Call::PublishEphemeral { handle, at, asked, size, read_only } => {
+                self.publish_ephemeral(*handle, *at, *asked, size, *read_only, answer)
+            }
+            Call::UnpublishEphemeral { handle, at } => self.unpublish_ephemeral(*handle, *at, answer),
+            Call::Stats { volume, at } => self.stats(&names.volume(volume), *at, answer, alone),
+            Call::NodeExpand { volume, at, size, asked } => {
+                let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
+                self.node_expand(&names.volume(volume), *at, *size, asked, answer)
+            }
+            Call::Allocated { snapshot, cut } => self.allocated(&names.snapshot(snapshot), *cut, answer),
+            Call::Delta { base, target, cut } => {
+                self.delta(&names.snapshot(base), &names.snapshot(target), *cut, answer)
+            }
+            Call::Ask(question) => self.ask(*question, answer),
+        }
+    }
+
+    pub fn volume(&mut self, id: &str) -> Rule<&mut Volume> {
+        if id.is_empty() {
+            return refused(INVALID, "the volume id is missing");
+        }
+        match self.volumes.get_mut(id) {
+            Some(volume) => Ok(volume),
+            None => refused(NOT_FOUND, "there is no such volume"),
+        }
+    }
+
+    /// Bytes that may still be promised.
+    pub fn room(&self) -> u64 {
+        let taken = self.volumes.values().map(|volume| volume.capacity);
+        let taken: u64 = taken.chain(self.ephemeral.values().map(|volume| volume.capacity)).sum();
+        self.promise.saturating_sub(taken)
+    }
+
+    /// Forgets the deleted snapshots of a volume that no delta can be asked from, and those beyond the
+    /// count, the oldest first.
+    pub fn settle(&mut self, volume: &str) {
+        let newest = self.snapshots.values().filter(|live| live.volume == volume).map(|live| live.sequence);
+        let newest = newest.max().unwrap_or(0);
+        let lives = self.volumes.contains_key(volume);
+        let of = |kept: &Snapshot| kept.volume == volume;
+        let mut all: Vec<u64> =
+            self.retained.values().filter(|kept| of(kept)).map(|kept| kept.sequence).collect();
+        all.sort_unstable();
+        let first = all.len().saturating_sub(self.retain);
+        let first = all.get(first).copied().unwrap_or(u64::MAX);
+        self.retained.retain(|_, kept| {
+            !of(kept) || (kept.sequence >= first && kept.tracking && (lives || newest > kept.sequence))
+        });
+    }
+
+    fn ask(&self, question: Question, answer: &Answer) -> Rule {
+        let Reply::Text(text) = done(answer)? else { return wrong("no answer in the answer") };
+        let (has, lacks): (&[&str], &[&str]) = match question {
+            Question::Probe => (&["ready: Some(true)"], &[]),
+            Question::GetPluginInfo => (&["\"deltapath.csi.dev\"", "\"pool\""], &[]),
+            Question::GetPluginCapabilities => (
+                &["ControllerService", "GroupControllerService", "SnapshotMetadataService", "Online"],
+                &["Unknown"],
+            ),
+            Question::ControllerGetCapabilities => match self.attach {
+                true => (&["CreateDeleteVolume", "PublishUnpublishVolume", "PublishReadonly"], &[]),
+                false => (&["CreateDeleteVolume", "GetSnapshot"], &["PublishUnpublishVolume"]),
+            },
+            Question::GroupControllerGetCapabilities => (&["CreateDeleteGetVolumeGroupSnapshot"], &[]),
+            Question::NodeGetCapabilities => (&["StageUnstageVolume", "ExpandVolume"], &["VolumeMountGroup"]),
+            Question::NodeGetInfo => (&["node_id: \"node-1\"", "topology.deltapath.csi.dev/node"], &[]),
+        };
+        for word in has {
+            if !text.contains(word) {
+                return wrong(format!("{word} is missing in {text}"));
+            }
+        }
+        match lacks.iter().find(|word| text.contains(**word)) {
+            Some(word) => wrong(format!("{word} is not to be in {text}")),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What an answer brought, where the call must succeed.
+pub fn done(answer: &Answer) -> Rule<&Reply> {
+    match answer {
+        Answer::Done(reply) => Ok(reply),
+        answer => wrong(format!("got {answer}, want OK")),
+    }
+}
+
+/// The kind that a capability names, `default` where it leaves the filesystem open.
+pub fn kind(asked: Use, default: &'static str) -> Rule<Kind> {
+    match asked.access {
+        Access::AsMade | Access::Block => Ok(Kind::Block),
+        Access::Fs("") => Ok(Kind::Fs(default)),
+        Access::Fs(name @ ("ext4" | "xfs" | "btrfs")) => Ok(Kind::Fs(name)),
+        Access::Fs(name) => refused(INVALID, format!("{name} is no filesystem of this driver")),
+    }
+}
+
+/// Whether the driver has the mode at all.
+pub fn check_mode(asked: Use) -> Rule {
+    match asked.mode {
+        Mode::ManyNodes => refused(INVALID, "the access mode is not supported"),
+        _ => Ok(()),
+    }
+}
+
+/// The kind that a capability names of a volume, which must have been made for it.
+pub fn kind_of(asked: Use, volume: &Volume) -> Rule<Kind> {
+    let kind = kind(asked, volume.fs().unwrap_or("ext4"))?;
+    match volume.access.contains(&kind) {
+        true => Ok(kind),
+        false => refused(INVALID, format!("the volume was not made for {kind:?}")),
+    }
+}
+
+/// Whether a condition is what it must be: nothing is ever wrong here.
+pub fn check_condition(condition: &Option<proto::VolumeCondition>, alone: bool) -> Rule {
+    match condition {
+        Some(condition) if condition.abnormal && alone => {
+            wrong(format!("the condition is abnormal: {}", condition.message))
+        }
+        Some(condition) if condition.message.is_empty() => wrong("a condition without a message"),
+        Some(_) => Ok(()),
+        None => wrong("no condition"),
+    }
+}
+
+/// Fails where two things that must be equal are not.
+pub fn equal<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, want: &T) -> Rule {
+    match got == want {
+        true => Ok(()),
+        false => wrong(format!("{what} is {got:?}, want {want:?}")),
+    }
+}
