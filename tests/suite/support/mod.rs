@@ -124,6 +124,11 @@ impl Rig {
         self.child.as_ref().expect("the driver runs").id()
     }
 
+    /// The file that says what is to happen at a fail point (`src/sys/failpoint.rs`).
+    pub fn failpoints(&self) -> PathBuf {
+        self.dir.path().join("failpoints")
+    }
+
     /// SIGKILL, as a crash.
     pub fn kill(&mut self) {
         let mut child = self.child.take().expect("the driver runs");
@@ -142,6 +147,14 @@ impl Rig {
     pub async fn start_again(&mut self) {
         let (child, client) = command(self.dir.path(), self.pool, &self.arguments, &self.log_filter).await;
         (self.child, self.client) = (Some(child), client);
+    }
+
+    /// Starts the driver again; an error where it ends instead of answering.
+    pub async fn try_start_again(&mut self) -> Result<(), ExitStatus> {
+        let dir = self.dir.path();
+        let (child, client) = try_command(dir, self.pool, &self.arguments, &self.log_filter).await?;
+        (self.child, self.client) = (Some(child), client);
+        Ok(())
     }
 
     /// The same with other flags.
@@ -247,12 +260,29 @@ pub fn driver_command(dir: &Path, pool: PoolKind) -> Command {
         .arg(dir.join("data"))
         .env_remove("CSI_ENDPOINT")
         .env_remove("RUST_LOG")
+        .env("DELTAPATH_FAILPOINTS", dir.join("failpoints"))
         .stdin(Stdio::null())
         .stdout(Stdio::null());
     command
 }
 
 async fn command(dir: &Path, pool: PoolKind, arguments: &[String], log_filter: &str) -> (Child, Client) {
+    match try_command(dir, pool, arguments, log_filter).await {
+        Ok(running) => running,
+        Err(ended) => {
+            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
+            panic!("the driver did not start ({ended}):\n{log}");
+        }
+    }
+}
+
+/// Starts a driver below `dir`; an error where it ends instead of answering.
+pub async fn try_command(
+    dir: &Path,
+    pool: PoolKind,
+    arguments: &[String],
+    log_filter: &str,
+) -> Result<(Child, Client), ExitStatus> {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
     let mut child = driver_command(dir, pool)
         .args(arguments)
@@ -263,14 +293,14 @@ async fn command(dir: &Path, pool: PoolKind, arguments: &[String], log_filter: &
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         if let Ok(client) = Client::connect(&dir.join("csi.sock"), Duration::ZERO).await {
-            return (child, client);
+            return Ok((child, client));
         }
-        let ended = child.try_wait().expect("wait");
-        if ended.is_some() || Instant::now() > deadline {
+        if let Some(ended) = child.try_wait().expect("wait") {
+            return Err(ended);
+        }
+        if Instant::now() > deadline {
             let _ = child.kill();
-            let _ = child.wait();
-            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
-            panic!("the driver did not start ({ended:?}):\n{log}");
+            return Err(child.wait().expect("wait"));
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
