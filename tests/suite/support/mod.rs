@@ -125,6 +125,7 @@ impl Rig {
     }
 
     /// The file that says what is to happen at a fail point (`src/sys/failpoint.rs`).
+    #[cfg(feature = "failpoints")]
     pub fn failpoints(&self) -> PathBuf {
         self.dir.path().join("failpoints")
     }
@@ -150,6 +151,7 @@ impl Rig {
     }
 
     /// Starts the driver again; an error where it ends instead of answering.
+    #[cfg(feature = "failpoints")]
     pub async fn try_start_again(&mut self) -> Result<(), ExitStatus> {
         let dir = self.dir.path();
         let (child, client) = try_command(dir, self.pool, &self.arguments, &self.log_filter).await?;
