@@ -177,6 +177,7 @@ impl Driver {
             if start {
                 let line: Vec<_> = self.store.read(|index| index.line(&volume).cloned().collect());
                 for record in line.iter().filter(|record| record.tracking) {
+                    self.remove_drafts(record);
                     let bytes = self.pending_bytes(record);
                     if bytes > 0 || self.is_to_compare(record) {
                         self.hashing.add(record, bytes);
@@ -192,6 +193,22 @@ impl Driver {
             }
             if self.hashing.stop.check().is_err() {
                 return;
+            }
+        }
+    }
+
+    /// Removes maps that the last driver did not write to their end, and that nobody may write again.
+    fn remove_drafts(&self, record: &SnapshotRecord) {
+        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        let dir = self.store.snapshot_dir(record);
+        for (map, end) in
+            [(dir.pending(), "map.new"), (dir.changed(), "map.new"), (dir.changed(), "map.compared")]
+        {
+            let draft = map.with_extension(end);
+            if draft.exists()
+                && let Err(error) = durable::remove(&draft)
+            {
+                tracing::warn!(path = %draft.display(), error = super::report(&error), "a draft stays");
             }
         }
     }

@@ -94,7 +94,11 @@ impl Frozen {
         let failed = |operation, source| Err(Error { operation, path: self.mount_point.clone(), source });
         match watchdog.join() {
             Ok(Outcome::InTime(Ok(()))) => Ok(()),
-            Ok(Outcome::InTime(Err(error))) => failed("thaw", error),
+            // Once more: nobody else would thaw it.
+            Ok(Outcome::InTime(Err(_))) => match thaw_fd(&self.root, &self.mount_point) {
+                Err(error) if error.raw_os_error() != Some(libc::EINVAL) => failed("thaw", error),
+                _ => Ok(()),
+            },
             Ok(Outcome::Expired(Ok(()))) => {
                 failed("keep frozen for the bound", io::ErrorKind::TimedOut.into())
             }

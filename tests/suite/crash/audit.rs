@@ -255,19 +255,17 @@ async fn snapshots(rig: &mut Rig, scene: &mut Scene, list: &Listed, when: When, 
             (None, Some(content)) if *content != now => {
                 found.loss(format!("snapshot {id} does not hold what its volume did"));
             }
-            (None, Some(_)) => {}
-            (None, None) => {
+            (None, None) if of.volume == scene.files => {
                 if let Err(what) = scene::check_filesystem(&image(id)) {
                     found.loss(format!("snapshot {id} is no filesystem of one moment: {what}"));
                 }
             }
+            (None, _) => {}
         }
         scene.snapshots.insert(id.clone(), now);
     }
-    let gone: Vec<_> =
-        scene.snapshots.keys().filter(|id| !list.snapshots.contains_key(*id)).cloned().collect();
     // What a round made and deleted. The scene's own are counted after each round.
-    gone.iter().for_each(|id| drop(scene.snapshots.remove(id)));
+    scene.snapshots.retain(|id, _| list.snapshots.contains_key(id));
     if !list.snapshots.contains_key(&scene.snapshot) {
         found.loss(format!("snapshot {} is gone ({when:?})", scene.snapshot));
     }

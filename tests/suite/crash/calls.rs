@@ -1,6 +1,7 @@
 //! The calls that change something: what each works on, the call, what it must have come to, and how it is
 //! undone.
 
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use deltapath::client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
@@ -387,12 +388,12 @@ impl Job {
                 hold(total > FILES as u64 * 3 / 2, "the filesystem has not grown")
             }
             Call::PublishDevice => {
-                use std::os::unix::fs::FileExt;
                 let file = open_device(&self.target());
                 file.write_all_at(&[7; 4096], 0).and_then(|()| file.sync_all()).map_err(|e| e.to_string())
             }
             Call::PublishDeviceReadOnly => {
                 let refused = std::fs::File::options().write(true).open(self.target());
+                let refused = refused.and_then(|file| file.write_all_at(&[7; 4096], 0));
                 hold(shown(&self.target()) && refused.is_err(), "the device is not there for reading only")
             }
             Call::Unpublish | Call::UnpublishDevice | Call::UnpublishEphemeral => {

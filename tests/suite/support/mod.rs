@@ -124,12 +124,6 @@ impl Rig {
         self.child.as_ref().expect("the driver runs").id()
     }
 
-    /// The file that says what is to happen at a fail point (`src/sys/failpoint.rs`).
-    #[cfg(feature = "failpoints")]
-    pub fn failpoints(&self) -> PathBuf {
-        self.dir.path().join("failpoints")
-    }
-
     /// SIGKILL, as a crash.
     pub fn kill(&mut self) {
         let mut child = self.child.take().expect("the driver runs");
