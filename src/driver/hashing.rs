@@ -293,7 +293,7 @@ impl Driver {
         let fresh = dir.changed().with_extension("map.compared");
         match MapFile::open(&dir.changed()) {
             Ok(now) if now.header().relative_to.as_ref() == Some(&relation) && fresh.exists() => {
-                Ok(durable::rename(&fresh, &dir.changed())?)
+                Ok(durable::replace_by(&fresh, &dir.changed())?)
             }
             _ => Ok(durable::remove(&fresh)?),
         }
@@ -412,11 +412,19 @@ impl Rest {
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
         durable::remove(&fresh)?;
-        let mut writer = MapWriter::create(&fresh, header(&self.record))?;
+        let replaced = self.write(&fresh).and_then(|()| Ok(durable::replace_by(&fresh, &dir.pending())?));
+        if replaced.is_err() {
+            // Of no use to anybody; the next try would remove it as well.
+            let _ = durable::remove(&fresh);
+        }
+        replaced
+    }
+
+    fn write(&self, fresh: &Path) -> Result<()> {
+        let mut writer = MapWriter::create(fresh, header(&self.record))?;
         for (index, members) in &self.rest {
             writer.insert_segment(*index, members.clone())?;
         }
-        writer.finish()?;
-        Ok(durable::rename(&fresh, &dir.pending())?)
+        Ok(writer.finish()?)
     }
 }

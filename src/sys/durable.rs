@@ -35,8 +35,20 @@ pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
         Err(error) if !error.is_not_found() => return Err(error),
         _ => {}
     }
-    write_new(&fresh, bytes)?;
-    step("replace", path, || fs::rename(&fresh, path))?;
+    let written = write_new(&fresh, bytes);
+    if written.is_err() {
+        // Of no use to anybody, and on a full disk it takes the room that others need.
+        let _ = step("remove", &fresh, || fs::remove_file(&fresh));
+    }
+    written?;
+    replace_by(&fresh, path)
+}
+
+/// Renames the synced file `fresh` over `path` and syncs their directory. Where that sync fails `path` is the new
+/// file, and after a power cut perhaps the old one; unlike [`rename`] this can not be undone, for the old one
+/// has no name any more.
+pub fn replace_by(fresh: &Path, path: &Path) -> Result<()> {
+    step("replace", path, || fs::rename(fresh, path))?;
     sync_dir(parent(path))
 }
 
@@ -46,8 +58,8 @@ fn suffixed(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Renames `from` to `to` and syncs both directories: the commit of an object or of its removal. Where a
-/// sync fails the rename is undone, so that an error means that nothing happened.
+/// Renames `from` to `to`, which must not exist, and syncs both directories: the commit of an object or of its
+/// removal. Where a sync fails the rename is undone, so that an error means that nothing happened.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
     step("rename", from, || fs::rename(from, to))?;
     let synced = sync_dir(parent(to)).and_then(|()| match parent(from) == parent(to) {

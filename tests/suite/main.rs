@@ -32,6 +32,7 @@ mod sanity;
 mod secrets;
 mod snapshots;
 mod startup;
+mod steps;
 mod streams;
 mod support;
 mod usage;

@@ -16,8 +16,8 @@ use super::scene::{self, Scene};
 use crate::support::content::blocks_of;
 use crate::support::{BLOCK, Rig, names};
 
-/// How long what is removed or hashed behind a call may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long what is removed or hashed behind a call may take: hashing gives way to all that runs beside.
+const PATIENCE: Duration = Duration::from_secs(90);
 
 /// When the look is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

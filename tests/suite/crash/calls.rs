@@ -11,8 +11,8 @@ use deltapath::sys::{blockdev, mount, space};
 use tonic::Status;
 
 use super::scene::{FILES, SIZE, Scene};
-use crate::support::Rig;
 use crate::support::content::open_device;
+use crate::support::{MIB, Rig};
 
 /// A call that is cut short.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +51,17 @@ pub enum Call {
     NodeExpand,
     PublishEphemeral,
     UnpublishEphemeral,
+}
+
+impl Call {
+    /// The filesystem of its victim, and the size it is made with. A mounted ext4 grows only with a capability
+    /// that a container may lack.
+    fn filesystem(self) -> (&'static str, i64) {
+        match self {
+            Call::NodeExpand => ("xfs", 300 * MIB),
+            _ => ("ext4", FILES),
+        }
+    }
 }
 
 pub const CALLS: [Call; 28] = [
@@ -154,7 +165,8 @@ impl Job {
             | Call::Unpublish
             | Call::Unstage
             | Call::NodeExpand => {
-                let request = new_volume(&victim, FILES, mount_capability("ext4"));
+                let (fs_type, size) = call.filesystem();
+                let request = new_volume(&victim, size, mount_capability(fs_type));
                 client.create_volume(request).await.expect("create").volume_id
             }
             Call::PublishEphemeral | Call::UnpublishEphemeral => format!("csi-{round}"),
@@ -175,14 +187,21 @@ impl Job {
                 self.stage(client).await?;
                 self.publish(client).await?;
                 if self.call == Call::NodeExpand {
-                    client.expand_volume(&self.victim, 2 * FILES).await.map_err(|error| error.status)?;
+                    client
+                        .expand_volume(&self.victim, 2 * self.call.filesystem().1)
+                        .await
+                        .map_err(|error| error.status)?;
                 }
                 Ok(())
             }
             Call::StageGrown => {
                 self.stage(client).await?;
                 self.unstage(client).await?;
-                client.expand_volume(&self.victim, 2 * FILES).await.map_err(|error| error.status).map(drop)
+                client
+                    .expand_volume(&self.victim, 2 * self.call.filesystem().1)
+                    .await
+                    .map_err(|error| error.status)
+                    .map(drop)
             }
             Call::Detach => self.attach(client).await,
             Call::UnpublishEphemeral => self.publish(client).await,
@@ -202,7 +221,7 @@ impl Job {
         match self.call {
             Call::PublishDevice | Call::PublishDeviceReadOnly | Call::UnpublishDevice => block_capability(),
             Call::Attach | Call::Detach => block_capability(),
-            _ => mount_capability("ext4"),
+            _ => mount_capability(self.call.filesystem().0),
         }
     }
 
@@ -385,7 +404,7 @@ impl Job {
             Call::Publish | Call::PublishEphemeral => write_file(&self.target()),
             Call::StageGrown | Call::NodeExpand => {
                 let total = space(&self.staging()).expect("statvfs").total;
-                hold(total > FILES as u64 * 3 / 2, "the filesystem has not grown")
+                hold(total > self.call.filesystem().1 as u64 * 3 / 2, "the filesystem has not grown")
             }
             Call::PublishDevice => {
                 let file = open_device(&self.target());

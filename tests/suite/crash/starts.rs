@@ -66,6 +66,13 @@ fn is_socket(path: &Path) -> bool {
     path.ends_with("csi.sock")
 }
 
+/// Steps whose failure a start may pass over: a device whose requests are not counted serves as well, and is
+/// never believed to be quiet; a probe that can not clone says that the pool is to be made in an image.
+fn is_passed_over(cut: Cut, point: &Point) -> bool {
+    let is_probe = point.step == "clone blocks into" && point.path.ends_with("data/pool");
+    cut != Cut::Kill && (is_probe || point.path.ends_with("queue/iostats"))
+}
+
 /// Frees what is below a directory, however its user ends.
 struct Sweeper<'d>(&'d Path);
 
@@ -94,7 +101,8 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
         Ok((mut child, _)) => {
             child.kill().expect("kill");
             child.wait().expect("wait");
-            assert!(cut_at(&points).is_none(), "{context}: it started\n{}", log());
+            let cut_off = cut_at(&points).is_some_and(|point| !is_passed_over(cut, point));
+            assert!(!cut_off, "{context}: it started\n{}", log());
         }
         Err(ended) => {
             assert!(cut_at(&points).is_some(), "{context}: it ended with {ended}\n{}", log());
@@ -189,7 +197,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next() {
                         rig.start_again().await;
                     }
                     // The socket answers a moment before the last step of the start.
-                    Ok(()) if is_socket(&point.path) => {
+                    Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
                         rig.kill();
                         rig.start_again().await;
                     }
@@ -333,7 +341,7 @@ fn is_hashed(rig: &Rig, snapshot: &str) -> bool {
 }
 
 async fn hashed(rig: &Rig, snapshot: &str) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(90);
     while !is_hashed(rig, snapshot) {
         assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -342,7 +350,7 @@ async fn hashed(rig: &Rig, snapshot: &str) {
 
 /// Waits until the hashing of a snapshot is done, or was cut.
 async fn worked_or_cut(orders: &Orders, snapshot: &str, rig: &Rig) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(90);
     while !orders.passed().iter().any(|point| point.hit) {
         assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
         let done = is_hashed(rig, snapshot);
