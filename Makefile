@@ -2,6 +2,9 @@
 
 CARGO ?= cargo
 
+# Rounds of `make crash`, of each kind, over all pools.
+ROUNDS ?= 2000
+
 # Runs containers and builds images: docker or podman.
 ENGINE ?= docker
 # How long and where `make soak` runs, and how long `make fuzz` searches each target.
@@ -30,11 +33,12 @@ fmt: ## Format the code
 lint: ## Formatting and clippy, warnings are errors
 	$(CARGO) fmt --check
 	$(CARGO) clippy --locked --all-targets -- -D warnings
+	$(CARGO) clippy --locked --all-targets --features failpoints -- -D warnings
 
 check: lint
 
 test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
-	hack/no-leaks.sh $(CARGO) test --locked
+	hack/no-leaks.sh $(CARGO) test --locked --features failpoints
 
 bench: deps ## What things cost, each beside the bare operation in the same run, in one table
 	$(CARGO) bench --locked --bench table
@@ -42,8 +46,8 @@ bench: deps ## What things cost, each beside the bare operation in the same run,
 bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 	$(CARGO) bench --locked --bench core
 
-crash: deps ## The crash test with 1000 kills a pool instead of 90
-	DELTAPATH_CRASH_ROUNDS=1000 hack/no-leaks.sh $(CARGO) test --locked --test suite -- crash --nocapture
+crash: deps ## ROUNDS=2000 kills at random moments, as many before chosen steps, and an error in every step
+	CARGO="$(CARGO)" hack/crash.sh $(ROUNDS)
 
 soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btrfs (or xfs, dir)
 	@CARGO=$(CARGO) MINUTES=$(MINUTES) POOL=$(POOL) hack/soak.sh

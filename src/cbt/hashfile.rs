@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::hash::{BlockHash, UNKNOWN};
 use super::{Error, Result};
-use crate::sys::{Context, durable};
+use crate::sys::{Context, durable, step};
 
 const PAGE: usize = 4096;
 const HASH: usize = 32;
@@ -123,12 +123,12 @@ impl HashFile {
         let checksum = page.checksum(number);
         page.bytes[PAGE - HASH..].copy_from_slice(checksum.as_bytes());
         let offset = number * PAGE as u64;
-        Ok(self.file.write_all_at(&page.bytes[..], offset).context("write", &self.path)?)
+        Ok(step("write", &self.path, || self.file.write_all_at(&page.bytes[..], offset))?)
     }
 
     /// Makes what was written durable.
     pub fn sync(&self) -> Result<(), Error> {
-        Ok(self.file.sync_all().context("sync", &self.path)?)
+        Ok(step("sync", &self.path, || self.file.sync_all())?)
     }
 
     /// The same file, open a second time.

@@ -9,7 +9,7 @@ use roaring::RoaringBitmap;
 
 use super::{Error, Result};
 use crate::base::{BlockRange, BlockSize, SnapshotId, Stop};
-use crate::sys::{Context, durable};
+use crate::sys::{Context, durable, step};
 
 /// Blocks a segment covers: 16 GiB at 4 KiB blocks, a bitmap of at most 512 KiB in memory.
 pub const SEGMENT_BLOCKS: u64 = 1 << 22;
@@ -288,7 +288,7 @@ impl MapWriter {
         let entry = &from.table[row];
         let mut bytes = vec![0; entry.length as usize];
         from.file.read_exact_at(&mut bytes, entry.offset).context("read", &from.path)?;
-        self.file.write_all_at(&bytes, self.offset).context("write", &self.path)?;
+        step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
         self.table.push(Entry { offset: self.offset, ..entry.clone() });
         self.offset += u64::from(entry.length);
         Ok(())
@@ -311,7 +311,7 @@ impl MapWriter {
         members.optimize();
         let mut bytes = Vec::with_capacity(members.serialized_size());
         members.serialize_into(&mut bytes).context("write", &self.path)?;
-        self.file.write_all_at(&bytes, self.offset).context("write", &self.path)?;
+        step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
         let length = u32::try_from(bytes.len())
             .map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))
             .context("write", &self.path)?;
@@ -343,9 +343,8 @@ impl MapWriter {
         bytes.extend(id);
         let checksum = blake3::hash(&bytes);
         bytes.extend(checksum.as_bytes());
-        self.file.write_all_at(&bytes, self.offset).context("write", &self.path)?;
-        self.file.sync_all().context("sync", &self.path)?;
-        Ok(())
+        step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
+        Ok(step("sync", &self.path, || self.file.sync_all())?)
     }
 }
 

@@ -25,6 +25,7 @@ use super::proto::node_server::NodeServer;
 use super::proto::snapshot_metadata_server::SnapshotMetadataServer;
 use super::snapshot_metadata::SnapshotMetadataService;
 use crate::driver::Driver;
+use crate::sys::{self, step};
 
 /// A socket path, written `unix:///path` (also `unix:/path`, or the path alone).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,7 +104,7 @@ struct RemoveOnDrop(PathBuf);
 
 impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        let _ = step("remove", &self.0, || std::fs::remove_file(&self.0));
     }
 }
 
@@ -111,22 +112,23 @@ impl Drop for RemoveOnDrop {
 /// refused, for two drivers would share its clients.
 fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
     let path = endpoint.path();
-    let failed = |error| EndpointError::Listen(endpoint.clone(), error);
+    let failed = |error: sys::Error| EndpointError::Listen(endpoint.clone(), error.source);
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             if let Some(parent) = path.parent() {
-                std::fs::create_dir_all(parent).map_err(failed)?;
+                step("make the directory", parent, || std::fs::create_dir_all(parent)).map_err(failed)?;
             }
         }
-        Err(error) => return Err(failed(error)),
+        Err(error) => return Err(EndpointError::Listen(endpoint.clone(), error)),
         Ok(meta) if !meta.file_type().is_socket() => return Err(EndpointError::NotASocket(endpoint.clone())),
         Ok(_) => match UnixStream::connect(path) {
             Ok(_) => return Err(EndpointError::Live(endpoint.clone())),
-            Err(_) => std::fs::remove_file(path).map_err(failed)?,
+            Err(_) => step("remove", path, || std::fs::remove_file(path)).map_err(failed)?,
         },
     }
-    let listener = UnixListener::bind(path).map_err(failed)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660)).map_err(failed)?;
+    let listener = step("bind", path, || UnixListener::bind(path)).map_err(failed)?;
+    let mode = std::fs::Permissions::from_mode(0o660);
+    step("set the mode of", path, || std::fs::set_permissions(path, mode)).map_err(failed)?;
     Ok(listener)
 }
 

@@ -8,7 +8,7 @@ use super::params::parse_tuning;
 use super::{Capability, CapacityRange, Driver, Error, Result};
 use crate::store::{AccessKind, Tuning, VolumeRecord};
 use crate::sys::loopdev::LoopDevice;
-use crate::sys::{Context, blockdev};
+use crate::sys::{Context, blockdev, step};
 
 /// What an expansion came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,8 +49,8 @@ impl Driver {
             self.check_host()?;
             let _room = self.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
-            file.set_len(capacity).context("set the length of", &path)?;
-            file.sync_all().context("sync", &path)?;
+            step("set the length of", &path, || file.set_len(capacity))?;
+            step("sync", &path, || file.sync_all())?;
             record = self.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
         }
         if let Some(device) = LoopDevice::find(&path)? {
@@ -68,8 +68,8 @@ impl Driver {
         if length != record.capacity {
             tracing::warn!(volume_id = %record.id, length, capacity = record.capacity, "an expansion was cut short");
             let file = File::options().write(true).open(&path).context("open", &path)?;
-            file.set_len(record.capacity).context("set the length of", &path)?;
-            file.sync_all().context("sync", &path)?;
+            step("set the length of", &path, || file.set_len(record.capacity))?;
+            step("sync", &path, || file.sync_all())?;
         }
         Ok(())
     }

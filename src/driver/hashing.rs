@@ -202,6 +202,7 @@ impl Driver {
             if start {
                 let line: Vec<_> = self.store.read(|index| index.line(&volume).cloned().collect());
                 for record in line.iter().filter(|record| record.tracking) {
+                    self.remove_drafts(record);
                     let bytes = self.pending_bytes(record);
                     if bytes > 0 || self.is_to_compare(record) {
                         self.hashing.add(record, bytes);
@@ -217,6 +218,22 @@ impl Driver {
             }
             if self.hashing.stop.check().is_err() {
                 return;
+            }
+        }
+    }
+
+    /// Removes maps that the last driver did not write to their end, and that nobody may write again.
+    fn remove_drafts(&self, record: &SnapshotRecord) {
+        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        let dir = self.store.snapshot_dir(record);
+        for (map, end) in
+            [(dir.pending(), "map.new"), (dir.changed(), "map.new"), (dir.changed(), "map.compared")]
+        {
+            let draft = map.with_extension(end);
+            if draft.exists()
+                && let Err(error) = durable::remove(&draft)
+            {
+                tracing::warn!(path = %draft.display(), error = super::report(&error), "a draft stays");
             }
         }
     }
@@ -301,7 +318,7 @@ impl Driver {
         let fresh = dir.changed().with_extension("map.compared");
         match MapFile::open(&dir.changed()) {
             Ok(now) if now.header().relative_to.as_ref() == Some(&relation) && fresh.exists() => {
-                Ok(durable::rename(&fresh, &dir.changed())?)
+                Ok(durable::replace_by(&fresh, &dir.changed())?)
             }
             _ => Ok(durable::remove(&fresh)?),
         }
@@ -420,11 +437,19 @@ impl Rest {
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
         durable::remove(&fresh)?;
-        let mut writer = MapWriter::create(&fresh, header(&self.record))?;
+        let replaced = self.write(&fresh).and_then(|()| Ok(durable::replace_by(&fresh, &dir.pending())?));
+        if replaced.is_err() {
+            // Of no use to anybody; the next try would remove it as well.
+            let _ = durable::remove(&fresh);
+        }
+        replaced
+    }
+
+    fn write(&self, fresh: &Path) -> Result<()> {
+        let mut writer = MapWriter::create(fresh, header(&self.record))?;
         for (index, members) in &self.rest {
             writer.insert_segment(*index, members.clone())?;
         }
-        writer.finish()?;
-        Ok(durable::rename(&fresh, &dir.pending())?)
+        Ok(writer.finish()?)
     }
 }

@@ -136,15 +136,16 @@ impl Driver {
             None => None,
         };
         let home = Home::open(&data_dir, config.pool, known)?;
-        if manifest.is_none() {
-            claim.set_manifest(&Manifest {
-                version: Manifest::VERSION,
-                driver_name: config.driver_name.clone(),
-                pool: home.pool().to_string(),
-                in_image: home.known().in_image,
-            })?;
-        }
-        let store = Store::open(home.dir().clone())?;
+        let store = match Self::open_store(&config, &claim, manifest.is_none(), &home) {
+            Ok(store) => store,
+            Err(error) => {
+                // Nobody is left who would unmount the pool.
+                if let Err(error) = home.close() {
+                    tracing::warn!(error = report(&error), "the pool stays mounted");
+                }
+                return Err(error);
+            }
+        };
         let driver = Driver {
             config,
             home,
@@ -167,6 +168,19 @@ impl Driver {
             "data directory opened"
         );
         Ok(driver)
+    }
+
+    /// Reads the records of a pool, and where it `is_new` writes down first what the data directory is.
+    fn open_store(config: &Config, claim: &Claim, is_new: bool, home: &Home) -> Result<Store> {
+        if is_new {
+            claim.set_manifest(&Manifest {
+                version: Manifest::VERSION,
+                driver_name: config.driver_name.clone(),
+                pool: home.pool().to_string(),
+                in_image: home.known().in_image,
+            })?;
+        }
+        Ok(Store::open(home.dir().clone())?)
     }
 
     /// Leaves the data directory. A pool image that volumes still use stays mounted for the next

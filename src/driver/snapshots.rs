@@ -180,8 +180,14 @@ impl Driver {
         let header = MapHeader { relative_to, ..theirs.header().clone() };
         let fresh = next_dir.changed().with_extension("map.new");
         durable::remove(&fresh)?;
-        cbt::write_union(&fresh, header, &[&ours, &theirs], &Stop::default())?;
-        durable::rename(&fresh, &next_dir.changed())?;
+        let merged = cbt::write_union(&fresh, header, &[&ours, &theirs], &Stop::default())
+            .map_err(Error::from)
+            .and_then(|()| Ok(durable::replace_by(&fresh, &next_dir.changed())?));
+        if merged.is_err() {
+            // Of no use to anybody; the next try would remove it as well.
+            let _ = durable::remove(&fresh);
+        }
+        merged?;
         self.hashing.add(&next, self.pending_bytes(&next));
         Ok(())
     }

@@ -10,7 +10,7 @@ use super::{Capability, CapacityRange, Driver, Error, Result, VolumeParameters};
 use crate::base::{BlockSize, Stop, VolumeId};
 use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
-use crate::sys::Context;
+use crate::sys::{Context, step};
 
 /// The longest name a CO may give (CSI spec, "Size Limits").
 const MAX_NAME: usize = 128;
@@ -138,8 +138,8 @@ impl Driver {
         // A source smaller than its volume: the rest reads as zeros and is there to be written. What the pool
         // made whole is synced.
         if file.metadata().context("stat", &path)?.len() != record.capacity {
-            file.set_len(record.capacity).context("set the length of", &path)?;
-            file.sync_all().context("sync", &path)?;
+            step("set the length of", &path, || file.set_len(record.capacity))?;
+            step("sync", &path, || file.sync_all())?;
         }
         Ok(self.store.commit_volume(draft, record)?)
     }

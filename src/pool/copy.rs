@@ -8,7 +8,7 @@ use std::path::Path;
 use super::{Result, Sink};
 use crate::base::{BlockSize, ByteRange, Stop};
 use crate::sys::extents::DataRanges;
-use crate::sys::{Context, clone};
+use crate::sys::{Context, clone, step};
 
 /// Bytes copied at once; a larger block is copied whole.
 const STEP: u64 = 4 << 20;
@@ -24,7 +24,7 @@ pub(super) fn sparse(
     stop: &Stop,
 ) -> Result<()> {
     let length = source.metadata().context("stat", target_path)?.len();
-    target.set_len(length).context("set the length of", target_path)?;
+    step("set the length of", target_path, || target.set_len(length))?;
     let mut buffer = Vec::new();
     let mut next = 0;
     for range in DataRanges::of(source, target_path, ByteRange { start: 0, end: length }) {
@@ -33,26 +33,26 @@ pub(super) fn sparse(
         let mut start = range.start.max(next);
         while start < end {
             stop.check()?;
-            let step = ByteRange { start, end: end.min(start + STEP.max(size.bytes())) };
+            let part = ByteRange { start, end: end.min(start + STEP.max(size.bytes())) };
             if let Some(sink) = &mut sink {
-                buffer.resize(step.len() as usize, 0);
-                source.read_exact_at(&mut buffer, step.start).context("read the source of", target_path)?;
-                sink(step.start, &buffer)?;
+                buffer.resize(part.len() as usize, 0);
+                source.read_exact_at(&mut buffer, part.start).context("read the source of", target_path)?;
+                sink(part.start, &buffer)?;
             }
-            for data in DataRanges::of(source, target_path, step) {
+            for data in DataRanges::of(source, target_path, part) {
                 let data = data?;
                 match sink {
                     Some(_) => {
                         let bytes =
-                            &buffer[(data.start - step.start) as usize..(data.end - step.start) as usize];
-                        target.write_all_at(bytes, data.start).context("write", target_path)?;
+                            &buffer[(data.start - part.start) as usize..(data.end - part.start) as usize];
+                        step("write", target_path, || target.write_all_at(bytes, data.start))?;
                     }
                     None => inside(source, target, target_path, data)?,
                 }
             }
-            // The disk writes while the next step is read and hashed.
-            clone::start_writing(target, step.start, step.len());
-            start = step.end;
+            // The disk writes while the next part is read and hashed.
+            clone::start_writing(target, part.start, part.len());
+            start = part.end;
         }
         next = next.max(end);
     }
@@ -61,8 +61,9 @@ pub(super) fn sparse(
 
 /// Copies a range inside the kernel.
 fn inside(source: &File, target: &File, target_path: &Path, range: ByteRange) -> Result<()> {
-    let copied = clone::copy_range(source, target, range.start, range.len());
-    match copied.context("copy into", target_path)? == range.len() {
+    let copied =
+        step("copy into", target_path, || clone::copy_range(source, target, range.start, range.len()))?;
+    match copied == range.len() {
         true => Ok(()),
         // Silent zeros would be in the copy.
         false => Err(io::Error::from(io::ErrorKind::UnexpectedEof)).context("copy into", target_path)?,

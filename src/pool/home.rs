@@ -10,7 +10,7 @@ use crate::sys::btrfs;
 use crate::sys::durable::{self, FileLock};
 use crate::sys::loopdev::{self, Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
-use crate::sys::{Context, program, space};
+use crate::sys::{Context, program, space, step};
 
 /// What `--pool` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -420,9 +420,9 @@ fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: Format) -> Res
     let fresh = image.with_extension("img.new");
     durable::remove(&fresh)?;
     let file = durable::create_new(&fresh)?;
-    file.set_len(size).context("set the length of", &fresh)?;
+    step("set the length of", &fresh, || file.set_len(size))?;
     format.make(&fresh)?;
-    File::open(&fresh).and_then(|file| file.sync_all()).context("sync", &fresh)?;
+    step("sync", &fresh, || File::open(&fresh)?.sync_all())?;
     durable::rename(&fresh, &image)?;
     Ok(())
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use crate::base::{BlockSize, ObjectDir, Stop};
 use crate::sys::btrfs::{self, Subvolume, WrittenSince};
 use crate::sys::extents::{Extents, wait_for_writes};
-use crate::sys::{Context, clone, durable, tree};
+use crate::sys::{Context, clone, durable, step, tree};
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -79,8 +79,8 @@ impl Pool {
         }
         let path = target.data();
         let file = durable::create_new(&path)?;
-        file.set_len(length).context("set the length of", &path)?;
-        file.sync_all().context("sync", &path)?;
+        step("set the length of", &path, || file.set_len(length))?;
+        step("sync", &path, || file.sync_all())?;
         durable::sync_dir(&target.bytes())?;
         Ok(file)
     }
@@ -140,7 +140,7 @@ impl Pool {
             Pool::Btrfs { .. } | Pool::Reflink => clone::reflink(source, &file, target)?,
             Pool::Copy => copy::sparse(source, &file, target, size, sink, stop)?,
         }
-        file.sync_all().context("sync", target)?;
+        step("sync", target, || file.sync_all())?;
         Ok(file)
     }
 

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
 use crate::base::DataDir;
-use crate::sys::Context;
 use crate::sys::durable::{self, FileLock};
+use crate::sys::step;
 
 /// `DIR/deltapath.json`. Written last when a data directory is made: one without it holds no object
 /// yet, at most an image that the next start takes up.
@@ -49,7 +49,7 @@ pub struct Claim {
 impl Claim {
     /// Makes the directory where it is missing and takes its lock.
     pub fn take(dir: DataDir) -> Result<Self> {
-        fs::create_dir_all(dir.path()).context("make the data directory", dir.path())?;
+        step("make the data directory", dir.path(), || fs::create_dir_all(dir.path()))?;
         match FileLock::try_lock(&dir.lock())? {
             Some(lock) => Ok(Claim { dir, _lock: lock }),
             None => Err(Error::Locked(dir.path().to_owned())),

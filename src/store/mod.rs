@@ -62,8 +62,10 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
+        // Tried twice: what stays takes room until the next start.
+        let remove = || tree::remove(self.dir.path());
         if !self.committed
-            && let Err(error) = tree::remove(self.dir.path())
+            && let Err(error) = remove().or_else(|_| remove())
         {
             tracing::warn!(path = %self.dir.path().display(), %error, "a half-made object stays until the next start");
         }

@@ -62,12 +62,15 @@ impl Store {
     }
 }
 
-/// Removes deleted groups whose last member went, which a crash left.
+/// Removes deleted groups whose last member went, which a crash left. By way of `staging/`: half removed, one
+/// would be taken for a snapshot that can not be read.
 pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     for path in entries(&pool.retained())? {
         let members = GroupDir::new(&path).members();
         if members.exists() && entries(&members)?.is_empty() {
-            tree::remove(&path)?;
+            let doomed = pool.staging().join(path.file_name().unwrap_or_default());
+            durable::rename(&path, &doomed)?;
+            tree::remove(&doomed)?;
         }
     }
     Ok(())

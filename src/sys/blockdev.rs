@@ -5,7 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use super::{Context, Result};
+use super::{Context, Result, step};
 
 /// Writes what the device's page cache holds to the device, and the device's own cache down.
 ///
@@ -13,7 +13,7 @@ use super::{Context, Result};
 /// whoever has it open.
 pub fn flush(device: &Path) -> Result<()> {
     let file = File::open(device).context("open", device)?;
-    file.sync_all().context("flush", device)
+    step("flush", device, || file.sync_all())
 }
 
 /// The size of a block device in bytes.

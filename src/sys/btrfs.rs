@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::{Context, Result};
+use super::{Context, Result, step};
 use crate::base::ByteRange;
 
 /// `_IOW(0x94, 14, struct btrfs_ioctl_vol_args)` of `linux/btrfs.h`.
@@ -105,20 +105,19 @@ pub fn records_holes(dir: &Path) -> Result<bool> {
 pub fn create_subvolume(path: &Path) -> Result<()> {
     let (dir, name) = parent(path)?;
     let arguments = VolumeArguments::new(0, name, VolumeArguments::NAME);
-    name_call(&dir, SUBVOL_CREATE, arguments).context("make the subvolume", path)?;
+    step("make the subvolume", path, || name_call(&dir, SUBVOL_CREATE, arguments))?;
     let made = File::open(path).context("open", path)?;
-    let mut flags: libc::c_int = 0;
-    // SAFETY: GETFLAGS writes one int, which lives through the call.
-    let mut rc = unsafe { libc::ioctl(made.as_raw_fd(), GETFLAGS, &mut flags) };
-    if rc >= 0 {
-        flags |= NOCOW;
-        // SAFETY: SETFLAGS reads one int, which lives through the call.
-        rc = unsafe { libc::ioctl(made.as_raw_fd(), SETFLAGS, &flags) };
-    }
-    match rc {
-        0.. => Ok(()),
-        _ => Err(io::Error::last_os_error()).context("turn copy-on-write off for", path),
-    }
+    step("turn copy-on-write off for", path, || {
+        let mut flags: libc::c_int = 0;
+        // SAFETY: GETFLAGS writes one int, which lives through the call.
+        let mut rc = unsafe { libc::ioctl(made.as_raw_fd(), GETFLAGS, &mut flags) };
+        if rc >= 0 {
+            flags |= NOCOW;
+            // SAFETY: SETFLAGS reads one int, which lives through the call.
+            rc = unsafe { libc::ioctl(made.as_raw_fd(), SETFLAGS, &flags) };
+        }
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    })
 }
 
 /// Removes a subvolume with all that is in it, in constant time; open files in it stay readable.
@@ -129,7 +128,7 @@ pub fn destroy_subvolume(path: &Path) -> Result<bool> {
     }
     let (dir, name) = parent(path)?;
     let arguments = VolumeArguments::new(0, name, VolumeArguments::NAME);
-    name_call(&dir, SNAP_DESTROY, arguments).context("remove the subvolume", path)?;
+    step("remove the subvolume", path, || name_call(&dir, SNAP_DESTROY, arguments))?;
     Ok(true)
 }
 
@@ -152,7 +151,7 @@ impl Subvolume {
         let (dir, name) = parent(target)?;
         let source = i64::from(self.dir.as_raw_fd());
         let arguments = VolumeArguments::new(source, name, VolumeArguments::NAME_V2);
-        name_call(&dir, SNAP_CREATE_V2, arguments).context("make a snapshot of", &self.path)
+        step("make a snapshot of", &self.path, || name_call(&dir, SNAP_CREATE_V2, arguments))
     }
 
     /// The transaction that made this subvolume (`otransid`): all that is written into it afterwards,

@@ -7,17 +7,16 @@ use std::path::Path;
 
 use nix::fcntl::{FallocateFlags, fallocate};
 
-use super::{Context, Result};
+use super::{Result, step};
 
 /// Makes `target` share all blocks of `source` (ioctl_ficlone(2)). Atomic towards writers of
 /// `source`, whose dirty pages are written first; both must lie on one filesystem.
 pub fn reflink(source: &File, target: &File, target_path: &Path) -> Result<()> {
-    // SAFETY: FICLONE takes a descriptor by value; both descriptors are open.
-    let rc = unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) };
-    if rc < 0 {
-        return Err(io::Error::last_os_error()).context("clone blocks into", target_path);
-    }
-    Ok(())
+    step("clone blocks into", target_path, || {
+        // SAFETY: FICLONE takes a descriptor by value; both descriptors are open.
+        let rc = unsafe { libc::ioctl(target.as_raw_fd(), libc::FICLONE, source.as_raw_fd()) };
+        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    })
 }
 
 /// Copies `length` bytes at `offset` to the same offset of `target`, inside the kernel. Short only

@@ -1,25 +1,26 @@
 //! Files that are there after a power cut: synced, renamed into place, their directory synced.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 
-use super::{Context, Error, Result};
+use super::{Error, Result, step};
 
 /// Creates `path`, which must not exist, with `bytes`, and syncs it. The directory entry is
 /// durable only after [`sync_dir`].
 pub fn write_new(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = create_new(path)?;
-    file.write_all(bytes).context("write", path)?;
-    file.sync_all().context("sync", path)
+    step("write", path, || file.write_all(bytes))?;
+    step("sync", path, || file.sync_all())
 }
 
 /// Creates an empty file for reading and writing; fails where `path` exists.
 pub fn create_new(path: &Path) -> Result<File> {
-    OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path).context("create", path)
+    let mut options = OpenOptions::new();
+    step("create", path, || options.read(true).write(true).create_new(true).mode(0o600).open(path))
 }
 
 /// Replaces `path` by `bytes` as one step: after a crash it holds the old bytes or the new ones.
@@ -30,18 +31,28 @@ pub fn create_new(path: &Path) -> Result<File> {
 /// 3. Sync the directory: from here on the new one survives a power cut.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
     let fresh = suffixed(path);
-    match fs::remove_file(&fresh) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            return Err(error).context("remove", &fresh);
-        }
+    match step("remove", &fresh, || fs::remove_file(&fresh)) {
+        Err(error) if !error.is_not_found() => return Err(error),
         _ => {}
     }
-    let replaced = write_new(&fresh, bytes).and_then(|()| fs::rename(&fresh, path).context("replace", path));
-    if replaced.is_err() {
-        // Nobody asks for it, and on a full disk it is in the way.
-        let _ = fs::remove_file(&fresh);
+    let written = write_new(&fresh, bytes);
+    if written.is_err() {
+        // Of no use to anybody, and on a full disk it takes the room that others need.
+        let _ = step("remove", &fresh, || fs::remove_file(&fresh));
     }
-    replaced?;
+    written?;
+    replace_by(&fresh, path)
+}
+
+/// Renames the synced file `fresh` over `path` and syncs their directory. Where that sync fails `path` is the new
+/// file, and after a power cut perhaps the old one; unlike [`rename`] this can not be undone, for the old one
+/// has no name any more.
+pub fn replace_by(fresh: &Path, path: &Path) -> Result<()> {
+    let renamed = step("replace", path, || fs::rename(fresh, path));
+    if renamed.is_err() {
+        let _ = step("remove", fresh, || fs::remove_file(fresh));
+    }
+    renamed?;
     sync_dir(parent(path))
 }
 
@@ -51,38 +62,38 @@ fn suffixed(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Renames `from` to `to` and syncs both directories: the commit of an object or of its removal. Where a
-/// sync fails the rename is undone, so that an error means that nothing happened.
+/// Renames `from` to `to`, which must not exist, and syncs both directories: the commit of an object or of its
+/// removal. Where a sync fails the rename is undone, so that an error means that nothing happened.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
-    fs::rename(from, to).context("rename", from)?;
+    step("rename", from, || fs::rename(from, to))?;
     let synced = sync_dir(parent(to)).and_then(|()| match parent(from) == parent(to) {
         true => Ok(()),
         false => sync_dir(parent(from)),
     });
     if synced.is_err() {
-        fs::rename(to, from).context("undo the rename of", from)?;
+        step("undo the rename of", from, || fs::rename(to, from))?;
     }
     synced
 }
 
 /// Removes a file, if it is there, durably.
 pub fn remove(path: &Path) -> Result<()> {
-    match fs::remove_file(path) {
+    match step("remove", path, || fs::remove_file(path)) {
         Ok(()) => sync_dir(parent(path)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(error).context("remove", path),
+        Err(error) if error.is_not_found() => Ok(()),
+        Err(error) => Err(error),
     }
 }
 
 /// Makes the entries of a directory durable.
 pub fn sync_dir(path: &Path) -> Result<()> {
-    File::open(path).and_then(|dir| dir.sync_all()).context("sync", path)
+    step("sync", path, || File::open(path)?.sync_all())
 }
 
 /// Makes a directory that must not exist, open to root alone.
 pub fn make_dir(path: &Path) -> Result<()> {
     use std::os::unix::fs::DirBuilderExt;
-    fs::DirBuilder::new().mode(0o700).create(path).context("make the directory", path)
+    step("make the directory", path, || fs::DirBuilder::new().mode(0o700).create(path))
 }
 
 fn parent(path: &Path) -> &Path {
@@ -98,14 +109,9 @@ pub struct FileLock {
 impl FileLock {
     /// Takes the lock; `Ok(None)` when somebody else holds it. The file is made where missing.
     pub fn try_lock(path: &Path) -> Result<Option<Self>> {
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(path)
-            .context("open", path)?;
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = step("open", path, || options.open(path))?;
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => Ok(Some(FileLock { _lock: lock })),
             Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),

@@ -3,13 +3,13 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::mount::Mount;
-use super::{Context, Error, Result};
+use super::{Context, Error, Result, failpoint, step};
 
 /// `_IOWR('X', 119, int)` of `linux/fs.h`.
 const FIFREEZE: libc::c_ulong = 0xC004_5877;
@@ -47,27 +47,30 @@ impl Frozen {
         let mount_point = &mount.mount_point;
         let root = open_root(mount)?;
         let guarded = root.try_clone().context("open", mount_point)?;
+        let place = mount_point.to_owned();
         // Its thread is there before the freeze: without one nobody would thaw.
         let (release, released) = mpsc::channel();
         let watchdog = std::thread::Builder::new()
             .name("freeze-watchdog".into())
             .spawn(move || match released.recv_timeout(bound) {
                 Ok(Told::NotFrozen) => Outcome::InTime(Ok(())),
-                Err(RecvTimeoutError::Timeout) => Outcome::Expired(thaw_fd(&guarded)),
-                Ok(Told::Thaw) | Err(RecvTimeoutError::Disconnected) => Outcome::InTime(thaw_fd(&guarded)),
+                Err(RecvTimeoutError::Timeout) => Outcome::Expired(thaw_fd(&guarded, &place)),
+                Ok(Told::Thaw) | Err(RecvTimeoutError::Disconnected) => {
+                    Outcome::InTime(thaw_fd(&guarded, &place))
+                }
             })
             .context("start the watchdog of", mount_point)?;
         let frozen = Frozen { release, watchdog: Some(watchdog), root, mount_point: mount_point.to_owned() };
-        // SAFETY: FIFREEZE ignores its argument; the descriptor is open.
-        let rc = unsafe { libc::ioctl(frozen.root.as_raw_fd(), FIFREEZE, 0) };
-        if rc == 0 {
-            return Ok(Some(frozen));
-        }
-        let error = io::Error::last_os_error();
+        let done = step("freeze", mount_point, || {
+            // SAFETY: FIFREEZE ignores its argument; the descriptor is open.
+            let rc = unsafe { libc::ioctl(frozen.root.as_raw_fd(), FIFREEZE, 0) };
+            if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        });
+        let Err(error) = done else { return Ok(Some(frozen)) };
         frozen.dismiss();
-        match error.raw_os_error() {
+        match error.errno() {
             Some(libc::EBUSY) => Ok(None),
-            _ => Err(error).context("freeze", mount_point),
+            _ => Err(error),
         }
     }
 
@@ -91,12 +94,16 @@ impl Frozen {
         let failed = |operation, source| Err(Error { operation, path: self.mount_point.clone(), source });
         match watchdog.join() {
             Ok(Outcome::InTime(Ok(()))) => Ok(()),
-            Ok(Outcome::InTime(Err(error))) => failed("thaw", error),
+            // Once more: nobody else would thaw it.
+            Ok(Outcome::InTime(Err(_))) => match thaw_fd(&self.root, &self.mount_point) {
+                Err(error) if error.raw_os_error() != Some(libc::EINVAL) => failed("thaw", error),
+                _ => Ok(()),
+            },
             Ok(Outcome::Expired(Ok(()))) => {
                 failed("keep frozen for the bound", io::ErrorKind::TimedOut.into())
             }
             // The freeze itself took longer than the bound, so the watchdog found nothing to thaw yet.
-            Ok(Outcome::Expired(Err(_))) | Err(_) => match thaw_fd(&self.root) {
+            Ok(Outcome::Expired(Err(_))) | Err(_) => match thaw_fd(&self.root, &self.mount_point) {
                 Err(error) if error.raw_os_error() != Some(libc::EINVAL) => {
                     failed("thaw after the bound", error)
                 }
@@ -116,7 +123,7 @@ impl Drop for Frozen {
 
 /// Thaws the filesystem seen at `mount`, which a dead process left frozen; fine when it is not frozen.
 pub fn thaw(mount: &Mount) -> Result<()> {
-    match thaw_fd(&open_root(mount)?) {
+    match thaw_fd(&open_root(mount)?, &mount.mount_point) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
         other => other.context("thaw", &mount.mount_point),
     }
@@ -148,7 +155,8 @@ fn mount_id(file: &File) -> io::Result<u64> {
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(found.stx_mnt_id) }
 }
 
-fn thaw_fd(root: &File) -> io::Result<()> {
+fn thaw_fd(root: &File, mount_point: &Path) -> io::Result<()> {
+    failpoint::pass("thaw", mount_point)?;
     // SAFETY: FITHAW ignores its argument; the descriptor is open.
     let rc = unsafe { libc::ioctl(root.as_raw_fd(), FITHAW, 0) };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
-use super::{Context, Error, Result};
+use super::{Context, Error, Result, step};
 
 const LOOP_CLR_FD: libc::c_ulong = 0x4C01;
 const LOOP_SET_STATUS64: libc::c_ulong = 0x4C04;
@@ -153,17 +153,19 @@ impl LoopDevice {
                 info: LoopInfo64::with_flags(flags),
                 reserved: [0; 8],
             };
-            // SAFETY: LOOP_CONFIGURE reads one `loop_config`, and `config` is one that lives
-            // through the call; both descriptors are open.
-            let rc = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &config) };
-            match check(rc) {
+            let configured = step("attach a loop device to", backing, || {
+                // SAFETY: LOOP_CONFIGURE reads one `loop_config`, and `config` is one that lives
+                // through the call; both descriptors are open.
+                check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &config) })
+            });
+            match configured {
                 Ok(_) => {
                     count_writes(number);
                     return Ok(LoopDevice { number, backing: id, access });
                 }
                 // Another process took the number between the two calls.
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => continue,
-                Err(error) => return Err(error).context("attach a loop device to", backing),
+                Err(error) if error.errno() == Some(libc::EBUSY) => continue,
+                Err(error) => return Err(error),
             }
         }
         Err(io::Error::from_raw_os_error(libc::EBUSY)).context("find a free loop device for", backing)
@@ -220,9 +222,10 @@ impl LoopDevice {
             Some(info) if info.backing() != self.backing => Ok(None),
             Some(mut info) if info.flags & LO_FLAGS_AUTOCLEAR != 0 => {
                 info.flags &= !LO_FLAGS_AUTOCLEAR;
-                // SAFETY: LOOP_SET_STATUS64 reads one `loop_info64`, which lives through the call.
-                check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_STATUS64, &info) })
-                    .context("keep loop device", &path)?;
+                step("keep loop device", &path, || {
+                    // SAFETY: LOOP_SET_STATUS64 reads one `loop_info64`, which lives through the call.
+                    check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_STATUS64, &info) })
+                })?;
                 Ok(Some(self))
             }
             Some(_) => Ok(Some(self)),
@@ -246,12 +249,14 @@ impl LoopDevice {
                 Some(info) if (FileId { device: info.device, inode: info.inode }) == self.backing => {}
                 _ => return Ok(true),
             }
-            // SAFETY: LOOP_CLR_FD takes no argument; the descriptor is open.
-            match check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CLR_FD) }) {
-                Ok(_) => {}
-                Err(error) if is_gone(&error) => return Ok(true),
-                Err(error) => return Err(error).context("detach", &path),
-            }
+            let cleared = step("detach", &path, || {
+                // SAFETY: LOOP_CLR_FD takes no argument; the descriptor is open.
+                check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CLR_FD) })
+            });
+            match cleared {
+                Err(error) if is_gone(&error.source) => return Ok(true),
+                cleared => cleared?,
+            };
         }
         let deadline = Instant::now() + SETTLE;
         while self.is_attached()? {
@@ -274,8 +279,10 @@ impl LoopDevice {
     pub fn grow_to_file(&self) -> Result<()> {
         let path = self.path();
         let device = open_node(self.number, Access::ReadOnly)?;
-        // SAFETY: LOOP_SET_CAPACITY takes no argument; the descriptor is open.
-        check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_CAPACITY) }).context("grow", &path).map(drop)
+        step("grow", &path, || {
+            // SAFETY: LOOP_SET_CAPACITY takes no argument; the descriptor is open.
+            check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_CAPACITY) }).map(drop)
+        })
     }
 
     /// Whether it passes requests to the backing file past the page cache, from now on
@@ -283,15 +290,17 @@ impl LoopDevice {
     pub fn set_direct_io(&self, direct: bool) -> Result<()> {
         let path = self.path();
         let device = open_node(self.number, Access::ReadOnly)?;
-        // SAFETY: LOOP_SET_DIRECT_IO takes a number by value; the descriptor is open.
-        let rc = unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_DIRECT_IO, libc::c_ulong::from(direct)) };
-        check(rc).context("set direct I/O of", &path).map(drop)
+        let number = libc::c_ulong::from(direct);
+        step("set direct I/O of", &path, || {
+            // SAFETY: LOOP_SET_DIRECT_IO takes a number by value; the descriptor is open.
+            check(unsafe { libc::ioctl(device.as_raw_fd(), LOOP_SET_DIRECT_IO, number) }).map(drop)
+        })
     }
 
     /// How far the kernel reads ahead, in KiB (`queue/read_ahead_kb` in sysfs).
     pub fn set_read_ahead(&self, kib: u32) -> Result<()> {
         let path = self.sysfs().join("queue/read_ahead_kb");
-        std::fs::write(&path, kib.to_string()).context("write", &path)
+        step("write", &path, || std::fs::write(&path, kib.to_string()))
     }
 
     /// `/dev/loopN`.
@@ -350,7 +359,7 @@ fn read_dev(number: u32) -> Result<String> {
 /// [`super::blockdev::WriteCounters`] refuses to prove anything then.
 fn count_writes(number: u32) {
     let path = sysfs(number).join("queue/iostats");
-    if let Err(error) = std::fs::write(&path, "1") {
+    if let Err(error) = step("write", &path, || std::fs::write(&path, "1")) {
         tracing::warn!(path = %path.display(), %error, "requests of this device are not counted");
     }
 }
@@ -378,10 +387,13 @@ fn open_node(number: u32, access: Access) -> Result<File> {
                 .and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)))
                 .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, dev.clone()))
                 .context("read the device number of", &path)?;
-            let made = mknod(&path, SFlag::S_IFBLK, Mode::from_bits_truncate(0o660), makedev(major, minor));
+            let mode = Mode::from_bits_truncate(0o660);
+            let made = step("make the device node", &path, || {
+                mknod(&path, SFlag::S_IFBLK, mode, makedev(major, minor))
+            });
             match made {
-                Ok(()) | Err(nix::errno::Errno::EEXIST) => open().context("open", &path),
-                Err(error) => Err(error).context("make the device node", &path),
+                Err(error) if error.errno() != Some(libc::EEXIST) => Err(error),
+                _ => open().context("open", &path),
             }
         }
         other => other.context("open", &path),

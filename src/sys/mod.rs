@@ -8,6 +8,7 @@ pub mod btrfs;
 pub mod clone;
 pub mod durable;
 pub mod extents;
+pub mod failpoint;
 pub mod freeze;
 pub mod loopdev;
 pub mod mount;
@@ -60,6 +61,16 @@ impl<T, E: Into<io::Error>> Context<T> for std::result::Result<T, E> {
     fn context(self, operation: &'static str, path: &Path) -> Result<T> {
         self.map_err(|error| Error { operation, path: path.to_owned(), source: error.into() })
     }
+}
+
+/// Makes a change on disk or in the kernel, which [`failpoint`] may kill or fail before: all changes go
+/// through here, so that tests interrupt the driver at each of them.
+pub fn step<T, E: Into<io::Error>>(
+    operation: &'static str,
+    path: &Path,
+    change: impl FnOnce() -> std::result::Result<T, E>,
+) -> Result<T> {
+    failpoint::pass(operation, path).and_then(|()| change().map_err(Into::into)).context(operation, path)
 }
 
 /// Whether the process may attach devices and mount: it is root.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, umount2};
 
-use super::{Context, Result};
+use super::{Context, Result, step};
 
 /// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,8 +96,9 @@ fn unescape(field: &[u8]) -> PathBuf {
 
 /// Mounts `device` with the filesystem's own `options` (comma separated).
 pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, options: &str) -> Result<()> {
-    nix::mount::mount(Some(device), target, Some(fs_type), flags, Some(options))
-        .context("mount a filesystem at", target)
+    step("mount a filesystem at", target, || {
+        nix::mount::mount(Some(device), target, Some(fs_type), flags, Some(options))
+    })
 }
 
 /// Shows `source` (a file or a directory) at `target` as well.
@@ -105,11 +106,11 @@ pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, option
 /// A read-only one is made read-only before it is seen anywhere (open_tree(2), mount_setattr(2),
 /// move_mount(2)): a crash can not leave a writable one, and flags such as `nosuid` stay.
 pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<()> {
-    let clone = clone_mount(source).context("clone the mount at", source)?;
+    let clone = step("clone the mount at", source, || clone_mount(source))?;
     if read_only {
-        set_read_only(&clone).context("make read-only a clone of", source)?;
+        step("make read-only a clone of", source, || set_read_only(&clone))?;
     }
-    attach(&clone, target).context("bind mount at", target)
+    step("bind mount at", target, || attach(&clone, target))
 }
 
 fn clone_mount(source: &Path) -> io::Result<OwnedFd> {
@@ -168,7 +169,7 @@ pub fn unmount(target: &Path) -> Result<()> {
         if mounted_at(target)?.is_none() {
             return Ok(());
         }
-        umount2(target, MntFlags::UMOUNT_NOFOLLOW).context("unmount", target)?;
+        step("unmount", target, || umount2(target, MntFlags::UMOUNT_NOFOLLOW))?;
     }
     Err(io::Error::from_raw_os_error(libc::EBUSY)).context("unmount all that is stacked at", target)
 }

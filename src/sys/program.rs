@@ -8,7 +8,7 @@ use std::io;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use super::{Context, Error, Result};
+use super::{Context, Error, Result, failpoint, step};
 
 /// Runs `program` to its end and returns what it printed; an exit status that `accept` does not
 /// hold for is an error with the program's own last words.
@@ -18,14 +18,17 @@ pub fn run<S: AsRef<OsStr>>(
     subject: &Path,
     accept: impl Fn(i32) -> bool,
 ) -> Result<Output> {
-    let output = Command::new(program).args(arguments).arg(subject).stdin(Stdio::null()).output().map_err(
-        |source| match source.kind() {
-            io::ErrorKind::NotFound => {
-                Error { operation: "run (install the program on this node)", path: program.into(), source }
-            }
-            _ => Error { operation: "run", path: program.into(), source },
-        },
-    )?;
+    let mut command = Command::new(program);
+    command.args(arguments).arg(subject).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child =
+        step("run", program.as_ref(), || command.spawn()).map_err(|error| match error.source.kind() {
+            io::ErrorKind::NotFound => Error { operation: "run (install the program on this node)", ..error },
+            _ => error,
+        })?;
+    // A point while it is at work. It ends in any case: nothing goes on behind an error.
+    let told = failpoint::pass("wait for", program.as_ref());
+    let output = child.wait_with_output().and_then(|output| told.map(|()| output));
+    let output = output.context("wait for", program.as_ref())?;
     match output.status.code() {
         Some(code) if accept(code) => Ok(output),
         _ => {

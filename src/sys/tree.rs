@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use super::{Context, Result, btrfs};
+use super::{Context, Result, btrfs, step};
 
 /// Removes a directory and all that is in it. A btrfs subvolume in it goes as a whole, in constant time,
 /// whatever the number of extents of its files. A symbolic link is removed, never followed.
@@ -16,8 +16,8 @@ pub fn remove(path: &Path) -> Result<()> {
         let inner = entry.path();
         match entry.file_type().context("stat", &inner)?.is_dir() {
             true => remove(&inner)?,
-            false => fs::remove_file(&inner).context("remove", &inner)?,
+            false => step("remove", &inner, || fs::remove_file(&inner))?,
         }
     }
-    fs::remove_dir(path).context("remove", path)
+    step("remove", path, || fs::remove_dir(path))
 }

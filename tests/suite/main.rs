@@ -36,6 +36,7 @@ mod security;
 mod seeds;
 mod snapshots;
 mod startup;
+mod steps;
 mod streams;
 mod support;
 mod usage;

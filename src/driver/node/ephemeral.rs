@@ -1,9 +1,9 @@
 //! Ephemeral inline volumes: made, formatted and mounted when they are published, gone when they are
 //! unpublished. Kubelet names them by a handle of its own, and never stages them.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::publish::make_directory;
 use super::stage::remove_target;
 use super::{Held, PublishRequest, check_unoccupied, detach, shows};
 use crate::base::{BlockSize, VolumeId};
@@ -97,10 +97,7 @@ impl Driver {
             });
         }
         check_unoccupied(held, &staged.path)?;
-        match fs::create_dir(&staged.path) {
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && staged.path.is_dir() => {}
-            made => made.context("make the target", &staged.path)?,
-        }
+        make_directory(&staged.path)?;
         held.state.staged = Some(staged.clone());
         self.store.set_node_state(&held.record.id, &held.state)?;
         let AccessType::Mount { flags, .. } = &request.capability.access else { return Ok(()) };

@@ -9,14 +9,14 @@ use crate::driver::{Error, Result};
 use crate::sys::extents::DataRanges;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Flags};
-use crate::sys::{self, Context, blockdev, program};
+use crate::sys::{self, Context, blockdev, program, step};
 
 /// Whether not a single block of the image holds data.
 pub(super) fn is_blank(data: &Path) -> Result<bool> {
     let file = File::open(data).context("open", data)?;
     let length = file.metadata().context("stat", data)?.len();
     // Pages that a writer left dirty count too.
-    file.sync_all().context("sync", data)?;
+    step("sync", data, || file.sync_all())?;
     let first = DataRanges::of(&file, data, ByteRange { start: 0, end: length }).next();
     Ok(first.transpose()?.is_none())
 }

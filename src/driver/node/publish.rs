@@ -8,7 +8,7 @@ use super::{Held, PublishRequest, attached, check_unoccupied, detach, shows};
 use crate::driver::{Driver, Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
-use crate::sys::{Context, mount};
+use crate::sys::{Context, mount, step};
 
 impl Driver {
     /// Publishes a staged volume; done already is done.
@@ -168,11 +168,20 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
     if shows(&published.target, Some(&device))? {
         return Ok(());
     }
-    match File::options().write(true).create_new(true).open(&published.target) {
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && published.target.is_file() => {}
-        made => drop(made.context("make the target", &published.target)?),
+    let target = &published.target;
+    match step("make the target", target, || File::options().write(true).create_new(true).open(target)) {
+        Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_file() => {}
+        made => drop(made?),
     }
     Ok(mount::bind(&device.path(), &published.target, published.read_only)?)
+}
+
+/// Makes a target for a filesystem, where there is none yet.
+pub(super) fn make_directory(target: &Path) -> Result<()> {
+    match step("make the target", target, || fs::create_dir(target)) {
+        Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_dir() => Ok(()),
+        made => Ok(made?),
+    }
 }
 
 fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Result<()> {
@@ -187,9 +196,6 @@ fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Resu
     if shows(&published.target, device.as_ref())? {
         return Ok(());
     }
-    match fs::create_dir(&published.target) {
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && published.target.is_dir() => {}
-        made => made.context("make the target", &published.target)?,
-    }
+    make_directory(&published.target)?;
     Ok(mount::bind(staging, &published.target, published.read_only)?)
 }

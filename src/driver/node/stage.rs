@@ -8,7 +8,7 @@ use super::{Held, StageRequest, attached, check_unoccupied, detach, filesystem, 
 use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
 use crate::store::{self, AccessKind, NodeState, Staged};
 use crate::sys::loopdev::{Access, LoopDevice};
-use crate::sys::{Context, blockdev, clone, mount};
+use crate::sys::{Context, blockdev, clone, mount, step};
 
 impl Driver {
     /// Stages a volume; done already is done.
@@ -67,8 +67,8 @@ impl Driver {
     fn forget_formatting(&self, held: &mut Held) -> Result<()> {
         if std::mem::take(&mut held.state.formatting) {
             let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
-            clone::punch_hole(&file, 0, held.record.capacity).context("clear", &held.data)?;
-            file.sync_all().context("sync", &held.data)?;
+            step("clear", &held.data, || clone::punch_hole(&file, 0, held.record.capacity))?;
+            step("sync", &held.data, || file.sync_all())?;
         }
         Ok(())
     }
@@ -199,14 +199,14 @@ pub(super) fn remove_target(target: &Path) -> Result<()> {
         meta => meta.context("stat", target)?,
     };
     let removed = match meta.is_dir() {
-        true => fs::remove_dir(target),
+        true => step("remove", target, || fs::remove_dir(target)),
         // Ours was empty.
         false if meta.len() > 0 => return Ok(()),
-        false => fs::remove_file(target),
+        false => step("remove", target, || fs::remove_file(target)),
     };
     match removed {
         // It was there before us, and holds what is not ours.
-        Err(error) if error.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
-        removed => Ok(removed.context("remove", target)?),
+        Err(error) if error.source.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
+        removed => Ok(removed?),
     }
 }

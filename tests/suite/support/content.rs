@@ -67,17 +67,22 @@ impl Content {
 
     /// Compares `count` blocks from `start` on with a device or file.
     pub fn assert_equals(&self, path: &Path, start: u64, count: u64) {
-        let file = File::open(path).expect("open");
+        self.compare(path, start, count).unwrap_or_else(|difference| panic!("{difference}"));
+    }
+
+    /// The same; the difference is an answer.
+    pub fn compare(&self, path: &Path, start: u64, count: u64) -> Result<(), String> {
+        let failed = |error| format!("{}: {error}", path.display());
+        let file = File::open(path).map_err(failed)?;
         let mut found = vec![0; BLOCK as usize];
         for block in start..start + count {
-            file.read_exact_at(&mut found, block * BLOCK).expect("read");
+            file.read_exact_at(&mut found, block * BLOCK).map_err(failed)?;
             let fill = self.fill(block);
-            assert!(
-                found == block_bytes(block, fill),
-                "block {block} of {} is not as written",
-                path.display()
-            );
+            if found != block_bytes(block, fill) {
+                return Err(format!("block {block} of {} is not as written", path.display()));
+            }
         }
+        Ok(())
     }
 }
 

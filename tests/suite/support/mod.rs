@@ -169,6 +169,15 @@ impl Rig {
         (self.child, self.client) = (Some(child), client);
     }
 
+    /// Starts the driver again; an error where it ends instead of answering.
+    #[cfg(feature = "failpoints")]
+    pub async fn try_start_again(&mut self) -> Result<(), ExitStatus> {
+        let dir = self.dir.path();
+        let (child, client) = try_command(dir, self.pool, &self.arguments, &[], &self.log_filter).await?;
+        (self.child, self.client) = (Some(child), client);
+        Ok(())
+    }
+
     /// The same with other flags.
     pub async fn start_again_with(&mut self, arguments: &[&str]) {
         self.arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
@@ -273,6 +282,7 @@ pub fn driver_command(dir: &Path, pool: PoolKind) -> Command {
         .arg(dir.join("data"))
         .env_remove("CSI_ENDPOINT")
         .env_remove("RUST_LOG")
+        .env("DELTAPATH_FAILPOINTS", dir.join("failpoints"))
         .stdin(Stdio::null())
         .stdout(Stdio::null());
     command
@@ -285,6 +295,23 @@ async fn command(
     environment: &[(&'static str, std::ffi::OsString)],
     log_filter: &str,
 ) -> (Child, Client) {
+    match try_command(dir, pool, arguments, environment, log_filter).await {
+        Ok(running) => running,
+        Err(ended) => {
+            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
+            panic!("the driver did not start ({ended}):\n{log}");
+        }
+    }
+}
+
+/// Starts a driver below `dir`; an error where it ends instead of answering.
+pub async fn try_command(
+    dir: &Path,
+    pool: PoolKind,
+    arguments: &[String],
+    environment: &[(&'static str, std::ffi::OsString)],
+    log_filter: &str,
+) -> Result<(Child, Client), ExitStatus> {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
     let mut child = driver_command(dir, pool)
         .args(arguments)
@@ -296,14 +323,14 @@ async fn command(
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         if let Ok(client) = Client::connect(&dir.join("csi.sock"), Duration::ZERO).await {
-            return (child, client);
+            return Ok((child, client));
         }
-        let ended = child.try_wait().expect("wait");
-        if ended.is_some() || Instant::now() > deadline {
+        if let Some(ended) = child.try_wait().expect("wait") {
+            return Err(ended);
+        }
+        if Instant::now() > deadline {
             let _ = child.kill();
-            let _ = child.wait();
-            let log = std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default();
-            panic!("the driver did not start ({ended:?}):\n{log}");
+            return Err(child.wait().expect("wait"));
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

@@ -1,0 +1,92 @@
+//! A freeze that goes wrong: it outlasts its bound, or the driver that made it.
+
+use std::time::{Duration, Instant};
+
+use deltapath::sys::{freeze, mount};
+use tonic::Code;
+
+use super::audit::{When, audit};
+use super::points::{Cut, Orders};
+use super::scene::Scene;
+use crate::support::{PoolKind, Rig, have_root};
+
+/// More steps than any call has: the points are counted, and none is cut.
+const BEYOND: u64 = 1 << 20;
+
+/// The number of the first step of this name in a snapshot of the mounted volume.
+async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
+    orders.give(Cut::Kill, BEYOND, "calls");
+    let snapshot = rig.snapshot("counted", &scene.files).await;
+    let points = orders.withdraw();
+    rig.client.delete_snapshot(&snapshot).await.expect("delete");
+    points.iter().find(|point| point.step == step).expect("the step is in the call").number
+}
+
+async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
+    let found = audit(rig, scene, when).await;
+    assert!(found.losses.is_empty() && found.leaks.is_empty(), "{when:?}: {found:#?}");
+}
+
+/// The freeze itself takes longer than the bound (a slow device): the watchdog finds nothing to thaw yet, so
+/// the call does, and says that the copy may be torn.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_told() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let mut scene = Scene::make(&mut rig).await;
+    let mut orders = Orders::new(rig.dir.path());
+    let at = number_of(&mut rig, &scene, &mut orders, "freeze").await;
+    orders.hold(at, "calls", 31_000);
+    let refused = rig.client.create_snapshot("late", &scene.files).await.expect_err("the bound has passed");
+    assert!(orders.withdraw().iter().any(|point| point.hit && point.step == "freeze"));
+    // By either of two clocks: the copy's, or the freeze's.
+    assert!(matches!(refused.code(), Code::Internal | Code::FailedPrecondition), "{refused}");
+    assert!(refused.to_string().contains("frozen"), "{refused}");
+    is_sound(&mut rig, &mut scene, When::Cut).await;
+    let made = rig.snapshot("late", &scene.files).await;
+    is_sound(&mut rig, &mut scene, When::Done).await;
+    rig.client.delete_snapshot(&made).await.expect("delete");
+    is_sound(&mut rig, &mut scene, When::Undone).await;
+    scene.leave(&mut rig).await;
+    rig.finish();
+}
+
+/// A copy of a frozen filesystem that is still at work when the driver has drained: it is left behind, and the
+/// filesystem is thawed before the process ends, for its watchdog ends with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let mut scene = Scene::make(&mut rig).await;
+    let mut orders = Orders::new(rig.dir.path());
+    let at = number_of(&mut rig, &scene, &mut orders, "clone blocks into").await;
+    orders.hold(at, "calls", 60_000);
+    let (mut client, source) = (rig.client.clone(), scene.files.clone());
+    let call = tokio::spawn(async move { client.create_snapshot("left behind", &source).await });
+    while !orders.passed().iter().any(|point| point.hit) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let staging = rig.kubelet().join(&scene.files).join("staging");
+    let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
+    let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
+    assert!(frozen.is_none(), "the copy is held up before the filesystem is frozen");
+    let told = Instant::now();
+    let status = tokio::task::block_in_place(|| rig.terminate());
+    assert!(status.success(), "the driver ended with {status}\n{}", rig.log());
+    assert!(told.elapsed() < Duration::from_secs(30), "the watchdog's bound was waited for");
+    call.await.expect("join").expect_err("the call was left behind");
+    let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
+    frozen.expect("the filesystem is left frozen").thaw().expect("thaw");
+    orders.withdraw();
+    rig.start_again().await;
+    is_sound(&mut rig, &mut scene, When::Cut).await;
+    let made = rig.snapshot("left behind", &scene.files).await;
+    is_sound(&mut rig, &mut scene, When::Done).await;
+    rig.client.delete_snapshot(&made).await.expect("delete");
+    scene.leave(&mut rig).await;
+    rig.finish();
+}

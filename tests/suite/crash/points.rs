@@ -1,0 +1,316 @@
+//! Each step that changes something, one by one: the driver is killed before it, or it fails.
+//!
+//! A series makes one call over and over, cut at its first point, its second, and so on, until the call ends
+//! without reaching the point: then it was cut everywhere. `make test` takes a part of the points, another
+//! one on each pool; `DELTAPATH_POINT_ROUNDS=N` has every pool take every point, from the start again until it
+//! made N rounds, and `DELTAPATH_POINT_CALL=Restore` takes one call alone.
+
+use std::path::{Path, PathBuf};
+
+use tonic::Code;
+
+use super::audit::When;
+use super::calls::{CALLS, Call, DELETIONS, Job};
+use super::scene::Scene;
+use super::tally::Tally;
+use super::{FLAGS, asked, retried};
+use crate::support::{POOLS, PoolKind, Rig, have_root};
+
+/// What is done at a point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    Kill,
+    /// The step fails with this error number, once.
+    Error(i32),
+}
+
+/// The errors that a step fails with, and what the caller is told.
+const ERRORS: [(i32, Code); 2] =
+    [(nix::libc::EIO, Code::Internal), (nix::libc::ENOSPC, Code::ResourceExhausted)];
+
+/// Whether a failed step is harmless: the point, those before it (newest first), the call, the error.
+type Harmless = fn(&Point, &[Point], Call, i32) -> bool;
+
+/// Steps that may fail while the call succeeds, and why.
+const HARMLESS: [(&str, Harmless); 6] = [
+    ("it is tried again at once, and thaws then", |point, _, _, _| point.step == "thaw"),
+    ("it only counts requests, and nothing is proved where it does not", |point, _, _, _| {
+        point.path.ends_with("queue/iostats")
+    }),
+    ("the object is gone already; its files go at the second try", |point, _, _, _| {
+        point.step.starts_with("remove") && contains(&point.path, "/staging/")
+    }),
+    ("a deleted snapshot is kept for longer, and freed with the next change", |point, before, _, _| {
+        let renamed = before.iter().find(|point| point.step == "rename");
+        let is_its = point.step == "sync" && renamed.is_some_and(|point| contains(&point.path, "/retained/"));
+        contains(&point.path, "/retained/") || is_its
+    }),
+    ("without the link a delta compares whole maps, and is as exact", |point, before, _, _| {
+        let renamed = before.first().filter(|before| before.step == "rename");
+        let is_draft = |path: &Path| path.ends_with("changed.map.new");
+        is_draft(&point.path) || renamed.is_some_and(|renamed| is_draft(&renamed.path))
+    }),
+    ("a full pool has no room for the note that it was deleted: it goes for good", |_, _, call, errno| {
+        errno == nix::libc::ENOSPC && matches!(call, Call::DeleteSnapshot | Call::DeleteGroup)
+    }),
+];
+
+fn contains(path: &Path, part: &str) -> bool {
+    path.to_string_lossy().contains(part)
+}
+
+/// A point that the driver passed, or was stopped at.
+#[derive(Clone, Debug)]
+pub struct Point {
+    pub number: u64,
+    pub hit: bool,
+    pub step: String,
+    pub path: PathBuf,
+}
+
+/// The orders to a driver below `dir`.
+pub struct Orders {
+    file: PathBuf,
+    number: u64,
+}
+
+impl Orders {
+    pub fn new(dir: &Path) -> Self {
+        Orders { file: dir.join("failpoints"), number: 0 }
+    }
+
+    /// From now on, the `at`th step of `whose` threads is cut.
+    pub fn give(&mut self, cut: Cut, at: u64, whose: &str) {
+        match cut {
+            Cut::Kill => self.write(&format!("kill {at} {whose}")),
+            Cut::Error(errno) => self.write(&format!("error {at} {whose} {errno}")),
+        }
+    }
+
+    /// From now on, the `at`th step of `whose` threads is made so many milliseconds later.
+    pub fn hold(&mut self, at: u64, whose: &str, ms: u32) {
+        self.write(&format!("hold {at} {whose} {ms}"));
+    }
+
+    fn write(&mut self, order: &str) {
+        self.number += 1;
+        let fresh = self.file.with_extension("fresh");
+        std::fs::write(&fresh, format!("{} {order}\n", self.number)).expect("write");
+        std::fs::rename(&fresh, &self.file).expect("rename");
+    }
+
+    /// Takes the order back, and returns the points that were passed under it.
+    pub fn withdraw(&self) -> Vec<Point> {
+        std::fs::remove_file(&self.file).expect("remove");
+        self.passed()
+    }
+
+    /// The points that were passed so far.
+    pub fn passed(&self) -> Vec<Point> {
+        let log = std::fs::read_to_string(self.file.with_extension("log")).unwrap_or_default();
+        let points = log.lines().filter_map(|line| {
+            let fields: Vec<&str> = line.split('\t').collect();
+            let [order, number, word, step, path] = fields[..] else { panic!("the log says {line:?}") };
+            (order.parse() == Ok(self.number)).then(|| Point {
+                number: number.parse().expect("a number"),
+                hit: word == "hit",
+                step: step.to_owned(),
+                path: path.into(),
+            })
+        });
+        points.collect()
+    }
+}
+
+/// Which points of a series are stopped at: the first, and how many further each.
+#[derive(Clone, Copy)]
+pub struct Stride {
+    pub first: u64,
+    pub step: u64,
+}
+
+impl Stride {
+    /// All where rounds are asked for. Else one point in three times `parts`, others in the next series and
+    /// on the next pool.
+    pub fn of(pool: PoolKind, series: usize, parts: usize) -> Self {
+        if wanted().is_some() {
+            return Stride { first: 1, step: 1 };
+        }
+        let place = POOLS.iter().position(|other| *other == pool).expect("a pool");
+        let step = POOLS.len() * parts;
+        Stride { first: 1 + ((place * parts + series) % step) as u64, step: step as u64 }
+    }
+}
+
+/// A driver, what it holds, and the figures.
+struct Lab {
+    rig: Rig,
+    scene: Scene,
+    orders: Orders,
+    tally: Tally,
+    pool: PoolKind,
+    round: usize,
+}
+
+impl Lab {
+    async fn new(pool: PoolKind, what: &'static str) -> Self {
+        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+        let scene = Scene::make(&mut rig).await;
+        let orders = Orders::new(rig.dir.path());
+        Lab { rig, scene, orders, tally: Tally::new(what, pool), pool, round: 0 }
+    }
+
+    /// Cuts a call at one point after another, until it ends without reaching one.
+    async fn series(&mut self, call: Call, cut: Cut, stride: Stride) {
+        let mut at = stride.first;
+        while self.round(call, cut, at).await {
+            at += stride.step;
+        }
+    }
+
+    /// One round; whether the point was reached.
+    async fn round(&mut self, call: Call, cut: Cut, at: u64) -> bool {
+        self.round += 1;
+        let job = Job::prepare(call, &mut self.rig, &self.scene, self.round).await;
+        let mut client = self.rig.client.clone();
+        self.orders.give(cut, at, "calls");
+        let outcome = job.make(&mut client, &self.scene).await;
+        let points = self.orders.withdraw();
+        let hit = points.iter().find(|point| point.hit);
+        let context = match hit {
+            Some(point) => format!(
+                "{:?}, {call:?}, {cut:?} at point {at}: {} {}",
+                self.pool,
+                point.step,
+                point.path.display()
+            ),
+            None => format!("{:?}, {call:?}, {cut:?} after the last point", self.pool),
+        };
+        self.tally.round(hit.is_some());
+        match (hit, cut, outcome) {
+            (None, _, Err(status)) => self.tally.lost(&self.rig, &format!("{context}: {status}")),
+            (Some(_), Cut::Kill, Ok(made)) => {
+                self.tally.lost(&self.rig, &format!("{context}: answered with {made}, and was killed"));
+            }
+            (Some(point), Cut::Error(errno), outcome) => {
+                let before = points.iter().filter(|before| before.number < point.number).rev();
+                let before: Vec<Point> = before.cloned().collect();
+                let harmless = HARMLESS.iter().any(|(_, look)| look(point, &before, call, errno));
+                let code = outcome.map(drop).map_err(|status| status.code());
+                self.judge(harmless, errno, code, &context);
+            }
+            _ => {}
+        }
+        if let Some(point) = hit {
+            self.tally.point(format!("{call:?} {cut:?} {} {}", point.number, point.step));
+        }
+        match cut {
+            // Also after the last point: done, and nobody was told.
+            Cut::Kill => {
+                self.rig.kill();
+                self.rig.start_again().await;
+            }
+            // Half of them as they are, half after a restart: what memory hides shows there.
+            Cut::Error(_) => {
+                self.tally.look(&mut self.rig, &mut self.scene, When::Cut, &context).await;
+                if self.round.is_multiple_of(2) {
+                    self.rig.kill();
+                    self.rig.start_again().await;
+                }
+            }
+        }
+        let reached = hit.is_some();
+        retried(&mut self.rig, &mut self.scene, &job, &mut self.tally, &context).await;
+        reached
+    }
+
+    /// An injected error is told, unless its step is one that may fail.
+    fn judge(&mut self, harmless: bool, errno: i32, outcome: Result<(), Code>, context: &str) {
+        let (_, expected) = ERRORS.iter().find(|(number, _)| *number == errno).expect("a known error");
+        match outcome {
+            Ok(()) if harmless => {}
+            Ok(()) => self.tally.lost(&self.rig, &format!("{context}: the call succeeds")),
+            Err(code) if code == *expected => {}
+            Err(code) => self.tally.lost(&self.rig, &format!("{context}: {code:?}, not {expected:?}")),
+        }
+    }
+
+    async fn finish(mut self) {
+        self.scene.leave(&mut self.rig).await;
+        let status = self.rig.terminate();
+        assert!(status.success(), "the driver ended with {status}\n{}", self.rig.log());
+    }
+}
+
+/// Rounds a pool; none asked for: each point once on one of the pools.
+pub fn wanted() -> Option<usize> {
+    asked("DELTAPATH_POINT_ROUNDS")
+}
+
+/// The calls to cut: all, unless `DELTAPATH_POINT_CALL` names one.
+fn calls(all: &[Call]) -> Vec<Call> {
+    let one = std::env::var("DELTAPATH_POINT_CALL").ok();
+    all.iter().copied().filter(|call| one.as_ref().is_none_or(|one| *one == format!("{call:?}"))).collect()
+}
+
+async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
+    if !have_root() {
+        return;
+    }
+    let mut lab = Lab::new(pool, what).await;
+    loop {
+        for flags in [&["--enable-attach"][..], &["--enable-attach", "--retain-deleted", "0"][..]] {
+            lab.rig.kill();
+            lab.rig.start_again_with(flags).await;
+            let list = if flags.len() == 1 { &CALLS[..] } else { &DELETIONS[..] };
+            for (number, call) in calls(list).into_iter().enumerate() {
+                for (kind, cut) in cuts.iter().enumerate() {
+                    let stride = Stride::of(pool, number * cuts.len() + kind, 2 * cuts.len());
+                    lab.series(call, *cut, stride).await;
+                }
+            }
+        }
+        if wanted().is_none_or(|rounds| lab.round >= rounds) {
+            break;
+        }
+    }
+    lab.finish().await;
+}
+
+async fn kills(pool: PoolKind) {
+    all_series(pool, "kill-points", &[Cut::Kill]).await;
+}
+
+async fn errors(pool: PoolKind) {
+    all_series(pool, "error-points", &ERRORS.map(|(errno, _)| Cut::Error(errno))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_before_any_step_loses_nothing_on_dir() {
+    kills(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_before_any_step_loses_nothing_on_xfs() {
+    kills(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_before_any_step_loses_nothing_on_btrfs() {
+    kills(PoolKind::Btrfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failing_step_leaves_nothing_half_made_on_dir() {
+    errors(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failing_step_leaves_nothing_half_made_on_xfs() {
+    errors(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failing_step_leaves_nothing_half_made_on_btrfs() {
+    errors(PoolKind::Btrfs).await;
+}

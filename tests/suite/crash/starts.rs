@@ -1,0 +1,363 @@
+//! The start, the stop and the hashing behind, cut at each of their steps.
+
+use std::path::Path;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use deltapath::cbt::MapFile;
+use deltapath::sys::mount;
+
+use super::FLAGS;
+use super::audit::When;
+use super::points::{Cut, Orders, Point, Stride};
+use super::scene::Scene;
+use super::tally::{Tally, last_lines};
+use crate::support::content::Content;
+use crate::support::{POOLS, PoolKind, Rig, have_root, leftovers, try_command, wait};
+
+const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
+
+fn cut_at(points: &[Point]) -> Option<&Point> {
+    points.iter().find(|point| point.hit)
+}
+
+fn context(what: &str, pool: PoolKind, cut: Cut, points: &[Point]) -> String {
+    match cut_at(points) {
+        Some(point) => {
+            let Point { number, step, path, .. } = point;
+            format!("{what}, {pool:?}, {cut:?} at point {number}: {step} {}", path.display())
+        }
+        None => format!("{what}, {pool:?}, {cut:?} after the last point"),
+    }
+}
+
+/// Whether a process was killed at a point, or failed at one, as it was told.
+fn ended_as_told(cut: Cut, ended: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    match cut {
+        Cut::Kill => ended.signal() == Some(nix::libc::SIGKILL),
+        Cut::Error(_) => ended.code().is_some_and(|code| code != 0),
+    }
+}
+
+/// A first start that is cut leaves what the next one takes up: a pool, and room for volumes in it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_first_start_that_is_cut_is_taken_up_by_the_next() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut tally = Tally::new("first-start", pool);
+        for (series, cut) in CUTS.into_iter().enumerate() {
+            let Stride { first, step } = Stride::of(pool, series, 2);
+            for at in (first..).step_by(step as usize) {
+                let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+                let cleaned = Sweeper(dir.path());
+                if !first_start(dir.path(), pool, cut, at, &mut tally).await {
+                    break;
+                }
+                drop(cleaned);
+            }
+        }
+    }
+}
+
+fn is_socket(path: &Path) -> bool {
+    path.ends_with("csi.sock")
+}
+
+/// Steps whose failure a start may pass over: a device whose requests are not counted serves as well, and is
+/// never believed to be quiet; a probe that can not clone says that the pool is to be made in an image.
+fn is_passed_over(cut: Cut, point: &Point) -> bool {
+    let is_probe = point.step == "clone blocks into" && point.path.ends_with("data/pool");
+    cut != Cut::Kill && (is_probe || point.path.ends_with("queue/iostats"))
+}
+
+/// Frees what is below a directory, however its user ends.
+struct Sweeper<'d>(&'d Path);
+
+impl Drop for Sweeper<'_> {
+    fn drop(&mut self) {
+        let _ = deltapath::sys::sweep::sweep(self.0);
+    }
+}
+
+/// Whether the point was reached.
+async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut Tally) -> bool {
+    let mut orders = Orders::new(dir);
+    orders.give(cut, at, "main");
+    let flags = FLAGS.map(String::from);
+    let outcome = try_command(dir, pool, &flags, &[], "info").await;
+    let points = orders.withdraw();
+    let context = context("first start", pool, cut, &points);
+    tally.round(cut_at(&points).is_some());
+    let log = || last_lines(&std::fs::read_to_string(dir.join("driver.log")).unwrap_or_default());
+    match outcome {
+        // The socket answers a moment before the last step of the start.
+        Ok((mut child, _)) if cut_at(&points).is_some_and(|point| is_socket(&point.path)) => {
+            let ended = wait(&mut child, Duration::from_secs(20));
+            assert!(ended_as_told(cut, ended), "{context}: it ended with {ended}\n{}", log());
+        }
+        Ok((mut child, _)) => {
+            child.kill().expect("kill");
+            child.wait().expect("wait");
+            let cut_off = cut_at(&points).is_some_and(|point| !is_passed_over(cut, point));
+            assert!(!cut_off, "{context}: it started\n{}", log());
+        }
+        Err(ended) => {
+            assert!(cut_at(&points).is_some(), "{context}: it ended with {ended}\n{}", log());
+            assert!(ended_as_told(cut, ended), "{context}: it ended with {ended}\n{}", log());
+            if cut != Cut::Kill {
+                let left = leftovers(dir);
+                assert!(left.is_empty(), "{context}: a start that failed left {left:?}");
+            }
+        }
+    }
+    if let Some(point) = cut_at(&points) {
+        tally.point(format!("first start {cut:?} {} {}", point.number, point.step));
+    }
+    let (mut child, mut client) = try_command(dir, pool, &flags, &[], "info")
+        .await
+        .unwrap_or_else(|ended| panic!("{context}: the next start ends with {ended}\n{}", log()));
+    let request = deltapath::client::new_volume("volume", 1 << 20, deltapath::client::block_capability());
+    let made = client.create_volume(request).await;
+    crate::support::signal(&child, nix::sys::signal::Signal::SIGTERM);
+    let status = wait(&mut child, Duration::from_secs(60));
+    made.unwrap_or_else(|error| panic!("{context}: {error}"));
+    assert!(status.success(), "{context}: the next driver ends with {status}");
+    let mut strangers = crate::support::names(&dir.join("data"));
+    strangers.retain(|name| !["deltapath.json", "lock", "pool", "pool.img"].contains(&name.as_str()));
+    assert!(strangers.is_empty(), "{context}: {strangers:?} lie about");
+    cut_at(&points).is_some()
+}
+
+/// What a dead driver leaves to the next: half-removed objects, a frozen filesystem, a pool that is mounted or
+/// not.
+async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
+    rig.kill();
+    let pool = rig.pool_dir();
+    let junk = pool.join("staging/snap-half-made");
+    std::fs::create_dir_all(junk.join("bytes")).expect("mkdir");
+    std::fs::write(junk.join("bytes/data.img"), "half").expect("write");
+    std::fs::create_dir_all(pool.join("retained/group-empty/members")).expect("mkdir");
+    if detached {
+        // As after a reboot, and kubelet has not come yet.
+        let left = deltapath::sys::sweep::sweep(rig.dir.path()).expect("sweep");
+        assert!(left.is_empty(), "{left:?}");
+        return;
+    }
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
+    let intent = format!(r#"{{"version":1,"boot_id":"{}"}}"#, boot.trim());
+    std::fs::write(pool.join("volumes").join(&scene.files).join("frozen.json"), intent).expect("write");
+    let target = rig.kubelet().join(&scene.files).join("target");
+    let frozen = std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).status();
+    assert!(frozen.expect("fsfreeze").success());
+    assert!(mount::mounted_at(&target).expect("mounts").is_some());
+}
+
+/// Makes sure that the scene's volumes are in use, as kubelet does after a reboot.
+async fn use_again(rig: &mut Rig, scene: &Scene) {
+    rig.attach(&scene.raw).await;
+    let kubelet = rig.kubelet();
+    let capability = deltapath::client::mount_capability("ext4");
+    rig.client.publish(&scene.files, capability, false, &kubelet).await.expect("publish");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut tally = Tally::new("recovering-start", pool);
+        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+        let mut scene = Scene::make(&mut rig).await;
+        let mut orders = Orders::new(rig.dir.path());
+        for (series, (cut, detached)) in
+            CUTS.into_iter().flat_map(|cut| [(cut, false), (cut, true)]).enumerate()
+        {
+            let Stride { first, step } = Stride::of(pool, series, 2);
+            for at in (first..).step_by(step as usize) {
+                disorder(&mut rig, &scene, detached).await;
+                orders.give(cut, at, "main");
+                let outcome = rig.try_start_again().await;
+                let points = orders.withdraw();
+                let context = context("start", pool, cut, &points);
+                tally.round(cut_at(&points).is_some());
+                let Some(point) = cut_at(&points) else {
+                    outcome.unwrap_or_else(|ended| panic!("{context}: {ended}\n{}", last_lines(&rig.log())));
+                    use_again(&mut rig, &scene).await;
+                    tally.look(&mut rig, &mut scene, When::Undone, &context).await;
+                    break;
+                };
+                tally.point(format!("start {detached} {cut:?} {} {}", point.number, point.step));
+                match outcome {
+                    Err(ended) => {
+                        assert!(ended_as_told(cut, ended), "{context}: {ended}");
+                        rig.start_again().await;
+                    }
+                    // The socket answers a moment before the last step of the start.
+                    Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
+                        rig.kill();
+                        rig.start_again().await;
+                    }
+                    // It goes on where one object can not be put right, and says so; the next start tries again.
+                    Ok(()) => {
+                        let told = last_lines(&rig.log());
+                        let alone = ["thaw", "remove"].contains(&point.step.as_str())
+                            && (point.path.ends_with("frozen.json") || point.step == "thaw");
+                        assert!(cut != Cut::Kill && alone, "{context}: it started\n{told}");
+                        assert!(told.contains("may be frozen"), "{context}: nothing was said\n{told}");
+                        rig.kill();
+                        rig.start_again().await;
+                    }
+                }
+                use_again(&mut rig, &scene).await;
+                tally.look(&mut rig, &mut scene, When::Undone, &context).await;
+            }
+        }
+        scene.leave(&mut rig).await;
+        rig.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_that_is_cut_leaves_what_the_next_start_finds() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut tally = Tally::new("stop", pool);
+        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+        let mut scene = Scene::make(&mut rig).await;
+        let mut orders = Orders::new(rig.dir.path());
+        let mut turns = CUTS.into_iter().map(|cut| (cut, 1)).collect::<Vec<_>>();
+        while let Some((cut, at)) = turns.pop() {
+            scene.leave(&mut rig).await;
+            orders.give(cut, at, "main");
+            let ended = tokio::task::block_in_place(|| rig.terminate());
+            let points = orders.withdraw();
+            let context = context("stop", pool, cut, &points);
+            tally.round(cut_at(&points).is_some());
+            match cut_at(&points) {
+                None => assert!(ended.success(), "{context}: {ended}\n{}", last_lines(&rig.log())),
+                // A stale socket is replaced by the next driver.
+                Some(point) if is_socket(&point.path) && cut != Cut::Kill => {
+                    assert!(ended.success(), "{context}: {ended}");
+                }
+                Some(_) => {
+                    assert!(ended_as_told(cut, ended), "{context}: {ended}\n{}", last_lines(&rig.log()));
+                }
+            }
+            if let Some(point) = cut_at(&points) {
+                tally.point(format!("stop {cut:?} {} {}", point.number, point.step));
+                turns.push((cut, at + 1));
+            }
+            rig.start_again().await;
+            use_again(&mut rig, &scene).await;
+            tally.look(&mut rig, &mut scene, When::Undone, &context).await;
+        }
+        scene.leave(&mut rig).await;
+        rig.finish();
+    }
+}
+
+/// Hashing is cut: what it wrote counts or does not, deltas are exact either way, and the next start does the
+/// rest.
+#[tokio::test(flavor = "multi_thread")]
+async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut tally = Tally::new("hashing", pool);
+        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+        let mut scene = Scene::make(&mut rig).await;
+        let mut orders = Orders::new(rig.dir.path());
+        let mut content = Content::default();
+        let raw = scene.raw.clone();
+        let device = rig.kubelet().join(&raw).join("target");
+        let mut round = 0;
+        for (series, cut) in CUTS.into_iter().enumerate() {
+            let Stride { first, step } = Stride::of(pool, series, 2);
+            for at in (first..).step_by(step as usize) {
+                round += 1;
+                // The base, hashed; then changes in several pages of hashes.
+                let base = rig.snapshot(&format!("base {round}"), &raw).await;
+                hashed(&rig, &base).await;
+                for (place, start) in [(1, 10), (2, 400), (3, 900)] {
+                    content.write(&device, start, 30, (round % 50 * 4 + place) as u8);
+                }
+                scene.volumes.remove(&raw);
+                orders.give(cut, at, "hashing");
+                let name = format!("target {round}");
+                // Cut before the snapshot is answered, or after.
+                let early = rig.client.create_snapshot(&name, &raw).await;
+                if let Ok(target) = &early {
+                    worked_or_cut(&orders, &target.snapshot_id, &rig).await;
+                }
+                let points = orders.withdraw();
+                let reached = cut_at(&points).is_some();
+                let context = context("hashing", pool, cut, &points);
+                tally.round(reached);
+                if let Err(error) = early {
+                    assert!(reached && cut == Cut::Kill, "{context}: {error}");
+                }
+                if let Some(point) = cut_at(&points) {
+                    tally.point(format!("hashing {cut:?} {} {}", point.number, point.step));
+                }
+                if cut != Cut::Kill {
+                    tally.look(&mut rig, &mut scene, When::Cut, &context).await;
+                }
+                rig.kill();
+                rig.start_again().await;
+                let target = rig.snapshot(&name, &raw).await;
+                hashed(&rig, &target).await;
+                tally.look(&mut rig, &mut scene, When::Done, &context).await;
+                for id in [base, target] {
+                    rig.client.delete_snapshot(&id).await.expect("delete");
+                }
+                tally.look(&mut rig, &mut scene, When::Undone, &context).await;
+                if !reached {
+                    break;
+                }
+            }
+        }
+        scene.leave(&mut rig).await;
+        rig.finish();
+    }
+}
+
+fn map(rig: &Rig, snapshot: &str, name: &str) -> Option<MapFile> {
+    MapFile::open(&rig.pool_dir().join("snapshots").join(snapshot).join(name)).ok()
+}
+
+/// Whether a snapshot is hashed and compared.
+fn is_hashed(rig: &Rig, snapshot: &str) -> bool {
+    let pending = map(rig, snapshot, "pending.map").is_some_and(|map| map.indexes().next().is_none());
+    let compared = map(rig, snapshot, "changed.map")
+        .is_some_and(|map| map.header().relative_to.is_none() || map.is_exact());
+    pending && compared
+}
+
+async fn hashed(rig: &Rig, snapshot: &str) {
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while !is_hashed(rig, snapshot) {
+        assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Waits until the hashing of a snapshot is done, or was cut.
+async fn worked_or_cut(orders: &Orders, snapshot: &str, rig: &Rig) {
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while !orders.passed().iter().any(|point| point.hit) {
+        assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
+        let done = is_hashed(rig, snapshot);
+        // The last steps come after the map is replaced.
+        tokio::time::sleep(Duration::from_millis(if done { 30 } else { 2 })).await;
+        if done {
+            return;
+        }
+    }
+}
