@@ -173,7 +173,8 @@ impl Rig {
     #[cfg(feature = "failpoints")]
     pub async fn try_start_again(&mut self) -> Result<(), ExitStatus> {
         let dir = self.dir.path();
-        let (child, client) = try_command(dir, self.pool, &self.arguments, &[], &self.log_filter).await?;
+        let (child, client) =
+            try_command(dir, self.pool, &self.arguments, &self.environment, &self.log_filter).await?;
         (self.child, self.client) = (Some(child), client);
         Ok(())
     }
