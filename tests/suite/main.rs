@@ -24,6 +24,7 @@ mod lists;
 mod manifests;
 mod metadata;
 mod node;
+mod power;
 mod property;
 mod reboot;
 mod retained;
