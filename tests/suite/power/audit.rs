@@ -81,7 +81,7 @@ async fn boot(machine: &mut Machine, cut: &Cut, findings: &mut Findings) -> Resu
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let found = Found::on(&pool)?;
+    let found = Found::on(&pool, &cut.model)?;
     let mut model = cut.model.clone();
     compare_lists(&mut client, &found, findings).await;
     compare_volumes(&mut client, &found, &model, findings).await;
@@ -137,7 +137,7 @@ impl Record {
 }
 
 impl Found {
-    fn on(pool: &Path) -> Result<Self, String> {
+    fn on(pool: &Path, model: &Model) -> Result<Self, String> {
         let mut found = Found::default();
         let read = |kind: &str| -> Result<Vec<Record>, String> {
             let dir = pool.join(kind);
@@ -156,9 +156,11 @@ impl Found {
         for group in read("groups")? {
             let name = group.text("name");
             for member in read(&format!("groups/{}/members", group.id))? {
-                let of = found.volumes.iter().find(|(_, volume)| volume.id == member.text("volume"));
-                // A group outlives its volumes: then the id stands in for the name.
-                let of = of.map_or_else(|| member.text("volume"), |(name, _)| name.clone());
+                // A group outlives its volumes.
+                let id = member.text("volume");
+                let there = found.volumes.iter().find(|(_, volume)| volume.id == id).map(|(name, _)| name);
+                let known = || model.volumes.iter().find(|(_, volume)| volume.id.as_ref() == Some(&id));
+                let of = there.or_else(|| known().map(|(name, _)| name)).cloned().unwrap_or(id.clone());
                 once(found.snapshots.insert(format!("{name}/{of}"), member))?;
             }
             once(found.groups.insert(name, group))?;

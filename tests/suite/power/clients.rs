@@ -78,7 +78,7 @@ impl Worker {
                 96..100 if self.volumes.len() > 1 => self.delete_volume(&volume).await,
                 _ => {}
             }
-            tokio::time::sleep(Duration::from_millis(self.random.below(15))).await;
+            tokio::time::sleep(Duration::from_millis(self.random.below(8))).await;
         }
     }
 

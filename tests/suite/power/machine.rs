@@ -11,7 +11,7 @@ use deltapath::client::Client;
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::mount::{self, Flags};
 use deltapath::sys::program;
-use deltapath::sys::sweep::sweep;
+use deltapath::sys::sweep::{devices_below, sweep};
 use tempfile::TempDir;
 
 use crate::support::disk::Rack;
@@ -147,6 +147,15 @@ impl Machine {
         if let Some(mut driver) = self.driver.take() {
             let _ = driver.kill();
             let _ = driver.wait();
+        }
+        // The volumes before the pool that they lie on.
+        for mount in mount::mounts().expect("mounts").iter().rev() {
+            if mount.mount_point.starts_with(self.kubelet()) {
+                mount::unmount(&mount.mount_point).expect("unmount");
+            }
+        }
+        for device in devices_below(&self.pool_dir()).expect("devices") {
+            device.detach().expect("detach");
         }
         let left = sweep(&self.root()).expect("sweep");
         assert!(left.is_empty(), "could not be freed: {left:?}");

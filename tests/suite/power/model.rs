@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::support::content::Content;
 use crate::support::disk::{Rack, Random};
@@ -152,9 +153,12 @@ impl Stage {
         self.state().armed = true;
     }
 
-    /// Cuts the power now.
+    /// Cuts the power as soon as something is in the disk's cache, if that is soon.
     pub fn cut(&self, when: &str) {
-        self.cut_in(&mut self.state(), when);
+        let mut state = self.state();
+        let sectors = 1 + state.random.below(40) as usize;
+        self.rack.wait_for_writes(0, sectors, Duration::from_millis(10));
+        self.cut_in(&mut state, when);
     }
 
     /// While the model is locked nothing is noted as begun or acknowledged, so it is that of the very moment.

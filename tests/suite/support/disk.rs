@@ -11,7 +11,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig,
@@ -187,6 +187,14 @@ impl Rack {
         (disks.len() - 1, story)
     }
 
+    /// Waits until a disk has so many sectors in its cache, or for as long as `patience` says.
+    pub fn wait_for_writes(&self, disk: usize, sectors: usize, patience: Duration) {
+        let deadline = Instant::now() + patience;
+        while self.disks()[disk].cache.len() < sectors && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
     /// Frees the memory of a disk that is not needed any more.
     pub fn scrap(&self, disk: usize) {
         let disk = &mut self.disks()[disk];
@@ -209,15 +217,13 @@ impl Drop for Rack {
 ///
 /// If the process is killed, the kernel closes the server's connection as soon as the server is gone, and
 /// whoever waits for its disks gets an error. In a shared table it would stay open until the last thread
-/// ends, which may be one that waits for a disk.
+/// ends, which may be one that waits for a disk. One step, so that no file of another test is held open.
+#[allow(unsafe_code)]
 fn keep_files_apart() {
-    nix::sched::unshare(nix::sched::CloneFlags::CLONE_FILES).expect("unshare the open files");
-    let open = std::fs::read_dir("/proc/thread-self/fd").expect("the open files");
-    let numbers: Vec<i32> = open.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect();
-    for number in numbers.into_iter().filter(|number| *number > 2) {
-        // The list's own descriptor is among them, and closed by now.
-        let _ = nix::unistd::close(number);
-    }
+    // SAFETY: the thread has just been started and owns no descriptor; those that it no longer sees stay
+    // open in the table of all others.
+    let rc = unsafe { libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_UNSHARE as libc::c_int) };
+    assert_eq!(rc, 0, "close_range: {}", std::io::Error::last_os_error());
 }
 
 /// The filesystem: a root directory with a file a disk.
