@@ -4,9 +4,12 @@ CARGO ?= cargo
 
 # Runs containers and builds images: docker or podman.
 ENGINE ?= docker
+
+# Power cuts of `make power-cuts`.
+CUTS ?= 200
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test fmt lint check bench bench-core crash image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test fmt lint check bench bench-core crash power-cuts image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -40,6 +43,9 @@ bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 
 crash: deps ## The crash test with 1000 kills a pool instead of 90
 	DELTAPATH_CRASH_ROUNDS=1000 hack/no-leaks.sh $(CARGO) test --locked --test suite -- crash --nocapture
+
+power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
+	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \

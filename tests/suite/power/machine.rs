@@ -71,7 +71,7 @@ impl Machine {
         let machine = Machine { rack, host, pool, device: None, driver: None, dir };
         let device = LoopDevice::attach(&machine.rack.path(0), Access::ReadWrite).expect("attach");
         host.format(&device.path());
-        assert!(device.detach().expect("detach"), "the disk is still in use");
+        detach(device);
         machine
     }
 
@@ -160,8 +160,16 @@ impl Machine {
         let left = sweep(&self.root()).expect("sweep");
         assert!(left.is_empty(), "could not be freed: {left:?}");
         if let Some(device) = self.device.take() {
-            assert!(device.detach().expect("detach"), "the disk is still in use");
+            detach(device);
         }
+    }
+}
+
+/// Detaches a disk. A test that runs beside this one may hold it for a while, in a mount namespace of its own.
+pub fn detach(device: LoopDevice) {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !device.clone().detach().expect("detach") {
+        assert!(Instant::now() < deadline, "{} is still in use", device.path().display());
     }
 }
 

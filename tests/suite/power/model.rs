@@ -7,6 +7,40 @@ use std::time::Duration;
 use crate::support::content::Content;
 use crate::support::disk::{Rack, Random};
 
+/// A call that changes something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// A write to a device, synced.
+    Write,
+    /// A discard, synced.
+    Discard,
+    CreateVolume,
+    Restore,
+    Clone,
+    CreateSnapshot,
+    DeleteSnapshot,
+    CreateGroup,
+    DeleteGroup,
+    Expand,
+    Modify,
+    DeleteVolume,
+}
+
+pub const CALLS: [Call; 12] = [
+    Call::Write,
+    Call::Discard,
+    Call::CreateVolume,
+    Call::Restore,
+    Call::Clone,
+    Call::CreateSnapshot,
+    Call::DeleteSnapshot,
+    Call::CreateGroup,
+    Call::DeleteGroup,
+    Call::Expand,
+    Call::Modify,
+    Call::DeleteVolume,
+];
+
 /// How far an object is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
@@ -114,14 +148,32 @@ pub struct Stage {
 struct State {
     model: Model,
     cuts: Vec<Cut>,
-    /// The next acknowledgement is the last thing before a cut.
-    armed: bool,
+    acknowledged: usize,
+    wanted: Option<Wanted>,
     random: Random,
+}
+
+/// A call after which the power is to go.
+#[derive(Clone, Copy)]
+struct Wanted {
+    call: Call,
+    worker: usize,
+}
+
+/// What a client is to do next.
+pub enum Turn {
+    /// What it likes.
+    Free,
+    /// This call, after which the power goes.
+    This(Call),
+    /// Nothing: another one's syncs would make up for one that the wanted call leaves out.
+    Wait,
 }
 
 impl Stage {
     pub fn new(rack: Arc<Rack>, seed: u64) -> Self {
-        let state = State { model: Model::default(), cuts: Vec::new(), armed: false, random: Random(seed) };
+        let (model, cuts) = Default::default();
+        let state = State { model, cuts, acknowledged: 0, wanted: None, random: Random(seed) };
         Stage { rack, state: Mutex::new(state) }
     }
 
@@ -140,17 +192,33 @@ impl Stage {
 
     /// Notes what was acknowledged: from here on no cut may lose it. The moment right after it is the one
     /// at which a sync that was left out shows best.
-    pub fn acknowledged(&self, what: &str, note: impl FnOnce(&mut Model)) {
+    pub fn acknowledged(&self, worker: usize, call: Call, note: impl FnOnce(&mut Model)) {
         let mut state = self.state();
         note(&mut state.model);
-        if std::mem::take(&mut state.armed) {
-            self.cut_in(&mut state, &format!("right after {what}"));
+        state.acknowledged += 1;
+        if state.wanted.is_some_and(|wanted| (wanted.worker, wanted.call) == (worker, call)) {
+            state.wanted = None;
+            self.cut_in(&mut state, &format!("right after {call:?}"));
         }
     }
 
-    /// Cuts the power as soon as a call is acknowledged.
-    pub fn arm(&self) {
-        self.state().armed = true;
+    /// The number of calls that were acknowledged.
+    pub fn progress(&self) -> usize {
+        self.state().acknowledged
+    }
+
+    /// Cuts the power as soon as this call of this client is acknowledged.
+    pub fn cut_after(&self, call: Call, worker: usize) {
+        self.state().wanted = Some(Wanted { call, worker });
+    }
+
+    /// What a client is to do next.
+    pub fn turn(&self, worker: usize) -> Turn {
+        match self.state().wanted {
+            None => Turn::Free,
+            Some(wanted) if wanted.worker == worker => Turn::This(wanted.call),
+            Some(_) => Turn::Wait,
+        }
     }
 
     /// Cuts the power as soon as something is in the disk's cache, if that is soon.
