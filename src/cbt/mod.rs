@@ -26,7 +26,7 @@ pub use hashfile::{HashFile, HashReader};
 pub use physical::PhysicalDiff;
 pub use runs::{RunSource, Step, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
-pub use scrub::{Finding, Progress, scrub};
+pub use scrub::{Finding, Progress, check_maps, scrub};
 pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, write_union};
 pub use written::{NewMaps, write_written};
 

@@ -68,9 +68,38 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
     Ok(findings)
 }
 
+/// Reads the maps of a snapshot, every segment with its checksum, and tells what is not as it was written, or
+/// not there. The hashes are only opened: [`scrub`] reads them.
+pub fn check_maps(dir: &ObjectDir, size: BlockSize, capacity: u64, tracking: bool) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    let wanted = match tracking {
+        true => vec![dir.allocated(), dir.changed(), dir.pending()],
+        false => vec![dir.allocated()],
+    };
+    for path in wanted {
+        if !path.exists() {
+            let what = format!("{} is missing", file_name(&path));
+            findings.push(Finding { what, range: None });
+        } else if let Some(map) = sound_map(&path, &mut findings)?
+            && (map.header().block_size != size || map.header().blocks != size.blocks_in(capacity))
+        {
+            let what = format!("{} is that of another snapshot", file_name(&path));
+            findings.push(Finding { what, range: None });
+        }
+    }
+    if tracking && !dir.hashes().exists() {
+        findings.push(Finding { what: "hashes is missing".to_owned(), range: None });
+    }
+    Ok(findings)
+}
+
+fn file_name(path: &std::path::Path) -> std::borrow::Cow<'_, str> {
+    path.file_name().unwrap_or_default().to_string_lossy()
+}
+
 /// A map whose table is sound; damaged segments are told and left to the caller.
 fn sound_map(path: &std::path::Path, findings: &mut Vec<Finding>) -> Result<Option<MapFile>> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let name = file_name(path);
     let mut tell = |what, range| findings.push(Finding { what: format!("{name}: {what}"), range });
     let map = match MapFile::open(path) {
         Err(Error::Damaged { what, .. }) => {

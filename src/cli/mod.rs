@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 130 interrupted.
 
+mod check;
 mod conformance;
 mod demo;
 mod driver;
@@ -38,6 +39,7 @@ enum Command {
     Demo(demo::Arguments),
     Conformance(conformance::Arguments),
     Verify(verify::Arguments),
+    Check(check::Arguments),
 }
 
 /// What a command prints on standard output.
@@ -62,7 +64,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => "info",
-            Command::Demo(_) | Command::Verify(_) | Command::Conformance(_) => "warn",
+            Command::Demo(_) | Command::Verify(_) | Command::Check(_) | Command::Conformance(_) => "warn",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -80,6 +82,7 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Demo(arguments) => demo::run(arguments),
         Command::Conformance(arguments) => conformance::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
+        Command::Check(arguments) => check::run(arguments),
     };
     done.unwrap_or_else(|error| {
         eprintln!("deltapath: {}", crate::driver::report(&*error));

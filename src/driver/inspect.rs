@@ -12,6 +12,7 @@ use crate::store::{self, Claim, Manifest, SnapshotRecord, Store};
 /// The objects of a data directory, for reading.
 #[derive(Debug)]
 pub struct Inspection {
+    dir: DataDir,
     store: Store,
     /// What was mounted for the look, and the claim on it; a running driver has its own.
     own: Option<(Home, Claim)>,
@@ -27,7 +28,7 @@ impl Inspection {
         let Some(manifest) = Manifest::read(&dir)? else { return Err(nothing()) };
         let claim = match Claim::take(dir.clone()) {
             Err(store::Error::Locked(_)) if dir.pool().volumes().exists() => {
-                return Ok(Inspection { store: Store::survey(dir.pool())?, own: None });
+                return Ok(Inspection { store: Store::survey(dir.pool())?, dir, own: None });
             }
             Err(store::Error::Locked(_)) => {
                 return Err(Error::Precondition(format!(
@@ -42,7 +43,7 @@ impl Inspection {
         let known = known_pool(&claim, &manifest, request.choice)?;
         let home = Home::open(&dir, request, Some(known))?;
         let store = Store::survey(home.dir().clone())?;
-        Ok(Inspection { store, own: Some((home, claim)) })
+        Ok(Inspection { dir, store, own: Some((home, claim)) })
     }
 
     /// Leaves the directory as it was found.
@@ -51,6 +52,24 @@ impl Inspection {
             home.close()?;
         }
         Ok(())
+    }
+
+    /// Whether a driver serves it.
+    pub fn is_served(&self) -> bool {
+        self.own.is_none()
+    }
+
+    pub(super) fn data_dir(&self) -> &DataDir {
+        &self.dir
+    }
+
+    pub(super) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    /// How many volumes, snapshots, and deleted snapshots that are retained there are.
+    pub fn counts(&self) -> (usize, usize, usize) {
+        self.store.read(|index| (index.volume_count(), index.snapshot_count(), index.retained_count()))
     }
 
     /// The snapshots, each with the bytes of its blocks that hold data.

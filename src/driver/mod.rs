@@ -5,6 +5,7 @@
 mod attach;
 mod capability;
 mod capacity;
+mod check;
 mod condition;
 mod error;
 mod expand;
@@ -25,6 +26,7 @@ mod volumes;
 pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
 pub use capacity::{CapacityRange, Room};
+pub use check::{Discovery, Severity};
 pub use condition::Condition;
 pub use error::{Error, report};
 pub use expand::Expansion;

@@ -134,9 +134,12 @@ impl Driver {
             }
         };
         let path = target.data();
-        // A source smaller than its volume: the rest reads as zeros and is there to be written.
-        file.set_len(record.capacity).context("set the length of", &path)?;
-        file.sync_all().context("sync", &path)?;
+        // A source smaller than its volume: the rest reads as zeros and is there to be written. What the pool
+        // made whole is synced.
+        if file.metadata().context("stat", &path)?.len() != record.capacity {
+            file.set_len(record.capacity).context("set the length of", &path)?;
+            file.sync_all().context("sync", &path)?;
+        }
         Ok(self.store.commit_volume(draft, record)?)
     }
 

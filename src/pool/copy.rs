@@ -50,6 +50,8 @@ pub(super) fn sparse(
                     None => inside(source, target, target_path, data)?,
                 }
             }
+            // The disk writes while the next step is read and hashed.
+            clone::start_writing(target, step.start, step.len());
             start = step.end;
         }
         next = next.max(end);

@@ -37,6 +37,7 @@ pub struct Store {
     dir: PoolDir,
     index: RwLock<Index>,
     damaged: Vec<Damage>,
+    damaged_retained: Vec<Damage>,
 }
 
 /// A directory in `staging/` in which an object is being made, or out of which it is being removed.
@@ -103,16 +104,21 @@ impl Store {
             }
         }
         groups::read_all(&dir, &mut index, &mut damaged)?;
-        retained::read_all(&dir, &mut index)?;
-        for damage in &damaged {
+        let damaged_retained = retained::read_all(&dir, &mut index)?;
+        for damage in damaged.iter().chain(&damaged_retained) {
             tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
         }
-        Ok(Store { dir, index: RwLock::new(index), damaged })
+        Ok(Store { dir, index: RwLock::new(index), damaged, damaged_retained })
     }
 
     /// The objects whose records could not be read at start.
     pub fn damaged(&self) -> &[Damage] {
         &self.damaged
+    }
+
+    /// The deleted snapshots whose records could not be read at start: deltas are not told from them.
+    pub fn damaged_retained(&self) -> &[Damage] {
+        &self.damaged_retained
     }
 
     /// Fails where the object of this id is there and its record could not be read: it is neither

@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use super::{Deleted, Draft, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
+use super::{Damage, Deleted, Draft, Error, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
 use super::{decode, encode, entries, read_named};
 use crate::base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
 use crate::sys::{Context, durable, tree};
@@ -75,27 +75,28 @@ fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {
     Ok(durable::replace(&dir.deleted(), &encode(&Deleted { version: Deleted::VERSION, at }))?)
 }
 
-/// Reads every retained snapshot of the pool. One that can not be read is told and left alone: no call
-/// needs it.
-pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<()> {
+/// Reads every retained snapshot of the pool, and returns those that can not be read. They are left alone: no
+/// call needs them.
+pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<Vec<Damage>> {
+    let mut damaged = Vec::new();
     for path in entries(&pool.retained())? {
         let group = GroupDir::new(&path);
         let dirs = match group.members().exists() {
             true => entries(&group.members())?,
             false => vec![path],
         };
-        for dir in dirs {
-            let dir = ObjectDir::new(dir);
-            match read(&dir) {
-                Ok(retained) if !index.has_sequence(&retained.record) => index.add_retained(retained),
-                Ok(_) => tracing::error!(path = %dir.path().display(), "another snapshot has its place"),
-                Err(error) => {
-                    tracing::error!(path = %dir.path().display(), %error, "a deleted snapshot can not be read");
+        for path in dirs {
+            match read(&ObjectDir::new(&path)) {
+                Ok(Retained { record, .. }) if index.has_sequence(&record) => {
+                    let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
+                    damaged.push(Damage { path, error });
                 }
+                Ok(retained) => index.add_retained(retained),
+                Err(error) => damaged.push(Damage { path, error }),
             }
         }
     }
-    Ok(())
+    Ok(damaged)
 }
 
 fn read(dir: &ObjectDir) -> Result<Retained> {

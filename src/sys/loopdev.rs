@@ -105,15 +105,16 @@ pub enum Access {
     ReadOnly,
 }
 
-/// The device and inode number of a backing file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct FileId {
+/// The device and inode number of a backing file: what it is known by, for a container sees other paths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
     device: u64,
     inode: u64,
 }
 
 impl FileId {
-    fn of(path: &Path) -> Result<Self> {
+    /// The file at `path`.
+    pub fn of(path: &Path) -> Result<Self> {
         let meta = std::fs::metadata(path).context("stat", path)?;
         Ok(FileId { device: meta.dev(), inode: meta.ino() })
     }
@@ -123,7 +124,7 @@ impl FileId {
 ///
 /// It is a handle, not an owner: the device outlives this value and the process, as a volume in
 /// use must outlive a driver that restarts. [`LoopDevice::detach`] ends it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopDevice {
     number: u32,
     backing: FileId,
@@ -171,18 +172,7 @@ impl LoopDevice {
     /// The device that serves `backing` now, if there is one.
     pub fn find(backing: &Path) -> Result<Option<Self>> {
         let id = FileId::of(backing)?;
-        let entries = Path::new("/sys/block");
-        for entry in std::fs::read_dir(entries).context("list", entries)? {
-            let name = entry.context("list", entries)?.file_name();
-            let Some(number) = name.to_str().and_then(|name| name.strip_prefix("loop")) else {
-                continue;
-            };
-            let Ok(number) = number.parse() else { continue };
-            // Free devices are passed over without opening them: an open would race with others'
-            // attach and detach calls.
-            if !sysfs(number).join("loop/backing_file").exists() {
-                continue;
-            }
+        for number in in_use()? {
             if let Some(info) = status(number)?
                 && info.backing() == id
             {
@@ -192,11 +182,29 @@ impl LoopDevice {
         Ok(None)
     }
 
-    /// The device of a name such as `loop7`, where it serves a file.
-    pub fn named(name: &str) -> Option<Self> {
-        let number = name.strip_prefix("loop")?.parse().ok()?;
-        let info = status(number).ok()??;
-        Some(LoopDevice { number, backing: info.backing(), access: info.access() })
+    /// The devices that serve a file now, whoever attached them, by [`LoopDevice::backing_path`]. Others are
+    /// not opened.
+    pub fn all_on(wanted: impl Fn(&Path) -> bool) -> Result<Vec<Self>> {
+        let mut devices = Vec::new();
+        for number in in_use()? {
+            if backing_path(number).is_some_and(|path| wanted(&path))
+                && let Some(info) = status(number)?
+            {
+                devices.push(LoopDevice { number, backing: info.backing(), access: info.access() });
+            }
+        }
+        Ok(devices)
+    }
+
+    /// The file it serves.
+    pub fn backing(&self) -> FileId {
+        self.backing
+    }
+
+    /// The path of its file as the kernel tells it: that of the namespace in which it was attached, with
+    /// ` (deleted)` behind it once the name is gone. `None` when it was detached meanwhile.
+    pub fn backing_path(&self) -> Option<PathBuf> {
+        backing_path(self.number)
     }
 
     /// Undoes a pending lazy detach (the device was detached while somebody held it open), so that
@@ -313,6 +321,24 @@ fn node(number: u32) -> PathBuf {
 
 fn sysfs(number: u32) -> PathBuf {
     PathBuf::from(format!("/sys/block/loop{number}"))
+}
+
+fn backing_path(number: u32) -> Option<PathBuf> {
+    let path = std::fs::read_to_string(sysfs(number).join("loop/backing_file")).ok()?;
+    Some(path.trim_end_matches('\n').into())
+}
+
+/// The numbers of the devices that serve a file. Free ones are passed over without opening them: an open
+/// would race with others' attach and detach calls.
+fn in_use() -> Result<Vec<u32>> {
+    let block = Path::new("/sys/block");
+    let mut numbers = Vec::new();
+    for entry in std::fs::read_dir(block).context("list", block)? {
+        let name = entry.context("list", block)?.file_name();
+        let number = name.to_str().and_then(|name| name.strip_prefix("loop")?.parse().ok());
+        numbers.extend(number.filter(|number| sysfs(*number).join("loop/backing_file").exists()));
+    }
+    Ok(numbers)
 }
 
 fn read_dev(number: u32) -> Result<String> {

@@ -1,11 +1,10 @@
 //! Cleaning up below a directory that is ours alone, such as a temporary one: whatever was mounted
 //! or attached there, and whoever did it, also after a crash.
 
-use std::fs;
 use std::path::Path;
 
 use super::loopdev::LoopDevice;
-use super::{Context, Result, freeze, mount};
+use super::{Result, freeze, mount};
 
 /// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file lies
 /// below it, and returns what could not be freed.
@@ -42,16 +41,5 @@ pub fn sweep(dir: &Path) -> Result<Vec<String>> {
 
 /// The loop devices whose backing file lies below `dir`, whether or not it still has a name.
 pub fn devices_below(dir: &Path) -> Result<Vec<LoopDevice>> {
-    let block = Path::new("/sys/block");
-    let mut devices = Vec::new();
-    for entry in fs::read_dir(block).context("list", block)? {
-        let path = entry.context("list", block)?.path();
-        let Ok(backing) = fs::read_to_string(path.join("loop/backing_file")) else { continue };
-        if Path::new(backing.trim_end()).starts_with(dir)
-            && let Some(device) = path.file_name().and_then(|name| LoopDevice::named(&name.to_string_lossy()))
-        {
-            devices.push(device);
-        }
-    }
-    Ok(devices)
+    LoopDevice::all_on(|path| path.starts_with(dir))
 }

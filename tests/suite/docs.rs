@@ -31,7 +31,7 @@ fn every_flag_is_in_the_readme_and_every_flag_in_the_readme_is_real() {
     let readme = read("README.md");
     let driver = words(&help("driver"), "--");
     let mut real = driver.clone();
-    for command in ["demo", "conformance", "verify"] {
+    for command in ["demo", "conformance", "verify", "check"] {
         real.extend(words(&help(command), "--"));
     }
     // Flags of cargo and install, which the README mentions too.

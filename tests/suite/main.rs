@@ -3,6 +3,7 @@
 
 mod arrows;
 mod chaos;
+mod check;
 mod cluster_classes;
 mod cluster_docs;
 mod cluster_image;

@@ -1,0 +1,153 @@
+//! `deltapath check`: the audit of a data directory, and what clears a crash's leftovers away.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+
+use super::{Done, Output};
+use crate::driver::{Discovery, Inspection, Result, Severity, report};
+use crate::sys;
+
+/// Beside a running driver a thing in the making is found as well; so long after, it is made or gone.
+const SECOND_LOOK: Duration = Duration::from_secs(2);
+
+/// Audit a data directory: records, files, block maps, loop devices, mounts.
+///
+/// Every record must be whole, every file and device must belong to an object, every block map must have its
+/// checksums. The blocks themselves are not read; `deltapath verify` does that. Runs beside a driver, or
+/// without one: then it mounts the pool for the look. Needs root.
+///
+/// What is found is one of: damage (something acknowledged is not as it was written), leftover (a crash left
+/// it, nobody needs it), stranger (not made by this driver, never touched), note (the driver puts it right
+/// when it uses the object).
+///
+/// Exit codes: 0 all is well, notes apart; 1 damage, or the check failed; 2 wrong usage; 3 leftovers or
+/// strangers, and no damage.
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Directory that the driver keeps everything in.
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
+    data_dir: PathBuf,
+    /// Remove leftovers: half-made objects, devices and mounts that no record explains. Objects are never
+    /// touched. Refused while a driver runs.
+    #[arg(long)]
+    repair: bool,
+    /// What is printed on standard output.
+    #[arg(long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+}
+
+/// What a run found.
+#[derive(Debug, Serialize)]
+struct Report {
+    volumes: usize,
+    snapshots: usize,
+    /// Deleted snapshots that deltas are still told from.
+    retained: usize,
+    /// Whether a driver serves the directory.
+    served: bool,
+    found: Vec<Found>,
+}
+
+#[derive(Debug, Serialize)]
+struct Found {
+    severity: Severity,
+    path: PathBuf,
+    what: String,
+    /// Whether it was there and is put right.
+    repaired: bool,
+}
+
+pub(super) fn run(arguments: Arguments) -> Done {
+    if !sys::is_root() {
+        return Err("check needs root: it reads the pool, and mounts it where no driver does".into());
+    }
+    let report = check(&arguments.data_dir, arguments.repair)?;
+    match arguments.output {
+        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
+        Output::Text => report.print(),
+    }
+    Ok(report.exit_code())
+}
+
+fn check(dir: &Path, repair: bool) -> Result<Report, Box<dyn std::error::Error>> {
+    let inspection = Inspection::open(dir)?;
+    if repair && inspection.is_served() {
+        return Err(
+            "a driver serves this directory and clears leftovers away itself: stop it first, or leave \
+                    --repair out"
+                .into(),
+        );
+    }
+    let looked = look(dir, &inspection, repair);
+    let (volumes, snapshots, retained) = inspection.counts();
+    let served = inspection.is_served();
+    let closed = inspection.close();
+    let found = looked?;
+    closed?;
+    Ok(Report { volumes, snapshots, retained, served, found })
+}
+
+fn look(dir: &Path, inspection: &Inspection, repair: bool) -> Result<Vec<Found>> {
+    let mut found = inspection.check()?;
+    if !found.is_empty() && inspection.is_served() {
+        std::thread::sleep(SECOND_LOOK);
+        let again = Inspection::open(dir)?;
+        let still = again.check();
+        again.close()?;
+        let still = still?;
+        found.retain(|discovery| still.contains(discovery));
+    }
+    let mended = |discovery: &Discovery| {
+        match repair && discovery.can_be_mended() {
+        true => inspection.mend(discovery).unwrap_or_else(|error| {
+            tracing::error!(path = %discovery.path.display(), error = report(&error), "it can not be repaired");
+            false
+        }),
+        false => false,
+    }
+    };
+    let found = found.into_iter().map(|discovery| Found {
+        repaired: mended(&discovery),
+        severity: discovery.severity,
+        path: discovery.path,
+        what: discovery.what,
+    });
+    Ok(found.collect())
+}
+
+impl Report {
+    fn open(&self) -> impl Iterator<Item = &Found> {
+        self.found.iter().filter(|found| !found.repaired && found.severity != Severity::Note)
+    }
+
+    fn exit_code(&self) -> ExitCode {
+        match self.open().map(|found| found.severity).min() {
+            None => ExitCode::SUCCESS,
+            Some(Severity::Damage) => ExitCode::FAILURE,
+            Some(_) => ExitCode::from(3),
+        }
+    }
+
+    fn print(&self) {
+        for Found { severity, path, what, repaired } in &self.found {
+            let severity = match severity {
+                Severity::Damage => "damage",
+                Severity::Leftover => "leftover",
+                Severity::Stranger => "stranger",
+                Severity::Note => "note",
+            };
+            let repaired = if *repaired { " (repaired)" } else { "" };
+            println!("{severity}: {}: {what}{repaired}", path.display());
+        }
+        let found = match self.open().count() {
+            0 => "all is well".to_owned(),
+            count => format!("{count} found"),
+        };
+        let Report { volumes, snapshots, retained, .. } = self;
+        println!("{volumes} volumes, {snapshots} snapshots, {retained} retained: {found}");
+    }
+}

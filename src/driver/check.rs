@@ -1,0 +1,353 @@
+//! The audit of a data directory: every record whole, every file accounted for, every loop device and mount
+//! explained. It looks; only [`Inspection::mend`] changes something, and never an object.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::{Inspection, Result, report};
+use crate::base::{GroupDir, ObjectDir};
+use crate::cbt;
+use crate::store::{NodeState, SnapshotRecord, VolumeRecord};
+use crate::sys::loopdev::{FileId, LoopDevice};
+use crate::sys::{Context, blockdev, durable, mount, tree};
+
+/// What something that an audit found means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// Something that was acknowledged is not as it was written: a person must look.
+    Damage,
+    /// What a crash left; nobody needs it, and it can be removed.
+    Leftover,
+    /// Not of this driver's making, where only its own things should be. Never touched.
+    Stranger,
+    /// As it may be: the driver puts it right when it uses the object next.
+    Note,
+}
+
+/// Something that an audit found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discovery {
+    /// What it means.
+    pub severity: Severity,
+    /// The file, directory or device.
+    pub path: PathBuf,
+    /// What is wrong with it.
+    pub what: String,
+    mend: Option<Mend>,
+}
+
+/// How something found is put right.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Mend {
+    Remove,
+    CutTo(u64),
+    Unmount,
+    Detach(LoopDevice),
+}
+
+impl Discovery {
+    fn new(severity: Severity, path: impl Into<PathBuf>, what: impl Into<String>) -> Self {
+        Discovery { severity, path: path.into(), what: what.into(), mend: None }
+    }
+
+    fn mended_by(mut self, mend: Mend) -> Self {
+        self.mend = Some(mend);
+        self
+    }
+
+    /// Whether [`Inspection::mend`] can put it right.
+    pub fn can_be_mended(&self) -> bool {
+        self.mend.is_some()
+    }
+}
+
+/// A file that a loop device of the driver's may serve, or should not.
+enum Backing {
+    Volume(NodeState),
+    Snapshot,
+    Pool,
+    /// Of an object whose records can not be read: whatever serves it, nobody knows better.
+    Unknown,
+}
+
+/// One look at a data directory.
+struct Audit<'i> {
+    inspection: &'i Inspection,
+    found: Vec<Discovery>,
+    backing: HashMap<FileId, Backing>,
+}
+
+impl Inspection {
+    /// Looks at everything but the blocks themselves, which [`Inspection::verify`] reads. Worst first.
+    ///
+    /// Beside a running driver something that is in the making may be found: what a second look, a moment
+    /// later, finds as well is there.
+    pub fn check(&self) -> Result<Vec<Discovery>> {
+        let mut audit = Audit { inspection: self, found: Vec::new(), backing: HashMap::new() };
+        audit.data_dir()?;
+        audit.records();
+        audit.volumes()?;
+        audit.snapshots()?;
+        audit.groups()?;
+        audit.devices()?;
+        let mut found = audit.found;
+        // Mounts stay before their devices: that is the order in which they can go.
+        found.sort_by_key(|discovery| discovery.severity);
+        Ok(found)
+    }
+
+    /// Puts something right that was found, and tells whether it did: a device that somebody has open
+    /// stays.
+    ///
+    /// # Panics
+    ///
+    /// Where a driver serves the directory: it makes and removes these things itself.
+    pub fn mend(&self, discovery: &Discovery) -> Result<bool> {
+        assert!(!self.is_served(), "a driver is at work here");
+        let path = &discovery.path;
+        match &discovery.mend {
+            None => return Ok(false),
+            Some(Mend::Remove) if path.is_dir() => tree::remove(path)?,
+            Some(Mend::Remove) => durable::remove(path)?,
+            Some(Mend::CutTo(length)) => {
+                let file = fs::File::options().write(true).open(path).context("open", path)?;
+                file.set_len(*length).context("set the length of", path)?;
+                file.sync_all().context("sync", path)?;
+            }
+            Some(Mend::Unmount) => mount::unmount(path)?,
+            Some(Mend::Detach(_)) if blockdev::is_claimed(path)? => return Ok(false),
+            Some(Mend::Detach(device)) => return Ok(device.clone().detach()?),
+        }
+        Ok(true)
+    }
+}
+
+impl Audit<'_> {
+    fn add(&mut self, severity: Severity, path: impl Into<PathBuf>, what: impl Into<String>) {
+        self.found.push(Discovery::new(severity, path, what));
+    }
+
+    /// What lies in the data directory and at the top of the pool.
+    fn data_dir(&mut self) -> Result<()> {
+        let dir = self.inspection.data_dir().clone();
+        let (pool, image) = (dir.pool(), dir.pool_image());
+        self.names(dir.path(), &[&dir.manifest(), &dir.lock(), &image, pool.path()])?;
+        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.retained(), pool.staging()];
+        self.names(pool.path(), &parts.each_ref().map(PathBuf::as_path))?;
+        if image.exists() {
+            self.backing.insert(FileId::of(&image)?, Backing::Pool);
+        }
+        // A driver at work makes and removes objects there.
+        if !self.inspection.is_served() {
+            for path in list(&pool.staging())? {
+                let what = "half made or half removed; the next start removes it";
+                let found = Discovery::new(Severity::Leftover, path, what);
+                self.found.push(found.mended_by(Mend::Remove));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells what lies in a directory and is none of `known`.
+    fn names(&mut self, dir: &Path, known: &[&Path]) -> Result<()> {
+        for path in list(dir)? {
+            // What mkfs makes at the root of an ext4.
+            if known.contains(&&*path) || path.file_name().is_some_and(|name| name == "lost+found") {
+                continue;
+            }
+            // The names under which files are made before they are renamed into place.
+            let draft = path.extension().is_some_and(|end| end == "new" || end == "compared");
+            self.found.push(match draft && known.contains(&&*path.with_extension("")) {
+                true => Discovery::new(Severity::Leftover, path, "a file that was not written to its end")
+                    .mended_by(Mend::Remove),
+                false => Discovery::new(Severity::Stranger, path, "no file of this driver"),
+            });
+        }
+        Ok(())
+    }
+
+    /// Records that can not be read.
+    fn records(&mut self) {
+        let store = self.inspection.store();
+        for damage in store.damaged() {
+            self.add(Severity::Damage, &damage.path, report(&damage.error));
+            if let Ok(file) = FileId::of(&ObjectDir::new(&damage.path).data()) {
+                self.backing.insert(file, Backing::Unknown);
+            }
+        }
+        for damage in store.damaged_retained() {
+            let what = format!("a deleted snapshot, no delta is told from it: {}", report(&damage.error));
+            self.add(Severity::Damage, &damage.path, what);
+        }
+    }
+
+    fn volumes(&mut self) -> Result<()> {
+        let store = self.inspection.store();
+        let records: Vec<_> = store.read(|index| index.volumes_after(None).cloned().collect());
+        for record in records {
+            self.volume(&record)?;
+        }
+        Ok(())
+    }
+
+    fn volume(&mut self, record: &VolumeRecord) -> Result<()> {
+        let store = self.inspection.store();
+        let dir = store.dir().volume(&record.id);
+        self.names(dir.path(), &[&dir.record(), &dir.node(), &dir.frozen(), &dir.bytes()])?;
+        match length(&dir)? {
+            Some(length) if length > record.capacity => {
+                let what = format!(
+                    "{length} bytes, its record says {}: an expansion was cut short",
+                    record.capacity
+                );
+                let found = Discovery::new(Severity::Note, dir.data(), what);
+                self.found.push(found.mended_by(Mend::CutTo(record.capacity)));
+            }
+            length => self.content(&dir, length, record.capacity)?,
+        }
+        let state = store.node_state(&record.id);
+        let frozen = store.frozen(&record.id);
+        if let Ok(Some(_)) = &frozen {
+            self.add(Severity::Note, dir.frozen(), "a freeze that was not undone; the next start thaws it");
+        }
+        for (path, error) in [(dir.node(), state.as_ref().err()), (dir.frozen(), frozen.as_ref().err())] {
+            if let Some(error) = error {
+                self.add(Severity::Damage, path, report(error));
+            }
+        }
+        if let Ok(file) = FileId::of(&dir.data()) {
+            self.backing.insert(file, state.map_or(Backing::Unknown, Backing::Volume));
+        }
+        Ok(())
+    }
+
+    fn snapshots(&mut self) -> Result<()> {
+        let store = self.inspection.store();
+        let lines: Vec<_> =
+            store.read(|index| index.lines().flat_map(|volume| index.line(volume)).cloned().collect());
+        for record in lines {
+            let retained = store.read(|index| index.retained(&record.id).is_some());
+            self.snapshot(&record, &store.snapshot_dir(&record), retained)?;
+        }
+        Ok(())
+    }
+
+    fn snapshot(&mut self, record: &SnapshotRecord, dir: &ObjectDir, retained: bool) -> Result<()> {
+        let maps = [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
+        let mut known = vec![dir.record(), dir.bytes(), dir.deleted()];
+        known.extend(maps);
+        self.names(dir.path(), &known.iter().map(PathBuf::as_path).collect::<Vec<_>>())?;
+        if !retained && dir.deleted().exists() {
+            self.add(Severity::Note, dir.deleted(), "a deletion that was cut short; the snapshot is there");
+        }
+        match length(dir)? {
+            // Freed, as that of a deleted snapshot may be.
+            None if retained && !dir.bytes().exists() => {}
+            length => self.content(dir, length, record.capacity)?,
+        }
+        if let Ok(file) = FileId::of(&dir.data()) {
+            self.backing.insert(file, Backing::Snapshot);
+        }
+        match cbt::check_maps(dir, record.block_size, record.capacity, record.tracking) {
+            Ok(findings) => {
+                for cbt::Finding { what, range } in findings {
+                    let place = range.map(|range| format!(", bytes {} to {}", range.start, range.end));
+                    self.add(Severity::Damage, dir.path(), what + &place.unwrap_or_default());
+                }
+            }
+            Err(error) => self.add(Severity::Damage, dir.path(), report(&error)),
+        }
+        Ok(())
+    }
+
+    /// The blocks of an object: one file, of the size that the record says.
+    fn content(&mut self, dir: &ObjectDir, length: Option<u64>, capacity: u64) -> Result<()> {
+        if dir.bytes().exists() {
+            self.names(&dir.bytes(), &[&dir.data()])?;
+        }
+        match length {
+            None => self.add(Severity::Damage, dir.data(), "its blocks are missing"),
+            Some(length) if length != capacity => {
+                self.add(Severity::Damage, dir.data(), format!("{length} bytes, its record says {capacity}"));
+            }
+            Some(_) => {}
+        }
+        Ok(())
+    }
+
+    /// What lies in the directories of groups beside the members' own files.
+    fn groups(&mut self) -> Result<()> {
+        let pool = self.inspection.store().dir().clone();
+        for (parent, retained) in [(pool.groups(), false), (pool.retained(), true)] {
+            for path in list(&parent)? {
+                let group = GroupDir::new(&path);
+                if !group.members().exists() {
+                    continue;
+                }
+                self.names(&path, &[&group.record(), &group.members()])?;
+                if retained && list(&group.members())?.is_empty() {
+                    let what = "a deleted group without members; the next start removes it";
+                    let found = Discovery::new(Severity::Leftover, path, what);
+                    self.found.push(found.mended_by(Mend::Remove));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Loop devices on files of the data directory, and where they are mounted.
+    fn devices(&mut self) -> Result<()> {
+        let root = self.inspection.data_dir().path();
+        let mounts = mount::mounts()?;
+        for device in LoopDevice::all_on(|_| true)? {
+            let unexplained = match self.backing.get(&device.backing()) {
+                Some(Backing::Pool | Backing::Unknown) => continue,
+                Some(Backing::Volume(state)) if !state.is_idle() => continue,
+                Some(Backing::Volume(_)) => "serves a volume that is staged nowhere",
+                Some(Backing::Snapshot) => {
+                    let what = "serves the blocks of a snapshot: a write to it changes the snapshot";
+                    self.add(Severity::Stranger, device.path(), what);
+                    continue;
+                }
+                None if device.backing_path().is_some_and(|path| path.starts_with(root)) => {
+                    "serves a file that belongs to no object"
+                }
+                None => continue,
+            };
+            let dev = device.dev()?;
+            for mounted in mounts.iter().rev().filter(|mounted| mounted.is_of(&dev)) {
+                let what = format!("mounted from {}, which {unexplained}", device.path().display());
+                let found = Discovery::new(Severity::Leftover, &mounted.mount_point, what);
+                self.found.push(found.mended_by(Mend::Unmount));
+            }
+            let found = Discovery::new(Severity::Leftover, device.path(), unexplained);
+            self.found.push(found.mended_by(Mend::Detach(device)));
+        }
+        Ok(())
+    }
+}
+
+/// The length of an object's data in bytes; `None` where it is not there.
+fn length(dir: &ObjectDir) -> Result<Option<u64>> {
+    match fs::metadata(dir.data()) {
+        Ok(meta) => Ok(Some(meta.len())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error).context("stat", &dir.data()).map_err(Into::into),
+    }
+}
+
+/// What is in a directory; nothing where it went meanwhile.
+fn list(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.context("list", dir)?,
+    };
+    let mut paths =
+        entries.map(|entry| Ok(entry.context("list", dir)?.path())).collect::<Result<Vec<PathBuf>>>()?;
+    paths.sort();
+    Ok(paths)
+}

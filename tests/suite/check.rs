@@ -1,0 +1,321 @@
+//! `deltapath check`: what it finds is there, what it removes nobody needs, and what it must not touch stays.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use deltapath::sys::loopdev::{Access, LoopDevice};
+use serde_json::Value;
+
+use crate::support::content::Content;
+use crate::support::{MIB, POOLS, PoolKind, Rig, have_root, names};
+
+/// What one run said.
+struct Checked {
+    exit: i32,
+    /// Severity, path, whether it was repaired.
+    found: Vec<(String, PathBuf, bool)>,
+}
+
+fn check(data_dir: &Path, arguments: &[&str]) -> Checked {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    command.args(["check", "--output", "json", "--data-dir"]).arg(data_dir).args(arguments);
+    let output = command.output().expect("run deltapath check");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let report: Value = serde_json::from_str(&said)
+        .unwrap_or_else(|error| panic!("{error}: {said}\n{}", String::from_utf8_lossy(&output.stderr)));
+    let text = |value: &Value| value.as_str().expect("a string").to_owned();
+    let found = report["found"].as_array().expect("a list").iter();
+    Checked {
+        exit: output.status.code().expect("it ended by itself"),
+        found: found
+            .map(|found| {
+                let repaired = found["repaired"].as_bool().expect("a bool");
+                (text(&found["severity"]), text(&found["path"]).into(), repaired)
+            })
+            .collect(),
+    }
+}
+
+/// A killed driver's directory with one of everything, its pool still mounted: one volume is in use.
+struct Scene {
+    rig: Rig,
+    used: String,
+    idle: String,
+    snapshot: String,
+    group: String,
+    retained: String,
+}
+
+impl Scene {
+    async fn set(pool: PoolKind) -> Scene {
+        let mut rig = Rig::start(pool).await;
+        let (used, device) = rig.block_volume("used", 16 * MIB).await;
+        let (idle, other) = rig.block_volume("idle", 16 * MIB).await;
+        let mut content = Content::default();
+        content.write(&device, 0, 100, 1);
+        content.write(&other, 50, 100, 1);
+        rig.detach(&idle).await;
+        let first = rig.snapshot("first", &used).await;
+        let retained = rig.snapshot("deleted", &used).await;
+        content.write(&device, 7, 9, 2);
+        let both = [used.clone(), idle.clone()];
+        let group = rig.client.create_group("group", &both).await.expect("group").group_snapshot_id;
+        rig.client.delete_snapshot(&retained).await.expect("delete");
+        let scene = Scene { rig, used, idle, snapshot: first, group, retained };
+        scene.is_well("beside a driver");
+        scene
+    }
+
+    fn pool(&self) -> PathBuf {
+        self.rig.pool_dir().canonicalize().expect("the pool is there")
+    }
+
+    fn is_well(&self, when: &str) {
+        let checked = check(&self.rig.data_dir(), &[]);
+        assert_eq!((checked.exit, checked.found), (0, vec![]), "{when}\n{}", self.rig.log());
+    }
+}
+
+/// What is done to the directory, what must be said of which path, and whether `--repair` undoes it.
+struct Case {
+    name: &'static str,
+    path: PathBuf,
+    severity: &'static str,
+    repaired: bool,
+    undo: Box<dyn FnOnce()>,
+}
+
+fn case(name: &'static str, severity: &'static str, path: PathBuf) -> Case {
+    Case { name, path, severity, repaired: severity == "leftover", undo: Box::new(|| ()) }
+}
+
+/// Breaks a file, which comes back as it was.
+fn broken(name: &'static str, path: PathBuf, break_it: impl FnOnce(&Path)) -> Case {
+    let aside = std::env::temp_dir().join(format!("deltapath-test-{}-{name}", std::process::id()));
+    fs::copy(&path, &aside).expect("keep a copy");
+    break_it(&path);
+    let undo = {
+        let path = path.clone();
+        Box::new(move || {
+            fs::copy(&aside, &path).expect("put it back");
+            fs::remove_file(&aside).expect("remove the copy");
+        })
+    };
+    Case { undo, ..case(name, "damage", path) }
+}
+
+fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
+    let pool = scene.pool();
+    let data_dir = scene.rig.data_dir().canonicalize().expect("the data dir is there");
+    let volume = pool.join("volumes").join(&scene.idle);
+    let used = pool.join("volumes").join(&scene.used);
+    let snapshot = pool.join("snapshots").join(&scene.snapshot);
+    let group = pool.join("groups").join(&scene.group);
+    let retained = pool.join("retained").join(&scene.retained);
+    let cut = |path: &Path| {
+        let file = fs::File::options().write(true).open(path).expect("open");
+        file.set_len(file.metadata().expect("stat").len() / 2).expect("cut");
+    };
+    let flip = |path: &Path| {
+        let mut bytes = fs::read(path).expect("read");
+        bytes[0] ^= 1;
+        fs::write(path, bytes).expect("write");
+    };
+    let stray = |name, severity, path: PathBuf| {
+        let made = move || {
+            fs::write(&path, "stray").expect("write");
+            let mut case = case(name, severity, path.clone());
+            if severity == "stranger" {
+                let path = path.clone();
+                case.undo = Box::new(move || fs::remove_file(path).expect("remove"));
+            }
+            case
+        };
+        Box::new(made) as Box<dyn Fn() -> Case>
+    };
+    // The object is named where its record is what is wrong.
+    let record = |name, dir: PathBuf| {
+        let made = move || Case { path: dir.clone(), ..broken(name, dir.join("record.json"), cut) };
+        Box::new(made) as Box<dyn Fn() -> Case>
+    };
+    let map = |name, dir: PathBuf, file: &'static str| {
+        let made = move || Case { path: dir.clone(), ..broken(name, dir.join(file), flip) };
+        Box::new(made) as Box<dyn Fn() -> Case>
+    };
+    vec![
+        record("volume-record", volume.clone()),
+        record("snapshot-record", snapshot.clone()),
+        record("retained-record", retained.clone()),
+        map("allocated", snapshot.clone(), "allocated.map"),
+        map("retained-changed", retained.clone(), "changed.map"),
+        {
+            let data = snapshot.join("bytes/data.img");
+            Box::new(move || broken("snapshot-data", data.clone(), cut))
+        },
+        {
+            let data = volume.join("bytes/data.img");
+            Box::new(move || broken("volume-data", data.clone(), cut))
+        },
+        {
+            let node = used.join("node.json");
+            Box::new(move || broken("node", node.clone(), cut))
+        },
+        {
+            let hashes = snapshot.join("hashes");
+            let dir = snapshot.clone();
+            Box::new(move || Case {
+                path: dir.clone(),
+                ..broken("hashes", hashes.clone(), |path| fs::remove_file(path).expect("remove"))
+            })
+        },
+        stray("top", "stranger", data_dir.join("notes.txt")),
+        stray("manifest-draft", "leftover", data_dir.join("deltapath.json.new")),
+        stray("pool-stray", "stranger", pool.join("notes.txt")),
+        stray("volume-stray", "stranger", volume.join("notes.txt")),
+        stray("bytes-stray", "stranger", volume.join("bytes/other.img")),
+        stray("record-draft", "leftover", volume.join("record.json.new")),
+        stray("map-draft", "leftover", snapshot.join("changed.map.compared")),
+        stray("group-stray", "stranger", group.join("notes.txt")),
+        {
+            let dir = pool.join("staging/volume-half-made");
+            Box::new(move || {
+                fs::create_dir_all(dir.join("bytes")).expect("mkdir");
+                fs::write(dir.join("bytes/data.img"), "half").expect("write");
+                case("staging", "leftover", dir.clone())
+            })
+        },
+        {
+            let dir = pool.join("retained/group-empty");
+            Box::new(move || {
+                fs::create_dir_all(dir.join("members")).expect("mkdir");
+                case("empty-group", "leftover", dir.clone())
+            })
+        },
+        {
+            let data = volume.join("bytes/data.img");
+            Box::new(move || {
+                let file = fs::File::options().write(true).open(&data).expect("open");
+                file.set_len(32 * MIB as u64).expect("grow");
+                Case { repaired: true, ..case("long-volume", "note", data.clone()) }
+            })
+        },
+        {
+            let data = volume.join("bytes/data.img");
+            Box::new(move || {
+                let device = LoopDevice::attach(&data, Access::ReadWrite).expect("attach");
+                case("device", "leftover", device.path())
+            })
+        },
+        {
+            let data = snapshot.join("bytes/data.img");
+            Box::new(move || {
+                let device = LoopDevice::attach(&data, Access::ReadOnly).expect("attach");
+                let path = device.path();
+                let undo = Box::new(move || assert!(device.detach().expect("detach")));
+                Case { undo, ..case("snapshot-device", "stranger", path) }
+            })
+        },
+    ]
+}
+
+async fn everything_is_told(pool: PoolKind) {
+    let mut scene = Scene::set(pool).await;
+    let refused = Command::new(env!("CARGO_BIN_EXE_deltapath"))
+        .args(["check", "--repair", "--data-dir"])
+        .arg(scene.rig.data_dir())
+        .output()
+        .expect("run deltapath check");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("stop it first"), "{refused:?}");
+    scene.rig.kill();
+    let data_dir = scene.rig.data_dir();
+    // A comparison that the kill cut short leaves its file.
+    assert_eq!(check(&data_dir, &["--repair"]).exit, 0);
+    scene.is_well("after a kill");
+    for make in cases(&scene) {
+        let Case { name, path, severity, repaired, undo } = make();
+        let exit = match severity {
+            "damage" => 1,
+            "note" => 0,
+            _ => 3,
+        };
+        let told = check(&data_dir, &[]);
+        let wanted = (severity.to_owned(), path.clone(), false);
+        assert!(told.found.contains(&wanted), "{pool:?}, {name}: {wanted:?} is not in {:?}", told.found);
+        assert_eq!(told.exit, exit, "{pool:?}, {name}");
+        // What does not lie in the broken object itself is not told.
+        let others = told.found.iter().filter(|(_, found, _)| !found.starts_with(&path));
+        assert_eq!(others.count(), 0, "{pool:?}, {name}: {:?}", told.found);
+
+        let mended = check(&data_dir, &["--repair"]);
+        let wanted = (severity.to_owned(), path.clone(), repaired);
+        assert!(mended.found.contains(&wanted), "{pool:?}, {name}: {wanted:?} is not in {:?}", mended.found);
+        assert_eq!(mended.exit, if repaired { 0 } else { exit }, "{pool:?}, {name}");
+        undo();
+        scene.is_well(name);
+    }
+    scene.rig.start_again().await;
+    scene.is_well("started again");
+    let used = scene.used.clone();
+    scene.rig.detach(&used).await;
+    scene.rig.finish();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_wrong_is_told_and_only_leftovers_go() {
+    if have_root() {
+        for pool in POOLS {
+            everything_is_told(pool).await;
+        }
+    }
+}
+
+/// A mount that no record explains goes before its device.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unexplained_mount_is_unmounted() {
+    if !have_root() {
+        return;
+    }
+    let mut scene = Scene::set(PoolKind::Dir).await;
+    scene.rig.kill();
+    assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);
+    let data = scene.pool().join("volumes").join(&scene.idle).join("bytes/data.img");
+    let before = fs::read(&data).expect("read");
+    let made = Command::new("mkfs.ext4").args(["-q", "-b", "4096"]).arg(&data).status().expect("mkfs.ext4");
+    assert!(made.success());
+    let device = LoopDevice::attach(&data, Access::ReadWrite).expect("attach");
+    let target = scene.rig.dir.path().join("mounted");
+    fs::create_dir(&target).expect("mkdir");
+    let none = deltapath::sys::mount::Flags::empty();
+    deltapath::sys::mount::mount(&device.path(), &target, "ext4", none, "").expect("mount");
+    let target = target.canonicalize().expect("the mount is there");
+    let told = check(&scene.rig.data_dir(), &[]);
+    let leftover = |path: PathBuf, repaired| ("leftover".to_owned(), path, repaired);
+    assert_eq!(told.found, [leftover(target.clone(), false), leftover(device.path(), false)]);
+    let mended = check(&scene.rig.data_dir(), &["--repair"]);
+    assert_eq!(mended.found, [leftover(target, true), leftover(device.path(), true)]);
+    assert_eq!(mended.exit, 0);
+    fs::write(&data, before).expect("write");
+    scene.is_well("unmounted");
+}
+
+/// Without a driver the pool is mounted for the look and left as it was.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_pool_is_left_as_it_was_found() {
+    if !have_root() {
+        return;
+    }
+    for pool in POOLS {
+        let mut rig = Rig::start(pool).await;
+        let (volume, _) = rig.block_volume("volume", 16 * MIB).await;
+        rig.snapshot("snapshot", &volume).await;
+        rig.detach(&volume).await;
+        assert!(rig.terminate().success());
+        assert_eq!(crate::support::leftovers(rig.dir.path()), Vec::<String>::new());
+        let checked = check(&rig.data_dir(), &[]);
+        assert_eq!((checked.exit, checked.found), (0, vec![]), "{pool:?}");
+        assert_eq!(crate::support::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
+        assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
+    }
+}
