@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use deltapath::client::{Client, block_capability, from_snapshot, new_volume};
 use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
 
+use super::found::{Found, Record};
 use super::machine::Machine;
 use super::model::{Cut, Model, Phase, Snapshot, Volume};
 use crate::support::content::{Content, block_bytes, blocks_of, open_device};
@@ -68,7 +69,8 @@ pub async fn audit(machine: &mut Machine, cut: &Cut) -> Findings {
 async fn boot(machine: &mut Machine, cut: &Cut, findings: &mut Findings) -> Result<(), String> {
     machine.boot(cut.disk)?;
     if !cut.model.volumes.is_empty() {
-        findings.losses.extend(verify(&machine.data_dir()));
+        // Before anything is mended: maps and hashes are as the data says.
+        findings.losses.extend(examine("verify", &machine.data_dir()));
     }
     let mut client = machine.start(async || ()).await?;
     let pool = machine.pool_dir();
@@ -87,86 +89,20 @@ async fn boot(machine: &mut Machine, cut: &Cut, findings: &mut Findings) -> Resu
     compare_volumes(&mut client, &found, &model, findings).await;
     compare_snapshots(&mut client, &found, &mut model, findings).await;
     compare_deltas(&mut client, &found, &model, findings).await;
+    findings.losses.extend(examine("check", &machine.data_dir()));
     if findings.losses.is_empty() {
-        // Whatever panics here is a loss as well; the machine is switched off all the same.
         work(machine, &mut client, &found, &model, findings).await?;
     }
     drop(client);
     machine.stop()
 }
 
-/// `deltapath verify` before anything is mended: maps and hashes are as the data says.
-fn verify(data_dir: &Path) -> Option<String> {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
-    let done = command.arg("verify").arg("--data-dir").arg(data_dir).output().expect("run verify");
+/// Runs a command of ours that must find nothing.
+fn examine(command: &str, data_dir: &Path) -> Option<String> {
+    let mut examine = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let done = examine.arg(command).arg("--data-dir").arg(data_dir).output().expect("run it");
     let said = [done.stdout, done.stderr].concat();
-    (!done.status.success()).then(|| format!("verify: {}", String::from_utf8_lossy(&said).trim()))
-}
-
-/// The objects on a pool, by the names in their records.
-#[derive(Default)]
-struct Found {
-    volumes: BTreeMap<String, Record>,
-    snapshots: BTreeMap<String, Record>,
-    groups: BTreeMap<String, Record>,
-}
-
-struct Record {
-    id: String,
-    dir: PathBuf,
-    json: serde_json::Value,
-}
-
-impl Record {
-    fn read(dir: PathBuf) -> Result<Self, String> {
-        let path = dir.join("record.json");
-        let told = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-        let bytes = std::fs::read(&path).map_err(|error| told(&error))?;
-        let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| told(&error))?;
-        let id = json["id"].as_str().ok_or_else(|| told(&"no id"))?.to_owned();
-        Ok(Record { id, dir, json })
-    }
-
-    fn text(&self, field: &str) -> String {
-        self.json[field].as_str().unwrap_or_default().to_owned()
-    }
-
-    fn data(&self) -> PathBuf {
-        self.dir.join("bytes/data.img")
-    }
-}
-
-impl Found {
-    fn on(pool: &Path, model: &Model) -> Result<Self, String> {
-        let mut found = Found::default();
-        let read = |kind: &str| -> Result<Vec<Record>, String> {
-            let dir = pool.join(kind);
-            names(&dir).into_iter().map(|name| Record::read(dir.join(name))).collect()
-        };
-        let once = |before: Option<Record>| match before {
-            Some(before) => Err(format!("two objects have the name of {}", before.dir.display())),
-            None => Ok(()),
-        };
-        for record in read("volumes")? {
-            once(found.volumes.insert(record.text("name"), record))?;
-        }
-        for record in read("snapshots")? {
-            once(found.snapshots.insert(record.text("name"), record))?;
-        }
-        for group in read("groups")? {
-            let name = group.text("name");
-            for member in read(&format!("groups/{}/members", group.id))? {
-                // A group outlives its volumes.
-                let id = member.text("volume");
-                let there = found.volumes.iter().find(|(_, volume)| volume.id == id).map(|(name, _)| name);
-                let known = || model.volumes.iter().find(|(_, volume)| volume.id.as_ref() == Some(&id));
-                let of = there.or_else(|| known().map(|(name, _)| name)).cloned().unwrap_or(id.clone());
-                once(found.snapshots.insert(format!("{name}/{of}"), member))?;
-            }
-            once(found.groups.insert(name, group))?;
-        }
-        Ok(found)
-    }
+    (!done.status.success()).then(|| format!("{command}: {}", String::from_utf8_lossy(&said).trim()))
 }
 
 /// The lists say what is on the disk.
@@ -342,7 +278,7 @@ async fn work(
     let told = |error: deltapath::client::Error| format!("after the cut: {error}");
     let kubelet = machine.kubelet();
     let whole = |(name, _): &(&String, &Volume)| found.volumes.contains_key(*name);
-    let chosen = model.volumes.iter().filter(whole).next_back();
+    let chosen = model.volumes.iter().rfind(whole);
     let volume = match chosen {
         Some((name, _)) => found.volumes[name].id.clone(),
         None => {
