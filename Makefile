@@ -7,13 +7,18 @@ ROUNDS ?= 2000
 
 # Runs containers and builds images: docker or podman.
 ENGINE ?= docker
+
 # How long and where `make soak` runs, and how long `make fuzz` searches each target.
 MINUTES ?= 30
 POOL ?= btrfs
 SECONDS ?= 60
+
+# Power cuts of `make power-cuts`.
+CUTS ?= 200
+
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test fmt lint check bench bench-core crash soak fuzz seeds image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test fmt lint check bench bench-core crash power-cuts soak fuzz seeds image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -57,6 +62,9 @@ fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET
 
 seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the driver
 	DELTAPATH_SEEDS=1 $(CARGO) test --locked --test suite -- seeds
+
+power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
+	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \

@@ -146,7 +146,12 @@ impl Pool {
 
     /// Removes a copy that is not wanted.
     pub fn discard(self, target: &ObjectDir) -> Result<()> {
-        Ok(tree::remove(&target.bytes())?)
+        tree::remove(&target.bytes())?;
+        // As in [`tree::remove`]: the object's directory may be the next to go.
+        if let Pool::Btrfs { .. } = self {
+            durable::sync_dir(target.path())?;
+        }
+        Ok(())
     }
 
     /// What marks the moment at which these bytes were copied, for [`Pool::changes`]; `None` where the

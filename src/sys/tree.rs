@@ -3,21 +3,30 @@
 use std::fs;
 use std::path::Path;
 
-use super::{Context, Result, btrfs, step};
+use super::{Context, Result, btrfs, durable, step};
 
 /// Removes a directory and all that is in it. A btrfs subvolume in it goes as a whole, in constant time,
 /// whatever the number of extents of its files. A symbolic link is removed, never followed.
+///
+/// A directory that held a subvolume is synced before it goes, which commits the transaction. Where the two
+/// go in one transaction, and the directory was synced in it before, a power cut after any later sync leaves
+/// a log that btrfs fails to replay: the whole filesystem does not mount any more (seen on Linux 6.18).
 pub fn remove(path: &Path) -> Result<()> {
     if btrfs::destroy_subvolume(path)? {
         return Ok(());
     }
+    let mut held_subvolume = false;
     for entry in fs::read_dir(path).context("list", path)? {
         let entry = entry.context("list", path)?;
         let inner = entry.path();
         match entry.file_type().context("stat", &inner)?.is_dir() {
+            true if btrfs::destroy_subvolume(&inner)? => held_subvolume = true,
             true => remove(&inner)?,
             false => step("remove", &inner, || fs::remove_file(&inner))?,
         }
+    }
+    if held_subvolume {
+        durable::sync_dir(path)?;
     }
     step("remove", path, || fs::remove_dir(path))
 }

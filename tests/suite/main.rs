@@ -27,6 +27,7 @@ mod manifests;
 mod metadata;
 mod model;
 mod node;
+mod power;
 mod property;
 mod reboot;
 mod retained;

@@ -3,6 +3,7 @@
 
 pub mod broken;
 pub mod content;
+pub mod disk;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};

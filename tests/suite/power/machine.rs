@@ -1,0 +1,192 @@
+//! A machine whose disk can lose power: the disk, the filesystem on it, and the driver that keeps its data
+//! there.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use deltapath::client::Client;
+use deltapath::sys::loopdev::{Access, LoopDevice};
+use deltapath::sys::mount::{self, Flags};
+use deltapath::sys::program;
+use deltapath::sys::sweep::{devices_below, sweep};
+use tempfile::TempDir;
+
+use crate::support::disk::Rack;
+use crate::support::{PoolKind, driver_command, signal, wait};
+
+/// Thin, and far more than is ever written.
+const DISK: u64 = 16 << 30;
+
+/// The filesystem of the machine's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Host {
+    Ext4,
+    Xfs,
+    Btrfs,
+}
+
+impl Host {
+    pub fn name(self) -> &'static str {
+        match self {
+            Host::Ext4 => "ext4",
+            Host::Xfs => "xfs",
+            Host::Btrfs => "btrfs",
+        }
+    }
+
+    pub fn format(self, device: &Path) {
+        let (mkfs, arguments): (_, &[&str]) = match self {
+            Host::Ext4 => ("mkfs.ext4", &["-q", "-E", "lazy_itable_init=1,lazy_journal_init=1"]),
+            Host::Xfs => ("mkfs.xfs", &["-q"]),
+            Host::Btrfs => ("mkfs.btrfs", &["-q"]),
+        };
+        program::run(mkfs, arguments, device, |code| code == 0).expect("mkfs");
+    }
+
+    pub fn mount(self, device: &Path, at: &Path) -> Result<(), String> {
+        let options = if self == Host::Xfs { "nouuid" } else { "" };
+        mount::mount(device, at, self.name(), Flags::MS_NOATIME, options)
+            .map_err(|error| deltapath::driver::report(&error))
+    }
+}
+
+pub struct Machine {
+    pub rack: Arc<Rack>,
+    host: Host,
+    pool: PoolKind,
+    device: Option<LoopDevice>,
+    driver: Option<Child>,
+    dir: TempDir,
+}
+
+impl Machine {
+    /// A machine with an empty filesystem on its disk, number 0, switched off.
+    pub fn new(host: Host, pool: PoolKind) -> Self {
+        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let rack = Arc::new(Rack::start(&dir.path().join("rack"), DISK));
+        std::fs::create_dir_all(dir.path().join("machine/data")).expect("directories");
+        let machine = Machine { rack, host, pool, device: None, driver: None, dir };
+        let device = LoopDevice::attach(&machine.rack.path(0), Access::ReadWrite).expect("attach");
+        host.format(&device.path());
+        detach(device);
+        machine
+    }
+
+    fn root(&self) -> PathBuf {
+        self.dir.path().join("machine")
+    }
+
+    /// Where the disk is mounted: the driver's data directory.
+    pub fn data_dir(&self) -> PathBuf {
+        self.root().join("data")
+    }
+
+    pub fn pool_dir(&self) -> PathBuf {
+        self.data_dir().join("pool")
+    }
+
+    pub fn kubelet(&self) -> PathBuf {
+        self.root().join("kubelet")
+    }
+
+    /// What the driver has logged since its start.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.root().join("driver.log")).unwrap_or_default()
+    }
+
+    /// Switches the machine on with one of the rack's disks.
+    pub fn boot(&mut self, disk: usize) -> Result<(), String> {
+        let device = LoopDevice::attach(&self.rack.path(disk), Access::ReadWrite).expect("attach");
+        let path = device.path();
+        self.device = Some(device);
+        self.host.mount(&path, &self.data_dir())
+    }
+
+    /// Starts the driver. Whoever wants to see the start gets a call now and then until it answers.
+    pub async fn start(&mut self, mut meanwhile: impl AsyncFnMut()) -> Result<Client, String> {
+        let socket = self.root().join("csi.sock");
+        let _ = std::fs::remove_file(&socket);
+        let log = File::create(self.root().join("driver.log")).expect("log");
+        let driver = driver_command(&self.root(), self.pool)
+            .args(["--retain-deleted", "1000"])
+            .env("RUST_LOG", "info")
+            .stderr(log)
+            .spawn();
+        let driver = self.driver.insert(driver.expect("start the driver"));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Ok(client) = Client::connect(&socket, Duration::ZERO).await {
+                return Ok(client);
+            }
+            if let Some(status) = driver.try_wait().expect("wait") {
+                return Err(format!("the driver does not start, {status}"));
+            }
+            if Instant::now() > deadline {
+                return Err("the driver does not start in a minute".into());
+            }
+            meanwhile().await;
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// Stops the driver in order.
+    pub fn stop(&mut self) -> Result<(), String> {
+        let mut driver = self.driver.take().expect("the driver runs");
+        signal(&driver, nix::sys::signal::Signal::SIGTERM);
+        match wait(&mut driver, Duration::from_secs(60)) {
+            status if status.success() => Ok(()),
+            status => Err(format!("the driver ended with {status}")),
+        }
+    }
+
+    /// Switches the machine off, whatever its state. What it holds in memory is of no interest any more.
+    pub fn off(&mut self) {
+        if let Some(mut driver) = self.driver.take() {
+            let _ = driver.kill();
+            let _ = driver.wait();
+        }
+        // The volumes before the pool that they lie on.
+        for mount in mount::mounts().expect("mounts").iter().rev() {
+            if mount.mount_point.starts_with(self.kubelet()) {
+                mount::unmount(&mount.mount_point).expect("unmount");
+            }
+        }
+        for device in devices_below(&self.pool_dir()).expect("devices") {
+            device.detach().expect("detach");
+        }
+        let left = sweep(&self.root()).expect("sweep");
+        assert!(left.is_empty(), "could not be freed: {left:?}");
+        if let Some(device) = self.device.take() {
+            detach(device);
+        }
+    }
+}
+
+/// Detaches a disk. A test that runs beside this one may hold it for a while, in a mount namespace of its own.
+pub fn detach(device: LoopDevice) {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    while !device.clone().detach().expect("detach") {
+        assert!(Instant::now() < deadline, "{} is still in use", device.path().display());
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(mut driver) = self.driver.take() {
+            let _ = driver.kill();
+            let _ = driver.wait();
+        }
+        if std::thread::panicking() {
+            eprintln!("the driver's log:\n{}", self.log());
+        }
+        // The rack as well: its mount is the last to go.
+        let left = sweep(self.dir.path());
+        if !std::thread::panicking() {
+            let left = left.expect("sweep");
+            assert!(left.is_empty(), "could not be freed: {left:?}");
+        }
+    }
+}
