@@ -93,7 +93,12 @@ impl Store {
     }
 
     fn empty_staging(dir: &PoolDir) -> Result<()> {
-        for entry in entries(&dir.staging())? {
+        let left = entries(&dir.staging())?;
+        if !left.is_empty() {
+            // A driver that was killed may have removed a subvolume a moment ago, see `tree::remove`.
+            durable::sync_filesystem(dir.path())?;
+        }
+        for entry in left {
             tree::remove(&entry)?;
         }
         retained::remove_empty(dir)

@@ -90,6 +90,14 @@ pub fn sync_dir(path: &Path) -> Result<()> {
     step("sync", path, || File::open(path)?.sync_all())
 }
 
+/// Makes all of the filesystem durable that `path` lies on (syncfs(2)).
+pub fn sync_filesystem(path: &Path) -> Result<()> {
+    step("sync the filesystem of", path, || {
+        let file = File::open(path)?;
+        nix::unistd::syncfs(&file).map_err(std::io::Error::from)
+    })
+}
+
 /// Makes a directory that must not exist, open to root alone.
 pub fn make_dir(path: &Path) -> Result<()> {
     use std::os::unix::fs::DirBuilderExt;
