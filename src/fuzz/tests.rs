@@ -81,7 +81,7 @@ fn mutate(bytes: &mut Vec<u8>, other: &[u8], dice: &mut Dice) {
 }
 
 /// A short run of every target, without libFuzzer: `make fuzz` is the long one. `DELTAPATH_FUZZ_ROUNDS` asks for
-/// another number of rounds than 1000 a target.
+/// another number of rounds than 300 a target.
 #[test]
 fn every_target_bears_mutations_of_its_corpus() {
     let rounds = std::env::var("DELTAPATH_FUZZ_ROUNDS").ok().and_then(|rounds| rounds.parse().ok());
@@ -89,7 +89,7 @@ fn every_target_bears_mutations_of_its_corpus() {
         let inputs = corpus(name);
         let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
         let started = std::time::Instant::now();
-        for round in 0..rounds.unwrap_or(1000) {
+        for round in 0..rounds.unwrap_or(300) {
             let (input, bytes) = &inputs[dice.below(inputs.len())];
             let (_, other) = &inputs[dice.below(inputs.len())];
             let mut bytes = bytes.clone();
