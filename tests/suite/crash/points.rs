@@ -46,9 +46,12 @@ const HARMLESS: [(&str, Harmless); 6] = [
         contains(&point.path, "/retained/") || is_its
     }),
     ("without the link a delta compares whole maps, and is as exact", |point, before, _, _| {
-        let renamed = before.first().filter(|before| before.step == "rename");
-        let is_draft = |path: &Path| path.ends_with("changed.map.new");
-        is_draft(&point.path) || renamed.is_some_and(|renamed| is_draft(&renamed.path))
+        let replaced = before.first().filter(|before| before.step == "replace" && point.step == "sync");
+        let is_next = |path: &Path| {
+            let is_map = path.ends_with("changed.map") || path.ends_with("changed.map.new");
+            is_map && !contains(path, "/staging/")
+        };
+        is_next(&point.path) || replaced.is_some_and(|replaced| is_next(&replaced.path))
     }),
     ("a full pool has no room for the note that it was deleted: it goes for good", |_, _, call, errno| {
         errno == nix::libc::ENOSPC && matches!(call, Call::DeleteSnapshot | Call::DeleteGroup)
