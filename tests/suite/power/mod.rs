@@ -134,7 +134,10 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
             objects += findings.objects;
             losing += usize::from(!findings.losses.is_empty());
             let place = format!("{} on {}, cut {number} {}", pool.flag(), host.name(), cut.story);
-            losses.extend(findings.losses.into_iter().map(|loss| format!("{place}: {loss}")));
+            for loss in findings.losses {
+                eprintln!("LOST {place}: {loss}");
+                losses.push(format!("{place}: {loss}"));
+            }
         }
         eprintln!(
             "{} on {}: {count} cuts, {} lost something ({:.1} s of work, {:.1} s of audits)",
