@@ -102,7 +102,7 @@ struct Seen {
 }
 
 /// How long the kernel may take to let go of a device.
-const LETTING_GO: Duration = Duration::from_secs(60);
+pub const LETTING_GO: Duration = Duration::from_secs(60);
 
 /// Makes a call. A filesystem that was unmounted lives on while another mount namespace has a copy of the mount, as
 /// the containers of other tests do for a moment; its volume is in use until then, so the call is made again.
