@@ -156,6 +156,14 @@ impl<'r> Life<'r> {
 
     /// Lives all steps, and ends: everything is looked at, and goes.
     pub async fn live(&mut self, steps: &[Step]) -> Result<(), String> {
+        let outcome = self.live_to_the_end(steps).await;
+        for told in &mut self.told {
+            *told = self.names.spelled(told);
+        }
+        outcome.map_err(|said| self.names.spelled(&said))
+    }
+
+    async fn live_to_the_end(&mut self, steps: &[Step]) -> Result<(), String> {
         for (number, step) in steps.iter().enumerate() {
             self.tally.steps += 1;
             let outcome = self.step(step).await;
