@@ -102,7 +102,7 @@ struct Seen {
 }
 
 /// How long the kernel may take to let go of a device.
-const LETTING_GO: Duration = Duration::from_secs(60);
+pub const LETTING_GO: Duration = Duration::from_secs(60);
 
 /// Makes a call. A filesystem that was unmounted lives on while another mount namespace has a copy of the mount, as
 /// the containers of other tests do for a moment; its volume is in use until then, so the call is made again.
@@ -156,6 +156,14 @@ impl<'r> Life<'r> {
 
     /// Lives all steps, and ends: everything is looked at, and goes.
     pub async fn live(&mut self, steps: &[Step]) -> Result<(), String> {
+        let outcome = self.live_to_the_end(steps).await;
+        for told in &mut self.told {
+            *told = self.names.spelled(told);
+        }
+        outcome.map_err(|said| self.names.spelled(&said))
+    }
+
+    async fn live_to_the_end(&mut self, steps: &[Step]) -> Result<(), String> {
         for (number, step) in steps.iter().enumerate() {
             self.tally.steps += 1;
             let outcome = self.step(step).await;

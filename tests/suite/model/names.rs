@@ -45,6 +45,25 @@ fn odd(kind: &str, id: &Ref) -> String {
 }
 
 impl Names {
+    /// A text with short names for ids and paths.
+    pub fn spelled(&self, text: &str) -> String {
+        let mut text = text.replace(&format!("{}/", self.dir.display()), "");
+        let mut spell = |id: &String, name: String| text = text.replace(id.as_str(), &format!("<{name}>"));
+        for (name, given) in &self.volumes {
+            given.iter().for_each(|(id, _)| spell(id, name.to_string()));
+        }
+        for (name, given) in &self.snapshots {
+            given.iter().for_each(|id| spell(id, name.to_string()));
+        }
+        for (name, given) in &self.groups {
+            for (id, members) in given {
+                spell(id, name.to_string());
+                members.iter().enumerate().for_each(|(at, id)| spell(id, format!("{name}[{at}]")));
+            }
+        }
+        text
+    }
+
     fn made(&self, id: &Ref) -> Option<(String, Vec<Kind>)> {
         match id {
             Ref::Last(name) => pick(&self.volumes, *name, 0),

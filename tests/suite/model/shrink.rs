@@ -8,9 +8,9 @@ use tokio::runtime::Runtime;
 
 use super::RETAINED;
 use super::calls::Step;
-use super::life::{Life, Tally};
+use super::life::{LETTING_GO, Life, Tally};
 use super::world::World;
-use crate::support::{PoolKind, Rig};
+use crate::support::{PoolKind, Rig, leftovers};
 
 /// What failed with calls at once, or with a kill, may need luck to fail again: it is tried so often at
 /// least, and for so long.
@@ -45,8 +45,15 @@ impl Stage {
 
     /// Ends the driver, and says what was lived.
     pub fn finish(self) -> Tally {
-        if let Some((rig, _)) = self.rig {
-            rig.finish();
+        if let Some((mut rig, _)) = self.rig {
+            let status = rig.terminate();
+            assert!(status.success(), "the driver ended with {status}");
+            let deadline = Instant::now() + LETTING_GO;
+            while !leftovers(rig.dir.path()).is_empty() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let left = leftovers(rig.dir.path());
+            assert!(left.is_empty(), "left behind: {left:?}");
         }
         self.tally
     }

@@ -348,17 +348,37 @@ fn killed(most: usize) -> BoxedStrategy<Step> {
 fn opening() -> BoxedStrategy<Vec<Step>> {
     let access = one(&[(2, Access::Block), (1, Access::Fs("ext4"))]);
     let mode = one(&[(2, Mode::Writer), (1, Mode::MultiWriter)]);
-    let volumes = prop::collection::vec((access, mode, 1..8usize), 0..=VOLUMES.len());
-    let steps = volumes.prop_map(|volumes| {
+    let set = one(&[(6, Before::Nothing), (2, Before::Modify), (1, Before::AttachForReading)]);
+    let volumes = prop::collection::vec((access, mode, set, 1..8usize), 0..=VOLUMES.len());
+    let grouped = one(&[(2, false), (1, true)]);
+    let steps = (volumes, grouped).prop_map(|(volumes, grouped)| {
+        let count = volumes.len();
         let named =
             VOLUMES.into_iter().zip(SNAPSHOTS).map(|(volume, snapshot)| (Name(volume), Name(snapshot)));
-        named.zip(volumes).flat_map(|(named, (access, mode, far))| used(named, access, mode, far)).collect()
+        let lives = named.zip(volumes);
+        let mut steps: Vec<Step> = lives
+            .flat_map(|(named, (access, mode, before, far))| used(named, access, mode, before, far))
+            .collect();
+        if grouped && count > 0 {
+            let volumes = VOLUMES.into_iter().take(count).map(|name| Ref::Last(Name(name))).collect();
+            let name = NewName::Fine(Name(GROUPS[0]));
+            steps.push(Step::One(Call::CreateGroup { name, volumes, style: None }));
+        }
+        steps
     });
     steps.boxed()
 }
 
+/// What is done to a volume before it is staged.
+#[derive(Clone, Copy, Debug)]
+enum Before {
+    Nothing,
+    Modify,
+    AttachForReading,
+}
+
 /// The first steps of a volume's life, `far` of them.
-fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, far: usize) -> Vec<Step> {
+fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, before: Before, far: usize) -> Vec<Step> {
     let spot = Spot { name, number: 0 };
     let (volume, staged, at) = (Ref::Last(name), Place::Staging(spot), Place::Target(spot));
     let asked = Use { access: Access::AsMade, mode };
@@ -372,17 +392,23 @@ fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, far: usize) 
         read_ahead: None,
         elsewhere: false,
     };
+    let before = match before {
+        Before::Nothing => None,
+        Before::Modify => Some(Call::Modify { volume, read_ahead: "512" }),
+        Before::AttachForReading => {
+            Some(Call::ControllerPublish { volume, node: Node::This, asked, read_only: true })
+        }
+    };
     let taken = |name| Step::One(Call::CreateSnapshot { name: NewName::Fine(name), volume, style: None });
-    let steps = [
-        Step::One(Call::CreateVolume(new)),
+    let steps = [Step::One(Call::CreateVolume(new))].into_iter().chain(before.map(Step::One)).chain([
         Step::One(Call::Stage { volume, at: staged, asked }),
         Step::One(Call::Publish { volume, staged, at, asked, read_only: false }),
         Step::Write { volume: name, block: 0, fill: 1 },
         taken(snapshot),
         Step::Write { volume: name, block: 15, fill: 2 },
         taken(Name(SNAPSHOTS[SNAPSHOTS.len() - 1])),
-    ];
-    steps.into_iter().take(far).collect()
+    ]);
+    steps.take(far).collect()
 }
 
 /// A life of one client at a time.

@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use deltapath::csi::proto;
 use deltapath::sys::blockdev;
 use deltapath::sys::loopdev::LoopDevice;
+use deltapath::sys::sweep::devices_below;
 
 use super::{BLOCK, Call, Duration, Instant, LETTING_GO, Life, MARK, Name, Path, Place, World, blocks};
 use crate::model::calls::{
@@ -159,17 +160,19 @@ impl Life<'_> {
     }
 
     async fn nothing_is_left(&mut self) -> Result<(), String> {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + LETTING_GO;
         let left = || -> Vec<String> {
             let dirs = ["volumes", "snapshots", "groups", "staging", "retained"];
             let pool = self.rig.pool_dir();
             let below = |dir: &str| {
                 names(&pool.join(dir)).into_iter().map(|name| format!("{dir}/{name}")).collect::<Vec<_>>()
             };
-            dirs.into_iter().flat_map(below).collect()
+            let devices = devices_below(&pool).expect("devices").into_iter();
+            let devices = devices.map(|device| device.path().display().to_string());
+            dirs.into_iter().flat_map(below).chain(devices).collect()
         };
         while !left().is_empty() {
-            // What was deleted may be settled behind.
+            // What was deleted may be settled behind, and a device be free only when nobody looks at it any more.
             if Instant::now() > deadline {
                 return Err(format!("{} stay", left().join(", ")));
             }
