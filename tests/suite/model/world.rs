@@ -119,6 +119,11 @@ impl Volume {
         self.staged.as_ref().is_some_and(|staged| staged.kind != Kind::Block)
     }
 
+    /// Whether it must have a device.
+    pub fn is_used(&self) -> bool {
+        self.is_mounted() || !self.published.is_empty()
+    }
+
     pub fn published_at(&self, at: Place) -> Option<&Published> {
         self.published.iter().find(|published| published.at == at)
     }

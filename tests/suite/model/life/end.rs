@@ -18,6 +18,8 @@ use crate::support::names;
 
 /// The name of what is restored at the end.
 const RESTORED: Name = Name('z');
+/// How long what was deleted may take to go.
+const SETTLING: Duration = Duration::from_secs(10);
 const WHOLE: Cut = Cut { offset: Offset::At(0), most: 0 };
 
 impl Life<'_> {
@@ -67,8 +69,14 @@ impl Life<'_> {
                     .map_err(|said| format!("volume {}: {said}", volume.name))
             })
         };
+        let lingers = |world: &World| {
+            world.volumes.iter().any(|(id, volume)| {
+                let device = LoopDevice::find(&pool.join(id).join("bytes/data.img"));
+                !volume.is_used() && volume.haunted.is_empty() && matches!(device, Ok(Some(_)))
+            })
+        };
         let deadline = Instant::now() + LETTING_GO;
-        while Instant::now() < deadline && self.worlds.iter_mut().all(|world| fits(world).is_err()) {
+        while Instant::now() < deadline && self.worlds.iter().all(lingers) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         self.narrow(fits)
@@ -160,7 +168,7 @@ impl Life<'_> {
     }
 
     async fn nothing_is_left(&mut self) -> Result<(), String> {
-        let deadline = Instant::now() + LETTING_GO;
+        let started = Instant::now();
         let left = || -> Vec<String> {
             let dirs = ["volumes", "snapshots", "groups", "staging", "retained"];
             let pool = self.rig.pool_dir();
@@ -173,7 +181,9 @@ impl Life<'_> {
         };
         while !left().is_empty() {
             // What was deleted may be settled behind, and a device be free only when nobody looks at it any more.
-            if Instant::now() > deadline {
+            let patience =
+                if left().iter().all(|left| left.starts_with("/dev")) { LETTING_GO } else { SETTLING };
+            if started.elapsed() > patience {
                 return Err(format!("{} stay", left().join(", ")));
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -226,7 +236,7 @@ fn compare(path: &Path, content: &Content, capacity: u64) -> Result<(), String> 
 
 /// A volume in use has a device of its size with its attributes, any other has none.
 fn check_device(volume: &Volume, data: &Path) -> Result<(), String> {
-    let used = volume.is_mounted() || !volume.published.is_empty();
+    let used = volume.is_used();
     let device = LoopDevice::find(data).map_err(|error| error.to_string())?;
     let Some(device) = device else {
         return if used { Err("it is in use and has no device".into()) } else { Ok(()) };
