@@ -65,14 +65,20 @@ pub async fn run(table: &mut Table) {
         must: "1.5 x",
         holds: ratio(took, bare_took) <= 1.5,
     });
+    let together = bare_took;
     let (took, bare_took) = (median(&restores), median(&bare_restores));
     table.add(Row {
         id: "d",
         what: "restore of it".into(),
         measured: ms(took),
-        beside: format!("{:.2} x bare ioctl {}", ratio(took, bare_took), ms(bare_took)),
-        must: "1.5 x",
-        holds: ratio(took, bare_took) <= 1.5,
+        beside: format!(
+            "{:.2} x bare flush, ioctl and search; {:.2} x the bare ioctl alone, {}",
+            ratio(took, together),
+            ratio(took, bare_took),
+            ms(bare_took)
+        ),
+        must: "1.5 x of all three",
+        holds: ratio(took, together) <= 1.5,
     });
     let took: Vec<Duration> = deltas.iter().map(|delta| delta.0).collect();
     table.add(Row {

@@ -134,9 +134,12 @@ impl Driver {
             }
         };
         let path = target.data();
-        // A source smaller than its volume: the rest reads as zeros and is there to be written.
-        step("set the length of", &path, || file.set_len(record.capacity))?;
-        step("sync", &path, || file.sync_all())?;
+        // A source smaller than its volume: the rest reads as zeros and is there to be written. What the pool
+        // made whole is synced.
+        if file.metadata().context("stat", &path)?.len() != record.capacity {
+            step("set the length of", &path, || file.set_len(record.capacity))?;
+            step("sync", &path, || file.sync_all())?;
+        }
         Ok(self.store.commit_volume(draft, record)?)
     }
 

@@ -50,6 +50,8 @@ pub(super) fn sparse(
                     None => inside(source, target, target_path, data)?,
                 }
             }
+            // The disk writes while the next part is read and hashed.
+            clone::start_writing(target, part.start, part.len());
             start = part.end;
         }
         next = next.max(end);

@@ -141,9 +141,19 @@ impl Home {
             }
             (None, true) => in_image(dir),
             (None, false) => match choose(data_dir, &dir, request)? {
-                Chosen::Image(format) => {
-                    make_image(data_dir, request.size, format)?;
-                    in_image(dir)
+                Chosen::Image(first, second) => {
+                    make_image(data_dir, request.size, first)?;
+                    match (in_image(dir.clone()), second) {
+                        // mkfs may know more than the kernel, which then refuses what it made.
+                        (Err(error), Some(second)) => {
+                            let (first, second_name) = (first.name(), second.name());
+                            tracing::warn!(%error, "no {first} image, trying {second_name}");
+                            durable::remove(&image)?;
+                            make_image(data_dir, request.size, second)?;
+                            in_image(dir)
+                        }
+                        (home, _) => home,
+                    }
                 }
                 Chosen::InPlace(pool) => Ok(Home { pool, dir, image: None }),
             },
@@ -259,7 +269,8 @@ impl Image {
 /// Where a new data directory keeps its bytes.
 enum Chosen {
     InPlace(Pool),
-    Image(Format),
+    /// And what to try where the kernel refuses the first.
+    Image(Format, Option<Format>),
 }
 
 /// Decides where a new data directory keeps its bytes.
@@ -277,20 +288,24 @@ fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Cho
         PoolChoice::Btrfs => &[Format::Btrfs],
         PoolChoice::Xfs => &[Format::Xfs],
     };
-    let mut outcome = Ok(Chosen::InPlace(Pool::Copy));
+    let mut possible = Vec::new();
     for format in formats {
         match check_image_possible(*format, request.choice, data_dir) {
-            Ok(()) => return Ok(Chosen::Image(*format)),
+            Ok(()) => possible.push(*format),
             Err(error) if request.choice == PoolChoice::Auto => {
                 tracing::warn!(reason = %error, "no {} image", format.name());
             }
-            Err(error) => outcome = Err(error),
+            Err(error) => return Err(error),
         }
     }
-    if outcome.is_ok() {
-        tracing::warn!("snapshots will be full copies");
-    }
-    outcome
+    let mut possible = possible.into_iter();
+    Ok(match possible.next() {
+        Some(first) => Chosen::Image(first, possible.next()),
+        None => {
+            tracing::warn!("snapshots will be full copies");
+            Chosen::InPlace(Pool::Copy)
+        }
+    })
 }
 
 /// A pool in the data directory's own filesystem.

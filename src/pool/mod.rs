@@ -71,7 +71,7 @@ pub enum Changes<'f> {
 }
 
 impl Pool {
-    /// Makes the empty sparse file of an object, of `length` bytes. Its content is the caller's to sync.
+    /// Makes the empty sparse file of an object, of `length` bytes. Synced.
     pub fn create(self, target: &ObjectDir, length: u64) -> Result<File> {
         match self {
             Pool::Btrfs { .. } => btrfs::create_subvolume(&target.bytes())?,
@@ -80,6 +80,7 @@ impl Pool {
         let path = target.data();
         let file = durable::create_new(&path)?;
         step("set the length of", &path, || file.set_len(length))?;
+        step("sync", &path, || file.sync_all())?;
         durable::sync_dir(&target.bytes())?;
         Ok(file)
     }

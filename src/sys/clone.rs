@@ -36,6 +36,14 @@ pub fn copy_range(source: &File, target: &File, offset: u64, length: u64) -> io:
     Ok(copied)
 }
 
+/// Starts to write the dirty pages of a byte range to the disk and waits for nothing (sync_file_range(2)), so
+/// that a sync later on finds little left to do. It makes nothing durable; a failure is that sync's to tell.
+pub fn start_writing(file: &File, offset: u64, length: u64) {
+    let (offset, length) = (offset as i64, length as i64);
+    // SAFETY: sync_file_range takes numbers alone, and the descriptor is open.
+    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
 /// Gives the blocks of a byte range back to the filesystem; they read as zeros (fallocate(2)).
 pub fn punch_hole(file: &File, offset: u64, length: u64) -> io::Result<()> {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;

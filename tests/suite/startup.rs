@@ -1,13 +1,13 @@
 //! Starting: sockets, data directories, records, and what a dead driver left.
 
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use deltapath::client::{block_capability, new_volume};
-use deltapath::csi::proto::ListVolumesRequest;
+use deltapath::client::{Client, block_capability, new_volume};
+use deltapath::csi::proto::{self, ListVolumesRequest};
 use tonic::Code;
 
-use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, names};
+use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.
 fn refused(command: &mut Command) -> String {
@@ -191,6 +191,60 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
 }
 
 /// A pool whose image is gone must not look like an empty one: every volume would be reported deleted.
+/// A driver that is no rig's: also a test that fails leaves nothing of it.
+struct Swept(Child, std::path::PathBuf);
+
+impl Drop for Swept {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+        let _ = deltapath::sys::sweep::sweep(&self.1);
+    }
+}
+
+/// A mkfs that knows more than the kernel makes an image that can not be mounted: `--pool auto` takes the other
+/// filesystem then, and whoever asked for this one is told.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_that_the_kernel_refuses_is_replaced() {
+    use std::os::unix::fs::PermissionsExt;
+    if !have_root() {
+        return;
+    }
+    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+    let programs = dir.path().join("bin");
+    std::fs::create_dir(&programs).expect("mkdir");
+    let mkfs = programs.join("mkfs.btrfs");
+    // The magic number of a btrfs, and nothing behind it.
+    let script = "#!/bin/sh\nfor image; do :; done\nprintf _BHRfS_M | dd of=\"$image\" bs=1 seek=65600 conv=notrunc 2>/dev/null\n";
+    std::fs::write(&mkfs, script).expect("write");
+    std::fs::set_permissions(&mkfs, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
+    let start = |choice: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+        command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", choice]);
+        command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
+        command.arg("--data-dir").arg(dir.path().join(choice)).env("PATH", &path).env("RUST_LOG", "warn");
+        command
+    };
+    let said = refused(&mut start("btrfs"));
+    assert!(said.contains("mount a filesystem"), "{said}");
+
+    let log = dir.path().join("log");
+    let stderr = std::fs::File::create(&log).expect("log");
+    let mut driver = Swept(start("auto").stderr(stderr).spawn().expect("start"), dir.path().to_owned());
+    let client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
+    let info = match client {
+        Ok(mut client) => client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await,
+        Err(error) => panic!("{error}: {}", std::fs::read_to_string(&log).unwrap_or_default()),
+    };
+    signal(&driver.0, nix::sys::signal::Signal::SIGTERM);
+    assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
+    assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "reflink");
+    assert_eq!(leftovers(dir.path()), Vec::<String>::new());
+    let said = std::fs::read_to_string(&log).expect("log");
+    assert!(said.contains("no btrfs image, trying xfs"), "{said}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_pool_image_is_not_made_anew() {
     if !have_root() {
