@@ -218,12 +218,20 @@ impl Store {
     }
 
     /// Replaces a volume's record: expanded, modified, attached. The old one or the new one survives a
-    /// crash, and the new one is there before the caller is told.
+    /// crash, and the new one is there before the caller is told. Where only the last sync fails the new one
+    /// is there as well: then memory follows the disk, and the caller gets the error.
     pub fn update_volume(&self, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
-        durable::replace(&self.dir.volume(&record.id).record(), &encode(&record))?;
-        let record = Arc::new(record);
-        self.write(|index| index.add_volume(record.clone()));
-        Ok(record)
+        let dir = self.dir.volume(&record.id);
+        let replaced = durable::replace(&dir.record(), &encode(&record));
+        let there = match &replaced {
+            Ok(()) => Ok(record),
+            Err(_) => read_named(dir.path(), |record: &VolumeRecord| record.id.as_str()),
+        };
+        if let Ok(there) = &there {
+            self.write(|index| index.add_volume(Arc::new(there.clone())));
+        }
+        replaced?;
+        there.map(Arc::new)
     }
 
     /// Changes what is known of a volume and leaves its record on disk as it is: the next start knows nothing

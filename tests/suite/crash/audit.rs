@@ -24,6 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(90);
 pub enum When {
     /// After a call was cut short, before its retry: drafts that a retry replaces may lie about.
     Cut,
+    /// After a call in which a step failed, before its retry, and the driver runs on.
+    Failed,
     /// After a call that succeeded: nothing may.
     Done,
     /// After the round was undone: all is as before it.
@@ -108,7 +110,7 @@ async fn settle(rig: &Rig, when: When, found: &mut Findings) {
         let mut wrong = inspection.check().expect("check");
         inspection.close().expect("close");
         let draft = |path: &Path| path.extension().is_some_and(|end| end == "new" || end == "compared");
-        if when == When::Cut {
+        if matches!(when, When::Cut | When::Failed) {
             wrong.retain(|discovery| match discovery.severity {
                 Severity::Note => false,
                 Severity::Leftover => !draft(&discovery.path),
@@ -153,12 +155,16 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
                 if record["capacity"] != volume.capacity {
                     found.loss(format!("volume {id} is listed with {volume:?}, its record says {record}"));
                 }
-                if record["attached"].is_null() == volume.attached {
+                // On a full pool a volume is detached until the next start: the record says otherwise.
+                let presumed = when == When::Failed && !volume.attached;
+                if record["attached"].is_null() == volume.attached && !presumed {
                     found.loss(format!("volume {id} is listed as {volume:?}, its record says {record}"));
                 }
             }
             // Kubelet's alone, and placed: one that is not is removed at start.
             None if !record["ephemeral"].is_null() && dir.join("node.json").exists() => {}
+            // Or kubelet asks again.
+            None if !record["ephemeral"].is_null() && when == When::Failed => {}
             None => found.leak(format!("volume {id} is on disk and not listed: {record}")),
         }
         shown.remove(&id);
