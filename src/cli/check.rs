@@ -31,8 +31,8 @@ pub(super) struct Arguments {
     /// Directory that the driver keeps everything in.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
     data_dir: PathBuf,
-    /// Remove leftovers: half-made objects, devices and mounts that no record explains. Objects are never
-    /// touched. Refused while a driver runs.
+    /// Remove leftovers: half-made objects, drafts of files, devices and mounts of volumes that no record places
+    /// anywhere. Objects are never touched. Refused while a driver runs.
     #[arg(long)]
     repair: bool,
     /// What is printed on standard output.
@@ -101,22 +101,20 @@ fn look(dir: &Path, inspection: &Inspection, repair: bool) -> Result<Vec<Found>>
         let still = still?;
         found.retain(|discovery| still.contains(discovery));
     }
-    let mended = |discovery: &Discovery| {
-        match repair && discovery.can_be_mended() {
-        true => inspection.mend(discovery).unwrap_or_else(|error| {
-            tracing::error!(path = %discovery.path.display(), error = report(&error), "it can not be repaired");
-            false
-        }),
-        false => false,
-    }
-    };
     let found = found.into_iter().map(|discovery| Found {
-        repaired: mended(&discovery),
+        repaired: repair && mended(inspection, &discovery),
         severity: discovery.severity,
         path: discovery.path,
         what: discovery.what,
     });
     Ok(found.collect())
+}
+
+fn mended(inspection: &Inspection, discovery: &Discovery) -> bool {
+    inspection.mend(discovery).unwrap_or_else(|error| {
+        tracing::error!(path = %discovery.path.display(), error = report(&error), "not repaired");
+        false
+    })
 }
 
 impl Report {

@@ -7,6 +7,7 @@ use super::capacity::Reservation;
 use super::error::shown;
 use super::locks::Key;
 use super::{Capability, Driver, Error, Result};
+use crate::base::VolumeId;
 use crate::store::{self, Attached, VolumeRecord};
 
 /// A ControllerPublishVolume call.
@@ -91,11 +92,26 @@ impl Driver {
             // Its deletion, which frees the room, waits for this.
             Err(store::Error::Sys(error)) if error.is_no_space() => {
                 let error = super::report(&error);
-                tracing::warn!(volume_id = %record.id, error, "detached until the next start: the record says otherwise");
+                tracing::warn!(volume_id = %record.id, error, "detached; the record says so when there is room");
                 self.store.presume_volume(VolumeRecord { attached: None, ..(*record).clone() });
                 Ok(())
             }
             updated => Ok(updated.map(drop)?),
+        }
+    }
+
+    /// Writes down the detachments that found no room before.
+    pub(super) fn record_presumed(&self) {
+        let ids: Vec<VolumeId> = self.store.read(|index| index.presumed().cloned().collect());
+        for id in ids {
+            // Somebody at work on it is the next to write its record.
+            let Ok(_guard) = self.locks.take(Key::Volume(id.clone())) else { continue };
+            if let Some(record) = self.store.read(|index| index.volume(&id))
+                && let Err(error) = self.store.update_volume((*record).clone())
+            {
+                tracing::warn!(volume_id = %id, error = super::report(&error), "attached on record, detached in fact");
+                self.store.presume_volume((*record).clone());
+            }
         }
     }
 

@@ -12,7 +12,7 @@ use crate::base::{GroupDir, ObjectDir};
 use crate::cbt;
 use crate::store::{NodeState, SnapshotRecord, VolumeRecord};
 use crate::sys::loopdev::{FileId, LoopDevice};
-use crate::sys::{Context, blockdev, durable, mount, tree};
+use crate::sys::{Context, blockdev, durable, mount};
 
 /// What something that an audit found means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -43,9 +43,12 @@ pub struct Discovery {
 /// How something found is put right.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Mend {
+    /// What a start clears away: half-made and half-removed objects.
+    Clear,
+    /// A file that was not written to its end.
     Remove,
-    CutTo(u64),
-    Unmount,
+    /// The filesystem that is seen there, if it is still that of the device with this number.
+    Unmount(String),
     Detach(LoopDevice),
 }
 
@@ -57,11 +60,6 @@ impl Discovery {
     fn mended_by(mut self, mend: Mend) -> Self {
         self.mend = Some(mend);
         self
-    }
-
-    /// Whether [`Inspection::mend`] can put it right.
-    pub fn can_be_mended(&self) -> bool {
-        self.mend.is_some()
     }
 }
 
@@ -111,14 +109,12 @@ impl Inspection {
         let path = &discovery.path;
         match &discovery.mend {
             None => return Ok(false),
-            Some(Mend::Remove) if path.is_dir() => tree::remove(path)?,
+            Some(Mend::Clear) => self.store().clear_leftovers()?,
             Some(Mend::Remove) => durable::remove(path)?,
-            Some(Mend::CutTo(length)) => {
-                let file = fs::File::options().write(true).open(path).context("open", path)?;
-                file.set_len(*length).context("set the length of", path)?;
-                file.sync_all().context("sync", path)?;
-            }
-            Some(Mend::Unmount) => mount::unmount(path)?,
+            Some(Mend::Unmount(dev)) => match mount::mounted_at(path)? {
+                Some(mounted) if mounted.is_of(dev) => mount::unmount_top(path)?,
+                _ => return Ok(false),
+            },
             Some(Mend::Detach(_)) if blockdev::is_claimed(path)? => return Ok(false),
             Some(Mend::Detach(device)) => return Ok(device.clone().detach()?),
         }
@@ -146,7 +142,7 @@ impl Audit<'_> {
             for path in list(&pool.staging())? {
                 let what = "half made or half removed; the next start removes it";
                 let found = Discovery::new(Severity::Leftover, path, what);
-                self.found.push(found.mended_by(Mend::Remove));
+                self.found.push(found.mended_by(Mend::Clear));
             }
         }
         Ok(())
@@ -162,6 +158,8 @@ impl Audit<'_> {
             // The names under which files are made before they are renamed into place.
             let draft = path.extension().is_some_and(|end| end == "new" || end == "compared");
             self.found.push(match draft && known.contains(&&*path.with_extension("")) {
+                // A driver at work writes them, a comparison for as long as it takes.
+                true if self.inspection.is_served() => continue,
                 true => Discovery::new(Severity::Leftover, path, "a file that was not written to its end")
                     .mended_by(Mend::Remove),
                 false => Discovery::new(Severity::Stranger, path, "no file of this driver"),
@@ -182,6 +180,9 @@ impl Audit<'_> {
         for damage in store.damaged_retained() {
             let what = format!("a deleted snapshot, no delta is told from it: {}", report(&damage.error));
             self.add(Severity::Damage, &damage.path, what);
+            if let Ok(file) = FileId::of(&ObjectDir::new(&damage.path).data()) {
+                self.backing.insert(file, Backing::Unknown);
+            }
         }
     }
 
@@ -204,8 +205,7 @@ impl Audit<'_> {
                     "{length} bytes, its record says {}: an expansion was cut short",
                     record.capacity
                 );
-                let found = Discovery::new(Severity::Note, dir.data(), what);
-                self.found.push(found.mended_by(Mend::CutTo(record.capacity)));
+                self.add(Severity::Note, dir.data(), what);
             }
             length => self.content(&dir, length, record.capacity)?,
         }
@@ -292,16 +292,17 @@ impl Audit<'_> {
                 if retained && list(&group.members())?.is_empty() {
                     let what = "a deleted group without members; the next start removes it";
                     let found = Discovery::new(Severity::Leftover, path, what);
-                    self.found.push(found.mended_by(Mend::Remove));
+                    self.found.push(found.mended_by(Mend::Clear));
                 }
             }
         }
         Ok(())
     }
 
-    /// Loop devices on files of the data directory, and where they are mounted.
+    /// Loop devices on files of the data directory, and where they are mounted. A file is known by its device and
+    /// inode number: another node's has the same path.
     fn devices(&mut self) -> Result<()> {
-        let root = self.inspection.data_dir().path();
+        let pool = self.inspection.data_dir().pool();
         let mounts = mount::mounts()?;
         for device in LoopDevice::all_on(|_| true)? {
             let unexplained = match self.backing.get(&device.backing()) {
@@ -313,16 +314,37 @@ impl Audit<'_> {
                     self.add(Severity::Stranger, device.path(), what);
                     continue;
                 }
-                None if device.backing_path().is_some_and(|path| path.starts_with(root)) => {
-                    "serves a file that belongs to no object"
-                }
-                None => continue,
+                None => match device.backing_path() {
+                    // Detached meanwhile.
+                    None => continue,
+                    Some(path) if !path.starts_with(self.inspection.data_dir().path()) => continue,
+                    Some(path) if FileId::of(&path).is_ok_and(|file| file == device.backing()) => {
+                        match path.starts_with(pool.staging()) {
+                            true => "serves a half-made or half-removed volume",
+                            false => {
+                                self.add(
+                                    Severity::Stranger,
+                                    device.path(),
+                                    "serves a file that belongs to no object",
+                                );
+                                continue;
+                            }
+                        }
+                    }
+                    // Gone, or that of another node with the same path. What is gone lives on in the device, so
+                    // nobody but a person detaches it.
+                    Some(_) => {
+                        let what = "serves a file that has no name here any more: another node's, or one removed by hand";
+                        self.add(Severity::Note, device.path(), what);
+                        continue;
+                    }
+                },
             };
             let dev = device.dev()?;
             for mounted in mounts.iter().rev().filter(|mounted| mounted.is_of(&dev)) {
                 let what = format!("mounted from {}, which {unexplained}", device.path().display());
                 let found = Discovery::new(Severity::Leftover, &mounted.mount_point, what);
-                self.found.push(found.mended_by(Mend::Unmount));
+                self.found.push(found.mended_by(Mend::Unmount(dev.clone())));
             }
             let found = Discovery::new(Severity::Leftover, device.path(), unexplained);
             self.found.push(found.mended_by(Mend::Detach(device)));

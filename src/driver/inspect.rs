@@ -42,8 +42,13 @@ impl Inspection {
         let request = PoolRequest { choice: PoolChoice::Auto, size: None };
         let known = known_pool(&claim, &manifest, request.choice)?;
         let home = Home::open(&dir, request, Some(known))?;
-        let store = Store::survey(home.dir().clone())?;
-        Ok(Inspection { dir, store, own: Some((home, claim)) })
+        match Store::survey(home.dir().clone()) {
+            Ok(store) => Ok(Inspection { dir, store, own: Some((home, claim)) }),
+            Err(error) => {
+                home.close()?;
+                Err(error.into())
+            }
+        }
     }
 
     /// Leaves the directory as it was found.

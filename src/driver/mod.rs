@@ -186,6 +186,7 @@ impl Driver {
     /// Leaves the data directory. A pool image that volumes still use stays mounted for the next
     /// start.
     pub fn close(self) -> Result<()> {
+        self.record_presumed();
         if !self.home.close()? {
             tracing::info!("volumes are in use; the pool stays mounted");
         }

@@ -130,7 +130,17 @@ impl Home {
         let in_image = |dir: PoolDir| {
             let format = Format::of_image(&image)?;
             let image = Image::open(&image, dir.path(), format)?;
-            Ok(Home { pool: format.pool(dir.path())?, image: Some(image), dir })
+            let mut home = Home { pool: Pool::Copy, image: Some(image), dir };
+            match format.pool(home.dir.path()) {
+                Ok(pool) => {
+                    home.pool = pool;
+                    Ok(home)
+                }
+                Err(error) => {
+                    home.close()?;
+                    Err(error)
+                }
+            }
         };
         match (known, image.exists()) {
             (Some(Known { in_image: true, .. }), false) => Err(Error::ImageMissing(image)),

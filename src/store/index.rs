@@ -1,6 +1,6 @@
 //! The records in memory, by every key that calls look them up with.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -39,6 +39,8 @@ impl Retained {
 pub struct Index {
     volumes: BTreeMap<VolumeId, Arc<VolumeRecord>>,
     volume_names: HashMap<String, VolumeId>,
+    /// Volumes whose records on disk say otherwise.
+    presumed: BTreeSet<VolumeId>,
     /// Ephemeral inline volumes, by the handle that kubelet gave them.
     ephemeral: HashMap<String, VolumeId>,
     snapshots: BTreeMap<SnapshotId, Arc<SnapshotRecord>>,
@@ -55,7 +57,19 @@ pub struct Index {
 }
 
 impl Index {
+    pub(super) fn presume_volume(&mut self, record: Arc<VolumeRecord>) {
+        let id = record.id.clone();
+        self.add_volume(record);
+        self.presumed.insert(id);
+    }
+
+    /// The volumes whose records on disk are still to follow what is known of them.
+    pub fn presumed(&self) -> impl Iterator<Item = &VolumeId> {
+        self.presumed.iter()
+    }
+
     pub(super) fn add_volume(&mut self, record: Arc<VolumeRecord>) {
+        self.presumed.remove(&record.id);
         match &record.ephemeral {
             Some(handle) => self.ephemeral.insert(handle.clone(), record.id.clone()),
             None => self.volume_names.insert(record.name.clone(), record.id.clone()),
@@ -64,6 +78,7 @@ impl Index {
     }
 
     pub(super) fn remove_volume(&mut self, id: &VolumeId) {
+        self.presumed.remove(id);
         if let Some(record) = self.volumes.remove(id) {
             match &record.ephemeral {
                 Some(handle) => self.ephemeral.remove(handle),
@@ -142,7 +157,7 @@ impl Index {
     pub fn next_sequence(&self, volume: &VolumeId) -> u64 {
         let (known, unknown) = &self.kept_places;
         let last = self.line(volume).next_back().map_or(0, |last| last.sequence);
-        last.max(known.get(volume).copied().unwrap_or(0)) + unknown + 1
+        last.max(known.get(volume).copied().unwrap_or(0)).saturating_add(unknown + 1)
     }
 
     pub(super) fn remove_retained(&mut self, id: &SnapshotId) {

@@ -64,8 +64,10 @@ impl Drop for Draft {
     fn drop(&mut self) {
         // Tried twice: what stays takes room until the next start.
         let remove = || tree::remove(self.dir.path());
+        // The first try may have removed a subvolume, see `tree::remove`.
+        let again = || durable::sync_filesystem(self.dir.path()).and_then(|()| remove());
         if !self.committed
-            && let Err(error) = remove().or_else(|_| remove())
+            && let Err(error) = remove().or_else(|_| again())
         {
             tracing::warn!(path = %self.dir.path().display(), %error, "a half-made object stays until the next start");
         }
@@ -84,7 +86,7 @@ impl Store {
         if !missing.is_empty() {
             durable::sync_dir(dir.path())?;
         }
-        if let Err(error) = Self::empty_staging(&dir) {
+        if let Err(error) = empty_staging(&dir) {
             // What is there is nobody's. A pool that has become read-only is still to be read.
             let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
             tracing::error!(%error, cause, "what a crash left half-made stays until the next start");
@@ -92,16 +94,9 @@ impl Store {
         Self::survey(dir)
     }
 
-    fn empty_staging(dir: &PoolDir) -> Result<()> {
-        let left = entries(&dir.staging())?;
-        if !left.is_empty() {
-            // A driver that was killed may have removed a subvolume a moment ago, see `tree::remove`.
-            durable::sync_filesystem(dir.path())?;
-        }
-        for entry in left {
-            tree::remove(&entry)?;
-        }
-        retained::remove_empty(dir)
+    /// Removes what a crash left half made or half removed. Nobody else may be at work on the pool.
+    pub fn clear_leftovers(&self) -> Result<()> {
+        empty_staging(&self.dir)
     }
 
     /// Reads every record of the pool and changes nothing: also where a driver is at work.
@@ -234,10 +229,10 @@ impl Store {
         there.map(Arc::new)
     }
 
-    /// Changes what is known of a volume and leaves its record on disk as it is: the next start knows nothing
-    /// of it.
+    /// Changes what is known of a volume and leaves its record on disk as it is, for want of room:
+    /// [`Store::update_volume`] makes up for it later.
     pub fn presume_volume(&self, record: VolumeRecord) {
-        self.write(|index| index.add_volume(Arc::new(record)));
+        self.write(|index| index.presume_volume(Arc::new(record)));
     }
 
     /// Makes an object exist.
@@ -305,6 +300,26 @@ impl Store {
     }
 }
 
+/// Goes on where one can not be removed, and returns what went wrong last.
+fn empty_staging(dir: &PoolDir) -> Result<()> {
+    let left = entries(&dir.staging())?;
+    if !left.is_empty() {
+        // A driver that was killed may have removed a subvolume a moment ago, see `tree::remove`.
+        durable::sync_filesystem(dir.path())?;
+    }
+    let mut outcome = retained::remove_empty(dir);
+    for entry in left {
+        let removed = match fs::symlink_metadata(&entry).is_ok_and(|meta| meta.is_dir()) {
+            true => tree::remove(&entry),
+            false => durable::remove(&entry),
+        };
+        if let Err(error) = removed {
+            outcome = Err(error.into());
+        }
+    }
+    outcome
+}
+
 /// Steps 1 and 2 of a commit, also for each member of a group.
 fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
     durable::write_new(&dir.record(), &encode(record))?;
@@ -320,12 +335,17 @@ fn keep_place(index: &mut Index, dir: &Path) {
         sequence: u64,
     }
     let bytes = fs::read(ObjectDir::new(dir).record()).unwrap_or_default();
-    let place = serde_json::from_slice(&bytes).ok();
-    index.keep_place(place.map(|Place { volume, sequence }| (volume, sequence)));
+    let place: Option<Place> = serde_json::from_slice(&bytes).ok();
+    let possible = place.filter(|Place { sequence, .. }| *sequence <= SnapshotRecord::LAST_SEQUENCE);
+    index.keep_place(possible.map(|Place { volume, sequence }| (volume, sequence)));
 }
 
+/// What lies in a directory; nothing where a start was cut short before it was made.
 fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
-    let list = fs::read_dir(dir).context("list", dir)?;
+    let list = match fs::read_dir(dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        list => list.context("list", dir)?,
+    };
     list.map(|entry| Ok(entry.context("list", dir)?.path())).collect()
 }
 

@@ -207,12 +207,16 @@ pub struct SnapshotRecord {
 impl SnapshotRecord {
     /// The version to write.
     pub const VERSION: u32 = VERSION;
+
+    /// No snapshot gets as far as this; a larger number is a damaged one.
+    pub(super) const LAST_SEQUENCE: u64 = u64::MAX / 2;
 }
 
 impl Checked for SnapshotRecord {
     fn check(&self) -> Result<(), &'static str> {
         check_capacity(self.capacity, self.block_size)?;
-        holds(self.sequence < u64::MAX, "its sequence number leaves no room for the next")?;
+        let room = self.sequence <= Self::LAST_SEQUENCE;
+        holds(room, "its sequence number leaves no room for the next")?;
         self.created.check()
     }
 }

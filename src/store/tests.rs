@@ -239,3 +239,19 @@ fn node_state_is_kept_while_there_is_something_to_remember() {
     store.set_node_state(&record.id, &NodeState::default()).expect("write");
     assert!(!store.dir.volume(&record.id).node().exists());
 }
+
+#[test]
+fn an_impossible_sequence_number_takes_no_place_and_leaves_room_for_the_next() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let of = volume("volume").id;
+    let store = open(dir.path());
+    for (name, sequence) in [("good", 7), ("last", u64::MAX), ("too far", u64::MAX - 1)] {
+        let record = snapshot(name, &of, sequence);
+        let draft = store.draft_snapshot(&record.id).expect("draft");
+        store.commit_snapshot(draft, record).expect("commit");
+    }
+    let store = open(dir.path());
+    assert_eq!(store.damaged().len(), 2);
+    // One more for each whose place is not known.
+    assert_eq!(store.read(|index| index.next_sequence(&of)), 10);
+}

@@ -94,6 +94,10 @@ impl Frozen {
         let failed = |operation, source| Err(Error { operation, path: self.mount_point.clone(), source });
         match watchdog.join() {
             Ok(Outcome::InTime(Ok(()))) => Ok(()),
+            // Somebody else thawed it: what was read since may be torn.
+            Ok(Outcome::InTime(Err(error))) if error.raw_os_error() == Some(libc::EINVAL) => {
+                failed("keep frozen", error)
+            }
             // Once more: nobody else would thaw it.
             Ok(Outcome::InTime(Err(_))) => match thaw_fd(&self.root, &self.mount_point) {
                 Err(error) if error.raw_os_error() != Some(libc::EINVAL) => failed("thaw", error),

@@ -169,9 +169,14 @@ pub fn unmount(target: &Path) -> Result<()> {
         if mounted_at(target)?.is_none() {
             return Ok(());
         }
-        step("unmount", target, || umount2(target, MntFlags::UMOUNT_NOFOLLOW))?;
+        unmount_top(target)?;
     }
     Err(io::Error::from_raw_os_error(libc::EBUSY)).context("unmount all that is stacked at", target)
+}
+
+/// Unmounts what is seen at `target`, and nothing that lies below it.
+pub fn unmount_top(target: &Path) -> Result<()> {
+    step("unmount", target, || umount2(target, MntFlags::UMOUNT_NOFOLLOW))
 }
 
 /// The path as mountinfo shows it: symbolic links resolved. The last part is not looked into, for it

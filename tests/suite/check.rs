@@ -1,6 +1,7 @@
 //! `deltapath check`: what it finds is there, what it removes nobody needs, and what it must not touch stays.
 
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -197,7 +198,8 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
             Box::new(move || {
                 let file = fs::File::options().write(true).open(&data).expect("open");
                 file.set_len(32 * MIB as u64).expect("grow");
-                Case { repaired: true, ..case("long-volume", "note", data.clone()) }
+                let undo = Box::new(move || file.set_len(16 * MIB as u64).expect("cut"));
+                Case { undo, ..case("long-volume", "note", data.clone()) }
             })
         },
         {
@@ -318,4 +320,27 @@ async fn the_pool_is_left_as_it_was_found() {
         assert_eq!(crate::support::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
         assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
     }
+}
+
+/// The data of a volume in use was removed by hand: its last copy is in the device, which nobody frees.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_that_holds_the_last_copy_stays() {
+    if !have_root() {
+        return;
+    }
+    let mut scene = Scene::set(PoolKind::Dir).await;
+    scene.rig.kill();
+    assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);
+    let data = scene.pool().join("volumes").join(&scene.used).join("bytes/data.img");
+    let device = LoopDevice::find(&data).expect("find").expect("it is in use");
+    fs::remove_file(&data).expect("remove");
+    let mended = check(&scene.rig.data_dir(), &["--repair"]);
+    let told = |severity: &str, path: &Path| (severity.to_owned(), path.to_owned(), false);
+    assert_eq!(mended.found, [told("damage", &data), told("note", &device.path())]);
+    assert_eq!(mended.exit, 1);
+    let mut copy = vec![0; 16 * MIB as usize];
+    fs::File::open(device.path()).and_then(|mut file| file.read_exact(&mut copy)).expect("read the device");
+    fs::write(&data, copy).expect("write");
+    assert!(device.detach().expect("detach"));
+    scene.is_well("with the data back");
 }

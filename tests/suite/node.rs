@@ -547,3 +547,36 @@ async fn a_restored_volume_is_read_at_many_places() {
         rig.finish();
     }
 }
+
+/// Where a volume is can not be read: what is unpublished goes, and what else is there stays, in the kernel and on
+/// record.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unpublish_without_its_record_takes_nothing_else_away() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let node = rig.pool_dir().join("volumes").join(&volume).join("node.json");
+    let aside = node.with_extension("aside");
+    std::fs::rename(&node, &aside).expect("rename");
+    // What can not be read as a file.
+    std::fs::create_dir(&node).expect("mkdir");
+    let stranger = rig.dir.path().join("second-target");
+    std::fs::write(&stranger, "").expect("make a target");
+    deltapath::sys::mount::bind(&device, &stranger, false).expect("bind");
+    let request = proto::NodeUnpublishVolumeRequest {
+        volume_id: volume.clone(),
+        target_path: stranger.display().to_string(),
+    };
+    rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
+    assert!(!stranger.exists());
+    let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    assert!(deltapath::sys::loopdev::LoopDevice::find(&data).expect("find").is_some(), "freed in use");
+    assert!(node.is_dir(), "the record was written over");
+    std::fs::remove_dir(&node).expect("rmdir");
+    std::fs::rename(&aside, &node).expect("rename");
+    std::fs::write(&device, [7; 4096]).expect("the device serves on");
+    rig.detach(&volume).await;
+    rig.finish();
+}

@@ -58,9 +58,9 @@ fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
         let path = entry.expect("entry").path();
         match path.is_dir() {
             true => sources(&path, found),
-            false if path.extension().is_some_and(|end| end == "rs") && !path.ends_with("tests.rs") => {
-                found.push(path);
-            }
+            // Tests and fuzz targets are in no driver.
+            false if path.ends_with("tests.rs") || path.ends_with("fuzz.rs") => {}
+            false if path.extension().is_some_and(|end| end == "rs") => found.push(path),
             false => {}
         }
     }

@@ -57,6 +57,8 @@ pub struct PublishRequest {
 struct Held {
     record: Arc<VolumeRecord>,
     state: NodeState,
+    /// Whether `state` could be read; else it is empty, and neither to be believed nor to be written.
+    known: bool,
     /// The bytes behind its device.
     data: PathBuf,
     _guard: OpGuard,
@@ -69,7 +71,7 @@ impl Driver {
         self.fit(&record)?;
         let state = self.store.node_state(&record.id)?;
         let data = self.volume_data(&record.id);
-        Ok(Held { record, state, data, _guard: guard })
+        Ok(Held { record, state, known: true, data, _guard: guard })
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
@@ -82,16 +84,16 @@ impl Driver {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
             locked => locked?,
         };
-        let state = match self.store.node_state(&record.id) {
+        let (state, known) = match self.store.node_state(&record.id) {
             Err(store::Error::Sys(error)) => {
                 let error = crate::driver::report(&error);
                 tracing::warn!(volume_id = %record.id, error, "where the volume was meant to be is not known");
-                NodeState::default()
+                (NodeState::default(), false)
             }
-            state => state?,
+            state => (state?, true),
         };
         let data = self.volume_data(&record.id);
-        Ok(Some(Held { record, state, data, _guard: guard }))
+        Ok(Some(Held { record, state, known, data, _guard: guard }))
     }
 
     fn lock_volume(&self, volume_id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {

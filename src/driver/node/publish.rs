@@ -125,6 +125,10 @@ impl Driver {
         // its device is gone. While it can not be unmounted, the record stays.
         mount::unmount(&target)?;
         remove_target(&target)?;
+        if !held.known {
+            // It may be in use elsewhere.
+            return Ok(());
+        }
         held.state.published.retain(|published| published.target != target);
         let is_block = held.state.staged.as_ref().is_none_or(|staged| staged.access == AccessKind::Block);
         if let Some(device) = device

@@ -167,6 +167,10 @@ impl Driver {
             thawed => thawed?,
         }
         mount::unmount(&path)?;
+        if !held.known {
+            // It may be in use elsewhere. Its deletion frees the device.
+            return Ok(());
+        }
         if let Some(device) = device {
             detach(device)?;
         }

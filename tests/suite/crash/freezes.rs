@@ -90,3 +90,30 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     scene.leave(&mut rig).await;
     rig.finish();
 }
+
+/// Somebody else thaws the filesystem while it is copied: what was read since may be torn, so the call fails.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_freeze_that_somebody_else_undoes_is_told() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let mut scene = Scene::make(&mut rig).await;
+    let mut orders = Orders::new(rig.dir.path());
+    let at = number_of(&mut rig, &scene, &mut orders, "clone blocks into").await;
+    orders.hold(at, "calls", 1_000);
+    let (mut client, source) = (rig.client.clone(), scene.files.clone());
+    let call = tokio::spawn(async move { client.create_snapshot("torn", &source).await });
+    while !orders.passed().iter().any(|point| point.hit) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let staging = rig.kubelet().join(&scene.files).join("staging");
+    let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
+    freeze::thaw(&mounted).expect("thaw");
+    let refused = call.await.expect("join").expect_err("a torn copy");
+    assert!(refused.to_string().contains("keep frozen"), "{refused}");
+    orders.withdraw();
+    is_sound(&mut rig, &mut scene, When::Cut).await;
+    scene.leave(&mut rig).await;
+    rig.finish();
+}

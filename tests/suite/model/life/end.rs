@@ -32,6 +32,7 @@ impl Life<'_> {
                 self.check(Call::Delta { base: *base, target: *target, cut: WHOLE }).await?;
             }
         }
+        self.expand_again().await;
         self.look_at_volumes()?;
         for (of, snapshot) in self.snapshots() {
             self.restore(of, &snapshot).await?;
@@ -80,6 +81,15 @@ impl Life<'_> {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         self.narrow(fits)
+    }
+
+    /// What a kill cut may have grown the record and not the device: whoever asked asks again.
+    async fn expand_again(&mut self) {
+        let volumes = self.rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
+        for entry in volumes.expect("ListVolumes").into_inner().entries {
+            let proto::Volume { volume_id, capacity_bytes, .. } = entry.volume.expect("volume");
+            self.rig.client.expand_volume(&volume_id, capacity_bytes).await.expect("ControllerExpandVolume");
+        }
     }
 
     fn look_at_volumes(&mut self) -> Result<(), String> {
