@@ -1,6 +1,6 @@
 //! The command line: a file a subcommand.
 //!
-//! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 130 interrupted.
+//! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 3 leftovers alone (check); 130 interrupted.
 
 mod check;
 mod conformance;
