@@ -96,6 +96,7 @@ pub const CALLS: [Call; 28] = [
 ];
 
 /// What depends on `--retain-deleted`, for a second pass without retention.
+#[cfg(feature = "failpoints")]
 pub const DELETIONS: [Call; 4] =
     [Call::DeleteSnapshot, Call::DeleteGroup, Call::DeleteVolume, Call::CreateSnapshot];
 

@@ -30,6 +30,7 @@ impl Tally {
     }
 
     /// A point was stopped at; each counts once.
+    #[cfg(feature = "failpoints")]
     pub fn point(&mut self, name: String) {
         self.points.insert(name);
     }
