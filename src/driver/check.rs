@@ -171,15 +171,9 @@ impl Audit<'_> {
     /// Records that can not be read.
     fn records(&mut self) {
         let store = self.inspection.store();
-        for damage in store.damaged() {
-            self.add(Severity::Damage, &damage.path, report(&damage.error));
-            if let Ok(file) = FileId::of(&ObjectDir::new(&damage.path).data()) {
-                self.backing.insert(file, Backing::Unknown);
-            }
-        }
-        for damage in store.damaged_retained() {
-            let what = format!("a deleted snapshot, no delta is told from it: {}", report(&damage.error));
-            self.add(Severity::Damage, &damage.path, what);
+        let retained = store.damaged_retained().iter().map(|damage| (damage, "a deleted snapshot: "));
+        for (damage, whose) in store.damaged().iter().map(|damage| (damage, "")).chain(retained) {
+            self.add(Severity::Damage, &damage.path, format!("{whose}{}", report(&damage.error)));
             if let Ok(file) = FileId::of(&ObjectDir::new(&damage.path).data()) {
                 self.backing.insert(file, Backing::Unknown);
             }
@@ -299,57 +293,57 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Loop devices on files of the data directory, and where they are mounted. A file is known by its device and
-    /// inode number: another node's has the same path.
+    /// Loop devices on files of the data directory, and where they are mounted.
     fn devices(&mut self) -> Result<()> {
-        let pool = self.inspection.data_dir().pool();
         let mounts = mount::mounts()?;
         for device in LoopDevice::all_on(|_| true)? {
-            let unexplained = match self.backing.get(&device.backing()) {
-                Some(Backing::Pool | Backing::Unknown) => continue,
-                Some(Backing::Volume(state)) if !state.is_idle() => continue,
-                Some(Backing::Volume(_)) => "serves a volume that is staged nowhere",
-                Some(Backing::Snapshot) => {
-                    let what = "serves the blocks of a snapshot: a write to it changes the snapshot";
-                    self.add(Severity::Stranger, device.path(), what);
-                    continue;
-                }
-                None => match device.backing_path() {
-                    // Detached meanwhile.
-                    None => continue,
-                    Some(path) if !path.starts_with(self.inspection.data_dir().path()) => continue,
-                    Some(path) if FileId::of(&path).is_ok_and(|file| file == device.backing()) => {
-                        match path.starts_with(pool.staging()) {
-                            true => "serves a half-made or half-removed volume",
-                            false => {
-                                self.add(
-                                    Severity::Stranger,
-                                    device.path(),
-                                    "serves a file that belongs to no object",
-                                );
-                                continue;
-                            }
-                        }
-                    }
-                    // Gone, or that of another node with the same path. What is gone lives on in the device, so
-                    // nobody but a person detaches it.
-                    Some(_) => {
-                        let what = "serves a file that has no name here any more: another node's, or one removed by hand";
-                        self.add(Severity::Note, device.path(), what);
-                        continue;
-                    }
-                },
-            };
+            let Some((severity, what)) = self.unexplained(&device) else { continue };
+            if severity != Severity::Leftover {
+                self.add(severity, device.path(), what);
+                continue;
+            }
             let dev = device.dev()?;
             for mounted in mounts.iter().rev().filter(|mounted| mounted.is_of(&dev)) {
-                let what = format!("mounted from {}, which {unexplained}", device.path().display());
-                let found = Discovery::new(Severity::Leftover, &mounted.mount_point, what);
+                let what = format!("mounted from {}, which {what}", device.path().display());
+                let found = Discovery::new(severity, &mounted.mount_point, what);
                 self.found.push(found.mended_by(Mend::Unmount(dev.clone())));
             }
-            let found = Discovery::new(Severity::Leftover, device.path(), unexplained);
+            let found = Discovery::new(severity, device.path(), what);
             self.found.push(found.mended_by(Mend::Detach(device)));
         }
         Ok(())
+    }
+
+    /// What a device serves without a record that says so; `None` where one does, or it is none of ours. A file
+    /// is known by its device and inode number: another node's has the same path.
+    fn unexplained(&self, device: &LoopDevice) -> Option<(Severity, &'static str)> {
+        match self.backing.get(&device.backing()) {
+            Some(Backing::Pool | Backing::Unknown) => return None,
+            Some(Backing::Volume(state)) if !state.is_idle() => return None,
+            Some(Backing::Volume(_)) => {
+                return Some((Severity::Leftover, "serves a volume that is staged nowhere"));
+            }
+            Some(Backing::Snapshot) => {
+                let what = "serves the blocks of a snapshot: a write to it changes the snapshot";
+                return Some((Severity::Stranger, what));
+            }
+            None => {}
+        }
+        let dir = self.inspection.data_dir();
+        let path = device.backing_path().filter(|path| path.starts_with(dir.path()))?;
+        Some(match FileId::of(&path) {
+            Ok(file) if file == device.backing() && path.starts_with(dir.pool().staging()) => {
+                (Severity::Leftover, "serves a half-made or half-removed volume")
+            }
+            Ok(file) if file == device.backing() => {
+                (Severity::Stranger, "serves a file that belongs to no object")
+            }
+            // What is gone lives on in the device, so nobody but a person detaches it.
+            _ => (
+                Severity::Note,
+                "serves a file that has no name here any more: another node's, or one removed by hand",
+            ),
+        })
     }
 }
 

@@ -227,13 +227,14 @@ impl Driver {
     fn remove_drafts(&self, record: &SnapshotRecord) {
         let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
         let dir = self.store.snapshot_dir(record);
-        for (map, end) in
-            [(dir.pending(), "map.new"), (dir.changed(), "map.new"), (dir.changed(), "map.compared")]
-        {
+        for (map, end) in [
+            (dir.allocated(), "map.new"),
+            (dir.pending(), "map.new"),
+            (dir.changed(), "map.new"),
+            (dir.changed(), "map.compared"),
+        ] {
             let draft = map.with_extension(end);
-            if draft.exists()
-                && let Err(error) = durable::remove(&draft)
-            {
+            if let Err(error) = durable::remove(&draft) {
                 tracing::warn!(path = %draft.display(), error = super::report(&error), "a draft stays");
             }
         }
@@ -308,20 +309,25 @@ impl Driver {
             return Ok(());
         }
         let fresh = dir.changed().with_extension("map.compared");
-        if let Err(error) = self.write_compared(&fresh, changed, &relation, &parent, record) {
-            // Of no use to anybody; the next try would remove it as well.
-            let _ = durable::remove(&fresh);
-            return Err(error);
-        }
+        let written = self.write_compared(&fresh, changed, &relation, &parent, record);
         let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
         // A deletion may have merged another map into it, or moved it.
         let dir = self.store.snapshot_dir(record);
         let fresh = dir.changed().with_extension("map.compared");
         match MapFile::open(&dir.changed()) {
-            Ok(now) if now.header().relative_to.as_ref() == Some(&relation) && fresh.exists() => {
+            Ok(now)
+                if written.is_ok()
+                    && now.header().relative_to.as_ref() == Some(&relation)
+                    && fresh.exists() =>
+            {
                 Ok(durable::replace_by(&fresh, &dir.changed())?)
             }
-            _ => Ok(durable::remove(&fresh)?),
+            // Of no use to anybody, wherever a deletion took it; the next try would remove it as well.
+            _ => {
+                let removed = durable::remove(&fresh);
+                written?;
+                Ok(removed?)
+            }
         }
     }
 
@@ -437,13 +443,7 @@ struct Rest {
 impl Rest {
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
-        durable::remove(&fresh)?;
-        let replaced = self.write(&fresh).and_then(|()| Ok(durable::replace_by(&fresh, &dir.pending())?));
-        if replaced.is_err() {
-            // Of no use to anybody; the next try would remove it as well.
-            let _ = durable::remove(&fresh);
-        }
-        replaced
+        durable::replace_with(&dir.pending(), &fresh, |fresh| self.write(fresh))
     }
 
     fn write(&self, fresh: &Path) -> Result<()> {

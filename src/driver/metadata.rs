@@ -181,9 +181,9 @@ impl Driver {
             relative_to: None,
         };
         let fresh = path.with_extension("map.new");
-        durable::remove(&fresh)?;
-        scan_allocated(&data, &data_path, &fresh, header, &Stop::default())?;
-        durable::rename(&fresh, &path)?;
+        durable::replace_with(&path, &fresh, |fresh| {
+            scan_allocated(&data, &data_path, fresh, header, &Stop::default()).map(drop)
+        })?;
         open()
     }
 

@@ -93,10 +93,10 @@ impl Driver {
             let over = kept.age() > self.config().retain.age && !is_next_base;
             let outcome =
                 match number < beyond || over || short || !record.tracking || !self.may_be_a_base(record) {
-                    true => self.forget_retained(record),
-                    false if is_next_base && self.pool().compares_bytes() => Ok(Vec::new()),
-                    false if self.pending_bytes(record) > 0 => Ok(Vec::new()),
-                    false => self.store.take_bytes(record).map(Vec::from_iter).map_err(Into::into),
+                    true => self.forget_retained(record).map(Some),
+                    false if is_next_base && self.pool().compares_bytes() => Ok(None),
+                    false if self.pending_bytes(record) > 0 => Ok(None),
+                    false => self.store.take_bytes(record).map_err(Into::into),
                 };
             match outcome {
                 Ok(freed) => doomed.extend(freed),
@@ -109,7 +109,7 @@ impl Driver {
         doomed
     }
 
-    fn forget_retained(&self, record: &SnapshotRecord) -> Result<Vec<Draft>> {
+    fn forget_retained(&self, record: &SnapshotRecord) -> Result<Draft> {
         self.hand_on(record);
         let doomed = self.store.remove_retained(record)?;
         self.hashing.forget(&record.id);

@@ -179,15 +179,9 @@ impl Driver {
         let relative_to = relative_to.map(|relation| Relation { exact: false, ..relation });
         let header = MapHeader { relative_to, ..theirs.header().clone() };
         let fresh = next_dir.changed().with_extension("map.new");
-        durable::remove(&fresh)?;
-        let merged = cbt::write_union(&fresh, header, &[&ours, &theirs], &Stop::default())
-            .map_err(Error::from)
-            .and_then(|()| Ok(durable::replace_by(&fresh, &next_dir.changed())?));
-        if merged.is_err() {
-            // Of no use to anybody; the next try would remove it as well.
-            let _ = durable::remove(&fresh);
-        }
-        merged?;
+        durable::replace_with(&next_dir.changed(), &fresh, |fresh| {
+            cbt::write_union(fresh, header, &[&ours, &theirs], &Stop::default()).map_err(Error::from)
+        })?;
         self.hashing.add(&next, self.pending_bytes(&next));
         Ok(())
     }

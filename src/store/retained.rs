@@ -37,18 +37,17 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets a retained snapshot; its files are freed when the answer is dropped.
-    pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Vec<Draft>> {
-        let dir = self.snapshot_dir(record);
+    /// Forgets a retained snapshot; its files are freed when the answer is dropped. The last member of a group
+    /// takes the group with it, in the same rename.
+    pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Draft> {
         let forget = |index: &mut Index| index.remove_retained(&record.id);
-        let mut doomed = vec![self.remove(record.id.as_str(), &dir, forget)?];
         if let Some(group) = &record.group {
             let dir = self.dir.retained_group(group);
-            if entries(&dir.members())?.is_empty() {
-                doomed.push(self.remove(group.as_str(), &ObjectDir::new(dir.path()), |_| ())?);
+            if entries(&dir.members())?.len() == 1 {
+                return self.remove(group.as_str(), &ObjectDir::new(dir.path()), forget);
             }
         }
-        Ok(doomed)
+        self.remove(record.id.as_str(), &self.snapshot_dir(record), forget)
     }
 
     /// Takes the bytes of a retained snapshot, which are freed when the answer is dropped; `None` when they
@@ -62,8 +61,8 @@ impl Store {
     }
 }
 
-/// Removes deleted groups whose last member went, which a crash left. By way of `staging/`: half removed, one
-/// would be taken for a snapshot that can not be read.
+/// Removes deleted groups without members: the last two went at the same time, or a damaged one by hand. By way of
+/// `staging/`: half removed, a group would be taken for a snapshot that can not be read.
 pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     for path in entries(&pool.retained())? {
         let members = GroupDir::new(&path).members();

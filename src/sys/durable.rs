@@ -30,18 +30,27 @@ pub fn create_new(path: &Path) -> Result<File> {
 /// 2. Rename it over `path`: the file is the old one or the new one, both whole.
 /// 3. Sync the directory: from here on the new one survives a power cut.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    let fresh = suffixed(path);
-    match step("remove", &fresh, || fs::remove_file(&fresh)) {
-        Err(error) if !error.is_not_found() => return Err(error),
+    replace_with(path, &suffixed(path), |fresh| write_new(fresh, bytes))
+}
+
+/// The same by a file that `write` makes and syncs at `fresh`, in the same directory. Where it fails nothing is
+/// left at `fresh`.
+pub fn replace_with<E: From<Error>>(
+    path: &Path,
+    fresh: &Path,
+    write: impl FnOnce(&Path) -> Result<(), E>,
+) -> Result<(), E> {
+    match step("remove", fresh, || fs::remove_file(fresh)) {
+        Err(error) if !error.is_not_found() => return Err(error.into()),
         _ => {}
     }
-    let written = write_new(&fresh, bytes);
+    let written = write(fresh);
     if written.is_err() {
         // Of no use to anybody, and on a full disk it takes the room that others need.
-        let _ = step("remove", &fresh, || fs::remove_file(&fresh));
+        let _ = step("remove", fresh, || fs::remove_file(fresh));
     }
     written?;
-    replace_by(&fresh, path)
+    Ok(replace_by(fresh, path)?)
 }
 
 /// Renames the synced file `fresh` over `path` and syncs their directory. Where that sync fails `path` is the new

@@ -13,6 +13,8 @@ mod calls;
 #[cfg(feature = "failpoints")]
 mod freezes;
 #[cfg(feature = "failpoints")]
+mod healing;
+#[cfg(feature = "failpoints")]
 mod points;
 mod scene;
 #[cfg(feature = "failpoints")]

@@ -37,8 +37,12 @@ const HARMLESS: [(&str, Harmless); 8] = [
     ("it only counts requests, and nothing is proved where it does not", |point, _, _, _| {
         point.path.ends_with("queue/iostats")
     }),
-    ("the object is gone already; its files go at the second try", |point, _, _, _| {
-        point.step.starts_with("remove") && contains(&point.path, "/staging/")
+    ("the object is gone already; its files go at the second try", |point, before, _, _| {
+        let in_staging = contains(&point.path, "/staging/");
+        let emptied = before.first().is_some_and(|before| {
+            before.step.starts_with("remove") && before.path.parent() == Some(&point.path)
+        });
+        in_staging && (point.step.starts_with("remove") || point.step == "sync" && emptied)
     }),
     ("a deleted snapshot is kept for longer, and freed with the next change", |point, before, _, _| {
         let renamed = before.iter().find(|point| point.step == "rename");

@@ -1,0 +1,49 @@
+//! A damaged block map that is made again while steps fail.
+
+use deltapath::client::Error;
+
+use super::points::{Cut, Orders};
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+
+/// The incident: the new map was renamed over the damaged one, the sync of their directory failed, and the rename
+/// was undone: neither was there any more, and the snapshot had lost its map.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 10, 100, 1);
+    let snapshot = rig.snapshot("snapshot", &volume).await;
+    let map = rig.pool_dir().join("snapshots").join(&snapshot).join("allocated.map");
+    let mut orders = Orders::new(rig.dir.path());
+    let mut failed = 0;
+    for at in 1.. {
+        // Too short for a trailer: damaged whole.
+        std::fs::write(&map, "damaged").expect("damage the map");
+        orders.give(Cut::Error(nix::libc::EIO), at, "calls");
+        let answer: Result<_, Error> = rig.client.allocated(&snapshot, 0, 0).await;
+        let hit = orders.withdraw().iter().any(|point| point.hit);
+        assert!(map.exists(), "point {at}: the map is gone");
+        let left = map.with_extension("map.new").exists();
+        assert!(!left, "point {at}: a draft is left");
+        let list = match answer {
+            Ok(list) => list,
+            Err(error) => {
+                failed += 1;
+                assert!(hit, "point {at}: {error}");
+                rig.client.allocated(&snapshot, 0, 0).await.expect("the next call makes it")
+            }
+        };
+        assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK), "point {at}");
+        if !hit {
+            break;
+        }
+    }
+    assert!(failed > 3, "only {failed} steps failed");
+    rig.detach(&volume).await;
+    rig.finish();
+}
