@@ -3,22 +3,23 @@
 //! changed (`changed.map`) and keeps those that did, so that a delta only reads what was found. What clients
 //! are told does not depend on any of it: a block that is not hashed is compared by its bytes, one that is
 //! not compared by its hash.
-//!
-//! The queue is in memory only. What it is made of, the `pending` maps, is on disk, and read again at
-//! start.
 
-use std::collections::{BTreeMap, HashSet, VecDeque};
+mod queue;
+
 use std::fs::File;
 use std::path::Path;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 use roaring::RoaringBitmap;
+
+pub(super) use queue::Hashing;
+use queue::TURN;
 
 use super::locks::Key;
 use super::maps::header;
 use super::{Driver, Error, Result};
-use crate::base::{ObjectDir, SnapshotId, Stop};
+use crate::base::{ObjectDir, SnapshotId};
 use crate::cbt::{
     self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, Step, ToHash,
 };
@@ -27,114 +28,6 @@ use crate::sys::{self, Context, durable};
 
 /// Bytes hashed before the progress is written down: a restart repeats no more.
 const STEP: u64 = 4 << 30;
-/// How often retained snapshots are looked at for their age.
-const TURN: Duration = Duration::from_secs(600);
-/// When a snapshot that could not be hashed is tried again: a pool that was full may have room by then. Each
-/// further failure doubles it, up to [`TURN`].
-const RETRY: Duration = Duration::from_secs(5);
-
-/// The snapshots that are still to be hashed.
-#[derive(Debug, Default)]
-pub(super) struct Hashing {
-    state: Mutex<State>,
-    wake: Condvar,
-    stop: Stop,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    /// In the order in which they were taken: a child takes hashes over from its parent.
-    queue: VecDeque<SnapshotId>,
-    /// Those in the queue.
-    queued: HashSet<SnapshotId>,
-    /// When to look around next.
-    turn: Option<Instant>,
-    /// Bytes left of each.
-    left: BTreeMap<SnapshotId, u64>,
-    /// Those that could not be hashed: when to try again, and how often it failed.
-    failed: BTreeMap<SnapshotId, (Instant, u32)>,
-    stopping: bool,
-}
-
-impl Hashing {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Bytes of all snapshots that are still to be hashed.
-    pub(super) fn backlog(&self) -> u64 {
-        self.state().left.values().sum()
-    }
-
-    /// Takes a snapshot into the queue, with so many bytes to be hashed; none where it is to be compared
-    /// only.
-    pub(super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
-        let mut state = self.state();
-        if !record.tracking {
-            return;
-        }
-        state.left.insert(record.id.clone(), bytes);
-        if state.queued.insert(record.id.clone()) {
-            state.queue.push_back(record.id.clone());
-            self.wake.notify_all();
-        }
-    }
-
-    /// A snapshot is gone.
-    pub(super) fn forget(&self, id: &SnapshotId) {
-        let mut state = self.state();
-        state.left.remove(id);
-        state.failed.remove(id);
-    }
-
-    /// A snapshot could not be hashed: it is tried again, each time twice as late.
-    fn put_off(&self, id: &SnapshotId) {
-        let mut state = self.state();
-        if state.left.contains_key(id) {
-            let failures = state.failed.get(id).map_or(0, |(_, failures)| *failures);
-            let delay = RETRY.saturating_mul(1 << failures.min(16)).min(TURN);
-            state.failed.insert(id.clone(), (Instant::now() + delay, failures + 1));
-        }
-    }
-
-    /// Notes what is left of a snapshot; of one that is gone nothing is.
-    fn progress(&self, id: &SnapshotId, bytes: u64) {
-        if let Some(left) = self.state().left.get_mut(id) {
-            *left = bytes;
-        }
-    }
-
-    /// The next snapshot; `Ok(None)` when it is time for a look around.
-    fn next(&self) -> Result<Option<SnapshotId>, Stopping> {
-        let mut state = self.state();
-        loop {
-            if state.stopping {
-                return Err(Stopping);
-            }
-            let now = Instant::now();
-            let turn = *state.turn.get_or_insert(now + TURN);
-            if now >= turn {
-                state.turn = None;
-                return Ok(None);
-            }
-            if let Some((id, at)) =
-                state.failed.iter_mut().find_map(|(id, (at, _))| (now >= *at).then_some((id.clone(), at)))
-            {
-                // Its count of failures stays until it succeeds.
-                *at = now + TURN;
-                return Ok(Some(id));
-            }
-            if let Some(id) = state.queue.pop_front() {
-                state.queued.remove(&id);
-                return Ok(Some(id));
-            }
-            let wake = state.failed.values().map(|(at, _)| *at).fold(turn, Instant::min);
-            (state, _) = self.wake.wait_timeout(state, wake - now).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-}
-
-struct Stopping;
 
 /// The thread that hashes. Ends when dropped, after at most some megabytes.
 #[derive(Debug)]
@@ -164,9 +57,7 @@ impl HashingThread {
 impl Drop for HashingThread {
     fn drop(&mut self) {
         if let Some(driver) = self.driver.take() {
-            driver.hashing.state().stopping = true;
-            driver.hashing.stop.cancel();
-            driver.hashing.wake.notify_all();
+            driver.hashing.cease();
         }
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the hashing thread panicked");
