@@ -85,7 +85,10 @@ impl Driver {
         let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
         let Ok(record) = self.volume(volume_id) else { return Ok(()) };
         // By the record, not by our own name: the node may have had another when it was attached.
-        if record.attached.as_ref().is_none_or(|there| !node_id.is_empty() && node_id != there.node_id) {
+        let is_attached =
+            record.attached.as_ref().is_some_and(|there| node_id.is_empty() || node_id == there.node_id);
+        let is_presumed = self.store.read(|index| index.presumed().any(|id| *id == record.id));
+        if !is_attached && !is_presumed {
             return Ok(());
         }
         match self.store.update_volume(VolumeRecord { attached: None, ..(*record).clone() }) {

@@ -155,8 +155,8 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
                 if record["capacity"] != volume.capacity {
                     found.loss(format!("volume {id} is listed with {volume:?}, its record says {record}"));
                 }
-                // On a full pool a volume is detached until the next start: the record says otherwise.
-                let presumed = when == When::Failed && !volume.attached;
+                // On a full pool a volume is detached, and its record says so after the next try.
+                let presumed = matches!(when, When::Cut | When::Failed) && !volume.attached;
                 if record["attached"].is_null() == volume.attached && !presumed {
                     found.loss(format!("volume {id} is listed as {volume:?}, its record says {record}"));
                 }
