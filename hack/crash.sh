@@ -20,5 +20,5 @@ awk -v failed="$status" '
     END {
         printf "%d rounds, %d cut a call, %d points, %d losses, %d leaks\n",
             sum["rounds"], sum["cut"], sum["points"], sum["losses"], sum["leaks"]
-        exit failed || sum["rounds"] == 0 || sum["losses"] > 0 || sum["leaks"] > 0
+        exit failed || sum["rounds"] == 0 || sum["points"] == 0 || sum["losses"] > 0 || sum["leaks"] > 0
     }' "$log"

@@ -7,7 +7,9 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use super::{Done, Output};
+use super::signals::stop_on_signals;
+use super::{Done, INTERRUPTED, Output};
+use crate::base::Stop;
 use crate::driver::{Discovery, Inspection, Result, Severity, report};
 use crate::sys;
 
@@ -25,7 +27,7 @@ const SECOND_LOOK: Duration = Duration::from_secs(2);
 /// when it uses the object).
 ///
 /// Exit codes: 0 all is well, notes apart; 1 damage, or the check failed; 2 wrong usage; 3 leftovers or
-/// strangers, and no damage.
+/// strangers, and no damage; 130 interrupted, once it has looked and unmounted what it mounted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// Directory that the driver keeps everything in.
@@ -65,7 +67,11 @@ pub(super) fn run(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("check needs root: it reads the pool, and mounts it where no driver does".into());
     }
-    let report = check(&arguments.data_dir, arguments.repair)?;
+    let stop = stop_on_signals()?;
+    let report = check(&arguments.data_dir, arguments.repair, &stop)?;
+    if stop.check().is_err() {
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
     match arguments.output {
         Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
         Output::Text => report.print(),
@@ -73,7 +79,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     Ok(report.exit_code())
 }
 
-fn check(dir: &Path, repair: bool) -> Result<Report, Box<dyn std::error::Error>> {
+fn check(dir: &Path, repair: bool, stop: &Stop) -> Result<Report, Box<dyn std::error::Error>> {
     let inspection = Inspection::open(dir)?;
     if repair && inspection.is_served() {
         return Err(
@@ -82,7 +88,7 @@ fn check(dir: &Path, repair: bool) -> Result<Report, Box<dyn std::error::Error>>
                 .into(),
         );
     }
-    let looked = look(dir, &inspection, repair);
+    let looked = look(dir, &inspection, repair, stop);
     let (volumes, snapshots, retained) = inspection.counts();
     let served = inspection.is_served();
     let closed = inspection.close();
@@ -91,9 +97,9 @@ fn check(dir: &Path, repair: bool) -> Result<Report, Box<dyn std::error::Error>>
     Ok(Report { volumes, snapshots, retained, served, found })
 }
 
-fn look(dir: &Path, inspection: &Inspection, repair: bool) -> Result<Vec<Found>> {
+fn look(dir: &Path, inspection: &Inspection, repair: bool, stop: &Stop) -> Result<Vec<Found>> {
     let mut found = inspection.check()?;
-    if !found.is_empty() && inspection.is_served() {
+    if !found.is_empty() && inspection.is_served() && stop.check().is_ok() {
         std::thread::sleep(SECOND_LOOK);
         let again = Inspection::open(dir)?;
         let still = again.check();
@@ -102,7 +108,7 @@ fn look(dir: &Path, inspection: &Inspection, repair: bool) -> Result<Vec<Found>>
         found.retain(|discovery| still.contains(discovery));
     }
     let found = found.into_iter().map(|discovery| Found {
-        repaired: repair && mended(inspection, &discovery),
+        repaired: repair && stop.check().is_ok() && mended(inspection, &discovery),
         severity: discovery.severity,
         path: discovery.path,
         what: discovery.what,

@@ -7,6 +7,7 @@ mod conformance;
 mod demo;
 mod driver;
 mod image;
+mod signals;
 mod verify;
 
 use std::error::Error;
@@ -21,7 +22,8 @@ use tracing_subscriber::EnvFilter;
 /// Volumes are sparse files behind loop devices, snapshots carry block maps, and the CSI
 /// SnapshotMetadata service streams exactly what changed between two snapshots.
 ///
-/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 130 interrupted.
+/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 3 leftovers alone
+/// (check), 130 interrupted.
 #[derive(Debug, Parser)]
 #[command(name = "deltapath", version, max_term_width = 100)]
 pub struct Cli {
@@ -89,6 +91,9 @@ pub fn run(cli: Cli) -> ExitCode {
         ExitCode::FAILURE
     })
 }
+
+/// Exit code after a signal.
+const INTERRUPTED: u8 = 130;
 
 /// What a subcommand returns: an exit code, or an error for standard error.
 type Done = Result<ExitCode, Box<dyn Error>>;

@@ -8,18 +8,20 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::{Done, Output};
+use super::signals::stop_on_signals;
+use super::{Done, INTERRUPTED, Output};
 use crate::base::{ByteRange, Quantity, SnapshotId, Stop};
 use crate::cbt::Finding;
-use crate::driver::Inspection;
+use crate::driver::{Inspected, Inspection};
 use crate::sys;
 
 /// Read all snapshots and compare them with their block maps and hashes.
 ///
 /// Tells damage by snapshot and range of bytes, and changes nothing. Runs beside a driver, or without one:
-/// then it mounts the pool for the look. Blocks that are not hashed yet are read by nobody. Needs root.
+/// then it mounts the pool for the look. Blocks without a hash (not yet, or not tracked) are read by nobody, nor are
+/// deleted snapshots. Needs root.
 ///
-/// Exit codes: 0 all is sound, 1 damage or a failure, 2 wrong usage.
+/// Exit codes: 0 all is sound, 1 damage or a failure, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// Directory that the driver keeps everything in.
@@ -40,6 +42,8 @@ struct Report {
     snapshots: usize,
     /// Bytes of their data.
     bytes: u64,
+    /// Bytes of it that there is no hash for: not compared.
+    unhashed: u64,
     damage: Vec<Damage>,
     /// Objects whose records can not be read, with the reason.
     unreadable: BTreeMap<String, String>,
@@ -58,9 +62,14 @@ pub(super) fn run(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("verify needs root: it reads the pool, and mounts it where no driver does".into());
     }
+    let stop = stop_on_signals()?;
     let inspection = Inspection::open(&arguments.data_dir)?;
-    let report = verify(&inspection, &arguments.snapshots);
+    let report = verify(&inspection, &arguments.snapshots, &stop);
     let closed = inspection.close();
+    if report.is_err() && stop.check().is_err() {
+        closed?;
+        return Ok(ExitCode::from(INTERRUPTED));
+    }
     let report = report?;
     match arguments.output {
         Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
@@ -73,30 +82,36 @@ pub(super) fn run(arguments: Arguments) -> Done {
     })
 }
 
-fn verify(inspection: &Inspection, wanted: &[SnapshotId]) -> Result<Report, Box<dyn std::error::Error>> {
+fn verify(
+    inspection: &Inspection,
+    wanted: &[SnapshotId],
+    stop: &Stop,
+) -> Result<Report, Box<dyn std::error::Error>> {
     let mut chosen = inspection.snapshots();
-    if let Some(missing) = wanted.iter().find(|id| !chosen.iter().any(|(record, _)| record.id == **id)) {
+    if let Some(missing) = wanted.iter().find(|id| !chosen.iter().any(|of| of.record.id == **id)) {
         return Err(format!("snapshot {missing} does not exist").into());
     }
-    chosen.retain(|(record, _)| wanted.is_empty() || wanted.contains(&record.id));
-    let bar = ProgressBar::new(chosen.iter().map(|(_, bytes)| bytes).sum());
+    chosen.retain(|of| wanted.is_empty() || wanted.contains(&of.record.id));
+    let bar = ProgressBar::new(chosen.iter().map(|of| of.bytes).sum());
     bar.set_style(ProgressStyle::with_template(
         "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta} {msg}",
     )?);
     let mut report =
         Report { unreadable: inspection.unreadable().into_iter().collect(), ..Report::default() };
-    for (record, bytes) in chosen {
+    for Inspected { record, bytes, unhashed } in chosen {
         bar.set_message(record.id.to_string());
         let progress = |bytes| bar.inc(bytes);
-        let findings = match inspection.verify(&record.id, &progress, &Stop::default()) {
+        let findings = match inspection.verify(&record.id, &progress, stop) {
             Ok(Some(findings)) => findings,
             // Deleted meanwhile.
             Ok(None) => continue,
+            Err(error) if error.stopped().is_some() => return Err(error.into()),
             // What can not be read is damage; the others are read all the same.
             Err(error) => vec![Finding { what: crate::driver::report(&error), range: None }],
         };
         report.snapshots += 1;
         report.bytes += bytes;
+        report.unhashed += unhashed;
         report.damage.extend(findings.into_iter().map(|finding| Damage {
             snapshot: record.id.clone(),
             what: finding.what,
@@ -124,6 +139,10 @@ impl Report {
             0 => "all sound".to_owned(),
             count => format!("{count} damaged"),
         };
-        println!("{} snapshots, {} of data: {found}", self.snapshots, Quantity(self.bytes));
+        let unhashed = match self.unhashed {
+            0 => String::new(),
+            bytes => format!(" ({} without a hash, not compared)", Quantity(bytes)),
+        };
+        println!("{} snapshots, {} of data{unhashed}: {found}", self.snapshots, Quantity(self.bytes));
     }
 }

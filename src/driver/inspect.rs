@@ -18,6 +18,17 @@ pub struct Inspection {
     own: Option<(Home, Claim)>,
 }
 
+/// A snapshot to be read.
+#[derive(Clone, Debug)]
+pub struct Inspected {
+    /// The snapshot.
+    pub record: Arc<SnapshotRecord>,
+    /// Bytes of its blocks that hold data.
+    pub bytes: u64,
+    /// Bytes of them that no hash is there for: not yet, or because its changes are not tracked.
+    pub unhashed: u64,
+}
+
 impl Inspection {
     /// Opens a data directory. Without a running driver its pool is mounted, and unmounted by
     /// [`Inspection::close`].
@@ -77,14 +88,18 @@ impl Inspection {
         self.store.read(|index| (index.volume_count(), index.snapshot_count(), index.retained_count()))
     }
 
-    /// The snapshots, each with the bytes of its blocks that hold data.
-    pub fn snapshots(&self) -> Vec<(Arc<SnapshotRecord>, u64)> {
+    /// The snapshots, and how much there is to read of each.
+    pub fn snapshots(&self) -> Vec<Inspected> {
         let all: Vec<_> = self.store.read(|index| index.snapshots_after(None).cloned().collect());
-        let bytes = |record: &SnapshotRecord| {
-            let path = self.store.snapshot_dir(record).allocated();
-            MapFile::open(&path).and_then(|map| map.count()).unwrap_or(0) * record.block_size.bytes()
+        let inspected = |record: Arc<SnapshotRecord>| {
+            let dir = self.store.snapshot_dir(&record);
+            let count = |path: &Path| MapFile::open(path).and_then(|map| map.count()).unwrap_or(0);
+            let blocks = count(&dir.allocated());
+            let unhashed = if record.tracking { count(&dir.pending()) } else { blocks };
+            let size = record.block_size.bytes();
+            Inspected { bytes: blocks * size, unhashed: unhashed * size, record }
         };
-        all.into_iter().map(|record| (record.clone(), bytes(&record))).collect()
+        all.into_iter().map(inspected).collect()
     }
 
     /// The objects whose records can not be read, with the reason.
@@ -105,7 +120,7 @@ impl Inspection {
         let found = match record.tracking {
             true => cbt::scrub(&dir, record.block_size, progress, stop),
             // It has no hashes.
-            false => MapFile::open(&dir.allocated()).map(|_| Vec::new()),
+            false => cbt::check_maps(&dir, record.block_size, record.capacity, false),
         };
         match found {
             Err(cbt::Error::Sys(error)) if error.is_not_found() && !dir.path().exists() => Ok(None),

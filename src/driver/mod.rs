@@ -34,7 +34,7 @@ pub use error::{Error, report};
 pub use expand::Expansion;
 pub use groups::Group;
 pub use hashing::HashingThread;
-pub use inspect::Inspection;
+pub use inspect::{Inspected, Inspection};
 pub use list::{Page, PageRequest, SnapshotFilter};
 pub use metadata::{MetadataRequest, MetadataStream};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};

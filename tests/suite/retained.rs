@@ -13,7 +13,9 @@ use deltapath::sys::{clone, program, sweep};
 use tonic::Code;
 
 use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, status_code};
+use crate::support::{
+    BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, names, signal, status_code, wait,
+};
 
 fn live(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
@@ -168,6 +170,19 @@ fn verify(data_dir: &Path) -> Output {
     command.output().expect("run deltapath verify")
 }
 
+/// Ctrl-C while it reads: it unmounts what it mounted for the look.
+fn interrupt_verify(rig: &Rig) {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut child = command.args(["verify", "--data-dir"]).arg(rig.data_dir()).spawn().expect("verify");
+    let pool = rig.pool_dir().display().to_string();
+    while !leftovers(rig.dir.path()).contains(&pool) {
+        assert_eq!(child.try_wait().expect("wait"), None, "it ended without a look");
+    }
+    signal(&child, nix::sys::signal::Signal::SIGINT);
+    assert_eq!(wait(&mut child, Duration::from_secs(20)).code(), Some(130));
+    assert_eq!(leftovers(rig.dir.path()), Vec::<String>::new());
+}
+
 /// CreateSnapshot leaves the hashing to later; a driver that is killed before it is done is followed by one
 /// that goes on. Deltas asked meanwhile are exact, and in the end every hash is right.
 #[tokio::test(flavor = "multi_thread")]
@@ -210,6 +225,8 @@ async fn hashing_goes_on_after_a_kill() {
         assert!(seen.status.success(), "{pool:?}: {seen:?}");
         let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
         assert_eq!((&report["snapshots"], &report["bytes"]), (&2.into(), &(2 * 512 * MIB - 5 * 4096).into()));
+        assert_eq!(report["unhashed"], 0);
+        interrupt_verify(&rig);
         rig.start_again().await;
         rig.finish();
     }

@@ -39,7 +39,7 @@ use regex::Regex;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use super::{Done, Output};
+use super::{Done, INTERRUPTED, Output};
 use crate::base::{BlockSize, Quantity};
 use crate::client::Client;
 use crate::csi::Endpoint;
@@ -53,8 +53,6 @@ use secrets::Secrets;
 
 /// Exit status where the suite can not run on the driver.
 const CAN_NOT_RUN: u8 = 2;
-/// Exit status after a signal.
-const INTERRUPTED: u8 = 130;
 
 /// Test the SnapshotMetadata service of any CSI driver.
 ///

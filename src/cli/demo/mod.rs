@@ -13,7 +13,7 @@ use std::time::Instant;
 use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{Done, Output};
+use super::{Done, INTERRUPTED, Output};
 use crate::base::{BlockSize, Quantity, Stop};
 use crate::pool::PoolChoice;
 use crate::sys;
@@ -87,7 +87,7 @@ async fn play(arguments: &Arguments) -> Done {
     let ok = told.is_ok() && left.is_empty() && !interrupted;
     report.verdict(ok, started.elapsed(), arguments.output == Output::Json)?;
     Ok(match (interrupted, ok) {
-        (true, _) => ExitCode::from(130),
+        (true, _) => ExitCode::from(INTERRUPTED),
         (false, true) => ExitCode::SUCCESS,
         (false, false) => ExitCode::FAILURE,
     })

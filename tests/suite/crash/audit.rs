@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use deltapath::base::Stop;
 use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
-use deltapath::driver::{Inspection, Severity};
+use deltapath::driver::{Inspected, Inspection, Severity};
 use deltapath::store::SnapshotRecord;
 use deltapath::sys::{freeze, mount};
 
@@ -156,7 +156,7 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
                     found.loss(format!("volume {id} is listed with {volume:?}, its record says {record}"));
                 }
                 // On a full pool a volume is detached, and its record says so after the next try.
-                let presumed = matches!(when, When::Cut | When::Failed) && !volume.attached;
+                let presumed = when == When::Failed && !volume.attached;
                 if record["attached"].is_null() == volume.attached && !presumed {
                     found.loss(format!("volume {id} is listed as {volume:?}, its record says {record}"));
                 }
@@ -231,7 +231,7 @@ fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
 async fn snapshots(rig: &mut Rig, scene: &mut Scene, list: &Listed, when: When, found: &mut Findings) {
     let inspection = Inspection::open(&rig.data_dir()).expect("inspect");
     let mut lines: BTreeMap<String, Vec<Arc<SnapshotRecord>>> = BTreeMap::new();
-    for (record, _) in inspection.snapshots() {
+    for Inspected { record, .. } in inspection.snapshots() {
         match inspection.verify(&record.id, &|_| {}, &Stop::default()) {
             Ok(Some(wrong)) if wrong.is_empty() => {}
             wrong => found.loss(format!("snapshot {} does not agree with itself: {wrong:?}", record.id)),

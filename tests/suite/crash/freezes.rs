@@ -68,6 +68,7 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     let (mut client, source) = (rig.client.clone(), scene.files.clone());
     let call = tokio::spawn(async move { client.create_snapshot("left behind", &source).await });
     while !orders.passed().iter().any(|point| point.hit) {
+        assert!(!call.is_finished(), "the call ends without passing the step");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let staging = rig.kubelet().join(&scene.files).join("staging");
@@ -105,6 +106,7 @@ async fn a_freeze_that_somebody_else_undoes_is_told() {
     let (mut client, source) = (rig.client.clone(), scene.files.clone());
     let call = tokio::spawn(async move { client.create_snapshot("torn", &source).await });
     while !orders.passed().iter().any(|point| point.hit) {
+        assert!(!call.is_finished(), "the call ends without passing the step");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     let staging = rig.kubelet().join(&scene.files).join("staging");

@@ -58,14 +58,17 @@ async fn rounds(pool: PoolKind, count: usize) {
         let finished = tokio::select! {
             made = job.make(&mut client, &scene) => {
                 usual[which] = (usual[which] + started.elapsed()) / 2;
-                made.is_ok()
+                if let Err(status) = made {
+                    tally.lost(&rig, &format!("{context}: fails before the kill: {status}"));
+                }
+                true
             }
             () = tokio::time::sleep(moment) => false,
         };
         rig.kill();
         tally.round(!finished);
         rig.start_again().await;
-        retried(&mut rig, &mut scene, &job, &mut tally, &context).await;
+        retried(&mut rig, &mut scene, &job, &mut tally, When::Cut, &context).await;
     }
     assert!(tally.cut > count / 4, "only {} of {count} calls were cut by the kill", tally.cut);
     scene.leave(&mut rig).await;
@@ -73,8 +76,8 @@ async fn rounds(pool: PoolKind, count: usize) {
 }
 
 /// What follows each call that was cut short: a look, the retry, a look, all undone, and a look.
-async fn retried(rig: &mut Rig, scene: &mut Scene, job: &Job, tally: &mut Tally, context: &str) {
-    tally.look(rig, scene, When::Cut, context).await;
+async fn retried(rig: &mut Rig, scene: &mut Scene, job: &Job, tally: &mut Tally, when: When, context: &str) {
+    tally.look(rig, scene, when, context).await;
     let mut client = rig.client.clone();
     let made = match job.make(&mut client, scene).await {
         Ok(made) => made,

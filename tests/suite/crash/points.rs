@@ -186,6 +186,7 @@ impl Lab {
         while self.round(call, cut, at).await {
             at += stride.step;
         }
+        assert!(at > 1 || stride.step > 1, "{call:?} passes no point at all");
     }
 
     /// One round; whether the point was reached.
@@ -224,24 +225,19 @@ impl Lab {
         if let Some(point) = hit {
             self.tally.point(format!("{call:?} {cut:?} {} {}", point.number, point.step));
         }
-        match cut {
-            // Also after the last point: done, and nobody was told.
-            Cut::Kill => {
-                self.rig.kill();
-                self.rig.start_again().await;
-            }
-            // Half of them as they are, half after a restart: what memory hides shows there.
-            Cut::Error(_) => {
-                self.tally.look(&mut self.rig, &mut self.scene, When::Failed, &context).await;
-                if self.round.is_multiple_of(2) {
-                    self.rig.kill();
-                    self.rig.start_again().await;
-                }
-            }
+        if cut != Cut::Kill {
+            self.tally.look(&mut self.rig, &mut self.scene, When::Failed, &context).await;
         }
-        let reached = hit.is_some();
-        retried(&mut self.rig, &mut self.scene, &job, &mut self.tally, &context).await;
-        reached
+        let mut when = When::Failed;
+        // A kill also after the last point: done, and nobody was told. After an error half of them, for what
+        // memory hides shows then.
+        if cut == Cut::Kill || self.round.is_multiple_of(2) {
+            self.rig.kill();
+            self.rig.start_again().await;
+            when = When::Cut;
+        }
+        retried(&mut self.rig, &mut self.scene, &job, &mut self.tally, when, &context).await;
+        hit.is_some()
     }
 
     /// An injected error is told, unless its step is one that may fail.

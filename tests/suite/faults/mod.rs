@@ -113,6 +113,10 @@ impl Disk {
     pub fn finish(self) {
         let devices = sweep::devices_below(&self.mount_point).expect("devices");
         assert!(devices.is_empty(), "left behind: {devices:?}");
+        let mounts = deltapath::sys::mount::mounts().expect("mounts");
+        let below = |at: &Path| at != self.mount_point && at.starts_with(&self.mount_point);
+        let mounts: Vec<_> = mounts.iter().map(|mount| &mount.mount_point).filter(|at| below(at)).collect();
+        assert!(mounts.is_empty(), "left behind: {mounts:?}");
     }
 }
 

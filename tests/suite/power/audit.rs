@@ -106,8 +106,14 @@ fn verify(data_dir: &Path) -> Option<String> {
 /// `deltapath check` finds leftovers at most: a file beside a record that was to replace it.
 fn check(data_dir: &Path) -> Option<String> {
     let (code, said) = examine("check", data_dir);
-    let sound = code == Some(0) || code == Some(3) && !said.contains("stranger: ");
-    (!sound).then(|| format!("check: {said}"))
+    let is_draft = |line: &str| {
+        let path = line.strip_prefix("leftover: ").and_then(|line| line.split(": ").next());
+        path.is_some_and(|path| path.ends_with(".new") || path.ends_with(".compared"))
+    };
+    let found =
+        |line: &&str| ["damage: ", "leftover: ", "stranger: "].iter().any(|kind| line.starts_with(kind));
+    let drafts_alone = code == Some(3) && said.lines().filter(found).all(is_draft);
+    (code != Some(0) && !drafts_alone).then(|| format!("check: {said}"))
 }
 
 fn examine(command: &str, data_dir: &Path) -> (Option<i32>, String) {

@@ -68,10 +68,10 @@ impl Machine {
         let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
         let rack = Arc::new(Rack::start(&dir.path().join("rack"), DISK));
         std::fs::create_dir_all(dir.path().join("machine/data")).expect("directories");
-        let machine = Machine { rack, host, pool, device: None, driver: None, dir };
+        let mut machine = Machine { rack, host, pool, device: None, driver: None, dir };
         let device = LoopDevice::attach(&machine.rack.path(0), Access::ReadWrite).expect("attach");
-        host.format(&device.path());
-        detach(device);
+        host.format(&machine.device.insert(device).path());
+        machine.off();
         machine
     }
 

@@ -57,7 +57,9 @@ fn takes_part(name: &str) -> bool {
 
 fn seed() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
-    (now.as_nanos() as u64) | 1
+    let seed = (now.as_nanos() as u64) | 1;
+    println!("power: seed={seed}");
+    seed
 }
 
 /// Lets a machine work, from its first start on, until its power was cut so many times.

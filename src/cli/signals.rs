@@ -1,0 +1,22 @@
+//! Ctrl-C and SIGTERM to a command that has mounted a pool: it ends its work and unmounts it first.
+
+use nix::sys::signal::{SigSet, Signal};
+
+use crate::base::Stop;
+
+/// From here on a signal asks for an end instead of making it. To be called while there is no other thread: those
+/// that are there keep taking signals as before.
+pub(super) fn stop_on_signals() -> std::io::Result<Stop> {
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+    signals.thread_block()?;
+    let stop = Stop::default();
+    std::thread::Builder::new().name("signals".into()).spawn({
+        let stop = stop.clone();
+        move || {
+            while signals.wait().is_ok() {
+                stop.cancel();
+            }
+        }
+    })?;
+    Ok(stop)
+}
