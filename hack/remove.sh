@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Takes deltapath out of a cluster in an order that leaves nothing behind: volumes and snapshots first, while there
-# is a driver that deletes them, then the driver. Without --volumes it refuses while there are any.
+# is a driver that deletes them, then the driver. Without --volumes it refuses while there are any. It goes by what the
+# cluster says: where kubectl fails nothing more is deleted.
 set -euo pipefail
 # shellcheck source=hack/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -22,6 +23,12 @@ need kubectl
 on() { kubectl "${context[@]}" "$@"; }
 driver=deltapath.csi.dev
 
+# Objects of a CRD, by its name; none where the cluster lacks it, as many lack that of groups.
+custom() {
+    local known
+    known=$(on get customresourcedefinitions "$1" --ignore-not-found --output name) || return
+    [ -z "$known" ] || on get "$1" --output "go-template=$2"
+}
 # Lines of "namespace name" and the like, of what belongs to this driver. The dollars are the templates' own.
 claims() {
     on get persistentvolumes --output go-template='{{range .items}}{{if .spec.csi}}{{if eq .spec.csi.driver "'"$driver"'"}}{{if .spec.claimRef}}{{.spec.claimRef.namespace}} {{.spec.claimRef.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}'
@@ -30,64 +37,84 @@ volumes() {
     on get persistentvolumes --output go-template='{{range .items}}{{if .spec.csi}}{{if eq .spec.csi.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}{{end}}'
 }
 snapshots() {
-    on get volumesnapshotcontents --output go-template='{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.spec.volumeSnapshotRef.namespace}} {{.spec.volumeSnapshotRef.name}}{{"\n"}}{{end}}{{end}}'
+    custom volumesnapshotcontents.snapshot.storage.k8s.io '{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.spec.volumeSnapshotRef.namespace}} {{.spec.volumeSnapshotRef.name}}{{"\n"}}{{end}}{{end}}'
 }
 contents() {
-    on get volumesnapshotcontents --output go-template='{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
+    custom volumesnapshotcontents.snapshot.storage.k8s.io '{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
 }
 groups() {
-    on get volumegroupsnapshotcontents --output go-template='{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.spec.volumeGroupSnapshotRef.namespace}} {{.spec.volumeGroupSnapshotRef.name}}{{"\n"}}{{end}}{{end}}'
+    custom volumegroupsnapshotcontents.groupsnapshot.storage.k8s.io '{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.spec.volumeGroupSnapshotRef.namespace}} {{.spec.volumeGroupSnapshotRef.name}}{{"\n"}}{{end}}{{end}}'
 }
 group_contents() {
-    on get volumegroupsnapshotcontents --output go-template='{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
+    custom volumegroupsnapshotcontents.groupsnapshot.storage.k8s.io '{{range .items}}{{if eq .spec.driver "'"$driver"'"}}{{.metadata.name}}{{"\n"}}{{end}}{{end}}'
 }
 # Pods of a namespace that mount a claim; pods with an inline volume of the driver.
 # shellcheck disable=SC2016
-pods_with() {
+claim_pods() {
     on get pods --namespace "$1" --output go-template='{{range $pod := .items}}{{range .spec.volumes}}{{if .persistentVolumeClaim}}{{if eq .persistentVolumeClaim.claimName "'"$2"'"}}{{$pod.metadata.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}'
 }
 # shellcheck disable=SC2016
 inline_pods() {
-    on get pods --all-namespaces --output go-template='{{range $pod := .items}}{{range .spec.volumes}}{{if .csi}}{{if eq .csi.driver "'"$driver"'"}}{{$pod.metadata.namespace}} {{$pod.metadata.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}'
+    on get pods --all-namespaces --output go-template='{{range $pod := .items}}{{range .spec.volumes}}{{if .csi}}{{if eq .csi.driver "'"$driver"'"}}{{$pod.metadata.namespace}} {{$pod.metadata.name}}{{"\n"}}{{end}}{{end}}{{end}}{{end}}' |
+        sort -u
 }
-gone() { [ -z "$("$1")" ]; }
+# Reads one of these lists into `listed`. A kubectl that fails has not said that there is nothing.
+list() {
+    listed=$("$@") || fail "kubectl fails, so nobody knows whether there are ${1//_/ } of deltapath: nothing more is deleted.
+Its own words stand above; run this again when it answers"
+}
+gone() {
+    local found
+    found=$("$1") && [ -z "$found" ]
+}
+
+# All of them once before the first deletion.
+for kind in volumes claims contents snapshots group_contents groups inline_pods; do list "$kind"; done
 
 if [ "$volumes" = no ]; then
     for kind in volumes contents group_contents inline_pods; do
-        gone "$kind" || fail "there are $kind of deltapath still:
-$("$kind")
+        list "$kind"
+        [ -z "$listed" ] || fail "there are $kind of deltapath still:
+$listed
 delete them, or say --volumes to have them deleted with their data"
     done
 else
     say "deleting pods that use volumes of deltapath"
+    list claims
     while read -r space claim; do
         [ -n "$claim" ] || continue
-        for pod in $(pods_with "$space" "$claim"); do
+        list claim_pods "$space" "$claim"
+        for pod in $listed; do
             on delete pod --namespace "$space" "$pod" --ignore-not-found --timeout 120s
         done
-    done < <(claims)
+    done <<<"$listed"
+    list inline_pods
     while read -r space pod; do
         [ -n "$pod" ] || continue
         on delete pod --namespace "$space" "$pod" --ignore-not-found --timeout 120s
-    done < <(inline_pods | sort -u)
+    done <<<"$listed"
 
     say "deleting group snapshots, snapshots and claims"
+    list groups
     while read -r space name; do
         [ -n "$name" ] || continue
         on delete volumegroupsnapshot --namespace "$space" "$name" --ignore-not-found --timeout 120s
-    done < <(groups)
+    done <<<"$listed"
+    list snapshots
     while read -r space name; do
         [ -n "$name" ] || continue
         on delete volumesnapshot --namespace "$space" "$name" --ignore-not-found --timeout 120s
-    done < <(snapshots)
+    done <<<"$listed"
+    list claims
     while read -r space name; do
         [ -n "$name" ] || continue
         on delete persistentvolumeclaim --namespace "$space" "$name" --ignore-not-found --timeout 120s
-    done < <(claims)
+    done <<<"$listed"
     for kind in volumes contents group_contents; do
-        await 120 "no $kind left" gone "$kind" ||
-            fail "$kind of deltapath do not go (a class with deletionPolicy Retain? a finalizer?):
-$("$kind")"
+        await 120 "no $kind left" gone "$kind" && continue
+        list "$kind"
+        [ -z "$listed" ] || fail "$kind of deltapath do not go (a class with deletionPolicy Retain? a finalizer?):
+$listed"
     done
 fi
 

@@ -17,7 +17,7 @@
 //! - [`sys`]: the kernel; the only `unsafe`.
 //! - [`base`]: ids, blocks, quantities, paths.
 //!
-//! A test (`tests/suite/arrows.rs`) reads the `use` lines and fails when one points up.
+//! A test (`tests/suite/arrows.rs`) reads the `crate::` paths and fails when one points up.
 
 pub mod base;
 pub mod cbt;

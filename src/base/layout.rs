@@ -11,9 +11,13 @@
 //!     snapshots/<id>/bytes/data.img
 //!     groups/<id>/record.json     a group snapshot
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
-//!     retained/<id>/              deleted snapshots, and groups of them, that deltas are still told from
+//!     retained/<id>/              deleted snapshots, and groups of them, that deltas are still told from;
+//!                                 a snapshot there has a deleted.json, and may have no bytes
 //!     staging/                    half-made and half-removed objects, emptied at start
 //! ```
+//!
+//! A crash may leave drafts beside these files, which nobody reads: `<name>.new` of a file that was to be made or
+//! replaced, `changed.map.compared` of a comparison.
 
 use std::path::{Path, PathBuf};
 

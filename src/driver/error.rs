@@ -49,7 +49,7 @@ pub enum Error {
     /// No such object, or no more.
     #[error("{kind} {id} does not exist")]
     NotFound {
-        /// `volume` or `snapshot`.
+        /// What was looked for: `volume`, `snapshot`, `group snapshot`, `node` and so on.
         kind: &'static str,
         /// The id as the client wrote it, cut to a readable length.
         id: String,

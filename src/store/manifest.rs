@@ -17,7 +17,7 @@ pub struct Manifest {
     pub version: u32,
     /// The driver's name: its topology keys and volume handles are known to the cluster by it.
     pub driver_name: String,
-    /// How the pool copies: `reflink` or `copy`.
+    /// How the pool copies: `btrfs`, `reflink` or `copy`.
     pub pool: String,
     /// Whether the pool lives in `pool.img`.
     pub in_image: bool,

@@ -7,11 +7,15 @@ use std::process::Command;
 
 use crate::manifests::repository;
 
-/// Answers as a healthy cluster would, and writes its name and arguments into `$CALLS`.
+/// Answers as a healthy cluster would, and writes its name and arguments into `$CALLS`. A call that holds the words
+/// of `$FAILING` fails; `$VOLUMES` and `$CRDS` are what the cluster says that it has of these.
 const PROGRAM: &str = r#"#!/bin/bash
 me=$(basename "$0")
 echo "$me $*" >>"$CALLS"
 case "$me $*" in
+    *"${FAILING:-words of no call}"*) echo "$me: connection refused" >&2; exit 1 ;;
+    *" get persistentvolumes "*) echo "${VOLUMES-}" ;;
+    *" get customresourcedefinitions "*) echo "${CRDS-}" ;;
     "docker info") exit "${DOCKER_FAILS:-0}" ;;
     "kind version") echo "kind v0.33.0 go1.26 linux/amd64" ;;
     "kind get clusters") cat "$CLUSTERS" ;;
@@ -181,15 +185,56 @@ fn the_smoke_test_runs_every_example_and_fails_on_a_wrong_delta() {
 
 #[test]
 fn remove_refuses_while_there_are_volumes() {
-    let stage = Stage::new(&[]);
-    let kubectl = stage.dir.path().join("bin/kubectl");
-    let text = PROGRAM.replace(
-        "    \"docker info\")",
-        "    *\"get persistentvolumes\"*) echo pv-1 ;;\n    \"docker info\")",
-    );
-    std::fs::write(&kubectl, text).expect("write");
-    std::fs::set_permissions(&kubectl, std::fs::Permissions::from_mode(0o755)).expect("chmod");
-    let (ok, said) = stage.run("hack/remove.sh", &[], &[]);
+    let stage = Stage::all();
+    let (ok, said) = stage.run("hack/remove.sh", &[], &[("VOLUMES", "pv-1")]);
     assert!(!ok && said.contains("there are volumes of deltapath still:\npv-1"), "{said}");
     assert!(!stage.calls().contains(" delete "), "something was deleted");
+}
+
+/// A cluster that does not answer is not one without volumes: each thing that is asked may be what fails.
+#[test]
+fn remove_deletes_nothing_where_kubectl_fails() {
+    let stage = Stage::all();
+    let asked = [
+        "get persistentvolumes",
+        "get customresourcedefinitions volumesnapshotcontents.",
+        "get volumesnapshotcontents.",
+        "get customresourcedefinitions volumegroupsnapshotcontents.",
+        "get volumegroupsnapshotcontents.",
+        "get pods --all-namespaces",
+    ];
+    for failing in asked {
+        for arguments in [&[] as &[&str], &["--volumes"]] {
+            let (ok, said) =
+                stage.run("hack/remove.sh", arguments, &[("FAILING", failing), ("CRDS", "there")]);
+            let why = said.contains("connection refused") && said.contains("kubectl fails");
+            assert!(!ok && why, "{failing} {arguments:?}: {said}");
+            let calls = stage.calls();
+            assert!(
+                calls.contains(failing) && !calls.contains(" delete "),
+                "{failing} {arguments:?}: {calls}"
+            );
+        }
+    }
+    let failing = [("FAILING", "get pods --namespace space"), ("VOLUMES", "space claim")];
+    let (ok, said) = stage.run("hack/remove.sh", &["--volumes"], &failing);
+    assert!(!ok && said.contains("kubectl fails"), "{said}");
+    let calls = stage.calls();
+    assert!(calls.contains("get pods --namespace space") && !calls.contains(" delete "), "{calls}");
+}
+
+/// Clusters without group snapshots are many: what has no CRD is not there, and nobody asks for it.
+#[test]
+fn remove_works_where_a_crd_is_missing() {
+    let stage = Stage::all();
+    for arguments in [&[] as &[&str], &["--volumes"]] {
+        let (ok, said) = stage.run("hack/remove.sh", arguments, &[]);
+        assert!(ok, "{arguments:?}: {said}");
+        let calls = stage.calls();
+        assert!(!calls.contains("get volumegroupsnapshotcontents"), "{calls}");
+        assert_in_order(
+            &calls,
+            &["get customresourcedefinitions volumegroupsnapshotcontents.", " delete --kustomize"],
+        );
+    }
 }

@@ -21,7 +21,7 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
     }
 }
 
-/// Seen elsewhere: expansion changes a record; file, device and filesystem stay small (known failure 23).
+/// Seen elsewhere: expansion changes a record; file, device and filesystem stay small.
 #[tokio::test(flavor = "multi_thread")]
 async fn file_device_and_filesystem_grow_while_in_use() {
     if !have_root() {
@@ -116,7 +116,7 @@ async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows() {
     rig.finish();
 }
 
-/// Seen elsewhere: after an expansion an old snapshot reports the new, larger capacity (known failure 7).
+/// Seen elsewhere: after an expansion an old snapshot reports the new, larger capacity.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size() {
     if !have_root() {

@@ -20,7 +20,7 @@ async fn snapshots(rig: &mut Rig, request: ListSnapshotsRequest) -> (Vec<String>
 }
 
 /// Seen elsewhere: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
-/// `next_token` is never set (known failure 32).
+/// `next_token` is never set.
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_tokens_are_refused_and_pages_are_whole() {
     if !have_root() {
@@ -76,7 +76,7 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
     rig.finish();
 }
 
-/// Seen elsewhere: the list by source volume returns one of three (known failure 33).
+/// Seen elsewhere: the list by source volume returns one of three.
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_are_filtered_by_source_and_by_id() {
     if !have_root() {

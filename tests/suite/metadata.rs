@@ -80,9 +80,9 @@ async fn allocated_and_delta_are_exact() {
     }
 }
 
-/// Seen elsewhere: an unaligned `starting_offset` shifts the comparison and loses changes (known
-/// failure 1); `max_results` -1 spins for ever (3); 1,000,000 makes a message over gRPC's limit (4);
-/// an offset past the end answers `OK` with nothing (5).
+/// Seen elsewhere: an unaligned `starting_offset` shifts the comparison and loses changes;
+/// `max_results` -1 spins for ever; 1,000,000 makes a message over gRPC's limit; an offset past the end
+/// answers `OK` with nothing.
 #[tokio::test(flavor = "multi_thread")]
 async fn any_offset_and_any_max_results_give_the_same_tail() {
     if !have_root() {
@@ -153,8 +153,7 @@ async fn any_offset_and_any_max_results_give_the_same_tail() {
     }
 }
 
-/// Seen elsewhere: an empty answer sends no message, so the client never learns type or capacity
-/// (known failure 10).
+/// Seen elsewhere: an empty answer sends no message, so the client never learns type or capacity.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_empty_answer_is_one_message_with_type_and_capacity() {
     if !have_root() {
@@ -182,7 +181,7 @@ async fn an_empty_answer_is_one_message_with_type_and_capacity() {
     }
 }
 
-/// Seen elsewhere: base and target the wrong way round are accepted (known failure 9).
+/// Seen elsewhere: base and target the wrong way round are accepted.
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_that_make_no_pair_are_refused() {
     if !have_root() {
@@ -217,7 +216,7 @@ async fn snapshots_that_make_no_pair_are_refused() {
 }
 
 /// Seen elsewhere: deleting the source volume makes its snapshots' metadata `NOT_FOUND` while they
-/// still restore (known failure 6).
+/// still restore.
 #[tokio::test(flavor = "multi_thread")]
 async fn metadata_outlives_the_volume_and_a_restart() {
     if !have_root() {
@@ -307,7 +306,7 @@ async fn block_size_and_style_are_as_the_classes_say() {
     }
 }
 
-/// Seen elsewhere: `max_results = 1000000` makes a message over gRPC's 4 MiB limit (known failure 4).
+/// Seen elsewhere: `max_results = 1000000` makes a message over gRPC's 4 MiB limit.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
     if !have_root() {

@@ -69,7 +69,7 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes() {
     }
 }
 
-/// Seen elsewhere: `readonly` is ignored for Block volumes (known failure 24).
+/// Seen elsewhere: `readonly` is ignored for Block volumes.
 #[tokio::test(flavor = "multi_thread")]
 async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
     if !have_root() {
@@ -176,7 +176,7 @@ async fn data_is_never_formatted_over() {
 }
 
 /// Seen elsewhere: a crash between the mount and the record leaks the mount; unpublish answers `OK`
-/// and unmounts nothing (known failure 25). Here the record comes first and the kernel is asked.
+/// and unmounts nothing. Here the record comes first and the kernel is asked.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_was_published_before_a_crash_is_found_and_undone() {
     if !have_root() {

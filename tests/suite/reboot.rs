@@ -10,7 +10,7 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use crate::support::content::Content;
 use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, wait};
 
-/// Seen elsewhere: after a reboot the loop devices are gone and publish fails (known failure 26). Here all
+/// Seen elsewhere: after a reboot the loop devices are gone and publish fails. Here all
 /// devices and mounts go, the pool's among them, and the records stay.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_volume_comes_back_after_a_reboot() {

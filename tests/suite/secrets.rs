@@ -29,8 +29,8 @@ fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// Seen elsewhere: at a high log level whole requests are logged, with their secrets (known failure
-/// 12). Mount flags count as secrets too (CSI spec, `MountVolume.mount_flags`).
+/// Seen elsewhere: at a high log level whole requests are logged, with their secrets.
+/// Mount flags count as secrets too (CSI spec, `MountVolume.mount_flags`).
 #[tokio::test(flavor = "multi_thread")]
 async fn no_secret_is_logged_stored_or_told() {
     if !have_root() {
@@ -134,7 +134,7 @@ async fn no_secret_is_logged_stored_or_told() {
     assert!(found.is_empty(), "stored: {found:?}");
 }
 
-/// Every call is in the log with method, ids, code and time, the streams as well (known failure 12).
+/// Every call is in the log with method, ids, code and time, the streams as well.
 #[tokio::test(flavor = "multi_thread")]
 async fn every_call_is_in_the_log() {
     if !have_root() {

@@ -13,7 +13,7 @@ use crate::support::content::{Content, blocks_of, open_device};
 use crate::support::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names};
 
 /// Seen elsewhere: a buffered write on the open device is missing from the snapshot, for nothing was
-/// flushed (known failure 13).
+/// flushed.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_holds_writes_that_nobody_synced() {
     if !have_root() {
@@ -55,8 +55,7 @@ fn disk_usage(dir: &Path) -> u64 {
         .sum()
 }
 
-/// Seen elsewhere: a snapshot of a volume that was never written takes its full capacity (known
-/// failure 20).
+/// Seen elsewhere: a snapshot of a volume that was never written takes its full capacity.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_takes_what_was_written_not_the_capacity() {
     if !have_root() {
@@ -79,8 +78,8 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity() {
     }
 }
 
-/// Seen elsewhere: a Block volume made from a Filesystem snapshot holds an archive's bytes (known
-/// failure 18). Here both are images of the same device.
+/// Seen elsewhere: a Block volume made from a Filesystem snapshot holds an archive's bytes.
+/// Here both are images of the same device.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_snapshot_restores_as_a_block_volume() {
     if !have_root() {
@@ -179,8 +178,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume() {
     }
 }
 
-/// Seen elsewhere: a snapshot that fails leaves its file behind, and each retry leaves another (known
-/// failure 21).
+/// Seen elsewhere: a snapshot that fails leaves its file behind, and each retry leaves another.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_that_fails_leaves_nothing() {
     if !have_root() {
@@ -206,7 +204,7 @@ async fn a_snapshot_that_fails_leaves_nothing() {
 }
 
 /// A raw device on a pool whose copies take time: either the copy is one that the device held at one
-/// moment, or the call fails (known failure 14). The writer writes a number to the first block and
+/// moment, or the call fails. The writer writes a number to the first block and
 /// then to the last; a copy in which the last is ahead of the first is torn.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_of_a_device_under_write_is_never_torn() {

@@ -23,7 +23,7 @@ pub fn refused(command: &mut Command) -> String {
     String::from_utf8(output.stderr).expect("utf-8")
 }
 
-/// Seen elsewhere: two drivers on one state directory corrupt it (known failure 31).
+/// Seen elsewhere: two drivers on one state directory corrupt it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_data_dir_has_one_driver() {
     if !have_root() {
@@ -117,8 +117,8 @@ async fn a_data_dir_is_started_as_it_was_made() {
     assert!(said.contains("version 7") && said.contains("upgrade"), "{said}");
 }
 
-/// Seen elsewhere: a state file cut short keeps the driver from ever starting again (known failure
-/// 30). Here a record that is damaged costs its object, is named, and nobody else notices.
+/// Seen elsewhere: a state file cut short keeps the driver from ever starting again.
+/// Here a record that is damaged costs its object, is named, and nobody else notices.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_record_cut_short_does_not_stop_the_driver() {
     if !have_root() {

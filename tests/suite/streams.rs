@@ -29,7 +29,7 @@ async fn needle(rig: &mut Rig, mib: i64) -> (String, String, u64) {
 }
 
 /// Seen elsewhere: a cancel or a deadline midway ends the stream with `OK`; the backup is cut short
-/// and believes it is whole (known failure 2).
+/// and believes it is whole.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deadline_midway_never_ends_with_ok() {
     if !have_root() {

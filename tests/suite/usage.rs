@@ -35,7 +35,7 @@ async fn controller_condition(rig: &Rig, volume: &str) -> VolumeCondition {
 }
 
 /// Seen elsewhere: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
-/// host disk (known failure 28).
+/// host disk.
 #[tokio::test(flavor = "multi_thread")]
 async fn stats_are_those_of_the_volume_itself() {
     if !have_root() {

@@ -19,8 +19,7 @@ fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     request
 }
 
-/// Seen elsewhere: 1.5 MiB asked, 1 MiB made, 1.5 MiB reported; no size asked is an error (known
-/// failure 22).
+/// Seen elsewhere: 1.5 MiB asked, 1 MiB made, 1.5 MiB reported; no size asked is an error.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked() {
     if !have_root() {
@@ -161,7 +160,7 @@ async fn what_is_wrong_with_a_request_is_said() {
 }
 
 /// Seen elsewhere: the content source is not recorded, so a retry with another source or mode
-/// answers `OK`, and a retry of a clone answers `ALREADY_EXISTS` (known failure 17).
+/// answers `OK`, and a retry of a clone answers `ALREADY_EXISTS`.
 #[tokio::test(flavor = "multi_thread")]
 async fn creation_is_idempotent_by_name_and_clashes_are_told() {
     if !have_root() {
@@ -210,7 +209,7 @@ async fn creation_is_idempotent_by_name_and_clashes_are_told() {
 }
 
 /// Seen elsewhere: a restore into a larger volume leaves the backing file short, and reads past it
-/// fail with EIO (known failure 15).
+/// fail with EIO.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restore_into_a_larger_volume_has_the_full_size() {
     if !have_root() {
@@ -241,7 +240,7 @@ async fn a_restore_into_a_larger_volume_has_the_full_size() {
 }
 
 /// Seen elsewhere: one lock is held during copies, and a capacity query waits 20 s for somebody's
-/// restore (known failure 19). Here it answers within 100 ms during a copy of gigabytes; one of three tries
+/// restore. Here it answers within 100 ms during a copy of gigabytes; one of three tries
 /// has to, for the machine may be busy with other tests, and a lock would hold up all three.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_copy_is_in_nobodys_way() {
@@ -304,7 +303,7 @@ async fn a_long_copy_is_in_nobodys_way() {
     rig.finish();
 }
 
-/// Seen elsewhere: deleted volumes leave loop devices on deleted files (known failure 29).
+/// Seen elsewhere: deleted volumes leave loop devices on deleted files.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted() {
     if !have_root() {

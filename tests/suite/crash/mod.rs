@@ -1,7 +1,7 @@
 //! The driver is killed, and its steps fail, in all calls that change something.
 //!
 //! The incident: a driver is killed in the middle of a restore; kubelet's retry finds a volume of
-//! that name, answers `OK`, and the workload runs on half its data (known failure 16). So after each
+//! that name, answers `OK`, and the workload runs on half its data. So after each
 //! kill here: start again, look at every object (whole or absent), retry the call, look again, and
 //! find no file, device or mount that nothing explains.
 //!

@@ -4,7 +4,7 @@
 //! reached the disk, and the object that the cluster counts on is gone (12 of 12 times, without the sync). A
 //! killed process shows nothing of that, for the kernel lives on and writes what the process wrote.
 //!
-//! So here the machine's disk is one whose cache is lost (`support/disk.rs`): clients make calls, the disk is
+//! So here the machine's disk is one whose cache is lost (`support/disk/mod.rs`): clients make calls, the disk is
 //! cut at random moments and right after acknowledgements, and each cut is booted and audited.
 
 mod audit;
