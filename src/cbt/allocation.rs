@@ -10,13 +10,6 @@ use super::{Error, Result};
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 use crate::sys::extents::DataRanges;
 
-/// What a scan counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Census {
-    /// Blocks that hold data.
-    pub allocated: u64,
-}
-
 /// Writes the `allocated` map of a file that nobody writes any more.
 pub fn scan_allocated(
     data: &File,
@@ -24,11 +17,10 @@ pub fn scan_allocated(
     map_path: &Path,
     header: MapHeader,
     stop: &Stop,
-) -> Result<Census> {
+) -> Result<()> {
     let size = header.block_size;
     let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
     let mut writer = MapWriter::create(map_path, header)?;
-    let mut census = Census::default();
     let mut next = 0;
     for range in DataRanges::of(data, data_path, within) {
         stop.check()?;
@@ -37,12 +29,10 @@ pub fn scan_allocated(
         let blocks = BlockRange { start: blocks.start.max(next), ..blocks };
         if !blocks.is_empty() {
             writer.insert(blocks)?;
-            census.allocated += blocks.len();
             next = blocks.end;
         }
     }
-    writer.finish()?;
-    Ok(census)
+    writer.finish()
 }
 
 /// The `allocated` map of a snapshot, with the data that a damaged segment is made from again.

@@ -104,6 +104,19 @@ impl HashFile {
         }))
     }
 
+    /// Reads a page to write it again. One that the disk does not give back is replaced; whoever only reads it is told,
+    /// for a disk that fails may give back zeros for the data as well.
+    pub(super) fn page_to_update(&self, number: u64) -> Result<Page> {
+        match self.page(number) {
+            Err(Error::Sys(error)) if error.is_unreadable() => {
+                let error = error.to_string();
+                tracing::warn!(path = %self.path.display(), page = number, error, "hash page is damaged, replacing it");
+                Ok(Page::empty())
+            }
+            page => page,
+        }
+    }
+
     /// `None` where the checksum is wrong.
     fn look(&self, number: u64) -> Result<Option<Page>> {
         let mut page = Page::empty();
@@ -174,6 +187,17 @@ impl HashReader {
         let hash = page.get(block);
         self.cached = Some((number, page));
         Ok(hash)
+    }
+
+    /// The same for whoever needs no hash where there is none: `None` also where the disk does not give it back.
+    pub(super) fn get_if_readable(&mut self, block: u64) -> Result<Option<BlockHash>> {
+        match self.get(block) {
+            Err(Error::Sys(error)) if error.is_unreadable() => {
+                self.cached = Some((page_of(block), Page::empty()));
+                Ok(None)
+            }
+            hash => hash,
+        }
     }
 }
 

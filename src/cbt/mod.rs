@@ -18,7 +18,7 @@ mod scrub;
 mod segment;
 mod written;
 
-pub use allocation::{AllocatedScan, Allocation, Census, scan_allocated};
+pub use allocation::{AllocatedScan, Allocation, scan_allocated};
 pub use delta::{DeltaScan, Side};
 pub use error::Error;
 pub use hash::{BlockHash, hash_each, zero_hash};

@@ -85,7 +85,7 @@ fn differing_hashes(
     let start = segment_range(index).start;
     for within in both {
         let block = start + u64::from(within);
-        let (before, after) = (parent.get(block)?, child.get(block)?);
+        let (before, after) = (parent.get_if_readable(block)?, child.get(block)?);
         if before.is_none() || before != after {
             changed.insert(within);
         }
@@ -174,11 +174,10 @@ impl ToHash<'_> {
     pub fn hash_segment(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
         let pages = runs_by_page(index, members);
         pages.par_iter().try_for_each_init(Vec::new, |buffer, (number, runs)| {
-            stop.check()?;
-            let mut page = self.hashes.page(*number)?;
+            let mut page = self.hashes.page_to_update(*number)?;
             for run in runs {
                 let put = |block, hash: BlockHash| page.set(block, &hash);
-                hash_run(self.data, self.data_path, *run, self.size, buffer, put)?;
+                hash_run(self.data, self.data_path, *run, self.size, buffer, stop, put)?;
             }
             self.hashes.write_page(*number, &mut page)
         })
@@ -191,12 +190,14 @@ impl ToHash<'_> {
         index: u32,
         members: RoaringBitmap,
         from: &mut HashReader,
+        stop: &Stop,
     ) -> Result<RoaringBitmap> {
         let mut taken = RoaringBitmap::new();
         for (number, runs) in runs_by_page(index, members) {
-            let mut page = self.hashes.page(number)?;
+            stop.check()?;
+            let mut page = self.hashes.page_to_update(number)?;
             for block in runs.into_iter().flat_map(|run| run.start..run.end) {
-                if let Some(hash) = from.get(block)? {
+                if let Some(hash) = from.get_if_readable(block)? {
                     page.set(block, &hash);
                     taken.insert(locate(block).1);
                 }
@@ -234,11 +235,13 @@ fn hash_run(
     run: BlockRange,
     size: BlockSize,
     buffer: &mut Vec<u8>,
+    stop: &Stop,
     mut put: impl FnMut(u64, BlockHash),
 ) -> Result<()> {
     let at_once = (READ / size.bytes()).max(1);
     let mut block = run.start;
     while block < run.end {
+        stop.check()?;
         let count = at_once.min(run.end - block);
         buffer.resize((count * size.bytes()) as usize, 0);
         data.read_exact_at(buffer, block * size.bytes()).context("read", data_path)?;
@@ -282,7 +285,7 @@ impl HashingCopy {
         while block < first + hashed.len() as u64 {
             let number = page_of(block);
             let end = ((number + 1) * SLOTS).min(first + hashed.len() as u64);
-            let mut page = self.hashes.page(number)?;
+            let mut page = self.hashes.page_to_update(number)?;
             for block in block..end {
                 page.set(block, &hashed[(block - first) as usize]);
             }

@@ -60,9 +60,11 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
         };
         progress((&found & &unhashed).len() * size.bytes());
         let wrong = wrong_blocks(&data, dir, &hashes, size, runs(found - unhashed, at), progress, stop)?;
-        for run in runs(wrong.into_iter().map(|block| locate(block).1).collect(), at) {
-            let what = "the data can not be read, or is not what was hashed".to_owned();
-            findings.push(Finding { what, range: Some(run.bytes(size)) });
+        for what in [UNREADABLE, UNLIKE, UNHASHED] {
+            let such = wrong.iter().filter(|(_, why)| *why == what);
+            for run in runs(such.map(|(block, _)| locate(*block).1).collect(), at) {
+                findings.push(Finding { what: what.to_owned(), range: Some(run.bytes(size)) });
+            }
         }
     }
     Ok(findings)
@@ -147,7 +149,11 @@ fn runs(members: RoaringBitmap, at: impl Fn(u32) -> u64) -> Vec<BlockRange> {
         .collect()
 }
 
-/// The blocks whose content is not what was hashed, ascending.
+const UNREADABLE: &str = "the data can not be read";
+const UNLIKE: &str = "the data is not what was hashed";
+const UNHASHED: &str = "the page of their hashes is damaged, or was never written";
+
+/// The blocks whose content is not known to be what was hashed, ascending, and why not.
 fn wrong_blocks(
     data: &File,
     dir: &ObjectDir,
@@ -156,7 +162,7 @@ fn wrong_blocks(
     runs: Vec<BlockRange>,
     progress: Progress<'_>,
     stop: &Stop,
-) -> Result<Vec<u64>> {
+) -> Result<Vec<(u64, &'static str)>> {
     let at_once = (SHARE / size.bytes()).max(1);
     let shares: Vec<BlockRange> = runs
         .into_iter()
@@ -172,20 +178,22 @@ fn wrong_blocks(
         buffer.resize(range.len() as usize, 0);
         if let Err(error) = data.read_exact_at(buffer, range.start) {
             tracing::error!(path = %dir.data().display(), %error, start = range.start, "data can not be read");
-            return Ok((share.start..share.end).collect());
+            return Ok((share.start..share.end).map(|block| (block, UNREADABLE)).collect());
         }
         let mut reader = HashReader::new(hashes.try_clone()?);
         let mut computed = Vec::new();
         hash_each(buffer, size, |number, hash| computed.push((share.start + number, hash)));
         let mut wrong = Vec::new();
         for (block, hash) in computed {
-            if reader.get(block)? != Some(hash) {
-                wrong.push(block);
+            match reader.get(block)? {
+                Some(known) if known == hash => {}
+                Some(_) => wrong.push((block, UNLIKE)),
+                None => wrong.push((block, UNHASHED)),
             }
         }
         progress(range.len());
         Ok(wrong)
     });
-    let wrong: Result<Vec<Vec<u64>>> = wrong.collect();
+    let wrong: Result<Vec<Vec<_>>> = wrong.collect();
     Ok(wrong?.concat())
 }

@@ -85,7 +85,7 @@ impl MapFile {
             return Err(Error::damaged(path, "it is too short for a trailer"));
         };
         let mut trailer = [0; TRAILER];
-        file.read_exact_at(&mut trailer, trailer_at).context("read", path)?;
+        read_at(&file, path, &mut trailer, trailer_at)?;
         let mut fields = Fields(&trailer);
         if fields.take::<8>() != MAGIC {
             return Err(Error::damaged(path, "its trailer is not that of a block map"));
@@ -101,7 +101,7 @@ impl MapFile {
             return Err(Error::damaged(path, format!("its table has {rows} rows")));
         };
         let mut bytes = vec![0; table_length as usize];
-        file.read_exact_at(&mut bytes, trailer_at - table_length).context("read", path)?;
+        read_at(&file, path, &mut bytes, trailer_at - table_length)?;
         let mut hasher = blake3::Hasher::new();
         hasher.update(&bytes).update(&trailer[..TRAILER - CHECKSUM]);
         if hasher.finalize() != fields.take::<CHECKSUM>() {
@@ -168,7 +168,7 @@ impl MapFile {
         };
         let entry = &self.table[row];
         let mut bytes = vec![0; entry.length as usize];
-        self.file.read_exact_at(&mut bytes, entry.offset).context("read", &self.path)?;
+        read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
         if blake3::hash(&bytes) != entry.checksum {
             let range = segment_range(index).bytes(self.header.block_size);
             let what = format!("the checksum of bytes {} to {} is wrong", range.start, range.end);
@@ -187,6 +187,17 @@ impl MapFile {
     /// The number of members, each segment read once.
     pub fn count(&self) -> Result<u64> {
         self.indexes().try_fold(0, |sum, index| Ok(sum + self.segment(index)?.len()))
+    }
+}
+
+/// Reads bytes of a map. What the disk does not give back is damaged, like what it gives back changed: it can be
+/// made again from the data.
+fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()> {
+    match file.read_exact_at(bytes, offset).context("read", path) {
+        Err(error) if error.is_unreadable() => {
+            Err(Error::damaged(path, format!("it can not be read: {error}")))
+        }
+        read => Ok(read?),
     }
 }
 
@@ -281,13 +292,13 @@ impl MapWriter {
     }
 
     /// Adds a whole segment of another map past those added before, as it is stored: a damaged one stays
-    /// damaged, under the same checksum.
+    /// damaged, under the same checksum. One that can not be read is an error, and nothing is added.
     pub fn copy_segment(&mut self, from: &MapFile, index: u32) -> Result<()> {
         let Ok(row) = from.table.binary_search_by_key(&index, |entry| entry.index) else { return Ok(()) };
-        self.turn_to(index + 1)?;
         let entry = &from.table[row];
         let mut bytes = vec![0; entry.length as usize];
-        from.file.read_exact_at(&mut bytes, entry.offset).context("read", &from.path)?;
+        read_at(&from.file, &from.path, &mut bytes, entry.offset)?;
+        self.turn_to(index + 1)?;
         step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
         self.table.push(Entry { offset: self.offset, ..entry.clone() });
         self.offset += u64::from(entry.length);

@@ -102,16 +102,18 @@ fn verify(
         bar.set_message(record.id.to_string());
         let progress = |bytes| bar.inc(bytes);
         let findings = match inspection.verify(&record.id, &progress, stop) {
-            Ok(Some(findings)) => findings,
+            Ok(Some(findings)) => {
+                report.snapshots += 1;
+                report.bytes += bytes;
+                report.unhashed += unhashed;
+                findings
+            }
             // Deleted meanwhile.
             Ok(None) => continue,
             Err(error) if error.stopped().is_some() => return Err(error.into()),
             // What can not be read is damage; the others are read all the same.
             Err(error) => vec![Finding { what: crate::driver::report(&error), range: None }],
         };
-        report.snapshots += 1;
-        report.bytes += bytes;
-        report.unhashed += unhashed;
         report.damage.extend(findings.into_iter().map(|finding| Damage {
             snapshot: record.id.clone(),
             what: finding.what,

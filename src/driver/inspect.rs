@@ -93,9 +93,9 @@ impl Inspection {
         let all: Vec<_> = self.store.read(|index| index.snapshots_after(None).cloned().collect());
         let inspected = |record: Arc<SnapshotRecord>| {
             let dir = self.store.snapshot_dir(&record);
-            let count = |path: &Path| MapFile::open(path).and_then(|map| map.count()).unwrap_or(0);
-            let blocks = count(&dir.allocated());
-            let unhashed = if record.tracking { count(&dir.pending()) } else { blocks };
+            let count = |path: &Path| MapFile::open(path).and_then(|map| map.count());
+            let blocks = count(&dir.allocated()).unwrap_or(0);
+            let unhashed = if record.tracking { count(&dir.pending()).unwrap_or(blocks) } else { blocks };
             let size = record.block_size.bytes();
             Inspected { bytes: blocks * size, unhashed: unhashed * size, record }
         };

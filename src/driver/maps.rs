@@ -77,11 +77,11 @@ impl Driver {
         }
         let files = self.copy_live(&mut copies)?;
         for ((new, copy), data) in snapshots.iter_mut().zip(copies).zip(files) {
-            if let Some(pour) = copy.pour {
+            if let Some(pour) = &copy.pour {
                 pour.hashing.sync()?;
             }
             new.record.birth = self.pool().birth(&new.draft)?;
-            self.write_maps(new, &data)?;
+            self.write_maps(new, &data, copy.pour.is_some())?;
         }
         Ok(())
     }
@@ -102,12 +102,13 @@ impl Driver {
         })
     }
 
-    fn write_maps(&self, new: &NewSnapshot, data: &File) -> Result<()> {
+    /// Whether its blocks are `hashed` by now is what its `pending` says.
+    fn write_maps(&self, new: &NewSnapshot, data: &File, hashed: bool) -> Result<()> {
         let NewSnapshot { draft, volume, record } = new;
         if record.tracking
             && let Some(parent) = self.parent(volume, record)
         {
-            match self.write_maps_from(new, data, &parent) {
+            match self.write_maps_from(new, data, hashed, &parent) {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 Err(Error::Cbt(cbt::Error::Damaged { path, what })) => {
@@ -127,7 +128,7 @@ impl Driver {
         }
         MapWriter::create(&draft.changed(), header(record))?.finish()?;
         // A slot counts only outside `pending`: all is, but for what a copy hashed on its way.
-        if draft.hashes().exists() {
+        if hashed {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
         } else {
             HashFile::create(&draft.hashes())?;
@@ -138,7 +139,7 @@ impl Driver {
 
     /// Writes the maps at the cost of what changed since a parent; `Ok(false)` where the pool can not tell
     /// that.
-    fn write_maps_from(&self, new: &NewSnapshot, data: &File, parent: &Parent) -> Result<bool> {
+    fn write_maps_from(&self, new: &NewSnapshot, data: &File, hashed: bool, parent: &Parent) -> Result<bool> {
         let NewSnapshot { draft, record, .. } = new;
         let (stop, path) = (Stop::default(), draft.data());
         let linked_to = parent.linked.then(|| Relation { snapshot: parent.id.clone(), exact: false });
@@ -147,7 +148,7 @@ impl Driver {
             scan_allocated(data, &path, &draft.allocated(), header(record), &stop)?;
             MapFile::open(&draft.allocated())
         };
-        if draft.hashes().exists() {
+        if hashed {
             let mut before = HashReader::new(parent.hashes.try_clone()?);
             let mut after = HashReader::new(HashFile::open(&draft.hashes())?);
             let candidates: Candidates<'_, PhysicalDiff<Extents<'_>, Extents<'_>>> = Candidates::Hashes {
@@ -201,9 +202,13 @@ impl Driver {
             },
         });
         let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        // A deletion moves its files while they are opened: then they are where it put them.
         let open = || self.open_parent(&found, volume, linked);
-        match open().or_else(|_| open()) {
+        // A deletion may move its files while they are opened.
+        let opened = open().or_else(|_| {
+            self.let_move(&found);
+            open()
+        });
+        match opened {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = super::report(&error);

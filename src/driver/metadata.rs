@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::locks::Key;
+use super::maps::header;
 use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ByteRange, Stop};
 use crate::cbt::{
-    self, AllocatedScan, Allocation, DeltaScan, MapFile, MapHeader, RunSource, Side, Tuples, scan_allocated,
+    self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples, scan_allocated,
 };
 use crate::store::{SnapshotRecord, TupleStyle};
 use crate::sys::{Context, durable};
@@ -143,12 +144,20 @@ impl Driver {
         }
     }
 
-    /// The files of a base. A deletion moves them while they are opened: then they are where it put them.
+    /// The files of a base. A deletion may move them while they are opened.
     fn base_side(&self, record: &SnapshotRecord) -> Result<Side> {
         match self.side(record) {
-            Err(Error::NotFound { .. }) => self.side(record),
+            Err(Error::NotFound { .. }) => {
+                self.let_move(record);
+                self.side(record)
+            }
             opened => opened,
         }
+    }
+
+    /// Waits for a deletion that moves the files of a snapshot: then they are where the index says, or gone.
+    pub(super) fn let_move(&self, record: &SnapshotRecord) {
+        drop(self.locks.wait(Key::Chain(record.volume.clone())));
     }
 
     pub(super) fn side(&self, record: &SnapshotRecord) -> Result<Side> {
@@ -159,7 +168,11 @@ impl Driver {
 
     /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
     /// been made again from the data.
-    fn healed<T>(&self, record: &SnapshotRecord, open: impl Fn() -> cbt::Result<T>) -> cbt::Result<T> {
+    pub(super) fn healed<T>(
+        &self,
+        record: &SnapshotRecord,
+        open: impl Fn() -> cbt::Result<T>,
+    ) -> cbt::Result<T> {
         let (path, what) = match open() {
             Err(cbt::Error::Damaged { path, what }) => (path, what),
             opened => return opened,
@@ -169,22 +182,24 @@ impl Driver {
         if path != dir.allocated() || MapFile::open(&path).is_ok() {
             return open();
         }
-        tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
-        let data_path = dir.data();
-        let data = match File::open(&data_path) {
-            Ok(data) => data,
-            Err(_) => return Err(cbt::Error::Lost { what: format!("{}: {what}", path.display()) }),
-        };
-        let header = MapHeader {
-            block_size: record.block_size,
-            blocks: record.block_size.blocks_in(record.capacity),
-            relative_to: None,
-        };
-        let fresh = path.with_extension("map.new");
-        durable::replace_with(&path, &fresh, |fresh| {
-            scan_allocated(&data, &data_path, fresh, header, &Stop::default()).map(drop)
-        })?;
+        self.write_allocated(record, &what)?;
         open()
+    }
+
+    /// Makes the `allocated` map of a snapshot again from the data. The caller holds the chain's lock.
+    pub(super) fn write_allocated(&self, record: &SnapshotRecord, what: &str) -> cbt::Result<()> {
+        let dir = self.store.snapshot_dir(record);
+        let (path, data_path) = (dir.allocated(), dir.data());
+        tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
+        let data = match File::open(&data_path).context("open", &data_path) {
+            Err(error) if error.is_not_found() => {
+                return Err(cbt::Error::Lost { what: format!("{}: {what}", path.display()) });
+            }
+            opened => opened?,
+        };
+        durable::replace_with(&path, &path.with_extension("map.new"), |fresh| {
+            scan_allocated(&data, &data_path, fresh, header(record), &Stop::default())
+        })
     }
 
     fn stream(
@@ -208,11 +223,17 @@ impl Driver {
     /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
     fn way(&self, base: &SnapshotRecord, target: &SnapshotRecord) -> Result<Option<Vec<MapFile>>> {
         let mut maps = Vec::new();
-        let mut at = self.store.snapshot_dir(target);
-        let mut found = target.id.clone();
-        while found != base.id {
-            let path = at.changed();
-            let map = match MapFile::open(&path) {
+        let mut at = target.clone();
+        while at.id != base.id {
+            let open = || MapFile::open(&self.store.snapshot_dir(&at).changed());
+            let opened = match open() {
+                Err(cbt::Error::Sys(error)) if error.is_not_found() => {
+                    self.let_move(&at);
+                    open()
+                }
+                opened => opened,
+            };
+            let map = match opened {
                 Ok(map) => map,
                 Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
                 Err(cbt::Error::Damaged { path, what }) => {
@@ -230,8 +251,7 @@ impl Driver {
             if maps.len() > MAX_STEPS {
                 return Ok(None);
             }
-            at = self.store.snapshot_dir(&before);
-            found = before.id.clone();
+            at = (*before).clone();
         }
         Ok(Some(maps))
     }

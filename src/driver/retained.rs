@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::{Driver, Result};
 use crate::base::{VolumeId, age};
-use crate::cbt::MapFile;
+use crate::cbt::{self, MapFile};
 use crate::store::{self, Draft, Retained, SnapshotRecord};
 
 /// `--retain-deleted COUNT[:AGE]`.
@@ -96,7 +96,7 @@ impl Driver {
                     true => self.forget_retained(record).map(Some),
                     false if is_next_base && self.pool().compares_bytes() => Ok(None),
                     false if self.pending_bytes(record) > 0 => Ok(None),
-                    false => self.store.take_bytes(record).map_err(Into::into),
+                    false => self.free_bytes(record),
                 };
             match outcome {
                 Ok(freed) => doomed.extend(freed),
@@ -107,6 +107,19 @@ impl Driver {
             }
         }
         doomed
+    }
+
+    /// Frees the bytes of a snapshot whose maps and hashes are all that deltas need from now on. A damaged map is
+    /// made again before: afterwards there is nothing to make it from.
+    fn free_bytes(&self, record: &SnapshotRecord) -> Result<Option<Draft>> {
+        let dir = self.store.snapshot_dir(record);
+        if dir.bytes().exists()
+            && let Err(cbt::Error::Damaged { what, .. }) =
+                MapFile::open(&dir.allocated()).and_then(|map| map.count())
+        {
+            self.write_allocated(record, &what)?;
+        }
+        Ok(self.store.take_bytes(record)?)
     }
 
     fn forget_retained(&self, record: &SnapshotRecord) -> Result<Draft> {

@@ -174,9 +174,13 @@ impl Driver {
             return Ok(());
         }
         let ours = MapFile::open(&self.store.snapshot_dir(gone).changed())?;
+        // The first there is hands nothing on: no delta leads past it, and the map would grow for ever.
+        let relation = ours.header().relative_to.clone();
+        let is_known =
+            |relation: &Relation| self.store.read(|index| index.known(&relation.snapshot)).is_some();
+        let Some(relation) = relation.filter(is_known) else { return Ok(()) };
         // What changed twice may be as it was: no longer exact.
-        let relative_to = ours.header().relative_to.clone();
-        let relative_to = relative_to.map(|relation| Relation { exact: false, ..relation });
+        let relative_to = Some(Relation { exact: false, ..relation });
         let header = MapHeader { relative_to, ..theirs.header().clone() };
         let fresh = next_dir.changed().with_extension("map.new");
         durable::replace_with(&next_dir.changed(), &fresh, |fresh| {

@@ -45,6 +45,11 @@ impl Error {
         matches!(self.errno(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
     }
 
+    /// Whether the disk, or the filesystem's own checksums, refuse to give the bytes back.
+    pub fn is_unreadable(&self) -> bool {
+        matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::EBADMSG))
+    }
+
     /// Whether the path does not exist.
     pub fn is_not_found(&self) -> bool {
         self.source.kind() == io::ErrorKind::NotFound

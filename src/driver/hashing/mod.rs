@@ -26,7 +26,8 @@ use crate::cbt::{
 use crate::store::SnapshotRecord;
 use crate::sys::{self, Context, durable};
 
-/// Bytes hashed before the progress is written down: a restart repeats no more.
+/// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps what else is
+/// due is done.
 const STEP: u64 = 4 << 30;
 
 /// The thread that hashes. Ends when dropped, after at most some megabytes.
@@ -141,27 +142,40 @@ impl Driver {
         while let Some(record) = known() {
             let dir = self.store.snapshot_dir(&record);
             let step = match self.hash_step(&record, helpers) {
-                // Deleted, or moved by its deletion, meanwhile.
-                Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error))
-                    if error.is_not_found()
-                        && known().is_none_or(|now| self.store.snapshot_dir(&now).path() != dir.path()) =>
-                {
-                    continue;
+                Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error)) if error.is_not_found() => {
+                    self.let_move(&record);
+                    match known() {
+                        // Its bytes were freed: there is nothing to hash any more.
+                        Some(now) if self.store.snapshot_dir(&now).path() == dir.path() => {
+                            match dir.bytes().exists() {
+                                true => return Err(error.into()),
+                                false => break,
+                            }
+                        }
+                        // Deleted, or moved by its deletion, meanwhile.
+                        _ => continue,
+                    }
                 }
                 step => step?,
             };
-            let chain = self.locks.wait(Key::Chain(record.volume.clone()));
-            let Some(record) = known() else { break };
-            let dir = self.store.snapshot_dir(&record);
-            step.replace_pending(&dir)?;
-            self.hashing.progress(id, step.left);
-            let doomed = if step.left == 0 { self.settle(&record.volume) } else { Vec::new() };
-            drop(chain);
+            let mut doomed = Vec::new();
+            if let Some(step) = &step {
+                let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+                let Some(record) = known() else { break };
+                step.replace_pending(&self.store.snapshot_dir(&record))?;
+                self.hashing.progress(id, step.done);
+                if step.is_last() {
+                    doomed = self.settle(&record.volume);
+                }
+            }
             drop(doomed);
-            if step.left == 0 {
+            if step.is_none_or(|step| step.is_last()) {
                 helpers.install(|| self.compare(&record))?;
                 self.queue_child(&record);
                 break;
+            }
+            if self.hashing.is_turn() {
+                self.look_around(false);
             }
         }
         self.hashing.forget(id);
@@ -244,48 +258,55 @@ impl Driver {
         }
     }
 
-    fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Rest> {
+    /// Hashes up to [`STEP`] bytes of a snapshot; `None` where nothing is left to be hashed.
+    fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Option<Rest>> {
         let stop = &self.hashing.stop;
         let dir = self.store.snapshot_dir(record);
-        let mut step = Rest { left: 0, rest: Vec::new(), record: record.clone() };
-        if MapFile::open(&dir.pending()).is_ok_and(|pending| pending.indexes().next().is_none()) {
+        let pending = match MapFile::open(&dir.pending()) {
+            // Nothing is known to be hashed then.
+            Err(cbt::Error::Damaged { .. }) => self.healed(record, || MapFile::open(&dir.allocated()))?,
+            opened => opened?,
+        };
+        if pending.indexes().next().is_none() {
             // Its data may be gone.
-            return Ok(step);
+            return Ok(None);
         }
         let path = dir.data();
         let data = File::open(&path).context("open", &path)?;
         let also = data.try_clone().context("open", &path)?;
-        let allocated = Allocation::new(MapFile::open(&dir.allocated())?, Some(also), &path);
-        let pending = match MapFile::open(&dir.pending()) {
-            // Nothing is known to be hashed then.
-            Err(cbt::Error::Damaged { .. }) => MapFile::open(&dir.allocated())?,
-            opened => opened?,
-        };
+        let allocated = self.healed(record, || MapFile::open(&dir.allocated()))?;
+        let allocated = Allocation::new(allocated, Some(also), &path);
         let hashes = HashFile::open_for_update(&dir.hashes())?;
-        let to_hash = ToHash { data: &data, data_path: &path, size: record.block_size, hashes: &hashes };
+        let size = record.block_size;
+        let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes };
         let mut parent = self.hashed_parent(&dir);
-        let mut done = 0;
-        for index in pending.indexes() {
-            let members = match pending.segment(index) {
+        let (mut done, mut cut) = (0, None);
+        let indexes: Vec<u32> = pending.indexes().collect();
+        let mut indexes = indexes.into_iter();
+        for index in indexes.by_ref() {
+            let mut members = match pending.segment(index) {
                 Err(cbt::Error::Damaged { .. }) => allocated.segment(index)?,
                 members => members? & allocated.segment(index)?,
             };
-            let bytes = members.len() * record.block_size.bytes();
-            if done > 0 && done + bytes > STEP {
-                step.left += bytes;
-                step.rest.push((index, members));
-                continue;
+            let room = (STEP - done) / size.bytes();
+            if let Some(first) = u32::try_from(room).ok().and_then(|room| members.select(room)) {
+                let mut later = members.clone();
+                later.remove_range(..first);
+                members.remove_range(first..);
+                cut = Some((index, later));
             }
-            let mut fresh = members;
+            done += members.len() * size.bytes();
             if let Some(parent) = &mut parent {
-                let shared = parent.shares(index, &fresh)?;
-                fresh -= to_hash.take_over(index, shared, &mut parent.hashes)?;
+                let shared = parent.shares(index, &members)?;
+                members -= to_hash.take_over(index, shared, &mut parent.hashes, stop)?;
             }
-            helpers.install(|| to_hash.hash_segment(index, fresh, stop))?;
-            done += bytes;
+            helpers.install(|| to_hash.hash_segment(index, members, stop))?;
+            if cut.is_some() {
+                break;
+            }
         }
         hashes.sync()?;
-        Ok(step)
+        Ok(Some(Rest { header: header(record), done, cut, untouched: indexes.collect(), pending, allocated }))
     }
 
     /// The snapshot that `changed` compares with, if its hashes are there to be taken over.
@@ -325,22 +346,40 @@ impl HashedParent {
 
 /// What one step leaves to be hashed.
 struct Rest {
-    record: SnapshotRecord,
-    /// In bytes.
-    left: u64,
-    rest: Vec<(u32, RoaringBitmap)>,
+    header: MapHeader,
+    /// Bytes that the step hashed.
+    done: u64,
+    /// The segment in which it ended, and what is left of it.
+    cut: Option<(u32, RoaringBitmap)>,
+    /// The segments after it.
+    untouched: Vec<u32>,
+    /// What was to be hashed before.
+    pending: MapFile,
+    allocated: Allocation,
 }
 
 impl Rest {
+    fn is_last(&self) -> bool {
+        self.cut.is_none() && self.untouched.is_empty()
+    }
+
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
         durable::replace_with(&dir.pending(), &fresh, |fresh| self.write(fresh))
     }
 
     fn write(&self, fresh: &Path) -> Result<()> {
-        let mut writer = MapWriter::create(fresh, header(&self.record))?;
-        for (index, members) in &self.rest {
+        let mut writer = MapWriter::create(fresh, self.header.clone())?;
+        if let Some((index, members)) = &self.cut {
             writer.insert_segment(*index, members.clone())?;
+        }
+        for index in &self.untouched {
+            match writer.copy_segment(&self.pending, *index) {
+                Err(cbt::Error::Damaged { .. }) => {
+                    writer.insert_segment(*index, self.allocated.segment(*index)?)?;
+                }
+                copied => copied?,
+            }
         }
         Ok(writer.finish()?)
     }

@@ -78,11 +78,21 @@ impl Hashing {
         }
     }
 
-    /// Notes what is left of a snapshot; of one that is gone nothing is.
+    /// Notes that so many bytes of a snapshot were hashed.
     pub(super) fn progress(&self, id: &SnapshotId, bytes: u64) {
         if let Some(left) = self.state().left.get_mut(id) {
-            *left = bytes;
+            *left = left.saturating_sub(bytes);
         }
+    }
+
+    /// Whether it is time for a look around, which it is once.
+    pub(super) fn is_turn(&self) -> bool {
+        let mut state = self.state();
+        let is_due = state.turn.is_some_and(|turn| Instant::now() >= turn);
+        if is_due {
+            state.turn = None;
+        }
+        is_due
     }
 
     /// Ends the work at hand, and gives out no other.
