@@ -74,8 +74,9 @@ pub(super) struct Arguments {
     /// Most volumes that are attached to this node at once. 0: no limit.
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     max_volumes_per_node: u32,
-    /// Serve Prometheus metrics at /metrics, and /healthz and /readyz, over HTTP. Default: not served.
-    #[arg(long, value_name = "HOST:PORT")]
+    /// Serve Prometheus metrics at /metrics, and /healthz and /readyz, over HTTP, on an IP address such as
+    /// 0.0.0.0:9810. Default: not served.
+    #[arg(long, value_name = "ADDRESS:PORT")]
     metrics_address: Option<SocketAddr>,
 }
 

@@ -15,6 +15,8 @@ mod freezes;
 #[cfg(feature = "failpoints")]
 mod healing;
 #[cfg(feature = "failpoints")]
+mod moves;
+#[cfg(feature = "failpoints")]
 mod points;
 mod scene;
 #[cfg(feature = "failpoints")]

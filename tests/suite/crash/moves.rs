@@ -1,0 +1,58 @@
+//! A deletion that takes long to move files, and calls that need them meanwhile.
+
+use deltapath::cbt::MapFile;
+
+use super::points::{Cut, Orders};
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+
+/// More steps than any call has: the points are counted, and none is cut.
+const BEYOND: u64 = 1 << 20;
+
+/// The incident: the files of a snapshot had been renamed, and the disk took its time with the sync that follows;
+/// the index told their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
+/// served, and a snapshot taken meanwhile found no parent, hashed all and lost the link to the one before.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let (mut content, mut taken) = (Content::default(), Vec::new());
+    for number in 0..3 {
+        content.write(&device, 10 * number, 20, number as u8 + 1);
+        taken.push((rig.snapshot(&format!("snapshot {number}"), &volume).await, content.clone()));
+    }
+    let mut orders = Orders::new(rig.dir.path());
+    orders.give(Cut::Kill, BEYOND, "calls");
+    rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
+    let points = orders.withdraw();
+    let renamed = points.iter().find(|point| point.step == "rename").expect("it is moved").number;
+
+    // The second, under a delta that starts from it; then the newest, under a snapshot that builds on it.
+    for number in [1, 2] {
+        orders.hold(renamed + 1, "calls", 1_000);
+        let (mut client, id) = (rig.client.clone(), taken[number].0.clone());
+        let deletion = tokio::spawn(async move { client.delete_snapshot(&id).await });
+        while !orders.passed().iter().any(|point| point.hit) {
+            assert!(!deletion.is_finished(), "the deletion ends without passing the step");
+            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        }
+        if number == 2 {
+            content.write(&device, 100, 5, 9);
+            let next = rig.snapshot("meanwhile", &volume).await;
+            taken.push((next, content.clone()));
+        }
+        let ((base, before), (target, after)) = (&taken[number], &taken[number + 1]);
+        let list = rig.client.delta(base, target, 0, 0).await.expect("a delta from what is being deleted");
+        assert_eq!(blocks_of(&list, BLOCK), after.changed_since(before, BLOCK));
+        assert!(orders.withdraw().iter().any(|point| point.hit && point.step == "sync"));
+        deletion.await.expect("join").expect("delete");
+    }
+    let newest = rig.pool_dir().join("snapshots").join(&taken[3].0).join("changed.map");
+    let relation = MapFile::open(&newest).expect("open").header().relative_to.clone();
+    assert_eq!(relation.expect("a link").snapshot.as_str(), taken[2].0);
+    rig.detach(&volume).await;
+    rig.finish();
+}
