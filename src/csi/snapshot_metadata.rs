@@ -20,7 +20,7 @@ use super::proto::{self, snapshot_metadata_server::SnapshotMetadata};
 use super::rpc::{Rpc, log, rpc_span};
 use super::status::status;
 use crate::base::{ByteRange, Stop};
-use crate::driver::{Driver, MetadataRequest, MetadataStream, Result as DriverResult};
+use crate::driver::{Driver, MetadataRequest, MetadataStream, Result as DriverResult, Turn};
 
 /// Streams open at once; each holds a few files.
 const MAX_STREAMS: usize = 1024;
@@ -136,11 +136,23 @@ impl Drop for Call {
 /// A stream with its next message.
 type Next = Result<(MetadataStream, Option<Vec<ByteRange>>), Status>;
 
-/// Starts making the next message. It is dropped unread, and its work stopped, when the call is.
+/// Starts making the next message. It is dropped unread, and its work stopped, when the call is. A stream that finds
+/// nothing for long gives its working place up now and then, and queues for another.
 fn next_message(working: &Arc<Semaphore>, call: &Call, mut stream: MetadataStream) -> JoinHandle<Next> {
-    let stop = call.stop.clone();
-    let work = move || stream.next_message(&stop).map(|message| (stream, message));
-    tokio::spawn(blocking(working.clone(), call.rpc.span.clone(), work))
+    let (working, stop, span) = (working.clone(), call.stop.clone(), call.rpc.span.clone());
+    tokio::spawn(async move {
+        loop {
+            let stop = stop.clone();
+            let work = move || stream.work(&stop).map(|turn| (stream, turn));
+            let turn;
+            (stream, turn) = blocking(working.clone(), span.clone(), work).await?;
+            match turn {
+                Turn::Message(tuples) => return Ok((stream, Some(tuples))),
+                Turn::Nothing => {}
+                Turn::End => return Ok((stream, None)),
+            }
+        }
+    })
 }
 
 fn panicked(error: JoinError) -> Status {

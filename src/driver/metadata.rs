@@ -1,7 +1,8 @@
 //! Which blocks a snapshot holds, and which differ between two: the `SnapshotMetadata` service.
 //!
-//! A stream holds open files and a position; each call to [`MetadataStream::next_message`] does the
-//! work of one message and no more, so nobody waits in here for a slow client.
+//! A stream holds open files and a position; each call to [`MetadataStream::work`] does the work of one message at
+//! most, and no more than a share of it where nothing is found: nobody waits in here for a slow client, and no stream
+//! for another.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -25,7 +26,7 @@ const MAX_TUPLES: usize = 16384;
 /// compares whole maps.
 const MAX_STEPS: usize = 64;
 
-/// How long tuples are gathered before a message leaves without being full.
+/// How long tuples are gathered before a message leaves without being full, or another stream has its turn.
 const PACE: Duration = Duration::from_millis(20);
 
 /// Where an answer starts and how it is cut.
@@ -35,6 +36,17 @@ pub struct MetadataRequest {
     pub starting_offset: i64,
     /// `max_results`: tuples a message; 0 for the driver's choice.
     pub max_results: i32,
+}
+
+/// What a stream came to.
+#[derive(Debug)]
+pub enum Turn {
+    /// The tuples of the next message. Only the first message may have none.
+    Message(Vec<ByteRange>),
+    /// Nothing was found yet.
+    Nothing,
+    /// All was told.
+    End,
 }
 
 /// An answer under way.
@@ -60,24 +72,27 @@ impl MetadataStream {
         self.capacity
     }
 
-    /// The tuples of the next message; `None` after the last. There is always a first one, which
-    /// tells type and capacity also where there is no tuple. A message leaves when it is full, or when
-    /// [`PACE`] has passed; only the first may be empty.
-    pub fn next_message(&mut self, stop: &Stop) -> Result<Option<Vec<ByteRange>>> {
+    /// Works until a message is full or [`PACE`] has passed. There is always a first message, which tells type and
+    /// capacity also where there is no tuple.
+    pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
         let first = std::mem::take(&mut self.first);
         let mut message = Vec::new();
-        while let Some(tuples) = &mut self.tuples {
-            stop.check()?;
-            message.reserve(self.expected);
-            if !tuples.fill(self.most, &mut message, stop, Instant::now() + PACE)? {
-                self.tuples = None;
-            }
-            if first || !message.is_empty() {
-                self.expected = message.len();
-                return Ok(Some(message));
+        match &mut self.tuples {
+            None if first => return Ok(Turn::Message(message)),
+            None => return Ok(Turn::End),
+            Some(tuples) => {
+                stop.check()?;
+                message.reserve(self.expected);
+                if !tuples.fill(self.most, &mut message, stop, Instant::now() + PACE)? {
+                    self.tuples = None;
+                }
             }
         }
-        Ok(first.then_some(message))
+        if !first && message.is_empty() {
+            return Ok(Turn::Nothing);
+        }
+        self.expected = message.len();
+        Ok(Turn::Message(message))
     }
 }
 

@@ -36,7 +36,7 @@ pub use groups::Group;
 pub use hashing::HashingThread;
 pub use inspect::{Inspected, Inspection};
 pub use list::{Page, PageRequest, SnapshotFilter};
-pub use metadata::{MetadataRequest, MetadataStream};
+pub use metadata::{MetadataRequest, MetadataStream, Turn};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use retained::Retention;

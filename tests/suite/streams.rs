@@ -179,6 +179,33 @@ async fn stalled_streams_delay_nobody() {
     rig.finish();
 }
 
+/// Streams that look at much and find nothing must not keep others from their first message: they take turns.
+#[tokio::test(flavor = "multi_thread")]
+async fn silent_streams_take_turns_with_others() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (first, second, _) = needle(&mut rig, 512).await;
+    let request = GetMetadataDeltaRequest {
+        base_snapshot_id: first.clone(),
+        target_snapshot_id: second,
+        ..Default::default()
+    };
+    let mut silent = tokio::task::JoinSet::new();
+    for _ in 0..64 {
+        let stream = rig.client.metadata.get_metadata_delta(request.clone()).await.expect("opened");
+        let mut stream = stream.into_inner();
+        silent.spawn(async move { while stream.message().await.expect("message").is_some() {} });
+    }
+    let request = GetMetadataAllocatedRequest { snapshot_id: first, ..Default::default() };
+    let stream = rig.client.metadata.get_metadata_allocated(request).await.expect("opened");
+    stream.into_inner().message().await.expect("message").expect("a first message");
+    assert!(silent.try_join_next().is_none(), "another stream had to end first");
+    silent.shutdown().await;
+    rig.finish();
+}
+
 /// Streams, restores and the deletion of the very snapshots go on beside each other: open files keep
 /// serving.
 #[tokio::test(flavor = "multi_thread")]
