@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Runs a command and fails when it leaves a loop device, a mount or a temporary directory behind.
+# Runs a command and fails when it leaves a loop device, a mount or a temporary directory behind. It gets a temporary
+# directory of its own, so that runs beside each other are not taken for one another's leftovers.
 set -euo pipefail
 
+base=${TMPDIR:-/tmp}
+TMPDIR=$(mktemp -d "$base/deltapath-run-XXXXXX")
+export TMPDIR
+
 state() {
-    for device in /sys/block/loop*/loop/backing_file; do
-        [ -e "$device" ] && echo "loop device: $(cat "$device" 2>/dev/null)"
-    done
-    awk '{ print "mount: " $5 }' /proc/self/mountinfo
-    find "${TMPDIR:-/tmp}" -maxdepth 1 -name 'deltapath-*' -printf 'temporary: %p\n'
+    {
+        for device in /sys/block/loop*/loop/backing_file; do
+            [ -e "$device" ] && echo "loop device: $(cat "$device" 2>/dev/null)"
+        done
+        awk '{ print "mount: " $5 }' /proc/self/mountinfo
+        find "$base" "$TMPDIR" -mindepth 1 -maxdepth 1 -name 'deltapath-*' -printf 'temporary: %p\n'
+    } | awk -v own="$TMPDIR" -v other="$base/deltapath-run-" 'index($0, own "/") || !index($0, other)'
 }
 
 before=$(state | sort)
@@ -20,4 +27,6 @@ if [ -n "$left" ]; then
     echo "$left" >&2
     exit 1
 fi
+# Crates of others may have left files of theirs.
+rm -rf --one-file-system "$TMPDIR"
 exit "$status"
