@@ -144,17 +144,15 @@ impl Driver {
             let step = match self.hash_step(&record, helpers) {
                 Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error)) if error.is_not_found() => {
                     self.let_move(&record);
-                    match known() {
-                        // Its bytes were freed: there is nothing to hash any more.
-                        Some(now) if self.store.snapshot_dir(&now).path() == dir.path() => {
-                            match dir.bytes().exists() {
-                                true => return Err(error.into()),
-                                false => break,
-                            }
-                        }
-                        // Deleted, or moved by its deletion, meanwhile.
-                        _ => continue,
+                    let Some(now) = known() else { break };
+                    if self.store.snapshot_dir(&now).path() != dir.path() {
+                        continue;
                     }
+                    if !dir.bytes().exists() {
+                        // They were freed: there is nothing to hash any more.
+                        break;
+                    }
+                    return Err(error.into());
                 }
                 step => step?,
             };
@@ -288,11 +286,7 @@ impl Driver {
                 Err(cbt::Error::Damaged { .. }) => allocated.segment(index)?,
                 members => members? & allocated.segment(index)?,
             };
-            let room = (STEP - done) / size.bytes();
-            if let Some(first) = u32::try_from(room).ok().and_then(|room| members.select(room)) {
-                let mut later = members.clone();
-                later.remove_range(..first);
-                members.remove_range(first..);
+            if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
                 cut = Some((index, later));
             }
             done += members.len() * size.bytes();
@@ -321,6 +315,15 @@ impl Driver {
         let hashes = HashReader::new(HashFile::open(&dir.hashes()).ok()?);
         Some(HashedParent { changed, pending, allocated, hashes })
     }
+}
+
+/// Leaves the first `room` members, and returns the others where there are any.
+fn cut_off(members: &mut RoaringBitmap, room: u64) -> Option<RoaringBitmap> {
+    let first = members.select(u32::try_from(room).ok()?)?;
+    let mut later = members.clone();
+    later.remove_range(..first);
+    members.remove_range(first..);
+    Some(later)
 }
 
 /// What a parent knows of the blocks that its child shares with it.
@@ -382,5 +385,47 @@ impl Rest {
             }
         }
         Ok(writer.finish()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::BlockSize;
+    use crate::cbt::SEGMENT_BLOCKS;
+
+    #[test]
+    fn a_step_takes_what_it_has_room_for() {
+        let all = [1, 5, 6, 70_000, 4_194_303];
+        for (room, taken) in [(0, 0), (1, 1), (3, 3), (4, 4), (5, 5), (6, 5), (1 << 32, 5)] {
+            let mut members = RoaringBitmap::from(all);
+            let later = cut_off(&mut members, room);
+            assert!(members.iter().eq(all[..taken].iter().copied()), "room for {room}");
+            assert!(later.into_iter().flatten().eq(all[taken..].iter().copied()), "room for {room}");
+        }
+    }
+
+    #[test]
+    fn what_a_step_leaves_is_what_is_pending_next() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let path = dir.path().join("pending.map");
+        let size = BlockSize::MIN;
+        let header = MapHeader { block_size: size, blocks: 4 * SEGMENT_BLOCKS, relative_to: None };
+        let mut writer = MapWriter::create(&path, header.clone()).expect("create");
+        for index in 0..4 {
+            writer.insert_segment(index, RoaringBitmap::from([index, 9])).expect("insert");
+        }
+        writer.finish().expect("finish");
+        let cut = Some((1, RoaringBitmap::from([9])));
+        let pending = || MapFile::open(&path).expect("open");
+        let allocated = Allocation::new(pending(), None, &path);
+        let rest = Rest { header, done: 0, cut, untouched: vec![2, 3], pending: pending(), allocated };
+        assert!(!rest.is_last());
+        let fresh = dir.path().join("fresh");
+        rest.write(&fresh).expect("write");
+        let fresh = MapFile::open(&fresh).expect("open");
+        let found: Vec<Vec<u32>> =
+            (0..4).map(|index| fresh.segment(index).expect("segment").into_iter().collect()).collect();
+        assert_eq!(found, [vec![], vec![9], vec![2, 9], vec![3, 9]]);
     }
 }
