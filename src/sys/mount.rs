@@ -5,7 +5,9 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, umount2};
 
 use super::{Context, Result, step};
@@ -174,9 +176,21 @@ pub fn unmount(target: &Path) -> Result<()> {
     Err(io::Error::from_raw_os_error(libc::EBUSY)).context("unmount all that is stacked at", target)
 }
 
+/// For how long a mount that is busy is tried again. Between fork and exec a process has a copy of all descriptors of the
+/// one that starts it, of files that are closed there by now, too: on a loaded machine that may take a while.
+const BUSY: Duration = Duration::from_millis(500);
+
 /// Unmounts what is seen at `target`, and nothing that lies below it.
 pub fn unmount_top(target: &Path) -> Result<()> {
-    step("unmount", target, || umount2(target, MntFlags::UMOUNT_NOFOLLOW))
+    let deadline = Instant::now() + BUSY;
+    step("unmount", target, || {
+        loop {
+            match umount2(target, MntFlags::UMOUNT_NOFOLLOW) {
+                Err(Errno::EBUSY) if Instant::now() < deadline => std::thread::sleep(BUSY / 50),
+                done => return done,
+            }
+        }
+    })
 }
 
 /// The path as mountinfo shows it: symbolic links resolved. The last part is not looked into, for it

@@ -43,6 +43,33 @@ async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
     rig.client.node.node_unpublish_volume(request).await.expect("unpublish");
 }
 
+/// The incident: a backup program closed a device and unpublished it, while another thread of it started a program; the
+/// child had a copy of the descriptor for a moment more, and the target was busy.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_told() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("raw", MIB).await;
+    let held = std::fs::File::open(&device).expect("open");
+    let request = proto::NodeUnpublishVolumeRequest {
+        volume_id: volume.clone(),
+        target_path: device.display().to_string(),
+    };
+    let told = rig.client.node.node_unpublish_volume(request.clone()).await.expect_err("it is open");
+    assert_eq!(told.code(), Code::Internal, "{told}");
+    assert!(told.message().contains("busy"), "{told}");
+    let closer = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        drop(held);
+    });
+    rig.client.node.node_unpublish_volume(request).await.expect("it is closed in a moment");
+    closer.join().expect("join");
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes() {
     if !have_root() {
