@@ -324,8 +324,13 @@ pub async fn try_command(
         .expect("start the driver");
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        if let Ok(client) = Client::connect(&dir.join("csi.sock"), Duration::ZERO).await {
-            return Ok((child, client));
+        // An answer, not a connection alone: a program that the driver before was starting when it was killed keeps
+        // its socket open for a moment more.
+        if let Ok(mut client) = Client::connect(&dir.join("csi.sock"), Duration::ZERO).await {
+            let asked = client.identity.get_plugin_info(proto::GetPluginInfoRequest {});
+            if let Ok(Ok(_)) = tokio::time::timeout(Duration::from_secs(10), asked).await {
+                return Ok((child, client));
+            }
         }
         if let Some(ended) = child.try_wait().expect("wait") {
             return Err(ended);
