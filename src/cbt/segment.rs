@@ -22,6 +22,8 @@ const CHECKSUM: usize = 32;
 /// index u32, length u32, offset u64, checksum.
 const ENTRY: usize = 16 + CHECKSUM;
 const ID: usize = 40;
+/// Bytes of a map that are gathered before they are written.
+const AT_ONCE: usize = 64 << 10;
 /// magic 8, version u32, block size u32, blocks u64, segments u64, flags u32, base id 40, checksum.
 const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + 4 + ID + CHECKSUM;
 
@@ -247,7 +249,10 @@ pub struct MapWriter {
     path: PathBuf,
     header: MapHeader,
     table: Vec<Entry>,
+    /// The length of the map so far.
     offset: u64,
+    /// Its end, which is not in the file yet.
+    waiting: Vec<u8>,
     /// The segment that is being gathered.
     current: u32,
     members: RoaringBitmap,
@@ -262,6 +267,7 @@ impl MapWriter {
             header,
             table: Vec::new(),
             offset: 0,
+            waiting: Vec::new(),
             current: 0,
             members: RoaringBitmap::new(),
         })
@@ -299,9 +305,22 @@ impl MapWriter {
         let mut bytes = vec![0; entry.length as usize];
         read_at(&from.file, &from.path, &mut bytes, entry.offset)?;
         self.turn_to(index + 1)?;
-        step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
         self.table.push(Entry { offset: self.offset, ..entry.clone() });
-        self.offset += u64::from(entry.length);
+        self.append(&bytes)
+    }
+
+    /// Segments of sparse maps have some tens of bytes, and a volume of 16 TiB has a thousand of them: they are written
+    /// together.
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.waiting.extend_from_slice(bytes);
+        self.offset += bytes.len() as u64;
+        if self.waiting.len() >= AT_ONCE { self.write_out() } else { Ok(()) }
+    }
+
+    fn write_out(&mut self) -> Result<()> {
+        let at = self.offset - self.waiting.len() as u64;
+        step("write", &self.path, || self.file.write_all_at(&self.waiting, at))?;
+        self.waiting.clear();
         Ok(())
     }
 
@@ -322,14 +341,12 @@ impl MapWriter {
         members.optimize();
         let mut bytes = Vec::with_capacity(members.serialized_size());
         members.serialize_into(&mut bytes).context("write", &self.path)?;
-        step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
         let length = u32::try_from(bytes.len())
             .map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))
             .context("write", &self.path)?;
         let checksum = *blake3::hash(&bytes).as_bytes();
         self.table.push(Entry { index: self.current, length, offset: self.offset, checksum });
-        self.offset += u64::from(length);
-        Ok(())
+        self.append(&bytes)
     }
 
     /// Writes the table and the trailer and syncs the file. Its directory entry is the caller's to
@@ -354,7 +371,8 @@ impl MapWriter {
         bytes.extend(id);
         let checksum = blake3::hash(&bytes);
         bytes.extend(checksum.as_bytes());
-        step("write", &self.path, || self.file.write_all_at(&bytes, self.offset))?;
+        self.append(&bytes)?;
+        self.write_out()?;
         Ok(step("sync", &self.path, || self.file.sync_all())?)
     }
 }
