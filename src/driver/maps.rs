@@ -202,13 +202,7 @@ impl Driver {
             },
         });
         let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        let open = || self.open_parent(&found, volume, linked);
-        // A deletion may move its files while they are opened.
-        let opened = open().or_else(|_| {
-            self.let_move(&found);
-            open()
-        });
-        match opened {
+        match self.open_settled(&found, || self.open_parent(&found, volume, linked)) {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = super::report(&error);

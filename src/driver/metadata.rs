@@ -144,7 +144,12 @@ impl Driver {
         // The way first: a merge meanwhile only makes its maps larger. Should a link be missing by
         // then, whole maps are compared.
         let way = self.way(&base, &target)?;
-        let scan = DeltaScan::new(self.base_side(&base)?, self.side(&target)?, way, position.block);
+        let scan = DeltaScan::new(
+            self.open_settled(&base, || self.side(&base))?,
+            self.side(&target)?,
+            way,
+            position.block,
+        );
         Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
     }
 
@@ -159,15 +164,16 @@ impl Driver {
         }
     }
 
-    /// The files of a base. A deletion may move them while they are opened.
-    fn base_side(&self, record: &SnapshotRecord) -> Result<Side> {
-        match self.side(record) {
-            Err(Error::NotFound { .. }) => {
-                self.let_move(record);
-                self.side(record)
-            }
-            opened => opened,
-        }
+    /// Opens files of a snapshot, and once more where that fails: a deletion may have moved them meanwhile.
+    pub(super) fn open_settled<T, E>(
+        &self,
+        record: &SnapshotRecord,
+        open: impl Fn() -> Result<T, E>,
+    ) -> Result<T, E> {
+        open().or_else(|_| {
+            self.let_move(record);
+            open()
+        })
     }
 
     /// Waits for a deletion that moves the files of a snapshot: then they are where the index says, or gone.
@@ -241,14 +247,7 @@ impl Driver {
         let mut at = target.clone();
         while at.id != base.id {
             let open = || MapFile::open(&self.store.snapshot_dir(&at).changed());
-            let opened = match open() {
-                Err(cbt::Error::Sys(error)) if error.is_not_found() => {
-                    self.let_move(&at);
-                    open()
-                }
-                opened => opened,
-            };
-            let map = match opened {
+            let map = match self.open_settled(&at, open) {
                 Ok(map) => map,
                 Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
                 Err(cbt::Error::Damaged { path, what }) => {

@@ -6,16 +6,13 @@ use deltapath::sys::{freeze, mount};
 use tonic::Code;
 
 use super::audit::{When, audit};
-use super::points::{Cut, Orders};
+use super::points::Orders;
 use super::scene::Scene;
 use crate::support::{PoolKind, Rig, have_root};
 
-/// More steps than any call has: the points are counted, and none is cut.
-const BEYOND: u64 = 1 << 20;
-
 /// The number of the first step of this name in a snapshot of the mounted volume.
 async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
-    orders.give(Cut::Kill, BEYOND, "calls");
+    orders.count();
     let snapshot = rig.snapshot("counted", &scene.files).await;
     let points = orders.withdraw();
     rig.client.delete_snapshot(&snapshot).await.expect("delete");
@@ -67,10 +64,7 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     orders.hold(at, "calls", 60_000);
     let (mut client, source) = (rig.client.clone(), scene.files.clone());
     let call = tokio::spawn(async move { client.create_snapshot("left behind", &source).await });
-    while !orders.passed().iter().any(|point| point.hit) {
-        assert!(!call.is_finished(), "the call ends without passing the step");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    orders.reached(&call).await;
     let staging = rig.kubelet().join(&scene.files).join("staging");
     let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
     let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
@@ -105,10 +99,7 @@ async fn a_freeze_that_somebody_else_undoes_is_told() {
     orders.hold(at, "calls", 1_000);
     let (mut client, source) = (rig.client.clone(), scene.files.clone());
     let call = tokio::spawn(async move { client.create_snapshot("torn", &source).await });
-    while !orders.passed().iter().any(|point| point.hit) {
-        assert!(!call.is_finished(), "the call ends without passing the step");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    orders.reached(&call).await;
     let staging = rig.kubelet().join(&scene.files).join("staging");
     let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
     freeze::thaw(&mounted).expect("thaw");

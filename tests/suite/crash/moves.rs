@@ -2,12 +2,9 @@
 
 use deltapath::cbt::MapFile;
 
-use super::points::{Cut, Orders};
+use super::points::Orders;
 use crate::support::content::{Content, blocks_of};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
-
-/// More steps than any call has: the points are counted, and none is cut.
-const BEYOND: u64 = 1 << 20;
 
 /// The incident: the files of a snapshot had been renamed, and the disk took its time with the sync that follows;
 /// the index told their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
@@ -25,7 +22,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
         taken.push((rig.snapshot(&format!("snapshot {number}"), &volume).await, content.clone()));
     }
     let mut orders = Orders::new(rig.dir.path());
-    orders.give(Cut::Kill, BEYOND, "calls");
+    orders.count();
     rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
     let points = orders.withdraw();
     let renamed = points.iter().find(|point| point.step == "rename").expect("it is moved").number;
@@ -35,10 +32,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
         orders.hold(renamed + 1, "calls", 1_000);
         let (mut client, id) = (rig.client.clone(), taken[number].0.clone());
         let deletion = tokio::spawn(async move { client.delete_snapshot(&id).await });
-        while !orders.passed().iter().any(|point| point.hit) {
-            assert!(!deletion.is_finished(), "the deletion ends without passing the step");
-            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
-        }
+        orders.reached(&deletion).await;
         if number == 2 {
             content.write(&device, 100, 5, 9);
             let next = rig.snapshot("meanwhile", &volume).await;

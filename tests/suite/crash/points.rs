@@ -6,7 +6,9 @@
 //! made N rounds, and `DELTAPATH_POINT_CALL=Restore` takes one call alone.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use tonic::Code;
 
 use super::audit::When;
@@ -88,6 +90,9 @@ pub struct Point {
     pub path: PathBuf,
 }
 
+/// More steps than any call has.
+const BEYOND: u64 = 1 << 20;
+
 /// The orders to a driver below `dir`.
 pub struct Orders {
     file: PathBuf,
@@ -110,6 +115,19 @@ impl Orders {
     /// From now on, the `at`th step of `whose` threads is made so many milliseconds later.
     pub fn hold(&mut self, at: u64, whose: &str, ms: u32) {
         self.write(&format!("hold {at} {whose} {ms}"));
+    }
+
+    /// From now on, the points of calls are counted, and none is cut.
+    pub fn count(&mut self) {
+        self.give(Cut::Kill, BEYOND, "calls");
+    }
+
+    /// Waits until a step of `call` is held.
+    pub async fn reached<T>(&self, call: &JoinHandle<T>) {
+        while !self.passed().iter().any(|point| point.hit) {
+            assert!(!call.is_finished(), "the call ends without passing the step");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
     }
 
     fn write(&mut self, order: &str) {
