@@ -133,17 +133,18 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         (vec![], vec![], vec![], vec![], vec![]);
     let mut last = None;
     for number in 0..ROUNDS {
-        // Twins, for a volume has one first copy.
-        let (twin, device) = rig.block_volume(&format!("twin {number}"), size as i64).await;
-        fill(&device, size, &mut random);
-        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &twin), Some(&device));
-        rig.detach(&twin).await;
-        rig.client.delete_volume(&twin).await.expect("delete");
+        // Twins, for a volume has one first copy. Deleted afterwards, like the copy.
+        let (twin, twin_device) = rig.block_volume(&format!("twin {number}"), size as i64).await;
+        fill(&twin_device, size, &mut random);
+        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &twin), Some(&twin_device));
         let (volume, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
         fill(&device, size, &mut random);
         let started = Instant::now();
         let snapshot = rig.snapshot(&format!("first {number}"), &volume).await;
-        first.push((started.elapsed(), bare));
+        first.push((started.elapsed(), bare.took));
+        drop(bare);
+        rig.detach(&twin).await;
+        rig.client.delete_volume(&twin).await.expect("delete");
         host::hashed(&rig, &snapshot).await;
         if number + 1 < ROUNDS {
             rig.client.delete_snapshot(&snapshot).await.expect("delete");
@@ -157,7 +158,7 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     for round in 0..ROUNDS {
         // Half of the change before the bare copy, so that both have something to flush.
         let mut changed = change(&device, size, &mut random);
-        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device));
+        let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device)).took;
         changed.extend(change(&device, size, &mut random));
         let started = Instant::now();
         let target = rig.snapshot(&format!("next {round}"), &volume).await;
@@ -251,14 +252,15 @@ async fn make(
     dir: &deltapath::base::ObjectDir,
     device: Option<&Path>,
 ) -> Vec<Pair> {
-    let mut samples = Vec::new();
+    let (mut samples, mut copies) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         let bare = host::bare_copy(rig, pool, dir, device);
         let mut request = new_volume(&format!("{name} {round}"), size as i64, block_capability());
         request.volume_content_source = Some(source.clone());
         let started = Instant::now();
         rig.client.create_volume(request).await.expect("CreateVolume");
-        samples.push((started.elapsed(), bare));
+        samples.push((started.elapsed(), bare.took));
+        copies.push(bare);
     }
     samples
 }

@@ -30,8 +30,8 @@ pub async fn run(table: &mut Table) {
     }
     let mut base = rig.snapshot("base", &ours).await;
     let mut since = bare_snapshot(&rig, &bare, &bare_device, None).1;
-    let (mut snapshots, mut bares, mut deltas, mut restores, mut bare_restores) =
-        (vec![], vec![], vec![], vec![], vec![]);
+    let (mut snapshots, mut bares, mut deltas) = (vec![], vec![], vec![]);
+    let (mut restores, mut bare_restores, mut copies) = (vec![], vec![], vec![]);
     for round in 0..ROUNDS {
         let offsets: Vec<u64> = (0..WRITES).map(|_| random.below(SIZE / 4096) * 4096).collect();
         host::write_blocks(&bare_device, &mut random, &offsets);
@@ -46,7 +46,9 @@ pub async fn run(table: &mut Table) {
         let started = Instant::now();
         let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
         deltas.push((started.elapsed(), list.bytes() / 4096));
-        bare_restores.push(host::bare_copy(&rig, PoolKind::Btrfs, &host::snapshot_dir(&rig, &target), None));
+        let copy = host::bare_copy(&rig, PoolKind::Btrfs, &host::snapshot_dir(&rig, &target), None);
+        bare_restores.push(copy.took);
+        copies.push(copy);
         let mut request = new_volume(&format!("restore {round}"), SIZE as i64, block_capability());
         request.volume_content_source = Some(from_snapshot(&target));
         let started = Instant::now();
@@ -89,6 +91,7 @@ pub async fn run(table: &mut Table) {
         must: "500 ms",
         holds: median(&took) < Duration::from_millis(500),
     });
+    drop(copies);
     rig.detach(&ours).await;
     rig.detach(&bare).await;
     rig.finish();

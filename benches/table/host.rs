@@ -46,11 +46,24 @@ pub fn write_blocks(device: &Path, random: &mut Random, offsets: &[u64]) {
     file.sync_all().expect("flush");
 }
 
+/// A copy that [`bare_copy`] made. It is removed when dropped, which leaves the filesystem work that goes on behind:
+/// not before what it stands beside is measured.
+pub struct BareCopy {
+    pub took: Duration,
+    scratch: ObjectDir,
+}
+
+impl Drop for BareCopy {
+    fn drop(&mut self) {
+        tree::remove(self.scratch.path()).expect("remove");
+    }
+}
+
 /// The bare operation that a snapshot can not be cheaper than: flush the device, and clone the file or take
-/// a snapshot of its subvolume. Removes the copy outside of the time that it returns.
-pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&Path>) -> Duration {
-    let scratch = ObjectDir::new(rig.pool_dir().join("staging/bench"));
-    std::fs::create_dir_all(scratch.path()).expect("mkdir");
+/// a snapshot of its subvolume.
+pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&Path>) -> BareCopy {
+    let scratch = tempfile::tempdir_in(rig.pool_dir().join("staging")).expect("mkdir");
+    let scratch = ObjectDir::new(scratch.keep());
     let started = Instant::now();
     if let Some(device) = device {
         blockdev::flush(device).expect("flush");
@@ -62,9 +75,7 @@ pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&
         let to = scratch.path().join("copy");
         clone::reflink(&from, &File::create(&to).expect("create"), &to).expect("clone");
     }
-    let took = started.elapsed();
-    tree::remove(scratch.path()).expect("remove");
-    took
+    BareCopy { took: started.elapsed(), scratch }
 }
 
 pub fn volume_dir(rig: &Rig, id: &str) -> ObjectDir {

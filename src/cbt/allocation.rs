@@ -10,18 +10,18 @@ use super::{Error, Result};
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 use crate::sys::extents::DataRanges;
 
-/// Writes the `allocated` map of a file that nobody writes any more.
+/// Writes the `allocated` map of a file that nobody writes any more; returns the number of its members.
 pub fn scan_allocated(
     data: &File,
     data_path: &Path,
     map_path: &Path,
     header: MapHeader,
     stop: &Stop,
-) -> Result<()> {
+) -> Result<u64> {
     let size = header.block_size;
     let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
     let mut writer = MapWriter::create(map_path, header)?;
-    let mut next = 0;
+    let (mut next, mut count) = (0, 0);
     for range in DataRanges::of(data, data_path, within) {
         stop.check()?;
         let blocks = range?.blocks(size);
@@ -30,9 +30,11 @@ pub fn scan_allocated(
         if !blocks.is_empty() {
             writer.insert(blocks)?;
             next = blocks.end;
+            count += blocks.len();
         }
     }
-    writer.finish()
+    writer.finish()?;
+    Ok(count)
 }
 
 /// The `allocated` map of a snapshot, with the data that a damaged segment is made from again.

@@ -27,7 +27,7 @@ pub use physical::PhysicalDiff;
 pub use runs::{RunSource, Step, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
 pub use scrub::{Finding, Progress, check_maps, scrub};
-pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, write_union};
+pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, copy_map, write_union};
 pub use written::{NewMaps, write_written};
 
 /// Fuzz targets of this room; each stands beside the format that it is about.

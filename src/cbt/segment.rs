@@ -377,18 +377,31 @@ impl MapWriter {
     }
 }
 
-/// Writes the union of maps as a new map.
-pub fn write_union(path: &Path, header: MapHeader, maps: &[&MapFile], stop: &Stop) -> Result<()> {
+/// Writes the same map to another file, without a look at its members.
+pub fn copy_map(path: &Path, map: &MapFile, stop: &Stop) -> Result<()> {
+    let mut writer = MapWriter::create(path, map.header().clone())?;
+    for index in map.indexes() {
+        stop.check()?;
+        writer.copy_segment(map, index)?;
+    }
+    writer.finish()
+}
+
+/// Writes the union of maps as a new map; returns the number of its members.
+pub fn write_union(path: &Path, header: MapHeader, maps: &[&MapFile], stop: &Stop) -> Result<u64> {
     let mut writer = MapWriter::create(path, header)?;
+    let mut count = 0;
     for index in all_indexes(maps.iter().copied()) {
         stop.check()?;
         let mut union = RoaringBitmap::new();
         for map in maps {
             union |= map.segment(index)?;
         }
+        count += union.len();
         writer.insert_segment(index, union)?;
     }
-    writer.finish()
+    writer.finish()?;
+    Ok(count)
 }
 
 /// The segments that any of these maps holds members in, ascending.

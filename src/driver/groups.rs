@@ -106,10 +106,11 @@ impl Driver {
             let volume = self.volume(volume_id)?;
             self.fit(&volume)?;
             let record = self.new_snapshot("", Some(id.clone()), &volume, parameters.tuple_style)?;
-            snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record });
+            snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record, pending: 0 });
         }
         self.fill_snapshots(&mut snapshots)?;
-        let members: Vec<SnapshotRecord> = snapshots.into_iter().map(|new| new.record).collect();
+        let (members, pending): (Vec<SnapshotRecord>, Vec<u64>) =
+            snapshots.into_iter().map(|new| (new.record, new.pending)).unzip();
         let record = GroupRecord {
             version: GroupRecord::VERSION,
             id,
@@ -122,8 +123,8 @@ impl Driver {
         let made: Vec<_> = members.iter().cloned().map(Arc::new).collect();
         let record = self.store.commit_group(draft, record, members)?;
         let mut doomed = Vec::new();
-        for member in &made {
-            self.hashing.add(member, self.pending_bytes(member));
+        for (member, pending) in made.iter().zip(pending) {
+            self.hashing.add(member, pending);
             doomed.extend(self.settle(&member.volume));
         }
         drop(chains);

@@ -8,7 +8,7 @@ use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
 use crate::cbt::{
     self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, NewMaps,
-    PhysicalDiff, Relation, scan_allocated, write_changed, write_union, write_written,
+    PhysicalDiff, Relation, copy_map, scan_allocated, write_changed, write_union, write_written,
 };
 use crate::pool::{self, Bytes, Changes};
 use crate::store::{SnapshotRecord, Source, VolumeRecord};
@@ -39,6 +39,8 @@ pub(super) struct NewSnapshot {
     pub volume: Arc<VolumeRecord>,
     /// Its record to be.
     pub record: SnapshotRecord,
+    /// Bytes that are still to be hashed, once it is filled.
+    pub pending: u64,
 }
 
 /// Hashes the bytes of a copy on their way.
@@ -81,7 +83,8 @@ impl Driver {
                 pour.hashing.sync()?;
             }
             new.record.birth = self.pool().birth(&new.draft)?;
-            self.write_maps(new, &data, copy.pour.is_some())?;
+            let blocks = self.write_maps(new, &data, copy.pour.is_some())?;
+            new.pending = blocks * new.record.block_size.bytes();
         }
         Ok(())
     }
@@ -102,15 +105,16 @@ impl Driver {
         })
     }
 
-    /// Whether its blocks are `hashed` by now is what its `pending` says.
-    fn write_maps(&self, new: &NewSnapshot, data: &File, hashed: bool) -> Result<()> {
-        let NewSnapshot { draft, volume, record } = new;
+    /// Whether its blocks are `hashed` by now is what its `pending` says, whose number of members it
+    /// returns.
+    fn write_maps(&self, new: &NewSnapshot, data: &File, hashed: bool) -> Result<u64> {
+        let NewSnapshot { draft, volume, record, .. } = new;
         if record.tracking
             && let Some(parent) = self.parent(volume, record)
         {
             match self.write_maps_from(new, data, hashed, &parent) {
-                Ok(true) => return Ok(()),
-                Ok(false) => {}
+                Ok(Some(pending)) => return Ok(pending),
+                Ok(None) => {}
                 Err(Error::Cbt(cbt::Error::Damaged { path, what })) => {
                     let path = path.display();
                     tracing::error!(%path, what, "a map of the parent is damaged, hashing everything");
@@ -122,24 +126,29 @@ impl Driver {
             }
         }
         let stop = Stop::default();
-        scan_allocated(data, &draft.data(), &draft.allocated(), header(record), &stop)?;
+        let allocated = scan_allocated(data, &draft.data(), &draft.allocated(), header(record), &stop)?;
         if !record.tracking {
-            return Ok(());
+            return Ok(0);
         }
         MapWriter::create(&draft.changed(), header(record))?.finish()?;
         // A slot counts only outside `pending`: all is, but for what a copy hashed on its way.
         if hashed {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
-        } else {
-            HashFile::create(&draft.hashes())?;
-            write_union(&draft.pending(), header(record), &[&MapFile::open(&draft.allocated())?], &stop)?;
+            return Ok(0);
         }
-        Ok(())
+        HashFile::create(&draft.hashes())?;
+        copy_map(&draft.pending(), &MapFile::open(&draft.allocated())?, &stop)?;
+        Ok(allocated)
     }
 
-    /// Writes the maps at the cost of what changed since a parent; `Ok(false)` where the pool can not tell
-    /// that.
-    fn write_maps_from(&self, new: &NewSnapshot, data: &File, hashed: bool, parent: &Parent) -> Result<bool> {
+    /// The same at the cost of what changed since a parent; `None` where the pool can not tell that.
+    fn write_maps_from(
+        &self,
+        new: &NewSnapshot,
+        data: &File,
+        hashed: bool,
+        parent: &Parent,
+    ) -> Result<Option<u64>> {
         let NewSnapshot { draft, record, .. } = new;
         let (stop, path) = (Stop::default(), draft.data());
         let linked_to = parent.linked.then(|| Relation { snapshot: parent.id.clone(), exact: false });
@@ -159,7 +168,7 @@ impl Driver {
             let changed = draft.changed();
             write_changed(&changed, changed_header, &parent.allocated, &scan()?, candidates, &stop)?;
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
-            return Ok(true);
+            return Ok(Some(0));
         }
         // A parent that was copied after its child is a damaged record, whose word would lose every change.
         let since = parent.since.filter(|since| record.birth.is_some_and(|birth| *since < birth));
@@ -180,14 +189,14 @@ impl Driver {
                 let changed = draft.changed();
                 write_changed(&changed, changed_header, &parent.allocated, &scan()?, ranges, &stop)?;
             }
-            Changes::Unknown => return Ok(false),
+            Changes::Unknown => return Ok(None),
         }
         // A slot that the parent had not written when `pending` was opened is in the clone as it was, or
         // written since: still to be hashed here.
         let changed = MapFile::open(&draft.changed())?;
-        write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
+        let pending = write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
         self.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;
-        Ok(true)
+        Ok(Some(pending))
     }
 
     /// The snapshot to build on: the newest of the volume, else the one that the volume was made

@@ -219,7 +219,7 @@ impl Driver {
             opened => opened?,
         };
         durable::replace_with(&path, &path.with_extension("map.new"), |fresh| {
-            scan_allocated(&data, &data_path, fresh, header(record), &Stop::default())
+            scan_allocated(&data, &data_path, fresh, header(record), &Stop::default()).map(drop)
         })
     }
 

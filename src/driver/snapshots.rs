@@ -72,12 +72,12 @@ impl Driver {
         self.fit(&volume)?;
         let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
         let draft = self.store.draft_snapshot(&record.id)?;
-        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record };
+        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record, pending: 0 };
         self.fill_snapshots(std::slice::from_mut(&mut new))?;
         // The chain's lock orders this commit and the merge of a deleted parent.
         let chain = self.locks.wait(Key::Chain(volume.id.clone()));
         let record = self.store.commit_snapshot(draft, new.record)?;
-        self.hashing.add(&record, self.pending_bytes(&record));
+        self.hashing.add(&record, new.pending);
         // The one before may have been kept only until now.
         let doomed = self.settle(&volume.id);
         drop(chain);
@@ -184,7 +184,9 @@ impl Driver {
         let header = MapHeader { relative_to, ..theirs.header().clone() };
         let fresh = next_dir.changed().with_extension("map.new");
         durable::replace_with(&next_dir.changed(), &fresh, |fresh| {
-            cbt::write_union(fresh, header, &[&ours, &theirs], &Stop::default()).map_err(Error::from)
+            cbt::write_union(fresh, header, &[&ours, &theirs], &Stop::default())
+                .map_err(Error::from)
+                .map(drop)
         })?;
         self.hashing.add(&next, self.pending_bytes(&next));
         Ok(())

@@ -9,6 +9,8 @@ use deltapath::sys::mount;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
+use crate::crash::Orders;
+use crate::support::content::Content;
 use crate::support::{MIB, PoolKind, Rig, have_root, status_code};
 
 /// An address that nobody listens on. Somebody else may take it before the driver does; then the driver
@@ -33,6 +35,38 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
     metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
+/// What nobody has hashed yet is counted once a snapshot, whether its map is new or made from the one before, and
+/// whether it is taken alone or in a group.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_backlog_is_what_is_still_to_be_hashed() {
+    if !have_root() {
+        return;
+    }
+    let address = free_address();
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
+    let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
+    let mut orders = Orders::new(rig.dir.path());
+    orders.hold(1, "hashing", 5_000);
+    let mut content = Content::default();
+    content.write(&device, 0, 10, 1);
+    rig.snapshot("first", &volume).await;
+    content.write(&device, 5, 2, 2);
+    content.write(&device, 100, 3, 2);
+    rig.snapshot("second", &volume).await;
+    content.write(&device, 200, 4, 3);
+    rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
+    let (_, metrics) = get(address, "/metrics").await;
+    let blocks = 10 + (10 + 3) + (10 + 3 + 4);
+    assert_eq!(
+        value(&metrics, "deltapath_hashing_backlog_bytes"),
+        Some(f64::from(blocks * 4096)),
+        "{metrics}"
+    );
+    orders.withdraw();
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     if !have_root() {
@@ -41,7 +75,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
-    crate::support::content::Content::default().write(&device, 0, 10, 1);
+    Content::default().write(&device, 0, 10, 1);
     let snapshot = rig.snapshot("counted", &volume).await;
     rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
     for number in 0..50 {

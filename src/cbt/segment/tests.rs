@@ -81,6 +81,26 @@ fn an_unknown_version_is_refused_by_number() {
     assert!(matches!(error, Error::UnknownVersion { version: 9, known: 2, .. }), "{error}");
 }
 
+/// A damaged segment under a sound table is copied too: whoever reads the copy finds it damaged as well.
+#[test]
+fn a_copy_is_the_same_byte_for_byte() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let paths = ["from", "to"].map(|name| dir.path().join(name));
+    write(&paths[0], header(1 << 24), &[(1, 3), (SEGMENT_BLOCKS - 1, SEGMENT_BLOCKS + 9)]);
+    for damaged in [false, true] {
+        if damaged {
+            let mut bytes = std::fs::read(&paths[0]).expect("read");
+            bytes[0] ^= 1;
+            std::fs::write(&paths[0], bytes).expect("write");
+            std::fs::remove_file(&paths[1]).expect("remove");
+        }
+        let from = MapFile::open(&paths[0]).expect("open");
+        copy_map(&paths[1], &from, &Stop::default()).expect("copy");
+        let [from, to] = [&paths[0], &paths[1]].map(|path| std::fs::read(path).expect("read"));
+        assert_eq!(from, to, "damaged: {damaged}");
+    }
+}
+
 #[test]
 fn a_union_holds_the_members_of_all() {
     let dir = tempfile::tempdir().expect("temp dir");
@@ -88,7 +108,8 @@ fn a_union_holds_the_members_of_all() {
     write(&paths[0], header(1 << 24), &[(1, 3)]);
     write(&paths[1], header(1 << 24), &[(2, 5), (SEGMENT_BLOCKS, SEGMENT_BLOCKS + 1)]);
     let (a, b) = (MapFile::open(&paths[0]).expect("a"), MapFile::open(&paths[1]).expect("b"));
-    write_union(&paths[2], header(1 << 24), &[&a, &b], &Stop::default()).expect("union");
+    let count = write_union(&paths[2], header(1 << 24), &[&a, &b], &Stop::default()).expect("union");
+    assert_eq!(count, 5);
     let union = MapFile::open(&paths[2]).expect("union");
     assert_eq!(members(&union), [1, 2, 3, 4, SEGMENT_BLOCKS]);
 }

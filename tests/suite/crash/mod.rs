@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use audit::When;
 use calls::{CALLS, Job};
+pub use points::Orders;
 use scene::Scene;
 use tally::Tally;
 
