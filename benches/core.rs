@@ -1,5 +1,5 @@
 //! The core beside the bare operation it can not be faster than, in the same run: hashing, building a
-//! map, a delta, tuples, messages. The README says how to read the figures.
+//! map, a delta, tuples, messages.
 
 use std::fs::File;
 use std::hint::black_box;

@@ -1,4 +1,4 @@
-//! The command line: a file a subcommand.
+//! The command line: a file or directory a subcommand, and what they share.
 //!
 //! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 3 leftovers alone (check); 130 interrupted.
 

@@ -1,4 +1,4 @@
-//! Ctrl-C and SIGTERM to a command that has mounted a pool: it ends its work and unmounts it first.
+//! Ctrl-C, SIGTERM and SIGHUP to a command that has mounted a pool: it ends its work and unmounts it first.
 
 use nix::sys::signal::{SigSet, Signal};
 

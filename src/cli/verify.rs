@@ -15,7 +15,7 @@ use crate::cbt::Finding;
 use crate::driver::{Inspected, Inspection};
 use crate::sys;
 
-/// Read all snapshots and compare them with their block maps and hashes.
+/// Compare the blocks of all snapshots with their hashes, and their block maps with what the files hold.
 ///
 /// Tells damage by snapshot and range of bytes, and changes nothing. Runs beside a driver, or without one:
 /// then it mounts the pool for the look. Blocks without a hash (not yet, or not tracked) are read by nobody, nor are

@@ -297,7 +297,10 @@ impl Audit<'_> {
     fn devices(&mut self) -> Result<()> {
         let mounts = mount::mounts()?;
         for device in LoopDevice::all_on(|_| true)? {
-            let Some((severity, what)) = self.unexplained(&device) else { continue };
+            let Some((severity, what)) = self.unexplained(&device) else {
+                self.places(&device, &mounts)?;
+                continue;
+            };
             if severity != Severity::Leftover {
                 self.add(severity, device.path(), what);
                 continue;
@@ -310,6 +313,21 @@ impl Audit<'_> {
             }
             let found = Discovery::new(severity, device.path(), what);
             self.found.push(found.mended_by(Mend::Detach(device)));
+        }
+        Ok(())
+    }
+
+    /// Where the filesystem of a volume is seen beside the places that its record names. Kubelet does that for a
+    /// pod that mounts a part of it (`subPath`), so it is nothing to undo.
+    fn places(&mut self, device: &LoopDevice, mounts: &[mount::Mount]) -> Result<()> {
+        let Some(Backing::Volume(state)) = self.backing.get(&device.backing()) else { return Ok(()) };
+        let dev = device.dev()?;
+        let path = device.path();
+        let elsewhere = |mounted: &&mount::Mount| state.place(&mounted.mount_point).is_none();
+        for mounted in mounts.iter().filter(|mounted| mounted.is_of(&dev)).filter(elsewhere) {
+            let what =
+                format!("mounted from {}, where its volume was neither staged nor published", path.display());
+            self.found.push(Discovery::new(Severity::Note, &mounted.mount_point, what));
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Parameters of storage and snapshot classes. Unknown ones are refused by name; the sidecars' own
+//! Parameters of storage, snapshot and volume attributes classes, and of inline volumes. Unknown ones are refused by name; the sidecars' own
 //! (`csi.storage.k8s.io/...`) are tolerated wherever they send them.
 
 use std::collections::HashMap;

@@ -94,8 +94,11 @@ impl Driver {
         for volume in volumes {
             if start {
                 let line: Vec<_> = self.store.read(|index| index.line(&volume).cloned().collect());
-                for record in line.iter().filter(|record| record.tracking) {
+                for record in &line {
                     self.remove_drafts(record);
+                    if !record.tracking {
+                        continue;
+                    }
                     let bytes = self.pending_bytes(record);
                     if bytes > 0 || self.is_to_compare(record) {
                         self.hashing.add(record, bytes);
