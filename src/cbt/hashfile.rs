@@ -29,7 +29,8 @@ const LOOKS: usize = 3;
 /// The checksum covers the page number, so a page that landed in the wrong place is found too. A page
 /// that fails its check counts as unknown: it costs a read of the data, never a lost change. A slot
 /// counts only for a block that its snapshot's `allocated` holds and `pending` does not: a clone
-/// still carries the parent's hashes for all others.
+/// still carries the parent's hashes for all others. That of a block that became a hole is taken out before the block
+/// leaves `pending`, for an `allocated` that is made again from the data may hold more than the first did.
 #[derive(Debug)]
 pub struct HashFile {
     file: File,
@@ -58,6 +59,13 @@ impl Page {
         let at = (block % SLOTS) as usize * HASH;
         let slot: BlockHash = self.bytes[at..at + HASH].try_into().expect("a slot is 32 bytes");
         (slot != UNKNOWN).then_some(slot)
+    }
+
+    /// Makes the hash of a block unknown; tells whether it was known.
+    pub(super) fn forget(&mut self, block: u64) -> bool {
+        let known = self.get(block).is_some();
+        self.set(block, &UNKNOWN);
+        known
     }
 
     pub(super) fn set(&mut self, block: u64, hash: &BlockHash) {
@@ -137,6 +145,11 @@ impl HashFile {
         page.bytes[PAGE - HASH..].copy_from_slice(checksum.as_bytes());
         let offset = number * PAGE as u64;
         Ok(step("write", &self.path, || self.file.write_all_at(&page.bytes[..], offset))?)
+    }
+
+    /// Forgets all hashes.
+    pub fn clear(&self) -> Result<(), Error> {
+        Ok(step("set the length of", &self.path, || self.file.set_len(0))?)
     }
 
     /// Makes what was written durable.

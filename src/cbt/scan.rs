@@ -183,6 +183,19 @@ impl ToHash<'_> {
         })
     }
 
+    /// Forgets the hashes of blocks that hold no data any more.
+    pub fn forget(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
+        for (number, runs) in runs_by_page(index, members) {
+            stop.check()?;
+            let mut page = self.hashes.page_to_update(number)?;
+            let blocks = runs.into_iter().flat_map(|run| run.start..run.end);
+            if blocks.fold(false, |known, block| page.forget(block) | known) {
+                self.hashes.write_page(number, &mut page)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Takes over the hashes of blocks that another snapshot shares with this one; returns those that it
     /// had.
     pub fn take_over(
@@ -261,6 +274,11 @@ impl HashingCopy {
     /// Hashes into `hashes`, a new file.
     pub fn new(hashes: HashFile, size: BlockSize) -> Self {
         HashingCopy { hashes, size }
+    }
+
+    /// Forgets what it took: the copy starts again, of data that may have changed.
+    pub fn start_again(&mut self) -> Result<()> {
+        self.hashes.clear()
     }
 
     /// Makes the hashes durable.

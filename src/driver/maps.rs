@@ -63,6 +63,11 @@ impl Pour {
         })
     }
 
+    /// Forgets what it took, for the copy is made again.
+    pub(super) fn start_again(&mut self) -> Result<()> {
+        Ok(self.hashing.start_again()?)
+    }
+
     /// Fails with what went wrong, if anything did.
     pub(super) fn check(&mut self) -> Result<()> {
         self.failed.take().map_or(Ok(()), |error| Err(error.into()))

@@ -105,8 +105,11 @@ impl Driver {
             if sample(raw)? == before {
                 return Ok(files);
             }
-            for copy in copies.iter() {
+            for copy in copies.iter_mut() {
                 self.pool().discard(&copy.target)?;
+                if let Some(pour) = &mut copy.pour {
+                    pour.start_again()?;
+                }
             }
         }
         Err(Error::Precondition(match copies.len() {
@@ -157,11 +160,21 @@ impl Driver {
             && let Some(device) = LoopDevice::find(&self.volume_data(id))?
         {
             let dev = device.dev()?;
-            let Some(mounted) = mount::mounts()?.into_iter().find(|mount| mount.is_of(&dev)) else {
+            let mounts = mount::mounts()?;
+            let mut places = mounts.iter().filter(|mount| mount.is_of(&dev)).peekable();
+            if places.peek().is_none() {
                 // Mounted where this process does not see it, perhaps: kept for the next look.
                 return Ok(());
-            };
-            freeze::thaw(&mounted)?;
+            }
+            // Over one of them something else may be mounted.
+            let mut thawed = Ok(());
+            for mounted in places {
+                thawed = freeze::thaw(mounted);
+                if thawed.is_ok() {
+                    break;
+                }
+            }
+            thawed?;
             tracing::warn!(volume_id = %id, "thawed what the last driver left frozen");
         }
         Ok(self.store.set_frozen(id, None)?)

@@ -113,11 +113,11 @@ impl Driver {
     /// made again before: afterwards there is nothing to make it from.
     fn free_bytes(&self, record: &SnapshotRecord) -> Result<Option<Draft>> {
         let dir = self.store.snapshot_dir(record);
-        if dir.bytes().exists()
-            && let Err(cbt::Error::Damaged { what, .. }) =
-                MapFile::open(&dir.allocated()).and_then(|map| map.count())
-        {
-            self.write_allocated(record, &what)?;
+        if dir.bytes().exists() {
+            match MapFile::open(&dir.allocated()).and_then(|map| map.count()) {
+                Err(cbt::Error::Damaged { what, .. }) => self.write_allocated(record, &what)?,
+                count => drop(count?),
+            }
         }
         Ok(self.store.take_bytes(record)?)
     }

@@ -8,7 +8,7 @@ use std::path::Path;
 use super::{Result, Sink};
 use crate::base::{BlockSize, ByteRange, Stop};
 use crate::sys::extents::DataRanges;
-use crate::sys::{Context, clone, step};
+use crate::sys::{self, Context, clone, step};
 
 /// Bytes copied at once; a larger block is copied whole.
 const STEP: u64 = 4 << 20;
@@ -34,20 +34,12 @@ pub(super) fn sparse(
         while start < end {
             stop.check()?;
             let part = ByteRange { start, end: end.min(start + STEP.max(size.bytes())) };
-            if let Some(sink) = &mut sink {
-                buffer.resize(part.len() as usize, 0);
-                source.read_exact_at(&mut buffer, part.start).context("read the source of", target_path)?;
-                sink(part.start, &buffer)?;
-            }
-            for data in DataRanges::of(source, target_path, part) {
-                let data = data?;
-                match sink {
-                    Some(_) => {
-                        let bytes =
-                            &buffer[(data.start - part.start) as usize..(data.end - part.start) as usize];
-                        step("write", target_path, || target.write_all_at(bytes, data.start))?;
+            match &mut sink {
+                Some(sink) => through(source, target, target_path, part, &mut buffer, sink)?,
+                None => {
+                    for data in DataRanges::of(source, target_path, part) {
+                        inside(source, target, target_path, data?)?;
                     }
-                    None => inside(source, target, target_path, data)?,
                 }
             }
             // The disk writes while the next part is read and hashed.
@@ -55,6 +47,32 @@ pub(super) fn sparse(
             start = part.end;
         }
         next = next.max(end);
+    }
+    Ok(())
+}
+
+/// Copies the data of a part by way of the sink. What that is shown is what is written, whatever is written or punched
+/// meanwhile: hashes that tell of other bytes than the copy holds would lose a change.
+fn through(
+    source: &File,
+    target: &File,
+    target_path: &Path,
+    part: ByteRange,
+    buffer: &mut Vec<u8>,
+    sink: &mut Sink<'_>,
+) -> Result<()> {
+    buffer.clear();
+    buffer.resize(part.len() as usize, 0);
+    let within = |data: ByteRange| (data.start - part.start) as usize..(data.end - part.start) as usize;
+    let ranges: Vec<ByteRange> = DataRanges::of(source, target_path, part).collect::<sys::Result<_>>()?;
+    for data in &ranges {
+        let bytes = &mut buffer[within(*data)];
+        source.read_exact_at(bytes, data.start).context("read the source of", target_path)?;
+    }
+    sink(part.start, buffer)?;
+    for data in &ranges {
+        let bytes = &buffer[within(*data)];
+        step("write", target_path, || target.write_all_at(bytes, data.start))?;
     }
     Ok(())
 }
@@ -74,6 +92,32 @@ fn inside(source: &File, target: &File, target_path: &Path, range: ByteRange) ->
 mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
+
+    /// Blocks are punched and written while they are copied: what the sink saw is what the copy holds.
+    #[test]
+    fn what_the_sink_sees_is_what_is_written() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let open = |name: &str| {
+            let path = dir.path().join(name);
+            File::options().read(true).write(true).create_new(true).open(path).expect("create")
+        };
+        let (source, target) = (open("source"), open("target"));
+        let length = 1 << 20;
+        source.set_len(length).expect("set_len");
+        source.write_all_at(&[7; 64 << 10], 0).expect("write");
+        let mut seen = Vec::new();
+        let mut sink = |_, bytes: &[u8]| {
+            seen.extend_from_slice(bytes);
+            sys::clone::punch_hole(&source, 4096, 8192).expect("punch");
+            source.write_all_at(&[9; 4096], 100 << 10).expect("write");
+            Ok(())
+        };
+        let size = BlockSize::try_from(length).expect("1Mi");
+        sparse(&source, &target, dir.path(), size, Some(&mut sink), &Stop::default()).expect("copy");
+        let mut copied = vec![0; length as usize];
+        target.read_exact_at(&mut copied, 0).expect("read");
+        assert!(copied == seen, "the copy holds other bytes than the sink was shown");
+    }
 
     #[test]
     fn a_copy_keeps_holes_and_length_and_the_sink_sees_whole_blocks() {

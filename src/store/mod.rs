@@ -22,7 +22,7 @@ pub use records::{
 
 use std::fs;
 use std::path::Path;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -42,6 +42,8 @@ pub struct Store {
     index: RwLock<Index>,
     damaged: Vec<Damage>,
     damaged_retained: Vec<Damage>,
+    /// Held while a member leaves a deleted group, which other members do under locks of their own.
+    leaving: Mutex<()>,
 }
 
 /// A directory in `staging/` in which an object is being made, or out of which it is being removed.
@@ -127,7 +129,7 @@ impl Store {
         for damage in damaged.iter().chain(&damaged_retained) {
             tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
         }
-        Ok(Store { dir, index: RwLock::new(index), damaged, damaged_retained })
+        Ok(Store { dir, index: RwLock::new(index), damaged, damaged_retained, leaving: Mutex::default() })
     }
 
     /// The objects whose records could not be read at start.

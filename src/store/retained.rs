@@ -2,6 +2,7 @@
 //! as the pool needs them. No call lists them.
 
 use std::fs;
+use std::sync::PoisonError;
 
 use super::{Damage, Deleted, Draft, Error, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
 use super::{decode, encode, entries, read_named};
@@ -38,14 +39,17 @@ impl Store {
     }
 
     /// Forgets a retained snapshot; its files are freed when the answer is dropped. The last member of a group
-    /// takes the group with it, in the same rename.
+    /// takes the group with it, in the same rename; so one member leaves at a time, or the directory is taken from under
+    /// the one that leaves.
     pub fn remove_retained(&self, record: &SnapshotRecord) -> Result<Draft> {
         let forget = |index: &mut Index| index.remove_retained(&record.id);
         if let Some(group) = &record.group {
+            let _leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
             let dir = self.dir.retained_group(group);
             if entries(&dir.members())?.len() == 1 {
                 return self.remove(group.as_str(), &ObjectDir::new(dir.path()), forget);
             }
+            return self.remove(record.id.as_str(), &self.snapshot_dir(record), forget);
         }
         self.remove(record.id.as_str(), &self.snapshot_dir(record), forget)
     }

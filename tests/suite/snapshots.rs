@@ -338,7 +338,12 @@ async fn a_freeze_is_undone_by_whoever_made_it() {
         let intent = format!(r#"{{"version":1,"boot_id":"{}"}}"#, boot.trim());
         let record = rig.pool_dir().join("volumes").join(&volume).join("frozen.json");
         std::fs::write(&record, intent).expect("write");
+        // Something else is mounted over the first place where it is seen.
+        let covered = kubelet.join(&volume).join("staging");
+        let none = deltapath::sys::mount::Flags::empty();
+        deltapath::sys::mount::mount("none".as_ref(), &covered, "tmpfs", none, "size=1m").expect("cover it");
         rig.start_again().await;
+        deltapath::sys::mount::unmount_top(&covered).expect("uncover it");
         assert!(!record.exists(), "the intent is kept after the thaw");
         let thawed =
             std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&target).output().expect("run");

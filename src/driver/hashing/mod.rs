@@ -21,7 +21,8 @@ use super::maps::header;
 use super::{Driver, Error, Result};
 use crate::base::{ObjectDir, SnapshotId};
 use crate::cbt::{
-    self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, Step, ToHash,
+    self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
+    SEGMENT_BLOCKS, Step, ToHash,
 };
 use crate::store::SnapshotRecord;
 use crate::sys::{self, Context, durable};
@@ -171,8 +172,15 @@ impl Driver {
             }
             drop(doomed);
             if step.is_none_or(|step| step.is_last()) {
-                helpers.install(|| self.compare(&record))?;
+                let compared = helpers.install(|| self.compare(&record));
                 self.queue_child(&record);
+                match compared {
+                    // What the parent held there is gone for good: no later try finds it.
+                    Err(Error::Cbt(cbt::Error::Lost { what })) => {
+                        tracing::warn!(snapshot_id = %id, what, "not compared with the snapshot before");
+                    }
+                    compared => compared?,
+                }
                 break;
             }
             if self.hashing.is_turn() {
@@ -285,10 +293,13 @@ impl Driver {
         let indexes: Vec<u32> = pending.indexes().collect();
         let mut indexes = indexes.into_iter();
         for index in indexes.by_ref() {
-            let mut members = match pending.segment(index) {
-                Err(cbt::Error::Damaged { .. }) => allocated.segment(index)?,
-                members => members? & allocated.segment(index)?,
+            let held = allocated.segment(index)?;
+            let pended = match pending.segment(index) {
+                Err(cbt::Error::Damaged { .. }) => all_of_a_segment(),
+                members => members?,
             };
+            to_hash.forget(index, &pended - &held, stop)?;
+            let mut members = pended & held;
             if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
                 cut = Some((index, later));
             }
@@ -318,6 +329,12 @@ impl Driver {
         let hashes = HashReader::new(HashFile::open(&dir.hashes()).ok()?);
         Some(HashedParent { changed, pending, allocated, hashes })
     }
+}
+
+fn all_of_a_segment() -> RoaringBitmap {
+    let mut all = RoaringBitmap::new();
+    all.insert_range(0..SEGMENT_BLOCKS as u32);
+    all
 }
 
 /// Leaves the first `room` members, and returns the others where there are any.
@@ -395,7 +412,6 @@ impl Rest {
 mod tests {
     use super::*;
     use crate::base::BlockSize;
-    use crate::cbt::SEGMENT_BLOCKS;
 
     #[test]
     fn a_step_takes_what_it_has_room_for() {

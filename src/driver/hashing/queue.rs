@@ -61,10 +61,12 @@ impl Hashing {
         }
     }
 
-    /// A snapshot is gone.
+    /// A snapshot is done, or gone; unless it was queued again meanwhile.
     pub(in super::super) fn forget(&self, id: &SnapshotId) {
         let mut state = self.state();
-        state.left.remove(id);
+        if !state.queued.contains(id) {
+            state.left.remove(id);
+        }
         state.failed.remove(id);
     }
 

@@ -48,6 +48,15 @@ impl Content {
         self.blocks.retain(|block, _| !(start..start + count).contains(block));
     }
 
+    /// Zeroes blocks in the way that leaves unwritten extents where the pool has such.
+    pub fn zero(&mut self, device: &Path, start: u64, count: u64) {
+        use nix::fcntl::{FallocateFlags, fallocate};
+        let flags = FallocateFlags::FALLOC_FL_ZERO_RANGE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        let (start_at, length) = ((start * BLOCK) as i64, (count * BLOCK) as i64);
+        fallocate(open_device(device), flags, start_at, length).expect("zero");
+        self.blocks.retain(|block, _| !(start..start + count).contains(block));
+    }
+
     fn fill(&self, block: u64) -> u8 {
         self.blocks.get(&block).copied().unwrap_or(0)
     }
