@@ -164,7 +164,8 @@ impl Controller for ControllerService {
             });
             Ok(proto::GetCapacityResponse {
                 available_capacity: if elsewhere { 0 } else { decode::wire_bytes(room.available) },
-                maximum_volume_size: Some(decode::wire_bytes(room.most)),
+                // Schedulers look at this one where it is told.
+                maximum_volume_size: Some(if elsewhere { 0 } else { decode::wire_bytes(room.most) }),
                 minimum_volume_size: Some(decode::wire_bytes(room.least)),
             })
         })
@@ -345,6 +346,7 @@ fn validate(
         Err(error) => return Err(error),
     };
     let parameters = VolumeParameters::parse(&request.parameters)?;
+    parse_tuning(&request.mutable_parameters)?;
     Ok(match driver.validate_capabilities(&request.volume_id, &capabilities, &parameters)? {
         Some(lacks) => refused(lacks),
         None => proto::ValidateVolumeCapabilitiesResponse {

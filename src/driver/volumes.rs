@@ -7,7 +7,7 @@ use super::error::shown;
 use super::locks::Key;
 use super::quiesce::LiveCopy;
 use super::{Capability, CapacityRange, Driver, Error, Result, VolumeParameters};
-use crate::base::{BlockSize, Stop, VolumeId};
+use crate::base::{BlockSize, SnapshotId, Stop, VolumeId};
 use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
 use crate::sys::{Context, step};
@@ -69,9 +69,12 @@ impl Driver {
         self.check_topology(request)?;
         let (content, _guard) = match &request.source {
             None => (None, None),
-            Some(SourceRef::Snapshot(id)) => (Some(self.snapshot_content(id)?), None),
+            Some(SourceRef::Snapshot(id)) => {
+                let content = self.snapshot_content(id);
+                (Some(content.map_err(|error| self.perhaps_elsewhere(error, request))?), None)
+            }
             Some(SourceRef::Volume(id)) => {
-                let record = self.volume(id)?;
+                let record = self.volume(id).map_err(|error| self.perhaps_elsewhere(error, request))?;
                 let guard = self.locks.take(Key::Volume(record.id.clone()))?;
                 // Looked up again: it may have been deleted before the lock was ours.
                 let record = self.volume(id)?;
@@ -225,6 +228,24 @@ impl Driver {
             "none of the requisite topologies is this node, {}: volumes are made where the driver runs",
             self.config().node_id
         )))
+    }
+
+    /// What is unknown here may live on another node. A caller that names topologies is told so, in the way that makes it
+    /// try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
+    fn perhaps_elsewhere(&self, error: Error, request: &CreateVolume) -> Error {
+        let known = |id: &str| id.parse().is_ok_and(|id| self.store.read(|index| index.known(&id)).is_some());
+        let id = match &request.source {
+            Some(SourceRef::Snapshot(id)) if id.parse::<SnapshotId>().is_ok() && !known(id) => id,
+            Some(SourceRef::Volume(id)) if id.parse::<VolumeId>().is_ok() => id,
+            _ => return error,
+        };
+        match error {
+            Error::NotFound { kind, .. } if !request.requisite.is_empty() => Error::Elsewhere(format!(
+                "{kind} {id} is not on this node, {}: it lives on another, or is gone",
+                self.config().node_id
+            )),
+            error => error,
+        }
     }
 
     fn snapshot_content(&self, id: &str) -> Result<Content> {

@@ -16,6 +16,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use metrics::{Unit, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::driver::{Driver, report};
 
@@ -26,6 +27,8 @@ const BUCKETS: [f64; 14] =
 const UPKEEP: Duration = Duration::from_secs(5);
 /// How long a client may take to send its request's head.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Connections at once; further ones wait.
+const MAX_CONNECTIONS: usize = 64;
 
 /// Why metrics can not be served.
 #[derive(Debug, thiserror::Error)]
@@ -60,9 +63,15 @@ impl Server {
     /// Serves until dropped.
     pub async fn serve(self, driver: Arc<Driver>) {
         let mut upkeep = tokio::time::interval(UPKEEP);
+        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let asks = answering(driver, self.counted.clone());
+        let accept = async || {
+            let place = connections.clone().acquire_owned().await.expect("it is never closed");
+            (self.listener.accept().await, place)
+        };
         loop {
-            let accepted = tokio::select! {
-                accepted = self.listener.accept() => accepted,
+            let (accepted, place) = tokio::select! {
+                accepted = accept() => accepted,
                 // Samples are folded into the histograms also where nobody scrapes.
                 _ = upkeep.tick() => {
                     self.counted.run_upkeep();
@@ -78,9 +87,10 @@ impl Server {
                     continue;
                 }
             };
-            let (driver, counted) = (driver.clone(), self.counted.clone());
+            let asks = asks.clone();
             tokio::spawn(async move {
-                let service = service_fn(move |request| answer(driver.clone(), counted.clone(), request));
+                let _place = place;
+                let service = service_fn(move |request| answer(asks.clone(), request));
                 let served = hyper::server::conn::http1::Builder::new()
                     .timer(TokioTimer::new())
                     .header_read_timeout(PATIENCE)
@@ -122,25 +132,56 @@ fn describe() {
     describe_gauge!("deltapath_ready", "1 when the pool is there and takes a write.");
 }
 
+/// What the driver is asked for, and where the answer goes.
+struct Ask {
+    is_scrape: bool,
+    answer: oneshot::Sender<Response<Full<Bytes>>>,
+}
+
+/// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more threads are
+/// taken from CSI calls. Ends with the last sender.
+fn answering(driver: Arc<Driver>, counted: PrometheusHandle) -> mpsc::Sender<Ask> {
+    let (asks, mut asked) = mpsc::channel::<Ask>(1);
+    tokio::task::spawn_blocking(move || {
+        while let Some(ask) = asked.blocking_recv() {
+            if ask.answer.is_closed() {
+                continue;
+            }
+            let answer = match driver_says(&driver, ask.is_scrape, &counted) {
+                Ok(body) => text(StatusCode::OK, body),
+                Err(body) => text(StatusCode::SERVICE_UNAVAILABLE, body),
+            };
+            let _ = ask.answer.send(answer);
+        }
+    });
+    asks
+}
+
+fn driver_says(driver: &Driver, is_scrape: bool, counted: &PrometheusHandle) -> Result<String, String> {
+    if is_scrape {
+        return Ok(scrape(driver, counted));
+    }
+    driver.ready().map(|()| "ok\n".into()).map_err(|error| format!("{}\n", report(&error)))
+}
+
 async fn answer(
-    driver: Arc<Driver>,
-    counted: PrometheusHandle,
+    asks: mpsc::Sender<Ask>,
     request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
-    let path = request.uri().path().to_owned();
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         return Ok(text(StatusCode::METHOD_NOT_ALLOWED, "use GET\n".into()));
     }
-    // The pool is asked in a blocking thread: a disk that hangs must not hang the runtime.
-    let answered = tokio::task::spawn_blocking(move || match path.as_str() {
-        "/metrics" => text(StatusCode::OK, scrape(&driver, &counted)),
-        "/healthz" => text(StatusCode::OK, "ok\n".into()),
-        "/readyz" => match driver.ready() {
-            Ok(()) => text(StatusCode::OK, "ok\n".into()),
-            Err(error) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{}\n", report(&error))),
-        },
-        _ => text(StatusCode::NOT_FOUND, "there is /metrics, /healthz and /readyz\n".into()),
-    });
+    let is_scrape = match request.uri().path() {
+        "/metrics" => true,
+        "/readyz" => false,
+        "/healthz" => return Ok(text(StatusCode::OK, "ok\n".into())),
+        _ => {
+            let known = "there is /metrics, /healthz and /readyz\n";
+            return Ok(text(StatusCode::NOT_FOUND, known.into()));
+        }
+    };
+    let (answer, answered) = oneshot::channel();
+    let _ = asks.send(Ask { is_scrape, answer }).await;
     Ok(answered
         .await
         .unwrap_or_else(|_| text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n".into())))

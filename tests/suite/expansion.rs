@@ -303,6 +303,13 @@ async fn overcommit_bounds_what_is_promised() {
     assert!(room.available_capacity.abs_diff(free as i64) < 64 << 20, "{room:?} of {free}");
     assert_eq!(room.minimum_volume_size, Some(300 * MIB));
     assert_eq!(room.maximum_volume_size, Some(64 << 40));
+    let node = ("topology.deltapath.csi.dev/node".to_owned(), "node-2".to_owned());
+    let elsewhere = proto::GetCapacityRequest {
+        accessible_topology: Some(proto::Topology { segments: [node].into() }),
+        ..Default::default()
+    };
+    let room = capacity(&rig).get_capacity(elsewhere).await.expect("capacity").into_inner();
+    assert_eq!((room.available_capacity, room.maximum_volume_size), (0, Some(0)), "no room on another node");
     // The provisioner sends the class's parameters as they are, and a filesystem may stand there alone.
     let mut bare = proto::GetCapacityRequest::default();
     bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "btrfs".into());

@@ -9,7 +9,6 @@ use deltapath::sys::mount;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
-use crate::crash::Orders;
 use crate::support::content::Content;
 use crate::support::{MIB, PoolKind, Rig, have_root, status_code};
 
@@ -37,6 +36,7 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
 
 /// What nobody has hashed yet is counted once a snapshot, whether its map is new or made from the one before, and
 /// whether it is taken alone or in a group.
+#[cfg(feature = "failpoints")]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_backlog_is_what_is_still_to_be_hashed() {
     if !have_root() {
@@ -45,7 +45,7 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
-    let mut orders = Orders::new(rig.dir.path());
+    let mut orders = crate::crash::Orders::new(rig.dir.path());
     orders.hold(1, "hashing", 5_000);
     let mut content = Content::default();
     content.write(&device, 0, 10, 1);
@@ -64,6 +64,35 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
     );
     orders.withdraw();
     rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// Whoever reaches the port may ask as often as they like: that takes no thread from calls but a few.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flood_of_scrapes_takes_few_threads() {
+    if !have_root() {
+        return;
+    }
+    let address = free_address();
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
+    let process = format!("/proc/{}/status", rig.pid());
+    let threads = || {
+        let status = std::fs::read_to_string(&process).expect("status");
+        let line = status.lines().find_map(|line| line.strip_prefix("Threads:")).expect("a count");
+        line.trim().parse::<usize>().expect("a number")
+    };
+    let (before, mut most) = (threads(), 0);
+    let mut flood = tokio::task::JoinSet::new();
+    for number in 0..300 {
+        let path = if number % 2 == 0 { "/metrics" } else { "/readyz" };
+        flood.spawn(get(address, path));
+    }
+    while let Some(answered) = flood.join_next().await {
+        assert_eq!(answered.expect("join").0, 200);
+        most = most.max(threads());
+    }
+    rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe");
+    assert!(most <= before + 1, "{before} threads before, {most} in the flood");
     rig.finish();
 }
 

@@ -191,9 +191,11 @@ async fn data_is_never_formatted_over() {
         request.volume_content_source = Some(from_snapshot(&source));
         sources.push(rig.client.create_volume(request).await.expect("create").volume_id);
     }
-    for volume in &sources {
+    for (volume, why) in sources.iter().zip(["holds data", "holds data", "never written"]) {
         let refused = rig.client.publish(volume, mount_capability("ext4"), false, &kubelet).await;
-        assert_eq!(code(refused), Code::FailedPrecondition);
+        let refused = refused.expect_err("it is not to be formatted");
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        assert!(refused.to_string().contains(why), "{refused}");
         rig.client.unpublish(volume, &kubelet).await.expect("unstage");
     }
     let device = rig.attach(&sources[0]).await;

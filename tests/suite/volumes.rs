@@ -139,10 +139,27 @@ async fn what_is_wrong_with_a_request_is_said() {
             "volume",
         ));
     }
-    let elsewhere = proto::Topology {
-        segments: HashMap::from([("topology.deltapath.csi.dev/node".to_owned(), "node-2".to_owned())]),
+    let node = |name: &str| {
+        let key = "topology.deltapath.csi.dev/node".to_owned();
+        let segments = HashMap::from([(key, name.to_owned())]);
+        proto::TopologyRequirement { requisite: vec![proto::Topology { segments }], preferred: vec![] }
     };
-    let topology = proto::TopologyRequirement { requisite: vec![elsewhere], preferred: vec![] };
+    // What is unknown here may be on the node that the scheduler tries next.
+    let digits = "0123456789abcdef".repeat(2);
+    for (source, expected) in [
+        (from_snapshot(&format!("snap-{digits}")), Code::ResourceExhausted),
+        (from_volume(&format!("vol-{digits}")), Code::ResourceExhausted),
+        (from_snapshot("unknown"), Code::NotFound),
+    ] {
+        let request = proto::CreateVolumeRequest {
+            volume_content_source: Some(source),
+            accessibility_requirements: Some(node("node-1")),
+            ..good()
+        };
+        let said = if expected == Code::NotFound { "unknown" } else { "not on this node, node-1" };
+        cases.push(("source elsewhere", request, expected, said));
+    }
+    let topology = node("node-2");
     cases.push((
         "elsewhere",
         proto::CreateVolumeRequest { accessibility_requirements: Some(topology), ..good() },
@@ -361,6 +378,10 @@ async fn capabilities_are_confirmed_for_what_the_volume_was_made_for() {
     let answer = answer.expect("validate").into_inner();
     assert_eq!(answer.confirmed, None);
     assert!(answer.message.contains("ext4"), "{}", answer.message);
+    let mut tuned = validate(vec![block_capability()], &volume);
+    tuned.mutable_parameters.insert("iops".into(), "1".into());
+    let answer = controller.validate_volume_capabilities(tuned).await;
+    assert_eq!(answer.expect_err("an unknown attribute").code(), Code::InvalidArgument);
     for (capabilities, id, expected) in [
         (vec![], volume.as_str(), Code::InvalidArgument),
         (vec![block_capability()], "", Code::InvalidArgument),

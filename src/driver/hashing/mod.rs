@@ -138,8 +138,8 @@ impl Driver {
 
     /// Hashes what is left of a snapshot, step by step.
     ///
-    /// 1. Write the slots of a step and sync them: its blocks are still in `pending`, so after a crash none
-    ///    of them counts, and they are written again.
+    /// 1. Write the slots of a step, take out those of its blocks that are holes now, and sync them: its blocks are
+    ///    still in `pending`, so after a crash none of them counts, and they are written again.
     /// 2. Replace `pending` by one without them, by rename: from here on they count.
     fn hash_snapshot(&self, id: &SnapshotId, helpers: &rayon::ThreadPool) -> Result<()> {
         let known = || self.store.read(|index| index.known(id));

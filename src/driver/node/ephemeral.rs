@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::filesystem::is_blank;
 use super::publish::make_directory;
 use super::stage::remove_target;
 use super::{Held, PublishRequest, check_unoccupied, detach, shows};
@@ -16,7 +17,7 @@ use crate::sys::{Context, mount};
 
 impl Driver {
     /// Makes the volume, unless an earlier try did, and mounts it at its target. A try that fails leaves
-    /// nothing: kubelet may never ask for it to be undone.
+    /// nothing, unless a pod may have written to it: kubelet may never ask for it to be undone.
     pub(super) fn publish_ephemeral(
         &self,
         request: &PublishRequest,
@@ -49,8 +50,9 @@ impl Driver {
             read_only: request.read_only || request.capability.is_read_only(),
         };
         let placed = self.place_ephemeral(&mut held, &staged, request);
+        let is_unused = || is_new || held.state.formatting || is_blank(&held.data).unwrap_or(false);
         if placed.is_err()
-            && is_new
+            && is_unused()
             && let Err(error) = self.remove_ephemeral(held)
         {
             tracing::warn!(error = report(&error), "an ephemeral volume that could not be published stays");

@@ -120,10 +120,17 @@ impl Driver {
                     "volume {} carries {found}, not {wanted}: ask for fs_type {found}",
                     held.record.id
                 ))),
-                None => Err(Error::Precondition(format!(
-                    "volume {} holds data and no filesystem: it is not formatted over; use it as a Block volume",
-                    held.record.id
-                ))),
+                None => {
+                    let what = match filesystem::is_blank(&held.data)? {
+                        true => {
+                            "was made from a source that was never written, and what has a source is not formatted"
+                        }
+                        false => {
+                            "holds data and no filesystem: it is not formatted over; use it as a Block volume"
+                        }
+                    };
+                    Err(Error::Precondition(format!("volume {} {what}", held.record.id)))
+                }
             };
         }
         held.state.formatting = true;

@@ -15,6 +15,8 @@ mod freezes;
 #[cfg(feature = "failpoints")]
 mod healing;
 #[cfg(feature = "failpoints")]
+mod inline;
+#[cfg(feature = "failpoints")]
 mod moves;
 #[cfg(feature = "failpoints")]
 mod points;
@@ -27,6 +29,7 @@ use std::time::{Duration, Instant};
 
 use audit::When;
 use calls::{CALLS, Job};
+#[cfg(feature = "failpoints")]
 pub use points::Orders;
 use scene::Scene;
 use tally::Tally;

@@ -1,0 +1,59 @@
+//! Inline volumes whose publish is killed, and fails when it is tried again.
+
+use std::process::Command;
+
+use deltapath::client::mount_capability;
+use deltapath::csi::proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
+
+use super::points::{Cut, Orders};
+use crate::support::{PoolKind, Rig, have_root, names};
+
+/// The incident: the driver was killed while it made the filesystem of an inline volume; the retry failed with a final
+/// code, the pod was deleted, and kubelet, for which nothing was mounted, never asked for the volume to be undone. Its
+/// record, its data and its loop device stayed for good.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let mut orders = Orders::new(rig.dir.path());
+    let (volumes, mut failed) = (rig.pool_dir().join("volumes"), 0);
+    for at in 1.. {
+        let target_path = rig.dir.path().join("inline").display().to_string();
+        let volume_id = format!("csi-{at}");
+        let mut publish = NodePublishVolumeRequest {
+            volume_id: volume_id.clone(),
+            target_path: target_path.clone(),
+            volume_capability: Some(mount_capability("ext4")),
+            ..Default::default()
+        };
+        for (name, value) in [("csi.storage.k8s.io/ephemeral", "true"), ("size", "16Mi")] {
+            publish.volume_context.insert(name.into(), value.into());
+        }
+        orders.give(Cut::Kill, at, "calls");
+        let published = rig.client.node.node_publish_volume(publish.clone()).await.is_ok();
+        orders.withdraw();
+        if !published {
+            rig.kill();
+            rig.start_again().await;
+            orders.give(Cut::Error(nix::libc::EIO), 1, "calls");
+            let again = rig.client.node.node_publish_volume(publish).await;
+            orders.withdraw();
+            for volume in names(&volumes).iter().filter(|_| again.is_err()) {
+                let data = volumes.join(volume).join("bytes/data.img");
+                let seen = Command::new("blkid").arg("-p").arg(&data).status().expect("run blkid");
+                assert!(seen.success(), "killed before step {at}: a volume without a filesystem stays");
+            }
+            failed += usize::from(again.is_err());
+        }
+        let unpublish = NodeUnpublishVolumeRequest { volume_id, target_path };
+        rig.client.node.node_unpublish_volume(unpublish).await.expect("unpublish");
+        assert_eq!(names(&volumes), Vec::<String>::new(), "killed before step {at}");
+        if published {
+            break;
+        }
+    }
+    assert!(failed > 5, "only {failed} retries failed");
+    rig.finish();
+}
