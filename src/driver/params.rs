@@ -1,5 +1,5 @@
-//! Parameters of storage, snapshot and volume attributes classes, and of inline volumes. Unknown ones are refused by name; the sidecars' own
-//! (`csi.storage.k8s.io/...`) are tolerated wherever they send them.
+//! Parameters of storage, snapshot and volume attributes classes, and of inline volumes. Unknown ones are refused by
+//! name; the sidecars' own (`csi.storage.k8s.io/...`) are tolerated wherever they send them.
 
 use std::collections::HashMap;
 

@@ -230,8 +230,8 @@ impl Driver {
         )))
     }
 
-    /// What is unknown here may live on another node. A caller that names topologies is told so, in the way that makes it
-    /// try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
+    /// What is unknown here may live on another node. A caller that names topologies is told so, in the way that
+    /// makes it try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
     fn perhaps_elsewhere(&self, error: Error, request: &CreateVolume) -> Error {
         let known = |id: &str| id.parse().is_ok_and(|id| self.store.read(|index| index.known(&id)).is_some());
         let id = match &request.source {

@@ -138,8 +138,8 @@ struct Ask {
     answer: oneshot::Sender<Response<Full<Bytes>>>,
 }
 
-/// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more threads are
-/// taken from CSI calls. Ends with the last sender.
+/// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more
+/// threads are taken from CSI calls. Ends with the last sender.
 fn answering(driver: Arc<Driver>, counted: PrometheusHandle) -> mpsc::Sender<Ask> {
     let (asks, mut asked) = mpsc::channel::<Ask>(1);
     tokio::task::spawn_blocking(move || {
