@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Error, Result, known_pool};
 use crate::base::{DataDir, SnapshotId, Stop};
@@ -37,7 +38,7 @@ impl Inspection {
         let path = path.canonicalize().map_err(|_| nothing())?;
         let dir = DataDir::new(&path);
         let Some(manifest) = Manifest::read(&dir)? else { return Err(nothing()) };
-        let claim = match Claim::take(dir.clone()) {
+        let claim = match Claim::take(dir.clone(), Duration::ZERO) {
             Err(store::Error::Locked(_)) if dir.pool().volumes().exists() => {
                 return Ok(Inspection { store: Store::survey(dir.pool())?, dir, own: None });
             }

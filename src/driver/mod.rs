@@ -48,6 +48,7 @@ use std::path::{Path, PathBuf};
 use crate::base::{DataDir, Quantity, VolumeId};
 use crate::pool::{Home, Kind, Known, Pool, PoolChoice, PoolRequest};
 use crate::store::{Claim, Manifest, Store, TupleStyle};
+use crate::sys::durable::LOCK_PATIENCE;
 use crate::sys::{self, Context};
 use capacity::Reserved;
 use locks::OpLocks;
@@ -121,7 +122,7 @@ impl Driver {
     /// Takes the data directory, opens its pool, reads its records and undoes what a dead driver
     /// left half done.
     pub fn open(mut config: Config) -> Result<Self> {
-        let claim = Claim::take(DataDir::new(&config.data_dir))?;
+        let claim = Claim::take(DataDir::new(&config.data_dir), LOCK_PATIENCE)?;
         // The pool's mount is found by path, so the path must be the one the kernel shows.
         config.data_dir = config.data_dir.canonicalize().context("resolve", &config.data_dir)?;
         let data_dir = DataDir::new(&config.data_dir);

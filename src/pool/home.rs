@@ -7,7 +7,7 @@ use super::format::Format;
 use super::{Error, Pool, Result, probe};
 use crate::base::{DataDir, PoolDir, Quantity};
 use crate::sys::btrfs;
-use crate::sys::durable::{self, FileLock};
+use crate::sys::durable::{self, FileLock, LOCK_PATIENCE};
 use crate::sys::loopdev::{self, Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
 use crate::sys::{Context, program, space, step};
@@ -271,7 +271,7 @@ impl Image {
 
     /// Attaches and mounts the image, or finds that a former process left it so.
     fn open(image: &Path, mount_point: &Path, format: Format) -> Result<Self> {
-        let Some(lock) = FileLock::try_lock(image)? else {
+        let Some(lock) = FileLock::try_lock(image, LOCK_PATIENCE)? else {
             return Err(Error::ImageInUse(image.to_owned()));
         };
         let device = match LoopDevice::find(image)?.map(LoopDevice::keep).transpose()?.flatten() {

@@ -1,6 +1,7 @@
 //! What a data directory is, and who serves it.
 
 use std::fs;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -43,10 +44,10 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Makes the directory where it is missing and takes its lock.
-    pub fn take(dir: DataDir) -> Result<Self> {
+    /// Makes the directory where it is missing and takes its lock, which others may hold for so long.
+    pub fn take(dir: DataDir, patience: Duration) -> Result<Self> {
         step("make the data directory", dir.path(), || fs::create_dir_all(dir.path()))?;
-        match FileLock::try_lock(&dir.lock())? {
+        match FileLock::try_lock(&dir.lock(), patience)? {
             Some(lock) => Ok(Claim { dir, _lock: lock }),
             None => Err(Error::Locked(dir.path().to_owned())),
         }

@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 
@@ -117,6 +118,9 @@ fn parent(path: &Path) -> &Path {
     path.parent().unwrap_or(Path::new("/"))
 }
 
+/// How long a start waits for a lock: longer than it takes to start a program.
+pub const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+
 /// An exclusive lock on a file, freed when the value or the process goes (flock(2)).
 #[derive(Debug)]
 pub struct FileLock {
@@ -124,15 +128,25 @@ pub struct FileLock {
 }
 
 impl FileLock {
-    /// Takes the lock; `Ok(None)` when somebody else holds it. The file is made where missing.
-    pub fn try_lock(path: &Path) -> Result<Option<Self>> {
+    /// Takes the lock; `Ok(None)` when somebody else holds it for so long. The file is made where missing.
+    ///
+    /// A process that is gone may seem to hold it for a moment: a program that it was starting has copies of its
+    /// descriptors until exec closes them.
+    pub fn try_lock(path: &Path, patience: Duration) -> Result<Option<Self>> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = step("open", path, || options.open(path))?;
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => Ok(Some(FileLock { _lock: lock })),
-            Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
-            Err((_, errno)) => Err(Error { operation: "lock", path: path.to_owned(), source: errno.into() }),
+        let mut file = step("open", path, || options.open(path))?;
+        let deadline = Instant::now() + patience;
+        loop {
+            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+                Ok(lock) => return Ok(Some(FileLock { _lock: lock })),
+                Err((_, nix::errno::Errno::EWOULDBLOCK)) if Instant::now() >= deadline => return Ok(None),
+                Err((file, nix::errno::Errno::EWOULDBLOCK)) => file,
+                Err((_, errno)) => {
+                    return Err(Error { operation: "lock", path: path.to_owned(), source: errno.into() });
+                }
+            };
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 }

@@ -40,6 +40,29 @@ async fn a_data_dir_has_one_driver() {
     }
 }
 
+/// The incident: a driver was killed while it started a program, which had copies of the driver's locks until exec; the
+/// next driver, started at once, said that another one is at work.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lock_that_outlives_its_driver_for_a_moment_is_waited_for() {
+    use nix::fcntl::{Flock, FlockArg};
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    rig.kill();
+    let held = [rig.data_dir().join("lock"), rig.data_dir().join("pool.img")].map(|path| {
+        let file = std::fs::File::options().read(true).write(true).open(path).expect("open");
+        Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno).expect("it is free")
+    });
+    let holder = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(300));
+        drop(held);
+    });
+    rig.start_again().await;
+    holder.join().expect("join");
+    rig.finish();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     if !have_root() {
