@@ -6,6 +6,7 @@
 //! guard covers two objects; a call on a group takes one for each member.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::{Error, Result};
@@ -28,6 +29,8 @@ pub(super) enum Key {
     Snapshot(SnapshotId),
     /// A group snapshot.
     Group(GroupId),
+    /// A place on the node: between the look at it and the mount nothing else is mounted there.
+    Place(PathBuf),
     /// The links between the snapshots of a volume: held for short, waited for.
     Chain(VolumeId),
 }
@@ -42,6 +45,7 @@ impl std::fmt::Display for Key {
             Key::Group(id) => write!(f, "group snapshot {id}"),
             Key::Volume(id) => write!(f, "volume {id}"),
             Key::Snapshot(id) => write!(f, "snapshot {id}"),
+            Key::Place(path) => write!(f, "{}", path.display()),
             Key::Chain(id) => write!(f, "the snapshots of {id}"),
         }
     }

@@ -57,12 +57,9 @@ impl Driver {
         for copy in copies.iter() {
             let Some(device) = LoopDevice::find(&self.volume_data(&copy.id))? else { continue };
             let dev = device.dev()?;
-            let mounted = mount::mounts()?.into_iter().find(|mount| mount.is_of(&dev) && !mount.read_only);
-            let frozen = match mounted {
-                Some(mounted) => held.freeze(&copy.id, &mounted)?,
-                None => false,
-            };
-            if !frozen {
+            let mut mounts = mount::mounts()?;
+            mounts.retain(|mount| mount.is_of(&dev) && !mount.read_only);
+            if mounts.is_empty() || !held.freeze(&copy.id, root_of(&copy.id, &mounts)?)? {
                 raw.push(device);
             }
         }
@@ -160,24 +157,35 @@ impl Driver {
             && let Some(device) = LoopDevice::find(&self.volume_data(id))?
         {
             let dev = device.dev()?;
-            let mounts = mount::mounts()?;
-            let mut places = mounts.iter().filter(|mount| mount.is_of(&dev)).peekable();
-            if places.peek().is_none() {
+            let mut mounts = mount::mounts()?;
+            mounts.retain(|mount| mount.is_of(&dev));
+            if mounts.is_empty() {
                 // Mounted where this process does not see it, perhaps: kept for the next look.
                 return Ok(());
             }
-            // Over one of them something else may be mounted.
-            let mut thawed = Ok(());
-            for mounted in places {
-                thawed = freeze::thaw(mounted);
-                if thawed.is_ok() {
-                    break;
-                }
-            }
-            thawed?;
+            freeze::thaw(&root_of(id, &mounts)?)?;
             tracing::warn!(volume_id = %id, "thawed what the last driver left frozen");
         }
         Ok(self.store.set_frozen(id, None)?)
+    }
+}
+
+/// The root of a volume's filesystem, through whichever of its mounts is seen.
+fn root_of(id: &VolumeId, mounts: &[Mount]) -> Result<freeze::Root> {
+    let mut failed = None;
+    for mount in mounts {
+        match freeze::Root::open(mount) {
+            Ok(Some(root)) => return Ok(root),
+            Ok(None) => {}
+            Err(error) => failed = Some(error),
+        }
+    }
+    match failed {
+        Some(error) => Err(error.into()),
+        None => Err(Error::Precondition(format!(
+            "something else is mounted over the filesystem of volume {id} at {}: unmount that first",
+            mounts[0].mount_point.display()
+        ))),
     }
 }
 
@@ -193,11 +201,11 @@ impl FrozenVolumes<'_> {
     ///    forgotten.
     /// 2. Record the intent: a driver that dies from here on is followed by one that thaws.
     /// 3. Freeze.
-    fn freeze(&mut self, id: &VolumeId, mounted: &Mount) -> Result<bool> {
+    fn freeze(&mut self, id: &VolumeId, root: freeze::Root) -> Result<bool> {
         self.driver.thaw_leftover(id)?;
         let intent = Frozen { version: Frozen::VERSION, boot_id: sys::boot_id()? };
         self.driver.store.set_frozen(id, Some(&intent))?;
-        match freeze::Frozen::freeze(mounted, FREEZE_BOUND) {
+        match freeze::Frozen::freeze(root, FREEZE_BOUND) {
             Ok(Some(frozen)) => {
                 self.frozen.push((id.clone(), frozen));
                 Ok(true)

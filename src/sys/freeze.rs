@@ -41,11 +41,11 @@ enum Outcome {
 }
 
 impl Frozen {
-    /// Writes what is dirty and freezes the filesystem seen at `mount`. `Ok(None)` when somebody else
+    /// Writes what is dirty and freezes the filesystem with this root. `Ok(None)` when somebody else
     /// has frozen it: it is theirs to thaw, and consistent as it is.
-    pub fn freeze(mount: &Mount, bound: Duration) -> Result<Option<Self>> {
-        let mount_point = &mount.mount_point;
-        let root = open_root(mount)?;
+    pub fn freeze(root: Root, bound: Duration) -> Result<Option<Self>> {
+        let Root { file: root, mount_point } = root;
+        let mount_point = mount_point.as_path();
         let guarded = root.try_clone().context("open", mount_point)?;
         let place = mount_point.to_owned();
         // Its thread is there before the freeze: without one nobody would thaw.
@@ -125,25 +125,28 @@ impl Drop for Frozen {
     }
 }
 
-/// Thaws the filesystem seen at `mount`, which a dead process left frozen; fine when it is not frozen.
-pub fn thaw(mount: &Mount) -> Result<()> {
-    match thaw_fd(&open_root(mount)?, &mount.mount_point) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
-        other => other.context("thaw", &mount.mount_point),
+/// The root directory of a mounted filesystem, open.
+#[derive(Debug)]
+pub struct Root {
+    file: File,
+    mount_point: PathBuf,
+}
+
+impl Root {
+    /// Opens the root of a mount. `None` where it is not seen: something else is mounted over it.
+    pub fn open(mount: &Mount) -> Result<Option<Self>> {
+        let mount_point = mount.mount_point.clone();
+        let file = File::open(&mount_point).context("open", &mount_point)?;
+        let found = mount_id(&file).context("find the mount of", &mount_point)?;
+        Ok((found == mount.id).then_some(Root { file, mount_point }))
     }
 }
 
-/// Opens the root of a mount, and makes sure that it is that one: something else may be mounted over
-/// it by now.
-fn open_root(mount: &Mount) -> Result<File> {
-    let root = File::open(&mount.mount_point).context("open", &mount.mount_point)?;
-    let found = mount_id(&root).context("find the mount of", &mount.mount_point)?;
-    match found == mount.id {
-        true => Ok(root),
-        false => {
-            let other = io::Error::other(format!("mount {found} is seen there, not {}", mount.id));
-            Err(other).context("find the filesystem at", &mount.mount_point)
-        }
+/// Thaws the filesystem with this root, which a dead process left frozen; fine when it is not frozen.
+pub fn thaw(root: &Root) -> Result<()> {
+    match thaw_fd(&root.file, &root.mount_point) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
+        other => other.context("thaw", &root.mount_point),
     }
 }
 

@@ -24,7 +24,9 @@ pub fn sweep(dir: &Path) -> Result<Vec<String>> {
         for mount in below.iter().rev() {
             // A frozen filesystem would live on, and its device with it, without a place to thaw it at.
             // What is no filesystem of its own can not be thawed, and need not be.
-            let _ = freeze::thaw(mount);
+            if let Ok(Some(root)) = freeze::Root::open(mount) {
+                let _ = freeze::thaw(&root);
+            }
             if mount::unmount(&mount.mount_point).is_err() {
                 left.push(format!("mount {}", mount.mount_point.display()));
             }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::{freeze, mount, program};
 
-use crate::support::{MIB, PoolKind, Rig, have_root};
+use crate::support::{MIB, PoolKind, Rig, have_root, root_of};
 
 /// Rounds a pool; `DELTAPATH_FSCK_ROUNDS` asks for more.
 fn rounds() -> usize {
@@ -113,13 +113,14 @@ async fn live_writers_lose_nothing(pool: PoolKind) {
             let staging = kubelet.join(&volume).join("staging");
             let frozen = (round / 3 % 4 == 3).then(|| {
                 let mounted = mount::mounted_at(&staging).expect("mounts").expect("staged");
-                let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(60)).expect("freeze");
+                let frozen =
+                    freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(60)).expect("freeze");
                 (mounted, frozen.expect("nobody else froze it"))
             });
             let before = database.acknowledged();
             let snapshot = rig.snapshot(&format!("{fs_type} {round}"), &volume).await;
             if let Some((mounted, frozen)) = frozen {
-                let again = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
+                let again = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
                 assert!(again.is_none(), "the user's freeze is gone");
                 frozen.thaw().expect("it is the user's to thaw");
             }
@@ -179,7 +180,7 @@ async fn a_freeze_ends_with_its_bound() {
         let volume = rig.client.create_volume(request).await.expect("create").volume_id;
         let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
         let mounted = mount::mounted_at(&target).expect("mounts").expect("published");
-        let frozen = freeze::Frozen::freeze(&mounted, Duration::from_millis(300)).expect("freeze");
+        let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_millis(300)).expect("freeze");
         let frozen = frozen.expect("nobody else froze it");
         let file = target.join("file");
         let write = tokio::task::spawn_blocking(move || std::fs::write(file, "written after the bound"));

@@ -609,3 +609,42 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     rig.detach(&volume).await;
     rig.finish();
 }
+
+/// The incident: while one volume was formatted, another was mounted where it was to go, and it was mounted over
+/// that; neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
+#[tokio::test(flavor = "multi_thread")]
+async fn two_volumes_never_share_a_place() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let place = rig.kubelet().join("place");
+    std::fs::create_dir_all(&place).expect("mkdir");
+    let mut stages = Vec::new();
+    for name in ["one", "two"] {
+        let request = new_volume(name, 64 * MIB, mount_capability("ext4"));
+        stages.push(proto::NodeStageVolumeRequest {
+            volume_id: rig.client.create_volume(request).await.expect("create").volume_id,
+            staging_target_path: place.display().to_string(),
+            volume_capability: Some(mount_capability("ext4")),
+            ..Default::default()
+        });
+    }
+    let (mut one, mut two) = (rig.client.node.clone(), rig.client.node.clone());
+    let (one, two) =
+        tokio::join!(one.node_stage_volume(stages[0].clone()), two.node_stage_volume(stages[1].clone()));
+    let answers = [one, two].map(|answer| answer.map_or_else(|status| status.code(), |_| Code::Ok));
+    let refused = |code: &Code| matches!(code, Code::Aborted | Code::FailedPrecondition);
+    assert!(answers.contains(&Code::Ok) && answers.iter().any(refused), "{answers:?}");
+    let mounts = deltapath::sys::mount::mounts().expect("mounts");
+    assert_eq!(mounts.iter().filter(|mount| mount.mount_point == place).count(), 1, "stacked");
+    for stage in stages {
+        let request = proto::NodeUnstageVolumeRequest {
+            volume_id: stage.volume_id.clone(),
+            staging_target_path: stage.staging_target_path,
+        };
+        rig.client.node.node_unstage_volume(request).await.expect("unstage");
+        rig.client.delete_volume(&stage.volume_id).await.expect("delete");
+    }
+    rig.finish();
+}

@@ -352,3 +352,43 @@ async fn a_freeze_is_undone_by_whoever_made_it() {
         rig.finish();
     }
 }
+
+/// A filesystem that something else is mounted over is frozen through another of its mounts, and where there is
+/// none it is said what is to be unmounted.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    let target = target.expect("publish");
+    let staging = kubelet.join(&volume).join("staging");
+    let none = deltapath::sys::mount::Flags::empty();
+    let cover = |place: &Path| {
+        deltapath::sys::mount::mount("none".as_ref(), place, "tmpfs", none, "size=1m").expect("cover it");
+    };
+    cover(&staging);
+    std::fs::write(target.join("file"), "never synced").expect("write");
+    let snapshot = rig.snapshot("seen at its target", &volume).await;
+    cover(&target);
+    let refused = rig.client.create_snapshot("seen nowhere", &volume).await.expect_err("hidden");
+    assert!(refused.to_string().contains("unmount that first"), "{refused}");
+    assert_eq!(code::<()>(Err(refused)), Code::FailedPrecondition);
+    for place in [&staging, &target] {
+        deltapath::sys::mount::unmount_top(place).expect("uncover it");
+    }
+    rig.snapshot("seen again", &volume).await;
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let mut request = new_volume("restored", 64 * MIB, mount_capability("ext4"));
+    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+    let target = rig.client.publish(&restored, mount_capability("ext4"), false, &kubelet).await;
+    let file = target.expect("publish").join("file");
+    assert_eq!(std::fs::read(file).expect("read"), b"never synced");
+    rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+    rig.finish();
+}

@@ -39,6 +39,7 @@ impl Driver {
             ));
         }
         let _handle = self.locks.take(Key::Ephemeral(handle.clone()))?;
+        let _place = self.locks.take(Key::Place(target.clone()))?;
         let is_new = self.store.read(|index| index.ephemeral(handle)).is_none();
         if is_new {
             self.create_ephemeral(request, parameters)?;

@@ -65,6 +65,12 @@ pub(super) fn mount(
                  other one first"
                     .into(),
             ),
+            Some(libc::EBUSY) => Error::Precondition(format!(
+                "the kernel refuses to mount {} at {}: somebody has it open for himself alone, or it is mounted \
+                 elsewhere for another access, perhaps below something else: undo that first",
+                device.path().display(),
+                target.display()
+            )),
             Some(libc::EINVAL) => Error::Precondition(format!(
                 "the kernel refuses to mount {fs_type} at {}: a mount flag that {fs_type} does not have, or damage",
                 target.display()

@@ -61,17 +61,24 @@ struct Held {
     known: bool,
     /// The bytes behind its device.
     data: PathBuf,
-    _guard: OpGuard,
+    _volume: OpGuard,
+    _place: Option<OpGuard>,
 }
 
 impl Driver {
+    /// Takes a volume for a node call, and the place where it is put.
+    fn hold_at(&self, volume_id: &str, path: &Path) -> Result<Held> {
+        let held = self.hold(volume_id)?;
+        Ok(Held { _place: Some(self.locks.take(Key::Place(path.to_owned()))?), ..held })
+    }
+
     /// Takes a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
         let (record, guard) = self.lock_volume(volume_id)?;
         self.fit(&record)?;
         let state = self.store.node_state(&record.id)?;
         let data = self.volume_data(&record.id);
-        Ok(Held { record, state, known: true, data, _guard: guard })
+        Ok(Held { record, state, known: true, data, _volume: guard, _place: None })
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
@@ -84,6 +91,7 @@ impl Driver {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
             locked => locked?,
         };
+        let place = Some(self.locks.take(Key::Place(path.to_owned()))?);
         let (state, known) = match self.store.node_state(&record.id) {
             Err(store::Error::Sys(error)) => {
                 let error = crate::driver::report(&error);
@@ -93,7 +101,7 @@ impl Driver {
             state => (state?, true),
         };
         let data = self.volume_data(&record.id);
-        Ok(Some(Held { record, state, known, data, _guard: guard }))
+        Ok(Some(Held { record, state, known, data, _volume: guard, _place: place }))
     }
 
     fn lock_volume(&self, volume_id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {

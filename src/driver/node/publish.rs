@@ -30,7 +30,7 @@ impl Driver {
             ));
         }
         let staging_path = checked_path("staging_target_path", &request.staging_path)?;
-        let mut held = self.hold(&request.volume_id)?;
+        let mut held = self.hold_at(&request.volume_id, &target)?;
         let kind = request.capability.kind_for(&held.record)?;
         let staged = held.state.staged.clone().filter(|staged| staged.path == staging_path);
         let Some(staged) = staged else {

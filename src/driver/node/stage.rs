@@ -22,7 +22,7 @@ impl Driver {
             return Err(Error::Missing { field: "volume_id" });
         }
         let path = checked_path("staging_target_path", &request.staging_path)?;
-        let mut held = self.hold(&request.volume_id)?;
+        let mut held = self.hold_at(&request.volume_id, &path)?;
         let kind = request.capability.kind_for(&held.record)?;
         if !held.record.access.contains(&kind) {
             let made_for = &held.record.access;

@@ -14,7 +14,7 @@ use deltapath::sys::{freeze, mount};
 
 use super::scene::{self, Scene};
 use crate::support::content::blocks_of;
-use crate::support::{BLOCK, Rig, names};
+use crate::support::{BLOCK, Rig, names, root_of};
 
 /// How long what is removed or hashed behind a call may take: hashing gives way to all that runs beside.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -216,7 +216,7 @@ fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
         if mounted.fs_type != "ext4" {
             continue;
         }
-        match freeze::Frozen::freeze(mounted, Duration::from_secs(10)) {
+        match freeze::Frozen::freeze(root_of(mounted), Duration::from_secs(10)) {
             Ok(Some(frozen)) => frozen.thaw().expect("thaw"),
             other => found.leak(format!("{} is left frozen: {other:?}", mounted.mount_point.display())),
         }

@@ -8,7 +8,7 @@ use tonic::Code;
 use super::audit::{When, audit};
 use super::points::Orders;
 use super::scene::Scene;
-use crate::support::{PoolKind, Rig, have_root};
+use crate::support::{PoolKind, Rig, have_root, root_of};
 
 /// The number of the first step of this name in a snapshot of the mounted volume.
 async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
@@ -67,14 +67,14 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     orders.reached(&call).await;
     let staging = rig.kubelet().join(&scene.files).join("staging");
     let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
-    let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
+    let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     assert!(frozen.is_none(), "the copy is held up before the filesystem is frozen");
     let told = Instant::now();
     let status = tokio::task::block_in_place(|| rig.terminate());
     assert!(status.success(), "the driver ended with {status}\n{}", rig.log());
     assert!(told.elapsed() < Duration::from_secs(30), "the watchdog's bound was waited for");
     call.await.expect("join").expect_err("the call was left behind");
-    let frozen = freeze::Frozen::freeze(&mounted, Duration::from_secs(1)).expect("ask");
+    let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     frozen.expect("the filesystem is left frozen").thaw().expect("thaw");
     orders.withdraw();
     rig.start_again().await;
@@ -102,7 +102,7 @@ async fn a_freeze_that_somebody_else_undoes_is_told() {
     orders.reached(&call).await;
     let staging = rig.kubelet().join(&scene.files).join("staging");
     let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
-    freeze::thaw(&mounted).expect("thaw");
+    freeze::thaw(&root_of(&mounted)).expect("thaw");
     let refused = call.await.expect("join").expect_err("a torn copy");
     assert!(refused.to_string().contains("keep frozen"), "{refused}");
     orders.withdraw();

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 use deltapath::client::{self, Client, block_capability};
 use deltapath::csi::proto;
 use deltapath::csi::proto::snapshot_metadata_client::SnapshotMetadataClient;
+use deltapath::sys::freeze::Root;
+use deltapath::sys::mount::Mount;
 use deltapath::sys::sweep::{devices_below, sweep};
 use tempfile::TempDir;
 use tonic::Code;
@@ -66,6 +68,11 @@ impl PoolKind {
 /// A directory that [`Rig`] takes.
 pub fn temp_dir() -> TempDir {
     tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir")
+}
+
+/// The root of a mount that is seen where it is.
+pub fn root_of(mount: &Mount) -> Root {
+    Root::open(mount).expect("open").expect("nothing is mounted over it")
 }
 
 pub struct Rig {
