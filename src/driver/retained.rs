@@ -84,20 +84,28 @@ impl Driver {
             let retained: Vec<Retained> = line().filter_map(|record| index.retained(&record.id)).collect();
             (retained, line().next_back().map(|record| record.id.clone()))
         });
-        let mut doomed = Vec::new();
-        let beyond = retained.len().saturating_sub(self.config().retain.count);
         let short = !retained.is_empty() && self.is_short();
-        for (number, kept) in retained.iter().enumerate() {
-            let record = &kept.record;
-            let is_next_base = newest.as_ref() == Some(&record.id) && self.may_be_a_base(record);
-            let over = kept.age() > self.config().retain.age && !is_next_base;
-            let outcome =
-                match number < beyond || over || short || !record.tracking || !self.may_be_a_base(record) {
-                    true => self.forget_retained(record).map(Some),
-                    false if is_next_base && self.pool().compares_bytes() => Ok(None),
-                    false if self.pending_bytes(record) > 0 => Ok(None),
-                    false => self.free_bytes(record),
-                };
+        let is_next_base = |record: &SnapshotRecord| newest.as_ref() == Some(&record.id);
+        let is_over = |kept: &Retained| kept.age() > self.config().retain.age && !is_next_base(&kept.record);
+        let is_wanted = |kept: &Retained| {
+            !short && kept.record.tracking && self.may_be_a_base(&kept.record) && !is_over(kept)
+        };
+        let wanted: Vec<bool> = retained.iter().map(is_wanted).collect();
+        // What goes in any case takes nobody's place.
+        let mut beyond =
+            wanted.iter().filter(|wanted| **wanted).count().saturating_sub(self.config().retain.count);
+        let mut doomed = Vec::new();
+        for (Retained { record, .. }, wanted) in retained.iter().zip(wanted) {
+            let stays = wanted && beyond == 0;
+            if wanted {
+                beyond = beyond.saturating_sub(1);
+            }
+            let outcome = match stays {
+                false => self.forget_retained(record).map(Some),
+                true if is_next_base(record) && self.pool().compares_bytes() => Ok(None),
+                true if self.pending_bytes(record) > 0 => Ok(None),
+                true => self.free_bytes(record),
+            };
             match outcome {
                 Ok(freed) => doomed.extend(freed),
                 Err(error) => {

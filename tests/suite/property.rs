@@ -109,7 +109,7 @@ impl Snapshot {
 struct Model {
     volumes: Vec<Volume>,
     snapshots: Vec<Snapshot>,
-    /// Deleted ones that deltas are still told from, in the order they were taken.
+    /// Deleted ones that deltas are still told from.
     retained: Vec<Snapshot>,
     /// Deleted ones that are forgotten.
     forgotten: Vec<String>,
@@ -124,16 +124,23 @@ impl Model {
 
     /// Forgets the deleted snapshots that no delta can be asked from, and those beyond the count.
     fn settle(&mut self) {
-        self.retained.sort_by_key(|snapshot| snapshot.number);
-        let mut at = 0;
-        while at < self.retained.len() {
-            let Snapshot { volume, number, .. } = &self.retained[at];
-            let later = |snapshot: &Snapshot| snapshot.volume == *volume && snapshot.number > *number;
-            let may_be_a_base =
-                self.volumes.iter().any(|live| live.id == *volume) || self.snapshots.iter().any(later);
-            match may_be_a_base && self.retained.iter().filter(|kept| later(kept)).count() < RETAINED {
-                true => at += 1,
-                false => self.forgotten.push(self.retained.remove(at).id),
+        let is_later =
+            |one: &Snapshot, than: &Snapshot| one.volume == than.volume && one.number > than.number;
+        let mut bases = Vec::new();
+        for base in std::mem::take(&mut self.retained) {
+            let may_be_one = self.volumes.iter().any(|volume| volume.id == base.volume)
+                || self.snapshots.iter().any(|target| is_later(target, &base));
+            match may_be_one {
+                true => bases.push(base),
+                false => self.forgotten.push(base.id),
+            }
+        }
+        let later = |base: &Snapshot| bases.iter().filter(|one| is_later(one, base)).count();
+        let stays: Vec<bool> = bases.iter().map(|base| later(base) < RETAINED).collect();
+        for (base, stays) in bases.into_iter().zip(stays) {
+            match stays {
+                true => self.retained.push(base),
+                false => self.forgotten.push(base.id),
             }
         }
     }
@@ -334,8 +341,9 @@ fn lives(pool: PoolKind, style: &'static str) {
     });
     let retained = RETAINED.to_string();
     let flags = ["--block-metadata-type", style, "--retain-deleted", &retained];
-    let mut rig = runtime.block_on(Rig::start_with(pool, &flags, "warn"));
-    let rig_cell = std::cell::RefCell::new(&mut rig);
+    let start = || runtime.block_on(Rig::start_with(pool, &flags, "warn"));
+    let rig = std::cell::RefCell::new(start());
+    let log = std::cell::RefCell::new(String::new());
     let case = std::cell::Cell::new(0);
     let strategy = (
         prop::collection::vec(step(), 10..40),
@@ -344,28 +352,31 @@ fn lives(pool: PoolKind, style: &'static str) {
     );
     let outcome = runner.run(&strategy, |(steps, offsets, block_size)| {
         case.set(case.get() + 1);
-        let rig = &mut **rig_cell.borrow_mut();
+        let mut rig = rig.borrow_mut();
         let lived = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             runtime.block_on(async {
                 let mut model = Model::default();
-                create(rig, &mut model, case.get(), block_size).await;
+                create(&mut rig, &mut model, case.get(), block_size).await;
                 for step in &steps {
-                    apply(rig, &mut model, step, case.get()).await;
+                    apply(&mut rig, &mut model, step, case.get()).await;
                 }
-                check(rig, &model, block_size, &offsets).await;
-                clear(rig, model).await;
+                check(&mut rig, &model, block_size, &offsets).await;
+                clear(&mut rig, model).await;
             });
         }));
         lived.map_err(|panic| {
+            // What it left behind would fail the next one, too.
+            log.replace(rig.log());
+            *rig = start();
             let said = panic.downcast_ref::<String>().cloned();
             let said = said.or_else(|| panic.downcast_ref::<&str>().map(|said| (*said).to_owned()));
             TestCaseError::fail(said.unwrap_or_else(|| "a panic".to_owned()))
         })
     });
     if let Err(error) = outcome {
-        panic!("{error}\n{}", rig.log());
+        panic!("{}\n{error}", log.take());
     }
-    rig.finish();
+    rig.into_inner().finish();
 }
 
 #[test]

@@ -164,6 +164,34 @@ async fn what_was_deleted_is_forgotten_by_count_and_by_age() {
     }
 }
 
+/// A deleted snapshot that no delta can be asked from, for its volume is gone and no later one is there, takes
+/// the place of none that one can be asked from, though it is deleted together with one that is kept.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_of_no_use_takes_nobodys_place() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--retain-deleted", "1"], "info").await;
+    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+    let (other, _) = rig.block_volume("other", 16 * MIB).await;
+    let (mut content, mut taken) = (Content::default(), Vec::new());
+    for number in 0..2 {
+        content.write(&device, number * 7, 9, number as u8 + 1);
+        taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
+    }
+    let group = rig.client.create_group("last", &[volume.clone(), other.clone()]).await.expect("group");
+    let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+    rig.detach(&volume).await;
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
+    rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete");
+    let list =
+        rig.client.delta(&taken[0].0, &taken[1].0, 0, 0).await.expect("it is the newest that is of use");
+    assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&taken[0].1, BLOCK));
+    rig.detach(&other).await;
+    rig.finish();
+}
+
 fn verify(data_dir: &Path) -> Output {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
     command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);

@@ -298,14 +298,13 @@ impl World {
         let newest = newest.max().unwrap_or(0);
         let lives = self.volumes.contains_key(volume);
         let of = |kept: &Snapshot| kept.volume == volume;
+        self.retained.retain(|_, kept| !of(kept) || (kept.tracking && (lives || newest > kept.sequence)));
         let mut all: Vec<u64> =
             self.retained.values().filter(|kept| of(kept)).map(|kept| kept.sequence).collect();
         all.sort_unstable();
         let first = all.len().saturating_sub(self.retain);
         let first = all.get(first).copied().unwrap_or(u64::MAX);
-        self.retained.retain(|_, kept| {
-            !of(kept) || (kept.sequence >= first && kept.tracking && (lives || newest > kept.sequence))
-        });
+        self.retained.retain(|_, kept| !of(kept) || kept.sequence >= first);
     }
 
     fn ask(&self, question: Question, answer: &Answer) -> Rule {

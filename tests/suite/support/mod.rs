@@ -408,11 +408,13 @@ pub async fn narrow_client(socket: &Path) -> SnapshotMetadataClient<Channel> {
 }
 
 /// The code of a call that must fail.
+#[track_caller]
 pub fn code<T: std::fmt::Debug>(answer: Result<T, client::Error>) -> Code {
     answer.expect_err("the call must fail").code()
 }
 
 /// The code of a call that must fail, made with a bare client.
+#[track_caller]
 pub fn status_code<T>(answer: Result<tonic::Response<T>, tonic::Status>) -> Code {
     match answer {
         Ok(_) => panic!("the call must fail"),
