@@ -187,10 +187,15 @@ impl LoopDevice {
     /// The devices that serve a file now, whoever attached them, by [`LoopDevice::backing_path`]. Others are
     /// not opened.
     pub fn all_on(wanted: impl Fn(&Path) -> bool) -> Result<Vec<Self>> {
+        let is_wanted = |number: u32| backing_path(number).is_some_and(|path| wanted(&path));
         let mut devices = Vec::new();
         for number in in_use()? {
-            if backing_path(number).is_some_and(|path| wanted(&path))
-                && let Some(info) = status(number)?
+            // Looked at again once it is open: only then it keeps its file, and until then the number may have
+            // come to serve another one.
+            if is_wanted(number)
+                && let Some(device) = open_used(number)?
+                && is_wanted(number)
+                && let Some(info) = get_status(&device, &node(number))?
             {
                 devices.push(LoopDevice { number, backing: info.backing(), access: info.access() });
             }
@@ -400,11 +405,19 @@ fn open_node(number: u32, access: Access) -> Result<File> {
     }
 }
 
-fn status(number: u32) -> Result<Option<LoopInfo64>> {
+/// Opens a device that is in use; `None` when it is not any more.
+fn open_used(number: u32) -> Result<Option<File>> {
     match open_node(number, Access::ReadOnly) {
-        Ok(device) => get_status(&device, &node(number)),
+        Ok(device) => Ok(Some(device)),
         Err(error) if is_gone(&error.source) || error.is_not_found() => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+fn status(number: u32) -> Result<Option<LoopInfo64>> {
+    match open_used(number)? {
+        Some(device) => get_status(&device, &node(number)),
+        None => Ok(None),
     }
 }
 

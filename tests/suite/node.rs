@@ -648,3 +648,45 @@ async fn two_volumes_never_share_a_place() {
     }
     rig.finish();
 }
+
+/// The incident: while a directory was cleaned up, a device in it was freed by its owner and came to serve another
+/// directory's file, between the look at its path and the look at its status. It was detached under a formatting.
+#[test]
+fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
+    use deltapath::sys::loopdev::{Access, FileId, LoopDevice};
+    if !have_root() {
+        return;
+    }
+    struct Detach(Option<LoopDevice>);
+    impl Drop for Detach {
+        fn drop(&mut self) {
+            let _ = self.0.take().map(LoopDevice::detach);
+        }
+    }
+    let dir = crate::support::temp_dir();
+    let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));
+    for path in [&ours, &strangers] {
+        std::fs::File::create(path).and_then(|file| file.set_len(MIB as u64)).expect("make");
+    }
+    // The kernel gives the freed number again, unless somebody else is quicker.
+    for _ in 0..100 {
+        let first = Detach(Some(LoopDevice::attach(&ours, Access::ReadWrite).expect("attach")));
+        let (first, second) = (std::cell::RefCell::new(first), std::cell::RefCell::new(Detach(None)));
+        let number = first.borrow().0.as_ref().expect("attached").path();
+        let found = LoopDevice::all_on(|path| {
+            let is_ours = path == ours;
+            if is_ours && let Some(device) = first.borrow_mut().0.take() {
+                assert!(device.detach().expect("detach"));
+                second.borrow_mut().0 =
+                    Some(LoopDevice::attach(&strangers, Access::ReadWrite).expect("attach"));
+            }
+            is_ours
+        });
+        let strangers = FileId::of(&strangers).expect("stat");
+        assert!(found.expect("look").iter().all(|device| device.backing() != strangers), "taken for ours");
+        if second.borrow().0.as_ref().is_some_and(|device| device.path() == number) {
+            return;
+        }
+    }
+    panic!("the number was never given again");
+}
