@@ -1,5 +1,7 @@
 //! A deletion that takes long to move files, and calls that need them meanwhile.
 
+use std::time::{Duration, Instant};
+
 use deltapath::cbt::MapFile;
 
 use super::points::{Orders, Point};
@@ -73,6 +75,15 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
         let group = rig.client.create_group(&format!("group {round}"), &volumes).await.expect("group");
         let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
         rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete the group");
+        // Their bytes go once they are hashed; after that nobody but the calls moves them.
+        let dir = rig.pool_dir().join("retained").join(&group.group_snapshot_id).join("members");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while members.iter().any(|member| dir.join(member).join("bytes").exists())
+            || !names(&rig.pool_dir().join("staging")).is_empty()
+        {
+            assert!(Instant::now() < deadline, "the bytes stay");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         match held {
             None => orders.count(),
             Some(at) => orders.hold(at, "calls", 1_000),
