@@ -1,7 +1,5 @@
 //! A deletion that takes long to move files, and calls that need them meanwhile.
 
-use std::time::{Duration, Instant};
-
 use deltapath::cbt::MapFile;
 
 use super::points::{Orders, Point};
@@ -61,7 +59,8 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
     if !have_root() {
         return;
     }
-    let mut rig = Rig::start(PoolKind::Xfs).await;
+    // Hashed when they are taken: nobody but the calls moves them.
+    let mut rig = Rig::start(PoolKind::Dir).await;
     let mut orders = Orders::new(rig.dir.path());
     let mut held = None;
     for round in 0..2 {
@@ -75,15 +74,6 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
         let group = rig.client.create_group(&format!("group {round}"), &volumes).await.expect("group");
         let members: Vec<String> = group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
         rig.client.delete_group(&group.group_snapshot_id, &members).await.expect("delete the group");
-        // Their bytes go once they are hashed; after that nobody but the calls moves them.
-        let dir = rig.pool_dir().join("retained").join(&group.group_snapshot_id).join("members");
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while members.iter().any(|member| dir.join(member).join("bytes").exists())
-            || !names(&rig.pool_dir().join("staging")).is_empty()
-        {
-            assert!(Instant::now() < deadline, "the bytes stay");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
         match held {
             None => orders.count(),
             Some(at) => orders.hold(at, "calls", 1_000),
