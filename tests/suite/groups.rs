@@ -11,6 +11,7 @@ use deltapath::client::{from_snapshot, mount_capability, new_volume};
 use deltapath::csi::proto;
 use tonic::Code;
 
+use crate::faults::until;
 use crate::support::content::{Content, open_device};
 use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, status_code};
 
@@ -234,12 +235,8 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails() {
                 }
             }
             // What a deletion frees goes behind it.
-            let deadline = Instant::now() + Duration::from_secs(30);
             for dir in ["groups", "staging"] {
-                while !names(&rig.pool_dir().join(dir)).is_empty() {
-                    assert!(Instant::now() < deadline, "{dir} is not empty");
-                    tokio::time::sleep(Duration::from_millis(5)).await;
-                }
+                until(&format!("{dir} is empty"), || names(&rig.pool_dir().join(dir)).is_empty()).await;
             }
         }
         restless.end();

@@ -10,6 +10,7 @@ use deltapath::sys::blockdev;
 use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
+use crate::reboot::SweptOnDrop;
 use crate::support::content::Content;
 use crate::support::{MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, status_code};
 
@@ -649,42 +650,39 @@ async fn two_volumes_never_share_a_place() {
     rig.finish();
 }
 
-/// The incident: while a directory was cleaned up, a device in it was freed by its owner and came to serve another
-/// directory's file, between the look at its path and the look at its status. It was detached under a formatting.
+/// While a directory is cleaned up, a device in it is freed by its owner and comes to serve another directory's file,
+/// between the look at its path and the look at its status: it is not the clean-up's to detach.
 #[test]
 fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
     use deltapath::sys::loopdev::{Access, FileId, LoopDevice};
     if !have_root() {
         return;
     }
-    struct Detach(Option<LoopDevice>);
-    impl Drop for Detach {
-        fn drop(&mut self) {
-            let _ = self.0.take().map(LoopDevice::detach);
-        }
-    }
     let dir = crate::support::temp_dir();
+    let _swept = SweptOnDrop(dir.path().to_owned());
     let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));
     for path in [&ours, &strangers] {
         std::fs::File::create(path).and_then(|file| file.set_len(MIB as u64)).expect("make");
     }
     // The kernel gives the freed number again, unless somebody else is quicker.
     for _ in 0..100 {
-        let first = Detach(Some(LoopDevice::attach(&ours, Access::ReadWrite).expect("attach")));
-        let (first, second) = (std::cell::RefCell::new(first), std::cell::RefCell::new(Detach(None)));
-        let number = first.borrow().0.as_ref().expect("attached").path();
+        let first = LoopDevice::attach(&ours, Access::ReadWrite).expect("attach");
+        let second = std::cell::OnceCell::new();
         let found = LoopDevice::all_on(|path| {
             let is_ours = path == ours;
-            if is_ours && let Some(device) = first.borrow_mut().0.take() {
-                assert!(device.detach().expect("detach"));
-                second.borrow_mut().0 =
-                    Some(LoopDevice::attach(&strangers, Access::ReadWrite).expect("attach"));
+            if is_ours && second.get().is_none() {
+                assert!(first.clone().detach().expect("detach"));
+                let device = LoopDevice::attach(&strangers, Access::ReadWrite).expect("attach");
+                second.set(device).expect("once");
             }
             is_ours
         });
-        let strangers = FileId::of(&strangers).expect("stat");
-        assert!(found.expect("look").iter().all(|device| device.backing() != strangers), "taken for ours");
-        if second.borrow().0.as_ref().is_some_and(|device| device.path() == number) {
+        let id = FileId::of(&strangers).expect("stat");
+        assert!(found.expect("look").iter().all(|device| device.backing() != id), "taken for ours");
+        let second = second.into_inner().expect("ours was looked at");
+        let is_same = second.path() == first.path();
+        assert!(second.detach().expect("detach"));
+        if is_same {
             return;
         }
     }

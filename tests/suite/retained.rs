@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use deltapath::base::{BlockRange, ObjectDir};
 use deltapath::cbt::{MapFile, MapWriter};
@@ -12,6 +12,7 @@ use deltapath::sys::btrfs::{self, Subvolume, WrittenSince};
 use deltapath::sys::{clone, program, sweep};
 use tonic::Code;
 
+use crate::faults::{is_hashed, until};
 use crate::support::content::{Content, blocks_of};
 use crate::support::{
     BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, names, signal, status_code, wait,
@@ -25,18 +26,8 @@ fn retained(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("retained").join(id))
 }
 
-/// Waits for something that happens behind the calls.
-async fn until(what: &str, holds: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !holds() {
-        assert!(Instant::now() < deadline, "never: {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
-
 async fn hashed(dir: &ObjectDir) {
-    let count = || MapFile::open(&dir.pending()).and_then(|map| map.count());
-    until("hashed", || count().is_ok_and(|count| count == 0)).await;
+    until("hashed", || is_hashed(dir)).await;
 }
 
 /// What backup tools do: snapshot, back up what changed since the last one, delete that, and again. Each

@@ -66,8 +66,8 @@ pub(super) fn mount(
                     .into(),
             ),
             Some(libc::EBUSY) => Error::Precondition(format!(
-                "the kernel refuses to mount {} at {}: somebody has it open for himself alone, or it is mounted \
-                 elsewhere for another access, perhaps below something else: undo that first",
+                "the kernel refuses to mount {} at {}: something holds the device exclusively, or it is \
+                 mounted elsewhere for another access, perhaps below another mount: undo that first",
                 device.path().display(),
                 target.display()
             )),

@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use deltapath::client::{Error, block_capability, from_snapshot, new_volume};
+use deltapath::sys::durable;
 use tonic::Code;
 
 use super::{condition, is_hashed, listed, live, until};
@@ -36,14 +37,9 @@ fn later_map(path: &Path) -> Vec<u8> {
     let end = bytes.len() - 32;
     let checksum = blake3::hash(&bytes[trailer - rows * ROW..end]);
     bytes[end..].copy_from_slice(checksum.as_bytes());
-    put(path, &bytes);
+    // In one step, as drivers do: the hashing may be reading it.
+    durable::replace(path, &bytes).expect("write");
     sound
-}
-
-/// Puts a map in the place of another as drivers do: whoever reads it meanwhile sees the one or the other.
-fn put(path: &Path, bytes: &[u8]) {
-    let fresh = path.with_extension("map.put");
-    std::fs::write(&fresh, bytes).and_then(|()| std::fs::rename(&fresh, path)).expect("write");
 }
 
 /// What lies below a directory, a file by its content or, a sparse image, by when it was written.
@@ -219,7 +215,7 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched() {
             assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
             rig.client.delete_snapshot(&next).await.expect("delete");
             assert!(std::fs::read(&path).expect("read") == now, "{} was touched", path.display());
-            put(&path, &sound);
+            durable::replace(&path, &sound).expect("write");
             let delta = rig.client.delta(&base, &target, 0, 0).await.expect("after the upgrade");
             assert_eq!(blocks_of(&delta, BLOCK), (20..25).collect::<Vec<u64>>());
         }
