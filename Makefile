@@ -16,9 +16,12 @@ SECONDS ?= 60
 # Power cuts of `make power-cuts`.
 CUTS ?= 200
 
+# Copies that each test of `make order` takes.
+COPIES ?= 300
+
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test fmt lint check bench bench-core crash power-cuts soak fuzz seeds image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -56,6 +59,9 @@ crash: deps ## ROUNDS=2000 kills at random moments, as many before chosen steps,
 
 soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btrfs (or xfs, dir)
 	@CARGO=$(CARGO) MINUTES=$(MINUTES) POOL=$(POOL) hack/soak.sh
+
+order: deps ## Copies of devices under write keep the order of writes: COPIES=300 in each of 23 ways
+	DELTAPATH_ORDER_COPIES=$(COPIES) hack/no-leaks.sh $(CARGO) test --locked --test suite -- order:: --include-ignored --nocapture --test-threads 1
 
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)

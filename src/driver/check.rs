@@ -11,6 +11,7 @@ use super::{Inspection, Result, report};
 use crate::base::{GroupDir, ObjectDir};
 use crate::cbt;
 use crate::store::{NodeState, SnapshotRecord, VolumeRecord};
+use crate::sys::attributes::Flag;
 use crate::sys::loopdev::{FileId, LoopDevice};
 use crate::sys::{Context, blockdev, durable, mount};
 
@@ -202,6 +203,11 @@ impl Audit<'_> {
                 self.add(Severity::Note, dir.data(), what);
             }
             length => self.content(&dir, length, record.capacity)?,
+        }
+        let is_synchronous = |file: fs::File| Flag::Synchronous.is_set(&file, &dir.data()).ok();
+        if fs::File::open(dir.data()).ok().and_then(is_synchronous) == Some(true) {
+            let what = "its writes are synchronous, for a copy of it was cut short; the next start ends that";
+            self.add(Severity::Note, dir.data(), what);
         }
         let state = store.node_state(&record.id);
         let frozen = store.frozen(&record.id);

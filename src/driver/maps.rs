@@ -107,6 +107,7 @@ impl Driver {
             target: new.draft.clone(),
             block_size,
             pour,
+            written: false,
         })
     }
 

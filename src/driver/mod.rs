@@ -158,6 +158,7 @@ impl Driver {
             _claim: claim,
         };
         driver.thaw_leftovers();
+        driver.end_cut_copies();
         driver.remove_unplaced();
         tracing::info!(
             data_dir = %driver.config.data_dir.display(),

@@ -39,6 +39,8 @@ pub(super) struct LiveCopy {
     /// Takes the bytes where the pool reads them. It sees them again from the start when a try is
     /// repeated.
     pub pour: Option<Pour>,
+    /// Whether it has a device that may be written meanwhile.
+    pub written: bool,
 }
 
 /// The filesystems held frozen for a copy. Thawed and forgotten in whatever way the copy ends.
@@ -54,12 +56,13 @@ impl Driver {
         let mut held = FrozenVolumes { driver: self, frozen: Vec::new() };
         let mut raw = Vec::new();
         let started = Instant::now();
-        for copy in copies.iter() {
+        for copy in copies.iter_mut() {
             let Some(device) = LoopDevice::find(&self.volume_data(&copy.id))? else { continue };
             let dev = device.dev()?;
             let mut mounts = mount::mounts()?;
             mounts.retain(|mount| mount.is_of(&dev) && !mount.read_only);
             if mounts.is_empty() || !held.freeze(&copy.id, root_of(&copy.id, &mounts)?)? {
+                copy.written = true;
                 raw.push(device);
             }
         }
@@ -92,13 +95,14 @@ impl Driver {
                 blockdev::flush(&device.path())?;
             }
             if one_step {
-                return self.copy_each(copies, stop);
+                return copies.iter_mut().map(|copy| self.copy_once(copy, stop)).collect();
             }
             let before = sample(raw)?;
             if before.iter().any(|counters| counters.in_flight > 0) {
                 continue;
             }
-            let files = self.copy_each(copies, stop)?;
+            let files: Vec<File> =
+                copies.iter_mut().map(|copy| self.copy_once(copy, stop)).collect::<Result<_>>()?;
             if sample(raw)? == before {
                 return Ok(files);
             }
@@ -121,14 +125,13 @@ impl Driver {
         }))
     }
 
-    fn copy_each(&self, copies: &mut [LiveCopy], stop: &Stop) -> Result<Vec<File>> {
-        copies.iter_mut().map(|copy| self.copy_once(copy, stop)).collect()
-    }
-
     fn copy_once(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
-        let LiveCopy { source, target, block_size, pour, .. } = copy;
+        let LiveCopy { source, target, block_size, pour, written, .. } = copy;
         let Some(pour) = pour else {
-            return Ok(self.pool().copy(source, target, *block_size, None, stop)?);
+            return Ok(match written {
+                true => self.pool().copy_live(source, target, *block_size, None, stop)?,
+                false => self.pool().copy(source, target, *block_size, None, stop)?,
+            });
         };
         let mut sink = |offset: u64, bytes: &[u8]| pour.take(offset, bytes);
         let sink: Sink<'_> = &mut sink;
@@ -145,6 +148,19 @@ impl Driver {
         for id in ids {
             if let Err(error) = self.thaw_leftover(&id) {
                 tracing::error!(volume_id = %id, error = super::report(&error), "a volume may be frozen");
+            }
+        }
+    }
+
+    /// Undoes what a dead driver left set on volumes while it copied them.
+    pub(super) fn end_cut_copies(&self) {
+        let volumes: Vec<_> = self.store.read(|index| index.volumes_after(None).cloned().collect());
+        for record in volumes {
+            let direct = record.tuning.direct_io != Some(false);
+            let dir = self.store.dir().volume(&record.id);
+            if let Err(error) = self.pool().restore_after_copy(&dir, direct) {
+                let error = super::report(&Error::from(error));
+                tracing::warn!(volume_id = %record.id, error, "writes of this volume may be slow until the next start");
             }
         }
     }

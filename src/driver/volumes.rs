@@ -133,7 +133,7 @@ impl Driver {
             }
             Some(Content { source: Source::Volume(id), bytes, block_size, .. }) => {
                 let target = target.clone();
-                let copy = LiveCopy { id, source: bytes, target, block_size, pour: None };
+                let copy = LiveCopy { id, source: bytes, target, block_size, pour: None, written: false };
                 self.copy_live(&mut [copy])?.remove(0)
             }
         };

@@ -5,7 +5,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::{Error, Pool, Result};
-use crate::sys::{Context, btrfs, loopdev, program};
+use crate::sys::loopdev::LoopDevice;
+use crate::sys::{Context, blockdev, btrfs, loopdev, program};
 
 /// The filesystem of a pool made in an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,9 +34,12 @@ impl Format {
     }
 
     /// How the copies of a pool on it are made.
-    pub(super) fn pool(self, mount_point: &Path) -> Result<Pool> {
+    pub(super) fn pool(self, mount_point: &Path, device: &LoopDevice) -> Result<Pool> {
         Ok(match self {
-            Format::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(mount_point)? },
+            Format::Btrfs => Pool::Btrfs {
+                holes: btrfs::records_holes(mount_point)?,
+                flushes: blockdev::wants_flushes(&device.sysfs())?,
+            },
             Format::Xfs => Pool::Reflink,
         })
     }

@@ -130,8 +130,9 @@ impl Home {
         let in_image = |dir: PoolDir| {
             let format = Format::of_image(&image)?;
             let image = Image::open(&image, dir.path(), format)?;
+            let pool = format.pool(dir.path(), &image.device);
             let mut home = Home { pool: Pool::Copy, image: Some(image), dir };
-            match format.pool(home.dir.path()) {
+            match pool {
                 Ok(pool) => {
                     home.pool = pool;
                     Ok(home)
@@ -379,7 +380,8 @@ fn copies(data_dir: &DataDir, dir: &PoolDir, choice: PoolChoice) -> Result<Chose
 /// A pool in the data directory's own filesystem.
 fn in_place(kind: Kind, dir: &PoolDir) -> Result<Pool> {
     Ok(match kind {
-        Kind::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(dir.path())? },
+        // Its devices are somebody's, and may be exchanged at any time.
+        Kind::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(dir.path())?, flushes: false },
         Kind::Reflink => Pool::Reflink,
         Kind::Copy => Pool::Copy,
     })

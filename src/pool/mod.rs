@@ -5,6 +5,7 @@ mod copy;
 mod error;
 mod format;
 mod home;
+mod live;
 mod probe;
 
 pub use error::Error;
@@ -14,8 +15,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crate::base::{BlockSize, ObjectDir, Stop};
+use crate::sys::attributes::Flag;
 use crate::sys::btrfs::{self, Subvolume, WrittenSince};
-use crate::sys::extents::{Extents, wait_for_writes};
+use crate::sys::extents::Extents;
 use crate::sys::{Context, clone, durable, step, tree};
 
 /// What this room returns.
@@ -29,6 +31,9 @@ pub enum Pool {
     Btrfs {
         /// Whether a punched hole leaves a trace in the tree. Without (`no-holes`), extents are compared.
         holes: bool,
+        /// Whether a synchronous direct write ends with a flush, as on a device with a cache that can not write
+        /// through it.
+        flushes: bool,
     },
     /// The filesystem shares blocks between files: a copy costs the number of extents, and extents
     /// tell what changed.
@@ -114,10 +119,10 @@ impl Pool {
         let path = target.data();
         if let Some(subvolume) = &source.subvolume {
             subvolume.snapshot(&target.bytes())?;
-            // A direct write that was under way may have been sent to a block before the copy shared it. It
-            // lands before anybody reads the copy; all later ones are sent elsewhere.
-            wait_for_writes(&source.file, &source.path)?;
-            return Ok(File::options().read(true).write(true).open(&path).context("open", &path)?);
+            let file = File::options().read(true).write(true).open(&path).context("open", &path)?;
+            // A source that is copied under write has this attribute (`live.rs`), its copy is to be a plain file.
+            Flag::Synchronous.set(&file, &path, false)?;
+            return Ok(file);
         }
         durable::make_dir(&target.bytes())?;
         let file = self.copy_file(&source.file, &path, size, sink, stop)?;
@@ -158,8 +163,8 @@ impl Pool {
     /// bytes themselves are needed for that.
     pub fn birth(self, dir: &ObjectDir) -> Result<Option<u64>> {
         match self {
-            Pool::Btrfs { holes: true } => Ok(Some(Subvolume::open(&dir.bytes())?.birth()?)),
-            Pool::Btrfs { holes: false } | Pool::Reflink | Pool::Copy => Ok(None),
+            Pool::Btrfs { holes: true, .. } => Ok(Some(Subvolume::open(&dir.bytes())?.birth()?)),
+            Pool::Btrfs { holes: false, .. } | Pool::Reflink | Pool::Copy => Ok(None),
         }
     }
 
@@ -173,7 +178,7 @@ impl Pool {
         after_path: &'f Path,
     ) -> Result<Changes<'f>> {
         Ok(match (self, since, before) {
-            (Pool::Btrfs { holes: true }, Some(since), _) => {
+            (Pool::Btrfs { holes: true, .. }, Some(since), _) => {
                 Changes::Written(WrittenSince::of(after, after_path, since)?)
             }
             (Pool::Btrfs { .. } | Pool::Reflink, _, Some(before)) => {
@@ -185,7 +190,7 @@ impl Pool {
 
     /// Whether the changes of the next copy can only be told while the bytes of the last one are there.
     pub fn compares_bytes(self) -> bool {
-        matches!(self, Pool::Btrfs { holes: false } | Pool::Reflink)
+        matches!(self, Pool::Btrfs { holes: false, .. } | Pool::Reflink)
     }
 
     /// Whether a copy is one step that writers can not tear, and shares all blocks.

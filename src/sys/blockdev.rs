@@ -22,6 +22,16 @@ pub fn size(device: &Path) -> Result<u64> {
     file.seek(SeekFrom::End(0)).context("find the size of", device)
 }
 
+/// Whether a synchronous write ends with a flush of the device whose sysfs directory is `sysfs`: it has a cache, and can
+/// not write one block through it (`Documentation/ABI/stable/sysfs-block`: `queue/write_cache`, `queue/fua`).
+pub fn wants_flushes(sysfs: &Path) -> Result<bool> {
+    let read = |name: &str| {
+        let path = sysfs.join("queue").join(name);
+        std::fs::read_to_string(&path).context("read", &path)
+    };
+    Ok(read("write_cache")?.trim() == "write back" && read("fua")?.trim() == "0")
+}
+
 /// Whether somebody mounts the device or holds it exclusively (open(2), O_EXCL on a block device).
 pub fn is_claimed(device: &Path) -> Result<bool> {
     match OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(device) {

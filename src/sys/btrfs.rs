@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::attributes::Flag;
 use super::{Context, Result, step};
 use crate::base::ByteRange;
 
@@ -24,11 +25,6 @@ const SNAP_CREATE_V2: libc::c_ulong = 0x5000_9417;
 const GET_FEATURES: libc::c_ulong = 0x8018_9439;
 /// `_IOR(0x94, 60, struct btrfs_ioctl_get_subvol_info_args)`.
 const GET_SUBVOL_INFO: libc::c_ulong = 0x81F8_943C;
-/// `_IOR('f', 1, long)` and `_IOW('f', 2, long)` of `linux/fs.h`. The kernel reads and writes an int.
-const GETFLAGS: libc::c_ulong = 0x8008_6601;
-const SETFLAGS: libc::c_ulong = 0x4008_6602;
-/// `FS_NOCOW_FL`: overwrites happen in place, save where a snapshot shares the block.
-const NOCOW: libc::c_int = 0x0080_0000;
 
 /// `BTRFS_FIRST_FREE_OBJECTID`: the inode number of every subvolume's root directory.
 const ROOT_INODE: u64 = 256;
@@ -107,17 +103,7 @@ pub fn create_subvolume(path: &Path) -> Result<()> {
     let arguments = VolumeArguments::new(0, name, VolumeArguments::NAME);
     step("make the subvolume", path, || name_call(&dir, SUBVOL_CREATE, arguments))?;
     let made = File::open(path).context("open", path)?;
-    step("turn copy-on-write off for", path, || {
-        let mut flags: libc::c_int = 0;
-        // SAFETY: GETFLAGS writes one int, which lives through the call.
-        let mut rc = unsafe { libc::ioctl(made.as_raw_fd(), GETFLAGS, &mut flags) };
-        if rc >= 0 {
-            flags |= NOCOW;
-            // SAFETY: SETFLAGS reads one int, which lives through the call.
-            rc = unsafe { libc::ioctl(made.as_raw_fd(), SETFLAGS, &flags) };
-        }
-        if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-    })
+    Flag::OverwriteInPlace.set(&made, path, true)
 }
 
 /// Removes a subvolume with all that is in it, in constant time; open files in it stay readable.

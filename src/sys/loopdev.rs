@@ -160,8 +160,13 @@ impl LoopDevice {
             });
             match configured {
                 Ok(_) => {
+                    let device = LoopDevice { number, backing: id, access };
                     count_writes(number);
-                    return Ok(LoopDevice { number, backing: id, access });
+                    if let Err(error) = pass_flushes_on(number, access) {
+                        device.detach()?;
+                        return Err(error);
+                    }
+                    return Ok(device);
                 }
                 // Another process took the number between the two calls.
                 Err(error) if error.errno() == Some(libc::EBUSY) => continue,
@@ -302,6 +307,12 @@ impl LoopDevice {
         })
     }
 
+    /// Whether it does (`loop/dio` in sysfs).
+    pub fn is_direct_io(&self) -> Result<bool> {
+        let path = self.sysfs().join("loop/dio");
+        Ok(std::fs::read_to_string(&path).context("read", &path)?.trim() == "1")
+    }
+
     /// How far the kernel reads ahead, in KiB (`queue/read_ahead_kb` in sysfs).
     pub fn set_read_ahead(&self, kib: u32) -> Result<()> {
         let path = self.sysfs().join("queue/read_ahead_kb");
@@ -366,6 +377,21 @@ fn count_writes(number: u32) {
     let path = sysfs(number).join("queue/iostats");
     if let Err(error) = step("write", &path, || std::fs::write(&path, "1")) {
         tracing::warn!(path = %path.display(), %error, "requests of this device are not counted");
+    }
+}
+
+/// Makes sure that a flush of the device reaches its file. Whoever had this number before may have said that it writes
+/// through its cache, and that stays with the number: no flush would be sent, and a power cut lose what was synced.
+fn pass_flushes_on(number: u32, access: Access) -> Result<()> {
+    let path = sysfs(number).join("queue/write_cache");
+    let passes = || Ok(std::fs::read_to_string(&path).context("read", &path)?.trim() == "write back");
+    if access == Access::ReadOnly || passes()? {
+        return Ok(());
+    }
+    step("write", &path, || std::fs::write(&path, "write back"))?;
+    match passes()? {
+        true => Ok(()),
+        false => Err(io::Error::from(io::ErrorKind::Unsupported)).context("turn flushes on in", &path),
     }
 }
 

@@ -3,6 +3,7 @@
 //! records or block maps.
 #![allow(unsafe_code)]
 
+pub mod attributes;
 pub mod blockdev;
 pub mod btrfs;
 pub mod clone;

@@ -27,6 +27,7 @@ mod manifests;
 mod metadata;
 mod model;
 mod node;
+mod order;
 mod power;
 mod property;
 mod reboot;

@@ -24,6 +24,8 @@ mod scene;
 #[cfg(feature = "failpoints")]
 mod starts;
 mod tally;
+#[cfg(feature = "failpoints")]
+mod writes;
 
 use std::time::{Duration, Instant};
 

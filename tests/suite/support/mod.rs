@@ -4,6 +4,7 @@
 pub mod broken;
 pub mod content;
 pub mod disk;
+pub mod order;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
