@@ -12,7 +12,7 @@ use crate::base::{GroupDir, ObjectDir};
 use crate::cbt;
 use crate::store::{NodeState, SnapshotRecord, VolumeRecord};
 use crate::sys::attributes::Flag;
-use crate::sys::loopdev::{FileId, LoopDevice};
+use crate::sys::loopdev::{FileId, LoopDevice, may_be};
 use crate::sys::{Context, blockdev, durable, mount};
 
 /// What something that an audit found means.
@@ -302,7 +302,12 @@ impl Audit<'_> {
     /// Loop devices on files of the data directory, and where they are mounted.
     fn devices(&mut self) -> Result<()> {
         let mounts = mount::mounts()?;
-        for device in LoopDevice::all_on(|_| true)? {
+        let dir = self.inspection.data_dir().clone();
+        // Attached in this mount namespace, or in another one by a driver of this directory.
+        let may_be_ours = |path: &Path| {
+            path.starts_with(dir.path()) || may_be(path, &dir.pool_image()) || self.names_an_object(path)
+        };
+        for device in LoopDevice::all_on(may_be_ours)? {
             let Some((severity, what)) = self.unexplained(&device) else {
                 self.places(&device, &mounts)?;
                 continue;
@@ -323,10 +328,23 @@ impl Audit<'_> {
         Ok(())
     }
 
+    /// Whether a path ends as that of an object's blocks.
+    fn names_an_object(&self, path: &Path) -> bool {
+        let id =
+            path.parent().and_then(Path::parent).and_then(Path::file_name).and_then(|name| name.to_str());
+        let store = self.inspection.store();
+        id.is_some_and(|id| {
+            let volume = id.parse().is_ok_and(|id| store.read(|index| index.volume(&id)).is_some());
+            volume || id.parse().is_ok_and(|id| store.read(|index| index.known(&id)).is_some())
+        })
+    }
+
     /// Where the filesystem of a volume is seen beside the places that its record names. Kubelet does that for a
     /// pod that mounts a part of it (`subPath`), so it is nothing to undo.
     fn places(&mut self, device: &LoopDevice, mounts: &[mount::Mount]) -> Result<()> {
-        let Some(Backing::Volume(state)) = self.backing.get(&device.backing()) else { return Ok(()) };
+        let Some(Backing::Volume(state)) = device.backing().and_then(|file| self.backing.get(&file)) else {
+            return Ok(());
+        };
         let dev = device.dev()?;
         let path = device.path();
         let elsewhere = |mounted: &&mount::Mount| state.place(&mounted.mount_point).is_none();
@@ -341,7 +359,8 @@ impl Audit<'_> {
     /// What a device serves without a record that says so; `None` where one does, or it is none of ours. A file
     /// is known by its device and inode number: another node's has the same path.
     fn unexplained(&self, device: &LoopDevice) -> Option<(Severity, &'static str)> {
-        match self.backing.get(&device.backing()) {
+        let serves = device.backing()?;
+        match self.backing.get(&serves) {
             Some(Backing::Pool | Backing::Unknown) => return None,
             Some(Backing::Volume(state)) if !state.is_idle() => return None,
             Some(Backing::Volume(_)) => {
@@ -356,12 +375,10 @@ impl Audit<'_> {
         let dir = self.inspection.data_dir();
         let path = device.backing_path().filter(|path| path.starts_with(dir.path()))?;
         Some(match FileId::of(&path) {
-            Ok(file) if file == device.backing() && path.starts_with(dir.pool().staging()) => {
+            Ok(file) if file == serves && path.starts_with(dir.pool().staging()) => {
                 (Severity::Leftover, "serves a half-made or half-removed volume")
             }
-            Ok(file) if file == device.backing() => {
-                (Severity::Stranger, "serves a file that belongs to no object")
-            }
+            Ok(file) if file == serves => (Severity::Stranger, "serves a file that belongs to no object"),
             // What is gone lives on in the device, so nobody but a person detaches it.
             _ => (
                 Severity::Note,

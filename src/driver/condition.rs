@@ -36,7 +36,10 @@ impl Driver {
         let condition = |record: &Arc<VolumeRecord>| match (self.bytes(record), &shortage) {
             (Err(what), _) => Condition::abnormal(what),
             (Ok(()), Some(shortage)) => Condition::abnormal(format!("{shortage}: writes will fail")),
-            (Ok(()), None) => Condition::normal("the volume's bytes are there"),
+            (Ok(()), None) => Condition::normal(&match self.cached {
+                Some(cached) => format!("the volume's bytes are there; {cached}"),
+                None => "the volume's bytes are there".to_owned(),
+            }),
         };
         volumes.iter().map(condition).collect()
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::path::Path;
 
 use super::locks::Key;
 use super::params::parse_tuning;
@@ -85,7 +86,7 @@ impl Driver {
         let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
         let record = self.volume(id)?;
         if let Some(device) = LoopDevice::find(&self.volume_data(&record.id))? {
-            tune(&device, &asked)?;
+            tune(&device, &self.volume_data(&record.id), &asked)?;
         }
         let tuning = Tuning {
             read_ahead_kib: asked.read_ahead_kib.or(record.tuning.read_ahead_kib),
@@ -106,10 +107,11 @@ pub(super) fn grow(device: &LoopDevice, capacity: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sets attributes of a device. What is `None` stays as it is.
-pub(super) fn tune(device: &LoopDevice, tuning: &Tuning) -> Result<()> {
+/// Sets attributes of a volume's device, whose bytes are at `data`. What is `None` stays as it is.
+pub(super) fn tune(device: &LoopDevice, data: &Path, tuning: &Tuning) -> Result<()> {
     if let Some(direct) = tuning.direct_io {
-        device.set_direct_io(direct).map_err(|error| match error.errno() {
+        let file = File::open(data).context("open", data)?;
+        device.set_direct_io(direct, &file).map_err(|error| match error.errno() {
             Some(libc::EINVAL) => Error::Unsupported(
                 "directIO true is not possible: the pool's filesystem has no direct I/O for this volume"
                     .into(),

@@ -87,6 +87,8 @@ pub struct Driver {
     config: Config,
     home: Home,
     store: Store,
+    /// What to know of a pool without direct I/O, for conditions of volumes.
+    cached: Option<&'static str>,
     locks: OpLocks,
     /// Bytes of volumes in the making.
     promised: Reserved,
@@ -147,10 +149,16 @@ impl Driver {
                 return Err(error);
             }
         };
+        // A full pool takes no scratch file.
+        let cached = home.cached().unwrap_or_default();
+        if let Some(cached) = cached {
+            tracing::warn!("{cached}");
+        }
         let driver = Driver {
             config,
             home,
             store,
+            cached,
             locks: OpLocks::default(),
             promised: Reserved::default(),
             attaching: Reserved::default(),

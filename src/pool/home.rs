@@ -8,7 +8,7 @@ use super::{Error, Pool, Result, probe};
 use crate::base::{DataDir, PoolDir, Quantity};
 use crate::sys::btrfs;
 use crate::sys::durable::{self, FileLock, LOCK_PATIENCE};
-use crate::sys::loopdev::{self, Access, LoopDevice};
+use crate::sys::loopdev::{self, Access, LoopDevice, has_direct_io};
 use crate::sys::mount::{self, Flags};
 use crate::sys::{Context, program, space, step};
 
@@ -109,6 +109,7 @@ pub struct Home {
 /// An image that is attached and mounted.
 #[derive(Debug)]
 struct Image {
+    path: PathBuf,
     device: LoopDevice,
     mount_point: PathBuf,
     format: Format,
@@ -230,6 +231,22 @@ impl Home {
             .then(|| format!("the disk under the pool's image has {} left", Quantity(host.available))))
     }
 
+    /// What to know of a pool whose writes can not pass every page cache by, if so.
+    pub fn cached(&self) -> Result<Option<&'static str>> {
+        // On btrfs the bytes of objects have an attribute for it that other files lack.
+        if !matches!(self.pool, Pool::Btrfs { .. }) {
+            let path = self.dir.path();
+            let scratch = tempfile::tempfile_in(path).context("make a scratch file in", path)?;
+            if !has_direct_io(&scratch, path)? {
+                return Ok(Some("the pool's filesystem has no direct I/O: writes are slower"));
+            }
+        }
+        let Some(image) = &self.image else { return Ok(None) };
+        let file = File::open(&image.path).context("open", &image.path)?;
+        Ok((!has_direct_io(&file, &image.path)?)
+            .then_some("the filesystem under the pool's image has no direct I/O: writes are slower"))
+    }
+
     /// Why nothing new may be made, if there is a reason: the disk under the image is full.
     pub fn host_is_full(&self) -> Result<Option<String>> {
         let Some(image) = &self.image else { return Ok(None) };
@@ -293,7 +310,8 @@ impl Image {
                 return Err(error.into());
             }
         }
-        Ok(Image { device, mount_point: mount_point.to_owned(), format, _lock: lock })
+        let (path, mount_point) = (image.to_owned(), mount_point.to_owned());
+        Ok(Image { path, device, mount_point, format, _lock: lock })
     }
 }
 

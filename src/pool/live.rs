@@ -80,7 +80,7 @@ impl<'b> SynchronousWrites<'b> {
             && device.is_direct_io()?
         {
             begun.device = Some(device.clone());
-            device.set_direct_io(false)?;
+            device.set_direct_io(false, &source.file)?;
         }
         Ok(begun)
     }
@@ -92,7 +92,7 @@ impl<'b> SynchronousWrites<'b> {
     fn undo(&mut self) -> Result<()> {
         if std::mem::take(&mut self.held) {
             if let Some(device) = &self.device {
-                device.set_direct_io(true)?;
+                device.set_direct_io(true, &self.source.file)?;
             }
             Flag::Synchronous.set(&self.source.file, &self.source.path, false)?;
         }

@@ -51,6 +51,11 @@ impl Error {
         matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::EBADMSG))
     }
 
+    /// Whether the filesystem answers nothing any more: the kernel shut it down, its disk or its server is gone.
+    pub fn is_dead(&self) -> bool {
+        matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::ENOTCONN | libc::ESTALE))
+    }
+
     /// Whether the path does not exist.
     pub fn is_not_found(&self) -> bool {
         self.source.kind() == io::ErrorKind::NotFound

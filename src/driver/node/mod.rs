@@ -197,7 +197,7 @@ fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
     match LoopDevice::find(&held.data)?.map(LoopDevice::keep).transpose()?.flatten() {
         Some(device) if device.access() == access => {
             grow(&device, held.record.capacity)?;
-            tune(&device, &held.record.tuning)?;
+            tune(&device, &held.data, &held.record.tuning)?;
             return Ok(device);
         }
         Some(device) => {
@@ -212,7 +212,7 @@ fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
         None => {}
     }
     let device = LoopDevice::attach(&held.data, access)?;
-    if let Err(error) = tune(&device, &held.record.tuning) {
+    if let Err(error) = tune(&device, &held.data, &held.record.tuning) {
         detach(device)?;
         return Err(error);
     }

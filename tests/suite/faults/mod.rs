@@ -2,6 +2,7 @@
 //! filesystems, clocks and neighbours. Shared here: a disk that a test may fill, cut or spoil.
 
 mod bad_disk;
+mod cached;
 mod clock;
 mod filesystems;
 mod host_full;
@@ -9,6 +10,7 @@ mod no_loop;
 mod pool_full;
 mod programs;
 mod read_only;
+mod strangers;
 mod two_drivers;
 mod versions;
 
@@ -66,7 +68,12 @@ impl Disk {
 
     /// A filesystem without a device, such as tmpfs.
     pub fn in_memory(fs_type: &str) -> Self {
-        Self::mounted(fs_type, |_| String::from("size=2g"))
+        Self::in_memory_of(fs_type, "2g")
+    }
+
+    /// The same of a size, as mount takes it.
+    pub fn in_memory_of(fs_type: &str, size: &str) -> Self {
+        Self::mounted(fs_type, |_| format!("size={size}"))
     }
 
     /// A directory laid over another one.

@@ -1,0 +1,352 @@
+//! Loop devices (loop(4)).
+//!
+//! A device is known by the file it serves, by device and inode number: a path means another file in another mount
+//! namespace, and the nodes of a kind cluster share all loop devices of one kernel. But to ask a device for these numbers
+//! is to ask the filesystem of its file, which may be dead or silent. So devices are chosen by the path that sysfs tells,
+//! which asks nobody, and only those that may be meant are opened.
+
+mod node;
+mod queue;
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::statfs::{self, fstatfs};
+
+use self::node::{Node, Status};
+use super::attributes::Flag;
+use super::{Context, Error, Result};
+
+pub use self::node::require;
+
+/// How long a device that others hold open (udev, a scan) is waited for.
+const SETTLE: Duration = Duration::from_secs(5);
+/// Sector size of every device, in bytes.
+///
+/// Left to the kernel it is what direct I/O on the backing file needs, which changes when xfs shares
+/// the file's blocks with a clone: a filesystem of 1 KiB blocks made before the first snapshot could
+/// not be mounted after it (seen on Linux 6.18). With 4096 it never changes, and direct I/O always
+/// works.
+pub const SECTOR: u32 = 4096;
+/// Tries to win the race for a free device before giving up.
+const ATTACH_TRIES: usize = 64;
+
+/// Whether a device may be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reads and writes.
+    ReadWrite,
+    /// Reads only: the kernel refuses every write, whoever asks.
+    ReadOnly,
+}
+
+/// The device and inode number of a backing file: what it is known by, for a container sees other paths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    /// The file at `path`.
+    pub fn of(path: &Path) -> Result<Self> {
+        let meta = std::fs::metadata(path).context("stat", path)?;
+        Ok(FileId { device: meta.dev(), inode: meta.ino() })
+    }
+}
+
+/// A loop device attached to one backing file.
+///
+/// It is a handle, not an owner: the device outlives this value and the process, as a volume in
+/// use must outlive a driver that restarts. [`LoopDevice::detach`] ends it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoopDevice {
+    number: u32,
+    /// `None` where the filesystem of the file answered no more when the device was found.
+    backing: Option<FileId>,
+    /// The path of the file that sysfs told then: what it is known by once its filesystem answers no more.
+    path: PathBuf,
+    access: Access,
+}
+
+impl LoopDevice {
+    /// Attaches a free device to `backing`, with direct I/O where the file's filesystem allows it.
+    ///
+    /// The caller makes sure that no device serves the file already: two devices on one file do
+    /// not see each other's writes.
+    pub fn attach(backing: &Path, access: Access) -> Result<Self> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(access == Access::ReadWrite)
+            .open(backing)
+            .context("open", backing)?;
+        let id = FileId::of(backing)?;
+        for _ in 0..ATTACH_TRIES {
+            let number = node::free_number()?;
+            match Node::open(number, access)?.configure(&file, backing, access) {
+                Ok(()) => {
+                    let path = queue::backing_path(number).unwrap_or_default();
+                    let device = LoopDevice { number, backing: Some(id), path, access };
+                    if let Err(error) = device.make_safe(&file, backing) {
+                        device.detach()?;
+                        return Err(error);
+                    }
+                    return Ok(device);
+                }
+                // Another process took the number between the two calls.
+                Err(error) if error.errno() == Some(libc::EBUSY) => continue,
+                Err(error) => return Err(error),
+            }
+        }
+        Err(io::Error::from_raw_os_error(libc::EBUSY)).context("find a free loop device for", backing)
+    }
+
+    /// A number keeps what its former users set, and the file decides what direct I/O comes to.
+    fn make_safe(&self, file: &File, backing: &Path) -> Result<()> {
+        queue::count_requests(&self.sysfs());
+        if self.access == Access::ReadOnly {
+            return Ok(());
+        }
+        queue::pass_flushes_on(&self.sysfs())?;
+        let direct = queue::is_direct_io(&self.sysfs())? && has_direct_io(file, backing)?;
+        if queue::is_cut_into_pages(&self.sysfs())? == direct {
+            queue::cut_into_pages(&self.sysfs(), !direct)?;
+        }
+        Ok(())
+    }
+
+    /// The device that serves `backing` now, if there is one. A device is looked at where the last parts of its path are
+    /// those of `backing`, which must be enough to tell it from all others of its kind.
+    pub fn find(backing: &Path) -> Result<Option<Self>> {
+        let id = match FileId::of(backing) {
+            Err(error) if error.is_dead() => None,
+            id => Some(id?),
+        };
+        for (number, path) in queue::in_use()? {
+            if !may_be(&path, backing) {
+                continue;
+            }
+            let Some(node) = Node::open_used(number)? else { continue };
+            match (node.status(), id) {
+                (Ok(Some(status)), Some(id)) if status.backing() == id => {
+                    return Ok(Some(LoopDevice::of(number, path, &status)));
+                }
+                (Ok(_), _) => {}
+                // Both are of one filesystem, which answers no more.
+                (Err(error), None) if error.is_dead() => return LoopDevice::of_dead(number, path).map(Some),
+                (Err(error), _) if error.is_dead() => tell_once(number, &path, &error),
+                (Err(error), _) => return Err(error),
+            }
+        }
+        Ok(None)
+    }
+
+    /// The devices that serve a file now, whoever attached them, by [`LoopDevice::backing_path`]. Others are
+    /// not opened.
+    pub fn all_on(wanted: impl Fn(&Path) -> bool) -> Result<Vec<Self>> {
+        let mut devices = Vec::new();
+        for (number, path) in queue::in_use()?.into_iter().filter(|(_, path)| wanted(path)) {
+            let Some(node) = Node::open_used(number)? else { continue };
+            // Looked at again now that it is open: only now it keeps its file, and until then the number may have
+            // come to serve another one.
+            if !queue::backing_path(number).is_some_and(|path| wanted(&path)) {
+                continue;
+            }
+            match node.status() {
+                Ok(status) => devices.extend(status.map(|status| LoopDevice::of(number, path, &status))),
+                Err(error) if error.is_dead() => devices.push(LoopDevice::of_dead(number, path)?),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(devices)
+    }
+
+    fn of(number: u32, path: PathBuf, status: &Status) -> Self {
+        LoopDevice { number, backing: Some(status.backing()), path, access: status.access() }
+    }
+
+    fn of_dead(number: u32, path: PathBuf) -> Result<Self> {
+        Ok(LoopDevice { number, backing: None, path, access: queue::access(&sysfs(number))? })
+    }
+
+    /// The file it serves; `None` where the file's filesystem answers no more.
+    pub fn backing(&self) -> Option<FileId> {
+        self.backing
+    }
+
+    /// The path of its file as the kernel tells it: that of the namespace in which it was attached, with
+    /// ` (deleted)` behind it once the name is gone. `None` when it was detached meanwhile.
+    pub fn backing_path(&self) -> Option<PathBuf> {
+        queue::backing_path(self.number)
+    }
+
+    /// Undoes a pending lazy detach (the device was detached while somebody held it open), so that
+    /// the device does not vanish under its next user. `None` when it is gone already.
+    pub fn keep(self) -> Result<Option<Self>> {
+        let Some(node) = Node::open_used(self.number)? else { return Ok(None) };
+        match node.status()? {
+            Some(status) if Some(status.backing()) != self.backing => Ok(None),
+            Some(status) => {
+                if status.goes_at_last_close() {
+                    node.keep(status)?;
+                    if !self.is_direct_io()? {
+                        queue::cut_into_pages(&self.sysfs(), true)?;
+                    }
+                }
+                Ok(Some(self))
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// Detaches the device and waits until it is free. `Ok(false)` when somebody still holds it
+    /// open: the kernel then frees it at their last close.
+    pub fn detach(self) -> Result<bool> {
+        if let Some(node) = Node::open_used(self.number)? {
+            // Checked on the very descriptor that is cleared: the number may serve somebody else's file by now.
+            if !self.is_served_by(&node)? {
+                return Ok(true);
+            }
+            // The next user of the number need not have it so.
+            if queue::is_cut_into_pages(&self.sysfs())? {
+                queue::cut_into_pages(&self.sysfs(), false)?;
+            }
+            node.clear()?;
+        }
+        let deadline = Instant::now() + SETTLE;
+        while queue::backing_path(self.number).is_some() {
+            if !Node::open_used(self.number)?.map_or(Ok(false), |node| self.is_served_by(&node))? {
+                break;
+            }
+            if Instant::now() > deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(true)
+    }
+
+    /// Whether an open device, which keeps its file while it is open, is this one.
+    fn is_served_by(&self, node: &Node) -> Result<bool> {
+        match (self.backing, node.status()) {
+            (Some(id), Ok(status)) => Ok(status.is_some_and(|status| status.backing() == id)),
+            (Some(_), Err(error)) if !error.is_dead() => Err(error),
+            _ => Ok(self.backing_path().as_ref() == Some(&self.path)),
+        }
+    }
+
+    /// Makes the device as large as its backing file is now.
+    pub fn grow_to_file(&self) -> Result<()> {
+        Node::open(self.number, Access::ReadOnly)?.grow_to_file()
+    }
+
+    /// Whether it passes requests to `backing`, its file, past the page cache, from now on. What the cache holds is
+    /// written first. Through the cache, requests are cut into pages: see [`queue::cut_into_pages`].
+    pub fn set_direct_io(&self, direct: bool, backing: &File) -> Result<()> {
+        let node = Node::open(self.number, Access::ReadOnly)?;
+        if direct == self.is_direct_io()? {
+            return Ok(());
+        }
+        if !direct {
+            queue::cut_into_pages(&self.sysfs(), true)?;
+        }
+        node.set_direct_io(direct)?;
+        if direct && has_direct_io(backing, &self.path())? {
+            queue::cut_into_pages(&self.sysfs(), false)?;
+        }
+        Ok(())
+    }
+
+    /// Whether it does.
+    pub fn is_direct_io(&self) -> Result<bool> {
+        queue::is_direct_io(&self.sysfs())
+    }
+
+    /// How far the kernel reads ahead, in KiB.
+    pub fn set_read_ahead(&self, kib: u32) -> Result<()> {
+        Node::open(self.number, Access::ReadOnly)?.set_read_ahead(kib)
+    }
+
+    /// `/dev/loopN`.
+    pub fn path(&self) -> PathBuf {
+        node::path_of(self.number)
+    }
+
+    /// The device's directory in sysfs, where its counters are.
+    pub fn sysfs(&self) -> PathBuf {
+        sysfs(self.number)
+    }
+
+    /// Whether it may be written.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// The device number as mountinfo writes it, `major:minor`.
+    pub fn dev(&self) -> Result<String> {
+        queue::dev(&self.sysfs())
+    }
+}
+
+fn sysfs(number: u32) -> PathBuf {
+    PathBuf::from(format!("/sys/block/loop{number}"))
+}
+
+/// The last names of a path, last first: enough of them to tell a file of ours from all others.
+fn end_of(path: &Path) -> impl Iterator<Item = Component<'_>> {
+    path.components().rev().filter(|part| matches!(part, Component::Normal(_))).take(3)
+}
+
+/// Whether a device that serves `found` may serve `ours`, of whatever mount namespace the path is.
+pub fn may_be(found: &Path, ours: &Path) -> bool {
+    // A mount that is gone leaves what lies below it, which may be less than all these names.
+    end_of(found).zip(end_of(ours)).all(|(found, ours)| found == ours)
+}
+
+/// Whether direct writes to a file are taken as such. Others, tmpfs among them, take them through their cache.
+///
+/// A list of those that do: one that is taken for less than it is costs speed, one that is taken for more loses writes.
+pub fn has_direct_io(file: &File, path: &Path) -> Result<bool> {
+    let found = fstatfs(file).context("stat the filesystem of", path)?.filesystem_type();
+    if found == statfs::BTRFS_SUPER_MAGIC {
+        // What has checksums passes through the cache.
+        return Flag::OverwriteInPlace.is_set(file, path);
+    }
+    Ok([statfs::EXT4_SUPER_MAGIC, statfs::XFS_SUPER_MAGIC].contains(&found))
+}
+
+/// The devices of others that were passed over, and what they served.
+static TOLD: Mutex<BTreeMap<u32, PathBuf>> = Mutex::new(BTreeMap::new());
+
+fn tell_once(number: u32, path: &Path, error: &Error) {
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if told.insert(number, path.to_owned()).as_deref() != Some(path) {
+        let path = path.display();
+        tracing::warn!(%path, %error, "a loop device is passed over, for the filesystem of its file answers no more");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_chosen_by_the_end_of_its_path() {
+        let ours = Path::new("/var/lib/deltapath/pool/volumes/vol-1/bytes/data.img");
+        for (found, chosen) in [
+            ("/var/lib/deltapath/pool/volumes/vol-1/bytes/data.img", true),
+            // Of another mount namespace, or of one that is gone.
+            ("/volumes/vol-1/bytes/data.img", true),
+            ("/data.img", true),
+            ("/volumes/vol-2/bytes/data.img", false),
+            ("/volumes/vol-1/bytes/data.img (deleted)", false),
+        ] {
+            assert_eq!(may_be(Path::new(found), ours), chosen, "{found}");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Devices that write through the page cache, on a pool that runs full.
+//!
+//! The incident: the loop driver takes a write of which the filesystem took a part for one that it took whole. With
+//! `directIO: "false"`, and on tmpfs always, hundreds of blocks were accepted by write and fsync and were not there.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use deltapath::client::{block_capability, new_volume};
+
+use super::{Disk, condition};
+use crate::support::content::block_bytes;
+use crate::support::order::image;
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+
+/// Blocks a request of each writer: no powers of two, so that the filesystem takes them in several parts.
+const TOGETHER: [u64; 3] = [250, 33, 7];
+
+/// Writes all of a part of a device that is taken, each request synced; the blocks that were acknowledged.
+fn fill(device: &Path, part: Range<u64>, together: u64) -> Vec<u64> {
+    let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).expect("open");
+    let length = (together * BLOCK) as usize;
+    let mut buffer = vec![0u8; length + 4096];
+    let start = buffer.as_ptr().align_offset(4096);
+    let mut acknowledged = Vec::new();
+    let mut first = part.start;
+    while first + together <= part.end {
+        let request = &mut buffer[start..start + length];
+        for (block, bytes) in (first..).zip(request.chunks_exact_mut(BLOCK as usize)) {
+            bytes.copy_from_slice(&block_bytes(block, 7));
+        }
+        if file.write_all_at(request, first * BLOCK).and_then(|()| file.sync_all()).is_ok() {
+            acknowledged.extend(first..first + together);
+        }
+        first += together;
+    }
+    acknowledged
+}
+
+/// Fills a pool through a device and looks whether all is there that was acknowledged.
+async fn nothing_is_lost(mut rig: Rig, direct_io: Option<bool>) {
+    let blocks = 450 * MIB as u64 / BLOCK;
+    let mut request = new_volume("cached", 450 * MIB, block_capability());
+    if let Some(direct) = direct_io {
+        request.mutable_parameters.insert("directIO".into(), direct.to_string());
+    }
+    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let device = rig.attach(&volume).await;
+    let part = blocks / TOGETHER.len() as u64;
+    let acknowledged: Vec<u64> = std::thread::scope(|scope| {
+        let start = |(number, together)| {
+            let (device, part) = (&device, part * number..part * (number + 1));
+            scope.spawn(move || fill(device, part, together))
+        };
+        let writers: Vec<_> = (0..).zip(TOGETHER).map(start).collect();
+        writers.into_iter().flat_map(|writer| writer.join().expect("a writer")).collect()
+    });
+    assert!(acknowledged.len() as u64 + 1000 < blocks, "the pool never ran full");
+    rig.detach(&volume).await;
+    let file = File::open(image(&rig.pool_dir(), "volumes", &volume)).expect("open");
+    let mut found = vec![0; BLOCK as usize];
+    let mut is_lost = |block: &&u64| {
+        file.read_exact_at(&mut found, **block * BLOCK).expect("read");
+        found != block_bytes(**block, 7)
+    };
+    let lost = acknowledged.iter().filter(|block| is_lost(block)).count();
+    println!("{} blocks of {blocks} acknowledged, {lost} lost", acknowledged.len());
+    assert_eq!(lost, 0, "of {} blocks that were acknowledged", acknowledged.len());
+    drop(file);
+    rig.finish();
+}
+
+async fn by_parameter(pool: PoolKind) {
+    if !have_root() {
+        return;
+    }
+    match pool {
+        PoolKind::Dir => {
+            let disk = Disk::ext4(200 << 20);
+            let rig = disk.rig(pool, &[]).await;
+            nothing_is_lost(rig, Some(false)).await;
+            disk.finish();
+        }
+        PoolKind::Xfs | PoolKind::Btrfs => {
+            let rig = Rig::start_with(pool, &["--pool-size", "320Mi"], "info").await;
+            nothing_is_lost(rig, Some(false)).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cached_device_on_a_full_pool_loses_nothing_on_dir() {
+    by_parameter(PoolKind::Dir).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cached_device_on_a_full_pool_loses_nothing_on_xfs() {
+    by_parameter(PoolKind::Xfs).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cached_device_on_a_full_pool_loses_nothing_on_btrfs() {
+    by_parameter(PoolKind::Btrfs).await;
+}
+
+/// tmpfs takes direct I/O and makes it through its cache.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_device_on_a_full_tmpfs_loses_nothing() {
+    if !have_root() {
+        return;
+    }
+    for (pool, size) in [(PoolKind::Dir, "128m"), (PoolKind::Xfs, "200m")] {
+        let disk = Disk::in_memory_of("tmpfs", size);
+        let mut rig = disk.rig(pool, &["--pool-size", "400Mi"]).await;
+        let (volume, _) = rig.block_volume("volume", MIB).await;
+        let seen = condition(&rig, &volume).await;
+        assert!(seen.message.contains("no direct I/O"), "{seen:?}");
+        assert!(rig.log().contains("has no direct I/O"), "{}", rig.log());
+        rig.detach(&volume).await;
+        nothing_is_lost(rig, None).await;
+        disk.finish();
+    }
+}

@@ -1,0 +1,243 @@
+//! Somebody else's loop devices: dead ones, silent ones, and what they left set on the numbers that ours get.
+//!
+//! The incident: one loop device whose filesystem had been shut down made snapshots, stages, publishes, deletions and
+//! statistics of all volumes `INTERNAL`, and the driver did not start again; one on a FUSE server that no longer answered
+//! made them hang.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, UNIX_EPOCH};
+
+use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
+use deltapath::csi::proto;
+use deltapath::sys::loopdev::{Access, LoopDevice};
+use deltapath::sys::{mount, program};
+use fuser::{
+    Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
+    MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request, Session,
+};
+
+use super::Disk;
+use crate::support::content::Content;
+use crate::support::{MIB, PoolKind, Rig, have_root, temp_dir};
+
+/// Every call that looks for a loop device, and a restart.
+async fn everything_works(rig: &mut Rig) {
+    let work = async {
+        let kubelet = rig.kubelet();
+        let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
+        Content::default().write(&device, 1, 100, 1);
+        let snapshot = rig.snapshot("snapshot", &volume).await;
+        let (restored, _) = rig.volume_from("restored", 0, from_snapshot(&snapshot)).await;
+        let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+        let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+        let target =
+            rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+        let request = proto::NodeGetVolumeStatsRequest {
+            volume_id: files.clone(),
+            volume_path: target.to_string_lossy().into_owned(),
+            ..Default::default()
+        };
+        rig.client.node.node_get_volume_stats(request).await.expect("NodeGetVolumeStats");
+        rig.client.expand_volume(&volume, 16 * MIB).await.expect("ControllerExpandVolume");
+        rig.snapshot("of the files", &files).await;
+        rig.kill();
+        rig.start_again().await;
+        for volume in [&restored, &files, &volume] {
+            rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+            rig.client.delete_volume(volume).await.expect("DeleteVolume");
+        }
+        let check = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"))
+            .args(["check", "--data-dir"])
+            .arg(rig.data_dir())
+            .output()
+            .expect("run deltapath check");
+        assert!(check.status.success(), "{check:?}");
+    };
+    tokio::time::timeout(Duration::from_secs(60), work).await.expect("the calls hang");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_loop_device_of_somebodys_stops_nobody() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::new("xfs", &["-q"], 320 << 20);
+    let mut devices = Vec::new();
+    // Under names that ours have, too.
+    for name in ["disk.img", "pool.img", "volumes/vol-00000000000000000000000000000000/bytes/data.img"] {
+        let path = disk.mount_point.join(name);
+        std::fs::create_dir_all(path.parent().expect("a parent")).expect("mkdir");
+        std::fs::File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("an image");
+        devices.push(LoopDevice::attach(&path, Access::ReadWrite).expect("attach"));
+    }
+    program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
+    assert!(std::fs::metadata(disk.mount_point.join("disk.img")).is_err(), "it still answers");
+    for pool in [PoolKind::Xfs, PoolKind::Dir] {
+        let mut rig = Rig::start(pool).await;
+        everything_works(&mut rig).await;
+        rig.finish();
+    }
+    for device in devices {
+        assert!(device.detach().expect("detach"), "it is detached, though its filesystem is dead");
+    }
+}
+
+/// A filesystem whose files are there and answer nothing any more, once it is told to be silent.
+struct Silent {
+    place: tempfile::TempDir,
+    gate: Arc<(Mutex<bool>, Condvar)>,
+    server: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Silent {
+    fn start() -> Self {
+        let place = temp_dir();
+        let gate: Arc<(Mutex<bool>, Condvar)> = Arc::default();
+        let mut config = Config::default();
+        config.mount_options = vec![MountOption::FSName("deltapath-test-silent".into())];
+        let session =
+            Session::new(Quiet(gate.clone()), place.path(), &config).expect("mount a FUSE filesystem");
+        let server = std::thread::spawn(move || drop(session.run()));
+        Silent { place, gate, server: Some(server) }
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.place.path().join(name)
+    }
+
+    fn be_silent(&self, silent: bool) {
+        *self.gate.0.lock().expect("the gate") = silent;
+        self.gate.1.notify_all();
+    }
+}
+
+impl Drop for Silent {
+    fn drop(&mut self) {
+        self.be_silent(false);
+        mount::unmount(self.place.path()).expect("unmount");
+        let _ = self.server.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+struct Quiet(Arc<(Mutex<bool>, Condvar)>);
+
+impl Quiet {
+    fn attributes(inode: INodeNo) -> FileAttr {
+        let is_root = inode == INodeNo::ROOT;
+        let size = if is_root { 0 } else { 1 << 20 };
+        FileAttr {
+            ino: inode,
+            size,
+            blocks: size / 512,
+            atime: UNIX_EPOCH,
+            mtime: UNIX_EPOCH,
+            ctime: UNIX_EPOCH,
+            crtime: UNIX_EPOCH,
+            kind: if is_root { FileType::Directory } else { FileType::RegularFile },
+            perm: 0o700,
+            nlink: 1,
+            uid: 0,
+            gid: 0,
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        }
+    }
+
+    /// Answers when it may speak; each request in a thread of its own.
+    fn when_it_may(&self, answer: impl FnOnce() + Send + 'static) {
+        let gate = self.0.clone();
+        std::thread::spawn(move || {
+            let silent = gate.0.lock().expect("the gate");
+            drop(gate.1.wait_while(silent, |silent| *silent).expect("the gate"));
+            answer();
+        });
+    }
+}
+
+impl Filesystem for Quiet {
+    fn lookup(&self, _: &Request, _: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let inode = match name.to_str() {
+            Some("disk.img") => INodeNo(2),
+            Some("pool.img") => INodeNo(3),
+            _ => return reply.error(Errno::ENOENT),
+        };
+        self.when_it_may(move || reply.entry(&Duration::ZERO, &Self::attributes(inode), Generation(0)));
+    }
+
+    fn getattr(&self, _: &Request, inode: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        self.when_it_may(move || reply.attr(&Duration::ZERO, &Self::attributes(inode)));
+    }
+
+    fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        reply.opened(FileHandle(0), FopenFlags::FOPEN_DIRECT_IO);
+    }
+
+    fn read(
+        &self,
+        _: &Request,
+        _: INodeNo,
+        _: FileHandle,
+        _: u64,
+        size: u32,
+        _: OpenFlags,
+        _: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.when_it_may(move || reply.data(&vec![0; size as usize]));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_silent_loop_device_of_somebodys_stops_nobody() {
+    if !have_root() {
+        return;
+    }
+    let silent = Silent::start();
+    let attach = |name: &str| LoopDevice::attach(&silent.file(name), Access::ReadOnly).expect("attach");
+    let devices = ["disk.img", "pool.img"].map(attach);
+    silent.be_silent(true);
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    everything_works(&mut rig).await;
+    rig.finish();
+    silent.be_silent(false);
+    for device in devices {
+        assert!(device.detach().expect("detach"));
+    }
+}
+
+/// The incident: a number whose former user had told it to write through its cache keeps that: the next device of that
+/// number sends no flush, and a power cut loses what was synced.
+#[tokio::test(flavor = "multi_thread")]
+async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
+    if !have_root() {
+        return;
+    }
+    /// All numbers that are free now write through their cache, until this goes.
+    struct WriteThrough(Vec<PathBuf>);
+    impl Drop for WriteThrough {
+        fn drop(&mut self) {
+            self.0.iter().for_each(|path| drop(std::fs::write(path, "write back")));
+        }
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let request = new_volume("raw", MIB, block_capability());
+    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let numbers =
+        std::fs::read_dir("/sys/block").expect("/sys/block").map(|entry| entry.expect("entry").path());
+    let is_free =
+        |path: &Path| path.to_string_lossy().contains("/loop") && !path.join("loop/backing_file").exists();
+    let free: Vec<PathBuf> =
+        numbers.filter(|path| is_free(path)).map(|path| path.join("queue/write_cache")).collect();
+    let told = WriteThrough(free);
+    told.0.iter().for_each(|path| std::fs::write(path, "write through").expect("write_cache"));
+    let device = rig.attach(&volume).await;
+    let number = deltapath::sys::blockdev::number(&device).expect("a block device");
+    let seen = std::fs::read_to_string(format!("/sys/dev/block/{number}/queue/write_cache")).expect("read");
+    assert_eq!(seen.trim(), "write back");
+    drop(told);
+    rig.detach(&volume).await;
+    rig.finish();
+}
