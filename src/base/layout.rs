@@ -5,7 +5,7 @@
 //! DIR/lock                        held by the one driver that serves it
 //! DIR/pool.img                    the pool's image, where the pool is made in a file
 //! DIR/pool/                       the pool: a plain directory, or where the image is mounted
-//!     volumes/<id>/record.json    node.json while staged, frozen.json while frozen
+//!     volumes/<id>/record.json    state.json: where it is attached, staged and published
 //!     volumes/<id>/bytes/data.img
 //!     snapshots/<id>/record.json  allocated.map changed.map pending.map hashes
 //!     snapshots/<id>/bytes/data.img
@@ -172,14 +172,9 @@ impl ObjectDir {
         self.0.join("record.json")
     }
 
-    /// `node.json`: where a volume is staged and published on this node.
-    pub fn node(&self) -> PathBuf {
-        self.0.join("node.json")
-    }
-
-    /// `frozen.json`: the intent to freeze a mounted volume.
-    pub fn frozen(&self) -> PathBuf {
-        self.0.join("frozen.json")
+    /// `state.json`: where a volume is attached, staged and published, and whether it is frozen.
+    pub fn state(&self) -> PathBuf {
+        self.0.join("state.json")
     }
 
     /// `deleted.json`: that a snapshot was deleted, and when.

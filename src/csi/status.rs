@@ -29,6 +29,7 @@ pub fn code(error: &Error) -> Code {
         Error::Sys(error) => sys_code(error),
         Error::Store(error) => match error {
             store::Error::Sys(error) => sys_code(error),
+            store::Error::Dead { .. } => Code::Unavailable,
             store::Error::Unreadable { .. }
             | store::Error::Impossible { .. }
             | store::Error::UnknownVersion { .. }

@@ -1,14 +1,13 @@
 //! Attaching volumes to the node (`ControllerPublishVolume`), behind `--enable-attach`.
 //!
 //! A volume lives on one node, so there is nothing to do on another machine: an attachment is a line in
-//! the volume's record. It says who may use the volume how, and holds deletion off.
+//! the volume's state. It says who may use the volume how, and holds deletion off.
 
 use super::capacity::Reservation;
 use super::error::shown;
 use super::locks::Key;
 use super::{Capability, Driver, Error, Result};
-use crate::base::VolumeId;
-use crate::store::{self, Attached, VolumeRecord};
+use crate::store::{Attached, VolumeRecord};
 
 /// A ControllerPublishVolume call.
 #[derive(Clone, Debug)]
@@ -71,8 +70,7 @@ impl Driver {
             None => {}
         }
         let _slot = self.take_slot()?;
-        self.store.update_volume(VolumeRecord { attached: Some(attached), ..(*record).clone() })?;
-        Ok(())
+        Ok(self.store.change_volume_state(&record.id, |state| state.attached = Some(attached))?)
     }
 
     /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done. A
@@ -87,35 +85,10 @@ impl Driver {
         // By the record, not by our own name: the node may have had another when it was attached.
         let is_attached =
             record.attached.as_ref().is_some_and(|there| node_id.is_empty() || node_id == there.node_id);
-        let is_presumed = self.store.read(|index| index.presumed().any(|id| *id == record.id));
-        if !is_attached && !is_presumed {
+        if !is_attached {
             return Ok(());
         }
-        match self.store.update_volume(VolumeRecord { attached: None, ..(*record).clone() }) {
-            // Its deletion, which frees the room, waits for this.
-            Err(store::Error::Sys(error)) if error.is_no_space() => {
-                let error = super::report(&error);
-                tracing::warn!(volume_id = %record.id, error, "detached; the record says so when there is room");
-                self.store.presume_volume(VolumeRecord { attached: None, ..(*record).clone() });
-                Ok(())
-            }
-            updated => Ok(updated.map(drop)?),
-        }
-    }
-
-    /// Writes down the detachments that found no room before.
-    pub(super) fn record_presumed(&self) {
-        let ids: Vec<VolumeId> = self.store.read(|index| index.presumed().cloned().collect());
-        for id in ids {
-            // Somebody at work on it is the next to write its record.
-            let Ok(_guard) = self.locks.take(Key::Volume(id.clone())) else { continue };
-            if let Some(record) = self.store.read(|index| index.volume(&id))
-                && let Err(error) = self.store.update_volume((*record).clone())
-            {
-                tracing::warn!(volume_id = %id, error = super::report(&error), "attached on record, detached in fact");
-                self.store.presume_volume((*record).clone());
-            }
-        }
+        Ok(self.store.change_volume_state(&record.id, |state| state.attached = None)?)
     }
 
     /// One of the attachments that `--max-volumes-per-node` allows. Held until a record shows it, so that

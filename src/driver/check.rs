@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::{Inspection, Result, report};
 use crate::base::{GroupDir, ObjectDir};
 use crate::cbt;
-use crate::store::{NodeState, SnapshotRecord, VolumeRecord};
+use crate::store::{SnapshotRecord, VolumeRecord, VolumeState};
 use crate::sys::attributes::Flag;
 use crate::sys::loopdev::{FileId, LoopDevice, may_be};
 use crate::sys::{Context, blockdev, durable, mount};
@@ -66,7 +66,7 @@ impl Discovery {
 
 /// A file that a loop device of the driver's may serve, or should not.
 enum Backing {
-    Volume(NodeState),
+    Volume(VolumeState),
     Snapshot,
     Pool,
     /// Of an object whose records can not be read: whatever serves it, nobody knows better.
@@ -193,7 +193,7 @@ impl Audit<'_> {
     fn volume(&mut self, record: &VolumeRecord) -> Result<()> {
         let store = self.inspection.store();
         let dir = store.dir().volume(&record.id);
-        self.names(dir.path(), &[&dir.record(), &dir.node(), &dir.frozen(), &dir.bytes()])?;
+        self.names(dir.path(), &[&dir.record(), &dir.state(), &dir.bytes()])?;
         match length(&dir)? {
             Some(length) if length > record.capacity => {
                 let what = format!(
@@ -209,15 +209,17 @@ impl Audit<'_> {
             let what = "its writes are synchronous, for a copy of it was cut short; the next start ends that";
             self.add(Severity::Note, dir.data(), what);
         }
-        let state = store.node_state(&record.id);
-        let frozen = store.frozen(&record.id);
-        if let Ok(Some(_)) = &frozen {
-            self.add(Severity::Note, dir.frozen(), "a freeze that was not undone; the next start thaws it");
-        }
-        for (path, error) in [(dir.node(), state.as_ref().err()), (dir.frozen(), frozen.as_ref().err())] {
-            if let Some(error) = error {
-                self.add(Severity::Damage, path, report(error));
+        let state = store.volume_state(&record.id);
+        match &state {
+            Ok(VolumeState { frozen: Some(_), .. }) => {
+                self.add(
+                    Severity::Note,
+                    dir.state(),
+                    "a freeze that was not undone; the next start thaws it",
+                );
             }
+            Ok(_) => {}
+            Err(error) => self.add(Severity::Damage, dir.state(), report(error)),
         }
         if let Ok(file) = FileId::of(&dir.data()) {
             self.backing.insert(file, state.map_or(Backing::Unknown, Backing::Volume));

@@ -67,6 +67,7 @@ impl Driver {
     /// Lists volumes.
     pub fn list_volumes(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
         let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
+        self.store.check_alive()?;
         Ok(self.store.read(|index| {
             // Ephemeral ones are kubelet's alone.
             let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
@@ -81,6 +82,7 @@ impl Driver {
         filter: &SnapshotFilter,
     ) -> Result<Page<SnapshotRecord>> {
         let (limit, after) = (request.limit()?, request.after::<SnapshotId>()?);
+        self.store.check_alive()?;
         let volume = optional::<VolumeId>(&filter.source_volume_id);
         let only = optional::<SnapshotId>(&filter.snapshot_id);
         let (Ok(volume), Ok(only)) = (volume, only) else {

@@ -190,13 +190,22 @@ impl Driver {
                 in_image: home.known().in_image,
             })?;
         }
-        Ok(Store::open(home.dir().clone())?)
+        match Store::open(home.dir().clone()) {
+            // Pods must be able to end, which frees the pool for the next start.
+            Err(error) if home.is_dead() => {
+                tracing::error!(
+                    error = report(&error),
+                    "the pool answers no more; what uses its volumes can be undone"
+                );
+                Ok(Store::of_dead(home.dir().clone(), &error))
+            }
+            store => Ok(store?),
+        }
     }
 
     /// Leaves the data directory. A pool image that volumes still use stays mounted for the next
     /// start.
     pub fn close(self) -> Result<()> {
-        self.record_presumed();
         if !self.home.close()? {
             tracing::info!("volumes are in use; the pool stays mounted");
         }
@@ -227,6 +236,7 @@ impl Driver {
 
     /// Fails where the disk below the pool is full, so that nothing new may be made.
     fn check_host(&self) -> Result<()> {
+        self.store.check_alive()?;
         match self.home.host_is_full()? {
             Some(full) => Err(Error::Exhausted(full)),
             None => Ok(()),

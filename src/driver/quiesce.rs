@@ -13,7 +13,6 @@ use super::maps::Pour;
 use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ObjectDir, Stop, VolumeId};
 use crate::pool::{Bytes, Sink};
-use crate::store::Frozen;
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
@@ -25,6 +24,8 @@ const FREEZE_BOUND: Duration = Duration::from_secs(30);
 /// long.
 const QUIET_TRIES: usize = 3;
 const QUIET_TIME: Duration = Duration::from_secs(2);
+/// With less room than this, in bytes, a write that failed found none.
+const FULL: u64 = 16 << 20;
 
 /// A copy to be made of a volume, whose lock the caller holds.
 pub(super) struct LiveCopy {
@@ -61,7 +62,8 @@ impl Driver {
             let dev = device.dev()?;
             let mut mounts = mount::mounts()?;
             mounts.retain(|mount| mount.is_of(&dev) && !mount.read_only);
-            if mounts.is_empty() || !held.freeze(&copy.id, root_of(&copy.id, &mounts)?)? {
+            let frozen = |held: &mut FrozenVolumes<'_>| held.freeze(&copy.id, root_of(&copy.id, &mounts)?);
+            if mounts.is_empty() || !frozen(&mut held).map_err(|error| self.perhaps_full(error))? {
                 copy.written = true;
                 raw.push(device);
             }
@@ -73,13 +75,26 @@ impl Driver {
         let copied = self.copy_together(copies, &raw, &stop);
         held.thaw()?;
         copied.map_err(|error| match error.stopped() {
-            None => error,
+            None => self.perhaps_full(error),
             Some(_) => Error::Precondition(format!(
                 "the copy took longer than the {} s that a filesystem is held frozen: use a pool that clones \
                  (--pool btrfs or xfs)",
                 FREEZE_BOUND.as_secs()
             )),
         })
+    }
+
+    /// A write that finds no room is an I/O error to the page cache above the device, and to who has it written.
+    fn perhaps_full(&self, error: Error) -> Error {
+        let is_io = error.sys().is_some_and(|error| error.errno() == Some(libc::EIO));
+        match self.home.free() {
+            Ok(free) if is_io && free < FULL => Error::Exhausted(format!(
+                "No space left on device: what was written to the volume can not be stored ({}); delete volumes or \
+                 snapshots, or make room on the disk",
+                super::report(&error)
+            )),
+            _ => error,
+        }
     }
 
     /// Copies all, and again while one of the `raw` devices is written between the first and the last
@@ -168,8 +183,8 @@ impl Driver {
     /// Undoes a freeze that was intended and never undone, through any mount of the volume's device.
     /// The intent is forgotten once that is done, or the device is gone and nothing can be frozen.
     pub(super) fn thaw_leftover(&self, id: &VolumeId) -> Result<()> {
-        let Some(frozen) = self.store.frozen(id)? else { return Ok(()) };
-        if frozen.boot_id == sys::boot_id()?
+        let Some(boot) = self.store.volume_state(id)?.frozen else { return Ok(()) };
+        if boot == sys::boot_id()?
             && let Some(device) = LoopDevice::find(&self.volume_data(id))?
         {
             let dev = device.dev()?;
@@ -182,7 +197,7 @@ impl Driver {
             freeze::thaw(&root_of(id, &mounts)?)?;
             tracing::warn!(volume_id = %id, "thawed what the last driver left frozen");
         }
-        Ok(self.store.set_frozen(id, None)?)
+        Ok(self.store.change_volume_state(id, |state| state.frozen = None)?)
     }
 }
 
@@ -219,19 +234,23 @@ impl FrozenVolumes<'_> {
     /// 3. Freeze.
     fn freeze(&mut self, id: &VolumeId, root: freeze::Root) -> Result<bool> {
         self.driver.thaw_leftover(id)?;
-        let intent = Frozen { version: Frozen::VERSION, boot_id: sys::boot_id()? };
-        self.driver.store.set_frozen(id, Some(&intent))?;
+        let boot = sys::boot_id()?;
+        self.driver.store.change_volume_state(id, |state| state.frozen = Some(boot))?;
         match freeze::Frozen::freeze(root, FREEZE_BOUND) {
             Ok(Some(frozen)) => {
                 self.frozen.push((id.clone(), frozen));
                 Ok(true)
             }
             other => {
-                self.driver.store.set_frozen(id, None)?;
+                self.forget(id)?;
                 other?;
                 Ok(false)
             }
         }
+    }
+
+    fn forget(&self, id: &VolumeId) -> Result<()> {
+        Ok(self.driver.store.change_volume_state(id, |state| state.frozen = None)?)
     }
 
     /// Thaws all, and says so where one had to be thawed before: the copies may be torn then.
@@ -241,12 +260,13 @@ impl FrozenVolumes<'_> {
 
     /// The intent of each is forgotten once it is thawed for sure.
     fn finish(&mut self) -> Result<()> {
+        let store = &self.driver.store;
         let mut outcome = Ok(());
         for (id, frozen) in self.frozen.drain(..).rev() {
             let thawed = frozen
                 .thaw()
                 .map_err(Error::from)
-                .and_then(|()| Ok(self.driver.store.set_frozen(&id, None)?));
+                .and_then(|()| Ok(store.change_volume_state(&id, |state| state.frozen = None)?));
             outcome = outcome.and(thawed);
         }
         outcome

@@ -124,7 +124,9 @@ impl Home {
     /// `data_dir` must be canonical: its mount is found by path.
     pub fn open(data_dir: &DataDir, request: PoolRequest, known: Option<Known>) -> Result<Self> {
         let (dir, image) = (data_dir.pool(), data_dir.pool_image());
-        if !dir.path().exists() {
+        // A mount point whose filesystem is dead is there, and does not answer.
+        if matches!(fs::symlink_metadata(dir.path()), Err(error) if error.kind() == std::io::ErrorKind::NotFound)
+        {
             durable::make_dir(dir.path())?;
             durable::sync_dir(data_dir.path())?;
         }
@@ -188,6 +190,11 @@ impl Home {
     /// Where objects live.
     pub fn dir(&self) -> &PoolDir {
         &self.dir
+    }
+
+    /// Whether its filesystem answers no more: the kernel shut it down.
+    pub fn is_dead(&self) -> bool {
+        fs::metadata(self.dir.path()).context("stat", self.dir.path()).is_err_and(|error| error.is_dead())
     }
 
     /// Fails unless the pool is the one that was opened and takes a write. A full one is well: deletions

@@ -66,6 +66,14 @@ pub enum Error {
         /// What was wrong with it at start.
         why: String,
     },
+    /// The filesystem of the pool answers no more, so nothing is known of any object.
+    #[error("the pool at {} answers no more ({why}): end what uses its volumes on this node, and restart the driver", path.display())]
+    Dead {
+        /// The pool.
+        path: PathBuf,
+        /// What it answered last.
+        why: String,
+    },
     /// A data directory that another driver serves.
     #[error("data directory {} is in use by another driver: stop it, or choose another --data-dir", .0.display())]
     Locked(PathBuf),

@@ -8,7 +8,7 @@ use serde::de::DeserializeOwned;
 
 use super::records::Checked;
 use super::{
-    Deleted, Frozen, GroupRecord, Index, Manifest, NodeState, SnapshotRecord, VolumeRecord, decode, encode,
+    Deleted, GroupRecord, Index, Manifest, SnapshotRecord, VolumeRecord, VolumeState, decode, encode,
 };
 
 /// A record that can be read can be written and read again, and no number in it breaks what is reckoned with it.
@@ -33,7 +33,7 @@ pub(crate) fn records(bytes: &[u8]) {
     if let Some(group) = read::<GroupRecord>(bytes) {
         index.add_group(group.into(), Vec::new());
     }
-    if let Some(state) = read::<NodeState>(bytes) {
+    if let Some(state) = read::<VolumeState>(bytes) {
         for path in state.published.iter().map(|published| &published.target) {
             assert!(path.is_absolute(), "{} depends on where the driver was started", path.display());
             assert_eq!(state.place(path), state.staged.as_ref());
@@ -42,7 +42,6 @@ pub(crate) fn records(bytes: &[u8]) {
     if let Some(deleted) = read::<Deleted>(bytes) {
         let _ = deleted.at.age();
     }
-    read::<Frozen>(bytes);
     read::<Manifest>(bytes);
 }
 

@@ -1,6 +1,6 @@
 //! The records in memory, by every key that calls look them up with.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -39,8 +39,6 @@ impl Retained {
 pub struct Index {
     volumes: BTreeMap<VolumeId, Arc<VolumeRecord>>,
     volume_names: HashMap<String, VolumeId>,
-    /// Volumes whose records on disk say otherwise.
-    presumed: BTreeSet<VolumeId>,
     /// Ephemeral inline volumes, by the handle that kubelet gave them.
     ephemeral: HashMap<String, VolumeId>,
     snapshots: BTreeMap<SnapshotId, Arc<SnapshotRecord>>,
@@ -57,19 +55,7 @@ pub struct Index {
 }
 
 impl Index {
-    pub(super) fn presume_volume(&mut self, record: Arc<VolumeRecord>) {
-        let id = record.id.clone();
-        self.add_volume(record);
-        self.presumed.insert(id);
-    }
-
-    /// The volumes whose records on disk are still to follow what is known of them.
-    pub fn presumed(&self) -> impl Iterator<Item = &VolumeId> {
-        self.presumed.iter()
-    }
-
     pub(super) fn add_volume(&mut self, record: Arc<VolumeRecord>) {
-        self.presumed.remove(&record.id);
         match &record.ephemeral {
             Some(handle) => self.ephemeral.insert(handle.clone(), record.id.clone()),
             None => self.volume_names.insert(record.name.clone(), record.id.clone()),
@@ -78,7 +64,6 @@ impl Index {
     }
 
     pub(super) fn remove_volume(&mut self, id: &VolumeId) {
-        self.presumed.remove(id);
         if let Some(record) = self.volumes.remove(id) {
             match &record.ephemeral {
                 Some(handle) => self.ephemeral.remove(handle),

@@ -16,8 +16,8 @@ pub use groups::GroupDraft;
 pub use index::{Index, Retained};
 pub use manifest::{Claim, Manifest};
 pub use records::{
-    AccessKind, Attached, Deleted, Frozen, GroupRecord, NodeState, Published, SnapshotRecord, Source, Staged,
-    Timestamp, Tuning, TupleStyle, VolumeRecord,
+    AccessKind, Attached, Deleted, GroupRecord, Published, SnapshotRecord, Source, Staged, Timestamp, Tuning,
+    TupleStyle, VolumeRecord, VolumeState,
 };
 
 use std::fs;
@@ -30,7 +30,7 @@ use serde::de::DeserializeOwned;
 use records::Checked;
 
 use crate::base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
-use crate::sys::{Context, durable, tree};
+use crate::sys::{Context, durable, slots, tree};
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -42,6 +42,8 @@ pub struct Store {
     index: RwLock<Index>,
     damaged: Vec<Damage>,
     damaged_retained: Vec<Damage>,
+    /// Why no record could be read: the pool's filesystem is dead.
+    dead: Option<String>,
     /// Held while a member leaves a deleted group, which other members do under locks of their own.
     leaving: Mutex<()>,
 }
@@ -106,7 +108,7 @@ impl Store {
         let mut index = Index::default();
         let mut damaged = Vec::new();
         for path in entries(&dir.volumes())? {
-            match read_named::<VolumeRecord>(&path, |record| record.id.as_str()) {
+            match read_volume(&ObjectDir::new(&path)) {
                 Ok(record) => index.add_volume(Arc::new(record)),
                 Err(error) => damaged.push(Damage { path, error }),
             }
@@ -129,7 +131,23 @@ impl Store {
         for damage in damaged.iter().chain(&damaged_retained) {
             tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
         }
-        Ok(Store { dir, index: RwLock::new(index), damaged, damaged_retained, leaving: Mutex::default() })
+        let (index, dead, leaving) = (RwLock::new(index), None, Mutex::default());
+        Ok(Store { dir, index, damaged, damaged_retained, dead, leaving })
+    }
+
+    /// The store of a pool whose filesystem answers no more: it knows no object, and says so of each.
+    pub fn of_dead(dir: PoolDir, why: &Error) -> Self {
+        let cause = std::error::Error::source(why).map(ToString::to_string).unwrap_or_default();
+        let (index, dead, leaving) = (RwLock::default(), Some(format!("{why}: {cause}")), Mutex::default());
+        Store { dir, index, damaged: Vec::new(), damaged_retained: Vec::new(), dead, leaving }
+    }
+
+    /// Fails where no record could be read, for the pool's filesystem is dead.
+    pub fn check_alive(&self) -> Result<()> {
+        match &self.dead {
+            Some(why) => Err(Error::Dead { path: self.dir.path().to_owned(), why: why.clone() }),
+            None => Ok(()),
+        }
     }
 
     /// The objects whose records could not be read at start.
@@ -145,6 +163,7 @@ impl Store {
     /// Fails where the object of this id is there and its record could not be read: it is neither
     /// served nor gone.
     pub fn check_readable(&self, id: &str) -> Result<()> {
+        self.check_alive()?;
         match self.damaged.iter().find(|damage| damage.path.file_name().is_some_and(|name| name == id)) {
             Some(damage) => {
                 let path = ObjectDir::new(&damage.path).record();
@@ -199,6 +218,7 @@ impl Store {
     /// Commits a volume whose bytes are written and synced.
     pub fn commit_volume(&self, draft: Draft, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
         let target = self.dir.volume(&record.id);
+        slots::create(&draft.dir.state())?;
         self.commit(draft, &record, &target)?;
         let record = Arc::new(record);
         self.write(|index| index.add_volume(record.clone()));
@@ -214,7 +234,7 @@ impl Store {
         Ok(record)
     }
 
-    /// Replaces a volume's record: expanded, modified, attached. The old one or the new one survives a
+    /// Replaces a volume's record: expanded, modified. The old one or the new one survives a
     /// crash, and the new one is there before the caller is told. Where only the last sync fails the new one
     /// is there as well: then memory follows the disk, and the caller gets the error.
     pub fn update_volume(&self, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
@@ -222,19 +242,13 @@ impl Store {
         let replaced = durable::replace(&dir.record(), &encode(&record));
         let there = match &replaced {
             Ok(()) => Ok(record),
-            Err(_) => read_named(dir.path(), |record: &VolumeRecord| record.id.as_str()),
+            Err(_) => read_volume(&dir),
         };
         if let Ok(there) = &there {
             self.write(|index| index.add_volume(Arc::new(there.clone())));
         }
         replaced?;
         there.map(Arc::new)
-    }
-
-    /// Changes what is known of a volume and leaves its record on disk as it is, for want of room:
-    /// [`Store::update_volume`] makes up for it later.
-    pub fn presume_volume(&self, record: VolumeRecord) {
-        self.write(|index| index.presume_volume(Arc::new(record)));
     }
 
     /// Makes an object exist.
@@ -273,32 +287,30 @@ impl Store {
         Ok(Draft { dir: doomed, committed: false })
     }
 
-    /// Where a volume is staged and published on this node; nowhere when nothing was recorded.
-    pub fn node_state(&self, id: &VolumeId) -> Result<NodeState> {
-        Ok(read_optional(&self.dir.volume(id).node())?.unwrap_or_default())
+    /// What is done to a volume now.
+    pub fn volume_state(&self, id: &VolumeId) -> Result<VolumeState> {
+        read_state(&self.dir.volume(id))
     }
 
-    /// Records where a volume is about to be, or no longer is.
-    pub fn set_node_state(&self, id: &VolumeId, state: &NodeState) -> Result<()> {
-        let path = self.dir.volume(id).node();
-        match state.is_idle() {
-            true => Ok(durable::remove(&path)?),
-            false => Ok(durable::replace(&path, &encode(state))?),
-        }
+    /// Records what is about to be done to a volume, or is no longer.
+    pub fn set_volume_state(&self, id: &VolumeId, state: &VolumeState) -> Result<()> {
+        slots::write(&self.dir.volume(id).state(), &encode(state))?;
+        self.write(|index| {
+            if let Some(record) = index.volume(id).filter(|record| record.attached != state.attached) {
+                index.add_volume(Arc::new(VolumeRecord {
+                    attached: state.attached.clone(),
+                    ..(*record).clone()
+                }));
+            }
+        });
+        Ok(())
     }
 
-    /// The freeze that was intended and not yet undone, if any.
-    pub fn frozen(&self, id: &VolumeId) -> Result<Option<Frozen>> {
-        read_optional(&self.dir.volume(id).frozen())
-    }
-
-    /// Records the intent to freeze, or with `None` that all is thawed.
-    pub fn set_frozen(&self, id: &VolumeId, frozen: Option<&Frozen>) -> Result<()> {
-        let path = self.dir.volume(id).frozen();
-        match frozen {
-            None => Ok(durable::remove(&path)?),
-            Some(frozen) => Ok(durable::replace(&path, &encode(frozen))?),
-        }
+    /// Changes what is recorded of a volume, whose lock the caller holds.
+    pub fn change_volume_state(&self, id: &VolumeId, change: impl FnOnce(&mut VolumeState)) -> Result<()> {
+        let mut state = self.volume_state(id)?;
+        change(&mut state);
+        self.set_volume_state(id, &state)
     }
 }
 
@@ -355,6 +367,19 @@ fn encode(record: &impl Serialize) -> Vec<u8> {
     let mut bytes = serde_json::to_vec_pretty(record).expect("records hold only strings, numbers and lists");
     bytes.push(b'\n');
     bytes
+}
+
+/// Reads the record of a volume, with what is done to it now.
+fn read_volume(dir: &ObjectDir) -> Result<VolumeRecord> {
+    let record: VolumeRecord = read_named(dir.path(), |record: &VolumeRecord| record.id.as_str())?;
+    // Damage of the state is told by the calls that need it.
+    let attached = read_state(dir).unwrap_or_default().attached;
+    Ok(VolumeRecord { attached, ..record })
+}
+
+fn read_state(dir: &ObjectDir) -> Result<VolumeState> {
+    let path = dir.state();
+    slots::read(&path)?.map_or_else(|| Ok(VolumeState::default()), |bytes| decode(&path, &bytes))
 }
 
 /// Reads the record in an object's directory, whose name must be the record's id.

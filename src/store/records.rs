@@ -96,7 +96,7 @@ pub enum Source {
 }
 
 /// `volumes/<id>/record.json`. Names all that a retry of the call must agree with. Replaced as a whole
-/// when the volume is expanded, modified or attached.
+/// when the volume is expanded or modified.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeRecord {
     /// Format version.
@@ -118,8 +118,8 @@ pub struct VolumeRecord {
     /// What is set on its device.
     #[serde(default)]
     pub tuning: Tuning,
-    /// The node it is attached to (ControllerPublishVolume), while it is.
-    #[serde(default)]
+    /// The node it is attached to (ControllerPublishVolume), while it is. In `state.json`, for a full pool takes that.
+    #[serde(skip)]
     pub attached: Option<Attached>,
     /// For an ephemeral inline volume, the handle that kubelet gave it: it has no name, and goes when it
     /// is unpublished.
@@ -274,27 +274,40 @@ impl Checked for GroupRecord {
     }
 }
 
-/// `volumes/<id>/node.json`: where a volume is on this node. Written before the kernel is asked, so
-/// that nothing is mounted that no record explains; the kernel has the last word on what is.
+/// `volumes/<id>/state.json`: what is done to a volume now. Written before the kernel is asked, so that nothing is mounted
+/// or frozen that no record explains; the kernel has the last word on what is. It changes in place
+/// ([`crate::sys::slots`]): on a full pool volumes must still be staged and unstaged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NodeState {
+pub struct VolumeState {
     /// Format version.
     pub version: u32,
+    /// The node it is attached to (ControllerPublishVolume).
+    pub attached: Option<Attached>,
     /// Where and how it is staged.
     pub staged: Option<Staged>,
     /// Where it is published.
     pub published: Vec<Published>,
     /// Set while mkfs runs: what is on the device then is ours to overwrite.
     pub formatting: bool,
+    /// The boot in which its filesystem was to be frozen, until it is thawed: a driver that starts again thaws what a
+    /// dead one left frozen. A reboot thaws everything.
+    pub frozen: Option<String>,
 }
 
-impl Default for NodeState {
+impl Default for VolumeState {
     fn default() -> Self {
-        NodeState { version: VERSION, staged: None, published: Vec::new(), formatting: false }
+        VolumeState {
+            version: VERSION,
+            attached: None,
+            staged: None,
+            published: Vec::new(),
+            formatting: false,
+            frozen: None,
+        }
     }
 }
 
-impl NodeState {
+impl VolumeState {
     /// How the volume is staged, if `path` is one of its places: where it is staged, or published.
     pub fn place(&self, path: &std::path::Path) -> Option<&Staged> {
         let staged = self.staged.as_ref()?;
@@ -302,13 +315,13 @@ impl NodeState {
         (staged.path == path || published()).then_some(staged)
     }
 
-    /// Whether there is nothing to remember.
+    /// Whether nothing on this node needs its device.
     pub fn is_idle(&self) -> bool {
         self.staged.is_none() && self.published.is_empty() && !self.formatting
     }
 }
 
-impl Checked for NodeState {
+impl Checked for VolumeState {
     fn check(&self) -> Result<(), &'static str> {
         let paths = self.staged.iter().map(|staged| &staged.path);
         let mut paths = paths.chain(self.published.iter().map(|published| &published.target));
@@ -340,20 +353,3 @@ pub struct Published {
     /// Whether other targets are allowed beside it.
     pub shared: bool,
 }
-
-/// `volumes/<id>/frozen.json`: a freeze that was intended. Written before the freeze and removed
-/// after the thaw, so that a driver that starts again thaws what a dead one left frozen.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Frozen {
-    /// Format version.
-    pub version: u32,
-    /// The boot in which it was frozen: a reboot thaws everything.
-    pub boot_id: String,
-}
-
-impl Frozen {
-    /// The version to write.
-    pub const VERSION: u32 = VERSION;
-}
-
-impl Checked for Frozen {}

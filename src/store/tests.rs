@@ -225,18 +225,18 @@ fn pages_go_on_behind_an_id_that_is_gone() {
 }
 
 #[test]
-fn node_state_is_kept_while_there_is_something_to_remember() {
+fn volume_state_is_kept_while_there_is_something_to_remember() {
     let dir = tempfile::tempdir().expect("temp dir");
     let store = open(dir.path());
     let record = add(&store, volume("staged"));
-    assert!(store.node_state(&record.id).expect("read").is_idle());
-    let state = NodeState {
+    assert!(store.volume_state(&record.id).expect("read").is_idle());
+    let state = VolumeState {
         staged: Some(Staged { path: "/staging".into(), access: AccessKind::Block, read_only: false }),
-        ..NodeState::default()
+        ..VolumeState::default()
     };
-    store.set_node_state(&record.id, &state).expect("write");
-    assert_eq!(open(dir.path()).node_state(&record.id).expect("read"), state);
-    store.set_node_state(&record.id, &NodeState::default()).expect("write");
+    store.set_volume_state(&record.id, &state).expect("write");
+    assert_eq!(open(dir.path()).volume_state(&record.id).expect("read"), state);
+    store.set_volume_state(&record.id, &VolumeState::default()).expect("write");
     assert!(!store.dir.volume(&record.id).node().exists());
 }
 

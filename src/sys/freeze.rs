@@ -142,11 +142,11 @@ impl Root {
     }
 }
 
-/// Thaws the filesystem with this root, which a dead process left frozen; fine when it is not frozen.
-pub fn thaw(root: &Root) -> Result<()> {
+/// Thaws the filesystem with this root, whoever froze it; `Ok(false)` when it is not frozen.
+pub fn thaw(root: &Root) -> Result<bool> {
     match thaw_fd(&root.file, &root.mount_point) {
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
-        other => other.context("thaw", &root.mount_point),
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(false),
+        other => other.context("thaw", &root.mount_point).map(|()| true),
     }
 }
 

@@ -14,6 +14,7 @@ pub mod freeze;
 pub mod loopdev;
 pub mod mount;
 pub mod program;
+pub mod slots;
 pub mod sweep;
 pub mod tree;
 

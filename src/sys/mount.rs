@@ -40,12 +40,16 @@ impl Mount {
     /// btrfs shows a number of its own making, so there it is the device it names as its source, whose
     /// number the kernel knows by its name whatever `/dev` holds.
     pub fn is_of(&self, dev: &str) -> bool {
-        let named = || {
-            let name = self.source.file_name()?;
-            let path = Path::new("/sys/class/block").join(name).join("dev");
-            Some(std::fs::read_to_string(path).ok()?.trim() == dev)
-        };
-        self.dev == dev || (self.dev.starts_with("0:") && named().unwrap_or(false))
+        self.dev == dev || (self.dev.starts_with("0:") && self.device().is_some_and(|device| device == dev))
+    }
+
+    /// The number of the block device that the filesystem lies on, `major:minor`; `None` where it lies on none.
+    pub fn device(&self) -> Option<String> {
+        if !self.dev.starts_with("0:") {
+            return Some(self.dev.clone());
+        }
+        let path = Path::new("/sys/class/block").join(self.source.file_name()?).join("dev");
+        Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
     }
 }
 

@@ -10,7 +10,7 @@ use deltapath::sys::sweep::devices_below;
 use tonic::{Code, Status};
 
 use crate::hostile::allowed;
-use crate::support::{MIB, PoolKind, Rig, have_root, names};
+use crate::support::{MIB, PoolKind, Rig, have_root, names, state_of};
 
 const CLIENTS: u64 = 32;
 
@@ -419,10 +419,8 @@ async fn drain<T>(mut stream: tonic::Streaming<T>) -> Result<(), Status> {
 
 /// Where a volume is on the node, from its record: the targets, and the staging path.
 fn places(rig: &Rig, volume: &str) -> (Vec<String>, Option<String>) {
-    let path = rig.pool_dir().join("volumes").join(volume).join("node.json");
-    let Ok(text) = std::fs::read(path) else { return (Vec::new(), None) };
-    let state: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
-    let published = state["published"].as_array().expect("a list");
+    let state = state_of(&rig.pool_dir(), volume);
+    let published = state["published"].as_array().cloned().unwrap_or_default();
     let targets = published.iter().map(|entry| entry["target"].as_str().expect("a path").to_owned());
     (targets.collect(), state["staged"]["path"].as_str().map(str::to_owned))
 }

@@ -160,7 +160,7 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
             Box::new(move || broken("volume-data", data.clone(), cut))
         },
         {
-            let node = used.join("node.json");
+            let node = used.join("state.json");
             Box::new(move || broken("node", node.clone(), cut))
         },
         {

@@ -12,7 +12,9 @@ use tonic::Code;
 
 use crate::reboot::SweptOnDrop;
 use crate::support::content::Content;
-use crate::support::{MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, status_code};
+use crate::support::{
+    MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, set_state, state_path, status_code,
+};
 
 fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
@@ -231,8 +233,7 @@ async fn what_was_published_before_a_crash_is_found_and_undone() {
         rig.kill();
         // As a crash before the record would leave it: mounted, and no record of it.
         for volume in [&raw, &files] {
-            std::fs::remove_file(rig.pool_dir().join("volumes").join(volume).join("node.json"))
-                .expect("remove");
+            set_state(&rig.pool_dir(), volume, serde_json::json!({}));
         }
         rig.start_again().await;
         rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
@@ -413,14 +414,14 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     let mut request = new_volume("both", 16 * MIB, block_capability());
     request.volume_capabilities.push(mount_capability("ext4"));
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let dir = rig.pool_dir().join("volumes").join(&volume);
+    let pool_dir = rig.pool_dir();
+    let dir = pool_dir.join("volumes").join(&volume);
     let image = || std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
     let cut_short = || {
         image().set_len(0).expect("clear");
         image().set_len(16 << 20).expect("set the length");
         image().write_all_at(&[7; 8192], 4096).expect("write");
-        let state = r#"{"version":1,"staged":null,"published":[],"formatting":true}"#;
-        std::fs::write(dir.join("node.json"), state).expect("write");
+        set_state(&pool_dir, &volume, serde_json::json!({ "formatting": true }));
     };
     cut_short();
     let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
@@ -439,6 +440,94 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 4096);
     rig.detach(&volume).await;
+    rig.finish();
+}
+
+fn fsfreeze(target: &Path) {
+    let status = std::process::Command::new("fsfreeze").arg("--freeze").arg(target).status();
+    assert!(status.expect("fsfreeze").success());
+}
+
+/// The incident: a user froze a filesystem and forgot it. Unpublish and unstage answered OK, the frozen filesystem
+/// outlived its last mount, its volume could never be deleted, and staged again each write hung.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_that_its_user_left_frozen_is_thawed() {
+    if !have_root() {
+        return;
+    }
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let mut rig = Rig::start(PoolKind::Dir).await;
+        let kubelet = rig.kubelet();
+        let capability = mount_capability(fs_type);
+        let request = new_volume("files", 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let publish = async |rig: &mut Rig| {
+            rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish")
+        };
+        let target = publish(&mut rig).await;
+        fsfreeze(&target);
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        assert!(leftovers(rig.dir.path()).is_empty(), "{fs_type}: left {:?}", leftovers(rig.dir.path()));
+        // As an older driver left it, or somebody who unmounts by hand.
+        for repair in ["stage", "delete"] {
+            let target = publish(&mut rig).await;
+            fsfreeze(&target);
+            for place in ["target", "staging"] {
+                deltapath::sys::mount::unmount(&kubelet.join(&volume).join(place)).expect("unmount by hand");
+            }
+            if repair == "delete" {
+                rig.client.unpublish(&volume, &kubelet).await.expect("nothing is mounted");
+                rig.client.delete_volume(&volume).await.expect("a frozen filesystem without a mount");
+                break;
+            }
+            let target = publish(&mut rig).await;
+            let write = tokio::task::spawn_blocking(move || std::fs::write(target.join("file"), "written"));
+            let written = tokio::time::timeout(std::time::Duration::from_secs(20), write).await;
+            written.expect("a write hangs").expect("join").expect("write");
+            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        }
+        rig.finish();
+    }
+}
+
+/// The incident: a volume could not be staged at a path, which was on record by then; another was staged there; the
+/// unstage of the first unmounted the second.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let mut request = new_volume("raw", 16 * MIB, block_capability());
+    request.volume_capabilities.push(mount_capability("ext4"));
+    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    let device = rig.attach(&raw).await;
+    Content::default().write(&device, 0, 5, 1);
+    rig.detach(&raw).await;
+    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let path = rig.dir.path().join("staging");
+    std::fs::create_dir(&path).expect("mkdir");
+    let mut node = rig.client.node.clone();
+    let stage = |volume: &str| proto::NodeStageVolumeRequest {
+        volume_id: volume.to_owned(),
+        staging_target_path: path.display().to_string(),
+        volume_capability: Some(mount_capability("ext4")),
+        ..Default::default()
+    };
+    let unstage = |volume: &str| proto::NodeUnstageVolumeRequest {
+        volume_id: volume.to_owned(),
+        staging_target_path: path.display().to_string(),
+    };
+    let refused = node.node_stage_volume(stage(&raw)).await;
+    assert_eq!(status_code(refused), Code::FailedPrecondition, "it holds data and no filesystem");
+    node.node_stage_volume(stage(&files)).await.expect("stage");
+    node.node_unstage_volume(unstage(&raw)).await.expect("unstage the one that never was there");
+    let mounted = deltapath::sys::mount::mounted_at(&path).expect("mounts");
+    assert!(mounted.is_some(), "another volume was unmounted");
+    rig.client.delete_volume(&raw).await.expect("delete");
+    node.node_unstage_volume(unstage(&files)).await.expect("unstage");
+    assert!(leftovers(rig.dir.path()).is_empty());
     rig.finish();
 }
 
@@ -587,7 +676,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-    let node = rig.pool_dir().join("volumes").join(&volume).join("node.json");
+    let node = state_path(&rig.pool_dir(), &volume);
     let aside = node.with_extension("aside");
     std::fs::rename(&node, &aside).expect("rename");
     // What can not be read as a file.

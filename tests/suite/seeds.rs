@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use deltapath::csi::proto;
 use serde_json::Value;
 
+use deltapath::sys::slots;
+
 use crate::support::content::Content;
 use crate::support::{MIB, PoolKind, Rig, have_root};
 
@@ -35,7 +37,10 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
     let found = BTreeMap::from([
         (("records", "seed-manifest"), read(rig.data_dir().join("deltapath.json"))),
         (("records", "seed-volume"), read(volume_dir.join("record.json"))),
-        (("records", "seed-node"), read(volume_dir.join("node.json"))),
+        (
+            ("records", "seed-state"),
+            slots::read(&volume_dir.join("state.json")).expect("read").expect("in use"),
+        ),
         (("records", "seed-snapshot"), read(snapshot_dir.join("record.json"))),
         (
             ("records", "seed-group"),

@@ -10,7 +10,7 @@ use deltapath::csi::proto;
 use tonic::Code;
 
 use crate::support::content::{Content, blocks_of, open_device};
-use crate::support::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names};
+use crate::support::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names, set_state, state_of};
 
 /// Seen elsewhere: a buffered write on the open device is missing from the snapshot, for nothing was
 /// flushed.
@@ -335,16 +335,17 @@ async fn a_freeze_is_undone_by_whoever_made_it() {
         rig.kill();
         freeze(&target, "--freeze");
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
-        let intent = format!(r#"{{"version":1,"boot_id":"{}"}}"#, boot.trim());
-        let record = rig.pool_dir().join("volumes").join(&volume).join("frozen.json");
-        std::fs::write(&record, intent).expect("write");
+        let mut state = state_of(&rig.pool_dir(), &volume);
+        state["frozen"] = boot.trim().into();
+        set_state(&rig.pool_dir(), &volume, state);
         // Something else is mounted over the first place where it is seen.
         let covered = kubelet.join(&volume).join("staging");
         let none = deltapath::sys::mount::Flags::empty();
         deltapath::sys::mount::mount("none".as_ref(), &covered, "tmpfs", none, "size=1m").expect("cover it");
         rig.start_again().await;
         deltapath::sys::mount::unmount_top(&covered).expect("uncover it");
-        assert!(!record.exists(), "the intent is kept after the thaw");
+        let frozen = &state_of(&rig.pool_dir(), &volume)["frozen"];
+        assert!(frozen.is_null(), "the intent is kept after the thaw");
         let thawed =
             std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&target).output().expect("run");
         assert!(!thawed.status.success(), "the next driver left the filesystem frozen");

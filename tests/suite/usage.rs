@@ -10,7 +10,7 @@ use deltapath::sys::{self, sweep::devices_below};
 use tonic::Code;
 
 use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, status_code};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, set_state, status_code};
 
 async fn stats(
     rig: &Rig,
@@ -331,7 +331,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish() {
         rig.start_again().await;
         let volume = crate::support::names(&volumes.join("volumes")).pop().expect("still there");
         rig.kill();
-        std::fs::remove_file(volumes.join("volumes").join(volume).join("node.json")).expect("remove");
+        set_state(&volumes, &volume, serde_json::json!({}));
         let _ = std::fs::remove_dir(&target);
         rig.start_again().await;
         nothing_is_left(&rig, &publish);

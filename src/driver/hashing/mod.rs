@@ -90,7 +90,6 @@ impl Driver {
 
     /// Settles what is retained, and at `start` finds what the last driver left to be hashed.
     fn look_around(&self, start: bool) {
-        self.record_presumed();
         let volumes: Vec<_> = self.store.read(|index| index.lines().cloned().collect());
         for volume in volumes {
             if start {

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::filesystem::is_blank;
+use super::filesystem::{self, is_blank};
 use super::publish::make_directory;
 use super::stage::remove_target;
 use super::{Held, PublishRequest, check_unoccupied, detach, shows};
@@ -11,7 +11,7 @@ use crate::base::{BlockSize, VolumeId};
 use crate::driver::locks::Key;
 use crate::driver::volumes::check_name;
 use crate::driver::{AccessType, CapacityRange, Driver, EphemeralParameters, Error, Result, report};
-use crate::store::{NodeState, Staged, Timestamp, Tuning, VolumeRecord};
+use crate::store::{Staged, Timestamp, Tuning, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{Context, mount};
 
@@ -102,7 +102,7 @@ impl Driver {
         check_unoccupied(held, &staged.path)?;
         make_directory(&staged.path)?;
         held.state.staged = Some(staged.clone());
-        self.store.set_node_state(&held.record.id, &held.state)?;
+        self.store.set_volume_state(&held.record.id, &held.state)?;
         let AccessType::Mount { flags, .. } = &request.capability.access else { return Ok(()) };
         self.stage_filesystem(held, staged, flags)
     }
@@ -120,6 +120,7 @@ impl Driver {
             let device = LoopDevice::find(&held.data)?;
             self.thaw_leftover(&held.record.id)?;
             if shows(&staged.path, device.as_ref())? {
+                filesystem::thaw(&staged.path)?;
                 mount::unmount(&staged.path)?;
             }
             if mount::mounted_at(&staged.path)?.is_none() {
@@ -128,7 +129,7 @@ impl Driver {
             if let Some(device) = device {
                 detach(device)?;
             }
-            self.store.set_node_state(&held.record.id, &NodeState::default())?;
+            self.store.set_volume_state(&held.record.id, &VolumeState::default())?;
         }
         self.remove_idle_volume(&held.record.id)
     }

@@ -7,6 +7,7 @@ use crate::base::ByteRange;
 use crate::driver::capability::MountFlags;
 use crate::driver::{Error, Result};
 use crate::sys::extents::DataRanges;
+use crate::sys::freeze::{self, Root};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Flags};
 use crate::sys::{self, Context, blockdev, program, step};
@@ -78,6 +79,37 @@ pub(super) fn mount(
             _ => error.into(),
         }
     })
+}
+
+/// Thaws the filesystem mounted at `path`, if there is one and it is frozen: by its user, and forgotten. It would
+/// outlive its last mount, and keep its device.
+pub(super) fn thaw(path: &Path) -> Result<()> {
+    let Some(mounted) = mount::mounted_at(path)? else { return Ok(()) };
+    match Root::open(&mounted) {
+        Ok(Some(root)) => {
+            // What is no filesystem of its own, such as a device, can not be frozen.
+            if freeze::thaw(&root).unwrap_or(false) {
+                tracing::warn!(path = %path.display(), "a filesystem that its user left frozen is thawed");
+            }
+        }
+        // One that was shut down does not answer.
+        Ok(None) | Err(_) => {}
+    }
+    Ok(())
+}
+
+/// Thaws the filesystem on a device that is mounted nowhere any more, through a mount of its own below `scratch`.
+pub(super) fn thaw_unmounted(device: &LoopDevice, scratch: &Path) -> Result<()> {
+    let Some(fs_type) = detect(&device.path())? else { return Ok(()) };
+    let place = tempfile::Builder::new().prefix("thaw-").tempdir_in(scratch);
+    let place = place.context("make a directory in", scratch)?;
+    // Somebody has the device for himself, then: it is in use.
+    if mount(device, place.path(), &fs_type, false, &MountFlags::default()).is_err() {
+        return Ok(());
+    }
+    let thawed = thaw(place.path());
+    mount::unmount(place.path())?;
+    thawed
 }
 
 /// Splits a client's options into the kernel's flags and the filesystem's own.

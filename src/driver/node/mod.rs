@@ -1,6 +1,6 @@
 //! A volume's place on this node: its loop device, its filesystem, its targets.
 //!
-//! `node.json` says where a volume is meant to be; it is written before the kernel is asked, so that
+//! `state.json` says where a volume is meant to be; it is written before the kernel is asked, so that
 //! nothing is mounted which no record explains. The kernel has the last word on what is: a record
 //! without its mount is repaired or dropped, never believed.
 
@@ -21,8 +21,8 @@ use super::expand::{grow, tune};
 use super::locks::{Key, OpGuard};
 use super::{Capability, Driver, EphemeralParameters, Error, Result};
 use crate::base::VolumeId;
-use crate::store::{self, NodeState, Staged, VolumeRecord};
-use crate::sys::loopdev::{Access, LoopDevice};
+use crate::store::{self, Staged, VolumeRecord, VolumeState};
+use crate::sys::loopdev::{Access, LoopDevice, backing_path_of};
 use crate::sys::{blockdev, mount};
 
 /// A NodeStageVolume call.
@@ -56,7 +56,7 @@ pub struct PublishRequest {
 /// A volume that this call alone works on.
 struct Held {
     record: Arc<VolumeRecord>,
-    state: NodeState,
+    state: VolumeState,
     /// Whether `state` could be read; else it is empty, and neither to be believed nor to be written.
     known: bool,
     /// The bytes behind its device.
@@ -76,7 +76,7 @@ impl Driver {
     fn hold(&self, volume_id: &str) -> Result<Held> {
         let (record, guard) = self.lock_volume(volume_id)?;
         self.fit(&record)?;
-        let state = self.store.node_state(&record.id)?;
+        let state = self.store.volume_state(&record.id)?;
         let data = self.volume_data(&record.id);
         Ok(Held { record, state, known: true, data, _volume: guard, _place: None })
     }
@@ -92,11 +92,11 @@ impl Driver {
             locked => locked?,
         };
         let place = Some(self.locks.take(Key::Place(path.to_owned()))?);
-        let (state, known) = match self.store.node_state(&record.id) {
+        let (state, known) = match self.store.volume_state(&record.id) {
             Err(store::Error::Sys(error)) => {
                 let error = crate::driver::report(&error);
                 tracing::warn!(volume_id = %record.id, error, "where the volume was meant to be is not known");
-                (NodeState::default(), false)
+                (VolumeState::default(), false)
             }
             state => (state?, true),
         };
@@ -114,7 +114,7 @@ impl Driver {
     /// Records that a volume is at some place no more. A pool that is full or broken can not take that, and must
     /// not keep a pod from ending: then the old record stays, which names more than is there, as after a crash.
     fn record_undone(&self, held: &Held) -> Result<()> {
-        match self.store.set_node_state(&held.record.id, &held.state) {
+        match self.store.set_volume_state(&held.record.id, &held.state) {
             Err(store::Error::Sys(error)) => {
                 let error = crate::driver::report(&error);
                 tracing::warn!(volume_id = %held.record.id, error, "a place that is no more stays on record");
@@ -132,10 +132,38 @@ impl Driver {
         }
     }
 
+    /// Undoes what is shown of a volume at `path` where no record can be read, for the pool is dead: by what the kernel
+    /// says. The device goes once it is shown nowhere.
+    fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
+        let _place = self.locks.take(Key::Place(path.to_owned()))?;
+        let volumes = self.store.dir().volumes();
+        let device = match volume_id.parse::<VolumeId>() {
+            Ok(id) => LoopDevice::find(&self.volume_data(&id))?,
+            // The handle of an ephemeral volume, which names no file: the one that is shown there.
+            Err(_) => {
+                let ours = LoopDevice::all_on(|path| path.starts_with(&volumes))?;
+                ours.into_iter().find(|device| shows(path, Some(device)).unwrap_or(false))
+            }
+        };
+        if mount::mounted_at(path)?.is_some() {
+            if !shows(path, device.as_ref())? {
+                return Err(Error::Precondition(format!(
+                    "something else than volume {volume_id} is mounted at {}: unmount it first",
+                    path.display()
+                )));
+            }
+            mount::unmount(path)?;
+        }
+        if is_target {
+            stage::remove_target(path)?;
+        }
+        free_unrecorded(device)
+    }
+
     /// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
     /// volume's lock.
     pub(super) fn release_devices(&self, id: &VolumeId) -> Result<()> {
-        let state = self.store.node_state(id)?;
+        let state = self.store.volume_state(id)?;
         let device = LoopDevice::find(&self.volume_data(id))?;
         let paths = state.staged.iter().map(|staged| &staged.path);
         for path in paths.chain(state.published.iter().map(|published| &published.target)) {
@@ -145,7 +173,13 @@ impl Driver {
         }
         let Some(device) = device else { return Ok(()) };
         if blockdev::is_claimed(&device.path())? {
-            return Err(in_use(id, &format!("in use through {}", device.path().display())));
+            // A filesystem that its user froze outlives its last mount, until it is thawed.
+            if !is_shown(&device)? {
+                filesystem::thaw_unmounted(&device, self.config().data_dir.as_path())?;
+            }
+            if blockdev::is_claimed(&device.path())? {
+                return Err(in_use(id, &format!("in use through {}", device.path().display())));
+            }
         }
         detach(device)
     }
@@ -153,7 +187,7 @@ impl Driver {
 
 /// The place of a volume that a `volume_path` names. One that no record knows is not found, whatever
 /// string it is, so it never reaches the kernel.
-fn place<'s>(state: &'s NodeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
+fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
     let path = mount::resolved(volume_path);
     match state.place(&path) {
         Some(staged) => Ok((path, staged)),
@@ -175,12 +209,38 @@ fn detach(device: LoopDevice) -> Result<()> {
     Ok(())
 }
 
+/// Frees the device of a volume of which it is not known where it is meant to be: when it is shown nowhere.
+fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
+    match device {
+        Some(device) if !is_shown(&device)? => detach(device),
+        _ => Ok(()),
+    }
+}
+
 /// Whether `path` shows this volume: its filesystem is mounted there, or its device node is.
 fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     let Some(device) = device else { return Ok(false) };
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
     let dev = device.dev()?;
     Ok(mounted.is_of(&dev) || blockdev::number(path).is_some_and(|number| number == dev))
+}
+
+/// Whether a device, or a filesystem on it, is shown anywhere in this mount namespace.
+fn is_shown(device: &LoopDevice) -> Result<bool> {
+    let dev = device.dev()?;
+    let name = device.path().file_name().map(ToOwned::to_owned);
+    let shows = |mount: &mount::Mount| {
+        mount.is_of(&dev) || (mount.fs_type == "devtmpfs" && mount.root.file_name() == name.as_deref())
+    };
+    Ok(mount::mounts()?.iter().any(shows))
+}
+
+/// Whether what is mounted at `path` is of another volume of this pool: it was put there when this one could not be.
+fn is_of_another(path: &Path, id: &VolumeId, volumes: &Path) -> Result<bool> {
+    let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
+    let dev = blockdev::number(path).or_else(|| mounted.device());
+    let serves = dev.and_then(|dev| backing_path_of(&dev));
+    Ok(serves.is_some_and(|file| file.starts_with(volumes) && !file.starts_with(volumes.join(id.as_str()))))
 }
 
 /// Fails where something else than the volume is mounted at `path`.

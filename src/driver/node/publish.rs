@@ -4,7 +4,9 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use super::stage::remove_target;
-use super::{Held, PublishRequest, attached, check_unoccupied, detach, shows};
+use super::{
+    Held, PublishRequest, attached, check_unoccupied, detach, free_unrecorded, is_of_another, shows,
+};
 use crate::driver::{Driver, Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
@@ -58,7 +60,7 @@ impl Driver {
         check_target(&held, &kind, &published.target)?;
         if !held.state.published.contains(&published) {
             held.state.published.push(published.clone());
-            self.store.set_node_state(&held.record.id, &held.state)?;
+            self.store.set_volume_state(&held.record.id, &held.state)?;
         }
         match kind {
             AccessKind::Block => publish_device(&held, &published),
@@ -112,6 +114,9 @@ impl Driver {
             return Err(Error::Missing { field: "volume_id" });
         }
         let target = checked_path("target_path", target)?;
+        if self.store.check_alive().is_err() {
+            return self.undo_unrecorded(volume_id, &target, true);
+        }
         let Some(mut held) = self.hold_or_gone(volume_id, &target)? else { return Ok(()) };
         let device = LoopDevice::find(&held.data)?;
         if held.record.ephemeral.is_some() {
@@ -123,11 +128,12 @@ impl Driver {
         }
         // Whatever is there: the target is recorded as ours, also when its filesystem was shut down or
         // its device is gone. While it can not be unmounted, the record stays.
-        mount::unmount(&target)?;
-        remove_target(&target)?;
+        if !is_of_another(&target, &held.record.id, &self.store.dir().volumes())? {
+            mount::unmount(&target)?;
+            remove_target(&target)?;
+        }
         if !held.known {
-            // It may be in use elsewhere.
-            return Ok(());
+            return free_unrecorded(device);
         }
         held.state.published.retain(|published| published.target != target);
         let is_block = held.state.staged.as_ref().is_none_or(|staged| staged.access == AccessKind::Block);

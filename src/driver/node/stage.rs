@@ -4,9 +4,11 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::{Held, StageRequest, attached, check_unoccupied, detach, filesystem, shows};
+use super::{
+    Held, StageRequest, attached, check_unoccupied, detach, filesystem, free_unrecorded, is_of_another, shows,
+};
 use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
-use crate::store::{self, AccessKind, NodeState, Staged};
+use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{Context, blockdev, clone, mount, step};
 
@@ -53,10 +55,10 @@ impl Driver {
         match &request.capability.access {
             AccessType::Block => {
                 self.forget_formatting(&mut held)?;
-                Ok(self.store.set_node_state(&held.record.id, &held.state)?)
+                Ok(self.store.set_volume_state(&held.record.id, &held.state)?)
             }
             AccessType::Mount { flags, .. } => {
-                self.store.set_node_state(&held.record.id, &held.state)?;
+                self.store.set_volume_state(&held.record.id, &held.state)?;
                 self.stage_filesystem(&mut held, &staged, flags)
             }
         }
@@ -92,6 +94,8 @@ impl Driver {
                     filesystem::grow_unmounted(&device.path(), &fs_type)?;
                 }
                 filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
+                // Its user may have frozen it, and unmounted it so: every write would hang.
+                filesystem::thaw(&staged.path)?;
                 fs_type
             }
         };
@@ -105,7 +109,7 @@ impl Driver {
     ///
     /// A volume that holds a single block, or was made from something, is never formatted, whatever
     /// `blkid` says. The only exception is a device on which our own mkfs was cut short, which
-    /// `node.json` says.
+    /// `state.json` says.
     fn formatted(&self, held: &mut Held, device: &LoopDevice, staged: &Staged) -> Result<String> {
         let AccessKind::Filesystem(wanted) = &staged.access else {
             return Err(Error::Precondition("a Block volume has no filesystem".into()));
@@ -134,10 +138,10 @@ impl Driver {
             };
         }
         held.state.formatting = true;
-        self.store.set_node_state(&held.record.id, &held.state)?;
+        self.store.set_volume_state(&held.record.id, &held.state)?;
         filesystem::make(&device.path(), wanted)?;
         held.state.formatting = false;
-        self.store.set_node_state(&held.record.id, &held.state)?;
+        self.store.set_volume_state(&held.record.id, &held.state)?;
         Ok(wanted.clone())
     }
 
@@ -147,6 +151,9 @@ impl Driver {
             return Err(Error::Missing { field: "volume_id" });
         }
         let path = checked_path("staging_target_path", staging_path)?;
+        if self.store.check_alive().is_err() {
+            return self.undo_unrecorded(volume_id, &path, false);
+        }
         let Some(mut held) = self.hold_or_gone(volume_id, &path)? else { return Ok(()) };
         if held.record.ephemeral.is_some() {
             return Ok(());
@@ -173,16 +180,19 @@ impl Driver {
             }
             thawed => thawed?,
         }
-        mount::unmount(&path)?;
+        if !is_of_another(&path, &held.record.id, &self.store.dir().volumes())? {
+            filesystem::thaw(&path)?;
+            mount::unmount(&path)?;
+        }
         if !held.known {
-            // It may be in use elsewhere. Its deletion frees the device.
-            return Ok(());
+            return free_unrecorded(device);
         }
         if let Some(device) = device {
             detach(device)?;
         }
         let formatting = held.state.formatting;
-        held.state = NodeState { formatting, ..NodeState::default() };
+        let attached = held.state.attached.take();
+        held.state = VolumeState { attached, formatting, ..VolumeState::default() };
         self.record_undone(&held)
     }
 }

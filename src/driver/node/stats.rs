@@ -53,7 +53,7 @@ impl Driver {
     }
 
     fn look_at(&self, record: &VolumeRecord, volume_path: &Path) -> Result<Stats> {
-        let state = self.store.node_state(&record.id)?;
+        let state = self.store.volume_state(&record.id)?;
         let (path, staged) = place(&state, volume_path)?;
         let data = self.volume_data(&record.id);
         let device = LoopDevice::find(&data)?;

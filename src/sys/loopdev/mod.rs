@@ -297,6 +297,13 @@ fn sysfs(number: u32) -> PathBuf {
     PathBuf::from(format!("/sys/block/loop{number}"))
 }
 
+/// The path of the file that the loop device numbered `dev` (`major:minor`) serves; `None` where it is none, or serves
+/// nothing.
+pub fn backing_path_of(dev: &str) -> Option<PathBuf> {
+    let name = Path::new("/sys/dev/block").join(dev).canonicalize().ok()?;
+    queue::backing_path(name.file_name()?.to_str()?.strip_prefix("loop")?.parse().ok()?)
+}
+
 /// The last names of a path, last first: enough of them to tell a file of ours from all others.
 fn end_of(path: &Path) -> impl Iterator<Item = Component<'_>> {
     path.components().rev().filter(|part| matches!(part, Component::Normal(_))).take(3)

@@ -14,7 +14,7 @@ use deltapath::sys::{freeze, mount};
 
 use super::scene::{self, Scene};
 use crate::support::content::blocks_of;
-use crate::support::{BLOCK, Rig, names, root_of};
+use crate::support::{BLOCK, Rig, names, root_of, state_of};
 
 /// How long what is removed or hashed behind a call may take: hashing gives way to all that runs beside.
 const PATIENCE: Duration = Duration::from_secs(90);
@@ -155,14 +155,13 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
                 if record["capacity"] != volume.capacity {
                     found.loss(format!("volume {id} is listed with {volume:?}, its record says {record}"));
                 }
-                // On a full pool a volume is detached, and its record says so after the next try.
-                let presumed = when == When::Failed && !volume.attached;
-                if record["attached"].is_null() == volume.attached && !presumed {
-                    found.loss(format!("volume {id} is listed as {volume:?}, its record says {record}"));
+                let state = state_of(&pool, &id);
+                if state["attached"].is_null() == volume.attached {
+                    found.loss(format!("volume {id} is listed as {volume:?}, its state says {state}"));
                 }
             }
             // Kubelet's alone, and placed: one that is not is removed at start.
-            None if !record["ephemeral"].is_null() && dir.join("node.json").exists() => {}
+            None if !record["ephemeral"].is_null() && !state_of(&pool, &id)["staged"].is_null() => {}
             // Or kubelet asks again.
             None if !record["ephemeral"].is_null() && when == When::Failed => {}
             None => found.leak(format!("volume {id} is on disk and not listed: {record}")),
@@ -198,12 +197,12 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
     }
 }
 
-/// Every mount is in a `node.json`, and what is mounted all the time is there, right and not frozen.
+/// Every mount is in a `state.json`, and what is mounted all the time is there, right and not frozen.
 fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
     let volumes = rig.pool_dir().join("volumes");
     let mut explained = BTreeSet::new();
     for id in names(&volumes) {
-        let Some(state) = json(&volumes.join(id).join("node.json")) else { continue };
+        let state = state_of(&rig.pool_dir(), &id);
         let published = state["published"].as_array().into_iter().flatten().map(|one| &one["target"]);
         let paths = published.chain([&state["staged"]["path"]]).filter_map(|path| path.as_str());
         explained.extend(paths.map(PathBuf::from));
@@ -211,7 +210,7 @@ fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
     let mounts = mount::mounts().expect("mounts");
     for mounted in mounts.iter().filter(|mounted| mounted.mount_point.starts_with(rig.kubelet())) {
         if !explained.contains(&mounted.mount_point) {
-            found.leak(format!("mount {} is in no node.json", mounted.mount_point.display()));
+            found.leak(format!("mount {} is in no state.json", mounted.mount_point.display()));
         }
         if mounted.fs_type != "ext4" {
             continue;

@@ -34,7 +34,7 @@ const ERRORS: [(i32, Code); 2] =
 type Harmless = fn(&Point, &[Point], Call, i32) -> bool;
 
 /// Steps that may fail while the call succeeds, and why.
-const HARMLESS: [(&str, Harmless); 8] = [
+const HARMLESS: [(&str, Harmless); 7] = [
     ("it is tried again at once, and thaws then", |point, _, _, _| point.step == "thaw"),
     ("it only counts requests, and nothing is proved where it does not", |point, _, _, _| {
         point.path.ends_with("queue/iostats")
@@ -61,16 +61,10 @@ const HARMLESS: [(&str, Harmless); 8] = [
     }),
     (
         "what is undone need not be recorded: the old place stays, and names more than is there",
-        |point, before, call, _| {
-            let replaced = before.first().filter(|_| point.step == "sync").map(|before| &before.path);
-            let is_place = |path: &Path| path.ends_with("node.json") || path.ends_with("node.json.new");
+        |point, _, call, _| {
             let undoes = [Call::Unpublish, Call::Unstage, Call::UnpublishDevice, Call::UnpublishEphemeral];
-            undoes.contains(&call) && (is_place(&point.path) || replaced.is_some_and(|path| is_place(path)))
+            undoes.contains(&call) && point.path.ends_with("state.json")
         },
-    ),
-    (
-        "a full pool has no room for the note that it was detached: it is until the next start",
-        |_, _, call, errno| errno == nix::libc::ENOSPC && call == Call::Detach,
     ),
     ("a full pool has no room for the note that it was deleted: it goes for good", |_, _, call, errno| {
         errno == nix::libc::ENOSPC && matches!(call, Call::DeleteSnapshot | Call::DeleteGroup)

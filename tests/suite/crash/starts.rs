@@ -13,7 +13,7 @@ use super::points::{Cut, Orders, Point, Stride};
 use super::scene::Scene;
 use super::tally::{Tally, last_lines};
 use crate::support::content::Content;
-use crate::support::{POOLS, PoolKind, Rig, have_root, leftovers, try_command, wait};
+use crate::support::{POOLS, PoolKind, Rig, have_root, leftovers, set_state, state_of, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
 
@@ -153,8 +153,9 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
         return;
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
-    let intent = format!(r#"{{"version":1,"boot_id":"{}"}}"#, boot.trim());
-    std::fs::write(pool.join("volumes").join(&scene.files).join("frozen.json"), intent).expect("write");
+    let mut state = state_of(&pool, &scene.files);
+    state["frozen"] = boot.trim().into();
+    set_state(&pool, &scene.files, state);
     let target = rig.kubelet().join(&scene.files).join("target");
     let frozen = std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).status();
     assert!(frozen.expect("fsfreeze").success());
@@ -211,8 +212,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next() {
                     Ok(()) => {
                         let told = last_lines(&rig.log());
                         let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
-                        let alone =
-                            point.path.ends_with("frozen.json") || point.step == "thaw" || is_its_sync;
+                        let alone = point.path.ends_with("state.json") || point.step == "thaw" || is_its_sync;
                         let said = match clears_up(point) {
                             true => told.contains("what a crash left half-made stays"),
                             false => alone && told.contains("may be frozen"),

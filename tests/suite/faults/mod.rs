@@ -4,6 +4,7 @@
 mod bad_disk;
 mod cached;
 mod clock;
+mod dead_pool;
 mod filesystems;
 mod host_full;
 mod no_loop;

@@ -4,7 +4,7 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use deltapath::client::{Error, block_capability, from_snapshot, from_volume, new_volume};
+use deltapath::client::{Error, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::csi::proto;
 use tonic::Code;
 
@@ -80,6 +80,12 @@ async fn a_full_pool(pool: PoolKind) {
     after.discard(&device, 1000, 10);
     let target = rig.snapshot("target", &volume).await;
     let idle = rig.client.create_volume(new_volume("idle", MIB, block_capability())).await.expect("create");
+    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let kubelet = rig.kubelet();
+    let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    std::fs::write(root.join("file"), "here").expect("write");
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
     for id in [&base, &target] {
         let dir = live(&rig, id);
         until("hashed", || is_hashed(&dir)).await;
@@ -93,6 +99,15 @@ async fn a_full_pool(pool: PoolKind) {
     probe(&rig).await.expect("a full pool is well: deletions still work");
     let seen = condition(&rig, &volume).await;
     assert!(seen.abnormal && seen.message.contains("writes will fail"), "{seen:?}");
+    // What is there is used as ever.
+    for _ in 0..3 {
+        rig.attach(&idle.volume_id).await;
+        rig.detach(&idle.volume_id).await;
+        let root = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await;
+        let root = root.expect("publish on a full pool");
+        assert_eq!(std::fs::read_to_string(root.join("file")).expect("read"), "here");
+        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    }
     let failing = async |rig: &mut Rig| {
         let fresh = new_volume("fresh", 8 * MIB, block_capability());
         exhausted(rig.client.create_volume(fresh).await);
@@ -105,9 +120,12 @@ async fn a_full_pool(pool: PoolKind) {
         }
         exhausted(rig.client.expand_volume(&volume, 96 * MIB).await);
         exhausted(modify(rig, &volume, "512").await);
-        let kubelet = rig.kubelet();
-        let published = rig.client.publish(&idle.volume_id, block_capability(), false, &kubelet).await;
-        exhausted(published);
+        // Written and not synced: the snapshot finds out that there is no room for it.
+        let dirty = open_device(&device);
+        for block in 10_000..10_064 {
+            dirty.write_all_at(&block_bytes(block, 5), block * BLOCK).expect("into the page cache");
+        }
+        exhausted(rig.client.create_snapshot("dirty", &volume).await);
     };
     for _ in 0..3 {
         failing(&mut rig).await;
@@ -122,6 +140,8 @@ async fn a_full_pool(pool: PoolKind) {
     // There is room again: nothing has to be restarted, and every call works under the name it had.
     ballast.remove();
     assert!(!condition(&rig, &volume).await.abnormal);
+    // What found no room is lost, and who syncs is told once more.
+    let _ = open_device(&device).sync_all();
     after.write(&device, 8000, 2000, 3);
     rig.client.create_volume(new_volume("fresh", 8 * MIB, block_capability())).await.expect("create");
     let third = rig.snapshot("third", &volume).await;

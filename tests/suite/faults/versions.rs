@@ -6,21 +6,26 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use deltapath::client::{Error, block_capability, from_snapshot, new_volume};
-use deltapath::sys::durable;
+use deltapath::sys::{durable, slots};
 use tonic::Code;
 
 use super::{condition, is_hashed, listed, live, until};
 use crate::startup::refused;
 use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root, names};
+use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root, names, state_path};
 
 /// A note of the same kind by a later version.
 fn later(path: &Path) -> Vec<u8> {
     let sound = std::fs::read(path).expect("read");
-    let text = String::from_utf8(sound.clone()).expect("utf-8");
+    let is_state = path.ends_with("state.json");
+    let text = if is_state { slots::read(path).expect("read").expect("a state") } else { sound.clone() };
+    let text = String::from_utf8(text).expect("utf-8");
     let later = text.replacen("\"version\": 1", "\"version\": 7", 1);
     assert_ne!(later, text);
-    std::fs::write(path, later).expect("write");
+    match is_state {
+        true => slots::write(path, later.as_bytes()).expect("write"),
+        false => std::fs::write(path, later).expect("write"),
+    }
     sound
 }
 
@@ -121,7 +126,7 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     let pool = rig.pool_dir();
     let records = [
         pool.join("volumes").join(&other).join("record.json"),
-        pool.join("volumes").join(&volume).join("node.json"),
+        state_path(&pool, &volume),
         pool.join("snapshots").join(&spare).join("record.json"),
         pool.join("snapshots").join(&target).join("record.json"),
         pool.join("groups").join(&group.group_snapshot_id).join("record.json"),

@@ -15,6 +15,7 @@ use deltapath::csi::proto;
 use deltapath::csi::proto::snapshot_metadata_client::SnapshotMetadataClient;
 use deltapath::sys::freeze::Root;
 use deltapath::sys::mount::Mount;
+use deltapath::sys::slots;
 use deltapath::sys::sweep::{devices_below, sweep};
 use tempfile::TempDir;
 use tonic::Code;
@@ -406,6 +407,27 @@ pub async fn narrow_client(socket: &Path) -> SnapshotMetadataClient<Channel> {
         .initial_stream_window_size(65535)
         .initial_connection_window_size(65535 * 16);
     SnapshotMetadataClient::new(endpoint.connect_with_connector(connector).await.expect("connect"))
+}
+
+/// What is recorded of a volume's use, as JSON; null where nothing is.
+pub fn state_of(pool_dir: &Path, volume: &str) -> serde_json::Value {
+    let content = slots::read(&state_path(pool_dir, volume)).expect("read the state");
+    content.map_or(serde_json::Value::Null, |content| serde_json::from_slice(&content).expect("JSON"))
+}
+
+/// Records something else, with `fields` over what there is when nothing is done to a volume.
+pub fn set_state(pool_dir: &Path, volume: &str, fields: serde_json::Value) {
+    let mut state = serde_json::json!({
+        "version": 1, "attached": null, "staged": null, "published": [], "formatting": false, "frozen": null
+    });
+    for (name, value) in fields.as_object().expect("an object") {
+        state[name] = value.clone();
+    }
+    slots::write(&state_path(pool_dir, volume), state.to_string().as_bytes()).expect("write the state");
+}
+
+pub fn state_path(pool_dir: &Path, volume: &str) -> PathBuf {
+    pool_dir.join("volumes").join(volume).join("state.json")
 }
 
 /// The code of a call that must fail.

@@ -1,0 +1,110 @@
+//! The kernel has shut the pool's filesystem down: it answers nothing any more.
+//!
+//! The incident: a driver whose xfs pool had been shut down did not start again, and with volumes in use NodeUnpublish was
+//! `INTERNAL`, so that pods could not end. What brings the pool back is that they end, and a restart; never a reboot.
+
+use std::path::PathBuf;
+
+use deltapath::client::{block_capability, mount_capability, new_volume};
+use deltapath::csi::proto;
+use deltapath::sys::{loopdev::LoopDevice, program};
+use tonic::Code;
+
+use super::{is_hashed, listed, live, probe, until, verify};
+use crate::support::content::{Content, blocks_of};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, code, have_root, leftovers};
+
+struct Scene {
+    rig: Rig,
+    raw: String,
+    files: String,
+    content: Content,
+    base: String,
+    listed: (Vec<String>, Vec<String>),
+}
+
+/// A driver with a device and a filesystem in use, on a pool that is shut down under them.
+async fn shut_down() -> Scene {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let (raw, device) = rig.block_volume("raw", 16 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 5, 200, 1);
+    let base = rig.snapshot("base", &raw).await;
+    let dir = live(&rig, &base);
+    until("hashed", || is_hashed(&dir)).await;
+    let request = new_volume("files", 32 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let target =
+        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "here").expect("write");
+    super::sync_fs(&target);
+    let listed = listed(&rig).await;
+    program::run("xfs_io", &["-x", "-c", "shutdown"], &rig.pool_dir(), |code| code == 0).expect("shutdown");
+    assert!(std::fs::metadata(rig.pool_dir()).is_err(), "it still answers");
+    Scene { rig, raw, files, content, base, listed }
+}
+
+impl Scene {
+    /// Pods end, the driver is started again, and all is there.
+    async fn comes_back(mut self) {
+        let kubelet = self.rig.kubelet();
+        assert!(probe(&self.rig).await.is_err(), "it says that all is well");
+        for volume in [&self.raw, &self.files] {
+            self.rig.client.unpublish(volume, &kubelet).await.expect("the pod ends");
+        }
+        let below: Vec<PathBuf> = vec![kubelet.clone()];
+        let left = leftovers(self.rig.dir.path());
+        assert!(
+            !left.iter().any(|left| below.iter().any(|dir| PathBuf::from(left).starts_with(dir))),
+            "{left:?}"
+        );
+        let data = self.rig.pool_dir().join("volumes").join(&self.raw).join("bytes/data.img");
+        assert_eq!(LoopDevice::find(&data).ok().flatten(), None, "the device keeps the pool");
+        self.rig.kill();
+        self.rig.start_again().await;
+        probe(&self.rig).await.expect("the pool is mounted anew");
+        assert_eq!(listed(&self.rig).await, self.listed);
+        let device = self.rig.attach(&self.raw).await;
+        self.content.assert_equals(&device, 0, 300);
+        let list = self.rig.client.allocated(&self.base, 0, 0).await.expect("allocated");
+        assert_eq!(blocks_of(&list, BLOCK), self.content.allocated(BLOCK));
+        let target = self.rig.client.publish(&self.files, mount_capability("ext4"), false, &kubelet).await;
+        assert_eq!(std::fs::read_to_string(target.expect("publish").join("file")).expect("read"), "here");
+        verify(&self.rig);
+        for volume in [&self.raw, &self.files] {
+            self.rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+            self.rig.client.delete_volume(volume).await.expect("DeleteVolume");
+        }
+        self.rig.finish();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
+    if have_root() {
+        shut_down().await.comes_back().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
+    if !have_root() {
+        return;
+    }
+    let mut scene = shut_down().await;
+    scene.rig.kill();
+    scene.rig.start_again().await;
+    // Nothing is known, and nothing is said to be gone.
+    let client = &mut scene.rig.client;
+    assert_eq!(code(client.delete_volume(&scene.raw).await), Code::Unavailable);
+    assert_eq!(code(client.delete_snapshot(&scene.base).await), Code::Unavailable);
+    assert_eq!(code(client.allocated(&scene.base, 0, 0).await), Code::Unavailable);
+    assert_eq!(
+        code(client.create_volume(new_volume("new", MIB, block_capability())).await),
+        Code::Unavailable
+    );
+    let list = client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
+    assert_eq!(list.expect_err("a list would say that there is nothing").code(), Code::Unavailable);
+    scene.comes_back().await;
+}
