@@ -67,7 +67,10 @@ pub struct MapFile {
     file: File,
     path: PathBuf,
     header: MapHeader,
-    table: Vec<Entry>,
+    /// The segments of the table's rows. The rows stay on disk: a stream holds all maps of its chain open, and
+    /// there may be a thousand streams.
+    indexes: Vec<u32>,
+    table_at: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -124,14 +127,14 @@ impl MapFile {
                 format!("its trailer names {blocks} blocks of {block_size} bytes"),
             ));
         }
-        let table: Vec<Entry> = bytes.chunks_exact(ENTRY).map(Entry::decode).collect();
-        let ascends = table.windows(2).all(|pair| pair[0].index < pair[1].index);
-        let fits = |entry: &Entry| {
+        let table_at = trailer_at - table_length;
+        let table = || bytes.chunks_exact(ENTRY).map(Entry::decode);
+        let indexes: Vec<u32> = table().map(|entry| entry.index).collect();
+        let fits = |entry: Entry| {
             let end = entry.offset.checked_add(u64::from(entry.length));
-            end.is_some_and(|end| end <= trailer_at - table_length)
-                && u64::from(entry.index) < blocks.div_ceil(SEGMENT_BLOCKS)
+            end.is_some_and(|end| end <= table_at) && u64::from(entry.index) < blocks.div_ceil(SEGMENT_BLOCKS)
         };
-        if !ascends || !table.iter().all(fits) {
+        if !indexes.is_sorted_by(|row, next| row < next) || !table().all(fits) {
             return Err(Error::damaged(path, "its table holds impossible rows"));
         }
         let relative_to = relative_to.map(|snapshot| Relation { snapshot, exact: flags & EXACT != 0 });
@@ -139,7 +142,8 @@ impl MapFile {
             file,
             path: path.to_owned(),
             header: MapHeader { block_size, blocks, relative_to },
-            table,
+            indexes,
+            table_at,
         })
     }
 
@@ -155,7 +159,22 @@ impl MapFile {
 
     /// The segments that hold members, ascending.
     pub fn indexes(&self) -> impl Iterator<Item = u32> + '_ {
-        self.table.iter().map(|entry| entry.index)
+        self.indexes.iter().copied()
+    }
+
+    /// The row of a segment and the bytes that are stored of it; `None` where nothing is.
+    fn stored(&self, index: u32) -> Result<Option<(Entry, Vec<u8>)>> {
+        let Ok(row) = self.indexes.binary_search(&index) else { return Ok(None) };
+        let mut bytes = [0; ENTRY];
+        read_at(&self.file, &self.path, &mut bytes, self.table_at + (row * ENTRY) as u64)?;
+        let entry = Entry::decode(&bytes);
+        // A row whose other fields changed names a payload that does not have its checksum.
+        if entry.index != index || u64::from(entry.length) > self.table_at {
+            return Err(Error::damaged(&self.path, format!("row {row} of its table changed")));
+        }
+        let mut bytes = vec![0; entry.length as usize];
+        read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
+        Ok(Some((entry, bytes)))
     }
 
     /// Whether all members differ from the other snapshot that the header names.
@@ -165,12 +184,7 @@ impl MapFile {
 
     /// One segment's members, counted from its start. Empty where nothing is stored.
     pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
-        let Ok(row) = self.table.binary_search_by_key(&index, |entry| entry.index) else {
-            return Ok(RoaringBitmap::new());
-        };
-        let entry = &self.table[row];
-        let mut bytes = vec![0; entry.length as usize];
-        read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
+        let Some((entry, bytes)) = self.stored(index)? else { return Ok(RoaringBitmap::new()) };
         if blake3::hash(&bytes) != entry.checksum {
             let range = segment_range(index).bytes(self.header.block_size);
             let what = format!("the checksum of bytes {} to {} is wrong", range.start, range.end);
@@ -300,12 +314,9 @@ impl MapWriter {
     /// Adds a whole segment of another map past those added before, as it is stored: a damaged one stays
     /// damaged, under the same checksum. One that can not be read is an error, and nothing is added.
     pub fn copy_segment(&mut self, from: &MapFile, index: u32) -> Result<()> {
-        let Ok(row) = from.table.binary_search_by_key(&index, |entry| entry.index) else { return Ok(()) };
-        let entry = &from.table[row];
-        let mut bytes = vec![0; entry.length as usize];
-        read_at(&from.file, &from.path, &mut bytes, entry.offset)?;
+        let Some((entry, bytes)) = from.stored(index)? else { return Ok(()) };
         self.turn_to(index + 1)?;
-        self.table.push(Entry { offset: self.offset, ..entry.clone() });
+        self.table.push(Entry { offset: self.offset, ..entry });
         self.append(&bytes)
     }
 

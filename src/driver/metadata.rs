@@ -114,6 +114,12 @@ impl Driver {
 
     /// The blocks of `target` whose content differs from that of `base`.
     pub fn delta(&self, base_id: &str, target_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
+        // A missing id is told before an unknown one.
+        for (field, id) in [("base_snapshot_id", base_id), ("target_snapshot_id", target_id)] {
+            if id.is_empty() {
+                return Err(Error::Missing { field });
+            }
+        }
         let base = self.base_snapshot(base_id)?;
         let target = self.snapshot_in("target_snapshot_id", target_id)?;
         if base.volume != target.volume {

@@ -25,6 +25,7 @@ pub(super) fn sparse(
 ) -> Result<()> {
     let length = source.metadata().context("stat", target_path)?.len();
     step("set the length of", target_path, || target.set_len(length))?;
+    clone::read_only_what_is_asked(source, target_path)?;
     let mut buffer = Vec::new();
     let mut next = 0;
     for range in DataRanges::of(source, target_path, ByteRange { start: 0, end: length }) {

@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use nix::fcntl::{FallocateFlags, fallocate};
+use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
 
-use super::{Result, step};
+use super::{Context, Result, step};
 
 /// Makes `target` share all blocks of `source` (ioctl_ficlone(2)). Atomic towards writers of
 /// `source`, whose dirty pages are written first; both must lie on one filesystem.
@@ -42,6 +42,17 @@ pub fn start_writing(file: &File, offset: u64, length: u64) {
     let (offset, length) = (offset as i64, length as i64);
     // SAFETY: sync_file_range takes numbers alone, and the descriptor is open.
     unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
+/// Drops what the page cache holds of a file, save what is not written yet, and has no more read ahead than is asked for.
+///
+/// A page that was read of space that was never written makes xfs take that space for data (lseek(2), SEEK_DATA), though
+/// it holds zeros.
+pub fn read_only_what_is_asked(file: &File, path: &Path) -> Result<()> {
+    for advice in [PosixFadviseAdvice::POSIX_FADV_DONTNEED, PosixFadviseAdvice::POSIX_FADV_RANDOM] {
+        posix_fadvise(file, 0, 0, advice).context("drop the cache of", path)?;
+    }
+    Ok(())
 }
 
 /// Gives the blocks of a byte range back to the filesystem; they read as zeros (fallocate(2)).

@@ -121,3 +121,42 @@ async fn a_disk_too_small_for_an_image_is_refused() {
     drop(dir);
     disk.finish();
 }
+
+/// Plain files on xfs: what is listed as allocated was written.
+#[tokio::test(flavor = "multi_thread")]
+async fn plain_files_on_xfs_list_what_was_written() {
+    if !have_root() {
+        return;
+    }
+    let disk = Disk::new("xfs", &["-q"], 600 << 20);
+    let mut rig = disk.rig(PoolKind::Dir, &[]).await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut content = Content::default();
+    let mut random = 1u64;
+    for round in 0..6u8 {
+        for _ in 0..200 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let (start, count) = ((random >> 33) % 16000, 1 + (random >> 20) % 9);
+            match random >> 60 {
+                // Zeroed ranges are space that was never written: holes to who asks for data.
+                0..4 => content.zero(&device, start, count),
+                4 => content.discard(&device, start, count),
+                _ => content.write(&device, start, count, round + 1),
+            }
+        }
+        let snapshot = rig.snapshot(&round.to_string(), &volume).await;
+        let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
+        let (told, written) = (blocks_of(&list, BLOCK), content.allocated(BLOCK));
+        let more: Vec<u64> = told.iter().filter(|block| !written.contains(block)).copied().collect();
+        assert_eq!(
+            more,
+            Vec::<u64>::new(),
+            "round {round}: of {} blocks written, told as allocated too",
+            written.len()
+        );
+        assert_eq!(told, written);
+    }
+    rig.detach(&volume).await;
+    rig.finish();
+    disk.finish();
+}
