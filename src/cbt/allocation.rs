@@ -101,32 +101,38 @@ impl Allocation {
 /// The allocated blocks of a snapshot from a block on, as runs that end at segment borders.
 pub struct AllocatedScan {
     map: Allocation,
-    indexes: std::vec::IntoIter<u32>,
-    start: u64,
-    base: u64,
+    segments: Segments,
+    segment: Option<Runs>,
+}
+
+/// What is left of the segment that an [`AllocatedScan`] is in.
+pub(super) struct Runs {
+    index: u32,
     members: roaring::bitmap::IntoIter,
+    /// Memory it takes.
+    pub(super) bytes: usize,
 }
 
 impl AllocatedScan {
     /// Starts at block `start`.
     pub fn new(map: Allocation, start: u64) -> Self {
-        let first = locate(start).0;
-        let indexes: Vec<u32> = map.map().indexes().filter(|index| *index >= first).collect();
-        AllocatedScan {
-            map,
-            indexes: indexes.into_iter(),
-            start,
-            base: 0,
-            members: RoaringBitmap::new().into_iter(),
-        }
+        let segments = Segments::new(map.map().indexes().collect(), start);
+        AllocatedScan { map, segments, segment: None }
     }
 
     /// The next run, ascending.
     pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
         loop {
-            if let Some(run) = self.members.next_range() {
-                let (start, end) = (u64::from(*run.start()), u64::from(*run.end()) + 1);
-                return Ok(Some(BlockRange { start: self.base + start, end: self.base + end }));
+            if let Some(segment) = &mut self.segment
+                && let Some(run) = segment.members.next_range()
+            {
+                let first = segment_range(segment.index).start;
+                let run = BlockRange {
+                    start: first + u64::from(*run.start()),
+                    end: first + u64::from(*run.end()) + 1,
+                };
+                self.segments.next = run.end;
+                return Ok(Some(run));
             }
             if !self.load_next_segment(stop)? {
                 return Ok(None);
@@ -139,34 +145,81 @@ impl AllocatedScan {
     pub fn next_blocks(&mut self, most: usize, stop: &Stop, mut put: impl FnMut(u64)) -> Result<bool> {
         let mut left = most;
         while left > 0 {
-            // Not `next_many`: on a run that ends with its container roaring 0.12.0 overflows in it.
             let before = left;
-            for within in self.members.by_ref().take(before) {
-                put(self.base + u64::from(within));
-                left -= 1;
+            if let Some(segment) = &mut self.segment {
+                let first = segment_range(segment.index).start;
+                // Not `next_many`: on a run that ends with its container roaring 0.12.0 overflows in it.
+                for within in segment.members.by_ref().take(before) {
+                    let block = first + u64::from(within);
+                    put(block);
+                    self.segments.next = block + 1;
+                    left -= 1;
+                }
             }
             if left == before && !self.load_next_segment(stop)? {
                 return Ok(false);
             }
         }
-        // A stored segment is never empty.
-        Ok(self.members.len() > 0 || self.indexes.len() > 0)
+        let goes_on =
+            |segment: &Runs| segment.members.len() > 0 || self.segments.goes_on_after(segment.index);
+        Ok(self.segment.as_ref().is_none_or(goes_on))
     }
 
     fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
         stop.check()?;
-        let Some(index) = self.indexes.next() else { return Ok(false) };
-        self.base = segment_range(index).start;
-        self.members = from_block(self.map.segment(index)?, index, self.start).into_iter();
+        if let Some(done) = self.segment.take() {
+            self.segments.next = segment_range(done.index).end;
+        }
+        let Some(index) = self.segments.current() else { return Ok(false) };
+        let members = self.segments.not_passed(self.map.segment(index)?, index);
+        let bytes = members.serialized_size();
+        self.segment = Some(Runs { index, members: members.into_iter(), bytes });
         Ok(true)
+    }
+
+    pub(super) fn work_bytes(&self) -> usize {
+        self.map.map().segment_bytes()
+    }
+
+    /// Takes the segment out that the scan is in. Where it is not put back, it is read again.
+    pub(super) fn park(&mut self) -> Option<Runs> {
+        self.segment.take()
+    }
+
+    pub(super) fn resume(&mut self, segment: Runs) {
+        self.segment = Some(segment);
     }
 }
 
-/// The members at or past block `start`.
-pub(super) fn from_block(mut members: RoaringBitmap, index: u32, start: u64) -> RoaringBitmap {
-    let (first, within) = locate(start);
-    if index == first {
-        members.remove_range(..within);
+/// The segments that a scan goes through, and how far it is.
+pub(super) struct Segments {
+    indexes: Vec<u32>,
+    /// All blocks before it were handed out.
+    pub(super) next: u64,
+}
+
+impl Segments {
+    /// From block `start` on through segments, which ascend.
+    pub(super) fn new(indexes: Vec<u32>, start: u64) -> Self {
+        Segments { indexes, next: start }
     }
-    members
+
+    /// The segment that comes next, or that `next` is in.
+    pub(super) fn current(&self) -> Option<u32> {
+        let first = locate(self.next).0;
+        self.indexes.get(self.indexes.partition_point(|index| *index < first)).copied()
+    }
+
+    fn goes_on_after(&self, index: u32) -> bool {
+        self.indexes.last().is_some_and(|last| *last > index)
+    }
+
+    /// The members of a segment that were not handed out.
+    pub(super) fn not_passed(&self, mut members: RoaringBitmap, index: u32) -> RoaringBitmap {
+        let (first, within) = locate(self.next);
+        if index == first {
+            members.remove_range(..within);
+        }
+        members
+    }
 }

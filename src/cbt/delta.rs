@@ -7,13 +7,13 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
-use super::allocation::{Allocation, from_block};
-use super::hash::{hash_block, zero_hash};
+use super::allocation::{Allocation, Segments};
+use super::hash::zero_hash;
 use super::hashfile::{HashFile, HashReader};
 use super::runs::Step;
-use super::segment::{MapFile, SEGMENT_BLOCKS, all_indexes, locate, segment_range};
+use super::segment::{MapFile, SEGMENT_BLOCKS, all_indexes, segment_range};
 use super::{BlockHash, Error, Result};
-use crate::base::{BlockRange, BlockSize, ObjectDir, Stop};
+use crate::base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
 use crate::sys::Context;
 
 /// One of the two snapshots of a comparison: its maps, its hashes and its bytes, all open, so that
@@ -99,14 +99,11 @@ impl Side {
         }
     }
 
-    /// The bytes of a block; past the end of the file it is zeros.
-    /// `Ok(false)` where it is gone.
-    fn read(&self, block: u64, size: BlockSize, buffer: &mut [u8]) -> Result<bool> {
-        let Some(data) = &self.data else { return Ok(false) };
+    /// Reads bytes of the data; past the end of the file they are zeros.
+    fn read(&self, data: &File, buffer: &mut [u8], offset: u64) -> Result<()> {
         let mut filled = 0;
         while filled < buffer.len() {
-            let offset = block * size.bytes() + filled as u64;
-            match data.read_at(&mut buffer[filled..], offset) {
+            match data.read_at(&mut buffer[filled..], offset + filled as u64) {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
@@ -114,7 +111,19 @@ impl Side {
             }
         }
         buffer[filled..].fill(0);
-        Ok(true)
+        Ok(())
+    }
+
+    /// The hash of a block's bytes; `None` where they are gone.
+    fn hash(&self, bytes: ByteRange, buffer: &mut Vec<u8>) -> Result<Option<BlockHash>> {
+        let Some(data) = &self.data else { return Ok(None) };
+        let mut hasher = blake3::Hasher::new();
+        for part in parts(bytes) {
+            buffer.resize(part.len() as usize, 0);
+            self.read(data, buffer, part.start)?;
+            hasher.update(buffer);
+        }
+        Ok(Some(*hasher.finalize().as_bytes()))
     }
 }
 
@@ -160,6 +169,10 @@ fn judge(base: Content, target: Content, zeros: &BlockHash) -> Verdict {
     }
 }
 
+/// Bytes of a block that are read at once: large blocks take no more memory than small ones, and two that differ at
+/// the start are not read to the end.
+const AT_ONCE: usize = 64 << 10;
+
 /// Looks at a stop flag every so many blocks: each may cost two page reads. A block whose bytes are
 /// read looks for itself.
 const LOOK: u32 = 64;
@@ -171,20 +184,27 @@ const LOOK: u32 = 64;
 /// exact, differs. Of all others only blocks of different content are reported: by hash, by the bytes where
 /// a hash is missing. What neither side holds is zeros in both.
 pub struct DeltaScan {
-    base: Side,
-    target: Side,
+    sides: Sides,
     changed: Option<Vec<MapFile>>,
-    indexes: std::vec::IntoIter<u32>,
-    start: u64,
-    size: BlockSize,
-    zeros: BlockHash,
-    segment: Segment,
-    buffers: (Vec<u8>, Vec<u8>),
+    segments: Segments,
+    segment: Option<Segment>,
     looked: u32,
 }
 
-struct Segment {
-    start: u64,
+struct Sides {
+    base: Side,
+    target: Side,
+    size: BlockSize,
+    zeros: BlockHash,
+    /// What was read of a block, for the time of a turn.
+    buffers: (Vec<u8>, Vec<u8>),
+}
+
+/// The segment that a [`DeltaScan`] is in.
+pub(super) struct Segment {
+    index: u32,
+    /// Memory it takes.
+    pub(super) bytes: usize,
     base: SideSegment,
     target: SideSegment,
     certain: RoaringBitmap,
@@ -221,18 +241,6 @@ fn changed_on_the_way(maps: &[MapFile], index: u32, stop: &Stop) -> Result<Optio
     Ok(Some(Changed { certain: all - &doubtful, doubtful }))
 }
 
-impl Segment {
-    fn none() -> Self {
-        Segment {
-            start: 0,
-            base: SideSegment::default(),
-            target: SideSegment::default(),
-            certain: RoaringBitmap::new(),
-            candidates: RoaringBitmap::new().into_iter().peekable(),
-        }
-    }
-}
-
 impl DeltaScan {
     /// Compares from block `start` on. Each map of `changed` covers one step of the way.
     pub fn new(base: Side, target: Side, changed: Option<Vec<MapFile>>, start: u64) -> Self {
@@ -241,19 +249,11 @@ impl DeltaScan {
             Some(maps) => all_indexes(maps.iter()),
             None => all_indexes([base.allocated.map(), target.allocated.map()].into_iter()),
         };
-        let first = locate(start).0;
-        let indexes: Vec<u32> = indexes.into_iter().filter(|index| *index >= first).collect();
-        let block = || vec![0; size.bytes() as usize];
         DeltaScan {
-            base,
-            target,
+            sides: Sides { base, target, size, zeros: zero_hash(size), buffers: Default::default() },
             changed,
-            indexes: indexes.into_iter(),
-            start,
-            size,
-            zeros: zero_hash(size),
-            segment: Segment::none(),
-            buffers: (block(), block()),
+            segments: Segments::new(indexes, start),
+            segment: None,
             looked: 0,
         }
     }
@@ -263,7 +263,11 @@ impl DeltaScan {
     pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Step> {
         let mut run: Option<BlockRange> = None;
         loop {
-            let Some(within) = self.segment.candidates.peek().copied() else {
+            let candidate = self.segment.as_mut().and_then(|segment| {
+                let within = *segment.candidates.peek()?;
+                Some((segment, within))
+            });
+            let Some((segment, within)) = candidate else {
                 if let Some(run) = run {
                     return Ok(Step::Run(run));
                 }
@@ -275,17 +279,22 @@ impl DeltaScan {
                 }
                 continue;
             };
-            let block = self.segment.start + u64::from(within);
+            let block = segment_range(segment.index).start + u64::from(within);
             if let Some(run) = run
                 && block != run.end
             {
                 return Ok(Step::Run(run));
             }
-            if self.is_time_to_look(stop)? && Instant::now() >= until {
-                return Ok(run.map_or(Step::Pause, Step::Run));
+            self.looked = (self.looked + 1) % LOOK;
+            if self.looked == 0 {
+                stop.check()?;
+                if Instant::now() >= until {
+                    return Ok(run.map_or(Step::Pause, Step::Run));
+                }
             }
-            let differs = self.differs(within, block, stop)?;
-            self.segment.candidates.next();
+            let differs = self.sides.differ(segment, within, block, stop)?;
+            segment.candidates.next();
+            self.segments.next = block + 1;
             match (&mut run, differs) {
                 (None, true) => run = Some(BlockRange { start: block, end: block + 1 }),
                 (Some(run), true) => run.end = block + 1,
@@ -297,14 +306,17 @@ impl DeltaScan {
 
     fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
         stop.check()?;
-        let Some(index) = self.indexes.next() else { return Ok(false) };
+        if let Some(done) = self.segment.take() {
+            self.segments.next = segment_range(done.index).end;
+        }
+        let Some(index) = self.segments.current() else { return Ok(false) };
         let mut found = match &self.changed {
             Some(maps) => changed_on_the_way(maps, index, stop)?,
             None => None,
         };
         let (mut base, mut target) = (SideSegment::default(), SideSegment::default());
         if found.as_ref().is_none_or(|found| !found.doubtful.is_empty()) {
-            (base, target) = (self.base.segment(index)?, self.target.segment(index)?);
+            (base, target) = (self.sides.base.segment(index)?, self.sides.target.segment(index)?);
             let either = &base.allocated | &target.allocated;
             match &mut found {
                 Some(found) => found.doubtful &= either,
@@ -312,46 +324,76 @@ impl DeltaScan {
             }
         }
         let Changed { certain, doubtful } = found.unwrap_or_default();
-        let candidates = from_block(&certain | doubtful, index, self.start).into_iter().peekable();
-        self.segment = Segment { start: segment_range(index).start, base, target, certain, candidates };
+        let candidates = self.segments.not_passed(&certain | doubtful, index);
+        let maps =
+            [&base.allocated, &base.pending, &target.allocated, &target.pending, &certain, &candidates];
+        let bytes = maps.iter().map(|map| map.serialized_size()).sum();
+        let candidates = candidates.into_iter().peekable();
+        self.segment = Some(Segment { index, bytes, base, target, certain, candidates });
         Ok(true)
     }
 
-    fn is_time_to_look(&mut self, stop: &Stop) -> Result<bool> {
-        self.looked = (self.looked + 1) % LOOK;
-        if self.looked == 0 {
-            stop.check()?;
-        }
-        Ok(self.looked == 0)
+    /// The maps of both sides, what they come to, and one map of the way at a time.
+    pub(super) fn work_bytes(&self) -> usize {
+        let map = |map: &MapFile| map.segment_bytes();
+        let side = |side: &Side| map(side.allocated.map()) + side.pending.as_ref().map_or(0, map);
+        let way = self.changed.iter().flatten().map(map).max().unwrap_or(0);
+        2 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + 2 * AT_ONCE
     }
 
-    fn differs(&mut self, within: u32, block: u64, stop: &Stop) -> Result<bool> {
-        if self.segment.certain.contains(within) {
+    /// Gives up the memory it does without, and the segment that it is in: where that is not put back, it is read
+    /// again.
+    pub(super) fn park(&mut self) -> Option<Segment> {
+        self.sides.buffers = Default::default();
+        self.sides.base.hashes.park();
+        self.sides.target.hashes.park();
+        self.segment.take()
+    }
+
+    pub(super) fn resume(&mut self, segment: Segment) {
+        self.segment = Some(segment);
+    }
+}
+
+impl Sides {
+    fn differ(&mut self, segment: &Segment, within: u32, block: u64, stop: &Stop) -> Result<bool> {
+        if segment.certain.contains(within) {
             return Ok(true);
         }
-        let base = self.base.content(&self.segment.base, within, block)?;
-        let target = self.target.content(&self.segment.target, within, block)?;
+        let base = self.base.content(&segment.base, within, block)?;
+        let target = self.target.content(&segment.target, within, block)?;
         match judge(base, target, &self.zeros) {
             Verdict::Same => Ok(false),
             Verdict::Differs => Ok(true),
             Verdict::Read => {
                 stop.check()?;
-                let base_is_read = self.base.read(block, self.size, &mut self.buffers.0)?;
-                let target_is_read = self.target.read(block, self.size, &mut self.buffers.1)?;
-                if base_is_read && target_is_read {
-                    return Ok(self.buffers.0 != self.buffers.1);
+                let bytes = BlockRange { start: block, end: block + 1 }.bytes(self.size);
+                let (before, after) = &mut self.buffers;
+                if let (Some(base), Some(target)) = (&self.base.data, &self.target.data) {
+                    for part in parts(bytes) {
+                        before.resize(part.len() as usize, 0);
+                        after.resize(part.len() as usize, 0);
+                        self.base.read(base, before, part.start)?;
+                        self.target.read(target, after, part.start)?;
+                        if before != after {
+                            return Ok(true);
+                        }
+                    }
+                    return Ok(false);
                 }
                 // The data of one is gone. If it was hashed before, its hash tells; if not, it equals nothing:
                 // the one case in which too much may be reported.
-                let hash = |content: Content, is_read, bytes: &[u8]| match is_read {
-                    true => Some(hash_block(bytes)),
-                    false => content.hash(&self.zeros),
-                };
-                let base = hash(base, base_is_read, &self.buffers.0);
-                Ok(base.is_none() || base != hash(target, target_is_read, &self.buffers.1))
+                let base = self.base.hash(bytes, before)?.or(base.hash(&self.zeros));
+                let target = self.target.hash(bytes, after)?.or(target.hash(&self.zeros));
+                Ok(base.is_none() || base != target)
             }
         }
     }
+}
+
+fn parts(bytes: ByteRange) -> impl Iterator<Item = ByteRange> {
+    let end = move |start| bytes.end.min(start + AT_ONCE as u64);
+    (bytes.start..bytes.end).step_by(AT_ONCE).map(move |start| ByteRange { start, end: end(start) })
 }
 
 #[cfg(any(test, fuzzing))]

@@ -188,6 +188,11 @@ impl HashReader {
         HashReader { file, cached: None }
     }
 
+    /// Gives up the page that was looked at last.
+    pub(super) fn park(&mut self) {
+        self.cached = None;
+    }
+
     /// The hash of `block`; `None` where it is unknown.
     pub fn get(&mut self, block: u64) -> Result<Option<BlockHash>> {
         let number = page_of(block);

@@ -24,7 +24,7 @@ pub use error::Error;
 pub use hash::{BlockHash, hash_each, zero_hash};
 pub use hashfile::{HashFile, HashReader};
 pub use physical::PhysicalDiff;
-pub use runs::{RunSource, Step, Tuples};
+pub use runs::{Loaded, RunSource, Step, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
 pub use scrub::{Finding, Progress, check_maps, scrub};
 pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, copy_map, write_union};

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use super::Result;
-use super::allocation::AllocatedScan;
-use super::delta::DeltaScan;
+use super::allocation::{self, AllocatedScan};
+use super::delta::{self, DeltaScan};
 use crate::base::{BlockRange, BlockSize, ByteRange, Stop};
 
 /// Where the runs of an answer come from.
@@ -35,6 +35,30 @@ impl RunSource {
     }
 }
 
+/// The segment that an answer is in: most of the memory that it takes.
+pub struct Loaded(Segment);
+
+enum Segment {
+    Allocated(allocation::Runs),
+    Delta(Box<delta::Segment>),
+}
+
+impl std::fmt::Debug for Loaded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Loaded({} bytes)", self.bytes())
+    }
+}
+
+impl Loaded {
+    /// Memory it takes, in bytes.
+    pub fn bytes(&self) -> usize {
+        match &self.0 {
+            Segment::Allocated(runs) => runs.bytes,
+            Segment::Delta(segment) => segment.bytes,
+        }
+    }
+}
+
 /// The tuples of an answer, cut into messages: ascending, disjoint, never empty.
 pub struct Tuples {
     source: RunSource,
@@ -49,6 +73,33 @@ impl Tuples {
     /// The tuples of `source`, in blocks of `size`.
     pub fn new(source: RunSource, size: BlockSize, fixed: bool) -> Self {
         Tuples { source, size, fixed, open: None }
+    }
+
+    /// Memory that it may take to go on, in bytes.
+    pub fn work_bytes(&self) -> usize {
+        match &self.source {
+            RunSource::Allocated(scan) => scan.work_bytes(),
+            RunSource::Delta(scan) => scan.work_bytes(),
+        }
+    }
+
+    /// Gives up the memory that is not needed until the answer goes on. [`Tuples::resume`] takes the segment back;
+    /// without it, the answer goes on all the same, and reads it again.
+    pub fn park(&mut self) -> Option<Loaded> {
+        match &mut self.source {
+            RunSource::Allocated(scan) => scan.park().map(Segment::Allocated),
+            RunSource::Delta(scan) => scan.park().map(|segment| Segment::Delta(Box::new(segment))),
+        }
+        .map(Loaded)
+    }
+
+    /// Takes back what [`Tuples::park`] gave up.
+    pub fn resume(&mut self, segment: Loaded) {
+        match (&mut self.source, segment.0) {
+            (RunSource::Allocated(scan), Segment::Allocated(runs)) => scan.resume(runs),
+            (RunSource::Delta(scan), Segment::Delta(segment)) => scan.resume(*segment),
+            _ => unreachable!("an answer takes back only its own segment"),
+        }
     }
 
     /// Appends tuples until there are `most`, or `until` has passed. `Ok(false)` once no more will follow.

@@ -71,6 +71,8 @@ pub struct MapFile {
     /// there may be a thousand streams.
     indexes: Vec<u32>,
     table_at: u64,
+    /// The most bytes that are stored of a segment.
+    largest: u32,
 }
 
 #[derive(Clone, Debug)]
@@ -130,6 +132,7 @@ impl MapFile {
         let table_at = trailer_at - table_length;
         let table = || bytes.chunks_exact(ENTRY).map(Entry::decode);
         let indexes: Vec<u32> = table().map(|entry| entry.index).collect();
+        let largest = table().map(|entry| entry.length).max().unwrap_or(0);
         let fits = |entry: Entry| {
             let end = entry.offset.checked_add(u64::from(entry.length));
             end.is_some_and(|end| end <= table_at) && u64::from(entry.index) < blocks.div_ceil(SEGMENT_BLOCKS)
@@ -144,6 +147,7 @@ impl MapFile {
             header: MapHeader { block_size, blocks, relative_to },
             indexes,
             table_at,
+            largest,
         })
     }
 
@@ -160,6 +164,11 @@ impl MapFile {
     /// The segments that hold members, ascending.
     pub fn indexes(&self) -> impl Iterator<Item = u32> + '_ {
         self.indexes.iter().copied()
+    }
+
+    /// The most memory that a segment takes while it is read, in bytes.
+    pub(super) fn segment_bytes(&self) -> usize {
+        2 * self.largest as usize
     }
 
     /// The row of a segment and the bytes that are stored of it; `None` where nothing is.

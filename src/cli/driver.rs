@@ -22,6 +22,8 @@ use crate::sys;
 const DRAIN: Duration = Duration::from_secs(20);
 /// How long threads at work may take to end after that.
 const LAST_CALL: Duration = Duration::from_secs(5);
+/// How long a thread without work stays: each holds memory that a busy moment left in it.
+const IDLE_THREAD: Duration = Duration::from_secs(1);
 
 /// Serve the CSI services on a UNIX socket.
 ///
@@ -119,7 +121,8 @@ pub(super) fn run(arguments: Arguments) -> Done {
         retain: arguments.retain_deleted,
     })?);
     let hashing = HashingThread::start(driver.clone())?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().thread_keep_alive(IDLE_THREAD).build()?;
     let served = runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address));
     // Threads still at work hold the driver; they are given a last moment to let go.
     runtime.shutdown_timeout(LAST_CALL);

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use tokio::net::UnixListener;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
+use tonic::service::LayerExt;
 use tonic::transport::Server;
 
 use super::authority::Tolerant;
@@ -23,7 +24,7 @@ use super::proto::group_controller_server::GroupControllerServer;
 use super::proto::identity_server::IdentityServer;
 use super::proto::node_server::NodeServer;
 use super::proto::snapshot_metadata_server::SnapshotMetadataServer;
-use super::snapshot_metadata::SnapshotMetadataService;
+use super::snapshot_metadata::{SnapshotMetadataService, counted};
 use crate::driver::Driver;
 use crate::sys::{self, step};
 
@@ -94,7 +95,10 @@ pub async fn serve(
         .add_service(ControllerServer::new(ControllerService(driver.clone())))
         .add_service(GroupControllerServer::new(GroupControllerService(driver.clone())))
         .add_service(NodeServer::new(NodeService(driver.clone())))
-        .add_service(SnapshotMetadataServer::new(SnapshotMetadataService::new(driver)))
+        .add_service(
+            counted(driver.streams().clone())
+                .named_layer(SnapshotMetadataServer::new(SnapshotMetadataService::new(driver))),
+        )
         .serve_with_incoming_shutdown(incoming, shutdown)
         .await
         .map_err(|error| EndpointError::Serve(endpoint.clone(), error))

@@ -6,13 +6,19 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::Stream;
+use http_body_util::BodyExt;
+use prost::bytes::Bytes;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{JoinError, JoinHandle};
+use tonic::body::Body;
+use tonic::codegen::http;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Response, Status, async_trait};
+use tower::util::MapResponseLayer;
 use tracing::Span;
 
 use super::decode::{encode_style, wire_bytes};
@@ -20,17 +26,54 @@ use super::proto::{self, snapshot_metadata_server::SnapshotMetadata};
 use super::rpc::{Rpc, log, rpc_span};
 use super::status::status;
 use crate::base::{ByteRange, Stop};
-use crate::driver::{Driver, MetadataRequest, MetadataStream, Result as DriverResult, Turn};
+use crate::driver::{
+    Driver, Message, MetadataRequest, MetadataStream, Result as DriverResult, STREAMS_WORKING, Share,
+    Streams, Turn,
+};
+use crate::sys::memory;
 
 /// Streams open at once; each holds a few files.
 const MAX_STREAMS: usize = 1024;
-/// Streams at work at once: the rest waits its turn, so that unary calls find a thread.
+/// Streams at work at once: the rest waits its turn, so that unary calls find a thread, and memory stays bounded.
 const MAX_WORKING: usize = 32;
+/// What a stream at work takes besides its bitmaps, in bytes.
+const TURN: usize = STREAMS_WORKING / MAX_WORKING;
+/// How long after the end of a stream its memory goes back to the kernel, with that of others that ended meanwhile, and
+/// of their threads.
+const GIVE_BACK: Duration = Duration::from_secs(3);
+/// The unit in which streams share the memory of those at work: a semaphore counts to 2^32 at most.
+const KIB: usize = 1 << 10;
+
+/// Counts each frame of an answer among the memory of streams until the transport has sent it: where the client is
+/// slow, it lies there long after its stream has ended.
+pub(super) fn counted(
+    streams: Arc<Streams>,
+) -> MapResponseLayer<impl Fn(http::Response<Body>) -> http::Response<Body> + Clone> {
+    MapResponseLayer::new(move |response: http::Response<Body>| {
+        let streams = streams.clone();
+        let count =
+            move |bytes: Bytes| Bytes::from_owner(Sending { _share: streams.hold(bytes.len()), bytes });
+        response.map(|body| Body::new(body.map_frame(move |frame| frame.map_data(&count))))
+    })
+}
+
+/// Bytes of a message that the transport holds.
+struct Sending {
+    bytes: Bytes,
+    _share: Share,
+}
+
+impl AsRef<[u8]> for Sending {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
 
 pub(super) struct SnapshotMetadataService {
     driver: Arc<Driver>,
     open: Arc<Semaphore>,
     working: Arc<Semaphore>,
+    giving_back: Arc<AtomicBool>,
 }
 
 type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
@@ -38,7 +81,8 @@ type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
 impl SnapshotMetadataService {
     pub(super) fn new(driver: Arc<Driver>) -> Self {
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
-        Self { driver, open: semaphore(MAX_STREAMS), working: semaphore(MAX_WORKING) }
+        let (open, working) = (semaphore(MAX_STREAMS), semaphore(STREAMS_WORKING / KIB));
+        Self { driver, open, working, giving_back: Arc::default() }
     }
 
     /// Opens a stream and hands out its messages, encoded by `encode`.
@@ -55,6 +99,7 @@ impl SnapshotMetadataService {
             stop: Stop::at(deadline),
             tuples: 0,
             ended: false,
+            giving_back: self.giving_back.clone(),
             _place: None,
         };
         let Ok(place) = self.open.clone().try_acquire_owned() else {
@@ -63,7 +108,7 @@ impl SnapshotMetadataService {
         };
         call._place = Some(place);
         let driver = self.driver.clone();
-        let opened = blocking(self.working.clone(), call.rpc.span.clone(), move || open(&driver)).await;
+        let opened = blocking(self.working.clone(), 0, call.rpc.span.clone(), move || open(&driver)).await;
         let stream = match opened {
             Ok(stream) => stream,
             Err(status) => return Err(call.fail(status)),
@@ -74,11 +119,11 @@ impl SnapshotMetadataService {
         let messages = futures_util::stream::unfold(state, move |(state, working)| async move {
             let (next, mut call) = state?;
             match next.await.unwrap_or_else(|error| Err(panicked(error))) {
-                Ok((stream, Some(tuples))) => {
+                Ok((stream, Some(mut message))) => {
                     let next = next_message(&working, &call, stream);
-                    call.count(&tuples);
-                    let message = encode(header.0, header.1, encode_tuples(tuples));
-                    Some((Ok(message), (Some((next, call)), working)))
+                    call.count(&message.tuples);
+                    let tuples = encode_tuples(std::mem::take(&mut message.tuples));
+                    Some((Ok(encode(header.0, header.1, tuples)), (Some((next, call)), working)))
                 }
                 Ok((_, None)) => {
                     call.end(Code::Ok, None);
@@ -99,6 +144,7 @@ struct Call {
     stop: Stop,
     tuples: u64,
     ended: bool,
+    giving_back: Arc<AtomicBool>,
     _place: Option<OwnedSemaphorePermit>,
 }
 
@@ -130,11 +176,25 @@ impl Drop for Call {
         if !self.ended {
             self.end(Code::Cancelled, Some("the client is gone"));
         }
+        give_back_soon(&self.giving_back);
+    }
+}
+
+fn give_back_soon(giving_back: &Arc<AtomicBool>) {
+    if let Ok(runtime) = tokio::runtime::Handle::try_current()
+        && !giving_back.swap(true, Ordering::Relaxed)
+    {
+        let giving_back = giving_back.clone();
+        runtime.spawn(async move {
+            tokio::time::sleep(GIVE_BACK).await;
+            giving_back.store(false, Ordering::Relaxed);
+            tokio::task::spawn_blocking(memory::give_back);
+        });
     }
 }
 
 /// A stream with its next message.
-type Next = Result<(MetadataStream, Option<Vec<ByteRange>>), Status>;
+type Next = Result<(MetadataStream, Option<Message>), Status>;
 
 /// Starts making the next message. It is dropped unread, and its work stopped, when the call is. A stream that finds
 /// nothing for long gives its working place up now and then, and queues for another.
@@ -143,11 +203,12 @@ fn next_message(working: &Arc<Semaphore>, call: &Call, mut stream: MetadataStrea
     tokio::spawn(async move {
         loop {
             let stop = stop.clone();
+            let bytes = stream.work_bytes();
             let work = move || stream.work(&stop).map(|turn| (stream, turn));
             let turn;
-            (stream, turn) = blocking(working.clone(), span.clone(), work).await?;
+            (stream, turn) = blocking(working.clone(), bytes, span.clone(), work).await?;
             match turn {
-                Turn::Message(tuples) => return Ok((stream, Some(tuples))),
+                Turn::Message(message) => return Ok((stream, Some(message))),
                 Turn::Nothing => {}
                 Turn::End => return Ok((stream, None)),
             }
@@ -160,13 +221,15 @@ fn panicked(error: JoinError) -> Status {
     Status::internal("the stream failed inside the driver; its log says where")
 }
 
-/// Does one message's work in a blocking thread, when one of the working places is free.
+/// Does one message's work in a blocking thread, when there is memory for it: a turn's, and `bytes` besides.
 async fn blocking<T: Send + 'static>(
     working: Arc<Semaphore>,
+    bytes: usize,
     span: Span,
     work: impl FnOnce() -> DriverResult<T> + Send + 'static,
 ) -> Result<T, Status> {
-    let Ok(turn) = working.acquire_owned().await else {
+    let memory = (TURN + bytes).min(STREAMS_WORKING).div_ceil(KIB) as u32;
+    let Ok(turn) = working.acquire_many_owned(memory).await else {
         return Err(Status::unavailable("the driver is shutting down"));
     };
     let task = tokio::task::spawn_blocking(move || {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::locks::Key;
 use super::maps::header;
+use super::streams::{Place, Share, Streams};
 use super::{Driver, Error, Result};
 use crate::base::{BlockSize, ByteRange, Stop};
 use crate::cbt::{
@@ -41,12 +42,20 @@ pub struct MetadataRequest {
 /// What a stream came to.
 #[derive(Debug)]
 pub enum Turn {
-    /// The tuples of the next message. Only the first message may have none.
-    Message(Vec<ByteRange>),
+    /// The next message. Only the first one may have no tuples.
+    Message(Message),
     /// Nothing was found yet.
     Nothing,
     /// All was told.
     End,
+}
+
+/// A message's tuples. Their memory counts until it is dropped.
+#[derive(Debug)]
+pub struct Message {
+    /// Ascending.
+    pub tuples: Vec<ByteRange>,
+    _share: Share,
 }
 
 /// An answer under way.
@@ -57,8 +66,9 @@ pub struct MetadataStream {
     /// `None` once all has been sent.
     tuples: Option<Tuples>,
     first: bool,
-    /// The length of the last message: the next is likely to be as long.
-    expected: usize,
+    streams: Arc<Streams>,
+    /// The segment it was in, between two turns.
+    parked: Option<Place>,
 }
 
 impl MetadataStream {
@@ -72,31 +82,45 @@ impl MetadataStream {
         self.capacity
     }
 
+    /// Memory that a turn may take, in bytes.
+    pub fn work_bytes(&self) -> usize {
+        self.tuples.as_ref().map_or(0, Tuples::work_bytes)
+    }
+
     /// Works until a message is full or [`PACE`] has passed. There is always a first message, which tells type and
     /// capacity also where there is no tuple.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
         let first = std::mem::take(&mut self.first);
-        let mut message = Vec::new();
-        match &mut self.tuples {
-            None if first => return Ok(Turn::Message(message)),
-            None => return Ok(Turn::End),
-            Some(tuples) => {
-                stop.check()?;
-                message.reserve(self.expected);
-                if !tuples.fill(self.most, &mut message, stop, Instant::now() + PACE)? {
-                    self.tuples = None;
-                }
+        let (mut share, most) = self.streams.share(self.most);
+        let mut found = Vec::new();
+        if let Some(tuples) = &mut self.tuples {
+            stop.check()?;
+            if let Some(segment) = self.parked.take().and_then(|place| place.take()) {
+                tuples.resume(segment);
             }
+            if tuples.fill(most, &mut found, stop, Instant::now() + PACE)? {
+                self.parked = tuples.park().map(|segment| self.streams.park(segment));
+            } else {
+                self.tuples = None;
+            }
+        } else if !first {
+            return Ok(Turn::End);
         }
-        if !first && message.is_empty() {
+        if !first && found.is_empty() {
             return Ok(Turn::Nothing);
         }
-        self.expected = message.len();
-        Ok(Turn::Message(message))
+        found.shrink_to_fit();
+        share.shrink(found.len());
+        Ok(Turn::Message(Message { tuples: found, _share: share }))
     }
 }
 
 impl Driver {
+    /// What its streams hold.
+    pub fn streams(&self) -> &Arc<Streams> {
+        &self.streams
+    }
+
     /// The allocated blocks of a snapshot.
     pub fn allocated(&self, snapshot_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
         let record = self.snapshot(snapshot_id)?;
@@ -243,7 +267,8 @@ impl Driver {
             most: position.most,
             tuples: source.map(|source| Tuples::new(source, record.block_size, fixed)),
             first: true,
-            expected: 0,
+            streams: self.streams.clone(),
+            parked: None,
         }
     }
 

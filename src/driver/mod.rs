@@ -23,6 +23,7 @@ mod params;
 mod quiesce;
 mod retained;
 mod snapshots;
+mod streams;
 mod volumes;
 
 pub use attach::AttachRequest;
@@ -36,14 +37,16 @@ pub use groups::Group;
 pub use hashing::HashingThread;
 pub use inspect::{Inspected, Inspection};
 pub use list::{Page, PageRequest, SnapshotFilter};
-pub use metadata::{MetadataRequest, MetadataStream, Turn};
+pub use metadata::{Message, MetadataRequest, MetadataStream, Turn};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use retained::Retention;
+pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
 pub use volumes::{CreateVolume, SourceRef};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::base::{DataDir, Quantity, VolumeId};
 use crate::pool::{Home, Kind, Known, Pool, PoolChoice, PoolRequest};
@@ -95,6 +98,7 @@ pub struct Driver {
     /// Attachments in the making.
     attaching: Reserved,
     hashing: hashing::Hashing,
+    streams: Arc<Streams>,
     /// Held for its lock; dropped last.
     _claim: Claim,
 }
@@ -163,6 +167,7 @@ impl Driver {
             promised: Reserved::default(),
             attaching: Reserved::default(),
             hashing: hashing::Hashing::default(),
+            streams: Arc::default(),
             _claim: claim,
         };
         driver.thaw_leftovers();

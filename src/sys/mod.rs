@@ -12,6 +12,7 @@ pub mod extents;
 pub mod failpoint;
 pub mod freeze;
 pub mod loopdev;
+pub mod memory;
 pub mod mount;
 pub mod program;
 pub mod slots;

@@ -1,18 +1,27 @@
 //! Streams that do not run to their end: cancelled, out of time, stalled.
 
+use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use deltapath::client::{block_capability, new_volume};
 use deltapath::csi::proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tonic::{Code, Request};
 
-use crate::support::content::Content;
+use crate::support::content::{Content, open_device};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, narrow_client};
 
 /// Two snapshots between which every block was rewritten with its own bytes, and the last one
 /// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
 /// client that was told `OK` too early would miss.
 async fn needle(rig: &mut Rig, mib: i64) -> (String, String, u64) {
-    let (volume, device) = rig.block_volume("haystack", mib * MIB).await;
+    needle_in(rig, mib, "4Ki").await
+}
+
+async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String, u64) {
+    let mut request = new_volume("haystack", mib * MIB, block_capability());
+    request.parameters.insert("blockSize".into(), block_size.into());
+    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let device = rig.attach(&volume).await;
     let blocks = mib as u64 * 256;
     let mut content = Content::default();
     for start in (0..blocks).step_by(8192) {
@@ -237,5 +246,136 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots() {
         found.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64));
     }
     assert_eq!(found, [last]);
+    rig.finish();
+}
+
+/// Memory that a process holds for itself, in bytes.
+fn memory_of(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
+    line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+}
+
+/// The most memory that a process holds until `done`.
+async fn most_memory_of(pid: u32, done: impl Future) -> u64 {
+    let mut most = memory_of(pid);
+    tokio::pin!(done);
+    while tokio::time::timeout(Duration::from_millis(2), &mut done).await.is_err() {
+        most = most.max(memory_of(pid));
+    }
+    most
+}
+
+/// What all streams take together, and what may be left of it once they are gone.
+const STREAMS_MEMORY: u64 = 64 << 20;
+const STREAMS_REST: u64 = 16 << 20;
+
+/// 200 streams on blocks of 4 MiB took 1.6 GB: each held two of its blocks, for as long as it lived.
+#[tokio::test(flavor = "multi_thread")]
+async fn large_blocks_take_no_more_memory() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (first, second, _) = needle_in(&mut rig, 256, "4Mi").await;
+    let idle = memory_of(rig.pid());
+    let mut streams = tokio::task::JoinSet::new();
+    for _ in 0..200 {
+        let request = GetMetadataDeltaRequest {
+            base_snapshot_id: first.clone(),
+            target_snapshot_id: second.clone(),
+            ..Default::default()
+        };
+        let mut client = rig.client.metadata.clone();
+        streams.spawn(async move {
+            let mut stream = client.get_metadata_delta(request).await.expect("opened").into_inner();
+            let mut tuples = 0;
+            while let Some(message) = stream.message().await.expect("message") {
+                tuples += message.block_metadata.len();
+            }
+            tuples
+        });
+    }
+    let mut answers = Vec::new();
+    let all = async {
+        while let Some(tuples) = streams.join_next().await {
+            answers.push(tuples.expect("a stream"));
+        }
+    };
+    let most = most_memory_of(rig.pid(), all).await;
+    assert_eq!(answers, [1; 200]);
+    assert!(most < idle + STREAMS_MEMORY, "{} MiB more for 200 streams", (most - idle) >> 20);
+    rig.finish();
+}
+
+/// 1,024 clients that ask for long messages of a full map and do not read them.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thousand_stalled_streams_share_a_bounded_memory() {
+    if have_root() {
+        stalled_streams(512).await;
+    }
+}
+
+/// Where an answer is short, the driver is done with it long before the client has it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thousand_short_answers_that_nobody_reads_share_a_bounded_memory() {
+    if have_root() {
+        stalled_streams(128).await;
+    }
+}
+
+/// Opens 1,024 streams over a volume of `mibs` of which every other block has changed, and reads none of them for a
+/// while. Each goes on where it was.
+async fn stalled_streams(mibs: i64) {
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
+    let (volume, device) = rig.block_volume("volume", mibs * MIB).await;
+    let every_other = |fill: u8| {
+        let device = open_device(&device);
+        for block in (0..mibs as u64 * 256).step_by(2) {
+            device.write_all_at(&[fill; BLOCK as usize], block * BLOCK).expect("write");
+        }
+        device.sync_all().expect("sync");
+    };
+    every_other(1);
+    let first = rig.snapshot("first", &volume).await;
+    every_other(2);
+    let second = rig.snapshot("second", &volume).await;
+    rig.detach(&volume).await;
+    let idle = memory_of(rig.pid());
+    let mut stalled = Vec::new();
+    let opened = async {
+        for _ in 0..128 {
+            // A connection's window is shared by its streams, so there are several connections.
+            let mut client = narrow_client(&rig.socket()).await;
+            for _ in 0..8 {
+                let request = GetMetadataDeltaRequest {
+                    base_snapshot_id: first.clone(),
+                    target_snapshot_id: second.clone(),
+                    max_results: 16384,
+                    ..Default::default()
+                };
+                stalled.push(client.get_metadata_delta(request).await.expect("opened").into_inner());
+            }
+        }
+        tokio::time::sleep(Duration::from_secs(2)).await;
+    };
+    let most = most_memory_of(rig.pid(), opened).await;
+    assert!(most < idle + STREAMS_MEMORY, "{} MiB more for 1024 streams", (most - idle) >> 20);
+    let mut tuples = Vec::new();
+    let mut last = stalled.pop().expect("streams");
+    while let Some(message) = last.message().await.expect("message") {
+        tuples.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64 / BLOCK));
+    }
+    assert_eq!(tuples, (0..mibs as u64 * 256).step_by(2).collect::<Vec<_>>());
+    drop((last, stalled));
+    let mut rest = memory_of(rig.pid());
+    for _ in 0..100 {
+        if rest < idle + STREAMS_REST {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        rest = memory_of(rig.pid());
+    }
+    assert!(rest < idle + STREAMS_REST, "{} MiB more once they are gone", (rest - idle) >> 20);
     rig.finish();
 }

@@ -85,15 +85,11 @@ pub(super) fn mount(
 /// outlive its last mount, and keep its device.
 pub(super) fn thaw(path: &Path) -> Result<()> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(()) };
-    match Root::open(&mounted) {
-        Ok(Some(root)) => {
-            // What is no filesystem of its own, such as a device, can not be frozen.
-            if freeze::thaw(&root).unwrap_or(false) {
-                tracing::warn!(path = %path.display(), "a filesystem that its user left frozen is thawed");
-            }
-        }
-        // One that was shut down does not answer.
-        Ok(None) | Err(_) => {}
+    // One that was shut down does not open, and what is no filesystem of its own, such as a device, can not be frozen.
+    if let Ok(Some(root)) = Root::open(&mounted)
+        && freeze::thaw(&root).unwrap_or(false)
+    {
+        tracing::warn!(path = %path.display(), "a filesystem that its user left frozen is thawed");
     }
     Ok(())
 }
