@@ -29,7 +29,7 @@ pub enum Error {
         what: String,
     },
     /// A map file of a version this build does not know.
-    #[error("block map {} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
+    #[error("{} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
     UnknownVersion {
         /// The file.
         path: PathBuf,

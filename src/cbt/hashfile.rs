@@ -5,14 +5,20 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use roaring::RoaringBitmap;
+
 use super::hash::{BlockHash, UNKNOWN};
+use super::segment::segment_range;
 use super::{Error, Result};
 use crate::sys::{Context, durable, step};
 
 const PAGE: usize = 4096;
 const HASH: usize = 32;
-/// Blocks whose hashes share a page; the last slot of a page is its checksum.
+/// Blocks whose hashes share a page; in place of one more it has its version and checksum.
 pub(super) const SLOTS: u64 = (PAGE / HASH - 1) as u64;
+/// The format below. Each page says its own: a file starts as a clone of one that another release wrote.
+const VERSION: u32 = 1;
+const CHECKSUM: usize = HASH - 4;
 
 /// How often a page is read before its checksum is believed to be wrong.
 const LOOKS: usize = 3;
@@ -21,7 +27,8 @@ const LOOKS: usize = 3;
 ///
 /// ```text
 /// page p    127 slots of 32 bytes: the hashes of blocks 127 p to 127 p + 126, zeros where unknown
-///           then 32 bytes: BLAKE3 of the page number (u64, little-endian) and the slots
+///           then the version, 1 (u32, little-endian)
+///           then 28 bytes: the first of BLAKE3 of the version, the page number (u64, little-endian) and the slots
 /// ```
 ///
 /// Pages of a filesystem block, so that a child's file starts as a clone of its parent's and only
@@ -48,10 +55,20 @@ impl Page {
         Page { bytes: Box::new([0; PAGE]) }
     }
 
-    fn checksum(&self, number: u64) -> blake3::Hash {
+    fn checksum(&self, version: u32, number: u64) -> [u8; CHECKSUM] {
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&number.to_le_bytes()).update(&self.bytes[..PAGE - HASH]);
-        hasher.finalize()
+        hasher
+            .update(&version.to_le_bytes())
+            .update(&number.to_le_bytes())
+            .update(&self.bytes[..PAGE - HASH]);
+        *hasher.finalize().as_bytes().first_chunk().expect("a hash is longer")
+    }
+
+    /// Makes it the sound page of a place.
+    fn seal(&mut self, number: u64) {
+        let checksum = self.checksum(VERSION, number);
+        self.bytes[PAGE - HASH..PAGE - CHECKSUM].copy_from_slice(&VERSION.to_le_bytes());
+        self.bytes[PAGE - CHECKSUM..].copy_from_slice(&checksum);
     }
 
     /// The hash of a block of this page; `None` where it is unknown.
@@ -132,17 +149,20 @@ impl HashFile {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Some(Page::empty())),
             other => other.context("read", &self.path)?,
         }
-        let stored = &page.bytes[PAGE - HASH..];
-        if stored == UNKNOWN && page.bytes.iter().all(|byte| *byte == 0) {
+        if page.bytes.iter().all(|byte| *byte == 0) {
             return Ok(Some(page));
         }
-        Ok((page.checksum(number).as_bytes() == stored).then_some(page))
+        let version = u32::from_le_bytes(*page.bytes[PAGE - HASH..].first_chunk().expect("a slot is longer"));
+        match page.checksum(version, number) == page.bytes[PAGE - CHECKSUM..] {
+            false => Ok(None),
+            true if version == VERSION => Ok(Some(page)),
+            true => Err(Error::UnknownVersion { path: self.path.clone(), version, known: VERSION }),
+        }
     }
 
     /// Writes a page with its checksum.
     pub(super) fn write_page(&self, number: u64, page: &mut Page) -> Result<()> {
-        let checksum = page.checksum(number);
-        page.bytes[PAGE - HASH..].copy_from_slice(checksum.as_bytes());
+        page.seal(number);
         let offset = number * PAGE as u64;
         Ok(step("write", &self.path, || self.file.write_all_at(&page.bytes[..], offset))?)
     }
@@ -205,6 +225,18 @@ impl HashReader {
         let hash = page.get(block);
         self.cached = Some((number, page));
         Ok(hash)
+    }
+
+    /// Those of a segment's blocks whose hash is not there.
+    pub fn unknown(&mut self, index: u32, members: &RoaringBitmap) -> Result<RoaringBitmap> {
+        let start = segment_range(index).start;
+        let mut unknown = RoaringBitmap::new();
+        for block in members {
+            if self.get_if_readable(start + u64::from(block))?.is_none() {
+                unknown.insert(block);
+            }
+        }
+        Ok(unknown)
     }
 
     /// The same for whoever needs no hash where there is none: `None` also where the disk does not give it back.
@@ -270,5 +302,11 @@ mod tests {
         let displaced = [vec![0; PAGE], sound].concat();
         std::fs::write(&path, displaced).expect("write");
         assert_eq!(file.page(1).expect("page").get(SLOTS + 7), None, "a page of another place");
+        let checksum = page.checksum(VERSION + 1, 0);
+        page.bytes[PAGE - HASH..PAGE - CHECKSUM].copy_from_slice(&(VERSION + 1).to_le_bytes());
+        page.bytes[PAGE - CHECKSUM..].copy_from_slice(&checksum);
+        std::fs::write(&path, &page.bytes[..]).expect("write");
+        let error = file.page(0).expect_err("a page of another version");
+        assert!(matches!(error, Error::UnknownVersion { version: 2, known: 1, .. }), "{error}");
     }
 }

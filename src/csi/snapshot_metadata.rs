@@ -90,7 +90,7 @@ impl SnapshotMetadataService {
         &self,
         rpc: Rpc,
         deadline: Option<Instant>,
-        open: impl FnOnce(&Driver) -> DriverResult<MetadataStream> + Send + 'static,
+        open: impl FnOnce(&Driver, &Stop) -> DriverResult<MetadataStream> + Send + 'static,
         encode: fn(proto::BlockMetadataType, i64, Vec<proto::BlockMetadata>) -> M,
     ) -> Result<Response<Messages<M>>, Status> {
         let mut call = Call {
@@ -107,8 +107,9 @@ impl SnapshotMetadataService {
             return Err(call.fail(Status::resource_exhausted(full)));
         };
         call._place = Some(place);
-        let driver = self.driver.clone();
-        let opened = blocking(self.working.clone(), 0, call.rpc.span.clone(), move || open(&driver)).await;
+        let (driver, stop) = (self.driver.clone(), call.stop.clone());
+        let open = move || open(&driver, &stop);
+        let opened = blocking(self.working.clone(), 0, call.rpc.span.clone(), open).await;
         let stream = match opened {
             Ok(stream) => stream,
             Err(status) => return Err(call.fail(status)),
@@ -279,7 +280,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         let rpc = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
         let position =
             MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
-        let open = move |driver: &Driver| driver.allocated(&request.snapshot_id, position);
+        let open = move |driver: &Driver, stop: &Stop| driver.allocated(&request.snapshot_id, position, stop);
         self.stream(rpc, deadline, open, |style, volume_capacity_bytes, block_metadata| {
             proto::GetMetadataAllocatedResponse {
                 block_metadata_type: style.into(),
@@ -303,8 +304,8 @@ impl SnapshotMetadata for SnapshotMetadataService {
         );
         let position =
             MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
-        let open = move |driver: &Driver| {
-            driver.delta(&request.base_snapshot_id, &request.target_snapshot_id, position)
+        let open = move |driver: &Driver, stop: &Stop| {
+            driver.delta(&request.base_snapshot_id, &request.target_snapshot_id, position, stop)
         };
         self.stream(rpc, deadline, open, |style, volume_capacity_bytes, block_metadata| {
             proto::GetMetadataDeltaResponse {

@@ -160,7 +160,7 @@ impl Driver {
                 self.hand_on(member);
             }
             doomed.push(self.store.remove_group(&id)?);
-            group.members.iter().for_each(|member| self.hashing.forget(&member.id));
+            group.members.iter().for_each(|member| self.hashing.forget(member));
         }
         for member in &group.members {
             doomed.extend(self.settle(&member.volume));

@@ -8,9 +8,13 @@
 use std::collections::HashSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::{Error, Result};
-use crate::base::{GroupId, SnapshotId, VolumeId};
+use crate::base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
+
+/// How often a caller that waits is asked whether it still does.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// What is locked.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -33,6 +37,8 @@ pub(super) enum Key {
     Place(PathBuf),
     /// The links between the snapshots of a volume: held for short, waited for.
     Chain(VolumeId),
+    /// The making of a snapshot's `allocated` map from its data. Waited for as long as the caller wishes.
+    Map(SnapshotId),
 }
 
 impl std::fmt::Display for Key {
@@ -47,6 +53,7 @@ impl std::fmt::Display for Key {
             Key::Snapshot(id) => write!(f, "snapshot {id}"),
             Key::Place(path) => write!(f, "{}", path.display()),
             Key::Chain(id) => write!(f, "the snapshots of {id}"),
+            Key::Map(id) => write!(f, "the allocated map of {id}"),
         }
     }
 }
@@ -75,6 +82,17 @@ impl OpLocks {
             true => Ok(OpGuard { locks: self.clone(), key }),
             false => Err(Error::Busy { what: key.to_string() }),
         }
+    }
+
+    /// Takes the object, waiting for whoever has it until the caller gives up.
+    pub(super) fn wait_until(&self, key: Key, stop: &Stop) -> Result<OpGuard, Stopped> {
+        let mut held = self.held();
+        while !held.insert(key.clone()) {
+            stop.check()?;
+            (held, _) = self.held.1.wait_timeout(held, LOOK).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(held);
+        Ok(OpGuard { locks: self.clone(), key })
     }
 
     /// Takes the object, waiting for whoever has it.

@@ -12,7 +12,7 @@ use super::locks::Key;
 use super::maps::header;
 use super::streams::{Place, Share, Streams};
 use super::{Driver, Error, Result};
-use crate::base::{BlockSize, ByteRange, Stop};
+use crate::base::{BlockSize, ByteRange, ObjectDir, Stop};
 use crate::cbt::{
     self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples, scan_allocated,
 };
@@ -122,11 +122,16 @@ impl Driver {
     }
 
     /// The allocated blocks of a snapshot.
-    pub fn allocated(&self, snapshot_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
+    pub fn allocated(
+        &self,
+        snapshot_id: &str,
+        request: MetadataRequest,
+        stop: &Stop,
+    ) -> Result<MetadataStream> {
         let record = self.snapshot(snapshot_id)?;
         let position = Position::of(&record, request)?;
         let dir = self.store.snapshot_dir(&record);
-        let map = self.healed(&record, || {
+        let map = self.healed(&record, stop, || {
             let path = dir.data();
             let data = File::open(&path).context("open", &path)?;
             Ok(Allocation::new(MapFile::open(&dir.allocated())?, Some(data), &path))
@@ -137,7 +142,13 @@ impl Driver {
     }
 
     /// The blocks of `target` whose content differs from that of `base`.
-    pub fn delta(&self, base_id: &str, target_id: &str, request: MetadataRequest) -> Result<MetadataStream> {
+    pub fn delta(
+        &self,
+        base_id: &str,
+        target_id: &str,
+        request: MetadataRequest,
+        stop: &Stop,
+    ) -> Result<MetadataStream> {
         // A missing id is told before an unknown one.
         for (field, id) in [("base_snapshot_id", base_id), ("target_snapshot_id", target_id)] {
             if id.is_empty() {
@@ -175,8 +186,8 @@ impl Driver {
         // then, whole maps are compared.
         let way = self.way(&base, &target)?;
         let scan = DeltaScan::new(
-            self.open_settled(&base, || self.side(&base))?,
-            self.side(&target)?,
+            self.open_settled(&base, || self.side(&base, stop))?,
+            self.side(&target, stop)?,
             way,
             position.block,
         );
@@ -211,10 +222,10 @@ impl Driver {
         drop(self.locks.wait(Key::Chain(record.volume.clone())));
     }
 
-    pub(super) fn side(&self, record: &SnapshotRecord) -> Result<Side> {
+    pub(super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
         let deleted = self.store.read(|index| index.snapshot(&record.id).is_none());
         let dir = self.store.snapshot_dir(record);
-        self.healed(record, || Side::open(&dir, deleted)).map_err(|error| gone_or(error, record))
+        self.healed(record, stop, || Side::open(&dir, deleted)).map_err(|error| gone_or(error, record))
     }
 
     /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
@@ -222,25 +233,38 @@ impl Driver {
     pub(super) fn healed<T>(
         &self,
         record: &SnapshotRecord,
+        stop: &Stop,
         open: impl Fn() -> cbt::Result<T>,
     ) -> cbt::Result<T> {
         let (path, what) = match open() {
             Err(cbt::Error::Damaged { path, what }) => (path, what),
             opened => return opened,
         };
-        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
-        let dir = self.store.snapshot_dir(record);
-        if path != dir.allocated() || MapFile::open(&path).is_ok() {
-            return open();
+        self.let_move(record);
+        if path == self.store.snapshot_dir(record).allocated() {
+            self.write_allocated(record, &what, stop)?;
         }
-        self.write_allocated(record, &what)?;
         open()
     }
 
-    /// Makes the `allocated` map of a snapshot again from the data. The caller holds the chain's lock.
-    pub(super) fn write_allocated(&self, record: &SnapshotRecord, what: &str) -> cbt::Result<()> {
+    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: whoever needs the map
+    /// waits, and nobody else.
+    ///
+    /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
+    /// 2. Rename it over the damaged one.
+    pub(super) fn write_allocated(
+        &self,
+        record: &SnapshotRecord,
+        what: &str,
+        stop: &Stop,
+    ) -> cbt::Result<()> {
+        let _map = self.locks.wait_until(Key::Map(record.id.clone()), stop)?;
         let dir = self.store.snapshot_dir(record);
         let (path, data_path) = (dir.allocated(), dir.data());
+        if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
+            // Somebody else has made it meanwhile.
+            return Ok(());
+        }
         tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
         let data = match File::open(&data_path).context("open", &data_path) {
             Err(error) if error.is_not_found() => {
@@ -248,9 +272,19 @@ impl Driver {
             }
             opened => opened?,
         };
-        durable::replace_with(&path, &path.with_extension("map.new"), |fresh| {
-            scan_allocated(&data, &data_path, fresh, header(record), &Stop::default()).map(drop)
-        })
+        let fresh = |dir: &ObjectDir| dir.allocated().with_extension("map.new");
+        durable::remove(&fresh(&dir))?;
+        let written = scan_allocated(&data, &data_path, &fresh(&dir), header(record), stop);
+        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        // A deletion may have moved both.
+        let dir = self.store.snapshot_dir(record);
+        match written {
+            Ok(_) => Ok(durable::replace_by(&fresh(&dir), &dir.allocated())?),
+            Err(error) => {
+                durable::remove(&fresh(&dir))?;
+                Err(error)
+            }
+        }
     }
 
     fn stream(

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::{Driver, Result};
 use crate::base::{VolumeId, age};
-use crate::cbt::{self, MapFile};
+use crate::cbt::MapFile;
 use crate::store::{self, Draft, Retained, SnapshotRecord};
 
 /// `--retain-deleted COUNT[:AGE]`.
@@ -76,8 +76,8 @@ impl Driver {
         })
     }
 
-    /// Forgets the retained snapshots of a volume whose time is over, and frees the bytes of those that
-    /// need them no more. The caller holds the chain, and drops the answer without it.
+    /// Forgets the retained snapshots of a volume whose time is over, and has the bytes freed of those that need them no
+    /// more, once they are hashed. The caller holds the chain, and drops the answer without it.
     pub(super) fn settle(&self, volume: &VolumeId) -> Vec<Draft> {
         let (retained, newest) = self.store.read(|index| {
             let line = || index.line(volume);
@@ -102,9 +102,12 @@ impl Driver {
             }
             let outcome = match stays {
                 false => self.forget_retained(record).map(Some),
-                true if is_next_base(record) && self.pool().compares_bytes() => Ok(None),
-                true if self.pending_bytes(record) > 0 => Ok(None),
-                true => self.free_bytes(record),
+                true => {
+                    if self.frees_bytes_of(record) {
+                        self.hashing.add(record, self.pending_bytes(record));
+                    }
+                    Ok(None)
+                }
             };
             match outcome {
                 Ok(freed) => doomed.extend(freed),
@@ -117,23 +120,20 @@ impl Driver {
         doomed
     }
 
-    /// Frees the bytes of a snapshot whose maps and hashes are all that deltas need from now on. A damaged map is
-    /// made again before: afterwards there is nothing to make it from.
-    fn free_bytes(&self, record: &SnapshotRecord) -> Result<Option<Draft>> {
-        let dir = self.store.snapshot_dir(record);
-        if dir.bytes().exists() {
-            match MapFile::open(&dir.allocated()).and_then(|map| map.count()) {
-                Err(cbt::Error::Damaged { what, .. }) => self.write_allocated(record, &what)?,
-                count => drop(count?),
-            }
-        }
-        Ok(self.store.take_bytes(record)?)
+    /// Whether the bytes of a snapshot are there, and of no use but to be hashed.
+    pub(super) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
+        let (is_retained, newest) = self.store.read(|index| {
+            let newest = index.line(&record.volume).next_back().map(|newest| newest.id.clone());
+            (index.retained(&record.id).is_some(), newest)
+        });
+        let is_next_base = newest.as_ref() == Some(&record.id) && self.pool().compares_bytes();
+        is_retained && !is_next_base && self.store.snapshot_dir(record).bytes().exists()
     }
 
     fn forget_retained(&self, record: &SnapshotRecord) -> Result<Draft> {
         self.hand_on(record);
         let doomed = self.store.remove_retained(record)?;
-        self.hashing.forget(&record.id);
+        self.hashing.forget(record);
         Ok(doomed)
     }
 

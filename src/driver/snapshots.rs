@@ -135,7 +135,7 @@ impl Driver {
         if !kept {
             self.hand_on(&record);
             doomed.push(self.store.remove_snapshot(&id)?);
-            self.hashing.forget(&id);
+            self.hashing.forget(&record);
         }
         doomed.extend(self.settle(&record.volume));
         // Freeing the bytes may take long; nobody has to wait for it.

@@ -20,6 +20,7 @@ mod durability;
 mod expansion;
 mod faults;
 mod groups;
+mod hashing;
 mod health;
 mod hostile;
 mod lists;

@@ -3,7 +3,6 @@
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use deltapath::client::{block_capability, new_volume};
 use deltapath::csi::proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tonic::{Code, Request};
 
@@ -18,10 +17,7 @@ async fn needle(rig: &mut Rig, mib: i64) -> (String, String, u64) {
 }
 
 async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String, u64) {
-    let mut request = new_volume("haystack", mib * MIB, block_capability());
-    request.parameters.insert("blockSize".into(), block_size.into());
-    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-    let device = rig.attach(&volume).await;
+    let (volume, device) = rig.block_volume_of("haystack", mib * MIB, block_size).await;
     let blocks = mib as u64 * 256;
     let mut content = Content::default();
     for start in (0..blocks).step_by(8192) {

@@ -16,8 +16,7 @@ pub(crate) fn hashes(bytes: &[u8]) {
         for (slot, bytes) in chunk.chunks(HASH).enumerate() {
             page.bytes[slot * HASH * 7..][..bytes.len()].copy_from_slice(bytes);
         }
-        let checksum = page.checksum(number as u64);
-        page.bytes[PAGE - HASH..].copy_from_slice(checksum.as_bytes());
+        page.seal(number as u64);
         sound.extend_from_slice(&page.bytes[..]);
     }
     let damaged = damage(sound.clone(), &mut Input(second));
@@ -44,12 +43,12 @@ fn check(path: &Path, file: &[u8]) {
         let number = block / SLOTS;
         let page = &file[number as usize * PAGE..][..PAGE];
         let mut hasher = blake3::Hasher::new();
-        hasher.update(&number.to_le_bytes()).update(&page[..SLOTS as usize * HASH]);
-        assert_eq!(
-            hasher.finalize().as_bytes(),
-            &page[SLOTS as usize * HASH..],
-            "page {number} is not sound"
-        );
+        hasher
+            .update(&VERSION.to_le_bytes())
+            .update(&number.to_le_bytes())
+            .update(&page[..SLOTS as usize * HASH]);
+        let sound = [&VERSION.to_le_bytes()[..], &hasher.finalize().as_bytes()[..CHECKSUM]].concat();
+        assert_eq!(sound, &page[SLOTS as usize * HASH..], "page {number} is not sound");
         assert_eq!(found, page[(block % SLOTS) as usize * HASH..][..HASH], "block {block}");
     }
 }

@@ -4,8 +4,10 @@
 //! are told does not depend on any of it: a block that is not hashed is compared by its bytes, one that is
 //! not compared by its hash.
 
+mod audit;
 mod queue;
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,12 +16,12 @@ use std::time::Instant;
 use roaring::RoaringBitmap;
 
 pub(super) use queue::Hashing;
-use queue::TURN;
+use queue::{Part, TURN, Work};
 
 use super::locks::Key;
 use super::maps::header;
 use super::{Driver, Error, Result};
-use crate::base::{ObjectDir, SnapshotId};
+use crate::base::ObjectDir;
 use crate::cbt::{
     self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
     SEGMENT_BLOCKS, Step, ToHash,
@@ -27,9 +29,8 @@ use crate::cbt::{
 use crate::store::SnapshotRecord;
 use crate::sys::{self, Context, durable};
 
-/// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps what else is
-/// due is done.
-const STEP: u64 = 4 << 30;
+/// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
+const STEP: u64 = 1 << 30;
 
 /// The thread that hashes. Ends when dropped, after at most some megabytes.
 #[derive(Debug)]
@@ -71,18 +72,24 @@ impl Driver {
     fn hash_behind(&self, helpers: &rayon::ThreadPool) {
         self.look_around(true);
         while let Ok(next) = self.hashing.next() {
-            let Some(id) = next else {
+            let Some(work) = next else {
                 self.look_around(false);
                 continue;
             };
-            match self.hash_snapshot(&id, helpers) {
-                Ok(()) => {}
+            match self.work_on(&work, helpers) {
+                Ok(true) => self.hashing.done(&work),
+                Ok(false) => self.hashing.go_on(&work),
                 Err(error) if error.stopped().is_some() => return,
+                // What the parent held there is gone for good: no later try finds it.
+                Err(Error::Cbt(cbt::Error::Lost { what })) => {
+                    tracing::warn!(snapshot_id = %work.id, what, "not compared with the snapshot before");
+                    self.hashing.done(&work);
+                }
                 // Deltas read its data instead.
                 Err(error) => {
                     let error = error.explain();
-                    tracing::warn!(snapshot_id = %id, error, "a snapshot could not be hashed, trying again later");
-                    self.hashing.put_off(&id);
+                    tracing::warn!(snapshot_id = %work.id, error, "a snapshot could not be hashed, trying again later");
+                    self.hashing.put_off(&work);
                 }
             }
         }
@@ -124,6 +131,7 @@ impl Driver {
         let dir = self.store.snapshot_dir(record);
         for (map, end) in [
             (dir.allocated(), "map.new"),
+            (dir.allocated(), "map.checked"),
             (dir.pending(), "map.new"),
             (dir.changed(), "map.new"),
             (dir.changed(), "map.compared"),
@@ -135,68 +143,83 @@ impl Driver {
         }
     }
 
-    /// Hashes what is left of a snapshot, step by step.
+    /// Does a step of the work on a snapshot; tells whether it was the last.
+    fn work_on(&self, work: &Work, helpers: &rayon::ThreadPool) -> Result<bool> {
+        let Some(record) = self.store.read(|index| index.known(&work.id)) else { return Ok(true) };
+        match work.part {
+            Part::Changes => self.compare_changes(&record, helpers),
+            Part::Rest => {
+                if !self.hash_snapshot(&record, None, helpers)? {
+                    return Ok(false);
+                }
+                self.check_allocated(&record)?;
+                self.free_when_sound(&record)?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Hashes what may have changed since the parent, in the parent and the snapshot, and then keeps what did.
+    fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
+        let changed =
+            match self.open_settled(record, || MapFile::open(&self.store.snapshot_dir(record).changed())) {
+                // Deltas compare all blocks instead.
+                Err(cbt::Error::Damaged { .. }) => return Ok(true),
+                changed => changed?,
+            };
+        let Some(relation) = changed.header().relative_to.clone().filter(|relation| !relation.exact) else {
+            return Ok(true);
+        };
+        let Some(parent) = self.store.read(|index| index.known(&relation.snapshot)) else { return Ok(true) };
+        for record in [&parent, record] {
+            if !self.hash_snapshot(record, Some(&changed), helpers)? {
+                return Ok(false);
+            }
+        }
+        helpers.install(|| self.compare(record, &parent))?;
+        Ok(true)
+    }
+
+    /// Hashes a step of what is left of a snapshot, of these blocks `only` where there are such; tells whether it was
+    /// the last.
     ///
     /// 1. Write the slots of a step, take out those of its blocks that are holes now, and sync them: its blocks are
     ///    still in `pending`, so after a crash none of them counts, and they are written again.
     /// 2. Replace `pending` by one without them, by rename: from here on they count.
-    fn hash_snapshot(&self, id: &SnapshotId, helpers: &rayon::ThreadPool) -> Result<()> {
-        let known = || self.store.read(|index| index.known(id));
-        while let Some(record) = known() {
-            let dir = self.store.snapshot_dir(&record);
-            let step = match self.hash_step(&record, helpers) {
+    fn hash_snapshot(
+        &self,
+        record: &SnapshotRecord,
+        only: Option<&MapFile>,
+        helpers: &rayon::ThreadPool,
+    ) -> Result<bool> {
+        let known = || self.store.read(|index| index.known(&record.id));
+        loop {
+            let dir = self.store.snapshot_dir(record);
+            let step = match self.hash_step(record, only, helpers) {
                 Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error)) if error.is_not_found() => {
-                    self.let_move(&record);
-                    let Some(now) = known() else { break };
-                    if self.store.snapshot_dir(&now).path() != dir.path() {
+                    self.let_move(record);
+                    if known().is_none() {
+                        return Ok(true);
+                    }
+                    if self.store.snapshot_dir(record).path() != dir.path() {
                         continue;
                     }
                     if !dir.bytes().exists() {
                         // They were freed: there is nothing to hash any more.
-                        break;
+                        return Ok(true);
                     }
                     return Err(error.into());
                 }
                 step => step?,
             };
-            let mut doomed = Vec::new();
-            if let Some(step) = &step {
-                let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
-                let Some(record) = known() else { break };
-                step.replace_pending(&self.store.snapshot_dir(&record))?;
-                self.hashing.progress(id, step.done);
-                if step.is_last() {
-                    doomed = self.settle(&record.volume);
-                }
+            let Some(step) = step else { return Ok(true) };
+            let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+            if known().is_none() {
+                return Ok(true);
             }
-            drop(doomed);
-            if step.is_none_or(|step| step.is_last()) {
-                let compared = helpers.install(|| self.compare(&record));
-                self.queue_child(&record);
-                match compared {
-                    // What the parent held there is gone for good: no later try finds it.
-                    Err(Error::Cbt(cbt::Error::Lost { what })) => {
-                        tracing::warn!(snapshot_id = %id, what, "not compared with the snapshot before");
-                    }
-                    compared => compared?,
-                }
-                break;
-            }
-            if self.hashing.is_turn() {
-                self.look_around(false);
-            }
-        }
-        self.hashing.forget(id);
-        Ok(())
-    }
-
-    /// Takes the next snapshot into the queue, where it was looked at before its parent was hashed.
-    fn queue_child(&self, record: &SnapshotRecord) {
-        let child = self
-            .store
-            .read(|index| index.line(&record.volume).find(|child| child.sequence > record.sequence).cloned());
-        if let Some(child) = child.filter(|child| child.tracking && self.is_to_compare(child)) {
-            self.hashing.add(&child, self.pending_bytes(&child));
+            step.replace_pending(&self.store.snapshot_dir(record))?;
+            self.hashing.progress(record, step.done);
+            return Ok(step.is_last());
         }
     }
 
@@ -206,23 +229,21 @@ impl Driver {
         changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
     }
 
-    /// Keeps in `changed` what differs from the parent. Both are hashed; where the parent is not, or not
-    /// there, `changed` stays as it is.
+    /// Keeps in `changed` what differs from the parent.
     ///
     /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the old one: both tell the same changes, one more than there are.
-    fn compare(&self, record: &SnapshotRecord) -> Result<()> {
+    fn compare(&self, record: &SnapshotRecord, parent: &SnapshotRecord) -> Result<()> {
         let dir = self.store.snapshot_dir(record);
-        let Ok(changed) = MapFile::open(&dir.changed()) else { return Ok(()) };
-        let Some(relation) = changed.header().relative_to.clone().filter(|relation| !relation.exact) else {
+        // Read again: a deletion may have merged another map into it meanwhile, and queued it again.
+        let changed = MapFile::open(&dir.changed())?;
+        let relation = changed.header().relative_to.clone();
+        let Some(relation) = relation.filter(|relation| relation.snapshot == parent.id && !relation.exact)
+        else {
             return Ok(());
         };
-        let Some(parent) = self.store.read(|index| index.known(&relation.snapshot)) else { return Ok(()) };
-        if self.pending_bytes(&parent) > 0 {
-            return Ok(());
-        }
         let fresh = dir.changed().with_extension("map.compared");
-        let written = self.write_compared(&fresh, changed, &relation, &parent, record);
+        let written = self.write_compared(&fresh, changed, &relation, parent, record);
         let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
         // A deletion may have merged another map into it, or moved it.
         let dir = self.store.snapshot_dir(record);
@@ -256,9 +277,11 @@ impl Driver {
         let header = MapHeader { relative_to: Some(exact), ..changed.header().clone() };
         durable::remove(fresh)?;
         let mut writer = MapWriter::create(fresh, header)?;
-        let mut scan = DeltaScan::new(self.side(parent)?, self.side(record)?, Some(vec![changed]), 0);
+        let stop = &self.hashing.stop;
+        let mut scan =
+            DeltaScan::new(self.side(parent, stop)?, self.side(record, stop)?, Some(vec![changed]), 0);
         loop {
-            match scan.next_run(&self.hashing.stop, Instant::now() + TURN)? {
+            match scan.next_run(stop, Instant::now() + TURN)? {
                 Step::Run(run) => writer.insert(run)?,
                 Step::Pause => {}
                 Step::End => return Ok(writer.finish()?),
@@ -267,38 +290,58 @@ impl Driver {
     }
 
     /// Hashes up to [`STEP`] bytes of a snapshot; `None` where nothing is left to be hashed.
-    fn hash_step(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<Option<Rest>> {
+    fn hash_step<'m>(
+        &self,
+        record: &SnapshotRecord,
+        only: Option<&'m MapFile>,
+        helpers: &rayon::ThreadPool,
+    ) -> Result<Option<Rest<'m>>> {
         let stop = &self.hashing.stop;
         let dir = self.store.snapshot_dir(record);
         let pending = match MapFile::open(&dir.pending()) {
             // Nothing is known to be hashed then.
-            Err(cbt::Error::Damaged { .. }) => self.healed(record, || MapFile::open(&dir.allocated()))?,
+            Err(cbt::Error::Damaged { .. }) => {
+                self.healed(record, stop, || MapFile::open(&dir.allocated()))?
+            }
             opened => opened?,
         };
-        if pending.indexes().next().is_none() {
+        let wanted: Vec<u32> = match only {
+            None => pending.indexes().collect(),
+            Some(only) => {
+                let mut shared = Vec::new();
+                for index in only.indexes() {
+                    if !members_or_all(&pending, index)?.is_disjoint(&members_or_all(only, index)?) {
+                        shared.push(index);
+                    }
+                }
+                shared
+            }
+        };
+        if wanted.is_empty() {
             // Its data may be gone.
             return Ok(None);
         }
         let path = dir.data();
         let data = File::open(&path).context("open", &path)?;
         let also = data.try_clone().context("open", &path)?;
-        let allocated = self.healed(record, || MapFile::open(&dir.allocated()))?;
+        let allocated = self.healed(record, stop, || MapFile::open(&dir.allocated()))?;
         let allocated = Allocation::new(allocated, Some(also), &path);
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let size = record.block_size;
         let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes };
         let mut parent = self.hashed_parent(&dir);
         let (mut done, mut cut) = (0, None);
-        let indexes: Vec<u32> = pending.indexes().collect();
-        let mut indexes = indexes.into_iter();
+        let mut indexes = wanted.into_iter();
+        let mut worked = BTreeSet::new();
         for index in indexes.by_ref() {
             let held = allocated.segment(index)?;
-            let pended = match pending.segment(index) {
-                Err(cbt::Error::Damaged { .. }) => all_of_a_segment(),
-                members => members?,
-            };
+            let mut pended = members_or_all(&pending, index)?;
+            if let Some(only) = only {
+                pended &= members_or_all(only, index)?;
+            }
             to_hash.forget(index, &pended - &held, stop)?;
             let mut members = pended & held;
+            worked.insert(index);
             if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
                 cut = Some((index, later));
             }
@@ -313,7 +356,8 @@ impl Driver {
             }
         }
         hashes.sync()?;
-        Ok(Some(Rest { header: header(record), done, cut, untouched: indexes.collect(), pending, allocated }))
+        let is_last = cut.is_none() && indexes.next().is_none();
+        Ok(Some(Rest { header: header(record), done, worked, only, cut, is_last, pending, allocated }))
     }
 
     /// The snapshot that `changed` compares with, if its hashes are there to be taken over.
@@ -330,10 +374,12 @@ impl Driver {
     }
 }
 
-fn all_of_a_segment() -> RoaringBitmap {
-    let mut all = RoaringBitmap::new();
-    all.insert_range(0..SEGMENT_BLOCKS as u32);
-    all
+/// What a map that may hold too much says of a segment: all, where it is damaged.
+fn members_or_all(map: &MapFile, index: u32) -> Result<RoaringBitmap> {
+    match map.segment(index) {
+        Err(cbt::Error::Damaged { .. }) => Ok((0..SEGMENT_BLOCKS as u32).collect()),
+        members => Ok(members?),
+    }
 }
 
 /// Leaves the first `room` members, and returns the others where there are any.
@@ -367,22 +413,24 @@ impl HashedParent {
 }
 
 /// What one step leaves to be hashed.
-struct Rest {
+struct Rest<'m> {
     header: MapHeader,
     /// Bytes that the step hashed.
     done: u64,
-    /// The segment in which it ended, and what is left of it.
+    /// The segments it came to, of which it hashed these blocks `only`.
+    worked: BTreeSet<u32>,
+    only: Option<&'m MapFile>,
+    /// The segment in which it ended, and what it left there.
     cut: Option<(u32, RoaringBitmap)>,
-    /// The segments after it.
-    untouched: Vec<u32>,
+    is_last: bool,
     /// What was to be hashed before.
     pending: MapFile,
     allocated: Allocation,
 }
 
-impl Rest {
+impl Rest<'_> {
     fn is_last(&self) -> bool {
-        self.cut.is_none() && self.untouched.is_empty()
+        self.is_last
     }
 
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
@@ -392,16 +440,24 @@ impl Rest {
 
     fn write(&self, fresh: &Path) -> Result<()> {
         let mut writer = MapWriter::create(fresh, self.header.clone())?;
-        if let Some((index, members)) = &self.cut {
-            writer.insert_segment(*index, members.clone())?;
-        }
-        for index in &self.untouched {
-            match writer.copy_segment(&self.pending, *index) {
-                Err(cbt::Error::Damaged { .. }) => {
-                    writer.insert_segment(*index, self.allocated.segment(*index)?)?;
+        for index in self.pending.indexes() {
+            let mut left = RoaringBitmap::new();
+            if !self.worked.contains(&index) {
+                match writer.copy_segment(&self.pending, index) {
+                    Err(cbt::Error::Damaged { .. }) => left = self.allocated.segment(index)?,
+                    copied => {
+                        copied?;
+                        continue;
+                    }
                 }
-                copied => copied?,
+            } else if let Some(only) = self.only {
+                left = members_or_all(&self.pending, index)? & self.allocated.segment(index)?;
+                left -= members_or_all(only, index)?;
             }
+            if let Some((_, later)) = self.cut.as_ref().filter(|(cut, _)| *cut == index) {
+                left |= later;
+            }
+            writer.insert_segment(index, left)?;
         }
         Ok(writer.finish()?)
     }
@@ -437,13 +493,24 @@ mod tests {
         let cut = Some((1, RoaringBitmap::from([9])));
         let pending = || MapFile::open(&path).expect("open");
         let allocated = Allocation::new(pending(), None, &path);
-        let rest = Rest { header, done: 0, cut, untouched: vec![2, 3], pending: pending(), allocated };
-        assert!(!rest.is_last());
-        let fresh = dir.path().join("fresh");
-        rest.write(&fresh).expect("write");
-        let fresh = MapFile::open(&fresh).expect("open");
-        let found: Vec<Vec<u32>> =
-            (0..4).map(|index| fresh.segment(index).expect("segment").into_iter().collect()).collect();
-        assert_eq!(found, [vec![], vec![9], vec![2, 9], vec![3, 9]]);
+        let worked = BTreeSet::from([0, 1]);
+        let mut rest =
+            Rest { header, done: 0, worked, only: None, cut, is_last: false, pending: pending(), allocated };
+        let left = |rest: &Rest<'_>, name| {
+            let fresh = dir.path().join(name);
+            rest.write(&fresh).expect("write");
+            let fresh = MapFile::open(&fresh).expect("open");
+            let members = |index| fresh.segment(index).expect("segment").into_iter().collect();
+            (0..4).map(members).collect::<Vec<Vec<u32>>>()
+        };
+        assert_eq!(left(&rest, "all"), [vec![], vec![9], vec![2, 9], vec![3, 9]]);
+        // It took no more than 0 of segment 0, and nothing of segment 1.
+        let only = dir.path().join("only");
+        let mut writer = MapWriter::create(&only, rest.header.clone()).expect("create");
+        writer.insert_segment(0, RoaringBitmap::from([0, 7])).expect("insert");
+        writer.finish().expect("finish");
+        let only = MapFile::open(&only).expect("open");
+        (rest.only, rest.cut) = (Some(&only), None);
+        assert_eq!(left(&rest, "some"), [vec![9], vec![1, 9], vec![2, 9], vec![3, 9]]);
     }
 }

@@ -1,8 +1,14 @@
 //! A damaged block map that is made again while steps fail.
 
+use std::time::Duration;
+
+use deltapath::cbt::MapFile;
 use deltapath::client::Error;
+use deltapath::csi::proto::GetMetadataAllocatedRequest;
+use tonic::Request;
 
 use super::points::{Cut, Orders};
+use crate::faults::{is_hashed, live, until};
 use crate::support::content::{Content, blocks_of};
 use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
 
@@ -44,6 +50,45 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
         }
     }
     assert!(failed > 3, "only {failed} steps failed");
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// The incident: a map was made again under the lock of its volume's chain, and to its end, whoever asked and was gone:
+/// on a large volume every snapshot and deletion of it waited for that.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 10, 100, 1);
+    let snapshot = rig.snapshot("snapshot", &volume).await;
+    let dir = live(&rig, &snapshot);
+    until("hashed", || is_hashed(&dir)).await;
+    std::fs::write(dir.allocated(), "damaged").expect("damage the map");
+    let mut orders = Orders::new(rig.dir.path());
+    orders.hold(1, "calls", 3000);
+    let asking = tokio::spawn({
+        let (mut client, snapshot_id) = (rig.client.metadata.clone(), snapshot.clone());
+        async move {
+            let mut request = Request::new(GetMetadataAllocatedRequest { snapshot_id, ..Default::default() });
+            request.set_timeout(Duration::from_millis(1500));
+            client.get_metadata_allocated(request).await.expect_err("too late");
+        }
+    });
+    orders.reached(&asking).await;
+    rig.snapshot("another", &volume).await;
+    assert!(!asking.is_finished(), "the other call waited");
+    asking.await.expect("asking");
+    let draft = dir.allocated().with_extension("map.new");
+    until("the map's end", || rig.log().contains("gone") && !draft.exists()).await;
+    assert!(MapFile::open(&dir.allocated()).is_err(), "made to its end for nobody");
+    orders.withdraw();
+    let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
     rig.detach(&volume).await;
     rig.finish();
 }

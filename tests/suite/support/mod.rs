@@ -205,7 +205,13 @@ impl Rig {
 
     /// A published Block volume: its id and its device.
     pub async fn block_volume(&mut self, name: &str, bytes: i64) -> (String, PathBuf) {
-        let request = client::new_volume(name, bytes, block_capability());
+        self.block_volume_of(name, bytes, "4Ki").await
+    }
+
+    /// The same with a block size.
+    pub async fn block_volume_of(&mut self, name: &str, bytes: i64, block_size: &str) -> (String, PathBuf) {
+        let mut request = client::new_volume(name, bytes, block_capability());
+        request.parameters.insert("blockSize".into(), block_size.into());
         let volume = self.client.create_volume(request).await.expect("CreateVolume");
         let device = self.attach(&volume.volume_id).await;
         (volume.volume_id, device)

@@ -1,0 +1,128 @@
+//! The hashing behind the calls: who comes first, and what it finds wrong and mends.
+
+use std::os::unix::fs::FileExt;
+
+use deltapath::base::BlockRange;
+use deltapath::cbt::{MapFile, MapWriter};
+
+use crate::faults::{is_hashed, live, until};
+use crate::support::content::{Content, blocks_of, open_device};
+use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+
+fn is_compared(rig: &Rig, snapshot: &str) -> bool {
+    MapFile::open(&live(rig, snapshot).changed()).is_ok_and(|map| map.is_exact())
+}
+
+/// A first snapshot of gigabytes was hashed to its end before any other snapshot had its turn.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_large_first_snapshot_holds_up_no_comparison() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Xfs, &[], "warn").await;
+    let (large, large_device) = rig.block_volume("large", 3 << 30).await;
+    let (small, small_device) = rig.block_volume("small", 64 * MIB).await;
+    let bytes = vec![7; 4 << 20];
+    let device = open_device(&large_device);
+    for at in (0..3u64 << 30).step_by(bytes.len()) {
+        device.write_all_at(&bytes, at).expect("write");
+    }
+    drop(device);
+    let mut content = Content::default();
+    content.write(&large_device, 0, 1, 1);
+    let first = rig.snapshot("the first of the large one", &large).await;
+    content.write(&large_device, 100, 50, 2);
+    content.write(&small_device, 0, 100, 1);
+    let second = rig.snapshot("the second of the large one", &large).await;
+    rig.snapshot("the first of the small one", &small).await;
+    content.write(&small_device, 10, 50, 3);
+    let other = rig.snapshot("the second of the small one", &small).await;
+    until("compared", || is_compared(&rig, &other) && is_compared(&rig, &second)).await;
+    assert!(!is_hashed(&live(&rig, &first)), "the large one came first");
+    rig.detach(&large).await;
+    rig.detach(&small).await;
+    rig.finish();
+}
+
+/// On btrfs each `allocated` is made from the one before: what is wrong in one was inherited by all that followed.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it() {
+    if !have_root() {
+        return;
+    }
+    for block_size in ["4Ki", "64Ki"] {
+        let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
+        let (volume, device) = rig.block_volume_of("volume", 64 * MIB, block_size).await;
+        let block = if block_size == "4Ki" { BLOCK } else { 16 * BLOCK };
+        let mut content = Content::default();
+        content.write(&device, 0, 1600, 1);
+        let mut taken = Vec::new();
+        for name in ["first", "second"] {
+            let id = rig.snapshot(name, &volume).await;
+            until("hashed", || is_hashed(&live(&rig, &id))).await;
+            taken.push((id, content.clone()));
+            content.write(&device, 1500, 1, 2);
+        }
+        for (id, _) in &taken {
+            let path = live(&rig, id).allocated();
+            let sound = MapFile::open(&path).expect("open");
+            let wrong = path.with_extension("wrong");
+            let mut writer = MapWriter::create(&wrong, sound.header().clone()).expect("create");
+            let blocks = 1600 * BLOCK / block;
+            writer.insert(BlockRange { start: 0, end: 5 }).expect("insert");
+            writer.insert(BlockRange { start: 6, end: blocks + 2 }).expect("insert");
+            writer.finish().expect("finish");
+            std::fs::rename(&wrong, &path).expect("replace");
+        }
+        content.write(&device, 1000, 10, 3);
+        let last = rig.snapshot("last", &volume).await;
+        taken.push((last, content.clone()));
+        for (id, content) in &taken {
+            let expected = content.allocated(block);
+            let mended = || {
+                let map =
+                    MapFile::open(&live(&rig, id).allocated()).expect("open").segment(0).expect("segment");
+                map.iter().map(u64::from).eq(expected.iter().copied())
+            };
+            until("mended", mended).await;
+            let list = rig.client.allocated(id, 0, 0).await.expect("allocated");
+            assert_eq!(blocks_of(&list, block), expected, "{block_size}");
+        }
+        for pair in taken.windows(2) {
+            let list = rig.client.delta(&pair[0].0, &pair[1].0, 0, 0).await.expect("delta");
+            assert_eq!(blocks_of(&list, block), pair[1].1.changed_since(&pair[0].1, block), "{block_size}");
+        }
+        rig.detach(&volume).await;
+        rig.finish();
+    }
+}
+
+/// Once the bytes of a deleted snapshot are freed its hashes are all there is: a page of them that is damaged is made
+/// again before. It was not, and deltas across it failed for good.
+#[tokio::test(flavor = "multi_thread")]
+async fn damaged_hashes_are_made_again_before_the_bytes_go() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 0, 1000, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let dir = live(&rig, &base);
+    until("hashed", || is_hashed(&dir)).await;
+    let hashes = std::fs::File::options().write(true).open(dir.hashes()).expect("open");
+    hashes.write_all_at(b"damage", 3 * 4096 + 100).expect("damage a page");
+    drop(hashes);
+    rig.client.delete_snapshot(&base).await.expect("delete");
+    let retained = deltapath::base::ObjectDir::new(rig.pool_dir().join("retained").join(&base));
+    until("freed", || retained.path().exists() && !retained.bytes().exists()).await;
+    let mut after = before.clone();
+    after.write(&device, 400, 50, 2);
+    after.write(&device, 450, 50, 1);
+    let target = rig.snapshot("target", &volume).await;
+    let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK));
+    rig.detach(&volume).await;
+    rig.finish();
+}
