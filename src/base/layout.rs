@@ -53,6 +53,11 @@ impl DataDir {
         self.0.join("pool.img")
     }
 
+    /// `pool.img.untried`: there until the kernel has mounted the image once.
+    pub fn untried(&self) -> PathBuf {
+        self.0.join("pool.img.untried")
+    }
+
     /// `pool/`: where objects live.
     pub fn pool(&self) -> PoolDir {
         PoolDir(self.0.join("pool"))

@@ -27,7 +27,7 @@ pub(super) async fn unary<T: Send + 'static>(
     let started = Instant::now();
     let task = tokio::task::spawn_blocking(move || {
         let _entered = rpc.span.enter();
-        let answer = work(&driver).map_err(|error| status(&error));
+        let answer = work(&driver).map_err(|error| status(&driver, &error));
         match &answer {
             Ok(_) => log(rpc.method, Code::Ok, started, None),
             Err(status) => log(rpc.method, status.code(), started, Some(status.message())),

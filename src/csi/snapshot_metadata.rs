@@ -70,9 +70,8 @@ impl AsRef<[u8]> for Sending {
 }
 
 pub(super) struct SnapshotMetadataService {
-    driver: Arc<Driver>,
     open: Arc<Semaphore>,
-    working: Arc<Semaphore>,
+    workers: Workers,
     giving_back: Arc<AtomicBool>,
 }
 
@@ -81,8 +80,8 @@ type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
 impl SnapshotMetadataService {
     pub(super) fn new(driver: Arc<Driver>) -> Self {
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
-        let (open, working) = (semaphore(MAX_STREAMS), semaphore(STREAMS_WORKING / KIB));
-        Self { driver, open, working, giving_back: Arc::default() }
+        let workers = Workers { driver, memory: semaphore(STREAMS_WORKING / KIB) };
+        Self { open: semaphore(MAX_STREAMS), workers, giving_back: Arc::default() }
     }
 
     /// Opens a stream and hands out its messages, encoded by `encode`.
@@ -107,30 +106,29 @@ impl SnapshotMetadataService {
             return Err(call.fail(Status::resource_exhausted(full)));
         };
         call._place = Some(place);
-        let (driver, stop) = (self.driver.clone(), call.stop.clone());
-        let open = move || open(&driver, &stop);
-        let opened = blocking(self.working.clone(), 0, call.rpc.span.clone(), open).await;
+        let stop = call.stop.clone();
+        let opened = self.workers.work(0, &call.rpc.span, move |driver| open(driver, &stop)).await;
         let stream = match opened {
             Ok(stream) => stream,
             Err(status) => return Err(call.fail(status)),
         };
         let header = (encode_style(stream.style()), wire_bytes(stream.capacity()));
-        let next = next_message(&self.working, &call, stream);
-        let state = (Some((next, call)), self.working.clone());
-        let messages = futures_util::stream::unfold(state, move |(state, working)| async move {
+        let next = next_message(&self.workers, &call, stream);
+        let state = (Some((next, call)), self.workers.clone());
+        let messages = futures_util::stream::unfold(state, move |(state, workers)| async move {
             let (next, mut call) = state?;
             match next.await.unwrap_or_else(|error| Err(panicked(error))) {
                 Ok((stream, Some(mut message))) => {
-                    let next = next_message(&working, &call, stream);
+                    let next = next_message(&workers, &call, stream);
                     call.count(&message.tuples);
                     let tuples = encode_tuples(std::mem::take(&mut message.tuples));
-                    Some((Ok(encode(header.0, header.1, tuples)), (Some((next, call)), working)))
+                    Some((Ok(encode(header.0, header.1, tuples)), (Some((next, call)), workers)))
                 }
                 Ok((_, None)) => {
                     call.end(Code::Ok, None);
                     None
                 }
-                Err(status) => Some((Err(call.fail(status)), (None, working))),
+                Err(status) => Some((Err(call.fail(status)), (None, workers))),
             }
         });
         Ok(Response::new(Box::pin(messages)))
@@ -199,15 +197,15 @@ type Next = Result<(MetadataStream, Option<Message>), Status>;
 
 /// Starts making the next message. It is dropped unread, and its work stopped, when the call is. A stream that finds
 /// nothing for long gives its working place up now and then, and queues for another.
-fn next_message(working: &Arc<Semaphore>, call: &Call, mut stream: MetadataStream) -> JoinHandle<Next> {
-    let (working, stop, span) = (working.clone(), call.stop.clone(), call.rpc.span.clone());
+fn next_message(workers: &Workers, call: &Call, mut stream: MetadataStream) -> JoinHandle<Next> {
+    let (workers, stop, span) = (workers.clone(), call.stop.clone(), call.rpc.span.clone());
     tokio::spawn(async move {
         loop {
             let stop = stop.clone();
             let bytes = stream.work_bytes();
-            let work = move || stream.work(&stop).map(|turn| (stream, turn));
+            let work = move |_: &Driver| stream.work(&stop).map(|turn| (stream, turn));
             let turn;
-            (stream, turn) = blocking(working.clone(), bytes, span.clone(), work).await?;
+            (stream, turn) = workers.work(bytes, &span, work).await?;
             match turn {
                 Turn::Message(message) => return Ok((stream, Some(message))),
                 Turn::Nothing => {}
@@ -222,23 +220,33 @@ fn panicked(error: JoinError) -> Status {
     Status::internal("the stream failed inside the driver; its log says where")
 }
 
-/// Does one message's work in a blocking thread, when there is memory for it: a turn's, and `bytes` besides.
-async fn blocking<T: Send + 'static>(
-    working: Arc<Semaphore>,
-    bytes: usize,
-    span: Span,
-    work: impl FnOnce() -> DriverResult<T> + Send + 'static,
-) -> Result<T, Status> {
-    let memory = (TURN + bytes).min(STREAMS_WORKING).div_ceil(KIB) as u32;
-    let Ok(turn) = working.acquire_many_owned(memory).await else {
-        return Err(Status::unavailable("the driver is shutting down"));
-    };
-    let task = tokio::task::spawn_blocking(move || {
-        let _turn = turn;
-        let _entered = span.enter();
-        work().map_err(|error| status(&error))
-    });
-    task.await.unwrap_or_else(|error| Err(panicked(error)))
+/// The threads in which streams work, and the memory, in KiB, of those at work.
+#[derive(Clone)]
+struct Workers {
+    driver: Arc<Driver>,
+    memory: Arc<Semaphore>,
+}
+
+impl Workers {
+    /// Does one message's work in a blocking thread, when there is memory for it: a turn's, and `bytes` besides.
+    async fn work<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        span: &Span,
+        work: impl FnOnce(&Driver) -> DriverResult<T> + Send + 'static,
+    ) -> Result<T, Status> {
+        let memory = (TURN + bytes).min(STREAMS_WORKING).div_ceil(KIB) as u32;
+        let Ok(turn) = self.memory.clone().acquire_many_owned(memory).await else {
+            return Err(Status::unavailable("the driver is shutting down"));
+        };
+        let (driver, span) = (self.driver.clone(), span.clone());
+        let task = tokio::task::spawn_blocking(move || {
+            let _turn = turn;
+            let _entered = span.enter();
+            work(&driver).map_err(|error| status(&driver, &error))
+        });
+        task.await.unwrap_or_else(|error| Err(panicked(error)))
+    }
 }
 
 fn encode_tuples(tuples: Vec<ByteRange>) -> Vec<proto::BlockMetadata> {

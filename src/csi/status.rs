@@ -4,12 +4,12 @@
 use tonic::{Code, Status};
 
 use crate::base::Stopped;
-use crate::driver::Error;
+use crate::driver::{Driver, Error};
 use crate::{cbt, pool, store, sys};
 
 /// The status of a failed call: the code of its kind, the message with all causes and what to do.
-pub fn status(error: &Error) -> Status {
-    Status::new(code(error), error.explain())
+pub fn status(driver: &Driver, error: &Error) -> Status {
+    Status::new(code(error), error.explain(&driver.config().data_dir))
 }
 
 /// The gRPC code of an error (CSI spec, "Error Scheme" and the error tables of each RPC).

@@ -132,7 +132,7 @@ impl Audit<'_> {
     fn data_dir(&mut self) -> Result<()> {
         let dir = self.inspection.data_dir().clone();
         let (pool, image) = (dir.pool(), dir.pool_image());
-        self.names(dir.path(), &[&dir.manifest(), &dir.lock(), &image, pool.path()])?;
+        self.names(dir.path(), &[&dir.manifest(), &dir.lock(), &image, &dir.untried(), pool.path()])?;
         let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.retained(), pool.staging()];
         self.names(pool.path(), &parts.each_ref().map(PathBuf::as_path))?;
         if image.exists() {

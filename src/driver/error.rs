@@ -2,6 +2,7 @@
 //! to do; [`crate::csi::status`] maps each variant to its gRPC code.
 
 use std::error::Error as StdError;
+use std::path::Path;
 
 use crate::base::Stopped;
 use crate::{cbt, pool, store, sys};
@@ -123,9 +124,11 @@ impl Error {
     }
 
     /// The error and all its causes in one line, and what to do where the kernel's word alone does not say it.
-    pub fn explain(&self) -> String {
+    /// `data_dir` is the driver's own.
+    pub fn explain(&self, data_dir: &Path) -> String {
         let line = report(self);
-        match self.sys().and_then(sys::Error::errno).and_then(advice) {
+        let advice = self.sys().and_then(|error| advice(error.errno()?, error.path.starts_with(data_dir)));
+        match advice {
             Some(advice) => format!("{line}: {advice}"),
             None => line,
         }
@@ -142,18 +145,27 @@ impl Error {
     }
 }
 
-fn advice(errno: i32) -> Option<&'static str> {
-    match errno {
-        libc::ENOSPC | libc::EDQUOT => Some(
+/// What to do about an error number; `ours` where it came from the data directory. Other paths are those of kubelet, of
+/// what is mounted there, and of devices.
+fn advice(errno: i32, ours: bool) -> Option<&'static str> {
+    match (errno, ours) {
+        (libc::ENOSPC | libc::EDQUOT, true) => Some(
             "the pool or the disk below it is full; delete volumes or snapshots, or make room on the disk",
         ),
-        libc::EFBIG => Some("the filesystem of the pool holds no file so large; ask for less"),
-        libc::EROFS => Some(
+        (libc::ENOSPC | libc::EDQUOT, false) => Some("that filesystem is full; make room on it"),
+        (libc::EFBIG, true) => Some("the filesystem of the pool holds no file so large; ask for less"),
+        (libc::EROFS, true) => Some(
             "the filesystem is read-only; the kernel's log says what made it so, and a remount or a restart of \
              the driver ends it",
         ),
-        libc::EIO | libc::EUCLEAN | libc::EBADMSG => {
+        (libc::EROFS, false) => {
+            Some("that filesystem is read-only; the kernel's log may say what made it so")
+        }
+        (libc::EIO | libc::EUCLEAN | libc::EBADMSG, true) => {
             Some("the disk failed, or the filesystem on it was shut down; see the kernel's log")
+        }
+        (libc::EIO | libc::EUCLEAN | libc::EBADMSG, false) => {
+            Some("what is there failed, or was shut down; see the kernel's log")
         }
         _ => None,
     }
@@ -182,4 +194,29 @@ pub fn report(error: &dyn StdError) -> String {
         cause = error.source();
     }
     line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stranger's loop device that failed was told as a failed disk of the pool.
+    #[test]
+    fn advice_about_the_pool_is_given_for_paths_of_the_pool() {
+        for (path, errno, expected) in [
+            ("/data/pool/volumes/x", libc::ENOSPC, Some("the pool or the disk below it is full")),
+            ("/kubelet/x", libc::ENOSPC, Some("that filesystem is full")),
+            ("/data/pool/volumes/x", libc::EIO, Some("the disk failed")),
+            ("/dev/loop15", libc::EIO, Some("what is there failed")),
+            ("/kubelet/x", libc::EFBIG, None),
+            ("/data/pool/volumes/x", libc::ENOENT, None),
+        ] {
+            let source = std::io::Error::from_raw_os_error(errno);
+            let error = Error::Sys(sys::Error { operation: "open", path: path.into(), source });
+            let said = error.explain(Path::new("/data"));
+            let advice = said.strip_prefix(&report(&error)).and_then(|rest| rest.strip_prefix(": "));
+            assert_eq!(advice.is_some(), expected.is_some(), "{said}");
+            assert!(advice.unwrap_or_default().starts_with(expected.unwrap_or_default()), "{said}");
+        }
+    }
 }

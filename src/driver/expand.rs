@@ -52,8 +52,9 @@ impl Driver {
             let file = File::options().write(true).open(&path).context("open", &path)?;
             step("set the length of", &path, || file.set_len(capacity))?;
             step("sync", &path, || file.sync_all())?;
-            record = self.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
         }
+        let capacity = capacity.max(record.capacity);
+        record = self.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
         if let Some(device) = LoopDevice::find(&path)? {
             grow(&device, capacity)?;
         }
@@ -92,9 +93,7 @@ impl Driver {
             read_ahead_kib: asked.read_ahead_kib.or(record.tuning.read_ahead_kib),
             direct_io: asked.direct_io.or(record.tuning.direct_io),
         };
-        if tuning != record.tuning {
-            self.store.update_volume(VolumeRecord { tuning, ..(*record).clone() })?;
-        }
+        self.store.update_volume(VolumeRecord { tuning, ..(*record).clone() })?;
         Ok(())
     }
 }

@@ -231,7 +231,7 @@ impl Driver {
     /// error, is noticed.
     pub fn ready(&self) -> Result<()> {
         self.home.check().map_err(|error| {
-            let why = Error::from(error).explain();
+            let why = Error::from(error).explain(&self.config().data_dir);
             Error::Precondition(match self.home.host_is_full() {
                 Ok(Some(full)) => format!("the pool is not usable: {why}. {full}"),
                 _ => format!("the pool is not usable: {why}"),

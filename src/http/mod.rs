@@ -5,6 +5,7 @@
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,7 +65,8 @@ impl Server {
     pub async fn serve(self, driver: Arc<Driver>) {
         let mut upkeep = tokio::time::interval(UPKEEP);
         let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        let asks = answering(driver, self.counted.clone());
+        let counted = self.counted.clone();
+        let asks = answering(move |is_scrape| driver_says(&driver, is_scrape, &counted));
         let accept = async || {
             let place = connections.clone().acquire_owned().await.expect("it is never closed");
             (self.listener.accept().await, place)
@@ -139,17 +141,19 @@ struct Ask {
 }
 
 /// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more
-/// threads are taken from CSI calls. Ends with the last sender.
-fn answering(driver: Arc<Driver>, counted: PrometheusHandle) -> mpsc::Sender<Ask> {
+/// threads are taken from CSI calls. One that panics is answered as an error. Ends with the last sender.
+fn answering(say: impl Fn(bool) -> Result<String, String> + Send + 'static) -> mpsc::Sender<Ask> {
     let (asks, mut asked) = mpsc::channel::<Ask>(1);
     tokio::task::spawn_blocking(move || {
         while let Some(ask) = asked.blocking_recv() {
             if ask.answer.is_closed() {
                 continue;
             }
-            let answer = match driver_says(&driver, ask.is_scrape, &counted) {
-                Ok(body) => text(StatusCode::OK, body),
-                Err(body) => text(StatusCode::SERVICE_UNAVAILABLE, body),
+            // Nothing is left half changed: it only reads.
+            let answer = match catch_unwind(AssertUnwindSafe(|| say(ask.is_scrape))) {
+                Ok(Ok(body)) => text(StatusCode::OK, body),
+                Ok(Err(body)) => text(StatusCode::SERVICE_UNAVAILABLE, body),
+                Err(_) => text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n".into()),
             };
             let _ = ask.answer.send(answer);
         }
@@ -213,4 +217,22 @@ fn scrape(driver: &Driver, counted: &PrometheusHandle) -> String {
     gauge!("deltapath_ready").set(if driver.ready().is_ok() { 1.0 } else { 0.0 });
     counted.run_upkeep();
     counted.render()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_is_one_answer_and_the_next_question_has_its_own() {
+        let asks = answering(|is_scrape| match is_scrape {
+            true => panic!("on purpose"),
+            false => Ok("ok\n".into()),
+        });
+        for (is_scrape, status) in [(true, 500), (false, 200), (true, 500)] {
+            let (answer, answered) = oneshot::channel();
+            asks.send(Ask { is_scrape, answer }).await.expect("it listens");
+            assert_eq!(answered.await.expect("an answer").status(), status);
+        }
+    }
 }

@@ -156,24 +156,39 @@ impl Home {
             (None, true) if !request.choice.takes(Format::of_image(&image)?) => {
                 Err(Error::ImageUnwanted { image, choice: request.choice.name() })
             }
-            (None, true) => in_image(dir),
-            (None, false) => match choose(data_dir, &dir, request)? {
-                Chosen::Image(first, second) => {
-                    make_image(data_dir, request.size, first)?;
-                    match (in_image(dir.clone()), second) {
-                        // mkfs may know more than the kernel, which then refuses what it made.
-                        (Err(error), Some(second)) => {
-                            let (first, second_name) = (first.name(), second.name());
-                            tracing::warn!(%error, "no {first} image, trying {second_name}");
-                            durable::remove(&image)?;
-                            make_image(data_dir, request.size, second)?;
-                            in_image(dir)
-                        }
-                        (home, _) => home,
+            (None, is_made) => {
+                let untried = data_dir.untried();
+                // It may be mounted: what the directory is on says nothing then.
+                match is_made.then(|| in_image(dir.clone())) {
+                    Some(Ok(home)) => {
+                        durable::remove(&untried)?;
+                        return Ok(home);
                     }
+                    Some(Err(error)) if !untried.exists() => return Err(error),
+                    _ => {}
                 }
-                Chosen::InPlace(pool) => Ok(Home { pool, dir, image: None }),
-            },
+                let (first, second) = match choose(data_dir, &dir, request)? {
+                    Chosen::InPlace(pool) => return Ok(Home { pool, dir, image: None }),
+                    Chosen::Image(first, second) => (first, second),
+                };
+                if !is_made {
+                    durable::replace(&untried, &[])?;
+                    make_image(data_dir, request.size, first)?;
+                }
+                let home = match (in_image(dir.clone()), second) {
+                    // mkfs may know more than the kernel, which then refuses what it made.
+                    (Err(error), Some(second)) => {
+                        let (first, second_name) = (first.name(), second.name());
+                        tracing::warn!(%error, "no {first} image, trying {second_name}");
+                        durable::remove(&image)?;
+                        make_image(data_dir, request.size, second)?;
+                        in_image(dir)?
+                    }
+                    (home, _) => home?,
+                };
+                durable::remove(&untried)?;
+                Ok(home)
+            }
         }
     }
 

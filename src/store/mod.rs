@@ -236,9 +236,14 @@ impl Store {
 
     /// Replaces a volume's record: expanded, modified. The old one or the new one survives a
     /// crash, and the new one is there before the caller is told. Where only the last sync fails the new one
-    /// is there as well: then memory follows the disk, and the caller gets the error.
+    /// is there as well: then memory follows the disk, and the caller gets the error. The retry, which finds
+    /// nothing to replace, syncs it.
     pub fn update_volume(&self, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
         let dir = self.dir.volume(&record.id);
+        if let Some(there) = self.read(|index| index.volume(&record.id)).filter(|there| **there == record) {
+            durable::sync_dir(dir.path())?;
+            return Ok(there);
+        }
         let replaced = durable::replace(&dir.record(), &encode(&record));
         let there = match &replaced {
             Ok(()) => Ok(record),

@@ -1,12 +1,16 @@
 //! Running the programs that own an on-disk format: `mkfs.*`, `blkid`, the resize tools.
 //!
 //! Everything that is a system call is made as one; these are called because no other code may
-//! claim to know their formats.
+//! claim to know their formats. None outlives the driver: its next start may use the same device.
 
 use std::ffi::OsStr;
 use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
+
+use nix::sys::prctl::set_pdeathsig;
+use nix::sys::signal::Signal;
 
 use super::{Context, Error, Result, failpoint, step};
 
@@ -20,6 +24,17 @@ pub fn run<S: AsRef<OsStr>>(
 ) -> Result<Output> {
     let mut command = Command::new(program);
     command.args(arguments).arg(subject).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let driver = nix::unistd::getpid();
+    let end_with_driver = move || {
+        set_pdeathsig(Signal::SIGKILL)?;
+        match nix::unistd::getppid() == driver {
+            true => Ok(()),
+            // It was killed before the kernel knew.
+            false => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    };
+    // SAFETY: between fork and exec it makes two system calls and allocates nothing.
+    unsafe { command.pre_exec(end_with_driver) };
     let child =
         step("run", program.as_ref(), || command.spawn()).map_err(|error| match error.source.kind() {
             io::ErrorKind::NotFound => Error { operation: "run (install the program on this node)", ..error },

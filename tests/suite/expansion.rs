@@ -7,6 +7,7 @@ use deltapath::csi::proto::{self, CapacityRange};
 use deltapath::sys::{self, blockdev};
 use tonic::Code;
 
+use crate::crash::points::{Cut, Orders, Point};
 use crate::support::content::{Content, blocks_of};
 use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, status_code};
 
@@ -335,5 +336,31 @@ async fn what_an_expansion_adds_reads_as_zeros() {
     assert!(bytes.iter().all(|byte| *byte == 0));
     drop(file);
     rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// The incident: the last sync of an expansion failed, the retry found the record large enough and said OK, and a power
+/// cut brought the small one back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_retry_syncs_what_the_call_before_could_not() {
+    if !have_root() {
+        return;
+    }
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let request = new_volume("volume", 8 * MIB, block_capability());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let dir = rig.pool_dir().join("volumes").join(&volume);
+    let mut orders = Orders::new(rig.dir.path());
+    let is_last = |point: &&Point| point.step == "sync" && point.path == dir;
+    orders.count();
+    rig.client.expand_volume(&volume, 16 * MIB).await.expect("expand");
+    let at = orders.withdraw().iter().find(is_last).expect("it is synced").number;
+    orders.give(Cut::Error(nix::libc::EIO), at, "calls");
+    rig.client.expand_volume(&volume, 24 * MIB).await.expect_err("the sync fails");
+    assert!(orders.withdraw().iter().any(|point| point.hit && point.path == dir));
+    orders.count();
+    let expanded = rig.client.expand_volume(&volume, 24 * MIB).await.expect("the retry");
+    assert_eq!(expanded.capacity_bytes, 24 * MIB);
+    assert!(orders.withdraw().iter().any(|point| is_last(&point)), "it is not synced");
     rig.finish();
 }

@@ -1,5 +1,6 @@
 //! Starting: sockets, data directories, records, and what a dead driver left.
 
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -7,6 +8,7 @@ use deltapath::client::{Client, block_capability, new_volume};
 use deltapath::csi::proto::{self, ListVolumesRequest};
 use tonic::Code;
 
+use crate::crash::points::{Cut, Orders};
 use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.
@@ -225,22 +227,80 @@ impl Drop for Swept {
     }
 }
 
+/// A directory with a mkfs.btrfs that writes the magic number of a btrfs, and nothing behind it.
+fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let programs = dir.join("bin");
+    std::fs::create_dir(&programs).expect("mkdir");
+    let mkfs = programs.join("mkfs.btrfs");
+    let script = "#!/bin/sh\nfor image; do :; done\nprintf _BHRfS_M | dd of=\"$image\" bs=1 seek=65600 conv=notrunc 2>/dev/null\n";
+    std::fs::write(&mkfs, script).expect("write");
+    std::fs::set_permissions(&mkfs, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    programs
+}
+
+/// The incident: a start was killed after it had made such an image and before it took the other filesystem. The next
+/// one insisted on the image, whose manifest nobody had written yet.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
+    if !have_root() {
+        return;
+    }
+    let mut kills = 0;
+    for at in (1..).step_by(2) {
+        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+        let programs = programs_that_know_more(dir.path());
+        let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
+        let data = dir.path().join("data");
+        let start = || {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+            command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", "auto"]);
+            command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
+            command.arg("--data-dir").arg(&data).env("PATH", &path).env("RUST_LOG", "warn");
+            command.env("DELTAPATH_FAILPOINTS", dir.path().join("failpoints"));
+            command.spawn().expect("start")
+        };
+        let mut orders = Orders::new(dir.path());
+        orders.give(Cut::Kill, at, "main");
+        let mut driver = Swept(start(), dir.path().to_owned());
+        let connected = loop {
+            if driver.0.try_wait().expect("wait").is_some() {
+                break false;
+            }
+            if Client::connect(&dir.path().join("csi.sock"), Duration::from_millis(100)).await.is_ok() {
+                break true;
+            }
+        };
+        orders.withdraw();
+        if !connected {
+            kills += 1;
+            driver.0 = start();
+            let mut client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
+            let client = client.as_mut().unwrap_or_else(|error| panic!("killed before step {at}: {error}"));
+            let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
+            assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "reflink", "step {at}");
+        }
+        signal(&driver.0, nix::sys::signal::Signal::SIGTERM);
+        assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
+        let left = leftovers(dir.path());
+        assert_eq!(left, Vec::<String>::new(), "killed before step {at}");
+        assert!(!data.join("pool.img.untried").exists(), "killed before step {at}");
+        if connected {
+            break;
+        }
+    }
+    assert!(kills > 5, "only {kills} steps");
+}
+
 /// A mkfs that knows more than the kernel makes an image that can not be mounted: `--pool auto` takes the other
 /// filesystem then, and whoever asked for this one is told.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
-    use std::os::unix::fs::PermissionsExt;
     if !have_root() {
         return;
     }
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let programs = dir.path().join("bin");
-    std::fs::create_dir(&programs).expect("mkdir");
-    let mkfs = programs.join("mkfs.btrfs");
-    // The magic number of a btrfs, and nothing behind it.
-    let script = "#!/bin/sh\nfor image; do :; done\nprintf _BHRfS_M | dd of=\"$image\" bs=1 seek=65600 conv=notrunc 2>/dev/null\n";
-    std::fs::write(&mkfs, script).expect("write");
-    std::fs::set_permissions(&mkfs, std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    let programs = programs_that_know_more(dir.path());
     let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
     let start = |choice: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));

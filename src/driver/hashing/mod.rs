@@ -87,7 +87,7 @@ impl Driver {
                 }
                 // Deltas read its data instead.
                 Err(error) => {
-                    let error = error.explain();
+                    let error = error.explain(&self.config().data_dir);
                     tracing::warn!(snapshot_id = %work.id, error, "a snapshot could not be hashed, trying again later");
                     self.hashing.put_off(&work);
                 }

@@ -19,7 +19,7 @@ mod inline;
 #[cfg(feature = "failpoints")]
 mod moves;
 #[cfg(feature = "failpoints")]
-mod points;
+pub mod points;
 mod scene;
 #[cfg(feature = "failpoints")]
 mod starts;

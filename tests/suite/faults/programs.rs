@@ -8,6 +8,7 @@ use std::process::Stdio;
 use deltapath::client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
+use super::until;
 use crate::reboot::SweptOnDrop;
 use crate::support::{MIB, PoolKind, Rig, driver_command, have_root, names, temp_dir};
 
@@ -139,5 +140,40 @@ async fn a_volume_without_its_mkfs_is_staged_later() {
         std::fs::write(target.join("file"), "there").expect("write");
         rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     }
+    rig.finish();
+}
+
+/// A program that the driver has started ends with it: the next start formats the same device.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_mkfs_outlives_the_driver() {
+    if !have_root() {
+        return;
+    }
+    let dir = temp_dir();
+    let bin = path_without(dir.path(), "mkfs.ext4");
+    let note = dir.path().join("pid");
+    script(
+        &bin,
+        "mkfs.ext4",
+        &format!("echo $$ >{0}.new; /bin/mv {0}.new {0}; exec /bin/sleep 600", note.display()),
+    );
+    let environment = vec![("PATH", OsString::from(&bin))];
+    let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
+    let request = new_volume("volume", 64 * MIB, mount_capability("ext4"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let staging = tokio::spawn({
+        let (mut client, kubelet, volume) = (rig.client.clone(), rig.kubelet(), volume.clone());
+        async move { client.publish(&volume, mount_capability("ext4"), false, &kubelet).await }
+    });
+    until("mkfs", || note.exists()).await;
+    let pid = std::fs::read_to_string(&note).expect("read");
+    let process = Path::new("/proc").join(pid.trim());
+    assert!(process.exists());
+    rig.kill();
+    staging.await.expect("staging").expect_err("the driver is gone");
+    until("its end", || !process.exists()).await;
+    rig.start_again().await;
+    let kubelet = rig.kubelet();
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }
