@@ -7,7 +7,8 @@ use deltapath::csi::proto::{self, CapacityRange};
 use deltapath::sys::{self, blockdev};
 use tonic::Code;
 
-use crate::crash::points::{Cut, Orders, Point};
+#[cfg(feature = "failpoints")]
+use crate::crash::{Cut, Orders, Point};
 use crate::support::content::{Content, blocks_of};
 use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, status_code};
 
@@ -341,6 +342,7 @@ async fn what_an_expansion_adds_reads_as_zeros() {
 
 /// The incident: the last sync of an expansion failed, the retry found the record large enough and said OK, and a power
 /// cut brought the small one back.
+#[cfg(feature = "failpoints")]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_retry_syncs_what_the_call_before_could_not() {
     if !have_root() {

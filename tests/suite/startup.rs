@@ -8,7 +8,8 @@ use deltapath::client::{Client, block_capability, new_volume};
 use deltapath::csi::proto::{self, ListVolumesRequest};
 use tonic::Code;
 
-use crate::crash::points::{Cut, Orders};
+#[cfg(feature = "failpoints")]
+use crate::crash::{Cut, Orders};
 use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.
@@ -241,6 +242,7 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
 
 /// The incident: a start was killed after it had made such an image and before it took the other filesystem. The next
 /// one insisted on the image, whose manifest nobody had written yet.
+#[cfg(feature = "failpoints")]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
     if !have_root() {

@@ -227,7 +227,8 @@ mod tests {
     /// volume, a sequence number and the steps that its changes and its rest take.
     #[test]
     fn changes_go_first_and_volumes_take_turns() {
-        let cases: &[(&[(char, u64, u32, u32)], &str)] = &[
+        type Jobs = &'static [(char, u64, u32, u32)];
+        let cases: &[(Jobs, &str)] = &[
             (&[], ""),
             // Of a volume: the newest changes first, the rest from the oldest on.
             (&[('a', 1, 1, 1), ('a', 2, 1, 1), ('a', 3, 1, 1)], "A3 A2 A1 a1 a2 a3"),

@@ -19,7 +19,7 @@ mod inline;
 #[cfg(feature = "failpoints")]
 mod moves;
 #[cfg(feature = "failpoints")]
-pub mod points;
+mod points;
 mod scene;
 #[cfg(feature = "failpoints")]
 mod starts;
@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use audit::When;
 use calls::{CALLS, Job};
 #[cfg(feature = "failpoints")]
-pub use points::Orders;
+pub use points::{Cut, Orders, Point};
 use scene::Scene;
 use tally::Tally;
 
