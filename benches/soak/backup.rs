@@ -80,6 +80,7 @@ pub async fn keep(world: &'static World, volume: &'static Volume) {
 impl Backup {
     async fn round(&mut self) -> Result<(), Failed> {
         let (world, volume) = (self.world, self.volume);
+        let _room = world.room.read().await;
         self.round += 1;
         let mark = {
             let _writing = volume.writers.read().await;
@@ -347,6 +348,7 @@ pub async fn groups(world: &'static World, volumes: &'static [Volume]) {
         let raw = volumes.iter().filter(|volume| volume.fs_type.is_none()).collect::<Vec<_>>();
         let other = volumes.iter().filter(|volume| volume.fs_type.is_some()).collect::<Vec<_>>();
         let first = dice.below(other.len() as u64) as usize;
+        let room = world.room.read().await;
         let mut ids = vec![other[first].id.clone(), other[(first + 1) % other.len()].id.clone()];
         if world.pool != PoolKind::Dir {
             ids.push(raw[dice.below(raw.len() as u64) as usize].id.clone());
@@ -354,6 +356,7 @@ pub async fn groups(world: &'static World, volumes: &'static [Volume]) {
         if let Err(what) = group(world, &format!("soak group {number}"), &ids).await {
             world.fail(format!("group {number}: {what}"));
         }
+        drop(room);
         tokio::time::sleep(Duration::from_millis(3000 + dice.below(3000))).await;
     }
 }

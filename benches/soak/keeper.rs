@@ -203,7 +203,8 @@ pub fn print_counts(world: &World) {
     println!(
         "fio: {} passes, {:.2} GB written, {:.2} GB verified. Backups: {} snapshots, {} deltas ({} from deleted bases), \
          {:.2} GB copied, {:.1} GB compared. {} restores, {} clones, {} groups, {} expansions, {} volumes published anew. \
-         The driver was stopped {} times and killed {} times.",
+         {} snapshots of a device whose {} pairs of writes were logged in order. The pool was full {} times and refused {} \
+         snapshots. The driver was stopped {} times and killed {} times.",
         get(&counts.passes),
         gigabytes(&counts.fio_written),
         gigabytes(&counts.fio_verified),
@@ -217,6 +218,10 @@ pub fn print_counts(world: &World) {
         get(&counts.groups),
         get(&counts.expansions),
         get(&counts.moves),
+        get(&counts.ordered),
+        get(&counts.pairs),
+        get(&counts.full),
+        get(&counts.refused),
         get(&counts.stops),
         get(&counts.kills),
     );

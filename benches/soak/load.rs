@@ -135,6 +135,7 @@ pub async fn write(world: &'static World, volume: &'static Volume) {
     let mut pass = 0;
     while !world.is_over() {
         let done = async {
+            let _room = world.room.read().await;
             {
                 let _writing = volume.writers.read().await;
                 fio(world, volume, pass).await?;

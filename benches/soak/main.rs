@@ -3,8 +3,10 @@
 //! 16 volumes, raw ones and all filesystems, are written by `fio`, which verifies what it wrote. Each has a
 //! backup: a snapshot, its allocated blocks once and then deltas, copied into a file that is compared with the
 //! snapshot byte by byte, read from its image or from a restored volume. Bases are deleted before their delta is
-//! asked; volumes are cloned, restored, expanded, published anew and taken in groups. During the first third the
-//! driver is stopped and killed again and again; the other two run on one process, so that what it leaks shows.
+//! asked; volumes are cloned, restored, expanded, published anew and taken in groups. On one more device writers log what
+//! they wrote, and each snapshot of it must hold what its logs name. For half of the time a loop device of somebody
+//! else's is dead; eight times the pool is full. During the first third the driver is stopped and killed again and
+//! again; the other two run on one process, so that what it leaks shows.
 //!
 //! Settings, by environment: `MINUTES` (30), `POOL` (btrfs, xfs or dir; btrfs). Fails on a mismatch, an error of fio,
 //! an answer that is not expected, a line of level ERROR in the log, and a leak. Needs root and fio.
@@ -18,6 +20,7 @@ mod selfcheck;
 #[path = "../../tests/suite/support/mod.rs"]
 #[allow(dead_code)]
 mod support;
+mod trouble;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -26,7 +29,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use link::Link;
+use support::places::Disk;
 use support::{PoolKind, Rig};
+use tokio::sync::RwLock;
 
 /// What went wrong, for the reader.
 type Failed = String;
@@ -49,6 +54,10 @@ struct Counts {
     passes: AtomicU64,
     kills: AtomicU64,
     stops: AtomicU64,
+    ordered: AtomicU64,
+    pairs: AtomicU64,
+    full: AtomicU64,
+    refused: AtomicU64,
 }
 
 /// What all tasks share.
@@ -64,6 +73,8 @@ struct World {
     pool_dir: PathBuf,
     stop: AtomicBool,
     failures: Mutex<Vec<Failed>>,
+    /// Held shared by whoever needs room in the pool, alone by whoever fills it.
+    room: RwLock<()>,
 }
 
 impl World {
@@ -126,7 +137,10 @@ fn main() -> ExitCode {
 }
 
 async fn soak(pool: PoolKind, length: Duration) -> bool {
-    let mut rig = Rig::start_with(pool, &["--pool-size", "24Gi"], "info").await;
+    // Plain files fill the disk that they are on: they get one of their own.
+    let disk = (pool == PoolKind::Dir).then(|| Disk::ext4(24 << 30));
+    let dir = disk.as_ref().map_or_else(support::temp_dir, Disk::dir);
+    let mut rig = Rig::start_in(dir, pool, &["--pool-size", "24Gi"], "info").await;
     let fresh = curves::Sample::take(&rig, 0.0);
     let started = Instant::now();
     let world = World {
@@ -140,6 +154,7 @@ async fn soak(pool: PoolKind, length: Duration) -> bool {
         pool_dir: rig.pool_dir(),
         stop: AtomicBool::new(false),
         failures: Mutex::default(),
+        room: RwLock::default(),
     };
     println!(
         "soak: {} min on {}, 16 volumes under fio, 2 thirds on one process",
@@ -160,12 +175,15 @@ async fn soak(pool: PoolKind, length: Duration) -> bool {
         tasks.spawn(backup::keep(world, volume));
     }
     tasks.spawn(backup::groups(world, volumes));
+    tasks.spawn(trouble::order(world));
+    tasks.spawn(trouble::dead_devices(world));
+    tasks.spawn(trouble::full_pools(world, volumes));
     tasks.spawn(async move {
         if tokio::signal::ctrl_c().await.is_ok() {
             world.fail("interrupted".into());
         }
     });
-    let curves = keeper::watch(world, &mut rig, volumes.len() * 2 + 1, &mut tasks).await;
+    let curves = keeper::watch(world, &mut rig, volumes.len() * 2 + 4, &mut tasks).await;
     if !world.has_failed()
         && let Err(what) = keeper::close(world, &mut rig, volumes, &fresh).await
     {
@@ -186,6 +204,7 @@ async fn soak(pool: PoolKind, length: Duration) -> bool {
         return false;
     }
     rig.finish();
+    disk.into_iter().for_each(Disk::finish);
     println!("soak: no mismatch, no leak");
     true
 }

@@ -12,13 +12,13 @@ use std::time::{Duration, UNIX_EPOCH};
 use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::csi::proto;
 use deltapath::sys::loopdev::{Access, LoopDevice};
-use deltapath::sys::{mount, program};
+use deltapath::sys::mount;
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
     MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request, Session,
 };
 
-use super::Disk;
+use super::DeadDevices;
 use crate::support::content::Content;
 use crate::support::{MIB, PoolKind, Rig, have_root, temp_dir};
 
@@ -63,25 +63,18 @@ async fn a_dead_loop_device_of_somebodys_stops_nobody() {
     if !have_root() {
         return;
     }
-    let disk = Disk::new("xfs", &["-q"], 320 << 20);
-    let mut devices = Vec::new();
     // Under names that ours have, too.
-    for name in ["disk.img", "pool.img", "volumes/vol-00000000000000000000000000000000/bytes/data.img"] {
-        let path = disk.mount_point.join(name);
-        std::fs::create_dir_all(path.parent().expect("a parent")).expect("mkdir");
-        std::fs::File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("an image");
-        devices.push(LoopDevice::attach(&path, Access::ReadWrite).expect("attach"));
-    }
-    program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
-    assert!(std::fs::metadata(disk.mount_point.join("disk.img")).is_err(), "it still answers");
+    let dead = DeadDevices::attach(&[
+        "disk.img",
+        "pool.img",
+        "volumes/vol-00000000000000000000000000000000/bytes/data.img",
+    ]);
     for pool in [PoolKind::Xfs, PoolKind::Dir] {
         let mut rig = Rig::start(pool).await;
         everything_works(&mut rig).await;
         rig.finish();
     }
-    for device in devices {
-        assert!(device.detach().expect("detach"), "it is detached, though its filesystem is dead");
-    }
+    dead.detach();
 }
 
 /// A filesystem whose files are there and answer nothing any more, once it is told to be silent.

@@ -5,6 +5,7 @@ pub mod broken;
 pub mod content;
 pub mod disk;
 pub mod order;
+pub mod places;
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
