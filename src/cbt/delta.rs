@@ -274,7 +274,9 @@ impl DeltaScan {
                 if !self.load_next_segment(stop)? {
                     return Ok(Step::End);
                 }
-                if Instant::now() >= until {
+                // A segment that takes long to load is not given up before a block of it was judged: it may have to be
+                // loaded again.
+                if self.segment.is_none() && Instant::now() >= until {
                     return Ok(Step::Pause);
                 }
                 continue;
@@ -304,6 +306,7 @@ impl DeltaScan {
         }
     }
 
+    /// Moves on to the next segment, which is left out where it has no candidates; `false` at the end.
     fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
         stop.check()?;
         if let Some(done) = self.segment.take() {
@@ -328,8 +331,13 @@ impl DeltaScan {
         let maps =
             [&base.allocated, &base.pending, &target.allocated, &target.pending, &certain, &candidates];
         let bytes = maps.iter().map(|map| map.serialized_size()).sum();
+        if candidates.is_empty() {
+            self.segments.next = segment_range(index).end;
+            return Ok(true);
+        }
         let candidates = candidates.into_iter().peekable();
         self.segment = Some(Segment { index, bytes, base, target, certain, candidates });
+        self.looked = 0;
         Ok(true)
     }
 

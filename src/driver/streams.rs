@@ -59,9 +59,12 @@ impl Streams {
     /// Share for a message of up to `most` tuples, and how many it may hold. A stream whose client is slow holds its
     /// message for long, so none gets more than a share of what is left.
     pub(super) fn share(self: &Arc<Self>, most: usize) -> (Share, usize) {
-        let left = MESSAGES.saturating_sub(self.held().messages);
+        let mut held = self.held();
+        let left = MESSAGES.saturating_sub(held.messages);
         let most = most.min(SHORT + left / 8 / TUPLE);
-        (self.hold(most * TUPLE), most)
+        let bytes = most * TUPLE;
+        held.messages += bytes;
+        (Share { streams: self.clone(), bytes }, most)
     }
 
     /// Counts `bytes` of a message until the share is dropped.

@@ -146,6 +146,14 @@ impl Home {
                 }
             }
         };
+        let untried = data_dir.untried();
+        let tried = |home: Home| match durable::remove(&untried) {
+            Ok(()) => Ok(home),
+            Err(error) => {
+                home.close()?;
+                Err(error.into())
+            }
+        };
         match (known, image.exists()) {
             (Some(Known { in_image: true, .. }), false) => Err(Error::ImageMissing(image)),
             (Some(Known { in_image: true, .. }), true) => in_image(dir),
@@ -157,13 +165,9 @@ impl Home {
                 Err(Error::ImageUnwanted { image, choice: request.choice.name() })
             }
             (None, is_made) => {
-                let untried = data_dir.untried();
                 // It may be mounted: what the directory is on says nothing then.
                 match is_made.then(|| in_image(dir.clone())) {
-                    Some(Ok(home)) => {
-                        durable::remove(&untried)?;
-                        return Ok(home);
-                    }
+                    Some(Ok(home)) => return tried(home),
                     Some(Err(error)) if !untried.exists() => return Err(error),
                     _ => {}
                 }
@@ -172,22 +176,19 @@ impl Home {
                     Chosen::Image(first, second) => (first, second),
                 };
                 if !is_made {
-                    durable::replace(&untried, &[])?;
                     make_image(data_dir, request.size, first)?;
                 }
-                let home = match (in_image(dir.clone()), second) {
+                match (in_image(dir.clone()), second) {
                     // mkfs may know more than the kernel, which then refuses what it made.
                     (Err(error), Some(second)) => {
                         let (first, second_name) = (first.name(), second.name());
                         tracing::warn!(%error, "no {first} image, trying {second_name}");
                         durable::remove(&image)?;
                         make_image(data_dir, request.size, second)?;
-                        in_image(dir)?
+                        tried(in_image(dir)?)
                     }
-                    (home, _) => home?,
-                };
-                durable::remove(&untried)?;
-                Ok(home)
+                    (home, _) => tried(home?),
+                }
             }
         }
     }
@@ -450,8 +451,9 @@ fn check_image_possible(format: Format, choice: PoolChoice, data_dir: &DataDir) 
 
 /// Makes `pool.img`.
 ///
-/// 1. Make and format it under another name: a crash leaves a file that the next start replaces.
-/// 2. Sync it and rename it into place: it is there whole or not at all.
+/// 1. Make and format it under another name and sync it: a crash leaves a file that the next start replaces.
+/// 2. Mark it as untried: a crash leaves a mark of nothing.
+/// 3. Rename it into place: it is there whole or not at all.
 fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: Format) -> Result<()> {
     let free = space(data_dir.path())?.available;
     let size = match size {
@@ -475,6 +477,7 @@ fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: Format) -> Res
     step("set the length of", &fresh, || file.set_len(size))?;
     format.make(&fresh)?;
     step("sync", &fresh, || File::open(&fresh)?.sync_all())?;
+    durable::replace(&data_dir.untried(), &[])?;
     durable::rename(&fresh, &image)?;
     Ok(())
 }

@@ -87,7 +87,12 @@ pub fn create(path: &Path) -> Result<()> {
 fn make(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = durable::create_new(path)?;
     // On btrfs a block is overwritten in place only if its file says so while it is empty. No other filesystem takes that.
-    let _ = Flag::OverwriteInPlace.set(&file, path, true);
+    match Flag::OverwriteInPlace.set(&file, path, true) {
+        Err(error) if !matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::EINVAL)) => {
+            return Err(error);
+        }
+        _ => {}
+    }
     step("write", path, || file.write_all(bytes))?;
     step("sync", path, || file.sync_all())
 }

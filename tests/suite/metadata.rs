@@ -198,6 +198,7 @@ async fn snapshots_that_make_no_pair_are_refused() {
         (&pair.second, &other, Code::InvalidArgument),
         ("", &pair.second, Code::InvalidArgument),
         (&pair.first, "", Code::InvalidArgument),
+        (unknown, "", Code::InvalidArgument),
         (unknown, &pair.second, Code::NotFound),
         (&pair.first, unknown, Code::NotFound),
         ("../../etc/passwd", &pair.second, Code::NotFound),

@@ -7,7 +7,7 @@
 mod audit;
 mod queue;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
@@ -127,6 +127,7 @@ impl Driver {
 
     /// Removes maps that the last driver did not write to their end, and that nobody may write again.
     fn remove_drafts(&self, record: &SnapshotRecord) {
+        let Ok(_map) = self.locks.wait_until(Key::Map(record.id.clone()), &self.hashing.stop) else { return };
         let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
         let dir = self.store.snapshot_dir(record);
         for (map, end) in [
@@ -219,7 +220,7 @@ impl Driver {
             }
             step.replace_pending(&self.store.snapshot_dir(record))?;
             self.hashing.progress(record, step.done);
-            return Ok(step.is_last());
+            return Ok(step.is_last);
         }
     }
 
@@ -290,12 +291,12 @@ impl Driver {
     }
 
     /// Hashes up to [`STEP`] bytes of a snapshot; `None` where nothing is left to be hashed.
-    fn hash_step<'m>(
+    fn hash_step(
         &self,
         record: &SnapshotRecord,
-        only: Option<&'m MapFile>,
+        only: Option<&MapFile>,
         helpers: &rayon::ThreadPool,
-    ) -> Result<Option<Rest<'m>>> {
+    ) -> Result<Option<Rest>> {
         let stop = &self.hashing.stop;
         let dir = self.store.snapshot_dir(record);
         let pending = match MapFile::open(&dir.pending()) {
@@ -330,9 +331,9 @@ impl Driver {
         let size = record.block_size;
         let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes };
         let mut parent = self.hashed_parent(&dir);
-        let (mut done, mut cut) = (0, None);
+        let (mut done, mut is_last) = (0, true);
         let mut indexes = wanted.into_iter();
-        let mut worked = BTreeSet::new();
+        let mut taken = BTreeMap::new();
         for index in indexes.by_ref() {
             let held = allocated.segment(index)?;
             let mut pended = members_or_all(&pending, index)?;
@@ -340,24 +341,27 @@ impl Driver {
                 pended &= members_or_all(only, index)?;
             }
             to_hash.forget(index, &pended - &held, stop)?;
-            let mut members = pended & held;
-            worked.insert(index);
+            let mut members = &pended & held;
+            let mut is_cut = false;
             if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
-                cut = Some((index, later));
+                pended -= later;
+                is_cut = true;
             }
+            taken.insert(index, pended);
             done += members.len() * size.bytes();
             if let Some(parent) = &mut parent {
                 let shared = parent.shares(index, &members)?;
                 members -= to_hash.take_over(index, shared, &mut parent.hashes, stop)?;
             }
             helpers.install(|| to_hash.hash_segment(index, members, stop))?;
-            if cut.is_some() {
+            is_last = !is_cut;
+            if is_cut {
                 break;
             }
         }
         hashes.sync()?;
-        let is_last = cut.is_none() && indexes.next().is_none();
-        Ok(Some(Rest { header: header(record), done, worked, only, cut, is_last, pending, allocated }))
+        is_last &= indexes.next().is_none();
+        Ok(Some(Rest { header: header(record), done, taken, is_last, pending, allocated }))
     }
 
     /// The snapshot that `changed` compares with, if its hashes are there to be taken over.
@@ -413,26 +417,19 @@ impl HashedParent {
 }
 
 /// What one step leaves to be hashed.
-struct Rest<'m> {
+struct Rest {
     header: MapHeader,
     /// Bytes that the step hashed.
     done: u64,
-    /// The segments it came to, of which it hashed these blocks `only`.
-    worked: BTreeSet<u32>,
-    only: Option<&'m MapFile>,
-    /// The segment in which it ended, and what it left there.
-    cut: Option<(u32, RoaringBitmap)>,
+    /// Blocks that it took out of `pending`, by segment: those it hashed, and those that are holes, which it forgot.
+    taken: BTreeMap<u32, RoaringBitmap>,
     is_last: bool,
     /// What was to be hashed before.
     pending: MapFile,
     allocated: Allocation,
 }
 
-impl Rest<'_> {
-    fn is_last(&self) -> bool {
-        self.is_last
-    }
-
+impl Rest {
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
         durable::replace_with(&dir.pending(), &fresh, |fresh| self.write(fresh))
@@ -441,23 +438,16 @@ impl Rest<'_> {
     fn write(&self, fresh: &Path) -> Result<()> {
         let mut writer = MapWriter::create(fresh, self.header.clone())?;
         for index in self.pending.indexes() {
-            let mut left = RoaringBitmap::new();
-            if !self.worked.contains(&index) {
-                match writer.copy_segment(&self.pending, index) {
-                    Err(cbt::Error::Damaged { .. }) => left = self.allocated.segment(index)?,
-                    copied => {
-                        copied?;
-                        continue;
-                    }
+            if let Some(taken) = self.taken.get(&index) {
+                writer.insert_segment(index, members_or_all(&self.pending, index)? - taken)?;
+                continue;
+            }
+            match writer.copy_segment(&self.pending, index) {
+                Err(cbt::Error::Damaged { .. }) => {
+                    writer.insert_segment(index, self.allocated.segment(index)?)?;
                 }
-            } else if let Some(only) = self.only {
-                left = members_or_all(&self.pending, index)? & self.allocated.segment(index)?;
-                left -= members_or_all(only, index)?;
+                copied => copied?,
             }
-            if let Some((_, later)) = self.cut.as_ref().filter(|(cut, _)| *cut == index) {
-                left |= later;
-            }
-            writer.insert_segment(index, left)?;
         }
         Ok(writer.finish()?)
     }
@@ -490,27 +480,18 @@ mod tests {
             writer.insert_segment(index, RoaringBitmap::from([index, 9])).expect("insert");
         }
         writer.finish().expect("finish");
-        let cut = Some((1, RoaringBitmap::from([9])));
         let pending = || MapFile::open(&path).expect("open");
         let allocated = Allocation::new(pending(), None, &path);
-        let worked = BTreeSet::from([0, 1]);
-        let mut rest =
-            Rest { header, done: 0, worked, only: None, cut, is_last: false, pending: pending(), allocated };
-        let left = |rest: &Rest<'_>, name| {
-            let fresh = dir.path().join(name);
-            rest.write(&fresh).expect("write");
-            let fresh = MapFile::open(&fresh).expect("open");
-            let members = |index| fresh.segment(index).expect("segment").into_iter().collect();
-            (0..4).map(members).collect::<Vec<Vec<u32>>>()
-        };
-        assert_eq!(left(&rest, "all"), [vec![], vec![9], vec![2, 9], vec![3, 9]]);
-        // It took no more than 0 of segment 0, and nothing of segment 1.
-        let only = dir.path().join("only");
-        let mut writer = MapWriter::create(&only, rest.header.clone()).expect("create");
-        writer.insert_segment(0, RoaringBitmap::from([0, 7])).expect("insert");
-        writer.finish().expect("finish");
-        let only = MapFile::open(&only).expect("open");
-        (rest.only, rest.cut) = (Some(&only), None);
-        assert_eq!(left(&rest, "some"), [vec![9], vec![1, 9], vec![2, 9], vec![3, 9]]);
+        // All of segment 0, a part of segment 1, and of segment 2 what is not there.
+        let taken = [(0, vec![0, 9]), (1, vec![1]), (2, vec![7])];
+        let taken = taken.map(|(index, members)| (index, members.into_iter().collect()));
+        let rest =
+            Rest { header, done: 0, taken: taken.into(), is_last: false, pending: pending(), allocated };
+        let fresh = dir.path().join("fresh");
+        rest.write(&fresh).expect("write");
+        let fresh = MapFile::open(&fresh).expect("open");
+        let members = |index| fresh.segment(index).expect("segment").into_iter().collect();
+        let left: Vec<Vec<u32>> = (0..4).map(members).collect();
+        assert_eq!(left, [vec![], vec![9], vec![2, 9], vec![3, 9]]);
     }
 }

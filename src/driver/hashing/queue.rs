@@ -3,7 +3,8 @@
 //!
 //! Volumes take turns of a step each, so that nobody waits for another's first snapshot. What changed between two
 //! snapshots goes before the rest: of a volume the newest first, for that is what the next delta asks for. The rest goes
-//! in the order in which the snapshots were taken, for each takes hashes over from the one before.
+//! in the order in which the snapshots were taken, for each takes hashes over from the one before. Where nothing is left
+//! to be hashed the rest goes before all: it takes no time, and frees the bytes of deleted snapshots.
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -81,30 +82,36 @@ impl Job {
         Job { id, left, parts: BTreeMap::from([(Part::Changes, FIRST), (Part::Rest, FIRST)]) }
     }
 
-    /// The part that is done next, if any may be done now.
-    fn next(&self, now: Instant) -> Option<Part> {
-        let is_due = |attempt: &Try| attempt.due.is_none_or(|due| now >= due);
-        self.parts.iter().find(|(_, attempt)| is_due(attempt)).map(|(part, _)| *part)
+    /// The part that is done next, if any may be done now, after its rank: the lowest goes first.
+    fn next(&self, now: Instant) -> Option<(u8, Part)> {
+        let is_due = |part: &Part| {
+            self.parts.get(part).is_some_and(|attempt| attempt.due.is_none_or(|due| now >= due))
+        };
+        let order = match self.left {
+            0 => [(0, Part::Rest), (1, Part::Changes)],
+            _ => [(1, Part::Changes), (2, Part::Rest)],
+        };
+        order.into_iter().find(|(_, part)| is_due(part))
     }
 }
 
 impl State {
     /// The next step that may be done now.
     fn next(&mut self, now: Instant) -> Option<Work> {
-        let mut best: Option<(Part, u64, &Place)> = None;
+        let mut best: Option<((u8, Part), u64, &Place)> = None;
         for (place, job) in &self.jobs {
             let Some(part) = job.next(now) else { continue };
             let served = self.served.get(&place.0).copied().unwrap_or(0);
             // Places ascend: of a volume the first is the oldest, and the last the newest.
             let is_better = best.is_none_or(|(other, last, of)| match place.0 == of.0 {
-                true => part < other || (part == other && part == Part::Changes),
+                true => part < other || (part == other && part.1 == Part::Changes),
                 false => (part, served) < (other, last),
             });
             if is_better {
                 best = Some((part, served, place));
             }
         }
-        let (part, _, place) = best?;
+        let ((_, part), _, place) = best?;
         let place = place.clone();
         self.steps += 1;
         self.served.insert(place.0.clone(), self.steps);
@@ -137,8 +144,14 @@ impl Hashing {
         if !record.tracking {
             return;
         }
-        let job = Job::new(record.id.clone(), bytes);
-        self.state().jobs.insert((record.volume.clone(), record.sequence), job);
+        let place = (record.volume.clone(), record.sequence);
+        let mut state = self.state();
+        let job = state.jobs.entry(place).or_insert_with(|| Job::new(record.id.clone(), bytes));
+        job.left = bytes;
+        // What was in the way of the changes may be gone. The rest is tried again when it is due.
+        job.parts.insert(Part::Changes, FIRST);
+        job.parts.entry(Part::Rest).or_insert(FIRST);
+        drop(state);
         self.wake.notify_all();
     }
 
@@ -242,7 +255,7 @@ mod tests {
             let mut steps = BTreeMap::new();
             for (letter, sequence, changes, rest) in jobs.iter() {
                 let place = (volume(*letter), *sequence);
-                state.jobs.insert(place.clone(), Job::new(SnapshotId::random().expect("id"), 0));
+                state.jobs.insert(place.clone(), Job::new(SnapshotId::random().expect("id"), 1));
                 steps.insert((place.clone(), Part::Changes as u8), *changes);
                 steps.insert((place, Part::Rest as u8), *rest);
             }
@@ -265,7 +278,7 @@ mod tests {
     fn a_part_that_failed_waits_and_holds_up_no_other() {
         let hashing = Hashing::default();
         let (place, now) = ((volume('a'), 1), Instant::now());
-        hashing.state().jobs.insert(place, Job::new(SnapshotId::random().expect("id"), 0));
+        hashing.state().jobs.insert(place, Job::new(SnapshotId::random().expect("id"), 1));
         let next = |after: u32| hashing.state().next(now + after * RETRY);
         let changes = next(0).expect("changes");
         hashing.put_off(&changes);
@@ -279,5 +292,15 @@ mod tests {
         assert_eq!(next(1), None, "twice as late");
         hashing.done(&next(3).expect("the third try"));
         assert!(hashing.state().jobs.is_empty());
+    }
+
+    #[test]
+    fn what_is_hashed_is_freed_before_others_are_hashed() {
+        let mut state = State::default();
+        for (letter, left) in [('a', 5), ('b', 0), ('c', 5)] {
+            state.jobs.insert((volume(letter), 1), Job::new(SnapshotId::random().expect("id"), left));
+        }
+        let first = state.next(Instant::now()).expect("work");
+        assert_eq!((first.part, first.place.0), (Part::Rest, volume('b')));
     }
 }

@@ -246,6 +246,9 @@ impl World {
     }
 
     pub fn delta(&mut self, base: &str, target: &str, cut: Cut, answer: &Answer) -> Rule {
+        if target.is_empty() {
+            return refused(INVALID, "the snapshot id is missing");
+        }
         let kept = self.retained.get(base);
         let base_of = match (self.snapshot(base), kept) {
             (Ok(base), _) | (Err(_), Some(base)) => base,
