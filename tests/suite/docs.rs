@@ -1,8 +1,16 @@
-//! What the README says is there, is there: flags, parameters, targets, links.
+//! What README and reference say is there, is there: flags, parameters, targets.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+
+/// The pages that speak of commands, flags and targets.
+const PAGES: [&str; 5] =
+    ["README.md", "docs/reference.md", "docs/conformance.md", "docs/benchmarks.md", "docs/testing.md"];
+
+fn pages() -> String {
+    PAGES.map(read).concat()
+}
 
 fn read(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).expect(name)
@@ -27,34 +35,30 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_flag_is_in_the_readme_and_every_flag_in_the_readme_is_real() {
-    let readme = read("README.md");
+fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     let driver = words(&help("driver"), "--");
     let mut real = driver.clone();
     for command in ["demo", "conformance", "verify", "check"] {
         real.extend(words(&help(command), "--"));
     }
-    // Flags of cargo and install, which the README mentions too.
+    // Flags of other programs, which the pages mention too.
     let others = ["--help"].map(str::to_owned);
-    for flag in words(&readme, "--") {
-        assert!(
-            real.contains(&flag) || others.contains(&flag),
-            "the README speaks of {flag}, which is no flag"
-        );
+    for flag in words(&pages(), "--") {
+        assert!(real.contains(&flag) || others.contains(&flag), "the pages name {flag}, which is not a flag");
     }
-    let table: String = readme.lines().filter(|line| line.starts_with("| `--")).collect();
+    let table: String = read("docs/reference.md").lines().filter(|line| line.starts_with("| `--")).collect();
     for flag in driver.iter().filter(|flag| *flag != "--help") {
-        assert!(table.contains(&format!("`{flag}`")), "{flag} is not in the README's table of flags");
+        assert!(table.contains(&format!("`{flag}`")), "{flag} is not in the table of flags");
     }
 }
 
 #[test]
-fn every_target_link_and_command_in_the_readme_exists() {
-    let (readme, makefile) = (read("README.md"), read("Makefile"));
+fn every_target_in_the_pages_exists() {
+    let (pages, makefile) = (pages(), read("Makefile"));
     // In code: behind a backtick, or at the begin of a line.
     let mut targets: Vec<&str> = Vec::new();
     for before in ["`make ", "\nmake "] {
-        let named = readme.split(before).skip(1);
+        let named = pages.split(before).skip(1);
         targets.extend(
             named.filter_map(|rest| rest.split(|c: char| !c.is_ascii_lowercase() && c != '-').next()),
         );
@@ -63,17 +67,13 @@ fn every_target_link_and_command_in_the_readme_exists() {
     for target in targets {
         assert!(makefile.contains(&format!("\n{target}:")), "the Makefile has no target {target}");
     }
-    let links = readme.split("](").skip(1).filter_map(|rest| rest.split(')').next());
-    for link in links.filter(|link| !link.contains("://")) {
-        assert!(Path::new(env!("CARGO_MANIFEST_DIR")).join(link).exists(), "the README links to {link}");
-    }
 }
 
 #[test]
-fn every_parameter_in_the_readme_is_taken() {
+fn every_parameter_in_the_reference_is_accepted() {
     use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
     let classes = ["| StorageClass |", "| VolumeSnapshotClass |", "| VolumeAttributesClass |"];
-    let rows: Vec<Vec<String>> = read("README.md")
+    let rows: Vec<Vec<String>> = read("docs/reference.md")
         .lines()
         .filter(|line| classes.iter().any(|class| line.starts_with(class)))
         .map(|line| line.split('|').map(|cell| cell.trim().to_owned()).collect())
@@ -86,9 +86,11 @@ fn every_parameter_in_the_readme_is_taken() {
         for value in values {
             let parameters = std::collections::HashMap::from([(name.clone(), value.to_owned())]);
             match row[1].as_str() {
-                "VolumeAttributesClass" => drop(parse_tuning(&parameters).expect("a value of the README")),
-                "StorageClass" => drop(VolumeParameters::parse(&parameters).expect("a value of the README")),
-                _ => drop(SnapshotParameters::parse(&parameters).expect("a value of the README")),
+                "VolumeAttributesClass" => drop(parse_tuning(&parameters).expect("a value of the reference")),
+                "StorageClass" => {
+                    drop(VolumeParameters::parse(&parameters).expect("a value of the reference"))
+                }
+                _ => drop(SnapshotParameters::parse(&parameters).expect("a value of the reference")),
             }
         }
     }

@@ -155,10 +155,10 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     assert_eq!(labels, BTreeSet::from(["code", "le", "method"]));
     assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's word is a label");
     let documented =
-        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).expect("README");
+        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference.md")).expect("the page");
     let help = metrics.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next());
     for name in help {
-        assert!(documented.contains(&format!("`{name}`")), "the README does not name {name}");
+        assert!(documented.contains(&format!("`{name}`")), "the reference does not name {name}");
     }
     assert_eq!(get(address, "/healthz").await.0, 200);
     assert_eq!(get(address, "/readyz").await.0, 200);

@@ -1,4 +1,4 @@
-//! What the SnapshotMetadata service answers, case by case (README, "What a client sees").
+//! What the SnapshotMetadata service answers, case by case (docs/reference.md, "What a client sees").
 
 use std::collections::HashMap;
 
