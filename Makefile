@@ -21,7 +21,7 @@ COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,6 +47,9 @@ check: lint
 
 test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
 	hack/no-leaks.sh $(CARGO) test --locked --features failpoints
+
+unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
+	$(CARGO) test --locked --lib
 
 bench: deps ## What things cost, each beside the bare operation in the same run, in one table
 	$(CARGO) bench --locked --bench table

@@ -1,4 +1,4 @@
-//! The core beside the bare operation it can not be faster than, in the same run: hashing, building a
+//! The core beside the bare operation it cannot be faster than, in the same run: hashing, building a
 //! map, a delta, tuples, messages.
 
 use std::fs::File;

@@ -176,14 +176,14 @@ async fn fio(world: &World, volume: &Volume, pass: u64) -> Result<(), Failed> {
         .kill_on_drop(true)
         .output()
         .await
-        .map_err(|error| format!("fio can not be run: {error}"))?;
+        .map_err(|error| format!("fio cannot be run: {error}"))?;
     let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     if !output.status.success() {
         return Err(format!("fio ended with {}: {errors}{text}", output.status));
     }
     // Notes may stand before the report.
     let report = text.find('{').map(|at| serde_json::from_str::<serde_json::Value>(&text[at..]));
-    let Some(Ok(report)) = report else { return Err(format!("fio's report can not be read: {text}")) };
+    let Some(Ok(report)) = report else { return Err(format!("fio's report cannot be read: {text}")) };
     let job = &report["jobs"][0];
     let bytes = |side: &str| job[side]["io_bytes"].as_u64().unwrap_or(0);
     let (written, verified) = (bytes("write"), bytes("read"));

@@ -111,7 +111,7 @@ fn blocking<T>(work: impl FnOnce() -> T) -> T {
 fn setting<T: std::str::FromStr>(name: &str, default: T) -> T {
     match std::env::var(name) {
         Err(_) => default,
-        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text} can not be read")),
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name}={text} cannot be read")),
     }
 }
 

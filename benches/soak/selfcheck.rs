@@ -47,7 +47,7 @@ fn verify(dir: &std::path::Path) -> Result<(), Failed> {
             .current_dir(dir)
             .stdin(Stdio::null())
             .output()
-            .map_err(|error| format!("fio can not be run: {error}; run make soak, which installs it"))
+            .map_err(|error| format!("fio cannot be run: {error}; run make soak, which installs it"))
     };
     let written = fio(&[])?;
     if !written.status.success() {

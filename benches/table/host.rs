@@ -59,7 +59,7 @@ impl Drop for BareCopy {
     }
 }
 
-/// The bare operation that a snapshot can not be cheaper than: flush the device, and clone the file or take
+/// The bare operation that a snapshot cannot be cheaper than: flush the device, and clone the file or take
 /// a snapshot of its subvolume.
 pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&Path>) -> BareCopy {
     let scratch = tempfile::tempdir_in(rig.pool_dir().join("staging")).expect("mkdir");

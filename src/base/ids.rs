@@ -2,14 +2,14 @@
 //!
 //! An id becomes a directory name, so its type can hold nothing but `<prefix>-<32 hex digits>`:
 //! whatever a client sends either parses into that or names nothing we made. Ids are random and
-//! never reused, so a stale id can not come to mean another object.
+//! never reused, so a stale id cannot come to mean another object.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A string that can not be the id of any object of this driver.
+/// A string that cannot be the id of any object of this driver.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("not an id made by this driver (want {prefix}- and 32 hex digits)")]
 pub struct IdError {

@@ -11,7 +11,7 @@
 //!     snapshots/<id>/bytes/data.img
 //!     groups/<id>/record.json     a group snapshot
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
-//!     retained/<id>/              deleted snapshots, and groups of them, that deltas are still told from;
+//!     retained/<id>/              deleted snapshots, and groups of them, kept as a base for deltas;
 //!                                 a snapshot there has a deleted.json, and may have no bytes
 //!     staging/                    half-made and half-removed objects, emptied at start
 //! ```

@@ -6,7 +6,7 @@ use std::str::FromStr;
 /// A number of bytes written as a Kubernetes quantity: `10Gi`, `1.5Mi`, `500M`, `4096`, `1e9`.
 ///
 /// See the `resource.Quantity` type of the Kubernetes API. Sub-byte values (`100m`) and negative
-/// ones are refused: they can not be the size of anything here.
+/// ones are refused: they cannot be the size of anything here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Quantity(pub u64);
 

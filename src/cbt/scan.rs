@@ -94,7 +94,7 @@ fn differing_hashes(
 }
 
 /// Drops the segments before `index` and takes the one at it: blocks where neither side holds data
-/// can not have changed.
+/// cannot have changed.
 fn take_segment<I>(segments: &mut Peekable<I>, index: u32) -> Result<RoaringBitmap>
 where
     I: Iterator<Item = sys::Result<(u32, RoaringBitmap)>>,

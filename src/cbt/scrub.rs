@@ -149,7 +149,7 @@ fn runs(members: RoaringBitmap, at: impl Fn(u32) -> u64) -> Vec<BlockRange> {
         .collect()
 }
 
-const UNREADABLE: &str = "the data can not be read";
+const UNREADABLE: &str = "the data cannot be read";
 const UNLIKE: &str = "the data is not what was hashed";
 const UNHASHED: &str = "the page of their hashes is damaged, or was never written";
 
@@ -177,7 +177,7 @@ fn wrong_blocks(
         let range = share.bytes(size);
         buffer.resize(range.len() as usize, 0);
         if let Err(error) = data.read_exact_at(buffer, range.start) {
-            tracing::error!(path = %dir.data().display(), %error, start = range.start, "data can not be read");
+            tracing::error!(path = %dir.data().display(), %error, start = range.start, "data cannot be read");
             return Ok((share.start..share.end).map(|block| (block, UNREADABLE)).collect());
         }
         let mut reader = HashReader::new(hashes.try_clone()?);

@@ -220,7 +220,7 @@ impl MapFile {
 fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()> {
     match file.read_exact_at(bytes, offset).context("read", path) {
         Err(error) if error.is_unreadable() => {
-            Err(Error::damaged(path, format!("it can not be read: {error}")))
+            Err(Error::damaged(path, format!("it cannot be read: {error}")))
         }
         read => Ok(read?),
     }
@@ -321,7 +321,7 @@ impl MapWriter {
     }
 
     /// Adds a whole segment of another map past those added before, as it is stored: a damaged one stays
-    /// damaged, under the same checksum. One that can not be read is an error, and nothing is added.
+    /// damaged, under the same checksum. One that cannot be read is an error, and nothing is added.
     pub fn copy_segment(&mut self, from: &MapFile, index: u32) -> Result<()> {
         let Some((entry, bytes)) = from.stored(index)? else { return Ok(()) };
         self.turn_to(index + 1)?;

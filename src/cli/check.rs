@@ -18,23 +18,22 @@ const SECOND_LOOK: Duration = Duration::from_secs(2);
 
 /// Audit a data directory: records, files, block maps, loop devices, mounts.
 ///
-/// Every record must be whole, every file and device must belong to an object, every block map must have its
-/// checksums. The blocks themselves are not read; `deltapath verify` does that. Runs beside a driver, or
-/// without one: then it mounts the pool for the look. Needs root.
+/// Every record must be complete, every file and device must belong to an object, and every block map must have correct
+/// checksums. The blocks are not read; `deltapath verify` does that. Runs beside a driver or without one; without one it
+/// mounts the pool for the time of the check. Needs root.
 ///
-/// What is found is one of: damage (something acknowledged is not as it was written), leftover (a crash left
-/// it, nobody needs it), stranger (not made by this driver, never touched), note (the driver puts it right
-/// when it uses the object).
+/// A finding is one of: damage (something acknowledged is not as it was written), leftover (left by a crash, not needed),
+/// stranger (not made by this driver, never touched), note (the driver corrects it when it uses the object).
 ///
-/// Exit codes: 0 all is well, notes apart; 1 damage, or the check failed; 2 wrong usage; 3 leftovers or
-/// strangers, and no damage; 130 interrupted, once it has looked and unmounted what it mounted.
+/// Exit codes: 0 nothing but notes; 1 damage, or the check failed; 2 wrong usage; 3 leftovers or strangers, and no
+/// damage; 130 interrupted, after the check has ended and unmounted what it mounted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// Directory that the driver keeps everything in.
+    /// Data directory of the driver.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
     data_dir: PathBuf,
-    /// Remove leftovers: half-made objects, drafts of files, devices and mounts of volumes that no record places
-    /// anywhere. Objects are never touched. Refused while a driver runs.
+    /// Remove leftovers: half-made objects, drafts of files, and devices and mounts without a record. Objects are never
+    /// touched. Refused while a driver runs.
     #[arg(long)]
     repair: bool,
     /// What is printed on standard output.
@@ -47,7 +46,7 @@ pub(super) struct Arguments {
 struct Report {
     volumes: usize,
     snapshots: usize,
-    /// Deleted snapshots that deltas are still told from.
+    /// Deleted snapshots that are kept as a base for deltas.
     retained: usize,
     /// Whether a driver serves the directory.
     served: bool,

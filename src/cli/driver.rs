@@ -27,12 +27,12 @@ const IDLE_THREAD: Duration = Duration::from_secs(1);
 
 /// Serve the CSI services on a UNIX socket.
 ///
-/// Needs root: it attaches loop devices and mounts. SIGTERM and SIGINT drain the calls under way for
-/// up to 20 seconds, then it exits 0.
+/// Needs root, to attach loop devices and to mount. On SIGTERM and SIGINT it finishes the calls under way, for up to
+/// 20 seconds, and exits with 0.
 #[derive(Debug, Args)]
 #[command(args_override_self = true)]
 pub(super) struct Arguments {
-    /// Socket to serve on. A stale one is replaced; one that a process listens on is refused.
+    /// Socket to serve on. A stale socket is replaced; if another process listens on it, the driver does not start.
     #[arg(
         long,
         env = "CSI_ENDPOINT",
@@ -43,40 +43,39 @@ pub(super) struct Arguments {
     /// Name of this node, as Kubernetes knows it.
     #[arg(long, value_name = "NODE", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     node_id: String,
-    /// Directory that holds everything. One driver at a time serves it.
+    /// Data directory. Only one driver may use it at a time.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
     data_dir: PathBuf,
-    /// Name the driver goes by: its CSIDriver object, and the topology key `topology.NAME/node`.
+    /// Name of the driver, as in its CSIDriver object and in the topology key `topology.NAME/node`.
     #[arg(long, value_name = "NAME", default_value = "deltapath.csi.dev", value_parser = driver_name)]
     driver_name: String,
-    /// Where bytes live, decided when the data directory is made.
+    /// Storage of volumes and snapshots. Chosen when the data directory is created, and kept.
     #[arg(long, value_enum, default_value_t = PoolChoice::Auto)]
     pool: PoolChoice,
-    /// Size of a pool made in an image, such as 100Gi. It is sparse. Default: nine tenths of what is
-    /// free in the data directory's filesystem.
+    /// Size of a pool image, such as 100Gi. The image is sparse. Default: nine tenths of the free space in the
+    /// filesystem of the data directory.
     #[arg(long, value_name = "SIZE")]
     pool_size: Option<Quantity>,
-    /// How block metadata is listed where the VolumeSnapshotClass does not say.
+    /// Type of block metadata, unless the VolumeSnapshotClass names one.
     #[arg(long, value_enum, default_value_t = TupleStyle::Variable)]
     block_metadata_type: TupleStyle,
-    /// Largest volume that is made.
+    /// Maximum size of a volume.
     #[arg(long, value_name = "SIZE", default_value = "64Ti")]
     max_volume_size: Quantity,
-    /// Refuse volumes once all together are so many times as large as the pool. Default: no limit, for
-    /// volumes are thin.
+    /// Maximum ratio of provisioned capacity to pool size, such as 2.5. Default: no limit; volumes are thin.
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     overcommit: Option<f64>,
-    /// Deleted snapshots of each volume that deltas are still told from, and for how long: COUNT or
-    /// COUNT:AGE, such as 8:30d. Their maps are kept, their data is freed. 0: none.
+    /// How many deleted snapshots of each volume are kept as a base for deltas, and for how long: COUNT or COUNT:AGE,
+    /// such as 8:30d. Their maps are kept, their data is freed. 0: none.
     #[arg(long, value_name = "COUNT[:AGE]", default_value_t = Retention::default())]
     retain_deleted: Retention,
-    /// Serve ControllerPublishVolume and ControllerUnpublishVolume, for clusters that want attachments.
+    /// Serve ControllerPublishVolume and ControllerUnpublishVolume, for clusters with attachments.
     #[arg(long)]
     enable_attach: bool,
-    /// Most volumes that are attached to this node at once. 0: no limit.
+    /// Maximum number of volumes attached to this node at once. 0: no limit.
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
     max_volumes_per_node: u32,
-    /// Serve Prometheus metrics at /metrics, and /healthz and /readyz, over HTTP, on an IP address such as
+    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. An IP address and port, such as
     /// 0.0.0.0:9810. Default: not served.
     #[arg(long, value_name = "ADDRESS:PORT")]
     metrics_address: Option<SocketAddr>,

@@ -22,15 +22,15 @@ use tracing_subscriber::EnvFilter;
 /// Volumes are sparse files behind loop devices, snapshots carry block maps, and the CSI
 /// SnapshotMetadata service streams exactly what changed between two snapshots.
 ///
-/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 3 leftovers alone
+/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, 3 only leftovers found
 /// (check), 130 interrupted.
 #[derive(Debug, Parser)]
 #[command(name = "deltapath", version, max_term_width = 100)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Form of the log on standard error. What is logged is chosen by RUST_LOG (default: info for
-    /// the driver, warn for the other commands).
+    /// Format of the log on standard error. RUST_LOG sets the level (default: info for the driver, warn for the other
+    /// commands).
     #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
 }

@@ -15,19 +15,19 @@ use crate::cbt::Finding;
 use crate::driver::{Inspected, Inspection};
 use crate::sys;
 
-/// Compare the blocks of all snapshots with their hashes, and their block maps with what the files hold.
+/// Compare the blocks of snapshots with their hashes, and their block maps with the data.
 ///
-/// Tells damage by snapshot and range of bytes, and changes nothing. Runs beside a driver, or without one:
-/// then it mounts the pool for the look. Blocks without a hash (not yet, or not tracked) are read by nobody, nor are
-/// deleted snapshots. Needs root.
+/// Reports damage by snapshot and byte range, and changes nothing. Runs beside a driver or without one; without one it
+/// mounts the pool for the time of the check. Blocks without a hash (not hashed yet, or not tracked) and deleted
+/// snapshots are not compared. Needs root.
 ///
-/// Exit codes: 0 all is sound, 1 damage or a failure, 2 wrong usage, 130 interrupted.
+/// Exit codes: 0 no damage, 1 damage or a failure, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// Directory that the driver keeps everything in.
+    /// Data directory of the driver.
     #[arg(long, value_name = "DIR", default_value = "/var/lib/deltapath")]
     data_dir: PathBuf,
-    /// Only this snapshot; may be given more than once. Default: all.
+    /// Check only this snapshot; may be repeated. Default: all.
     #[arg(long = "snapshot", value_name = "ID")]
     snapshots: Vec<SnapshotId>,
     /// What is printed on standard output.
@@ -45,7 +45,7 @@ struct Report {
     /// Bytes of it that there is no hash for: not compared.
     unhashed: u64,
     damage: Vec<Damage>,
-    /// Objects whose records can not be read, with the reason.
+    /// Objects whose records cannot be read, with the reason.
     unreadable: BTreeMap<String, String>,
 }
 
@@ -111,7 +111,7 @@ fn verify(
             // Deleted meanwhile.
             Ok(None) => continue,
             Err(error) if error.stopped().is_some() => return Err(error.into()),
-            // What can not be read is damage; the others are read all the same.
+            // What cannot be read is damage; the others are read all the same.
             Err(error) => vec![Finding { what: crate::driver::report(&error), range: None }],
         };
         report.damage.extend(findings.into_iter().map(|finding| Damage {

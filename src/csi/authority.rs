@@ -1,11 +1,11 @@
 //! Lets clients in whose `:authority` is the socket's path.
 //!
-//! Over a UNIX socket gRPC has no host to name. Clients made with gRPC core (Python, C++, Ruby) send the
-//! path, percent-encoded (`run%2Fcsi.sock`); the HTTP/2 library under our server takes a `%` there for
-//! a malformed request and resets the stream. So what a client sends passes through here first: the
-//! frames are walked, and in a HEADERS frame a `%` in the value of `:authority` becomes a `-`. Nothing
-//! of ours reads that value, and its length stays, so neither framing nor the state of header
-//! compression (RFC 7541) changes.
+//! A UNIX socket has no host name. Clients made with gRPC core (Python, C++, Ruby) send the path, percent-encoded
+//! (`run%2Fcsi.sock`), and grpc-java sends it as it is; the HTTP/2 library under our server resets a stream whose
+//! authority is not a host. So what a client sends passes through here first: the frames are walked, and in the value of
+//! `:authority` in a HEADERS frame every byte that no host name has becomes a `-`. Our services do not read that value,
+//! and its length stays, so neither framing nor the state of header compression (RFC 7541) changes. A Huffman-coded value
+//! stays as it is: neither library codes it.
 
 use std::io;
 use std::pin::Pin;
@@ -129,8 +129,8 @@ fn clean(frame: &mut [u8]) {
     }
 }
 
-/// Walks a header block (RFC 7541, section 6) and replaces each `%` in a plain literal value of
-/// `:authority`. Stops where the block is not one; the server will say so.
+/// Walks a header block (RFC 7541, section 6) and makes a plain literal value of `:authority` a host name. Stops where
+/// the block is malformed; the server rejects it.
 fn clean_block(block: &mut [u8]) {
     /// The index of `:authority` in the static table.
     const AUTHORITY: usize = 1;
@@ -157,7 +157,8 @@ fn clean_block(block: &mut [u8]) {
         }
         let Some((huffman, start, end)) = string(block, at) else { return };
         if is_authority && !huffman {
-            block[start..end].iter_mut().filter(|byte| **byte == b'%').for_each(|byte| *byte = b'-');
+            let is_of_a_host = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-');
+            block[start..end].iter_mut().filter(|byte| !is_of_a_host(byte)).for_each(|byte| *byte = b'-');
         }
         at = end;
     }
@@ -251,6 +252,9 @@ mod tests {
         let mut cleaned = block(b"run%2Fcsi%2Ecsi.sock");
         clean_block(&mut cleaned);
         assert_eq!(cleaned, block(b"run-2Fcsi-2Ecsi.sock"));
+        let mut raw = block(b"/run/csi sock:~[\xff");
+        clean_block(&mut raw);
+        assert_eq!(raw, block(b"-run-csi-sock----"));
         let mut untouched = block(b"localhost");
         clean_block(&mut untouched);
         assert_eq!(untouched, block(b"localhost"));

@@ -109,7 +109,7 @@ impl Capability {
         match record.access.contains(&kind) {
             true => Ok(kind),
             false => Err(Error::Unsupported(format!(
-                "volume {} was made for {:?}, it can not be used as {kind:?}",
+                "volume {} was made for {:?}, it cannot be used as {kind:?}",
                 record.id, record.access
             ))),
         }

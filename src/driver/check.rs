@@ -69,7 +69,7 @@ enum Backing {
     Volume(VolumeState),
     Snapshot,
     Pool,
-    /// Of an object whose records can not be read: whatever serves it, nobody knows better.
+    /// Of an object whose records cannot be read: whatever serves it, nobody knows better.
     Unknown,
 }
 
@@ -169,7 +169,7 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Records that can not be read.
+    /// Records that cannot be read.
     fn records(&mut self) {
         let store = self.inspection.store();
         let retained = store.damaged_retained().iter().map(|damage| (damage, "a deleted snapshot: "));

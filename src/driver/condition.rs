@@ -48,7 +48,7 @@ impl Driver {
     fn bytes(&self, record: &VolumeRecord) -> Result<(), String> {
         let path = self.volume_data(&record.id);
         match std::fs::metadata(&path) {
-            Err(error) => Err(format!("{} can not be read: {error}", path.display())),
+            Err(error) => Err(format!("{} cannot be read: {error}", path.display())),
             Ok(meta) if meta.len() < record.capacity => Err(format!(
                 "{} has {} bytes of {}: its end is missing",
                 path.display(),
@@ -59,7 +59,7 @@ impl Driver {
         }
     }
 
-    /// What is wrong with a volume that is on the disk and can not be served; `None` for all others.
+    /// What is wrong with a volume that is on the disk and cannot be served; `None` for all others.
     pub fn withheld(&self, id: &str) -> Option<Condition> {
         let parsed = id.parse::<VolumeId>().ok()?;
         match self.store.check_readable(parsed.as_str()) {

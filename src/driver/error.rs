@@ -16,8 +16,8 @@ pub enum Error {
         /// The field of the request.
         field: &'static str,
     },
-    /// A field holds what it can not hold.
-    #[error("{field} is {value}, it must be {want}")]
+    /// A field holds what it cannot hold.
+    #[error("{field} must be {want}, got {value}")]
     Invalid {
         /// The field of the request.
         field: &'static str,
@@ -27,7 +27,7 @@ pub enum Error {
         want: String,
     },
     /// A parameter that this driver does not have.
-    #[error("parameter {name} is not known, use one of: {known}")]
+    #[error("unknown parameter {name}: use one of {known}")]
     UnknownParameter {
         /// Its name.
         name: String,
@@ -38,7 +38,7 @@ pub enum Error {
     #[error("{0}")]
     Unsupported(String),
     /// A size or offset outside what is possible.
-    #[error("{field} is {value}, it must be {want}")]
+    #[error("{field} must be {want}, got {value}")]
     OutOfRange {
         /// The field of the request.
         field: &'static str,
@@ -56,7 +56,7 @@ pub enum Error {
         id: String,
     },
     /// The name is taken by an object that was asked for differently.
-    #[error("{kind} {name} exists with {difference}: use another name, or ask for the same")]
+    #[error("{kind} {name} already exists with {difference}: use another name, or the same request")]
     Clash {
         /// What exists.
         kind: &'static str,
@@ -66,13 +66,13 @@ pub enum Error {
         difference: String,
     },
     /// Another call works on the same object.
-    #[error("another call is at work on {what}: try again when it is done")]
+    #[error("another call is in progress on {what}: try again when it is done")]
     Busy {
         /// The object.
         what: String,
     },
     /// A token that no list of this driver ended with.
-    #[error("starting_token {token} is not one of this driver's: start again without one")]
+    #[error("starting_token {token} was not issued by this driver: list again without a token")]
     BadToken {
         /// The token, cut to a readable length.
         token: String,

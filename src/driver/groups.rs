@@ -147,7 +147,7 @@ impl Driver {
         let Ok(id) = id.parse::<GroupId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Group(id.clone()))?;
         let Some(group) = self.look(|index| index.group(&id)) else {
-            // A group whose record can not be read is not gone.
+            // A group whose record cannot be read is not gone.
             return Ok(self.store.check_readable(id.as_str())?);
         };
         check_members(&group.record, snapshot_ids)?;

@@ -103,7 +103,7 @@ impl Inspection {
         all.into_iter().map(inspected).collect()
     }
 
-    /// The objects whose records can not be read, with the reason.
+    /// The objects whose records cannot be read, with the reason.
     pub fn unreadable(&self) -> Vec<(String, String)> {
         let told = |damage: &store::Damage| (damage.path.display().to_string(), super::report(&damage.error));
         self.store.damaged().iter().map(told).collect()

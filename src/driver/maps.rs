@@ -27,7 +27,7 @@ struct Parent {
     allocated: MapFile,
     pending: MapFile,
     hashes: HashFile,
-    /// Whether it is of the same volume, so that the new one's changes can be told from it on.
+    /// Whether it is of the same volume, so that changes since it are known.
     linked: bool,
 }
 
@@ -147,7 +147,7 @@ impl Driver {
         Ok(allocated)
     }
 
-    /// The same at the cost of what changed since a parent; `None` where the pool can not tell that.
+    /// The same at the cost of what changed since a parent; `None` where the pool cannot tell that.
     fn write_maps_from(
         &self,
         new: &NewSnapshot,
@@ -180,7 +180,7 @@ impl Driver {
         let since = parent.since.filter(|since| record.birth.is_some_and(|birth| *since < birth));
         if since != parent.since {
             let (parent, since) = (&parent.id, parent.since);
-            tracing::error!(%parent, since, birth = record.birth, "the birth of a snapshot can not be, asking the data instead");
+            tracing::error!(%parent, since, birth = record.birth, "the birth of a snapshot cannot be, asking the data instead");
         }
         match self.pool().changes(since, parent.bytes.as_ref(), data, &path)? {
             Changes::Written(written) => {
@@ -221,7 +221,7 @@ impl Driver {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = super::report(&error);
-                tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent can not be used");
+                tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent cannot be used");
                 None
             }
         }

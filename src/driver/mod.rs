@@ -74,7 +74,7 @@ pub struct Config {
     pub tuple_style: TupleStyle,
     /// `--max-volume-size`.
     pub max_volume_size: Quantity,
-    /// `--overcommit`: volumes may be promised so many times the pool's size; `None` for no limit.
+    /// `--overcommit`: maximum ratio of provisioned capacity to pool size; `None` for no limit.
     pub overcommit: Option<f64>,
     /// `--enable-attach`.
     pub attach: bool,
@@ -110,7 +110,7 @@ pub struct Figures {
     pub volumes: usize,
     /// Snapshots, members of groups among them.
     pub snapshots: usize,
-    /// Deleted snapshots that deltas are still told from.
+    /// Deleted snapshots kept as a base for deltas.
     pub retained: usize,
     /// Group snapshots.
     pub groups: usize,
@@ -200,7 +200,7 @@ impl Driver {
             Err(error) if home.is_dead() => {
                 tracing::error!(
                     error = report(&error),
-                    "the pool answers no more; what uses its volumes can be undone"
+                    "the pool no longer answers; what uses its volumes can be undone"
                 );
                 Ok(Store::of_dead(home.dir().clone(), &error))
             }

@@ -1,7 +1,7 @@
 //! Copying the bytes of volumes that may be in use, so that the copies are what the volumes held at one
 //! moment: each by itself, and all of them together.
 //!
-//! A mounted filesystem is frozen for the length of the copy. A raw device can not be: one clone of one
+//! A mounted filesystem is frozen for the length of the copy. A raw device cannot be: one clone of one
 //! device is a single step and needs nothing more. Where several steps have to show one moment (the
 //! members of a group, or a copy that takes time), the devices' write counters prove that nothing was
 //! written between the first step and the last, or the copies are thrown away and made again.
@@ -89,7 +89,7 @@ impl Driver {
         let is_io = error.sys().is_some_and(|error| error.errno() == Some(libc::EIO));
         match self.home.free() {
             Ok(free) if is_io && free < FULL => Error::Exhausted(format!(
-                "No space left on device: what was written to the volume can not be stored ({}); delete volumes or \
+                "No space left on device: what was written to the volume cannot be stored ({}); delete volumes or \
                  snapshots, or make room on the disk",
                 super::report(&error)
             )),

@@ -1,4 +1,4 @@
-//! Deleted snapshots that deltas are still told from (`--retain-deleted`), so that a backup tool that
+//! Deleted snapshots kept as a base for deltas (`--retain-deleted`), so that a backup tool that
 //! deletes each snapshot after its use still gets the next delta, and cheaply.
 //!
 //! Record, maps and hashes of a deleted snapshot stay. Its bytes go at once, but for two reasons to wait:
@@ -137,7 +137,7 @@ impl Driver {
         Ok(doomed)
     }
 
-    /// The bytes of a snapshot that are still to be hashed; all where its map can not be read.
+    /// The bytes of a snapshot that are still to be hashed; all where its map cannot be read.
     pub(super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
         let path = self.store.snapshot_dir(record).pending();
         let count = MapFile::open(&path).and_then(|map| map.count());

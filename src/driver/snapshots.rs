@@ -118,7 +118,7 @@ impl Driver {
         let Ok(id) = id.parse::<SnapshotId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Snapshot(id.clone()))?;
         let Some(record) = self.store.read(|index| index.snapshot(&id)) else {
-            // A snapshot whose record can not be read is not gone.
+            // A snapshot whose record cannot be read is not gone.
             return Ok(self.store.check_readable(id.as_str())?);
         };
         if let Some(group) = &record.group {

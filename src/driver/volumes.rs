@@ -170,7 +170,7 @@ impl Driver {
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Volume(id.clone()))?;
         let Some(record) = self.store.read(|index| index.volume(&id)) else {
-            // A volume whose record can not be read is not gone.
+            // A volume whose record cannot be read is not gone.
             return Ok(self.store.check_readable(id.as_str())?);
         };
         if let Some(attached) = self.attachment(&record) {

@@ -31,10 +31,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Connections at once; further ones wait.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Why metrics can not be served.
+/// Why metrics cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The address can not be listened on.
+    /// The address cannot be listened on.
     #[error("listen on {0} (--metrics-address)")]
     Listen(SocketAddr, #[source] std::io::Error),
     /// Something else in the process counts already.
@@ -107,7 +107,7 @@ impl Server {
 }
 
 fn describe() {
-    describe_counter!("deltapath_rpc_total", "Calls that ended, by method and gRPC code.");
+    describe_counter!("deltapath_rpc_total", "Completed calls, by method and gRPC code.");
     describe_histogram!("deltapath_rpc_seconds", Unit::Seconds, "Time from a call's arrival to its end.");
     describe_counter!("deltapath_stream_tuples_total", "Block metadata tuples sent.");
     describe_counter!(
@@ -116,7 +116,7 @@ fn describe() {
         "Bytes of volume that the tuples sent describe."
     );
     describe_gauge!("deltapath_volumes", "Volumes, ephemeral ones among them.");
-    describe_gauge!("deltapath_retained_snapshots", "Deleted snapshots that deltas are still told from.");
+    describe_gauge!("deltapath_retained_snapshots", "Deleted snapshots that are kept as a base for deltas.");
     describe_gauge!("deltapath_snapshots", "Snapshots, members of groups among them.");
     describe_gauge!("deltapath_group_snapshots", "Group snapshots.");
     describe_gauge!("deltapath_unreadable_objects", "Objects whose records could not be read at start.");
@@ -124,12 +124,12 @@ fn describe() {
     describe_gauge!(
         "deltapath_pool_free_bytes",
         Unit::Bytes,
-        "Bytes that can still be written, on the host below a sparse image too."
+        "Free bytes, also counting the host below a sparse image."
     );
     describe_gauge!(
         "deltapath_hashing_backlog_bytes",
         Unit::Bytes,
-        "Bytes of snapshots whose hashes are still to be made."
+        "Bytes of snapshots that are not hashed yet."
     );
     describe_gauge!("deltapath_ready", "1 when the pool is there and takes a write.");
 }

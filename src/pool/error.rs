@@ -14,8 +14,8 @@ pub enum Error {
     /// The copy was given up.
     #[error(transparent)]
     Stopped(#[from] Stopped),
-    /// The machine can not make the pool that was asked for.
-    #[error("--pool {choice} can not be used on {}: {reason}", dir.display())]
+    /// The machine cannot make the pool that was asked for.
+    #[error("--pool {choice} cannot be used on {}: {reason}", dir.display())]
     Unavailable {
         /// What was asked for.
         choice: &'static str,
@@ -25,7 +25,7 @@ pub enum Error {
         reason: String,
     },
     /// The image would be too small for the filesystem, or larger than what is free.
-    #[error("a pool image of {size} can not be made in {}: {reason}", dir.display())]
+    #[error("a pool image of {size} cannot be made in {}: {reason}", dir.display())]
     Size {
         /// The data directory.
         dir: PathBuf,
@@ -38,7 +38,7 @@ pub enum Error {
     #[error("pool image {} is missing, and all objects with it: put it back, or start on another --data-dir", .0.display())]
     ImageMissing(PathBuf),
     /// The image holds no filesystem that a pool is made with.
-    #[error("{} is no pool image: it holds neither btrfs nor xfs; put the right one back, or remove it", .0.display())]
+    #[error("{} is not a pool image: it holds neither btrfs nor xfs; put the right one back, or remove it", .0.display())]
     ImageUnknown(PathBuf),
     /// There is an image, and the flags ask for none, or for another kind.
     #[error("there is a pool image at {} that is not what --pool {choice} asks for: remove it, or use --pool auto", image.display())]

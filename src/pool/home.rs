@@ -208,7 +208,7 @@ impl Home {
         &self.dir
     }
 
-    /// Whether its filesystem answers no more: the kernel shut it down.
+    /// Whether its filesystem no longer answers: the kernel shut it down.
     pub fn is_dead(&self) -> bool {
         fs::metadata(self.dir.path()).context("stat", self.dir.path()).is_err_and(|error| error.is_dead())
     }
@@ -254,7 +254,7 @@ impl Home {
             .then(|| format!("the disk under the pool's image has {} left", Quantity(host.available))))
     }
 
-    /// What to know of a pool whose writes can not pass every page cache by, if so.
+    /// What to know of a pool whose writes cannot pass every page cache by, if so.
     pub fn cached(&self) -> Result<Option<&'static str>> {
         // On btrfs the bytes of objects have an attribute for it that other files lack.
         if !matches!(self.pool, Pool::Btrfs { .. }) {
@@ -347,7 +347,7 @@ fn takes_writes(mount_point: &Path) -> bool {
 }
 
 /// Unmounts a filesystem that takes no changes any more: mounted anew it may. While volumes on it are in use
-/// that can not be, and reads go on.
+/// that cannot be, and reads go on.
 fn revive(mount_point: &Path) -> Result<()> {
     let path = mount_point.display();
     match mount::unmount(mount_point) {
@@ -435,7 +435,7 @@ fn check_image_possible(format: Format, choice: PoolChoice, data_dir: &DataDir) 
     let ((mkfs, package), name) = (format.mkfs(), format.name());
     if !program::exists(mkfs) {
         return unavailable(format!(
-            "its filesystem can not be used as it is and {mkfs} is missing: install {package}, or use --pool dir"
+            "its filesystem cannot be used as it is and {mkfs} is missing: install {package}, or use --pool dir"
         ));
     }
     let supported =

@@ -31,7 +31,7 @@ pub enum Pool {
     Btrfs {
         /// Whether a punched hole leaves a trace in the tree. Without (`no-holes`), extents are compared.
         holes: bool,
-        /// Whether a synchronous direct write ends with a flush, as on a device with a cache that can not write
+        /// Whether a synchronous direct write ends with a flush, as on a device with a cache that cannot write
         /// through it.
         flushes: bool,
     },
@@ -193,7 +193,7 @@ impl Pool {
         matches!(self, Pool::Btrfs { holes: false, .. } | Pool::Reflink)
     }
 
-    /// Whether a copy is one step that writers can not tear, and shares all blocks.
+    /// Whether a copy is one step that writers cannot tear, and shares all blocks.
     pub fn copies_atomically(self) -> bool {
         !matches!(self, Pool::Copy)
     }

@@ -1,6 +1,6 @@
 //! Whether a filesystem can be trusted to share blocks and to say where they lie.
 //!
-//! That FICLONE succeeds is not enough. Changes are told from addresses, so a filesystem that lists
+//! That FICLONE succeeds is not enough. Changes are found by addresses, so a filesystem that lists
 //! made-up ones (a network filesystem may answer FIEMAP with the offset in the file) would lose every
 //! overwrite in silence. So it is tried, on two scratch files.
 

@@ -11,15 +11,15 @@ pub enum Error {
     #[error(transparent)]
     Sys(#[from] sys::Error),
     /// A record is no valid JSON of its kind.
-    #[error("record {} can not be read", path.display())]
+    #[error("record {} cannot be read", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         source: serde_json::Error,
     },
-    /// A record whose values can not be.
-    #[error("record {} can not be: {what}", path.display())]
+    /// A record whose values cannot be.
+    #[error("record {} is invalid: {what}", path.display())]
     Impossible {
         /// The file.
         path: PathBuf,
@@ -37,7 +37,7 @@ pub enum Error {
         known: u32,
     },
     /// A record that belongs to another directory.
-    #[error("record {} is that of {id}: move its directory back", path.display())]
+    #[error("record {} belongs to {id}: move its directory back", path.display())]
     Misplaced {
         /// The file.
         path: PathBuf,
@@ -52,13 +52,13 @@ pub enum Error {
         /// The number.
         sequence: u64,
     },
-    /// A snapshot whose group can not be served as a whole.
-    #[error("its group snapshot {} is not whole", path.display())]
+    /// A snapshot whose group cannot be served as a whole.
+    #[error("group snapshot {} is incomplete", path.display())]
     GroupDamaged {
         /// The group's directory.
         path: PathBuf,
     },
-    /// An object that is there and can not be served.
+    /// An object that is there and cannot be served.
     #[error("{why}; repair or remove {} and restart the driver", path.display())]
     Withheld {
         /// The record.
@@ -66,8 +66,8 @@ pub enum Error {
         /// What was wrong with it at start.
         why: String,
     },
-    /// The filesystem of the pool answers no more, so nothing is known of any object.
-    #[error("the pool at {} answers no more ({why}): end what uses its volumes on this node, and restart the driver", path.display())]
+    /// The filesystem of the pool no longer answers, so nothing is known of any object.
+    #[error("the pool at {} no longer answers ({why}): end what uses its volumes on this node, and restart the driver", path.display())]
     Dead {
         /// The pool.
         path: PathBuf,

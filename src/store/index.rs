@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::records::{GroupRecord, SnapshotRecord, Timestamp, VolumeRecord};
 use crate::base::{GroupId, SnapshotId, VolumeId};
 
-/// A deleted snapshot that deltas are still told from.
+/// A deleted snapshot kept as a base for deltas.
 #[derive(Clone, Debug)]
 pub struct Retained {
     /// Its record.
@@ -43,11 +43,11 @@ pub struct Index {
     ephemeral: HashMap<String, VolumeId>,
     snapshots: BTreeMap<SnapshotId, Arc<SnapshotRecord>>,
     snapshot_names: HashMap<String, SnapshotId>,
-    /// Deleted snapshots that deltas are still told from.
+    /// Deleted snapshots kept as a base for deltas.
     retained: BTreeMap<SnapshotId, Retained>,
     /// The snapshots of each volume, oldest first, retained ones among them.
     chains: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
-    /// The last place of each volume that a snapshot has which can not be read, and how many there are whose place
+    /// The last place of each volume that a snapshot has which cannot be read, and how many there are whose place
     /// is not known either.
     kept_places: (HashMap<VolumeId, u64>, u64),
     groups: BTreeMap<GroupId, Arc<GroupRecord>>,
@@ -110,7 +110,7 @@ impl Index {
         self.retained.insert(record.id.clone(), retained);
     }
 
-    /// A snapshot was deleted; deltas are still told from it.
+    /// A snapshot was deleted and is kept as a base for deltas.
     pub(super) fn retain(&mut self, id: &SnapshotId, deleted: Timestamp) {
         let Some(record) = self.snapshots.get(id).cloned() else { return };
         self.remove_snapshot(id);
@@ -126,7 +126,7 @@ impl Index {
         }
     }
 
-    /// No new snapshot takes the place of one that can not be read; `None` where that is not known.
+    /// No new snapshot takes the place of one that cannot be read; `None` where that is not known.
     pub(super) fn keep_place(&mut self, place: Option<(VolumeId, u64)>) {
         let (known, unknown) = &mut self.kept_places;
         match place {
@@ -228,12 +228,12 @@ impl Index {
         self.snapshots.range((behind(after), Bound::Unbounded)).map(|(_, record)| record)
     }
 
-    /// A deleted snapshot that deltas are still told from.
+    /// A deleted snapshot kept as a base for deltas.
     pub fn retained(&self, id: &SnapshotId) -> Option<Retained> {
         self.retained.get(id).cloned()
     }
 
-    /// How many deleted snapshots deltas are still told from.
+    /// How many deleted snapshots are kept as a base for deltas.
     pub fn retained_count(&self) -> usize {
         self.retained.len()
     }

@@ -79,7 +79,7 @@ impl Drop for Draft {
 }
 
 impl Store {
-    /// Reads every record of the pool; what can not be read is kept aside and named, and does not
+    /// Reads every record of the pool; what cannot be read is kept aside and named, and does not
     /// stop the rest. Empties `staging/` of what a crash left there.
     pub fn open(dir: PoolDir) -> Result<Self> {
         let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()];
@@ -129,13 +129,13 @@ impl Store {
         groups::read_all(&dir, &mut index, &mut damaged)?;
         let damaged_retained = retained::read_all(&dir, &mut index)?;
         for damage in damaged.iter().chain(&damaged_retained) {
-            tracing::error!(path = %damage.path.display(), error = %damage.error, "record can not be read; its object is left alone");
+            tracing::error!(path = %damage.path.display(), error = %damage.error, "record cannot be read; its object is left alone");
         }
         let (index, dead, leaving) = (RwLock::new(index), None, Mutex::default());
         Ok(Store { dir, index, damaged, damaged_retained, dead, leaving })
     }
 
-    /// The store of a pool whose filesystem answers no more: it knows no object, and says so of each.
+    /// The store of a pool whose filesystem no longer answers: it knows no object, and says so of each.
     pub fn of_dead(dir: PoolDir, why: &Error) -> Self {
         let cause = std::error::Error::source(why).map(ToString::to_string).unwrap_or_default();
         let (index, dead, leaving) = (RwLock::default(), Some(format!("{why}: {cause}")), Mutex::default());
@@ -155,7 +155,7 @@ impl Store {
         &self.damaged
     }
 
-    /// The deleted snapshots whose records could not be read at start: deltas are not told from them.
+    /// The deleted snapshots whose records could not be read at start: they are not used as a base.
     pub fn damaged_retained(&self) -> &[Damage] {
         &self.damaged_retained
     }
@@ -319,7 +319,7 @@ impl Store {
     }
 }
 
-/// Goes on where one can not be removed, and returns what went wrong last.
+/// Goes on where one cannot be removed, and returns what went wrong last.
 fn empty_staging(dir: &PoolDir) -> Result<()> {
     let left = entries(&dir.staging())?;
     if !left.is_empty() {
@@ -345,7 +345,7 @@ fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
     Ok(durable::sync_dir(dir.path())?)
 }
 
-/// A snapshot that can not be read keeps its place in the order of its volume, for it may be read again: by a later
+/// A snapshot that cannot be read keeps its place in the order of its volume, for it may be read again: by a later
 /// version, or when it was repaired. What is left of its record says which place, as a rule.
 fn keep_place(index: &mut Index, dir: &Path) {
     #[derive(serde::Deserialize)]

@@ -37,7 +37,7 @@ impl Timestamp {
     }
 }
 
-/// What a record must be beyond its form: a number that can not be would break what is reckoned with it.
+/// What a record must be beyond its form: a number that cannot be would break what is reckoned with it.
 pub(super) trait Checked {
     /// Fails with what is wrong.
     fn check(&self) -> Result<(), &'static str> {
@@ -61,7 +61,7 @@ impl Timestamp {
         // As google.protobuf.Timestamp has it: the years 1 to 9999.
         let years = -62_135_596_800..=253_402_300_799;
         let fits = years.contains(&self.seconds) && (0..1_000_000_000).contains(&self.nanos);
-        holds(fits, "its time can not be")
+        holds(fits, "its time cannot be")
     }
 }
 

@@ -1,4 +1,4 @@
-//! Deleted snapshots that deltas are still told from: their records and maps, and their bytes for as long
+//! Deleted snapshots kept as a base for deltas: their records and maps, and their bytes for as long
 //! as the pool needs them. No call lists them.
 
 use std::fs;
@@ -66,7 +66,7 @@ impl Store {
 }
 
 /// Removes deleted groups without members: the last two went at the same time, or a damaged one by hand. By way of
-/// `staging/`: half removed, a group would be taken for a snapshot that can not be read.
+/// `staging/`: half removed, a group would be taken for a snapshot that cannot be read.
 pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     for path in entries(&pool.retained())? {
         let members = GroupDir::new(&path).members();
@@ -89,7 +89,7 @@ fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {
     Ok(durable::replace(&dir.deleted(), &encode(&Deleted { version: Deleted::VERSION, at }))?)
 }
 
-/// Reads every retained snapshot of the pool, and returns those that can not be read. They are left alone: no
+/// Reads every retained snapshot of the pool, and returns those that cannot be read. They are left alone: no
 /// call needs them.
 pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<Vec<Damage>> {
     let mut damaged = Vec::new();

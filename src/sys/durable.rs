@@ -1,12 +1,10 @@
 //! Files that are there after a power cut: synced, renamed into place, their directory synced.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-
-use nix::fcntl::{Flock, FlockArg};
 
 use super::{Error, Result, step};
 
@@ -55,7 +53,7 @@ pub fn replace_with<E: From<Error>>(
 }
 
 /// Renames the synced file `fresh` over `path` and syncs their directory. Where that sync fails `path` is the new
-/// file, and after a power cut perhaps the old one; unlike [`rename`] this can not be undone, for the old one
+/// file, and after a power cut perhaps the old one; unlike [`rename`] this cannot be undone, for the old one
 /// has no name any more.
 pub fn replace_by(fresh: &Path, path: &Path) -> Result<()> {
     let renamed = step("replace", path, || fs::rename(fresh, path));
@@ -124,7 +122,7 @@ pub const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 /// An exclusive lock on a file, freed when the value or the process goes (flock(2)).
 #[derive(Debug)]
 pub struct FileLock {
-    _lock: Flock<File>,
+    _file: File,
 }
 
 impl FileLock {
@@ -135,17 +133,17 @@ impl FileLock {
     pub fn try_lock(path: &Path, patience: Duration) -> Result<Option<Self>> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let mut file = step("open", path, || options.open(path))?;
+        let file = step("open", path, || options.open(path))?;
         let deadline = Instant::now() + patience;
         loop {
-            file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                Ok(lock) => return Ok(Some(FileLock { _lock: lock })),
-                Err((_, nix::errno::Errno::EWOULDBLOCK)) if Instant::now() >= deadline => return Ok(None),
-                Err((file, nix::errno::Errno::EWOULDBLOCK)) => file,
-                Err((_, errno)) => {
-                    return Err(Error { operation: "lock", path: path.to_owned(), source: errno.into() });
+            match file.try_lock() {
+                Ok(()) => return Ok(Some(FileLock { _file: file })),
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return Ok(None),
+                Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(source)) => {
+                    return Err(Error { operation: "lock", path: path.to_owned(), source });
                 }
-            };
+            }
             std::thread::sleep(Duration::from_millis(10));
         }
     }

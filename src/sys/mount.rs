@@ -110,7 +110,7 @@ pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, option
 /// Shows `source` (a file or a directory) at `target` as well.
 ///
 /// A read-only one is made read-only before it is seen anywhere (open_tree(2), mount_setattr(2),
-/// move_mount(2)): a crash can not leave a writable one, and flags such as `nosuid` stay.
+/// move_mount(2)): a crash cannot leave a writable one, and flags such as `nosuid` stay.
 pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<()> {
     let clone = step("clone the mount at", source, || clone_mount(source))?;
     if read_only {

@@ -1,4 +1,4 @@
-//! A small file that is replaced in place: on a filesystem without room, where a new file can not be made.
+//! A small file that is replaced in place: on a filesystem without room, where a new file cannot be made.
 
 use std::fs::File;
 use std::io::{self, Write};

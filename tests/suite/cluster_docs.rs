@@ -26,14 +26,18 @@ fn paths(text: &str) -> Vec<&str> {
     let part_of_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let words = text.split(|c: char| !part_of_path(c)).map(|word| word.trim_end_matches(['.', '/']));
     words
-        .filter(|word| ["deploy/", "hack/", "docs/", "tests/"].iter().any(|top| word.starts_with(top)))
+        .filter(|word| {
+            ["deploy/", "hack/", "docs/", "tests/", "src/", "benches/"]
+                .iter()
+                .any(|top| word.starts_with(top))
+        })
         .collect()
 }
 
 fn pages() -> Vec<String> {
     let mut pages = files("docs", "md");
     pages.extend(files("deploy", "md"));
-    pages.push("README.md".into());
+    pages.extend(["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"].map(String::from));
     pages
 }
 

@@ -667,7 +667,7 @@ async fn a_restored_volume_is_read_at_many_places() {
     }
 }
 
-/// Where a volume is can not be read: what is unpublished goes, and what else is there stays, in the kernel and on
+/// Where a volume is cannot be read: what is unpublished goes, and what else is there stays, in the kernel and on
 /// record.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unpublish_without_its_record_takes_nothing_else_away() {
@@ -679,7 +679,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     let node = state_path(&rig.pool_dir(), &volume);
     let aside = node.with_extension("aside");
     std::fs::rename(&node, &aside).expect("rename");
-    // What can not be read as a file.
+    // What cannot be read as a file.
     std::fs::create_dir(&node).expect("mkdir");
     let stranger = rig.dir.path().join("second-target");
     std::fs::write(&stranger, "").expect("make a target");

@@ -548,7 +548,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
     }
 }
 
-/// A record has no checksum. A birth that can not be, later than that of the snapshot after it, would say that
+/// A record has no checksum. A birth that cannot be, later than that of the snapshot after it, would say that
 /// nothing was written since: then the data is asked.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_birth_that_can_not_be_loses_no_change() {

@@ -128,7 +128,7 @@ async fn a_volume_mounted_with_ro_is_well() {
 }
 
 /// A condition says what is wrong: a filesystem that the kernel shut down, a mount that somebody took away,
-/// a file cut short, a record that can not be read.
+/// a file cut short, a record that cannot be read.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_condition_tells_what_is_wrong() {
     if !have_root() {

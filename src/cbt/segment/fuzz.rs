@@ -76,7 +76,7 @@ pub(crate) fn map_damage(bytes: &[u8]) {
     let damaged = damage(sound.clone(), &mut Input(second));
     std::fs::write(&path, &damaged).expect("write");
     let Ok(map) = MapFile::open(&path) else {
-        assert!(damaged != sound, "a sound map can not be opened");
+        assert!(damaged != sound, "a sound map cannot be opened");
         return;
     };
     assert_eq!(map.header(), &header, "the header lies");

@@ -145,7 +145,7 @@ pub(super) fn remove_place(staging: &Path, target: &Path) -> Vec<String> {
     let failed = |dir: &Path| match std::fs::remove_dir(dir) {
         Ok(()) => None,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
-        Err(error) => Some(format!("{} can not be removed: {error}", dir.display())),
+        Err(error) => Some(format!("{} cannot be removed: {error}", dir.display())),
     };
     [staging, parent].into_iter().filter_map(failed).collect()
 }

@@ -96,7 +96,7 @@ impl Claims {
         Ok(claims)
     }
 
-    /// Why the suite can not run on such a driver, if it can not.
+    /// Why the suite cannot run on such a driver, if it cannot.
     pub fn missing(&self) -> Option<&'static str> {
         match self {
             Claims { volumes: false, .. } => Some("CREATE_DELETE_VOLUME"),

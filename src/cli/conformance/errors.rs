@@ -73,7 +73,7 @@ pub(super) async fn deleted_id(lab: &Lab, kind: Kind) -> Judged {
     refused(lab, &[question], &lab.options(0, 0), Code::NotFound, &[]).await
 }
 
-/// Ids that are none: a driver may also say that they can not be one.
+/// Ids that are none: a driver may also say that they cannot be one.
 pub(super) async fn unknown_id(lab: &Lab, kind: Kind) -> Judged {
     let id = &lab.pair()?.first.id;
     let questions: Vec<Question> = match kind {

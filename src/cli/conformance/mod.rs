@@ -51,7 +51,7 @@ use plugin::{Plugin, Settings};
 use report::Report;
 use secrets::Secrets;
 
-/// Exit status where the suite can not run on the driver.
+/// Exit status where the suite cannot run on the driver.
 const CAN_NOT_RUN: u8 = 2;
 
 /// Test the SnapshotMetadata service of any CSI driver.

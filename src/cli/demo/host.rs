@@ -98,7 +98,7 @@ impl Host {
             }
         }
         let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
-        // A driver that is gone already can not be told; waiting for it says so.
+        // A driver that is gone already cannot be told; waiting for it says so.
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
         let deadline = Instant::now() + PATIENCE;
         loop {

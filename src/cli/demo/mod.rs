@@ -20,11 +20,11 @@ use crate::sys;
 use host::Host;
 use story::{Report, Story};
 
-/// Play a full and an incremental block backup against a driver of its own.
+/// Show a full and an incremental block backup against a driver of its own.
 ///
 /// Creates a Block volume, writes, snapshots, changes and punches blocks, snapshots again, streams
-/// what is allocated and what changed, restores, and backs up into an image driven only by the
-/// tuples. Everything is compared with what was written. Needs root; leaves nothing behind.
+/// the allocated and the changed blocks, restores, and backs up into an image by the tuples alone. Everything is compared
+/// with what was written. Needs root; leaves nothing behind.
 ///
 /// Exit codes: 0 all equal, 1 a difference or a failure, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Args)]

@@ -84,7 +84,7 @@ impl Driver {
         self.fill_and_commit(record, None).map(drop)
     }
 
-    /// 1. Make the target: what can not be one is never recorded. A crash leaves an empty directory, which
+    /// 1. Make the target: what cannot be one is never recorded. A crash leaves an empty directory, which
     ///    the next try takes.
     /// 2. Record it: a crash from here on leaves a record that unpublish starts from.
     /// 3. Attach, format, mount.

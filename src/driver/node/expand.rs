@@ -31,7 +31,7 @@ impl Driver {
             && asked != staged.access
         {
             return Err(Error::Unsupported(format!(
-                "volume {} is staged as {:?}, it can not be expanded as {asked:?}",
+                "volume {} is staged as {:?}, it cannot be expanded as {asked:?}",
                 held.record.id, staged.access
             )));
         }

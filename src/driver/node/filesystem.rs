@@ -85,7 +85,7 @@ pub(super) fn mount(
 /// outlive its last mount, and keep its device.
 pub(super) fn thaw(path: &Path) -> Result<()> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(()) };
-    // One that was shut down does not open, and what is no filesystem of its own, such as a device, can not be frozen.
+    // One that was shut down does not open, and what is no filesystem of its own, such as a device, cannot be frozen.
     if let Ok(Some(root)) = Root::open(&mounted)
         && freeze::thaw(&root).unwrap_or(false)
     {

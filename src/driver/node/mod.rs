@@ -82,9 +82,9 @@ impl Driver {
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
-    /// volume in use can not be deleted, so what is mounted there then is not ours to undo.
+    /// volume in use cannot be deleted, so what is mounted there then is not ours to undo.
     ///
-    /// A broken pool must not keep a pod from ending: where it can not be read, the kernel alone is asked
+    /// A broken pool must not keep a pod from ending: where it cannot be read, the kernel alone is asked
     /// what is there.
     fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
         let (record, guard) = match self.lock_volume(volume_id) {
@@ -111,7 +111,7 @@ impl Driver {
         Ok((self.volume_or_ephemeral(volume_id)?, guard))
     }
 
-    /// Records that a volume is at some place no more. A pool that is full or broken can not take that, and must
+    /// Records that a volume is at some place no more. A pool that is full or broken cannot take that, and must
     /// not keep a pod from ending: then the old record stays, which names more than is there, as after a crash.
     fn record_undone(&self, held: &Held) -> Result<()> {
         match self.store.set_volume_state(&held.record.id, &held.state) {

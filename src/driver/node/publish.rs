@@ -44,7 +44,7 @@ impl Driver {
         };
         if staged.access != kind {
             return Err(Error::Precondition(format!(
-                "volume {} is staged as {:?}, it can not be published as {kind:?}",
+                "volume {} is staged as {:?}, it cannot be published as {kind:?}",
                 held.record.id, staged.access
             )));
         }
@@ -97,7 +97,7 @@ impl Driver {
             }
             if *kind == AccessKind::Block && other.read_only != new.read_only {
                 return Err(Error::Precondition(format!(
-                    "block volume {} is published at {} for {}: a device can not be read-only at one target \
+                    "block volume {} is published at {} for {}: a device cannot be read-only at one target \
                      and writable at another",
                     held.record.id,
                     other.target.display(),
@@ -127,7 +127,7 @@ impl Driver {
             return Ok(());
         }
         // Whatever is there: the target is recorded as ours, also when its filesystem was shut down or
-        // its device is gone. While it can not be unmounted, the record stays.
+        // its device is gone. While it cannot be unmounted, the record stays.
         if !is_of_another(&target, &held.record.id, &self.store.dir().volumes())? {
             mount::unmount(&target)?;
             remove_target(&target)?;

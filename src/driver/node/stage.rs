@@ -29,7 +29,7 @@ impl Driver {
         if !held.record.access.contains(&kind) {
             let made_for = &held.record.access;
             return Err(Error::Precondition(format!(
-                "volume {} was made for {made_for:?}, it can not be staged as {kind:?}",
+                "volume {} was made for {made_for:?}, it cannot be staged as {kind:?}",
                 held.record.id
             )));
         }

@@ -69,7 +69,7 @@ pub struct LoopDevice {
     number: u32,
     /// `None` where the filesystem of the file answered no more when the device was found.
     backing: Option<FileId>,
-    /// The path of the file that sysfs told then: what it is known by once its filesystem answers no more.
+    /// The path of the file that sysfs told then: what it is known by once its filesystem no longer answers.
     path: PathBuf,
     access: Access,
 }
@@ -137,7 +137,7 @@ impl LoopDevice {
                     return Ok(Some(LoopDevice::of(number, path, &status)));
                 }
                 (Ok(_), _) => {}
-                // Both are of one filesystem, which answers no more.
+                // Both are of one filesystem, which no longer answers.
                 (Err(error), None) if error.is_dead() => return LoopDevice::of_dead(number, path).map(Some),
                 (Err(error), _) if error.is_dead() => tell_once(number, &path, &error),
                 (Err(error), _) => return Err(error),
@@ -174,7 +174,7 @@ impl LoopDevice {
         Ok(LoopDevice { number, backing: None, path, access: queue::access(&sysfs(number))? })
     }
 
-    /// The file it serves; `None` where the file's filesystem answers no more.
+    /// The file it serves; `None` where the file's filesystem no longer answers.
     pub fn backing(&self) -> Option<FileId> {
         self.backing
     }
@@ -334,7 +334,7 @@ fn tell_once(number: u32, path: &Path, error: &Error) {
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
     if told.insert(number, path.to_owned()).as_deref() != Some(path) {
         let path = path.display();
-        tracing::warn!(%path, %error, "a loop device is passed over, for the filesystem of its file answers no more");
+        tracing::warn!(%path, %error, "a loop device is passed over, for the filesystem of its file no longer answers");
     }
 }
 

@@ -40,7 +40,7 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
     let gone =
         verdicts.values().filter(|(_, detail)| detail.starts_with("not run: the driver has not answered"));
     assert!(gone.count() > 50, "{report:#}");
-    // The driver's objects can not be deleted, and are named; mounts and directories are ours.
+    // The driver's objects cannot be deleted, and are named; mounts and directories are ours.
     assert!(report["left_behind"].as_array().is_some_and(|left| !left.is_empty()), "{report:#}");
     assert!(leftovers(&work).is_empty(), "{:?}", leftovers(&work));
     assert!(!staging.exists() && !target.exists(), "directories are left");

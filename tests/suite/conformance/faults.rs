@@ -1,4 +1,4 @@
-//! A table of faults and of the cases that must see each, so that no case is a check that can not fail.
+//! A table of faults and of the cases that must see each, so that no case is a check that cannot fail.
 
 use std::collections::BTreeSet;
 
@@ -190,7 +190,7 @@ async fn what_is_allowed_is_told_and_does_not_fail() {
     }
 }
 
-/// No case is a check that can not fail.
+/// No case is a check that cannot fail.
 #[tokio::test]
 async fn every_case_is_named_by_a_fault() {
     let cases = all_cases().await;

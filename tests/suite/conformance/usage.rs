@@ -1,4 +1,4 @@
-//! Flags, outputs and what can not run.
+//! Flags, outputs and what cannot run.
 
 use super::{all_cases, bare, conformance, run, run_broken, said};
 use crate::support::broken::{Fault, serve};

@@ -173,7 +173,7 @@ impl Job {
             Call::PublishEphemeral | Call::UnpublishEphemeral => format!("csi-{round}"),
             _ => String::new(),
         };
-        job.place(client).await.unwrap_or_else(|status| panic!("{call:?} can not be prepared: {status}"));
+        job.place(client).await.unwrap_or_else(|status| panic!("{call:?} cannot be prepared: {status}"));
         job
     }
 

@@ -67,7 +67,7 @@ fn is_socket(path: &Path) -> bool {
 }
 
 /// Steps whose failure a start may pass over: a device whose requests are not counted serves as well, and is
-/// never believed to be quiet; a probe that can not clone says that the pool is to be made in an image.
+/// never believed to be quiet; a probe that cannot clone says that the pool is to be made in an image.
 fn is_passed_over(cut: Cut, point: &Point) -> bool {
     let is_probe = point.step == "clone blocks into" && point.path.ends_with("data/pool");
     cut != Cut::Kill && (is_probe || point.path.ends_with("queue/iostats"))
@@ -208,7 +208,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next() {
                         rig.kill();
                         rig.start_again().await;
                     }
-                    // It goes on where one object can not be put right, and says so; the next start tries again.
+                    // It goes on where one object cannot be put right, and says so; the next start tries again.
                     Ok(()) => {
                         let told = last_lines(&rig.log());
                         let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();

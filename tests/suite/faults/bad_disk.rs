@@ -227,7 +227,7 @@ async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
     a_bad_block(PoolKind::Xfs).await;
 }
 
-/// A block that can not be read when a snapshot is taken of it. A pool that clones takes it, its hashing neither
+/// A block that cannot be read when a snapshot is taken of it. A pool that clones takes it, its hashing neither
 /// spins nor dies, and deltas that need the block fail; a pool that copies does not take it.
 async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     if !have_root() {
@@ -244,7 +244,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     let taken = rig.client.create_snapshot("base", &volume).await;
     match pool {
         PoolKind::Dir => {
-            let error = taken.expect_err("a copy of what can not be read");
+            let error = taken.expect_err("a copy of what cannot be read");
             assert_eq!(error.code(), Code::Internal, "{error}");
             assert!(error.to_string().contains("Input/output error"), "{error}");
             assert_nothing_half_made(&rig);
@@ -358,7 +358,7 @@ async fn a_cut_image(pool: PoolKind) {
     }
     assert!(failed > 0, "nothing was behind the cut: this proves nothing");
     let (_, snapshots) = listed(&rig).await;
-    assert_eq!(snapshots.len(), 8, "what can not be read is not gone");
+    assert_eq!(snapshots.len(), 8, "what cannot be read is not gone");
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
     rig.kill();

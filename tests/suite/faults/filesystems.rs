@@ -88,7 +88,7 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
     disk.finish();
 }
 
-/// One that can not be written at all.
+/// One that cannot be written at all.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_read_only_data_directory_is_refused() {
     if !have_root() {

@@ -1,7 +1,7 @@
 //! The disk under a sparse pool image is full, while the image believes that it has room.
 //!
 //! What the image's filesystem does is its own: xfs fails the writes and goes on, for its log is laid out when
-//! it is made; btrfs can not commit and turns read-only until it is mounted anew.
+//! it is made; btrfs cannot commit and turns read-only until it is mounted anew.
 
 use std::os::unix::fs::FileExt;
 use std::process::Stdio;

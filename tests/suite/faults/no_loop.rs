@@ -81,7 +81,7 @@ fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
     said
 }
 
-/// A machine without loop devices, or a container that was not given any, can not have a pool in an image. That
+/// A machine without loop devices, or a container that was not given any, cannot have a pool in an image. That
 /// is said, nothing is half made, and a start with loop devices works.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_image_without_loop_devices_is_refused() {
@@ -105,7 +105,7 @@ async fn a_pool_image_without_loop_devices_is_refused() {
     }
 }
 
-/// The static `/dev` of a container has no node for a new device, and can not take one.
+/// The static `/dev` of a container has no node for a new device, and cannot take one.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dev_without_nodes_is_told() {
     if !have_root() {

@@ -246,7 +246,7 @@ async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
     the_way_out(PoolKind::Btrfs).await;
 }
 
-/// An attachment is undone on a full pool, too: its volume can not be deleted before.
+/// An attachment is undone on a full pool, too: its volume cannot be deleted before.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     if !have_root() {

@@ -103,7 +103,7 @@ async fn auto_makes_do_with_the_programs_there_are() {
     }
 }
 
-/// A volume whose mkfs is missing, or dies half-way, can not be staged, which is said with what to do. It is
+/// A volume whose mkfs is missing, or dies half-way, cannot be staged, which is said with what to do. It is
 /// formatted once there is one, and what the dead one wrote is not taken for a user's data.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_without_its_mkfs_is_staged_later() {

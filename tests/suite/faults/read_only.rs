@@ -23,7 +23,7 @@ fn remount(mount_point: &Path, option: &str) {
         }
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
-    panic!("{} can not be remounted {option}", mount_point.display());
+    panic!("{} cannot be remounted {option}", mount_point.display());
 }
 
 #[track_caller]

@@ -38,7 +38,7 @@ pub enum Ref {
     Member(Name, usize),
     /// An id that could be one, and was never given.
     Never,
-    /// What can not be an id.
+    /// What cannot be an id.
     Nonsense,
     /// No id.
     Empty,

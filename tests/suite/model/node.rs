@@ -286,7 +286,7 @@ impl World {
         let capacity = match size {
             "8Mi" => 8 * MIB,
             "16Mi" => 16 * MIB,
-            other => return refused(INVALID, format!("size can not be {other}")),
+            other => return refused(INVALID, format!("size cannot be {other}")),
         };
         if at == Place::Empty {
             return refused(INVALID, "the path is missing");

@@ -19,14 +19,14 @@ fn fixed(style: Option<&str>) -> Rule<bool> {
     match style {
         None => Ok(false),
         Some("fixed") => Ok(true),
-        Some(other) => refused(INVALID, format!("blockMetadataType can not be {other}")),
+        Some(other) => refused(INVALID, format!("blockMetadataType cannot be {other}")),
     }
 }
 
 fn name_of(name: NewName) -> Rule<Name> {
     match name {
         NewName::Fine(name) => Ok(name),
-        _ => refused(INVALID, "the name can not be"),
+        _ => refused(INVALID, "the name cannot be"),
     }
 }
 

@@ -71,7 +71,7 @@ fn kinds(uses: &[Use]) -> Rule<Vec<Kind>> {
 pub fn read_ahead(value: &str) -> Rule<u32> {
     match value.parse::<u32>() {
         Ok(kib) if kib % 4 == 0 => Ok(kib),
-        _ => refused(INVALID, format!("readAheadKiB can not be {value}")),
+        _ => refused(INVALID, format!("readAheadKiB cannot be {value}")),
     }
 }
 
@@ -132,7 +132,7 @@ impl World {
         let block_size = match new.block_size {
             None => None,
             Some("64Ki") => Some(64 << 10),
-            Some(other) => return refused(INVALID, format!("blockSize can not be {other}")),
+            Some(other) => return refused(INVALID, format!("blockSize cannot be {other}")),
         };
         let read_ahead = new.read_ahead.map(read_ahead).transpose()?;
         let source = match &new.from {
@@ -145,7 +145,7 @@ impl World {
         {
             return refused(INVALID, "the source has no id");
         }
-        let NewName::Fine(name) = new.name else { return refused(INVALID, "the name can not be") };
+        let NewName::Fine(name) = new.name else { return refused(INVALID, "the name cannot be") };
         let access = kinds(&new.uses)?;
         if let Some((id, existing)) = self.volumes.iter().find(|(_, volume)| volume.name == name) {
             let fits = existing.capacity >= required

@@ -68,7 +68,7 @@ impl Worker {
                 Turn::Wait => {}
                 Turn::Free => drop(self.make(usual).await),
                 Turn::This(call) => {
-                    // Where it can not be made yet, another may help.
+                    // Where it cannot be made yet, another may help.
                     if !self.make(call).await {
                         self.make(usual).await;
                     }

@@ -160,7 +160,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
 
 /// The incident, found by the test above: a volume is unpublished (its directory is in the log of btrfs),
 /// deleted (renamed, its subvolume destroyed, its directory removed), and anything else is synced. Linux 6.18
-/// can not replay that log: the filesystem, the host's own where the pool is in place, did not mount any
+/// cannot replay that log: the filesystem, the host's own where the pool is in place, did not mount any
 /// more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion() {
@@ -256,6 +256,6 @@ fn a_disk_keeps_what_was_synced_and_loses_what_was_not() {
             mount::unmount(&mounted).expect("unmount");
             detach(device);
         }
-        assert_eq!(lost, 8, "{}: what nobody synced can not be on the disk yet", host.name());
+        assert_eq!(lost, 8, "{}: what nobody synced cannot be on the disk yet", host.name());
     }
 }
