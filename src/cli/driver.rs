@@ -107,6 +107,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
         return Err("the driver needs root: it attaches loop devices and mounts filesystems".into());
     }
     sys::raise_open_files()?;
+    sys::memory::return_large_buffers();
     let driver = Arc::new(Driver::open(Config {
         driver_name: arguments.driver_name,
         node_id: arguments.node_id,
