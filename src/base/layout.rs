@@ -4,6 +4,7 @@
 //! DIR/deltapath.json              what kind of data directory this is
 //! DIR/lock                        held by the one driver that serves it
 //! DIR/pool.img                    the pool's image, where the pool is made in a file
+//! DIR/pool.img.untried            there until the kernel has mounted the image once
 //! DIR/pool/                       the pool: a plain directory, or where the image is mounted
 //!     volumes/<id>/record.json    state.json: where it is attached, staged and published
 //!     volumes/<id>/bytes/data.img
@@ -17,7 +18,7 @@
 //! ```
 //!
 //! A crash may leave drafts beside these files, which nobody reads: `<name>.new` of a file that was to be made or
-//! replaced, `changed.map.compared` of a comparison.
+//! replaced, `changed.map.compared` of a comparison, `allocated.map.checked` of a check.
 
 use std::path::{Path, PathBuf};
 

@@ -157,9 +157,11 @@ impl Audit<'_> {
                 continue;
             }
             // The names under which files are made before they are renamed into place.
-            let draft = path.extension().is_some_and(|end| end == "new" || end == "compared");
+            let is_draft =
+                |end: &std::ffi::OsStr| ["new", "compared", "checked"].iter().any(|draft| end == *draft);
+            let draft = path.extension().is_some_and(is_draft);
             self.found.push(match draft && known.contains(&&*path.with_extension("")) {
-                // A driver at work writes them, a comparison for as long as it takes.
+                // A driver at work writes them, a comparison or a check for as long as it takes.
                 true if self.inspection.is_served() => continue,
                 true => Discovery::new(Severity::Leftover, path, "a file that was not written to its end")
                     .mended_by(Mend::Remove),

@@ -197,7 +197,12 @@ impl Driver {
             freeze::thaw(&root_of(id, &mounts)?)?;
             tracing::warn!(volume_id = %id, "thawed what the last driver left frozen");
         }
-        Ok(self.store.change_volume_state(id, |state| state.frozen = None)?)
+        self.set_frozen(id, None)
+    }
+
+    /// Records in which boot a volume is to be frozen, or that it is thawed.
+    fn set_frozen(&self, id: &VolumeId, boot: Option<String>) -> Result<()> {
+        Ok(self.store.change_volume_state(id, |state| state.frozen = boot)?)
     }
 }
 
@@ -234,23 +239,18 @@ impl FrozenVolumes<'_> {
     /// 3. Freeze.
     fn freeze(&mut self, id: &VolumeId, root: freeze::Root) -> Result<bool> {
         self.driver.thaw_leftover(id)?;
-        let boot = sys::boot_id()?;
-        self.driver.store.change_volume_state(id, |state| state.frozen = Some(boot))?;
+        self.driver.set_frozen(id, Some(sys::boot_id()?))?;
         match freeze::Frozen::freeze(root, FREEZE_BOUND) {
             Ok(Some(frozen)) => {
                 self.frozen.push((id.clone(), frozen));
                 Ok(true)
             }
             other => {
-                self.forget(id)?;
+                self.driver.set_frozen(id, None)?;
                 other?;
                 Ok(false)
             }
         }
-    }
-
-    fn forget(&self, id: &VolumeId) -> Result<()> {
-        Ok(self.driver.store.change_volume_state(id, |state| state.frozen = None)?)
     }
 
     /// Thaws all, and says so where one had to be thawed before: the copies may be torn then.
@@ -260,13 +260,10 @@ impl FrozenVolumes<'_> {
 
     /// The intent of each is forgotten once it is thawed for sure.
     fn finish(&mut self) -> Result<()> {
-        let store = &self.driver.store;
+        let driver = self.driver;
         let mut outcome = Ok(());
         for (id, frozen) in self.frozen.drain(..).rev() {
-            let thawed = frozen
-                .thaw()
-                .map_err(Error::from)
-                .and_then(|()| Ok(store.change_volume_state(&id, |state| state.frozen = None)?));
+            let thawed = frozen.thaw().map_err(Error::from).and_then(|()| driver.set_frozen(&id, None));
             outcome = outcome.and(thawed);
         }
         outcome

@@ -1,9 +1,9 @@
 //! Deleted snapshots kept as a base for deltas (`--retain-deleted`), so that a backup tool that
 //! deletes each snapshot after its use still gets the next delta, and cheaply.
 //!
-//! Record, maps and hashes of a deleted snapshot stay. Its bytes go at once, but for two reasons to wait:
-//! a pool that compares bytes needs those of a volume's newest snapshot when the next is taken, and
-//! what is not hashed yet would be lost.
+//! Record, maps and hashes of a deleted snapshot stay. Its bytes are freed by the hashing thread (`hashing/audit.rs`),
+//! unless they are still needed: on a pool that compares bytes those of a volume's newest snapshot, until the next is
+//! taken; on every pool what is not hashed yet.
 
 use std::time::Duration;
 
@@ -76,8 +76,8 @@ impl Driver {
         })
     }
 
-    /// Forgets the retained snapshots of a volume whose time is over, and has the bytes freed of those that need them no
-    /// more, once they are hashed. The caller holds the chain, and drops the answer without it.
+    /// Forgets the retained snapshots of a volume whose time is over, and queues those whose bytes are no longer needed:
+    /// once they are hashed, their bytes are freed. The caller holds the chain, and drops the answer without it.
     pub(super) fn settle(&self, volume: &VolumeId) -> Vec<Draft> {
         let (retained, newest) = self.store.read(|index| {
             let line = || index.line(volume);

@@ -124,7 +124,7 @@ fn describe() {
     describe_gauge!(
         "deltapath_pool_free_bytes",
         Unit::Bytes,
-        "Free bytes, also counting the host below a sparse image."
+        "Free bytes: the smaller of what the pool has and what the host below a sparse image has."
     );
     describe_gauge!(
         "deltapath_hashing_backlog_bytes",

@@ -178,6 +178,7 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
         stray("bytes-stray", "stranger", volume.join("bytes/other.img")),
         stray("record-draft", "leftover", volume.join("record.json.new")),
         stray("map-draft", "leftover", snapshot.join("changed.map.compared")),
+        stray("checked-map-draft", "leftover", snapshot.join("allocated.map.checked")),
         stray("group-stray", "stranger", group.join("notes.txt")),
         {
             let dir = pool.join("staging/volume-half-made");

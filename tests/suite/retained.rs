@@ -9,11 +9,12 @@ use deltapath::cbt::{MapFile, MapWriter};
 use deltapath::client::{block_capability, from_snapshot, new_volume};
 use deltapath::csi::proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use deltapath::sys::btrfs::{self, Subvolume, WrittenSince};
-use deltapath::sys::{clone, program, sweep};
+use deltapath::sys::clone;
 use tonic::Code;
 
 use crate::faults::{is_hashed, until};
 use crate::support::content::{Content, blocks_of};
+use crate::support::places::Disk;
 use crate::support::{
     BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, names, signal, status_code, wait,
 };
@@ -431,36 +432,8 @@ async fn a_restore_between_two_snapshots_hides_no_change() {
     }
 }
 
-/// A btrfs in a temporary directory, mounted.
-struct Disk {
-    place: tempfile::TempDir,
-    mount_point: PathBuf,
-}
-
-impl Disk {
-    fn new(features: &str) -> Self {
-        let place = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-        let mount_point = place.path().join("mnt");
-        let disk = Disk { place, mount_point };
-        let image = disk.place.path().join("disk.img");
-        std::fs::File::create(&image).and_then(|file| file.set_len(1 << 30)).expect("image");
-        program::run("mkfs.btrfs", &["-q", "-O", features], &image, |code| code == 0).expect("mkfs");
-        std::fs::create_dir(&disk.mount_point).expect("mkdir");
-        let mut mount = std::process::Command::new("mount");
-        let mounted = mount.args(["-o", "loop"]).args([&image, &disk.mount_point]).status().expect("mount");
-        assert!(mounted.success(), "mount: {mounted}");
-        disk
-    }
-}
-
-impl Drop for Disk {
-    fn drop(&mut self) {
-        let left = sweep::sweep(self.place.path());
-        if !std::thread::panicking() {
-            let left = left.expect("sweep");
-            assert!(left.is_empty(), "could not be freed: {left:?}");
-        }
-    }
+fn btrfs_disk(features: &str) -> Disk {
+    Disk::new("btrfs", &["-q", "-O", features], 1 << 30)
 }
 
 /// What is written in the very next transaction after a copy is found, what was written before it is not,
@@ -470,7 +443,7 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
     if !have_root() {
         return;
     }
-    let disk = Disk::new("^no-holes");
+    let disk = btrfs_disk("^no-holes");
     let at = |name: &str| disk.mount_point.join(name);
     btrfs::create_subvolume(&at("live")).expect("subvolume");
     let path = at("live").join("data");
@@ -513,7 +486,7 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
         return;
     }
     for features in ["no-holes", "^no-holes"] {
-        let disk = Disk::new(features);
+        let disk = btrfs_disk(features);
         let data_dir = disk.mount_point.join("data");
         let lived = tokio::spawn({
             let data_dir = data_dir.clone();

@@ -4,7 +4,7 @@
 //! Volumes take turns of a step each, so that nobody waits for another's first snapshot. What changed between two
 //! snapshots goes before the rest: of a volume the newest first, for that is what the next delta asks for. The rest goes
 //! in the order in which the snapshots were taken, for each takes hashes over from the one before. Where nothing is left
-//! to be hashed the rest goes before all: it takes no time, and frees the bytes of deleted snapshots.
+//! to be hashed the rest goes before all: it reads no data, and frees the bytes of deleted snapshots.
 
 use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
