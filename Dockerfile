@@ -12,13 +12,14 @@ ARG SOURCE_DATE_EPOCH=0
 ENV CARGO_PROFILE_RELEASE_STRIP=symbols \
     RUSTFLAGS="--remap-path-prefix=/src=deltapath --remap-path-prefix=/usr/local/cargo=cargo"
 WORKDIR /src
-COPY Cargo.toml Cargo.lock build.rs ./
-COPY proto proto
+COPY Cargo.toml Cargo.lock ./
+COPY crates crates
 COPY src src
 COPY benches benches
 COPY tests tests
-RUN cargo build --release --locked --bin deltapath \
- && install -D target/release/deltapath /out/usr/local/bin/deltapath
+RUN cargo build --release --locked --package deltapath --package cbt-lab \
+ && install -D target/release/deltapath /out/deltapath/usr/local/bin/deltapath \
+ && install -D target/release/cbt-lab /out/cbt-lab/usr/local/bin/cbt-lab
 
 # Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
 # them, with the libraries that they are linked to.
@@ -38,6 +39,19 @@ RUN apt-get update \
  && rm -f /out/usr/lib/deltapath/libc.so.* /out/usr/lib/deltapath/ld-linux* /out/usr/lib/deltapath/libm.so.* \
  && install -d /out/etc/ld.so.conf.d && echo /usr/lib/deltapath > /out/etc/ld.so.conf.d/deltapath.conf
 
+# The conformance suite for any driver, for `make lab-image`: it makes no filesystem.
+FROM debian:bookworm-slim AS lab
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="cbt-lab" \
+      org.opencontainers.image.description="Tests changed block tracking of any CSI driver" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+COPY --from=build /out/cbt-lab /
+ENTRYPOINT ["/usr/local/bin/cbt-lab"]
+CMD ["--help"]
+
 FROM debian:bookworm-slim
 ARG VERSION=unknown
 ARG REVISION=unknown
@@ -47,7 +61,7 @@ LABEL org.opencontainers.image.title="deltapath" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
 COPY --from=programs /out /
-COPY --from=build /out /
+COPY --from=build /out/deltapath /
 RUN ldconfig
 ENTRYPOINT ["/usr/local/bin/deltapath"]
 CMD ["driver", "--help"]

@@ -21,7 +21,7 @@ COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -29,27 +29,27 @@ help: ## Say what there is
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
 
-build: ## Build target/release/deltapath
-	$(CARGO) build --release --locked
+build: ## Build target/release/deltapath and target/release/cbt-lab
+	$(CARGO) build --release --locked --package deltapath --package cbt-lab
 
 demo: deps build ## Play a full and an incremental backup on a real loop device
 	target/release/deltapath demo
 
 fmt: ## Format the code
-	$(CARGO) fmt
+	$(CARGO) fmt --all
 
 lint: ## Formatting and clippy, warnings are errors
-	$(CARGO) fmt --check
-	$(CARGO) clippy --locked --all-targets -- -D warnings
-	$(CARGO) clippy --locked --all-targets --features failpoints -- -D warnings
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	$(CARGO) clippy --locked --workspace --all-targets --features failpoints -- -D warnings
 
 check: lint
 
 test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
-	hack/no-leaks.sh $(CARGO) test --locked --features failpoints
+	hack/no-leaks.sh $(CARGO) test --locked --workspace --features failpoints
 
 unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
-	$(CARGO) test --locked --lib
+	$(CARGO) test --locked --workspace --lib --bins
 
 bench: deps ## What things cost, each beside the bare operation in the same run, in one table
 	$(CARGO) bench --locked --bench table
@@ -78,6 +78,10 @@ power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 t
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 		--tag deltapath:$(VERSION) .
+
+lab-image: ## Build the image of the conformance suite, cbt-lab:VERSION
+	$(ENGINE) build --target lab --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+		--tag cbt-lab:$(VERSION) .
 
 backup-image: ## Build the image of the example backup program, deltapath-backup:VERSION
 	$(ENGINE) build --tag deltapath-backup:$(VERSION) deploy/backup

@@ -7,14 +7,14 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
-use deltapath::base::{BlockRange, BlockSize, ObjectDir, Stop};
-use deltapath::cbt::{
+use base::{BlockRange, BlockSize, ObjectDir, Stop};
+use cbt::{
     AllocatedScan, Allocation, DeltaScan, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side, Step,
     ToHash, Tuples,
 };
-use deltapath::csi::proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use prost::Message;
+use proto::{BlockMetadata, BlockMetadataType, GetMetadataAllocatedResponse};
 use roaring::RoaringBitmap;
 
 const SIZE: BlockSize = BlockSize::MIN;

@@ -14,7 +14,7 @@ rootfs=$deps/rootfs
 }
 
 # What the image is made of.
-inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock build.rs proto src)
+inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates src)
 state=$(find "${inputs[@]}" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
 if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ]; then
     exit 0

@@ -5,7 +5,7 @@
 //! about, in a file `fuzz.rs`; here is the list. `make fuzz` runs each under libFuzzer, which looks for new ways
 //! through the code (`fuzz/`); the test below runs each on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
 
-use crate::{base, cbt, csi, driver, store};
+use crate::{csi, driver, store};
 
 /// A target: it panics where something does not hold.
 pub type Target = fn(&[u8]);

@@ -19,10 +19,7 @@
 //!
 //! A test (`tests/suite/arrows.rs`) reads the `crate::` paths and fails when one points up.
 
-pub mod base;
-pub mod cbt;
 pub mod cli;
-pub mod client;
 pub mod csi;
 pub mod driver;
 #[cfg(any(test, fuzzing))]

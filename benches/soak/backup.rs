@@ -8,16 +8,17 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use deltapath::client::{
+use csi_client::{
     BlockList, Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume,
 };
-use deltapath::csi::proto::{self, NodeExpandVolumeRequest, VolumeContentSource};
 use deltapath::sys;
-use deltapath::sys::clone::punch_hole;
+use fastrand::Rng;
+use files::punch_hole;
+use proto::{NodeExpandVolumeRequest, VolumeContentSource};
 
 use crate::load::{FIO_BYTES, Volume, publish, unpublish};
-use crate::support::{MIB, PoolKind};
 use crate::{Failed, World, add, blocking};
+use testkit::{MIB, PoolKind};
 
 /// Bytes compared and copied at once.
 const CHUNK: u64 = 1 << 20;
@@ -29,20 +30,10 @@ const SCRIBBLE: u64 = MARKS + MARK_SLOTS * 4096;
 const GROWTH: u64 = 16 * MIB as u64;
 const MOST_GROWTHS: u64 = 6;
 
-/// xorshift: numbers that look random.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
-
-    fn bytes(&mut self, length: u64) -> Vec<u8> {
-        (0..length / 8).flat_map(|_| self.below(u64::MAX).to_le_bytes()).collect()
-    }
+fn bytes(random: &mut Rng, length: u64) -> Vec<u8> {
+    let mut bytes = vec![0; length as usize];
+    random.fill(&mut bytes);
+    bytes
 }
 
 struct Backup {
@@ -52,7 +43,7 @@ struct Backup {
     path: PathBuf,
     /// The snapshot that the file holds.
     base: Option<String>,
-    dice: Dice,
+    dice: Rng,
     round: u64,
     growths: u64,
 }
@@ -62,7 +53,7 @@ pub async fn keep(world: &'static World, volume: &'static Volume) {
     let path = world.dir.join(format!("backup-{}", volume.number));
     let file =
         File::options().create(true).truncate(true).read(true).write(true).open(&path).expect("a backup");
-    let dice = Dice(0x9E37_79B9 + volume.number as u64 * 7919);
+    let dice = Rng::with_seed(0x9E37_79B9 + volume.number as u64 * 7919);
     let mut backup = Backup { world, volume, file, path, base: None, dice, round: 0, growths: 0 };
     while !world.is_over() {
         if let Err(what) = backup.round().await {
@@ -72,7 +63,7 @@ pub async fn keep(world: &'static World, volume: &'static Volume) {
             ));
             break;
         }
-        let pause = 1000 + backup.dice.below(4000);
+        let pause = 1000 + backup.dice.u64(0..4000);
         tokio::time::sleep(Duration::from_millis(pause)).await;
     }
 }
@@ -100,7 +91,7 @@ impl Backup {
         };
         add(&world.counts.snapshots, 1);
         let (id, size) = (snapshot.snapshot_id, snapshot.size_bytes as u64);
-        let gone_before = self.base.is_some() && self.dice.below(3) == 0;
+        let gone_before = self.base.is_some() && self.dice.u64(0..3) == 0;
         if gone_before {
             delete_snapshot(world, self.base.as_deref().expect("a base")).await?;
         }
@@ -146,11 +137,11 @@ impl Backup {
     /// Writes what is acknowledged before the snapshot is taken, and must be in it: returns its content. On a raw
     /// device blocks are also scribbled over, zeroed and discarded.
     fn scribble(&mut self) -> io::Result<Vec<u8>> {
-        let mark = self.dice.bytes(4096);
+        let mark = bytes(&mut self.dice, 4096);
         if self.volume.fs_type.is_some() {
             let target = self.volume.target();
-            let length = 4096 * (1 + self.dice.below(16));
-            std::fs::write(target.join(format!("data-{}", self.round % 8)), self.dice.bytes(length))?;
+            let length = 4096 * (1 + self.dice.u64(0..16));
+            std::fs::write(target.join(format!("data-{}", self.round % 8)), bytes(&mut self.dice, length))?;
             let _ = std::fs::remove_file(target.join(format!("data-{}", (self.round + 3) % 8)));
             let fresh = target.join("mark.new");
             let file = File::create(&fresh)?;
@@ -163,12 +154,12 @@ impl Backup {
         let device = File::options().read(true).write(true).open(self.volume.target())?;
         let blocks = (self.volume.capacity() - SCRIBBLE) / 4096;
         for _ in 0..8 {
-            let (at, count) = (self.dice.below(blocks - 16), 1 + self.dice.below(16));
+            let (at, count) = (self.dice.u64(0..blocks - 16), 1 + self.dice.u64(0..16));
             let (offset, length) = (SCRIBBLE + at * 4096, count * 4096);
-            match self.dice.below(5) {
+            match self.dice.u64(0..5) {
                 0 => punch_hole(&device, offset, length)?,
                 1 => device.write_all_at(&vec![0; length as usize], offset)?,
-                _ => device.write_all_at(&self.dice.bytes(length), offset)?,
+                _ => device.write_all_at(&bytes(&mut self.dice, length), offset)?,
             }
         }
         device.write_all_at(&mark, self.mark_offset())?;
@@ -341,23 +332,23 @@ fn can_grow_mounted_ext4() -> bool {
 /// Takes groups of volumes until the run is over: filesystems, and one raw device beside them where a copy is one
 /// step. Their members stand among the snapshots that deltas pass over.
 pub async fn groups(world: &'static World, volumes: &'static [Volume]) {
-    let mut dice = Dice(77);
+    let mut dice = Rng::with_seed(77);
     let mut number = 0;
     while !world.is_over() {
         number += 1;
         let raw = volumes.iter().filter(|volume| volume.fs_type.is_none()).collect::<Vec<_>>();
         let other = volumes.iter().filter(|volume| volume.fs_type.is_some()).collect::<Vec<_>>();
-        let first = dice.below(other.len() as u64) as usize;
+        let first = dice.u64(0..other.len() as u64) as usize;
         let room = world.room.read().await;
         let mut ids = vec![other[first].id.clone(), other[(first + 1) % other.len()].id.clone()];
         if world.pool != PoolKind::Dir {
-            ids.push(raw[dice.below(raw.len() as u64) as usize].id.clone());
+            ids.push(raw[dice.u64(0..raw.len() as u64) as usize].id.clone());
         }
         if let Err(what) = group(world, &format!("soak group {number}"), &ids).await {
             world.fail(format!("group {number}: {what}"));
         }
         drop(room);
-        tokio::time::sleep(Duration::from_millis(3000 + dice.below(3000))).await;
+        tokio::time::sleep(Duration::from_millis(3000 + dice.u64(0..3000))).await;
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use deltapath::sys::mount::mounts;
 use deltapath::sys::sweep::devices_below;
 
-use crate::support::Rig;
+use testkit::Rig;
 
 /// A look at the driver.
 #[derive(Clone, Debug, Default)]

@@ -10,8 +10,8 @@ use tokio::task::JoinSet;
 use crate::backup::{delete_snapshot, delete_volume};
 use crate::curves::{Curves, Sample, entries};
 use crate::load::{Volume, unpublish};
-use crate::support::Rig;
 use crate::{Counts, Failed, World, add, blocking, get};
+use testkit::Rig;
 
 /// How often a line is printed, in seconds.
 const PRINT: f64 = 30.0;
@@ -161,8 +161,8 @@ pub async fn close(world: &World, rig: &mut Rig, volumes: &[Volume], fresh: &Sam
 }
 
 async fn snapshots(world: &World) -> Result<Vec<(String, String)>, Failed> {
-    let list = |mut client: deltapath::client::Client| async move {
-        client.controller.list_snapshots(deltapath::csi::proto::ListSnapshotsRequest::default()).await
+    let list = |mut client: csi_client::Client| async move {
+        client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await
     };
     let listed = world.link.call("ListSnapshots", list).await?.into_inner();
     let named = listed.entries.into_iter().filter_map(|entry| entry.snapshot);

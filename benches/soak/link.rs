@@ -4,7 +4,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use deltapath::client::Client;
+use csi_client::Client;
 use tokio::sync::watch;
 use tonic::{Code, Status};
 

@@ -7,12 +7,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
-use deltapath::csi::proto::VolumeCapability;
+use csi_client::{block_capability, mount_capability, new_volume};
+use proto::VolumeCapability;
 use tokio::sync::RwLock;
 
-use crate::support::{MIB, PoolKind};
 use crate::{Failed, World, add};
+use testkit::{MIB, PoolKind};
 
 /// What fio writes to a volume: a file, or the first bytes of a raw device. Behind it, raw devices are the
 /// backup's to write.
@@ -90,7 +90,7 @@ pub async fn make_volumes(world: &World) -> Result<&'static [Volume], Failed> {
             Some(_) => 320 * MIB,
         };
         let request = new_volume(&format!("soak {number}"), bytes, capability.clone());
-        let create = |mut client: deltapath::client::Client| {
+        let create = |mut client: csi_client::Client| {
             let request = request.clone();
             async move { client.create_volume(request).await.map_err(|error| error.status) }
         };
@@ -114,7 +114,7 @@ pub async fn publish(
     capability: VolumeCapability,
     read_only: bool,
 ) -> Result<PathBuf, Failed> {
-    let publish = |mut client: deltapath::client::Client| {
+    let publish = |mut client: csi_client::Client| {
         let capability = capability.clone();
         async move {
             client.publish(id, capability, read_only, &world.kubelet).await.map_err(|error| error.status)
@@ -124,7 +124,7 @@ pub async fn publish(
 }
 
 pub async fn unpublish(world: &World, id: &str) -> Result<(), Failed> {
-    let unpublish = |mut client: deltapath::client::Client| async move {
+    let unpublish = |mut client: csi_client::Client| async move {
         client.unpublish(id, &world.kubelet).await.map_err(|error| error.status)
     };
     world.link.call("unpublish", unpublish).await

@@ -17,9 +17,6 @@ mod keeper;
 mod link;
 mod load;
 mod selfcheck;
-#[path = "../../tests/suite/support/mod.rs"]
-#[allow(dead_code)]
-mod support;
 mod trouble;
 
 use std::path::PathBuf;
@@ -29,8 +26,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use link::Link;
-use support::places::Disk;
-use support::{PoolKind, Rig};
+use testkit::places::Disk;
+use testkit::{PoolKind, Rig};
 use tokio::sync::RwLock;
 
 /// What went wrong, for the reader.
@@ -119,9 +116,9 @@ fn main() -> ExitCode {
     let minutes: f64 = setting("MINUTES", 30.0);
     assert!(minutes >= 1.0, "MINUTES={minutes}: a run of less than a minute says nothing");
     let flag: String = setting("POOL", "btrfs".to_owned());
-    let pool = support::POOLS.into_iter().find(|pool| pool.flag() == flag);
+    let pool = testkit::POOLS.into_iter().find(|pool| pool.flag() == flag);
     let pool = pool.unwrap_or_else(|| panic!("POOL={flag}: it is btrfs, xfs or dir"));
-    if !support::have_root() {
+    if !testkit::have_root() {
         return ExitCode::FAILURE;
     }
     if let Err(what) = selfcheck::run() {
@@ -139,7 +136,7 @@ fn main() -> ExitCode {
 async fn soak(pool: PoolKind, length: Duration) -> bool {
     // Plain files fill the disk that they are on: they get one of their own.
     let disk = (pool == PoolKind::Dir).then(|| Disk::ext4(24 << 30));
-    let dir = disk.as_ref().map_or_else(support::temp_dir, Disk::dir);
+    let dir = disk.as_ref().map_or_else(testkit::temp_dir, Disk::dir);
     let mut rig = Rig::start_in(dir, pool, &["--pool-size", "24Gi"], "info").await;
     let fresh = curves::Sample::take(&rig, 0.0);
     let started = Instant::now();

@@ -3,15 +3,15 @@
 
 use std::time::Duration;
 
-use deltapath::client::{Client, block_capability, new_volume};
+use csi_client::{Client, block_capability, new_volume};
 use tonic::Code;
 
 use crate::backup::delete_snapshot;
 use crate::load::{Volume, publish, unpublish};
-use crate::support::PoolKind;
-use crate::support::order::{WRITER_BYTES, Writers, image, violations};
-use crate::support::places::{Ballast, DeadDevices};
 use crate::{Failed, World, add, blocking};
+use testkit::PoolKind;
+use testkit::order::{WRITER_BYTES, Writers, image, violations};
+use testkit::places::{Ballast, DeadDevices};
 
 /// Writers of the device whose order is watched, and the snapshots that they are kept at work for.
 const WRITERS: u64 = 2;

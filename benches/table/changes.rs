@@ -5,14 +5,16 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use deltapath::base::ByteRange;
-use deltapath::client::{block_capability, from_snapshot, from_volume, new_volume};
-use deltapath::csi::proto::{GetMetadataDeltaRequest, VolumeContentSource};
-use deltapath::sys::extents::{DataRanges, Extents};
+use base::ByteRange;
+use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use deltapath::sys::extents::Extents;
+use files::DataRanges;
+use proto::{GetMetadataDeltaRequest, VolumeContentSource};
 
-use crate::host::{self, Random};
-use crate::support::{PoolKind, Rig};
+use crate::host;
 use crate::{Row, SHARING, Table, median, ms, ratio};
+use fastrand::Rng;
+use testkit::{PoolKind, Rig};
 
 const GIB: u64 = 1 << 30;
 /// 1 GiB of data in so many pieces, spread evenly.
@@ -105,7 +107,7 @@ fn middle(samples: &[Pair]) -> Pair {
     (median(&ours), median(&bare))
 }
 
-fn fill(device: &Path, size: u64, random: &mut Random) {
+fn fill(device: &Path, size: u64, random: &mut Rng) {
     let file = File::options().write(true).open(device).expect("open the device");
     let mut piece = vec![0; PIECE as usize];
     for number in 0..PIECES {
@@ -116,9 +118,9 @@ fn fill(device: &Path, size: u64, random: &mut Random) {
 }
 
 /// Changes 1 % of the data at random places; returns them in order.
-fn change(device: &Path, size: u64, random: &mut Random) -> Vec<u64> {
+fn change(device: &Path, size: u64, random: &mut Rng) -> Vec<u64> {
     let mut offsets: Vec<u64> = (0..CHANGED)
-        .map(|_| random.below(PIECES) * (size / PIECES) + random.below(PIECE / 4096) * 4096)
+        .map(|_| random.u64(0..PIECES) * (size / PIECES) + random.u64(0..PIECE / 4096) * 4096)
         .collect();
     host::write_blocks(device, random, &offsets);
     offsets.sort_unstable();
@@ -128,7 +130,7 @@ fn change(device: &Path, size: u64, random: &mut Random) -> Vec<u64> {
 
 async fn measure(pool: PoolKind, size: u64) -> Figures {
     let mut rig = Rig::start_with(pool, &["--pool-size", "48Gi"], "warn").await;
-    let mut random = Random(7);
+    let mut random = Rng::with_seed(7);
     let (mut first, mut next, mut delta, mut pending, mut allocated) =
         (vec![], vec![], vec![], vec![], vec![]);
     let mut last = None;
@@ -249,7 +251,7 @@ async fn make(
     name: &str,
     size: u64,
     source: VolumeContentSource,
-    dir: &deltapath::base::ObjectDir,
+    dir: &base::ObjectDir,
     device: Option<&Path>,
 ) -> Vec<Pair> {
     let (mut samples, mut copies) = (Vec::new(), Vec::new());

@@ -5,15 +5,16 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use deltapath::client::{block_capability, from_snapshot, new_volume};
+use csi_client::{block_capability, from_snapshot, new_volume};
 use deltapath::sys::blockdev;
 use deltapath::sys::btrfs::{Subvolume, WrittenSince};
 use deltapath::sys::extents::Extents;
 use deltapath::sys::tree;
 
-use crate::host::{self, Random};
-use crate::support::{PoolKind, Rig};
+use crate::host;
 use crate::{Row, Table, median, ms, ratio};
+use fastrand::Rng;
+use testkit::{PoolKind, Rig};
 
 const SIZE: u64 = 4 << 30;
 const WRITES: usize = 200_000;
@@ -24,7 +25,7 @@ pub async fn run(table: &mut Table) {
     // Twins: what is measured on one would be done already on the other.
     let (ours, device) = rig.block_volume("ours", SIZE as i64).await;
     let (bare, bare_device) = rig.block_volume("bare", SIZE as i64).await;
-    let mut random = Random(9);
+    let mut random = Rng::with_seed(9);
     for device in [&device, &bare_device] {
         fill(device, &mut random);
     }
@@ -33,7 +34,7 @@ pub async fn run(table: &mut Table) {
     let (mut snapshots, mut bares, mut deltas) = (vec![], vec![], vec![]);
     let (mut restores, mut bare_restores, mut copies) = (vec![], vec![], vec![]);
     for round in 0..ROUNDS {
-        let offsets: Vec<u64> = (0..WRITES).map(|_| random.below(SIZE / 4096) * 4096).collect();
+        let offsets: Vec<u64> = (0..WRITES).map(|_| random.u64(0..SIZE / 4096) * 4096).collect();
         host::write_blocks(&bare_device, &mut random, &offsets);
         let (took, birth) = bare_snapshot(&rig, &bare, &bare_device, Some(since));
         bares.push(took);
@@ -97,7 +98,7 @@ pub async fn run(table: &mut Table) {
     rig.finish();
 }
 
-fn fill(device: &Path, random: &mut Random) {
+fn fill(device: &Path, random: &mut Rng) {
     let file = File::options().write(true).open(device).expect("open the device");
     let mut piece = vec![0; 1 << 20];
     for offset in (0..SIZE).step_by(piece.len()) {
@@ -109,7 +110,7 @@ fn fill(device: &Path, random: &mut Random) {
 
 /// Flushes, takes a snapshot of the subvolume, and lists what was written since the last one.
 fn bare_snapshot(rig: &Rig, volume: &str, device: &Path, since: Option<u64>) -> (Duration, u64) {
-    let scratch = deltapath::base::ObjectDir::new(rig.pool_dir().join("staging/bench"));
+    let scratch = base::ObjectDir::new(rig.pool_dir().join("staging/bench"));
     std::fs::create_dir_all(scratch.path()).expect("mkdir");
     let started = Instant::now();
     blockdev::flush(device).expect("flush");

@@ -5,42 +5,21 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use deltapath::base::ObjectDir;
-use deltapath::cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
+use base::ObjectDir;
+use cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
 use deltapath::sys::btrfs::Subvolume;
 use deltapath::sys::{blockdev, clone, tree};
 
-use crate::support::{PoolKind, Rig};
-
-/// Numbers that look random and are the same in every run.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-
-    pub fn fill(&mut self, bytes: &mut [u8]) {
-        for word in bytes.chunks_exact_mut(8) {
-            word.copy_from_slice(&self.next().to_le_bytes());
-        }
-    }
-}
+use fastrand::Rng;
+use testkit::{PoolKind, Rig};
 
 /// Writes random blocks of 4 KiB at these offsets and flushes them.
-pub fn write_blocks(device: &Path, random: &mut Random, offsets: &[u64]) {
+pub fn write_blocks(device: &Path, random: &mut Rng, offsets: &[u64]) {
     let file = File::options().write(true).open(device).expect("open the device");
     let mut block = vec![0; 4096];
     random.fill(&mut block);
     for (number, offset) in offsets.iter().enumerate() {
-        block[..8].copy_from_slice(&(random.next() ^ number as u64).to_le_bytes());
+        block[..8].copy_from_slice(&(random.u64(..) ^ number as u64).to_le_bytes());
         file.write_all_at(&block, *offset).expect("write");
     }
     file.sync_all().expect("flush");

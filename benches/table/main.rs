@@ -11,13 +11,10 @@ mod host;
 mod pools;
 mod single;
 mod stream;
-#[path = "../../tests/suite/support/mod.rs"]
-#[allow(dead_code)]
-mod support;
 
 use std::time::Duration;
 
-use crate::support::PoolKind;
+use testkit::PoolKind;
 
 /// The pools whose snapshots share blocks.
 const SHARING: [PoolKind; 2] = [PoolKind::Xfs, PoolKind::Btrfs];

@@ -5,11 +5,12 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use deltapath::sys::clone::punch_hole;
+use files::punch_hole;
 
-use crate::host::{self, Random};
-use crate::support::{PoolKind, Rig};
+use crate::host;
 use crate::{Row, SHARING, Table, median, ms};
+use fastrand::Rng;
+use testkit::{PoolKind, Rig};
 
 const SIZE: u64 = 2 << 30;
 const WRITES: usize = 20_000;
@@ -55,11 +56,11 @@ pub async fn run(table: &mut Table) {
 
 async fn measure(pool: PoolKind) -> Figures {
     let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
-    let mut random = Random(11);
+    let mut random = Rng::with_seed(11);
     let (volume, device) = rig.block_volume("volume", SIZE as i64).await;
     let sequential = SIZE as f64 / fill(&device, &mut random).as_secs_f64();
-    let write = |random: &mut Random| {
-        let offsets: Vec<u64> = (0..WRITES).map(|_| random.below(SIZE / 4096) * 4096).collect();
+    let write = |random: &mut Rng| {
+        let offsets: Vec<u64> = (0..WRITES).map(|_| random.u64(0..SIZE / 4096) * 4096).collect();
         let started = Instant::now();
         host::write_blocks(&device, random, &offsets);
         WRITES as f64 / started.elapsed().as_secs_f64()
@@ -100,7 +101,7 @@ async fn measure(pool: PoolKind) -> Figures {
     Figures { sequential, before, after, snapshot: median(&snapshot), delta: median(&delta), returned }
 }
 
-fn fill(device: &Path, random: &mut Random) -> Duration {
+fn fill(device: &Path, random: &mut Rng) -> Duration {
     let file = File::options().write(true).open(device).expect("open the device");
     let mut piece = vec![0; 1 << 20];
     random.fill(&mut piece);

@@ -5,17 +5,18 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use deltapath::base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
-use deltapath::cbt::{HashFile, MapFile, MapHeader, MapWriter, ToHash, hash_each};
-use deltapath::client::Client;
-use deltapath::csi::proto::ProbeRequest;
-use deltapath::sys::extents::DataRanges;
+use base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
+use cbt::{HashFile, MapFile, MapHeader, MapWriter, ToHash, hash_each};
+use csi_client::Client;
+use files::DataRanges;
+use proto::ProbeRequest;
 
 use rayon::prelude::*;
 
-use crate::host::{self, Random};
-use crate::support::{PoolKind, Rig, driver_command};
+use crate::host;
 use crate::{Row, Table, median, ms};
+use fastrand::Rng;
+use testkit::{PoolKind, Rig, driver_command};
 
 const ROUNDS: usize = 5;
 const GB: f64 = 1e9;
@@ -29,7 +30,7 @@ pub fn hashing(table: &mut Table) {
     let path = dir.path().join("data");
     let data = File::options().read(true).write(true).create_new(true).open(&path).expect("create");
     let mut bytes = vec![0; BYTES as usize];
-    Random(3).fill(&mut bytes);
+    Rng::with_seed(3).fill(&mut bytes);
     data.write_all_at(&bytes, 0).expect("write");
     data.sync_all().expect("sync");
     let size = BlockSize::MIN;
@@ -88,7 +89,7 @@ pub async fn plain_copies(table: &mut Table) {
     let (volume, device) = rig.block_volume("volume", (BYTES * 4) as i64).await;
     let file = File::options().write(true).open(&device).expect("open the device");
     let mut piece = vec![0; 4 << 20];
-    let mut random = Random(5);
+    let mut random = Rng::with_seed(5);
     for number in 0..BYTES / piece.len() as u64 {
         random.fill(&mut piece);
         file.write_all_at(&piece, number * 4 * piece.len() as u64).expect("write");
@@ -152,7 +153,7 @@ pub async fn many_snapshots(table: &mut Table) {
     let mut snapshots = Vec::new();
     for number in 0..VOLUMES {
         let (volume, device) = rig.block_volume(&format!("volume {number}"), 1 << 30).await;
-        host::write_blocks(&device, &mut Random(number as u64 + 1), &[0, 4096, 1 << 20]);
+        host::write_blocks(&device, &mut Rng::with_seed(number as u64 + 1), &[0, 4096, 1 << 20]);
         snapshots.push(rig.snapshot(&format!("snapshot {number}"), &volume).await);
         host::hashed(&rig, &snapshots[number]).await;
         rig.detach(&volume).await;
@@ -178,8 +179,8 @@ pub async fn many_snapshots(table: &mut Table) {
         let records = read_records(&rig.pool_dir().join("snapshots"));
         bares.push((started.elapsed(), memory));
         assert_eq!(records, VOLUMES * EACH);
-        crate::support::signal(&child, nix::sys::signal::Signal::SIGTERM);
-        crate::support::wait(&mut child, Duration::from_secs(60));
+        testkit::signal(&child, nix::sys::signal::Signal::SIGTERM);
+        testkit::wait(&mut child, Duration::from_secs(60));
     }
     let memory = bares.iter().map(|bare| bare.1).max().unwrap_or(0);
     let bare: Vec<Duration> = bares.iter().map(|bare| bare.0).collect();

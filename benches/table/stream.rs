@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use deltapath::base::BlockRange;
-use deltapath::client::Client;
-use deltapath::csi::proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
-use deltapath::csi::proto::{
+use base::BlockRange;
+use csi_client::Client;
+use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use proto::{
     BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
     GetMetadataDeltaRequest, GetMetadataDeltaResponse,
 };
@@ -16,8 +16,8 @@ use tonic::codegen::tokio_stream;
 use tonic::{Request, Response, Status};
 
 use crate::host;
-use crate::support::{PoolKind, Rig};
 use crate::{Row, Table, median};
+use testkit::{PoolKind, Rig};
 
 /// With this argument the bench is the bare server.
 pub const BARE: &str = "--bare-stream";

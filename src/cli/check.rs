@@ -9,9 +9,9 @@ use serde::Serialize;
 
 use super::signals::stop_on_signals;
 use super::{Done, INTERRUPTED, Output};
-use crate::base::Stop;
-use crate::driver::{Discovery, Inspection, Result, Severity, report};
+use crate::driver::{Discovery, Inspection, Result, Severity};
 use crate::sys;
+use base::Stop;
 
 /// Beside a running driver a thing in the making is found as well; so long after, it is made or gone.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
@@ -117,7 +117,7 @@ fn look(dir: &Path, inspection: &Inspection, repair: bool, stop: &Stop) -> Resul
 
 fn mended(inspection: &Inspection, discovery: &Discovery) -> bool {
     inspection.mend(discovery).unwrap_or_else(|error| {
-        tracing::error!(path = %discovery.path.display(), error = report(&error), "not repaired");
+        tracing::error!(path = %discovery.path.display(), error = base::report(&error), "not repaired");
         false
     })
 }

@@ -10,13 +10,14 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::Done;
-use crate::base::Quantity;
-use crate::csi::{self, Endpoint};
+use crate::csi;
 use crate::driver::{Config, Driver, HashingThread, Retention};
 use crate::http::Server;
 use crate::pool::{PoolChoice, PoolRequest};
 use crate::store::TupleStyle;
 use crate::sys;
+use base::Endpoint;
+use base::Quantity;
 
 /// How long calls under way may take to end after SIGTERM.
 const DRAIN: Duration = Duration::from_secs(20);

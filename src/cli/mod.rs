@@ -3,10 +3,8 @@
 //! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 3 leftovers alone (check); 130 interrupted.
 
 mod check;
-mod conformance;
 mod demo;
 mod driver;
-mod image;
 mod signals;
 mod verify;
 
@@ -39,7 +37,6 @@ pub struct Cli {
 enum Command {
     Driver(driver::Arguments),
     Demo(demo::Arguments),
-    Conformance(conformance::Arguments),
     Verify(verify::Arguments),
     Check(check::Arguments),
 }
@@ -66,7 +63,7 @@ impl Cli {
     pub fn start_tracing(&self) {
         let default = match self.command {
             Command::Driver(_) => "info",
-            Command::Demo(_) | Command::Verify(_) | Command::Check(_) | Command::Conformance(_) => "warn",
+            Command::Demo(_) | Command::Verify(_) | Command::Check(_) => "warn",
         };
         let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
         let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
@@ -82,12 +79,11 @@ pub fn run(cli: Cli) -> ExitCode {
     let done = match cli.command {
         Command::Driver(arguments) => driver::run(arguments),
         Command::Demo(arguments) => demo::run(arguments),
-        Command::Conformance(arguments) => conformance::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
         Command::Check(arguments) => check::run(arguments),
     };
     done.unwrap_or_else(|error| {
-        eprintln!("deltapath: {}", crate::driver::report(&*error));
+        eprintln!("deltapath: {}", base::report(&*error));
         ExitCode::FAILURE
     })
 }

@@ -2,7 +2,7 @@
 
 use nix::sys::signal::{SigSet, Signal};
 
-use crate::base::Stop;
+use base::Stop;
 
 /// From here on a signal asks for an end instead of making it. To be called while there is no other thread: those
 /// that are there keep taking signals as before.

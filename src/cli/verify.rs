@@ -10,10 +10,10 @@ use serde::Serialize;
 
 use super::signals::stop_on_signals;
 use super::{Done, INTERRUPTED, Output};
-use crate::base::{ByteRange, Quantity, SnapshotId, Stop};
-use crate::cbt::Finding;
 use crate::driver::{Inspected, Inspection};
 use crate::sys;
+use base::{ByteRange, Quantity, SnapshotId, Stop};
+use cbt::Finding;
 
 /// Compare the blocks of snapshots with their hashes, and their block maps with the data.
 ///
@@ -112,7 +112,7 @@ fn verify(
             Ok(None) => continue,
             Err(error) if error.stopped().is_some() => return Err(error.into()),
             // What cannot be read is damage; the others are read all the same.
-            Err(error) => vec![Finding { what: crate::driver::report(&error), range: None }],
+            Err(error) => vec![Finding { what: base::report(&error), range: None }],
         };
         report.damage.extend(findings.into_iter().map(|finding| Damage {
             snapshot: record.id.clone(),

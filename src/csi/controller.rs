@@ -5,13 +5,13 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status, async_trait};
 
 use super::decode;
-use super::proto::controller_service_capability::{Rpc, Type, rpc};
-use super::proto::{self, controller_server::Controller};
 use super::rpc::{not_claimed, rpc_span, unary};
 use crate::driver::{
     AttachRequest, CreateVolume, Driver, Error, PageRequest, Result as DriverResult, SnapshotFilter,
     SnapshotParameters, VolumeParameters, parse_tuning,
 };
+use proto::controller_server::Controller;
+use proto::controller_service_capability::{Rpc, Type, rpc};
 
 pub(super) struct ControllerService(pub(super) Arc<Driver>);
 

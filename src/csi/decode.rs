@@ -2,13 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use super::proto;
-use super::proto::volume_capability::access_mode::Mode;
-use super::proto::volume_capability::{self as wire};
 use crate::driver::{
     AccessMode, AccessType, Capability, CapacityRange, Condition, Error, MountFlags, Result, SourceRef,
 };
 use crate::store::{self, SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
+use proto::volume_capability::access_mode::Mode;
+use proto::volume_capability::{self as wire};
 
 pub(super) fn capabilities(capabilities: Vec<proto::VolumeCapability>) -> Result<Vec<Capability>> {
     capabilities.into_iter().map(|capability| self::capability(Some(capability))).collect()

@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
 use super::authority::Tolerant;
-use super::{decode, proto};
+use super::decode;
 use crate::driver::AccessType;
 
 /// A wire message that decodes becomes a capability or an error, and mount flags never show.

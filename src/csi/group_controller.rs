@@ -5,10 +5,10 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status, async_trait};
 
 use super::decode;
-use super::proto::group_controller_service_capability::{Rpc, Type, rpc};
-use super::proto::{self, group_controller_server::GroupController};
 use super::rpc::{rpc_span, unary};
 use crate::driver::{Driver, Group, SnapshotParameters};
+use proto::group_controller_server::GroupController;
+use proto::group_controller_service_capability::{Rpc, Type, rpc};
 
 pub(super) struct GroupControllerService(pub(super) Arc<Driver>);
 

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use tonic::{Request, Response, Status, async_trait};
 
-use super::proto::plugin_capability::{Service, Type, VolumeExpansion, service, volume_expansion};
-use super::proto::{self, identity_server::Identity};
 use super::rpc::{rpc_span, unary};
 use crate::driver::Driver;
+use proto::identity_server::Identity;
+use proto::plugin_capability::{Service, Type, VolumeExpansion, service, volume_expansion};
 
 pub(super) struct IdentityService(pub(super) Arc<Driver>);
 

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use tonic::{Request, Response, Status, async_trait};
 
 use super::decode;
-use super::proto::node_service_capability::{Rpc, Type, rpc};
-use super::proto::{self, node_server::Node};
 use super::rpc::{rpc_span, unary};
 use crate::driver::{Driver, EphemeralParameters, PublishRequest, StageRequest, Usage};
+use proto::node_server::Node;
+use proto::node_service_capability::{Rpc, Type, rpc};
 
 pub(super) struct NodeService(pub(super) Arc<Driver>);
 

@@ -1,11 +1,9 @@
 //! The socket and the server behind it.
 
-use std::fmt;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use tokio::net::UnixListener;
@@ -19,48 +17,15 @@ use super::controller::ControllerService;
 use super::group_controller::GroupControllerService;
 use super::identity::IdentityService;
 use super::node::NodeService;
-use super::proto::controller_server::ControllerServer;
-use super::proto::group_controller_server::GroupControllerServer;
-use super::proto::identity_server::IdentityServer;
-use super::proto::node_server::NodeServer;
-use super::proto::snapshot_metadata_server::SnapshotMetadataServer;
 use super::snapshot_metadata::{SnapshotMetadataService, counted};
 use crate::driver::Driver;
-use crate::sys::{self, step};
-
-/// A socket path, written `unix:///path` (also `unix:/path`, or the path alone).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Endpoint(PathBuf);
-
-impl Endpoint {
-    /// The socket.
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
-
-    /// The socket at `path`, which must be absolute.
-    pub fn at(path: &Path) -> Self {
-        Endpoint(path.to_owned())
-    }
-}
-
-impl FromStr for Endpoint {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let path = text.strip_prefix("unix://").or_else(|| text.strip_prefix("unix:")).unwrap_or(text);
-        match path.starts_with('/') {
-            true => Ok(Endpoint(path.into())),
-            false => Err(format!("{text:?} is no endpoint: write unix:///run/deltapath/csi.sock")),
-        }
-    }
-}
-
-impl fmt::Display for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "unix://{}", self.0.display())
-    }
-}
+use base::Endpoint;
+use files::step;
+use proto::controller_server::ControllerServer;
+use proto::group_controller_server::GroupControllerServer;
+use proto::identity_server::IdentityServer;
+use proto::node_server::NodeServer;
+use proto::snapshot_metadata_server::SnapshotMetadataServer;
 
 /// Why the socket could not be served.
 #[derive(Debug, thiserror::Error)]
@@ -116,7 +81,7 @@ impl Drop for RemoveOnDrop {
 /// refused, for two drivers would share its clients.
 fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
     let path = endpoint.path();
-    let failed = |error: sys::Error| EndpointError::Listen(endpoint.clone(), error.source);
+    let failed = |error: files::Error| EndpointError::Listen(endpoint.clone(), error.source);
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             if let Some(parent) = path.parent() {

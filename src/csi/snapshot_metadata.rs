@@ -22,15 +22,15 @@ use tower::util::MapResponseLayer;
 use tracing::Span;
 
 use super::decode::{encode_style, wire_bytes};
-use super::proto::{self, snapshot_metadata_server::SnapshotMetadata};
 use super::rpc::{Rpc, log, rpc_span};
 use super::status::status;
-use crate::base::{ByteRange, Stop};
 use crate::driver::{
     Driver, Message, MetadataRequest, MetadataStream, Result as DriverResult, STREAMS_WORKING, Share,
     Streams, Turn,
 };
 use crate::sys::memory;
+use base::{ByteRange, Stop};
+use proto::snapshot_metadata_server::SnapshotMetadata;
 
 /// Streams open at once; each holds a few files.
 const MAX_STREAMS: usize = 1024;

@@ -3,9 +3,9 @@
 
 use tonic::{Code, Status};
 
-use crate::base::Stopped;
 use crate::driver::{Driver, Error};
-use crate::{cbt, pool, store, sys};
+use crate::{pool, store};
+use base::Stopped;
 
 /// The status of a failed call: the code of its kind, the message with all causes and what to do.
 pub fn status(driver: &Driver, error: &Error) -> Status {
@@ -69,6 +69,6 @@ fn stopped_code(stopped: Stopped) -> Code {
 }
 
 /// The kernel has hundreds of error numbers; only a full pool asks something of the caller.
-fn sys_code(error: &sys::Error) -> Code {
+fn sys_code(error: &files::Error) -> Code {
     if error.is_no_space() { Code::ResourceExhausted } else { Code::Internal }
 }

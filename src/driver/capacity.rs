@@ -6,9 +6,9 @@ use std::sync::PoisonError;
 
 use super::capability::{kinds, least_size};
 use super::{Capability, Driver, Error, Result, VolumeParameters};
-use crate::base::{BlockSize, Quantity};
 use crate::store::AccessKind;
 use crate::sys;
+use base::{BlockSize, Quantity};
 
 /// The size of a volume for which none was asked.
 const DEFAULT_SIZE: u64 = 1 << 30;

@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::{Inspection, Result, report};
-use crate::base::{GroupDir, ObjectDir};
-use crate::cbt;
+use super::{Inspection, Result};
 use crate::store::{SnapshotRecord, VolumeRecord, VolumeState};
 use crate::sys::attributes::Flag;
 use crate::sys::loopdev::{FileId, LoopDevice, may_be};
-use crate::sys::{Context, blockdev, durable, mount};
+use crate::sys::{blockdev, mount};
+use base::{GroupDir, ObjectDir};
+use files::Context;
+use files::durable;
 
 /// What something that an audit found means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -176,7 +177,7 @@ impl Audit<'_> {
         let store = self.inspection.store();
         let retained = store.damaged_retained().iter().map(|damage| (damage, "a deleted snapshot: "));
         for (damage, whose) in store.damaged().iter().map(|damage| (damage, "")).chain(retained) {
-            self.add(Severity::Damage, &damage.path, format!("{whose}{}", report(&damage.error)));
+            self.add(Severity::Damage, &damage.path, format!("{whose}{}", base::report(&damage.error)));
             if let Ok(file) = FileId::of(&ObjectDir::new(&damage.path).data()) {
                 self.backing.insert(file, Backing::Unknown);
             }
@@ -221,7 +222,7 @@ impl Audit<'_> {
                 );
             }
             Ok(_) => {}
-            Err(error) => self.add(Severity::Damage, dir.state(), report(error)),
+            Err(error) => self.add(Severity::Damage, dir.state(), base::report(error)),
         }
         if let Ok(file) = FileId::of(&dir.data()) {
             self.backing.insert(file, state.map_or(Backing::Unknown, Backing::Volume));
@@ -263,7 +264,7 @@ impl Audit<'_> {
                     self.add(Severity::Damage, dir.path(), what + &place.unwrap_or_default());
                 }
             }
-            Err(error) => self.add(Severity::Damage, dir.path(), report(&error)),
+            Err(error) => self.add(Severity::Damage, dir.path(), base::report(&error)),
         }
         Ok(())
     }

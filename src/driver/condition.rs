@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use super::{Driver, Error, Result};
-use crate::base::VolumeId;
 use crate::store::VolumeRecord;
+use base::VolumeId;
 
 /// How a volume is, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,8 +30,8 @@ impl Driver {
     /// How volumes are; one look at the pool for all of them.
     pub fn conditions(&self, volumes: &[Arc<VolumeRecord>]) -> Vec<Condition> {
         let shortage = match self.ready() {
-            Ok(()) => self.home.shortage().unwrap_or_else(|error| Some(super::report(&error))),
-            Err(error) => Some(super::report(&error)),
+            Ok(()) => self.home.shortage().unwrap_or_else(|error| Some(base::report(&error))),
+            Err(error) => Some(base::report(&error)),
         };
         let condition = |record: &Arc<VolumeRecord>| match (self.bytes(record), &shortage) {
             (Err(what), _) => Condition::abnormal(what),
@@ -64,7 +64,7 @@ impl Driver {
         let parsed = id.parse::<VolumeId>().ok()?;
         match self.store.check_readable(parsed.as_str()) {
             Ok(()) => None,
-            Err(error) => Some(Condition::abnormal(super::report(&Error::from(error)))),
+            Err(error) => Some(Condition::abnormal(base::report(&Error::from(error)))),
         }
     }
 }

@@ -1,11 +1,10 @@
 //! Everything a call can fail with. Each message says what was wrong, with which value, and what
 //! to do; [`crate::csi::status`] maps each variant to its gRPC code.
 
-use std::error::Error as StdError;
 use std::path::Path;
 
-use crate::base::Stopped;
-use crate::{cbt, pool, store, sys};
+use crate::{pool, store};
+use base::Stopped;
 
 /// An error of the driver.
 #[derive(Debug, thiserror::Error)]
@@ -100,7 +99,7 @@ pub enum Error {
     Cbt(#[from] cbt::Error),
     /// The kernel.
     #[error(transparent)]
-    Sys(#[from] sys::Error),
+    Sys(#[from] files::Error),
 }
 
 impl Error {
@@ -113,7 +112,7 @@ impl Error {
     }
 
     /// The kernel's part of this error, if it has one.
-    pub fn sys(&self) -> Option<&sys::Error> {
+    pub fn sys(&self) -> Option<&files::Error> {
         match self {
             Error::Sys(error)
             | Error::Store(store::Error::Sys(error))
@@ -126,7 +125,7 @@ impl Error {
     /// The error and all its causes in one line, and what to do where the kernel's word alone does not say it.
     /// `data_dir` is the driver's own.
     pub fn explain(&self, data_dir: &Path) -> String {
-        let line = report(self);
+        let line = base::report(self);
         let advice = self.sys().and_then(|error| advice(error.errno()?, error.path.starts_with(data_dir)));
         match advice {
             Some(advice) => format!("{line}: {advice}"),
@@ -180,22 +179,6 @@ pub(super) fn shown(text: &str) -> String {
     }
 }
 
-/// An error and all its causes in one line.
-pub fn report(error: &dyn StdError) -> String {
-    let mut line = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let text = error.to_string();
-        // A transparent wrapper says what its cause says.
-        if !line.ends_with(&text) {
-            line.push_str(": ");
-            line.push_str(&text);
-        }
-        cause = error.source();
-    }
-    line
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -212,9 +195,9 @@ mod tests {
             ("/data/pool/volumes/x", libc::ENOENT, None),
         ] {
             let source = std::io::Error::from_raw_os_error(errno);
-            let error = Error::Sys(sys::Error { operation: "open", path: path.into(), source });
+            let error = Error::Sys(files::Error { operation: "open", path: path.into(), source });
             let said = error.explain(Path::new("/data"));
-            let advice = said.strip_prefix(&report(&error)).and_then(|rest| rest.strip_prefix(": "));
+            let advice = said.strip_prefix(&base::report(&error)).and_then(|rest| rest.strip_prefix(": "));
             assert_eq!(advice.is_some(), expected.is_some(), "{said}");
             assert!(advice.unwrap_or_default().starts_with(expected.unwrap_or_default()), "{said}");
         }

@@ -8,8 +8,10 @@ use super::locks::Key;
 use super::params::parse_tuning;
 use super::{Capability, CapacityRange, Driver, Error, Result};
 use crate::store::{AccessKind, Tuning, VolumeRecord};
+use crate::sys::blockdev;
 use crate::sys::loopdev::LoopDevice;
-use crate::sys::{Context, blockdev, step};
+use files::Context;
+use files::step;
 
 /// What an expansion came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use super::list::PageRequest;
 use super::params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 use super::retained::Retention;
 use super::{Error, Result};
-use crate::base::{BlockSize, SnapshotId, VolumeId, age};
+use base::{BlockSize, SnapshotId, VolumeId, age};
 
 /// A length of time that parses reads back from how it is shown; so does a retention.
 pub(crate) fn ages(bytes: &[u8]) {

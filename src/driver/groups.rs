@@ -7,9 +7,9 @@ use super::locks::{Key, OpGuard};
 use super::maps::NewSnapshot;
 use super::volumes::check_name;
 use super::{Driver, Error, Result, SnapshotParameters};
-use crate::base::{GroupId, VolumeId};
 use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
-use crate::sys::Context;
+use base::{GroupId, VolumeId};
+use files::Context;
 
 /// A group snapshot with its members.
 #[derive(Clone, Debug)]

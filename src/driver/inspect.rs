@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Error, Result, known_pool};
-use crate::base::{DataDir, SnapshotId, Stop};
-use crate::cbt::{self, Finding, MapFile, Progress};
 use crate::pool::{Home, PoolChoice, PoolRequest};
 use crate::store::{self, Claim, Manifest, SnapshotRecord, Store};
+use base::{DataDir, SnapshotId, Stop};
+use cbt::{self, Finding, MapFile, Progress};
 
 /// The objects of a data directory, for reading.
 #[derive(Debug)]
@@ -105,7 +105,7 @@ impl Inspection {
 
     /// The objects whose records cannot be read, with the reason.
     pub fn unreadable(&self) -> Vec<(String, String)> {
-        let told = |damage: &store::Damage| (damage.path.display().to_string(), super::report(&damage.error));
+        let told = |damage: &store::Damage| (damage.path.display().to_string(), base::report(&damage.error));
         self.store.damaged().iter().map(told).collect()
     }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use super::error::shown;
 use super::{Driver, Error, Result};
-use crate::base::{SnapshotId, VolumeId};
 use crate::store::{SnapshotRecord, VolumeRecord};
+use base::{SnapshotId, VolumeId};
 
 /// Entries of a page at most: some 300 bytes each, so well under gRPC's 4 MiB.
 pub(super) const MAX_PAGE: usize = 5000;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{Error, Result};
-use crate::base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
+use base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
 
 /// How often a caller that waits is asked whether it still does.
 const LOOK: Duration = Duration::from_millis(50);

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use super::quiesce::LiveCopy;
 use super::{Driver, Error, Result};
-use crate::base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
-use crate::cbt::{
+use crate::pool::{self, Bytes, Changes};
+use crate::store::{SnapshotRecord, Source, VolumeRecord};
+use crate::sys::extents::Extents;
+use base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
+use cbt::{
     self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, NewMaps,
     PhysicalDiff, Relation, copy_map, scan_allocated, write_changed, write_union, write_written,
 };
-use crate::pool::{self, Bytes, Changes};
-use crate::store::{SnapshotRecord, Source, VolumeRecord};
-use crate::sys::durable;
-use crate::sys::extents::Extents;
+use files::durable;
 
 /// An earlier snapshot whose content a new one shares most of: its hashes need not be made again.
 ///
@@ -220,7 +220,7 @@ impl Driver {
         match self.open_settled(&found, || self.open_parent(&found, volume, linked)) {
             Ok(parent) => Some(parent),
             Err(error) => {
-                let error = super::report(&error);
+                let error = base::report(&error);
                 tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent cannot be used");
                 None
             }

@@ -12,12 +12,11 @@ use super::locks::Key;
 use super::maps::header;
 use super::streams::{Place, Share, Streams};
 use super::{Driver, Error, Result};
-use crate::base::{BlockSize, ByteRange, ObjectDir, Stop};
-use crate::cbt::{
-    self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples, scan_allocated,
-};
 use crate::store::{SnapshotRecord, TupleStyle};
-use crate::sys::{Context, durable};
+use base::{BlockSize, ByteRange, ObjectDir, Stop};
+use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples, scan_allocated};
+use files::Context;
+use files::durable;
 
 /// Tuples a message holds when the client leaves the choice.
 const DEFAULT_TUPLES: usize = 4096;

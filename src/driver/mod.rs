@@ -31,7 +31,7 @@ pub use capability::{AccessMode, AccessType, Capability, MountFlags};
 pub use capacity::{CapacityRange, Room};
 pub use check::{Discovery, Severity};
 pub use condition::Condition;
-pub use error::{Error, report};
+pub use error::Error;
 pub use expand::Expansion;
 pub use groups::Group;
 pub use hashing::HashingThread;
@@ -48,12 +48,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::base::{DataDir, Quantity, VolumeId};
 use crate::pool::{Home, Kind, Known, Pool, PoolChoice, PoolRequest};
 use crate::store::{Claim, Manifest, Store, TupleStyle};
-use crate::sys::durable::LOCK_PATIENCE;
-use crate::sys::{self, Context};
+use crate::sys;
+use base::{DataDir, Quantity, VolumeId};
 use capacity::Reserved;
+use files::Context;
+use files::durable::LOCK_PATIENCE;
 use locks::OpLocks;
 
 /// What this room returns.
@@ -148,7 +149,7 @@ impl Driver {
             Err(error) => {
                 // Nobody is left who would unmount the pool.
                 if let Err(error) = home.close() {
-                    tracing::warn!(error = report(&error), "the pool stays mounted");
+                    tracing::warn!(error = base::report(&error), "the pool stays mounted");
                 }
                 return Err(error);
             }
@@ -199,7 +200,7 @@ impl Driver {
             // Pods must be able to end, which frees the pool for the next start.
             Err(error) if home.is_dead() => {
                 tracing::error!(
-                    error = report(&error),
+                    error = base::report(&error),
                     "the pool no longer answers; what uses its volumes can be undone"
                 );
                 Ok(Store::of_dead(home.dir().clone(), &error))

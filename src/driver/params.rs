@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use super::capability::known_filesystem;
 use super::error::shown;
 use super::{Error, Result};
-use crate::base::{BlockSize, Quantity};
 use crate::store::{Tuning, TupleStyle};
+use base::{BlockSize, Quantity};
 
 const SIDECAR_PREFIX: &str = "csi.storage.k8s.io/";
 /// The one of the sidecars' own that says something about the volume. The provisioner turns it into a

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use super::maps::Pour;
 use super::{Driver, Error, Result};
-use crate::base::{BlockSize, ObjectDir, Stop, VolumeId};
 use crate::pool::{Bytes, Sink};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
 use crate::sys::{self, freeze};
+use base::{BlockSize, ObjectDir, Stop, VolumeId};
 
 /// The longest that a mounted filesystem is held frozen.
 const FREEZE_BOUND: Duration = Duration::from_secs(30);
@@ -91,7 +91,7 @@ impl Driver {
             Ok(free) if is_io && free < FULL => Error::Exhausted(format!(
                 "No space left on device: what was written to the volume cannot be stored ({}); delete volumes or \
                  snapshots, or make room on the disk",
-                super::report(&error)
+                base::report(&error)
             )),
             _ => error,
         }
@@ -162,7 +162,7 @@ impl Driver {
             self.store.read(|index| index.volumes_after(None).map(|record| record.id.clone()).collect());
         for id in ids {
             if let Err(error) = self.thaw_leftover(&id) {
-                tracing::error!(volume_id = %id, error = super::report(&error), "a volume may be frozen");
+                tracing::error!(volume_id = %id, error = base::report(&error), "a volume may be frozen");
             }
         }
     }
@@ -174,7 +174,7 @@ impl Driver {
             let direct = record.tuning.direct_io != Some(false);
             let dir = self.store.dir().volume(&record.id);
             if let Err(error) = self.pool().restore_after_copy(&dir, direct) {
-                let error = super::report(&Error::from(error));
+                let error = base::report(&Error::from(error));
                 tracing::warn!(volume_id = %record.id, error, "writes of this volume may be slow until the next start");
             }
         }
@@ -273,7 +273,7 @@ impl FrozenVolumes<'_> {
 impl Drop for FrozenVolumes<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.finish() {
-            tracing::error!(error = super::report(&error), "thaw failed");
+            tracing::error!(error = base::report(&error), "thaw failed");
         }
     }
 }

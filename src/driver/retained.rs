@@ -8,9 +8,9 @@
 use std::time::Duration;
 
 use super::{Driver, Result};
-use crate::base::{VolumeId, age};
-use crate::cbt::MapFile;
 use crate::store::{self, Draft, Retained, SnapshotRecord};
+use base::{VolumeId, age};
+use cbt::MapFile;
 
 /// `--retain-deleted COUNT[:AGE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +112,7 @@ impl Driver {
             match outcome {
                 Ok(freed) => doomed.extend(freed),
                 Err(error) => {
-                    let error = super::report(&error);
+                    let error = base::report(&error);
                     tracing::warn!(snapshot_id = %record.id, error, "a deleted snapshot is kept for longer");
                 }
             }

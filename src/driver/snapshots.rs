@@ -7,10 +7,11 @@ use super::locks::Key;
 use super::maps::NewSnapshot;
 use super::volumes::check_name;
 use super::{Driver, Error, Result, SnapshotParameters};
-use crate::base::{GroupId, SnapshotId, Stop};
-use crate::cbt::{self, MapFile, MapHeader, Relation};
 use crate::store::{SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
-use crate::sys::{Context, durable};
+use base::{GroupId, SnapshotId, Stop};
+use cbt::{self, MapFile, MapHeader, Relation};
+use files::Context;
+use files::durable;
 
 impl Driver {
     /// A snapshot by the id a client sent, which may be any string.
@@ -148,7 +149,7 @@ impl Driver {
     pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
         if let Err(error) = self.hand_changes_on(gone) {
             // Without the link a delta across the gap compares whole maps: slower, and as exact.
-            tracing::warn!(snapshot_id = %gone.id, error = super::report(&error), "changes were not handed on");
+            tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "changes were not handed on");
         }
     }
 

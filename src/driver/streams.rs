@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::cbt::Loaded;
+use cbt::Loaded;
 
 /// Bytes that all streams take together.
 pub const MEMORY: usize = 64 << 20;

@@ -7,10 +7,11 @@ use super::error::shown;
 use super::locks::Key;
 use super::quiesce::LiveCopy;
 use super::{Capability, CapacityRange, Driver, Error, Result, VolumeParameters};
-use crate::base::{BlockSize, SnapshotId, Stop, VolumeId};
 use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
-use crate::sys::{Context, step};
+use base::{BlockSize, SnapshotId, Stop, VolumeId};
+use files::Context;
+use files::step;
 
 /// The longest name a CO may give (CSI spec, "Size Limits").
 const MAX_NAME: usize = 128;

@@ -38,42 +38,30 @@ fn every_target_bears_its_corpus() {
     }
 }
 
-/// xorshift: the same inputs in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, most: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % most.max(1) as u64) as usize
-    }
-}
-
 /// What libFuzzer would do first: bits, bytes and numbers changed, parts cut out, repeated and taken from another
 /// input.
-fn mutate(bytes: &mut Vec<u8>, other: &[u8], dice: &mut Dice) {
-    for _ in 0..=dice.below(4) {
+fn mutate(bytes: &mut Vec<u8>, other: &[u8], dice: &mut fastrand::Rng) {
+    for _ in 0..=dice.usize(0..4) {
         let length = bytes.len();
-        let at = dice.below(length);
-        match dice.below(9) {
-            0 | 1 if length > 0 => bytes[at] ^= 1 << dice.below(8),
-            2 | 3 if length > 0 => bytes[at] = dice.below(256) as u8,
+        let at = dice.usize(0..length.max(1));
+        match dice.usize(0..9) {
+            0 | 1 if length > 0 => bytes[at] ^= 1 << dice.usize(0..8),
+            2 | 3 if length > 0 => bytes[at] = dice.usize(0..256) as u8,
             4 if length > 8 => {
                 let odd = [0, 1, u64::MAX, i64::MAX as u64, u64::from(u32::MAX), 1 << 32];
-                let at = dice.below(length - 8);
-                bytes[at..at + 8].copy_from_slice(&odd[dice.below(odd.len())].to_le_bytes());
+                let at = dice.usize(0..length - 8);
+                bytes[at..at + 8].copy_from_slice(&odd[dice.usize(0..odd.len())].to_le_bytes());
             }
             5 => bytes.truncate(at),
-            6 if length > 0 => drop(bytes.drain(at..(at + 1 + dice.below(8)).min(length))),
+            6 if length > 0 => drop(bytes.drain(at..(at + 1 + dice.usize(0..8)).min(length))),
             7 => {
-                let from = dice.below(other.len());
-                let part = &other[from..(from + dice.below(32)).min(other.len())];
+                let from = dice.usize(0..other.len().max(1));
+                let part = &other[from..(from + dice.usize(0..32)).min(other.len())];
                 bytes.splice(at..at, part.iter().copied());
             }
             _ => {
                 let digits = ["0", "9", "18446744073709551615", "-1", "null", "\"", "..", "/", "%"];
-                bytes.splice(at..at, digits[dice.below(digits.len())].bytes());
+                bytes.splice(at..at, digits[dice.usize(0..digits.len())].bytes());
             }
         }
         bytes.truncate(4096);
@@ -87,11 +75,11 @@ fn every_target_bears_mutations_of_its_corpus() {
     let rounds = std::env::var("DELTAPATH_FUZZ_ROUNDS").ok().and_then(|rounds| rounds.parse().ok());
     for (name, target) in TARGETS {
         let inputs = corpus(name);
-        let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
+        let mut dice = fastrand::Rng::with_seed(1);
         let started = std::time::Instant::now();
         for round in 0..rounds.unwrap_or(300) {
-            let (input, bytes) = &inputs[dice.below(inputs.len())];
-            let (_, other) = &inputs[dice.below(inputs.len())];
+            let (input, bytes) = &inputs[dice.usize(0..inputs.len())];
+            let (_, other) = &inputs[dice.usize(0..inputs.len())];
             let mut bytes = bytes.clone();
             mutate(&mut bytes, other, &mut dice);
             check(name, target, &format!("{input} in round {round}"), &bytes);

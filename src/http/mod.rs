@@ -19,7 +19,7 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-use crate::driver::{Driver, report};
+use crate::driver::Driver;
 
 /// Upper bounds of the latency histogram's buckets, in seconds: from a look-up in memory to a long copy.
 const BUCKETS: [f64; 14] =
@@ -165,7 +165,7 @@ fn driver_says(driver: &Driver, is_scrape: bool, counted: &PrometheusHandle) -> 
     if is_scrape {
         return Ok(scrape(driver, counted));
     }
-    driver.ready().map(|()| "ok\n".into()).map_err(|error| format!("{}\n", report(&error)))
+    driver.ready().map(|()| "ok\n".into()).map_err(|error| format!("{}\n", base::report(&error)))
 }
 
 async fn answer(

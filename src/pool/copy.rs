@@ -6,9 +6,11 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::{Result, Sink};
-use crate::base::{BlockSize, ByteRange, Stop};
-use crate::sys::extents::DataRanges;
-use crate::sys::{self, Context, clone, step};
+use crate::sys::clone;
+use base::{BlockSize, ByteRange, Stop};
+use files::Context;
+use files::DataRanges;
+use files::step;
 
 /// Bytes copied at once; a larger block is copied whole.
 const STEP: u64 = 4 << 20;
@@ -65,7 +67,7 @@ fn through(
     buffer.clear();
     buffer.resize(part.len() as usize, 0);
     let within = |data: ByteRange| (data.start - part.start) as usize..(data.end - part.start) as usize;
-    let ranges: Vec<ByteRange> = DataRanges::of(source, target_path, part).collect::<sys::Result<_>>()?;
+    let ranges: Vec<ByteRange> = DataRanges::of(source, target_path, part).collect::<files::Result<_>>()?;
     for data in &ranges {
         let bytes = &mut buffer[within(*data)];
         source.read_exact_at(bytes, data.start).context("read the source of", target_path)?;
@@ -109,7 +111,7 @@ mod tests {
         let mut seen = Vec::new();
         let mut sink = |_, bytes: &[u8]| {
             seen.extend_from_slice(bytes);
-            sys::clone::punch_hole(&source, 4096, 8192).expect("punch");
+            files::punch_hole(&source, 4096, 8192).expect("punch");
             source.write_all_at(&[9; 4096], 100 << 10).expect("write");
             Ok(())
         };

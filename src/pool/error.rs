@@ -2,15 +2,14 @@
 
 use std::path::PathBuf;
 
-use crate::base::{Quantity, Stopped};
-use crate::sys;
+use base::{Quantity, Stopped};
 
 /// An error of the pool.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel refused a call.
     #[error(transparent)]
-    Sys(#[from] sys::Error),
+    Sys(#[from] files::Error),
     /// The copy was given up.
     #[error(transparent)]
     Stopped(#[from] Stopped),

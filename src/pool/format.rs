@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::{Error, Pool, Result};
 use crate::sys::loopdev::LoopDevice;
-use crate::sys::{Context, blockdev, btrfs, loopdev, program};
+use crate::sys::{blockdev, btrfs, loopdev, program};
+use files::Context;
 
 /// The filesystem of a pool made in an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,12 +5,14 @@ use std::path::{Path, PathBuf};
 
 use super::format::Format;
 use super::{Error, Pool, Result, probe};
-use crate::base::{DataDir, PoolDir, Quantity};
 use crate::sys::btrfs;
-use crate::sys::durable::{self, FileLock, LOCK_PATIENCE};
 use crate::sys::loopdev::{self, Access, LoopDevice, has_direct_io};
 use crate::sys::mount::{self, Flags};
-use crate::sys::{Context, program, space, step};
+use crate::sys::{program, space};
+use base::{DataDir, PoolDir, Quantity};
+use files::Context;
+use files::durable::{self, FileLock, LOCK_PATIENCE};
+use files::step;
 
 /// What `--pool` asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]

@@ -10,10 +10,10 @@ use std::fs::File;
 use std::path::Path;
 
 use super::{Bytes, Pool, Result, Sink};
-use crate::base::{BlockSize, ObjectDir, Stop};
 use crate::sys::attributes::Flag;
 use crate::sys::extents::wait_for_writes;
 use crate::sys::loopdev::LoopDevice;
+use base::{BlockSize, ObjectDir, Stop};
 
 impl Pool {
     /// Copies the bytes of one volume as [`Pool::copy`] does, while they may be written: what the copy holds of a write

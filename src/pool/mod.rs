@@ -14,11 +14,14 @@ pub use home::{Home, Kind, Known, PoolChoice, PoolRequest};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use crate::base::{BlockSize, ObjectDir, Stop};
 use crate::sys::attributes::Flag;
 use crate::sys::btrfs::{self, Subvolume, WrittenSince};
 use crate::sys::extents::Extents;
-use crate::sys::{Context, clone, durable, step, tree};
+use crate::sys::{clone, tree};
+use base::{BlockSize, ObjectDir, Stop};
+use files::Context;
+use files::durable;
+use files::step;
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -43,7 +46,7 @@ pub enum Pool {
 }
 
 /// Bytes of a copy on their way: the offset and whole blocks from there on.
-pub type Sink<'s> = &'s mut dyn FnMut(u64, &[u8]) -> std::result::Result<(), crate::base::Stopped>;
+pub type Sink<'s> = &'s mut dyn FnMut(u64, &[u8]) -> std::result::Result<(), base::Stopped>;
 
 /// The bytes of a volume or a snapshot, open: they stay readable when the object is removed.
 #[derive(Debug)]

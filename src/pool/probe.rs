@@ -10,9 +10,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::Result;
-use crate::base::ByteRange;
-use crate::sys::extents::{DataRanges, Extents, Place};
-use crate::sys::{Context, clone};
+use crate::sys::clone;
+use crate::sys::extents::Extents;
+use base::ByteRange;
+use base::Place;
+use files::Context;
+use files::DataRanges;
 
 const BLOCK: usize = 4096;
 /// Large enough not to be stored inside an inode.

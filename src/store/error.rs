@@ -2,14 +2,12 @@
 
 use std::path::PathBuf;
 
-use crate::sys;
-
 /// An error of the store.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel refused a call.
     #[error(transparent)]
-    Sys(#[from] sys::Error),
+    Sys(#[from] files::Error),
     /// A record is no valid JSON of its kind.
     #[error("record {} cannot be read", path.display())]
     Unreadable {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::{Damage, Draft, Error, GroupRecord, Index, Result, SnapshotRecord, Store};
 use super::{encode, entries, read_named, seal};
-use crate::base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
-use crate::sys::durable;
+use base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
+use files::durable;
 
 /// A directory in `staging/` in which a group is being made. Its files go when it is dropped, unless
 /// it was committed.

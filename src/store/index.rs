@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::records::{GroupRecord, SnapshotRecord, Timestamp, VolumeRecord};
-use crate::base::{GroupId, SnapshotId, VolumeId};
+use base::{GroupId, SnapshotId, VolumeId};
 
 /// A deleted snapshot kept as a base for deltas.
 #[derive(Clone, Debug)]

@@ -6,9 +6,9 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
-use crate::base::DataDir;
-use crate::sys::durable::{self, FileLock};
-use crate::sys::step;
+use base::DataDir;
+use files::durable::{self, FileLock};
+use files::step;
 
 /// `DIR/deltapath.json`. Written last when a data directory is made: one without it holds no object
 /// yet, at most an image that the next start takes up.

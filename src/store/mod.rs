@@ -29,8 +29,10 @@ use serde::de::DeserializeOwned;
 
 use records::Checked;
 
-use crate::base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
-use crate::sys::{Context, durable, slots, tree};
+use crate::sys::{slots, tree};
+use base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
+use files::Context;
+use files::durable;
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

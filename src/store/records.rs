@@ -8,8 +8,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-use crate::base::{BlockSize, GroupId, SnapshotId, VolumeId};
 use crate::sys::mount::is_plain_absolute;
+use base::{BlockSize, GroupId, SnapshotId, VolumeId};
 
 /// The version of all records that this build writes and reads.
 pub(super) const VERSION: u32 = 1;

@@ -6,8 +6,10 @@ use std::sync::PoisonError;
 
 use super::{Damage, Deleted, Draft, Error, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
 use super::{decode, encode, entries, read_named};
-use crate::base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
-use crate::sys::{Context, durable, tree};
+use crate::sys::tree;
+use base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
+use files::Context;
+use files::durable;
 
 impl Store {
     /// Makes a snapshot cease to exist for all but deltas from it.

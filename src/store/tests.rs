@@ -1,5 +1,5 @@
 use super::*;
-use crate::base::{BlockSize, DataDir, GroupId};
+use base::{BlockSize, DataDir, GroupId};
 
 fn volume(name: &str) -> VolumeRecord {
     VolumeRecord {

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use super::{Context, Result, step};
+use files::{Context, Result, step};
 
 /// `_IOR('f', 1, long)` and `_IOW('f', 2, long)` of `linux/fs.h`. The kernel reads and writes an int.
 const GETFLAGS: libc::c_ulong = 0x8008_6601;

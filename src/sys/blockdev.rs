@@ -5,7 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use super::{Context, Result, step};
+use files::{Context, Result, step};
 
 /// Writes what the device's page cache holds to the device, and the device's own cache down.
 ///

@@ -10,8 +10,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::attributes::Flag;
-use super::{Context, Result, step};
-use crate::base::ByteRange;
+use base::{ByteRange, Written};
+use files::{Context, Result, step};
 
 /// `_IOW(0x94, 14, struct btrfs_ioctl_vol_args)` of `linux/btrfs.h`.
 const SUBVOL_CREATE: libc::c_ulong = 0x5000_940E;
@@ -158,15 +158,6 @@ impl Subvolume {
             _ => Err(io::Error::last_os_error()).context("ask for the birth of", &self.path),
         }
     }
-}
-
-/// A range of a file that was written since, or a hole beside one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Written {
-    /// The bytes of the file. A hole beside other holes may reach to the end of the address space.
-    pub range: ByteRange,
-    /// Whether it holds data; else it reads as zeros.
-    pub data: bool,
 }
 
 /// `struct btrfs_ioctl_search_args_v2` with room for a batch of answers.

@@ -5,9 +5,9 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use nix::fcntl::{FallocateFlags, PosixFadviseAdvice, fallocate, posix_fadvise};
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use super::{Context, Result, step};
+use files::{Context, Result, step};
 
 /// Makes `target` share all blocks of `source` (ioctl_ficlone(2)). Atomic towards writers of
 /// `source`, whose dirty pages are written first; both must lie on one filesystem.
@@ -53,10 +53,4 @@ pub fn read_only_what_is_asked(file: &File, path: &Path) -> Result<()> {
         posix_fadvise(file, 0, 0, advice).context("drop the cache of", path)?;
     }
     Ok(())
-}
-
-/// Gives the blocks of a byte range back to the filesystem; they read as zeros (fallocate(2)).
-pub fn punch_hole(file: &File, offset: u64, length: u64) -> io::Result<()> {
-    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    fallocate(file, flags, offset as i64, length as i64).map_err(io::Error::from)
 }

@@ -1,14 +1,12 @@
-//! Where the bytes of a file lie: FIEMAP, and SEEK_DATA / SEEK_HOLE.
+//! Where the bytes of a file lie: FIEMAP.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use nix::unistd::{Whence, lseek};
-
-use super::{Context, Result};
-use crate::base::ByteRange;
+use base::{ByteRange, Extent, Place};
+use files::{Context, Result};
 
 /// `_IOWR('f', 11, struct fiemap)` of `linux/fs.h`.
 const FS_IOC_FIEMAP: libc::c_ulong = 0xC020_660B;
@@ -49,27 +47,6 @@ struct Request {
     count: u32,
     reserved: u32,
     extents: [RawExtent; BATCH],
-}
-
-/// What an extent says about the bytes of its range.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// The range lies, byte for byte, at this address of the filesystem's device. Two files that
-    /// exist at once and have a range at one address hold the same bytes there.
-    At(u64),
-    /// Allocated, never written: reads as zeros.
-    Unwritten,
-    /// Compressed, inline, encrypted, unaligned or not mapped yet: the address says nothing.
-    Opaque,
-}
-
-/// A mapped range of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
-    /// The bytes of the file.
-    pub range: ByteRange,
-    /// Where they lie.
-    pub place: Place,
 }
 
 /// Waits for the writes to a file that are under way, also direct ones, which fsync(2) need not wait for.
@@ -172,56 +149,5 @@ fn place(raw: &RawExtent) -> Place {
         Place::Unwritten
     } else {
         Place::At(raw.physical)
-    }
-}
-
-/// The ranges of a file that hold data, in ascending order (lseek(2), SEEK_DATA and SEEK_HOLE).
-/// Everything between them reads as zeros.
-pub struct DataRanges<'f> {
-    file: &'f File,
-    path: &'f Path,
-    position: u64,
-    end: u64,
-}
-
-impl<'f> DataRanges<'f> {
-    /// The data of `file` inside `within`.
-    pub fn of(file: &'f File, path: &'f Path, within: ByteRange) -> Self {
-        DataRanges { file, path, position: within.start, end: within.end }
-    }
-
-    fn seek(&self, whence: Whence) -> Result<Option<u64>> {
-        match lseek(self.file, self.position as i64, whence) {
-            Ok(offset) => Ok(Some(offset as u64)),
-            // No data, or no file, from here on.
-            Err(nix::errno::Errno::ENXIO) => Ok(None),
-            Err(error) => Err(error).context("seek data in", self.path),
-        }
-    }
-
-    fn advance(&mut self) -> Result<Option<ByteRange>> {
-        if self.position >= self.end {
-            return Ok(None);
-        }
-        let Some(start) = self.seek(Whence::SeekData)?.filter(|start| *start < self.end) else {
-            self.position = self.end;
-            return Ok(None);
-        };
-        self.position = start;
-        let end = self.seek(Whence::SeekHole)?.unwrap_or(self.end).min(self.end);
-        self.position = end;
-        Ok(Some(ByteRange { start, end }))
-    }
-}
-
-impl Iterator for DataRanges<'_> {
-    type Item = Result<ByteRange>;
-
-    fn next(&mut self) -> Option<Result<ByteRange>> {
-        let item = self.advance().transpose();
-        if matches!(item, Some(Err(_))) {
-            self.position = self.end;
-        }
-        item
     }
 }

@@ -9,7 +9,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::mount::Mount;
-use super::{Context, Error, Result, failpoint, step};
+use files::failpoint;
+use files::{Context, Error, Result, step};
 
 /// `_IOWR('X', 119, int)` of `linux/fs.h`.
 const FIFREEZE: libc::c_ulong = 0xC004_5877;

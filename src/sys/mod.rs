@@ -7,9 +7,7 @@ pub mod attributes;
 pub mod blockdev;
 pub mod btrfs;
 pub mod clone;
-pub mod durable;
 pub mod extents;
-pub mod failpoint;
 pub mod freeze;
 pub mod loopdev;
 pub mod memory;
@@ -20,71 +18,9 @@ pub mod sweep;
 pub mod tree;
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// A call into the kernel that failed: what was attempted, on which path, and the reason.
-#[derive(Debug, thiserror::Error)]
-#[error("{operation} {}", path.display())]
-pub struct Error {
-    /// What was attempted, such as `open` or `attach a loop device to`.
-    pub operation: &'static str,
-    /// The file, device or directory it was attempted on.
-    pub path: PathBuf,
-    /// What the kernel said.
-    pub source: io::Error,
-}
-
-/// What a call into the kernel returns.
-pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-impl Error {
-    /// The error number, where the kernel gave one.
-    pub fn errno(&self) -> Option<i32> {
-        self.source.raw_os_error()
-    }
-
-    /// Whether the filesystem or the quota is full.
-    pub fn is_no_space(&self) -> bool {
-        matches!(self.errno(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG))
-    }
-
-    /// Whether the disk, or the filesystem's own checksums, refuse to give the bytes back.
-    pub fn is_unreadable(&self) -> bool {
-        matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::EBADMSG))
-    }
-
-    /// Whether the filesystem answers nothing any more: the kernel shut it down, its disk or its server is gone.
-    pub fn is_dead(&self) -> bool {
-        matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::ENOTCONN | libc::ESTALE))
-    }
-
-    /// Whether the path does not exist.
-    pub fn is_not_found(&self) -> bool {
-        self.source.kind() == io::ErrorKind::NotFound
-    }
-}
-
-/// Adds the operation and the path to what the kernel said.
-pub trait Context<T> {
-    /// Wraps the error as "`operation` `path`".
-    fn context(self, operation: &'static str, path: &Path) -> Result<T>;
-}
-
-impl<T, E: Into<io::Error>> Context<T> for std::result::Result<T, E> {
-    fn context(self, operation: &'static str, path: &Path) -> Result<T> {
-        self.map_err(|error| Error { operation, path: path.to_owned(), source: error.into() })
-    }
-}
-
-/// Makes a change on disk or in the kernel, which [`failpoint`] may kill or fail before: all changes go
-/// through here, so that tests interrupt the driver at each of them.
-pub fn step<T, E: Into<io::Error>>(
-    operation: &'static str,
-    path: &Path,
-    change: impl FnOnce() -> std::result::Result<T, E>,
-) -> Result<T> {
-    failpoint::pass(operation, path).and_then(|()| change().map_err(Into::into)).context(operation, path)
-}
+use files::{Context, Result};
 
 /// Whether the process may attach devices and mount: it is root.
 pub fn is_root() -> bool {

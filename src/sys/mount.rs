@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, umount2};
 
-use super::{Context, Result, step};
+use files::{Context, Result, step};
 
 /// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 #[derive(Clone, Debug, PartialEq, Eq)]

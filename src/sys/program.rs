@@ -12,7 +12,8 @@ use std::process::{Command, Output, Stdio};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 
-use super::{Context, Error, Result, failpoint, step};
+use files::failpoint;
+use files::{Context, Error, Result, step};
 
 /// Runs `program` to its end and returns what it printed; an exit status that `accept` does not
 /// hold for is an error with the program's own last words.

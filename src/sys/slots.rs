@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use super::attributes::Flag;
-use super::{Context, Result, durable, step};
+use files::{Context, Result, durable, step};
 
 /// Two slots of equal length, one of which holds the content and the other the one before it.
 ///

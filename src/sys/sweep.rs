@@ -4,7 +4,8 @@
 use std::path::Path;
 
 use super::loopdev::LoopDevice;
-use super::{Result, freeze, mount};
+use super::{freeze, mount};
+use files::Result;
 
 /// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file lies
 /// below it, and returns what could not be freed.

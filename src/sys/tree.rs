@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use super::{Context, Result, btrfs, durable, step};
+use super::btrfs;
+use files::{Context, Result, durable, step};
 
 /// Removes a directory and all that is in it. A btrfs subvolume in it goes as a whole, in constant time,
 /// whatever the number of extents of its files. A symbolic link is removed, never followed.

@@ -3,36 +3,20 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use deltapath::client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
-use deltapath::csi::proto::volume_capability::access_mode::Mode;
-use deltapath::csi::proto::{self, VolumeCapability};
+use csi_client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::sweep::devices_below;
+use proto::VolumeCapability;
+use proto::volume_capability::access_mode::Mode;
 use tonic::{Code, Status};
 
 use crate::hostile::allowed;
-use crate::support::{MIB, PoolKind, Rig, have_root, names, state_of};
+use testkit::{MIB, PoolKind, Rig, have_root, names, state_of};
 
 const CLIENTS: u64 = 32;
 
 /// How long; `DELTAPATH_CHAOS_SECONDS` asks for another time.
 fn seconds() -> u64 {
     std::env::var("DELTAPATH_CHAOS_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(120)
-}
-
-/// xorshift: the same number gives the same client.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, most: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % most as u64) as usize
-    }
-
-    fn pick<T: Clone>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len())].clone()
-    }
 }
 
 /// Ids that calls have told of, those of deleted objects among them.
@@ -45,7 +29,7 @@ struct Known {
 
 struct Caller {
     client: Client,
-    dice: Dice,
+    dice: fastrand::Rng,
     known: Arc<Mutex<Known>>,
     dir: std::path::PathBuf,
 }
@@ -67,33 +51,41 @@ fn answer<T>(method: &'static str, result: Result<T, Status>) -> Answer {
 impl Caller {
     fn volume(&mut self) -> String {
         let known = self.known.lock().expect("known").volumes.clone();
-        match self.dice.below(10) {
-            0 => self.dice.pick(&["", "..", "vol-00000000000000000000000000000000"]).to_owned(),
+        match self.dice.usize(0..10) {
+            0 => self
+                .dice
+                .choice(["", "..", "vol-00000000000000000000000000000000"])
+                .expect("a choice")
+                .to_owned(),
             _ if known.is_empty() => "none yet".into(),
             // The youngest are likely to be there still.
-            _ => known[known.len() - 1 - self.dice.below(known.len().min(12))].clone(),
+            _ => known[known.len() - 1 - self.dice.usize(0..known.len().min(12))].clone(),
         }
     }
 
     fn snapshot(&mut self) -> String {
         let known = self.known.lock().expect("known").snapshots.clone();
-        match self.dice.below(10) {
-            0 => self.dice.pick(&["", "/", "snap-00000000000000000000000000000000"]).to_owned(),
+        match self.dice.usize(0..10) {
+            0 => self
+                .dice
+                .choice(["", "/", "snap-00000000000000000000000000000000"])
+                .expect("a choice")
+                .to_owned(),
             _ if known.is_empty() => "none yet".into(),
-            _ => known[known.len() - 1 - self.dice.below(known.len().min(12))].clone(),
+            _ => known[known.len() - 1 - self.dice.usize(0..known.len().min(12))].clone(),
         }
     }
 
     fn group(&mut self) -> (String, Vec<String>) {
         let known = self.known.lock().expect("known").groups.clone();
-        if known.is_empty() || self.dice.below(10) == 0 {
+        if known.is_empty() || self.dice.usize(0..10) == 0 {
             return ("group-x".into(), vec!["x".into()]);
         }
-        known[known.len() - 1 - self.dice.below(known.len().min(6))].clone()
+        known[known.len() - 1 - self.dice.usize(0..known.len().min(6))].clone()
     }
 
     fn capability(&mut self) -> VolumeCapability {
-        let mut capability = match self.dice.below(5) {
+        let mut capability = match self.dice.usize(0..5) {
             0 => mount_capability("xfs"),
             1 => mount_capability(""),
             2 => mount_capability("ext4"),
@@ -108,33 +100,36 @@ impl Caller {
             Mode::MultiNodeReaderOnly,
             Mode::MultiNodeMultiWriter,
         ];
-        let mode = self.dice.pick(&modes);
+        let mode = self.dice.choice(modes).expect("a choice");
         capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
         capability
     }
 
     fn name(&mut self) -> String {
-        format!("name {}", self.dice.below(40))
+        format!("name {}", self.dice.usize(0..40))
     }
 
     fn range(&mut self) -> proto::CapacityRange {
         proto::CapacityRange {
-            required_bytes: self.dice.pick(&[0, MIB, 3 * MIB, 16 * MIB, 40 * MIB, -1, i64::MAX]),
-            limit_bytes: self.dice.pick(&[0, 0, 0, 64 * MIB, 2 * MIB]),
+            required_bytes: self
+                .dice
+                .choice([0, MIB, 3 * MIB, 16 * MIB, 40 * MIB, -1, i64::MAX])
+                .expect("a choice"),
+            limit_bytes: self.dice.choice([0, 0, 0, 64 * MIB, 2 * MIB]).expect("a choice"),
         }
     }
 
     /// A volume's own directories, and now and then another's.
     fn place(&mut self, volume: &str) -> (String, String) {
-        let owner = if self.dice.below(20) == 0 { self.volume() } else { volume.to_owned() };
+        let owner = if self.dice.usize(0..20) == 0 { self.volume() } else { volume.to_owned() };
         let base = self.dir.join(owner.replace('/', "_").replace("..", "_"));
         let _ = std::fs::create_dir_all(base.join("staging"));
-        let target = format!("target-{}", self.dice.below(3));
+        let target = format!("target-{}", self.dice.usize(0..3));
         (base.join("staging").display().to_string(), base.join(target).display().to_string())
     }
 
     async fn call(&mut self) -> Answer {
-        match self.dice.below(27) {
+        match self.dice.usize(0..27) {
             26 => self.ask_who().await,
             0..=2 => self.create_volume().await,
             3 => {
@@ -147,7 +142,7 @@ impl Caller {
                     source_volume_id: self.volume(),
                     ..Default::default()
                 };
-                if self.dice.below(8) == 0 {
+                if self.dice.usize(0..8) == 0 {
                     request.parameters.insert("blockMetadataType".into(), "fixed".into());
                 }
                 let made = self.client.controller.create_snapshot(request).await;
@@ -176,7 +171,7 @@ impl Caller {
             8 => {
                 let mut request =
                     proto::ControllerModifyVolumeRequest { volume_id: self.volume(), ..Default::default() };
-                let value = self.dice.pick(&["64", "512", "3"]).to_owned();
+                let value = self.dice.choice(["64", "512", "3"]).expect("a choice").to_owned();
                 request.mutable_parameters.insert("readAheadKiB".into(), value);
                 answer(
                     "ControllerModifyVolume",
@@ -186,7 +181,7 @@ impl Caller {
             9 => {
                 let request = proto::ControllerPublishVolumeRequest {
                     volume_id: self.volume(),
-                    node_id: self.dice.pick(&["node-1", "node-1", "node-2"]).into(),
+                    node_id: self.dice.choice(["node-1", "node-1", "node-2"]).expect("a choice").into(),
                     volume_capability: Some(self.capability()),
                     ..Default::default()
                 };
@@ -198,7 +193,7 @@ impl Caller {
             10 | 11 => {
                 let request = proto::ControllerUnpublishVolumeRequest {
                     volume_id: self.volume(),
-                    node_id: self.dice.pick(&["node-1", ""]).into(),
+                    node_id: self.dice.choice(["node-1", ""]).expect("a choice").into(),
                     ..Default::default()
                 };
                 let done = self.client.controller.controller_unpublish_volume(request).await;
@@ -206,8 +201,8 @@ impl Caller {
             }
             12 => {
                 let request = proto::ListVolumesRequest {
-                    max_entries: self.dice.pick(&[0, 1, 7, -1]),
-                    starting_token: self.dice.pick(&["", "", "nonsense"]).into(),
+                    max_entries: self.dice.choice([0, 1, 7, -1]).expect("a choice"),
+                    starting_token: self.dice.choice(["", "", "nonsense"]).expect("a choice").into(),
                 };
                 answer("ListVolumes", self.client.controller.list_volumes(request).await)
             }
@@ -216,7 +211,7 @@ impl Caller {
                     proto::ListSnapshotsRequest { source_volume_id: self.volume(), ..Default::default() };
                 answer("ListSnapshots", self.client.controller.list_snapshots(request).await)
             }
-            14 => match self.dice.below(4) {
+            14 => match self.dice.usize(0..4) {
                 0 => {
                     let request = proto::ControllerGetVolumeRequest { volume_id: self.volume() };
                     answer("ControllerGetVolume", self.client.controller.controller_get_volume(request).await)
@@ -244,7 +239,7 @@ impl Caller {
                 }
             },
             15 => {
-                let ids: Vec<String> = (0..1 + self.dice.below(3)).map(|_| self.volume()).collect();
+                let ids: Vec<String> = (0..1 + self.dice.usize(0..3)).map(|_| self.volume()).collect();
                 let request = proto::CreateVolumeGroupSnapshotRequest {
                     name: self.name(),
                     source_volume_ids: ids,
@@ -262,7 +257,7 @@ impl Caller {
             }
             16 => {
                 let (group_snapshot_id, snapshot_ids) = self.group();
-                if self.dice.below(3) == 0 {
+                if self.dice.usize(0..3) == 0 {
                     let request = proto::GetVolumeGroupSnapshotRequest {
                         group_snapshot_id,
                         snapshot_ids,
@@ -284,8 +279,8 @@ impl Caller {
             22 => {
                 let volume_id = self.volume();
                 let (staging, target) = self.place(&volume_id);
-                let volume_path = if self.dice.below(2) == 0 { staging } else { target };
-                if self.dice.below(2) == 0 {
+                let volume_path = if self.dice.usize(0..2) == 0 { staging } else { target };
+                if self.dice.usize(0..2) == 0 {
                     let request =
                         proto::NodeGetVolumeStatsRequest { volume_id, volume_path, ..Default::default() };
                     return answer(
@@ -299,7 +294,7 @@ impl Caller {
             23 => {
                 let request = proto::GetMetadataAllocatedRequest {
                     snapshot_id: self.snapshot(),
-                    starting_offset: self.dice.pick(&[0, 5000, -1, 1 << 40]),
+                    starting_offset: self.dice.choice([0, 5000, -1, 1 << 40]).expect("a choice"),
                     ..Default::default()
                 };
                 let stream = self.client.metadata.get_metadata_allocated(request).await;
@@ -313,7 +308,7 @@ impl Caller {
                 let request = proto::GetMetadataDeltaRequest {
                     base_snapshot_id: self.snapshot(),
                     target_snapshot_id: self.snapshot(),
-                    max_results: self.dice.pick(&[0, 1, -1, i32::MAX]),
+                    max_results: self.dice.choice([0, 1, -1, i32::MAX]).expect("a choice"),
                     ..Default::default()
                 };
                 let stream = self.client.metadata.get_metadata_delta(request).await;
@@ -328,7 +323,7 @@ impl Caller {
 
     async fn ask_who(&mut self) -> Answer {
         let client = &mut self.client;
-        match self.dice.below(7) {
+        match self.dice.usize(0..7) {
             0 => answer("Probe", client.identity.probe(proto::ProbeRequest {}).await),
             1 => {
                 answer("GetPluginInfo", client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await)
@@ -360,7 +355,7 @@ impl Caller {
     async fn create_volume(&mut self) -> Answer {
         let mut request = new_volume(&self.name(), 0, self.capability());
         request.capacity_range = Some(self.range());
-        request.volume_content_source = match self.dice.below(4) {
+        request.volume_content_source = match self.dice.usize(0..4) {
             0 => Some(from_snapshot(&self.snapshot())),
             1 => Some(from_volume(&self.volume())),
             _ => None,
@@ -377,7 +372,7 @@ impl Caller {
         let volume_id = self.volume();
         let (staging_target_path, target_path) = self.place(&volume_id);
         let volume_capability = Some(self.capability());
-        if self.dice.below(3) > 0 {
+        if self.dice.usize(0..3) > 0 {
             let request = proto::NodeStageVolumeRequest {
                 volume_id: volume_id.clone(),
                 staging_target_path: staging_target_path.clone(),
@@ -394,7 +389,7 @@ impl Caller {
             staging_target_path,
             target_path,
             volume_capability,
-            readonly: self.dice.below(4) == 0,
+            readonly: self.dice.usize(0..4) == 0,
             ..Default::default()
         };
         answer("NodePublishVolume", self.client.node.node_publish_volume(request).await)
@@ -403,7 +398,7 @@ impl Caller {
     async fn unpublish_or_unstage(&mut self) -> Answer {
         let volume_id = self.volume();
         let (staging_target_path, target_path) = self.place(&volume_id);
-        if self.dice.below(2) == 0 {
+        if self.dice.usize(0..2) == 0 {
             let request = proto::NodeUnstageVolumeRequest { volume_id, staging_target_path };
             return answer("NodeUnstageVolume", self.client.node.node_unstage_volume(request).await);
         }
@@ -468,7 +463,7 @@ async fn many_clients_doing_anything_leave_a_driver_that_is_well() {
         let client = Client::connect(&rig.socket(), Duration::ZERO).await.expect("connect");
         let mut caller = Caller {
             client,
-            dice: Dice(0x9E37_79B9_7F4A_7C15 ^ (number + 1)),
+            dice: fastrand::Rng::with_seed(0x9E37_79B9_7F4A_7C15 ^ (number + 1)),
             known: known.clone(),
             dir: rig.kubelet(),
         };

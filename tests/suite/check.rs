@@ -5,12 +5,12 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use deltapath::client::{mount_capability, new_volume};
+use csi_client::{mount_capability, new_volume};
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use serde_json::Value;
 
-use crate::support::content::Content;
-use crate::support::{MIB, POOLS, PoolKind, Rig, have_root, names};
+use testkit::content::Content;
+use testkit::{MIB, POOLS, PoolKind, Rig, have_root, names};
 
 /// What one run said.
 struct Checked {
@@ -20,7 +20,7 @@ struct Checked {
 }
 
 fn check(data_dir: &Path, arguments: &[&str]) -> Checked {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut command = Command::new(testkit::program("deltapath"));
     command.args(["check", "--output", "json", "--data-dir"]).arg(data_dir).args(arguments);
     let output = command.output().expect("run deltapath check");
     let said = String::from_utf8_lossy(&output.stdout);
@@ -225,7 +225,7 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
 
 async fn everything_is_told(pool: PoolKind) {
     let mut scene = Scene::set(pool).await;
-    let refused = Command::new(env!("CARGO_BIN_EXE_deltapath"))
+    let refused = Command::new(testkit::program("deltapath"))
         .args(["check", "--repair", "--data-dir"])
         .arg(scene.rig.data_dir())
         .output()
@@ -348,10 +348,10 @@ async fn the_pool_is_left_as_it_was_found() {
         rig.snapshot("snapshot", &volume).await;
         rig.detach(&volume).await;
         assert!(rig.terminate().success());
-        assert_eq!(crate::support::leftovers(rig.dir.path()), Vec::<String>::new());
+        assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new());
         let checked = check(&rig.data_dir(), &[]);
         assert_eq!((checked.exit, checked.found), (0, vec![]), "{pool:?}");
-        assert_eq!(crate::support::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
+        assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
         assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
     }
 }

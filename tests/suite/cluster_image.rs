@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use deltapath::client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
+use csi_client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
-use crate::support::content::{Content, blocks_of};
-use crate::support::{MIB, POOLS, PoolKind, have_root, leftovers, signal, wait};
+use testkit::content::{Content, blocks_of};
+use testkit::{MIB, POOLS, PoolKind, have_root, leftovers, signal, wait};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -157,7 +157,7 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         let size = |path: &Path| nix::sys::statvfs::statvfs(path).map(|fs| fs.blocks() * fs.fragment_size());
         let small = size(&target).expect("statvfs");
         client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-        let request = deltapath::csi::proto::NodeExpandVolumeRequest {
+        let request = proto::NodeExpandVolumeRequest {
             volume_id: volume.clone(),
             volume_path: target.display().to_string(),
             ..Default::default()

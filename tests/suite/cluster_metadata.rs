@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deltapath::client::from_snapshot;
+use csi_client::from_snapshot;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Bytes, Incoming};
 use hyper::{Method, Request, Response, StatusCode};
@@ -17,8 +17,8 @@ use hyper_util::rt::TokioIo;
 use serde_json::{Value, json};
 
 use crate::manifests::{DRIVER, read, repository};
-use crate::support::content::Content;
-use crate::support::{MIB, POOLS, Rig, have_root};
+use testkit::content::Content;
+use testkit::{MIB, POOLS, Rig, have_root};
 
 const HOST: &str = "deltapath-snapshot-metadata.deltapath.svc";
 const AUDIENCE: &str = "deltapath-snapshot-metadata";
@@ -211,7 +211,7 @@ fn certificates_are_made_once_and_renewed_on_demand() {
     let said = make_certificate(dir.path(), &[]);
     assert!(!String::from_utf8_lossy(&said.stdout).contains("left alone"));
     // No key but the server's is left anywhere.
-    let left = crate::support::names(dir.path());
+    let left = testkit::names(dir.path());
     assert_eq!(left, ["bin", "object.yaml", "tls.crt", "tls.key"]);
     let address = read("deploy/cbt/snapshotmetadataservice.yaml");
     assert!(
@@ -362,11 +362,7 @@ async fn a_backup_application_gets_exact_blocks_through_the_communitys_sidecar()
         assert!(!ok && text.contains("InvalidArgument"), "the wrong way round: {text}");
         drop(sidecar);
         for name in ["old", "new", "block"] {
-            let volumes = rig
-                .client
-                .controller
-                .list_volumes(deltapath::csi::proto::ListVolumesRequest::default())
-                .await;
+            let volumes = rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
             let Some(entry) = volumes.expect("list").into_inner().entries.pop() else {
                 panic!("no volume for {name}")
             };

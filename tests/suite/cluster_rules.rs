@@ -75,7 +75,7 @@ pub fn plugins() -> Option<Vec<(&'static str, Vec<&'static Found>, &'static Foun
 fn every_flag_of_the_driver_is_in_its_help() {
     let Some(objects) = objects() else { return };
     let output =
-        Command::new(env!("CARGO_BIN_EXE_deltapath")).args(["driver", "--help"]).output().expect("run");
+        Command::new(testkit::program("deltapath")).args(["driver", "--help"]).output().expect("run");
     let help = String::from_utf8(output.stdout).expect("utf-8");
     let mut seen = 0;
     for (found, pod) in pods(objects) {

@@ -2,14 +2,14 @@
 //!
 //! `csi_contract.txt` lists every service, call, message, field and enum value of the published interface. These tests
 //! turn the descriptor that is compiled into the driver into the same lines and compare the two, so that an edit of
-//! `proto/csi.proto` that clients would notice cannot pass unseen. The mark on secret fields is part of the contract:
+//! `crates/proto/proto/csi.proto` that clients would notice cannot pass unseen. The mark on secret fields is part of the contract:
 //! what is to be kept out of logs follows from it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-use deltapath::csi::proto::FILE_DESCRIPTOR_SET;
 use prost_reflect::{DescriptorPool, FieldDescriptor, FileDescriptor, MethodDescriptor, Value};
+use proto::FILE_DESCRIPTOR_SET;
 
 const PACKAGE: &str = "csi.v1";
 const TABLE: &str = include_str!("csi_contract.txt");

@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use crate::support::{POOLS, PoolKind, have_root, leftovers, names, signal, wait};
+use testkit::{POOLS, PoolKind, have_root, leftovers, names, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut command = Command::new(testkit::program("deltapath"));
     command.args(["demo", "--size", "128Mi", "--pool", pool.flag(), "--work-dir"]).arg(work_dir);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -88,7 +88,7 @@ fn wrong_usage_says_what_and_exits_with_2() {
         &["nothing"],
         &["driver"],
     ] {
-        let output = Command::new(env!("CARGO_BIN_EXE_deltapath")).args(arguments).output().expect("run");
+        let output = Command::new(testkit::program("deltapath")).args(arguments).output().expect("run");
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", said(&output));
         assert!(output.stdout.is_empty() && !output.stderr.is_empty());
     }

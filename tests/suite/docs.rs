@@ -5,11 +5,11 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-use deltapath::cbt::MapFile;
+use cbt::MapFile;
 
 use crate::faults::{is_hashed, live, until};
-use crate::support::content::{Content, blocks_of, open_device};
-use crate::support::{BLOCK, PoolKind, Rig, have_root};
+use testkit::content::{Content, blocks_of, open_device};
+use testkit::{BLOCK, PoolKind, Rig, have_root};
 
 /// The pages that speak of commands, flags and targets.
 const PAGES: [&str; 5] =
@@ -23,9 +23,8 @@ fn read(name: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).expect(name)
 }
 
-fn help(subcommand: &str) -> String {
-    let output =
-        Command::new(env!("CARGO_BIN_EXE_deltapath")).args([subcommand, "--help"]).output().expect("run");
+fn help(program: &str, subcommand: &str) -> String {
+    let output = Command::new(testkit::program(program)).args([subcommand, "--help"]).output().expect("run");
     assert!(output.status.success());
     String::from_utf8(output.stdout).expect("utf-8")
 }
@@ -43,11 +42,12 @@ fn words(text: &str, prefix: &str) -> BTreeSet<String> {
 
 #[test]
 fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
-    let driver = words(&help("driver"), "--");
+    let driver = words(&help("deltapath", "driver"), "--");
     let mut real = driver.clone();
-    for command in ["demo", "conformance", "verify", "check"] {
-        real.extend(words(&help(command), "--"));
+    for command in ["demo", "verify", "check"] {
+        real.extend(words(&help("deltapath", command), "--"));
     }
+    real.extend(words(&help("cbt-lab", "conformance"), "--"));
     // Flags of other programs, which the pages mention too.
     let others = ["--help"].map(str::to_owned);
     for flag in words(&pages(), "--") {

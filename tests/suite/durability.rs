@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::{freeze, mount, program};
 
-use crate::support::{MIB, PoolKind, Rig, have_root, root_of};
+use testkit::{MIB, PoolKind, Rig, have_root, root_of};
 
 /// Rounds a pool; `DELTAPATH_FSCK_ROUNDS` asks for more.
 fn rounds() -> usize {
@@ -93,7 +93,7 @@ fn fsck(fs_type: &str, device: &Path) {
         "xfs" => program::run("xfs_repair", &["-n"], device, |code| code == 0),
         _ => program::run("btrfs", &["check", "--readonly", "--force"], device, |code| code == 0),
     };
-    checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", deltapath::driver::report(&error)));
+    checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", base::report(&error)));
 }
 
 async fn live_writers_lose_nothing(pool: PoolKind) {

@@ -2,15 +2,15 @@
 
 use std::os::unix::fs::FileExt;
 
-use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
-use deltapath::csi::proto::{self, CapacityRange};
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::{self, blockdev};
+use proto::CapacityRange;
 use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use crate::crash::{Cut, Orders, Point};
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, status_code};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, status_code};
 
 const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
 

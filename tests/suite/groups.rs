@@ -7,13 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use deltapath::client::{from_snapshot, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use crate::faults::until;
-use crate::support::content::{Content, open_device};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, status_code};
+use testkit::content::{Content, open_device};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, status_code};
 
 fn members(group: &proto::VolumeGroupSnapshot) -> Vec<String> {
     group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect()

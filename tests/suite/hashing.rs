@@ -2,12 +2,12 @@
 
 use std::os::unix::fs::FileExt;
 
-use deltapath::base::BlockRange;
-use deltapath::cbt::{MapFile, MapWriter};
+use base::BlockRange;
+use cbt::{MapFile, MapWriter};
 
 use crate::faults::{is_hashed, live, until};
-use crate::support::content::{Content, blocks_of, open_device};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::content::{Content, blocks_of, open_device};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
 
 fn is_compared(rig: &Rig, snapshot: &str) -> bool {
     MapFile::open(&live(rig, snapshot).changed()).is_ok_and(|map| map.is_exact())
@@ -115,7 +115,7 @@ async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     hashes.write_all_at(b"damage", 3 * 4096 + 100).expect("damage a page");
     drop(hashes);
     rig.client.delete_snapshot(&base).await.expect("delete");
-    let retained = deltapath::base::ObjectDir::new(rig.pool_dir().join("retained").join(&base));
+    let retained = base::ObjectDir::new(rig.pool_dir().join("retained").join(&base));
     until("freed", || retained.path().exists() && !retained.bytes().exists()).await;
     let mut after = before.clone();
     after.write(&device, 400, 50, 2);

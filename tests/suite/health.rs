@@ -4,13 +4,12 @@ use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
-use deltapath::csi::proto;
 use deltapath::sys::mount;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
-use crate::support::content::Content;
-use crate::support::{MIB, PoolKind, Rig, have_root, status_code};
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, have_root, status_code};
 
 /// An address that nobody listens on. Somebody else may take it before the driver does; then the driver
 /// does not start and the test fails, which is rare and plain.
@@ -202,7 +201,7 @@ async fn a_taken_metrics_address_is_an_error() {
     }
     let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let output = crate::support::driver_command(dir.path(), PoolKind::Dir)
+    let output = testkit::driver_command(dir.path(), PoolKind::Dir)
         .args(["--metrics-address", &taken.local_addr().expect("address").to_string()])
         .stderr(std::process::Stdio::piped())
         .output()

@@ -3,18 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
-use deltapath::csi::proto::{self, FILE_DESCRIPTOR_SET};
+use csi_client::{block_capability, mount_capability, new_volume};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRng, TestRunner};
 use prost_reflect::prost::Message;
 use prost_reflect::{
     DescriptorPool, DynamicMessage, FieldDescriptor, Kind, MapKey, MessageDescriptor, Value,
 };
+use proto::FILE_DESCRIPTOR_SET;
 use tonic::Code;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-use crate::support::{MIB, PoolKind, Rig, have_root, status_code};
+use testkit::{MIB, PoolKind, Rig, have_root, status_code};
 
 /// Ids that name nothing, whatever they look like.
 fn hostile_ids() -> Vec<String> {
@@ -204,9 +204,9 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
             );
         }
         let mut request = new_volume("from nothing", MIB, block_capability());
-        request.volume_content_source = Some(deltapath::client::from_snapshot(&id));
+        request.volume_content_source = Some(csi_client::from_snapshot(&id));
         assert_eq!(status_code(rig.client.controller.create_volume(request.clone()).await), Code::NotFound);
-        request.volume_content_source = Some(deltapath::client::from_volume(&id));
+        request.volume_content_source = Some(csi_client::from_volume(&id));
         assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::NotFound);
     }
     assert!(!Path::new(&target).exists());
@@ -405,7 +405,7 @@ fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
     let mut runner = TestRunner::new(Config::default());
     let mut fuzz = Fuzz { rng: runner.rng(), words: &words };
     let mut codes: BTreeMap<(String, String), usize> = BTreeMap::new();
-    let channel = runtime.block_on(crate::support::channel(&rig.socket()));
+    let channel = runtime.block_on(testkit::channel(&rig.socket()));
     for round in 0..6000 {
         let method = &methods[round % methods.len()];
         let mut bytes = fuzz.message(&method.input(), 0).encode_to_vec();

@@ -1,10 +1,10 @@
 //! Lists: pages, tokens, filters.
 
-use deltapath::client::{block_capability, new_volume};
-use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
+use csi_client::{block_capability, new_volume};
+use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use tonic::Code;
 
-use crate::support::{MIB, PoolKind, Rig, have_root, status_code};
+use testkit::{MIB, PoolKind, Rig, have_root, status_code};
 
 async fn volume_page(rig: &mut Rig, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };

@@ -41,6 +41,5 @@ mod snapshots;
 mod startup;
 mod steps;
 mod streams;
-mod support;
 mod usage;
 mod volumes;

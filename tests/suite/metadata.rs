@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use deltapath::client::{block_capability, from_snapshot, new_volume};
-use deltapath::csi::proto::{BlockMetadataType, CreateSnapshotRequest};
+use csi_client::{block_capability, from_snapshot, new_volume};
+use proto::{BlockMetadataType, CreateSnapshotRequest};
 use tonic::Code;
 
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root};
 
 /// A volume of 64 MiB with two snapshots, and what each held.
 struct Pair {

@@ -3,18 +3,16 @@
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
 
-use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
-use deltapath::csi::proto::volume_capability::access_mode::Mode;
-use deltapath::csi::proto::{self, VolumeCapability};
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::blockdev;
 use deltapath::sys::sweep::devices_below;
+use proto::VolumeCapability;
+use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
 use crate::reboot::SweptOnDrop;
-use crate::support::content::Content;
-use crate::support::{
-    MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, set_state, state_path, status_code,
-};
+use testkit::content::Content;
+use testkit::{MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, set_state, state_path, status_code};
 
 fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
@@ -747,7 +745,7 @@ fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
     if !have_root() {
         return;
     }
-    let dir = crate::support::temp_dir();
+    let dir = testkit::temp_dir();
     let _swept = SweptOnDrop(dir.path().to_owned());
     let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));
     for path in [&ours, &strangers] {

@@ -8,13 +8,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use deltapath::client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::loopdev::LoopDevice;
 use tonic::Code;
 
 use crate::faults::Disk;
-use crate::support::order::{WRITER_BYTES, Writers, group_image, image, violations};
-use crate::support::{MIB, PoolKind, Rig, have_root};
+use testkit::order::{WRITER_BYTES, Writers, group_image, image, violations};
+use testkit::{MIB, PoolKind, Rig, have_root};
 
 const WRITERS: u64 = 4;
 const CAPACITY: u64 = WRITERS * WRITER_BYTES;

@@ -3,14 +3,14 @@
 //! hashing behind it all at any stage. Whatever happened, every delta, also from a deleted base, and every
 //! allocated list is exact, block by block, from any offset: nothing is missing and nothing too much.
 
-use deltapath::client::{block_capability, from_snapshot, from_volume, new_volume};
+use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::Runtime;
 use tonic::Code;
 
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, GIB, PoolKind, Rig, code, have_root, names};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, GIB, PoolKind, Rig, code, have_root, names};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use deltapath::client::{Client, block_capability, mount_capability, new_volume};
+use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::{devices_below, sweep};
 
-use crate::support::content::Content;
-use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, wait};
+use testkit::content::Content;
+use testkit::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, wait};
 
 /// Seen elsewhere: after a reboot the loop devices are gone and publish fails. Here all
 /// devices and mounts go, the pool's among them, and the records stay.
@@ -45,7 +45,7 @@ async fn every_volume_comes_back_after_a_reboot() {
         content.write(&device, 1000, 1, 2);
         let second = rig.snapshot("after", &raw).await;
         let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        let changed = crate::support::content::blocks_of(&delta, 4096);
+        let changed = testkit::content::blocks_of(&delta, 4096);
         assert_eq!(changed, content.changed_since(&before, 4096));
         rig.detach(&raw).await;
         for (volume, capability, fs_type) in &files {
@@ -164,7 +164,7 @@ async fn every_volume_comes_back_in_another_mount_namespace() {
         content.write(&secluded.inside(&device), 500, 2, 3);
         let second = client.create_snapshot("after", &raw).await.expect("snapshot").snapshot_id;
         let delta = client.delta(&first, &second, 0, 0).await.expect("delta");
-        let changed = crate::support::content::blocks_of(&delta, 4096);
+        let changed = testkit::content::blocks_of(&delta, 4096);
         assert_eq!(changed, content.changed_since(&before, 4096));
         client.unpublish(&raw, &kubelet).await.expect("unpublish");
         for (volume, capability, fs_type) in &files {
@@ -177,7 +177,7 @@ async fn every_volume_comes_back_in_another_mount_namespace() {
             devices_below(&dir.path().join("data/pool")).expect("devices").is_empty(),
             "a device is left"
         );
-        crate::support::signal(&secluded.child, nix::sys::signal::Signal::SIGTERM);
+        testkit::signal(&secluded.child, nix::sys::signal::Signal::SIGTERM);
         assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
         assert!(leftovers(dir.path()).is_empty(), "left: {:?}", leftovers(dir.path()));
     }

@@ -4,18 +4,17 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::Duration;
 
-use deltapath::base::{BlockRange, ObjectDir};
-use deltapath::cbt::{MapFile, MapWriter};
-use deltapath::client::{block_capability, from_snapshot, new_volume};
-use deltapath::csi::proto::{GetSnapshotRequest, ListSnapshotsRequest};
+use base::{BlockRange, ObjectDir};
+use cbt::{MapFile, MapWriter};
+use csi_client::{block_capability, from_snapshot, new_volume};
 use deltapath::sys::btrfs::{self, Subvolume, WrittenSince};
-use deltapath::sys::clone;
+use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
 use crate::faults::{is_hashed, until};
-use crate::support::content::{Content, blocks_of};
-use crate::support::places::Disk;
-use crate::support::{
+use testkit::content::{Content, blocks_of};
+use testkit::places::Disk;
+use testkit::{
     BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, names, signal, status_code, wait,
 };
 
@@ -185,14 +184,14 @@ async fn what_is_of_no_use_takes_nobodys_place() {
 }
 
 fn verify(data_dir: &Path) -> Output {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut command = std::process::Command::new(testkit::program("deltapath"));
     command.args(["verify", "--output", "json", "--data-dir"]).arg(data_dir);
     command.output().expect("run deltapath verify")
 }
 
 /// Ctrl-C while it reads: it unmounts what it mounted for the look.
 fn interrupt_verify(rig: &Rig) {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut command = std::process::Command::new(testkit::program("deltapath"));
     let mut child = command.args(["verify", "--data-dir"]).arg(rig.data_dir()).spawn().expect("verify");
     let pool = rig.pool_dir().display().to_string();
     while !leftovers(rig.dir.path()).contains(&pool) {
@@ -457,7 +456,7 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
     (10..20).for_each(|block| write(block, 1));
     live.snapshot(&at("first")).expect("snapshot");
     write(12, 2);
-    clone::punch_hole(&file, 19 * 4096, 4096).expect("punch");
+    files::punch_hole(&file, 19 * 4096, 4096).expect("punch");
     live.snapshot(&at("second")).expect("snapshot");
     let birth = |name| Subvolume::open(&at(name)).and_then(|made| made.birth()).expect("birth");
     let written = |name: &str, since| {

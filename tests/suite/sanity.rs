@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::support::{PoolKind, Rig, have_root, leftovers};
+use testkit::{PoolKind, Rig, have_root, leftovers};
 
 /// The version that `make deps` installs.
 const VERSION: &str = "v5.6.0";

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
-use deltapath::csi::proto::{self, volume_capability::AccessType};
+use csi_client::{block_capability, mount_capability, new_volume};
+use proto::volume_capability::AccessType;
 
-use crate::support::{MIB, PoolKind, Rig, have_root};
+use testkit::{MIB, PoolKind, Rig, have_root};
 
 const SECRET: &str = "hunter2-do-not-print";
 

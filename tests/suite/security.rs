@@ -4,13 +4,13 @@ use std::collections::HashSet;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use deltapath::client::from_volume;
-use deltapath::csi::proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
+use csi_client::from_volume;
 use deltapath::sys::loopdev::{Access, LoopDevice};
+use proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
 use tonic::Code;
 
-use crate::support::content::{Content, block_bytes};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, narrow_client, status_code};
+use testkit::content::{Content, block_bytes};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, narrow_client, status_code};
 
 fn below(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(dir).expect("read_dir") {
@@ -161,7 +161,7 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
     let mut files = Vec::new();
     below(&src, &mut files);
     let code = |path: &PathBuf| std::fs::read_to_string(path).expect("read");
-    // The demo and the conformance suite are commands of a person, and start a driver.
+    // The demo is a command of a person, and starts a driver.
     let served = files.iter().filter(|path| path.is_file() && !path.starts_with(src.join("cli")));
     let starting: Vec<_> = served.clone().filter(|path| code(path).contains("Command::new")).collect();
     assert_eq!(starting, [&src.join("sys/program.rs")]);

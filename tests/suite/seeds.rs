@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use deltapath::csi::proto;
 use serde_json::Value;
 
 use deltapath::sys::slots;
 
-use crate::support::content::Content;
-use crate::support::{MIB, PoolKind, Rig, have_root};
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, have_root};
 
 /// Files of a driver that has every kind of object, by corpus and name of the seed.
 async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
@@ -18,7 +17,7 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
     let attach = proto::ControllerPublishVolumeRequest {
         volume_id: volume.clone(),
         node_id: "node-1".into(),
-        volume_capability: Some(deltapath::client::block_capability()),
+        volume_capability: Some(csi_client::block_capability()),
         ..Default::default()
     };
     rig.client.controller.controller_publish_volume(attach).await.expect("attach");

@@ -5,12 +5,11 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use deltapath::client::{from_snapshot, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
-use crate::support::content::{Content, blocks_of, open_device};
-use crate::support::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names, set_state, state_of};
+use testkit::content::{Content, blocks_of, open_device};
+use testkit::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names, set_state, state_of};
 
 /// Seen elsewhere: a buffered write on the open device is missing from the snapshot, for nothing was
 /// flushed.
@@ -28,7 +27,7 @@ async fn a_snapshot_holds_writes_that_nobody_synced() {
             let mut content = Content::default();
             let fill = 1 + round as u8;
             let bytes: Vec<u8> =
-                (7..1000).flat_map(|block| crate::support::content::block_bytes(block, fill)).collect();
+                (7..1000).flat_map(|block| testkit::content::block_bytes(block, fill)).collect();
             writer.write_all_at(&bytes, 7 * BLOCK).expect("write");
             content.blocks.extend((7..1000).map(|block| (block, fill)));
             let snapshot = rig.snapshot(&format!("round {round}"), &volume).await;

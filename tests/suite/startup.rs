@@ -4,13 +4,13 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use deltapath::client::{Client, block_capability, new_volume};
-use deltapath::csi::proto::{self, ListVolumesRequest};
+use csi_client::{Client, block_capability, new_volume};
+use proto::ListVolumesRequest;
 use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use crate::crash::{Cut, Orders};
-use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
+use testkit::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.
 pub fn refused(command: &mut Command) -> String {
@@ -103,14 +103,14 @@ async fn csi_endpoint_is_honoured_and_a_flag_wins() {
     }
     let dir = tempfile::tempdir().expect("temp dir");
     let socket = dir.path().join("from-env.sock");
-    let mut child = Command::new(env!("CARGO_BIN_EXE_deltapath"))
+    let mut child = Command::new(testkit::program("deltapath"))
         .args(["driver", "--node-id", "n", "--pool", "dir", "--data-dir"])
         .arg(dir.path().join("data"))
         .env("CSI_ENDPOINT", format!("unix://{}", socket.display()))
         .stderr(Stdio::null())
         .spawn()
         .expect("spawn");
-    let connected = deltapath::client::Client::connect(&socket, Duration::from_secs(30)).await;
+    let connected = csi_client::Client::connect(&socket, Duration::from_secs(30)).await;
     child.kill().expect("kill");
     child.wait().expect("wait");
     connected.expect("the driver listens where CSI_ENDPOINT says");
@@ -255,7 +255,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
         let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
         let data = dir.path().join("data");
         let start = || {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+            let mut command = Command::new(testkit::program("deltapath"));
             command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", "auto"]);
             command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
             command.arg("--data-dir").arg(&data).env("PATH", &path).env("RUST_LOG", "warn");
@@ -305,7 +305,7 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
     let programs = programs_that_know_more(dir.path());
     let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
     let start = |choice: &str| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+        let mut command = Command::new(testkit::program("deltapath"));
         command.args(["driver", "--node-id", "node-1", "--pool-size", "1Gi", "--pool", choice]);
         command.arg("--endpoint").arg(format!("unix://{}", dir.path().join("csi.sock").display()));
         command.arg("--data-dir").arg(dir.path().join(choice)).env("PATH", &path).env("RUST_LOG", "warn");

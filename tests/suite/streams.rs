@@ -3,11 +3,11 @@
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use deltapath::csi::proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
+use proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use tonic::{Code, Request};
 
-use crate::support::content::{Content, open_device};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, narrow_client};
+use testkit::content::{Content, open_device};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, narrow_client};
 
 /// Two snapshots between which every block was rewritten with its own bytes, and the last one
 /// changed: a comparison looks at everything, finds nothing for long, and only at its end what a

@@ -3,14 +3,14 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
-use deltapath::csi::proto::volume_usage::Unit;
-use deltapath::csi::proto::{self, VolumeCondition, VolumeUsage};
+use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{self, sweep::devices_below};
+use proto::volume_usage::Unit;
+use proto::{VolumeCondition, VolumeUsage};
 use tonic::Code;
 
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, set_state, status_code};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, set_state, status_code};
 
 async fn stats(
     rig: &Rig,
@@ -282,7 +282,7 @@ fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
     assert!(!Path::new(&publish.target_path).exists(), "the target stays");
     assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0, "a device stays");
     for dir in ["volumes", "staging"] {
-        assert!(crate::support::names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
+        assert!(testkit::names(&rig.pool_dir().join(dir)).is_empty(), "{dir} is not empty");
     }
 }
 
@@ -329,7 +329,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish() {
         sys::sweep::sweep(rig.dir.path()).expect("a reboot");
         let volumes = rig.pool_dir();
         rig.start_again().await;
-        let volume = crate::support::names(&volumes.join("volumes")).pop().expect("still there");
+        let volume = testkit::names(&volumes.join("volumes")).pop().expect("still there");
         rig.kill();
         set_state(&volumes, &volume, serde_json::json!({}));
         let _ = std::fs::remove_dir(&target);

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use deltapath::client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
-use deltapath::csi::proto::{self, CapacityRange, GetCapacityRequest};
+use csi_client::{block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::blockdev;
 use deltapath::sys::sweep::devices_below;
+use proto::{CapacityRange, GetCapacityRequest};
 use tonic::Code;
 
-use crate::support::content::{Content, open_device};
-use crate::support::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names};
+use testkit::content::{Content, open_device};
+use testkit::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names};
 
 fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     let mut request = new_volume(name, required, block_capability());

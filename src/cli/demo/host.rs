@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::base::{Quantity, Stop};
-use crate::client::{Client, block_capability};
 use crate::pool::PoolChoice;
 use crate::sys::sweep::sweep;
+use base::{Quantity, Stop};
+use csi_client::{Client, block_capability};
 
 /// How long the driver may take to answer, and to end.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -75,14 +75,14 @@ impl Host {
     }
 
     /// Stages and publishes a Block volume, and returns its device.
-    pub async fn attach(&mut self, volume_id: &str, readonly: bool) -> Result<PathBuf, crate::client::Error> {
+    pub async fn attach(&mut self, volume_id: &str, readonly: bool) -> Result<PathBuf, csi_client::Error> {
         self.published.push(volume_id.to_owned());
         let dir = self.dir.path().join("kubelet");
         self.client.publish(volume_id, block_capability(), readonly, &dir).await
     }
 
     /// Unpublishes and unstages it.
-    pub async fn detach(&mut self, volume_id: &str) -> Result<(), crate::client::Error> {
+    pub async fn detach(&mut self, volume_id: &str) -> Result<(), csi_client::Error> {
         let dir = self.dir.path().join("kubelet");
         self.client.unpublish(volume_id, &dir).await?;
         self.published.retain(|published| published != volume_id);

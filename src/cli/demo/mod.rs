@@ -14,9 +14,9 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::{Done, INTERRUPTED, Output};
-use crate::base::{BlockSize, Quantity, Stop};
 use crate::pool::PoolChoice;
 use crate::sys;
+use base::{BlockSize, Quantity, Stop};
 use host::Host;
 use story::{Report, Story};
 
@@ -44,7 +44,7 @@ pub(super) struct Arguments {
 }
 
 fn demo_size(text: &str) -> Result<Quantity, String> {
-    let size: Quantity = text.parse().map_err(|error: crate::base::QuantityError| error.to_string())?;
+    let size: Quantity = text.parse().map_err(|error: base::QuantityError| error.to_string())?;
     match BlockSize::MIN.round_up(size.0).filter(|bytes| *bytes >= 64 << 20) {
         Some(bytes) => Ok(Quantity(bytes)),
         None => Err(format!("{text} is too small: the demo needs at least 64Mi")),
@@ -79,7 +79,7 @@ async fn play(arguments: &Arguments) -> Done {
     if interrupted {
         eprintln!("deltapath: interrupted; cleaned up");
     } else if let Err(error) = &told {
-        eprintln!("deltapath: {}", crate::driver::report(&**error));
+        eprintln!("deltapath: {}", base::report(&**error));
     }
     for what in &left {
         eprintln!("deltapath: left behind: {what}");

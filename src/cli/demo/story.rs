@@ -11,11 +11,12 @@ use serde::Serialize;
 
 use super::draw;
 use super::host::Host;
-use crate::base::{BlockSize, Quantity, Stop};
-use crate::cli::image::{Image, Random};
-use crate::client::{BlockList, block_capability, from_snapshot, new_volume};
-use crate::csi::proto::Volume;
-use crate::sys::clone::punch_hole;
+use base::{BlockSize, Quantity, Stop};
+use csi_client::{BlockList, block_capability, from_snapshot, new_volume};
+use fastrand::Rng;
+use files::pattern::Image;
+use files::punch_hole;
+use proto::Volume;
 
 type Told<T> = Result<T, Box<dyn Error>>;
 
@@ -89,14 +90,14 @@ pub(super) struct Story<'d> {
     host: &'d mut Host,
     report: &'d mut Report,
     stop: &'d Stop,
-    random: Random,
+    random: Rng,
     blocks: u64,
 }
 
 impl<'d> Story<'d> {
     pub fn new(host: &'d mut Host, report: &'d mut Report, stop: &'d Stop) -> Self {
         let blocks = report.size_bytes / BLOCK;
-        Story { host, report, stop, random: Random(3314), blocks }
+        Story { host, report, stop, random: Rng::with_seed(3314), blocks }
     }
 
     /// Plays all steps; the first difference ends it.
@@ -142,8 +143,8 @@ impl<'d> Story<'d> {
         let file = File::options().read(true).write(true).open(&device)?;
         for region in 0..24 {
             self.stop.check()?;
-            let length = 16 + self.random.below(self.blocks / 48);
-            let start = self.random.below(self.blocks - length);
+            let length = 16 + self.random.u64(0..self.blocks / 48);
+            let start = self.random.u64(0..self.blocks - length);
             image.write(&file, start, length, region)?;
         }
         // Not synced: a snapshot must hold what was written, flushed or not.
@@ -163,19 +164,19 @@ impl<'d> Story<'d> {
         let file = File::options().read(true).write(true).open(&device)?;
         for seed in 100..148 {
             self.stop.check()?;
-            let start = held[self.random.below(held.len() as u64) as usize];
-            let count = (1 + self.random.below(64)).min(self.blocks - start);
+            let start = held[self.random.u64(0..held.len() as u64) as usize];
+            let count = (1 + self.random.u64(0..64)).min(self.blocks - start);
             image.write(&file, start, count, seed)?;
         }
         for region in 200..203 {
-            let start = self.random.below(self.blocks - 64);
+            let start = self.random.u64(0..self.blocks - 64);
             image.write(&file, start, 64, region)?;
         }
         self.report.done("change 48 places, write 3 new regions", started, "buffered".into());
 
         let started = Instant::now();
         for _ in 0..200 {
-            let block = held[self.random.below(held.len() as u64) as usize];
+            let block = held[self.random.u64(0..held.len() as u64) as usize];
             image.rewrite_same(&file, block)?;
         }
         self.report.done("rewrite 200 blocks with the same bytes", started, "must not be reported".into());
@@ -183,8 +184,8 @@ impl<'d> Story<'d> {
         let started = Instant::now();
         let mut punched = 0;
         for _ in 0..12 {
-            let start = held[self.random.below(held.len() as u64) as usize];
-            let count = (1 + self.random.below(200)).min(self.blocks - start);
+            let start = held[self.random.u64(0..held.len() as u64) as usize];
+            let count = (1 + self.random.u64(0..200)).min(self.blocks - start);
             image.punch(&file, start, count)?;
             punched += count;
         }

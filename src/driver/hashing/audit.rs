@@ -10,10 +10,11 @@ use roaring::RoaringBitmap;
 use super::super::locks::Key;
 use super::super::maps::header;
 use super::super::{Driver, Result};
-use crate::base::ObjectDir;
-use crate::cbt::{self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, scan_allocated};
 use crate::store::SnapshotRecord;
-use crate::sys::{Context, durable};
+use base::ObjectDir;
+use cbt::{self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, scan_allocated};
+use files::Context;
+use files::durable;
 
 impl Driver {
     /// Holds the `allocated` map of a snapshot against its data, where it was made from the parent's: a block that is

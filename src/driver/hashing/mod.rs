@@ -21,13 +21,15 @@ use queue::{Part, TURN, Work};
 use super::locks::Key;
 use super::maps::header;
 use super::{Driver, Error, Result};
-use crate::base::ObjectDir;
-use crate::cbt::{
+use crate::store::SnapshotRecord;
+use crate::sys;
+use base::ObjectDir;
+use cbt::{
     self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
     SEGMENT_BLOCKS, Step, ToHash,
 };
-use crate::store::SnapshotRecord;
-use crate::sys::{self, Context, durable};
+use files::Context;
+use files::durable;
 
 /// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
 const STEP: u64 = 1 << 30;
@@ -139,7 +141,7 @@ impl Driver {
         ] {
             let draft = map.with_extension(end);
             if let Err(error) = durable::remove(&draft) {
-                tracing::warn!(path = %draft.display(), error = super::report(&error), "a draft stays");
+                tracing::warn!(path = %draft.display(), error = base::report(&error), "a draft stays");
             }
         }
     }
@@ -456,7 +458,7 @@ impl Rest {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::BlockSize;
+    use base::BlockSize;
 
     #[test]
     fn a_step_takes_what_it_has_room_for() {

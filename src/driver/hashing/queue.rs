@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::base::{SnapshotId, Stop, VolumeId};
 use crate::store::SnapshotRecord;
+use base::{SnapshotId, Stop, VolumeId};
 
 /// How often retained snapshots are looked at for their age.
 pub(super) const TURN: Duration = Duration::from_secs(600);

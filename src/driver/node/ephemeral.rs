@@ -7,13 +7,14 @@ use super::filesystem::{self, is_blank};
 use super::publish::make_directory;
 use super::stage::remove_target;
 use super::{Held, PublishRequest, check_unoccupied, detach, shows};
-use crate::base::{BlockSize, VolumeId};
 use crate::driver::locks::Key;
 use crate::driver::volumes::check_name;
-use crate::driver::{AccessType, CapacityRange, Driver, EphemeralParameters, Error, Result, report};
+use crate::driver::{AccessType, CapacityRange, Driver, EphemeralParameters, Error, Result};
 use crate::store::{Staged, Timestamp, Tuning, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;
-use crate::sys::{Context, mount};
+use crate::sys::mount;
+use base::{BlockSize, VolumeId};
+use files::Context;
 
 impl Driver {
     /// Makes the volume, unless an earlier try did, and mounts it at its target. A try that fails leaves
@@ -56,7 +57,10 @@ impl Driver {
             && is_unused()
             && let Err(error) = self.remove_ephemeral(held)
         {
-            tracing::warn!(error = report(&error), "an ephemeral volume that could not be published stays");
+            tracing::warn!(
+                error = base::report(&error),
+                "an ephemeral volume that could not be published stays"
+            );
         }
         placed
     }
@@ -148,7 +152,7 @@ impl Driver {
             if let Err(error) = removed {
                 tracing::warn!(
                     volume_id = handle,
-                    error = report(&error),
+                    error = base::report(&error),
                     "an unplaced ephemeral volume stays"
                 );
             }

@@ -3,14 +3,16 @@
 use std::fs::File;
 use std::path::Path;
 
-use crate::base::ByteRange;
 use crate::driver::capability::MountFlags;
 use crate::driver::{Error, Result};
-use crate::sys::extents::DataRanges;
 use crate::sys::freeze::{self, Root};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Flags};
-use crate::sys::{self, Context, blockdev, program, step};
+use crate::sys::{self, blockdev, program};
+use base::ByteRange;
+use files::Context;
+use files::DataRanges;
+use files::step;
 
 /// Whether not a single block of the image holds data.
 pub(super) fn is_blank(data: &Path) -> Result<bool> {

@@ -20,10 +20,10 @@ use super::error::shown;
 use super::expand::{grow, tune};
 use super::locks::{Key, OpGuard};
 use super::{Capability, Driver, EphemeralParameters, Error, Result};
-use crate::base::VolumeId;
 use crate::store::{self, Staged, VolumeRecord, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice, backing_path_of};
 use crate::sys::{blockdev, mount};
+use base::VolumeId;
 
 /// A NodeStageVolume call.
 #[derive(Clone, Debug)]
@@ -94,7 +94,7 @@ impl Driver {
         let place = Some(self.locks.take(Key::Place(path.to_owned()))?);
         let (state, known) = match self.store.volume_state(&record.id) {
             Err(store::Error::Sys(error)) => {
-                let error = crate::driver::report(&error);
+                let error = base::report(&error);
                 tracing::warn!(volume_id = %record.id, error, "where the volume was meant to be is not known");
                 (VolumeState::default(), false)
             }
@@ -116,7 +116,7 @@ impl Driver {
     fn record_undone(&self, held: &Held) -> Result<()> {
         match self.store.set_volume_state(&held.record.id, &held.state) {
             Err(store::Error::Sys(error)) => {
-                let error = crate::driver::report(&error);
+                let error = base::report(&error);
                 tracing::warn!(volume_id = %held.record.id, error, "a place that is no more stays on record");
                 Ok(())
             }

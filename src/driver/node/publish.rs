@@ -10,7 +10,9 @@ use super::{
 use crate::driver::{Driver, Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
-use crate::sys::{Context, mount, step};
+use crate::sys::mount;
+use files::Context;
+use files::step;
 
 impl Driver {
     /// Publishes a staged volume; done already is done.

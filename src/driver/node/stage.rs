@@ -10,7 +10,9 @@ use super::{
 use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
 use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
-use crate::sys::{Context, blockdev, clone, mount, step};
+use crate::sys::{blockdev, mount};
+use files::Context;
+use files::step;
 
 impl Driver {
     /// Stages a volume; done already is done.
@@ -69,7 +71,7 @@ impl Driver {
     fn forget_formatting(&self, held: &mut Held) -> Result<()> {
         if std::mem::take(&mut held.state.formatting) {
             let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
-            step("clear", &held.data, || clone::punch_hole(&file, 0, held.record.capacity))?;
+            step("clear", &held.data, || files::punch_hole(&file, 0, held.record.capacity))?;
             step("sync", &held.data, || file.sync_all())?;
         }
         Ok(())
@@ -175,7 +177,7 @@ impl Driver {
         match self.thaw_leftover(&held.record.id) {
             // A broken pool does not say what was frozen, and keeps no pod from ending.
             Err(Error::Store(store::Error::Sys(error))) => {
-                let error = crate::driver::report(&error);
+                let error = base::report(&error);
                 tracing::error!(volume_id = %held.record.id, error, "a volume may be frozen");
             }
             thawed => thawed?,

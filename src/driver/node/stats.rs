@@ -8,7 +8,8 @@ use crate::driver::condition::Condition;
 use crate::driver::{Driver, Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
 use crate::sys::loopdev::LoopDevice;
-use crate::sys::{self, Context, mount};
+use crate::sys::{self, mount};
+use files::Context;
 
 /// A volume's use, in bytes or inodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +83,7 @@ impl Driver {
         let space = match answers.and_then(|_| sys::space(&path)) {
             Ok(space) => space,
             Err(error) => {
-                let what = format!("the filesystem does not answer: {}", crate::driver::report(&error));
+                let what = format!("the filesystem does not answer: {}", base::report(&error));
                 return Ok(Stats { bytes: None, inodes: None, condition: Condition::abnormal(what) });
             }
         };

@@ -20,7 +20,7 @@ use nix::sys::statfs::{self, fstatfs};
 
 use self::node::{Node, Status};
 use super::attributes::Flag;
-use super::{Context, Error, Result};
+use files::{Context, Error, Result};
 
 pub use self::node::require;
 

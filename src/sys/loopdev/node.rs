@@ -13,7 +13,9 @@ use linux_raw_sys::loop_device::{
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use super::{Access, FileId, SECTOR, sysfs};
-use crate::sys::{Context, Result, step};
+use files::Context;
+use files::Result;
+use files::step;
 
 const CONTROL: &str = "/dev/loop-control";
 

@@ -6,7 +6,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{Access, sysfs};
-use crate::sys::{Context, Result, step};
+use files::Context;
+use files::Result;
+use files::step;
 
 /// The path of the file that a device serves, as the kernel tells it; `None` when it serves nothing.
 pub(super) fn backing_path(number: u32) -> Option<PathBuf> {

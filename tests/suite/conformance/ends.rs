@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::{all_cases, assert_empty, bare, conformance, run_broken, said, verdicts};
-use crate::support::broken::Fault;
-use crate::support::{PoolKind, Rig, have_root, leftovers};
+use testkit::broken::Fault;
+use testkit::{PoolKind, Rig, have_root, leftovers};
 
 /// Killed midway: a verdict on every case, soon, and nothing of the suite's own left.
 #[tokio::test(flavor = "multi_thread")]

@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use futures_util::StreamExt;
 
 use super::{all_cases, assert_empty, run_broken};
-use crate::support::broken::Fault;
-use crate::support::{PoolKind, Rig, have_root};
+use testkit::broken::Fault;
+use testkit::{PoolKind, Rig, have_root};
 
 /// A fault, and the cases that must see it.
 const FAULTS: &[(Fault, &[&str])] = &[

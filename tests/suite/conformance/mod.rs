@@ -1,4 +1,4 @@
-//! `deltapath conformance`: green on our driver (here), every case of it red on a driver that is broken on
+//! `cbt-lab conformance`: green on our driver (here), every case of it red on a driver that is broken on
 //! purpose (`faults.rs`), an end whatever the driver or the user does (`ends.rs`), and its flags (`usage.rs`).
 
 mod ends;
@@ -9,12 +9,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Output, Stdio};
 
-use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
+use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::support::broken::{Fault, serve};
-use crate::support::{POOLS, PoolKind, Rig, have_root};
+use testkit::broken::{Fault, serve};
+use testkit::{POOLS, PoolKind, Rig, have_root};
 
 /// Cases that ours may answer with "allowed, but".
 const OURS_MAY: [&str; 1] = ["base-deleted"];
@@ -27,7 +27,7 @@ fn conformance(socket: &Path, arguments: &[&str]) -> Command {
 }
 
 fn bare(socket: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut command = Command::new(testkit::program("cbt-lab"));
     command
         .arg("conformance")
         .arg("--endpoint")

@@ -1,8 +1,8 @@
 //! Flags, outputs and what cannot run.
 
 use super::{all_cases, bare, conformance, run, run_broken, said};
-use crate::support::broken::{Fault, serve};
-use crate::support::{PoolKind, Rig, have_root};
+use testkit::broken::{Fault, serve};
+use testkit::{PoolKind, Rig, have_root};
 
 /// The go-between adds no fault of its own, and secrets go where they belong.
 #[tokio::test(flavor = "multi_thread")]

@@ -6,15 +6,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deltapath::base::Stop;
-use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
+use base::Stop;
 use deltapath::driver::{Inspected, Inspection, Severity};
 use deltapath::store::SnapshotRecord;
 use deltapath::sys::{freeze, mount};
+use proto::{ListSnapshotsRequest, ListVolumesRequest};
 
 use super::scene::{self, Scene};
-use crate::support::content::blocks_of;
-use crate::support::{BLOCK, Rig, names, root_of, state_of};
+use testkit::content::blocks_of;
+use testkit::{BLOCK, Rig, names, root_of, state_of};
 
 /// How long what is removed or hashed behind a call may take: hashing gives way to all that runs beside.
 const PATIENCE: Duration = Duration::from_secs(90);

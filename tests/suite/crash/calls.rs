@@ -4,15 +4,14 @@
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use deltapath::client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{Client, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{blockdev, mount, space};
 use tonic::Status;
 
 use super::scene::{FILES, SIZE, Scene};
-use crate::support::content::open_device;
-use crate::support::{MIB, Rig};
+use testkit::content::open_device;
+use testkit::{MIB, Rig};
 
 /// A call that is cut short.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use tonic::Code;
 use super::audit::{When, audit};
 use super::points::Orders;
 use super::scene::Scene;
-use crate::support::{PoolKind, Rig, have_root, root_of};
+use testkit::{PoolKind, Rig, have_root, root_of};
 
 /// The number of the first step of this name in a snapshot of the mounted volume.
 async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {

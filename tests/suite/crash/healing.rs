@@ -2,15 +2,15 @@
 
 use std::time::Duration;
 
-use deltapath::cbt::MapFile;
-use deltapath::client::Error;
-use deltapath::csi::proto::GetMetadataAllocatedRequest;
+use cbt::MapFile;
+use csi_client::Error;
+use proto::GetMetadataAllocatedRequest;
 use tonic::Request;
 
 use super::points::{Cut, Orders};
 use crate::faults::{is_hashed, live, until};
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
 
 /// The incident: the new map was renamed over the damaged one, the sync of their directory failed, and the rename
 /// was undone: neither was there any more, and the snapshot had lost its map.

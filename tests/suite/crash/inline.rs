@@ -2,11 +2,11 @@
 
 use std::process::Command;
 
-use deltapath::client::mount_capability;
-use deltapath::csi::proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
+use csi_client::mount_capability;
+use proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
 
 use super::points::{Cut, Orders};
-use crate::support::{PoolKind, Rig, have_root, names};
+use testkit::{PoolKind, Rig, have_root, names};
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume; the retry failed with a final
 /// code, the pod was deleted, and kubelet, for which nothing was mounted, never asked for the volume to be undone. Its

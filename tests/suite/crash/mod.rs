@@ -36,7 +36,7 @@ pub use points::{Cut, Orders, Point};
 use scene::Scene;
 use tally::Tally;
 
-use crate::support::{PoolKind, Rig, have_root};
+use testkit::{PoolKind, Rig, have_root};
 
 /// The flags that all calls here need.
 const FLAGS: [&str; 1] = ["--enable-attach"];
@@ -51,7 +51,7 @@ async fn rounds(pool: PoolKind, count: usize) {
     let mut tally = Tally::new("random", pool);
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
     let mut scene = Scene::make(&mut rig).await;
-    let mut random = 88172645463325252u64;
+    let mut random = fastrand::Rng::with_seed(1);
     let mut usual = [Duration::from_millis(20); CALLS.len()];
     for round in 0..count {
         let which = round % CALLS.len();
@@ -59,10 +59,7 @@ async fn rounds(pool: PoolKind, count: usize) {
         let job = Job::prepare(CALLS[which], &mut rig, &scene, round).await;
         let mut client = rig.client.clone();
         let started = Instant::now();
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        let moment = usual[which].mul_f64((random % 1000) as f64 / 800.0);
+        let moment = usual[which].mul_f64(random.f64() * 1.25);
         let finished = tokio::select! {
             made = job.make(&mut client, &scene) => {
                 usual[which] = (usual[which] + started.elapsed()) / 2;

@@ -1,10 +1,10 @@
 //! A deletion that takes long to move files, and calls that need them meanwhile.
 
-use deltapath::cbt::MapFile;
+use cbt::MapFile;
 
 use super::points::{Orders, Point};
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, names};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, names};
 
 /// The incident: the files of a snapshot had been renamed, and the disk took its time with the sync that follows;
 /// the index told their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was

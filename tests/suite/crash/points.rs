@@ -16,7 +16,7 @@ use super::calls::{CALLS, Call, DELETIONS, Job};
 use super::scene::Scene;
 use super::tally::Tally;
 use super::{FLAGS, asked, retried};
-use crate::support::{POOLS, PoolKind, Rig, have_root};
+use testkit::{POOLS, PoolKind, Rig, have_root};
 
 /// What is done at a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,11 +3,10 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use deltapath::client::{block_capability, from_volume, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{block_capability, from_volume, mount_capability, new_volume};
 
-use crate::support::content::Content;
-use crate::support::{BLOCK, MIB, Rig};
+use testkit::content::Content;
+use testkit::{BLOCK, MIB, Rig};
 
 /// The size of a raw volume.
 pub const SIZE: i64 = 8 * MIB;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
-use deltapath::cbt::MapFile;
+use cbt::MapFile;
 use deltapath::sys::mount;
 
 use super::FLAGS;
@@ -12,8 +12,8 @@ use super::audit::When;
 use super::points::{Cut, Orders, Point, Stride};
 use super::scene::Scene;
 use super::tally::{Tally, last_lines};
-use crate::support::content::Content;
-use crate::support::{POOLS, PoolKind, Rig, have_root, leftovers, set_state, state_of, try_command, wait};
+use testkit::content::Content;
+use testkit::{POOLS, PoolKind, Rig, have_root, leftovers, set_state, state_of, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
 
@@ -125,13 +125,13 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
     let (mut child, mut client) = try_command(dir, pool, &flags, &[], "info")
         .await
         .unwrap_or_else(|ended| panic!("{context}: the next start ends with {ended}\n{}", log()));
-    let request = deltapath::client::new_volume("volume", 1 << 20, deltapath::client::block_capability());
+    let request = csi_client::new_volume("volume", 1 << 20, csi_client::block_capability());
     let made = client.create_volume(request).await;
-    crate::support::signal(&child, nix::sys::signal::Signal::SIGTERM);
+    testkit::signal(&child, nix::sys::signal::Signal::SIGTERM);
     let status = wait(&mut child, Duration::from_secs(60));
     made.unwrap_or_else(|error| panic!("{context}: {error}"));
     assert!(status.success(), "{context}: the next driver ends with {status}");
-    let mut strangers = crate::support::names(&dir.join("data"));
+    let mut strangers = testkit::names(&dir.join("data"));
     strangers.retain(|name| !["deltapath.json", "lock", "pool", "pool.img"].contains(&name.as_str()));
     assert!(strangers.is_empty(), "{context}: {strangers:?} lie about");
     cut_at(&points).is_some()
@@ -166,7 +166,7 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
 async fn use_again(rig: &mut Rig, scene: &Scene) {
     rig.attach(&scene.raw).await;
     let kubelet = rig.kubelet();
-    let capability = deltapath::client::mount_capability("ext4");
+    let capability = csi_client::mount_capability("ext4");
     rig.client.publish(&scene.files, capability, false, &kubelet).await.expect("publish");
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::audit::{When, audit};
 use super::scene::Scene;
-use crate::support::{PoolKind, Rig};
+use testkit::{PoolKind, Rig};
 
 /// The figures of one test. Printed when dropped, in whatever way the test ends.
 pub struct Tally {

@@ -8,8 +8,8 @@ use deltapath::sys::loopdev::LoopDevice;
 
 use super::points::{Cut, Orders};
 use crate::faults::Disk;
-use crate::support::content::Content;
-use crate::support::{MIB, PoolKind, Rig, have_root};
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, have_root};
 
 /// Whether writes are synchronous, and whether they pass the page cache by.
 fn mode(data: &Path) -> (bool, bool) {

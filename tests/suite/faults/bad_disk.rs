@@ -6,16 +6,16 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use deltapath::base::ObjectDir;
-use deltapath::cbt::MapFile;
-use deltapath::client::{block_capability, from_snapshot, new_volume};
+use base::ObjectDir;
+use cbt::MapFile;
+use csi_client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
 
 use super::{
     Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, sync_fs, until,
 };
-use crate::support::content::{Content, block_bytes, blocks_of, open_device};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
 
 const SECTOR: usize = 4096;
 
@@ -190,7 +190,7 @@ async fn a_bad_block(pool: PoolKind) {
         }
     }
     assert_nothing_half_made(&rig);
-    let mut verify = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut verify = std::process::Command::new(testkit::program("deltapath"));
     let seen = verify.args(["verify", "--data-dir"]).arg(rig.data_dir()).output().expect("verify");
     let said = String::from_utf8_lossy(&seen.stdout).into_owned();
     assert!(seen.status.code() == Some(1) && said.contains(&damaged.base.0), "{seen:?}");

@@ -8,12 +8,12 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-use deltapath::client::{block_capability, new_volume};
+use csi_client::{block_capability, new_volume};
 
 use super::{Disk, condition};
-use crate::support::content::block_bytes;
-use crate::support::order::image;
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::content::block_bytes;
+use testkit::order::image;
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
 
 /// Blocks a request of each writer: no powers of two, so that the filesystem takes them in several parts.
 const TOGETHER: [u64; 3] = [250, 33, 7];

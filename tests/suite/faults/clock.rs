@@ -5,12 +5,12 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use deltapath::csi::proto::{GetSnapshotRequest, ListSnapshotsRequest};
+use proto::{GetSnapshotRequest, ListSnapshotsRequest};
 use tonic::Code;
 
 use super::until;
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, temp_dir};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
 

@@ -5,14 +5,13 @@
 
 use std::path::PathBuf;
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{loopdev::LoopDevice, program};
 use tonic::Code;
 
 use super::{is_hashed, listed, live, probe, until, verify};
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, code, have_root, leftovers};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, have_root, leftovers};
 
 struct Scene {
     rig: Rig,

@@ -1,11 +1,11 @@
 //! A data directory on filesystems of all kinds: each works whole, or is refused with the reason.
 
-use deltapath::client::{from_snapshot, mount_capability, new_volume};
+use csi_client::{from_snapshot, mount_capability, new_volume};
 
 use super::Disk;
 use crate::startup::refused;
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, driver_command, have_root, names};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, have_root, names};
 
 /// A life in small: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
@@ -132,12 +132,11 @@ async fn plain_files_on_xfs_list_what_was_written() {
     let mut rig = disk.rig(PoolKind::Dir, &[]).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut content = Content::default();
-    let mut random = 1u64;
+    let mut random = fastrand::Rng::with_seed(1);
     for round in 0..6u8 {
         for _ in 0..200 {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let (start, count) = ((random >> 33) % 16000, 1 + (random >> 20) % 9);
-            match random >> 60 {
+            let (start, count) = (random.u64(0..16000), random.u64(1..10));
+            match random.u8(0..16) {
                 // Zeroed ranges are space that was never written: holes to who asks for data.
                 0..4 => content.zero(&device, start, count),
                 4 => content.discard(&device, start, count),

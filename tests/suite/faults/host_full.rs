@@ -6,7 +6,7 @@
 use std::os::unix::fs::FileExt;
 use std::process::Stdio;
 
-use deltapath::client::{block_capability, from_snapshot, new_volume};
+use csi_client::{block_capability, from_snapshot, new_volume};
 use deltapath::sys::sweep::{devices_below, sweep};
 use tonic::Code;
 
@@ -14,8 +14,8 @@ use super::{
     Ballast, Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe,
     until, verify,
 };
-use crate::support::content::{Content, blocks_of, open_device};
-use crate::support::{BLOCK, MIB, PoolKind, driver_command, have_root};
+use testkit::content::{Content, blocks_of, open_device};
+use testkit::{BLOCK, MIB, PoolKind, driver_command, have_root};
 
 /// How the driver's life goes on after a full disk.
 #[derive(Clone, Copy, PartialEq)]

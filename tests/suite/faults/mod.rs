@@ -19,15 +19,15 @@ use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use deltapath::base::ObjectDir;
-use deltapath::cbt::MapFile;
-use deltapath::client::{self, BlockList};
-use deltapath::csi::proto::{self, VolumeCondition};
+use base::ObjectDir;
+use cbt::MapFile;
+use csi_client::BlockList;
+use proto::VolumeCondition;
 use tonic::Code;
 
-use crate::support::content::blocks_of;
-pub use crate::support::places::{Ballast, DeadDevices, Disk, sync_fs};
-use crate::support::{BLOCK, Rig, names};
+use testkit::content::blocks_of;
+pub use testkit::places::{Ballast, DeadDevices, Disk, sync_fs};
+use testkit::{BLOCK, Rig, names};
 
 /// The same where the disk may refuse.
 pub fn sync_fs_may_fail(dir: &Path) {
@@ -80,7 +80,7 @@ pub async fn probe(rig: &Rig) -> Result<(), tonic::Status> {
 
 /// A stream of a snapshot on a broken disk: it told all, or it failed for the disk's sake. Whether it failed.
 #[track_caller]
-pub fn exact_or_error(answer: Result<BlockList, client::Error>, expected: &[u64]) -> bool {
+pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[u64]) -> bool {
     match answer {
         Ok(list) => assert_eq!(blocks_of(&list, BLOCK), expected, "an OK that is not the truth"),
         Err(error) => {
@@ -104,7 +104,7 @@ pub fn assert_nothing_half_made(rig: &Rig) {
 
 /// Compares every snapshot with its maps and hashes.
 pub fn verify(rig: &Rig) {
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut command = std::process::Command::new(testkit::program("deltapath"));
     let seen = command.args(["verify", "--output", "json", "--data-dir"]).arg(rig.data_dir()).output();
     let seen = seen.expect("run deltapath verify");
     assert!(seen.status.success(), "{seen:?}");

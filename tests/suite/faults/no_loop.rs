@@ -4,13 +4,13 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
 use crate::reboot::{Secluded, SweptOnDrop};
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, PoolKind, driver_command, have_root, temp_dir};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, PoolKind, driver_command, have_root, temp_dir};
 
 /// Runs a command in the driver's namespace.
 fn within(secluded: &Secluded, command: &[&str]) {

@@ -4,15 +4,14 @@
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use deltapath::client::{Error, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{Error, block_capability, from_snapshot, from_volume, mount_capability, new_volume};
 use tonic::Code;
 
 use super::{
     Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify,
 };
-use crate::support::content::{Content, block_bytes, blocks_of, open_device};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, names};
+use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, names};
 
 /// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool. Held in this
 /// order: the disk can only be freed after the driver.

@@ -5,12 +5,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use deltapath::client::{block_capability, mount_capability, new_volume};
+use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
 use super::until;
 use crate::reboot::SweptOnDrop;
-use crate::support::{MIB, PoolKind, Rig, driver_command, have_root, names, temp_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, have_root, names, temp_dir};
 
 /// The programs that the driver calls.
 const PROGRAMS: [&str; 10] = [

@@ -3,14 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
-use deltapath::client::{Error, block_capability, from_snapshot, new_volume};
-use deltapath::csi::proto;
+use csi_client::{Error, block_capability, from_snapshot, new_volume};
 use deltapath::sys::mount;
 use tonic::Code;
 
 use super::{Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, PoolKind, Rig, have_root, temp_dir};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {
     // A thread behind the calls may have a file open for a moment yet.

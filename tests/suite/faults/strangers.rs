@@ -9,8 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, UNIX_EPOCH};
 
-use deltapath::client::{block_capability, from_snapshot, mount_capability, new_volume};
-use deltapath::csi::proto;
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::mount;
 use fuser::{
@@ -19,8 +18,8 @@ use fuser::{
 };
 
 use super::DeadDevices;
-use crate::support::content::Content;
-use crate::support::{MIB, PoolKind, Rig, have_root, temp_dir};
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, have_root, temp_dir};
 
 /// Every call that looks for a loop device, and a restart.
 async fn everything_works(rig: &mut Rig) {
@@ -48,7 +47,7 @@ async fn everything_works(rig: &mut Rig) {
             rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
             rig.client.delete_volume(volume).await.expect("DeleteVolume");
         }
-        let check = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath"))
+        let check = std::process::Command::new(testkit::program("deltapath"))
             .args(["check", "--data-dir"])
             .arg(rig.data_dir())
             .output()

@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use deltapath::client::{block_capability, new_volume};
+use csi_client::{block_capability, new_volume};
 use deltapath::sys::mount;
 use deltapath::sys::sweep::devices_below;
 
 use crate::reboot::SweptOnDrop;
 use crate::startup::refused;
-use crate::support::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, temp_dir};
+use testkit::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, temp_dir};
 
 /// The second driver's command line: another socket, another path.
 fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {

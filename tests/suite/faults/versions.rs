@@ -5,14 +5,15 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use deltapath::client::{Error, block_capability, from_snapshot, new_volume};
-use deltapath::sys::{durable, slots};
+use csi_client::{Error, block_capability, from_snapshot, new_volume};
+use deltapath::sys::slots;
+use files::durable;
 use tonic::Code;
 
 use super::{condition, is_hashed, listed, live, until};
 use crate::startup::refused;
-use crate::support::content::{Content, blocks_of};
-use crate::support::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root, names, state_path};
+use testkit::content::{Content, blocks_of};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root, names, state_path};
 
 /// A note of the same kind by a later version.
 fn later(path: &Path) -> Vec<u8> {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deltapath::client::Client;
+use csi_client::Client;
 use deltapath::sys::mount;
 use tonic::Code;
 
@@ -15,8 +15,8 @@ use super::names::{Asked, Names};
 use super::rounds::{Event, Listed, explain};
 use super::wire::{Answer, Reply, make};
 use super::world::{Bytes, MARK, World};
-use crate::support::content::Content;
-use crate::support::{BLOCK, Rig};
+use testkit::content::Content;
+use testkit::{BLOCK, Rig};
 
 /// Names of volumes, ephemeral ones last.
 pub const VOLUMES: [char; 3] = ['a', 'b', 'c'];

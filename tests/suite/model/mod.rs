@@ -33,7 +33,7 @@ use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 use self::calls::Step;
 use self::shrink::{Stage, shrunk};
-use crate::support::{PoolKind, have_root};
+use testkit::{PoolKind, have_root};
 
 /// Deleted snapshots of a volume that deltas are told from.
 const RETAINED: usize = 2;

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use deltapath::client::{block_capability, mount_capability};
-use deltapath::csi::proto::VolumeCapability;
-use deltapath::csi::proto::volume_capability::{AccessMode, access_mode};
+use csi_client::{block_capability, mount_capability};
+use proto::VolumeCapability;
+use proto::volume_capability::{AccessMode, access_mode};
 
 use super::calls::{Access, Call, Mode, Name, NewName, Place, Ref, Use};
 

@@ -12,7 +12,7 @@ use super::world::{
     Bytes, EXHAUSTED, EXISTS, Ephemeral, INVALID, MIB, NOT_FOUND, PRECONDITION, Published, RANGE, Rule,
     Staged, Unfit, Volume, World, check_condition, check_mode, done, kind, kind_of, refused, wrong,
 };
-use crate::support::content::Content;
+use testkit::content::Content;
 
 /// What staging finds, or makes, on a volume.
 enum Found {

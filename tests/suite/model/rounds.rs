@@ -1,7 +1,6 @@
 //! What may have happened: every order of calls that ran at once, and every way in which a call may have
 //! been cut. The worlds that no answer contradicts go on side by side, until something tells which it is.
 
-use deltapath::csi::proto;
 use tonic::Code;
 
 use super::calls::{Call, Place};

@@ -10,7 +10,7 @@ use super::RETAINED;
 use super::calls::Step;
 use super::life::{LETTING_GO, Life, Tally};
 use super::world::World;
-use crate::support::{PoolKind, Rig, leftovers};
+use testkit::{PoolKind, Rig, leftovers};
 
 /// What failed with calls at once, or with a kill, may need luck to fail again: it is tried so often at
 /// least, and for so long.

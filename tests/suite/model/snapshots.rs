@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use deltapath::client::BlockList;
-use deltapath::csi::proto::{self, BlockMetadataType};
+use csi_client::BlockList;
+use proto::BlockMetadataType;
 
 use super::calls::{Cut, Members, Name, NewName, Pages};
 use super::volumes::{check_pages, copied};
@@ -12,7 +12,7 @@ use super::world::{
     ABORTED, Bytes, EXISTS, Group, INVALID, NOT_FOUND, PRECONDITION, RANGE, Rule, Snapshot, World, done,
     equal, refused, wrong,
 };
-use crate::support::content::{Content, blocks_of};
+use testkit::content::{Content, blocks_of};
 
 /// Whether tuples are to be of one block each.
 fn fixed(style: Option<&str>) -> Rule<bool> {

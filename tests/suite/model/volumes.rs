@@ -1,7 +1,5 @@
 //! The rules of the Controller's calls on volumes.
 
-use deltapath::csi::proto;
-
 use super::calls::{From, NewName, NewVolume, Node, Pages, Size, Use};
 use super::names::{Kind, Names};
 use super::wire::{Answer, Reply};
@@ -9,7 +7,7 @@ use super::world::{
     ABORTED, Attached, Bytes, EXHAUSTED, EXISTS, INVALID, MIB, NOT_FOUND, PRECONDITION, RANGE, Rule, Source,
     UNIMPLEMENTED, Volume, World, check_condition, check_mode, done, equal, kind, kind_of, refused, wrong,
 };
-use crate::support::content::Content;
+use testkit::content::Content;
 
 const DEFAULT_SIZE: u64 = 1 << 30;
 /// The default of `--max-volume-size`.

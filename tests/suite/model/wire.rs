@@ -2,8 +2,7 @@
 
 use std::error::Error;
 
-use deltapath::client::{self, BlockList, Client, from_snapshot, from_volume};
-use deltapath::csi::proto;
+use csi_client::{BlockList, Client, from_snapshot, from_volume};
 use tonic::{Code, Status};
 
 use super::calls::{Call, From, Members, NewVolume, Pages, Question, Size, Use};
@@ -257,12 +256,12 @@ async fn snapshots(client: &mut Client, names: &Names, call: &Call) -> Made {
         }
         Call::Allocated { snapshot, cut } => {
             let list = client.allocated(&names.snapshot(snapshot), cut.offset.bytes(), cut.most).await;
-            list.map(Reply::Blocks).map_err(|client::Error { status, .. }| status)
+            list.map(Reply::Blocks).map_err(|csi_client::Error { status, .. }| status)
         }
         Call::Delta { base, target, cut } => {
             let (base, target) = (names.snapshot(base), names.snapshot(target));
             let list = client.delta(&base, &target, cut.offset.bytes(), cut.most).await;
-            list.map(Reply::Blocks).map_err(|client::Error { status, .. }| status)
+            list.map(Reply::Blocks).map_err(|csi_client::Error { status, .. }| status)
         }
         call => unreachable!("{call} is made elsewhere"),
     }

@@ -3,13 +3,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use deltapath::csi::proto;
 use tonic::Code;
 
 use super::calls::{Access, Call, Mode, Name, Place, Question, Use};
 use super::names::{Asked, Kind};
 use super::wire::{Answer, Reply};
-use crate::support::content::Content;
+use testkit::content::Content;
 
 pub const MIB: u64 = 1 << 20;
 /// What a file for a mark is called.

@@ -9,14 +9,14 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deltapath::client::{Client, block_capability, from_snapshot, new_volume};
-use deltapath::csi::proto::{ListSnapshotsRequest, ListVolumesRequest};
+use csi_client::{Client, block_capability, from_snapshot, new_volume};
+use proto::{ListSnapshotsRequest, ListVolumesRequest};
 
 use super::found::{Found, Record};
 use super::machine::Machine;
 use super::model::{Cut, Model, Phase, Snapshot, Volume};
-use crate::support::content::{Content, block_bytes, blocks_of, open_device};
-use crate::support::{BLOCK, names};
+use testkit::content::{Content, block_bytes, blocks_of, open_device};
+use testkit::{BLOCK, names};
 
 /// Deltas asked of one boot at most.
 const DELTAS: usize = 80;
@@ -117,7 +117,7 @@ fn check(data_dir: &Path) -> Option<String> {
 }
 
 fn examine(command: &str, data_dir: &Path) -> (Option<i32>, String) {
-    let mut examine = Command::new(env!("CARGO_BIN_EXE_deltapath"));
+    let mut examine = Command::new(testkit::program("deltapath"));
     let done = examine.arg(command).arg("--data-dir").arg(data_dir).output().expect("run it");
     let said = [done.stdout, done.stderr].concat();
     (done.status.code(), String::from_utf8_lossy(&said).trim().to_owned())
@@ -293,7 +293,7 @@ async fn work(
     model: &Model,
     findings: &mut Findings,
 ) -> Result<(), String> {
-    let told = |error: deltapath::client::Error| format!("after the cut: {error}");
+    let told = |error: csi_client::Error| format!("after the cut: {error}");
     let kubelet = machine.kubelet();
     let whole = |(name, _): &(&String, &Volume)| found.volumes.contains_key(*name);
     let chosen = model.volumes.iter().rfind(whole);

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use deltapath::client::{Client, block_capability, from_snapshot, from_volume, new_volume};
-use deltapath::csi::proto::ControllerModifyVolumeRequest;
+use csi_client::{Client, block_capability, from_snapshot, from_volume, new_volume};
+use proto::ControllerModifyVolumeRequest;
 
 use super::model::{Call, Group, Phase, Snapshot, Stage, Turn, Volume};
-use crate::support::content::{Content, open_device};
-use crate::support::disk::Random;
-use crate::support::{BLOCK, MIB};
+use fastrand::Rng;
+use testkit::content::{Content, open_device};
+use testkit::{BLOCK, MIB};
 
 pub const SIZE: i64 = 8 * MIB;
 const LARGEST: i64 = 20 * MIB;
@@ -26,7 +26,7 @@ pub struct Worker {
     pub client: Client,
     pub kubelet: PathBuf,
     pub stage: Arc<Stage>,
-    pub random: Random,
+    pub random: Rng,
     pub stop: Arc<AtomicBool>,
     made: usize,
     /// Its volumes and their devices.
@@ -50,7 +50,7 @@ impl Worker {
             client,
             kubelet,
             stage,
-            random: Random(seed),
+            random: Rng::with_seed(seed),
             stop,
             made: 0,
             volumes,
@@ -75,12 +75,12 @@ impl Worker {
                     continue;
                 }
             }
-            tokio::time::sleep(Duration::from_millis(1 + self.random.below(8))).await;
+            tokio::time::sleep(Duration::from_millis(1 + self.random.u64(0..8))).await;
         }
     }
 
     fn usual(&mut self) -> Call {
-        match self.random.below(100) {
+        match self.random.u64(0..100) {
             0..30 => Call::Write,
             30..35 => Call::Discard,
             35..53 => Call::CreateSnapshot,
@@ -98,7 +98,7 @@ impl Worker {
 
     /// Makes a call, where it can be made: it needs something, and nothing may grow for ever.
     async fn make(&mut self, call: Call) -> bool {
-        let which = self.random.below(self.volumes.len() as u64) as usize;
+        let which = self.random.u64(0..self.volumes.len() as u64) as usize;
         let volume = self.volumes.keys().nth(which).expect("there is always one").clone();
         let has_room = self.volumes.len() < VOLUMES;
         match call {
@@ -172,14 +172,14 @@ impl Worker {
 
     fn range(&mut self, volume: &str, longest: u64) -> (u64, u64) {
         let blocks = self.stage.look(|model| model.volumes[volume].size) / BLOCK;
-        let start = self.random.below(blocks);
-        (start, 1 + self.random.below(longest.min(blocks - start)))
+        let start = self.random.u64(0..blocks);
+        (start, 1 + self.random.u64(0..longest.min(blocks - start)))
     }
 
     /// Writes and syncs: what counts is what fsync(2) said is there.
     fn write(&mut self, volume: &str) {
         let (start, count) = self.range(volume, 60);
-        let fill = 1 + self.random.below(255) as u8;
+        let fill = 1 + self.random.u64(0..255) as u8;
         let blocks = start..start + count;
         self.stage.begin(|model| model.volume(volume).unsure.extend(blocks.map(|block| (block, Some(fill)))));
         self.change(Call::Write, volume, |content, device| content.write(device, start, count, fill));
@@ -229,7 +229,7 @@ impl Worker {
     }
 
     async fn delete_snapshot(&mut self) {
-        let which = self.random.below(self.snapshots.len() as u64) as usize;
+        let which = self.random.u64(0..self.snapshots.len() as u64) as usize;
         let name = self.snapshots.remove(which);
         let id = self.stage.look(|model| model.snapshots[&name].id.clone()).expect("acknowledged");
         self.stage.begin(|model| model.snapshot(&name).phase = Phase::Going);
@@ -300,7 +300,7 @@ impl Worker {
     }
 
     async fn modify(&mut self, volume: &str) {
-        let (id, kib) = (self.id(volume), 4 * (1 + self.random.below(256)) as u32);
+        let (id, kib) = (self.id(volume), 4 * (1 + self.random.u64(0..256)) as u32);
         self.stage.begin(|model| model.volume(volume).retuned = Some(kib));
         let request = ControllerModifyVolumeRequest {
             volume_id: id,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::model::Model;
-use crate::support::names;
+use testkit::names;
 
 /// The objects on a pool, by the names in their records.
 #[derive(Default)]

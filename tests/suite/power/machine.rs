@@ -7,15 +7,15 @@ use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deltapath::client::Client;
+use csi_client::Client;
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::mount::{self, Flags};
 use deltapath::sys::program;
 use deltapath::sys::sweep::{devices_below, sweep};
 use tempfile::TempDir;
 
-use crate::support::disk::Rack;
-use crate::support::{PoolKind, driver_command, signal, wait};
+use testkit::disk::Rack;
+use testkit::{PoolKind, driver_command, signal, wait};
 
 /// Thin, and far more than is ever written.
 const DISK: u64 = 16 << 30;
@@ -49,7 +49,7 @@ impl Host {
     pub fn mount(self, device: &Path, at: &Path) -> Result<(), String> {
         let options = if self == Host::Xfs { "nouuid" } else { "" };
         mount::mount(device, at, self.name(), Flags::MS_NOATIME, options)
-            .map_err(|error| deltapath::driver::report(&error))
+            .map_err(|error| base::report(&error))
     }
 }
 

@@ -20,17 +20,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use deltapath::client::{block_capability, new_volume};
-use deltapath::csi::proto::ListVolumesRequest;
+use csi_client::{block_capability, new_volume};
 use deltapath::sys::loopdev::{Access, LoopDevice};
 use deltapath::sys::mount;
 use deltapath::sys::sweep::sweep;
+use proto::ListVolumesRequest;
 
-use crate::support::disk::{Rack, Random};
-use crate::support::{PoolKind, have_root};
 use clients::Worker;
+use fastrand::Rng;
 use machine::{Host, Machine, detach};
 use model::{CALLS, Cut, Stage};
+use testkit::disk::Rack;
+use testkit::{PoolKind, have_root};
 
 /// The filesystems of the machine's disk, and the pools on each: in images, and in place.
 const MACHINES: [(Host, PoolKind); 7] = [
@@ -63,13 +64,13 @@ fn seed() -> u64 {
 }
 
 /// Lets a machine work, from its first start on, until its power was cut so many times.
-async fn live(machine: &mut Machine, count: usize, random: &mut Random) -> Vec<Cut> {
-    let stage = Arc::new(Stage::new(machine.rack.clone(), random.next()));
+async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut> {
+    let stage = Arc::new(Stage::new(machine.rack.clone(), random.u64(..)));
     machine.boot(0).expect("boot");
     let starts = count.div_ceil(5);
     let client = machine
         .start(async || {
-            if stage.cut_count() < starts && random.below(2) == 0 {
+            if stage.cut_count() < starts && random.u64(0..2) == 0 {
                 stage.cut("in the first start");
             }
         })
@@ -79,8 +80,7 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Random) -> Vec<C
     let workers: Vec<_> = (0..CLIENTS)
         .map(|number| {
             let (stage, stop) = (stage.clone(), stop.clone());
-            let worker =
-                Worker::new(number, client.clone(), machine.kubelet(), stage, stop, random.next() | 1);
+            let worker = Worker::new(number, client.clone(), machine.kubelet(), stage, stop, random.u64(..));
             tokio::spawn(worker.work())
         })
         .collect();
@@ -92,14 +92,14 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Random) -> Vec<C
         }
     };
     while stage.cut_count() < count && !workers.iter().any(|worker| worker.is_finished()) {
-        let enough = stage.progress() + 1 + random.below(25) as usize;
+        let enough = stage.progress() + 1 + random.u64(0..25) as usize;
         wait(&|| stage.progress() >= enough).await;
         let before = stage.cut_count();
-        match random.below(3) {
+        match random.u64(0..3) {
             0 => stage.cut("at a random moment"),
             _ => {
-                let call = CALLS[random.below(CALLS.len() as u64) as usize];
-                stage.cut_after(call, random.below(CLIENTS as u64) as usize);
+                let call = CALLS[random.u64(0..CALLS.len() as u64) as usize];
+                stage.cut_after(call, random.u64(0..CLIENTS as u64) as usize);
                 wait(&|| stage.cut_count() > before).await;
             }
         }
@@ -119,7 +119,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
         return;
     }
     let seed = seed();
-    let mut random = Random(seed);
+    let mut random = Rng::with_seed(seed);
     let (mut cuts_made, mut objects, mut losses, mut losing) = (0, 0, Vec::new(), 0);
     let named = |(host, pool): &(Host, PoolKind)| takes_part(&format!("{} on {}", pool.flag(), host.name()));
     let machines: Vec<_> = MACHINES.into_iter().filter(named).collect();
@@ -167,7 +167,7 @@ async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion() {
     if !can_run() {
         return;
     }
-    let mut random = Random(seed());
+    let mut random = Rng::with_seed(seed());
     for host in [Host::Btrfs, Host::Ext4] {
         let mut machine = Machine::new(host, PoolKind::Btrfs);
         machine.boot(0).expect("boot");
@@ -224,7 +224,7 @@ fn a_disk_keeps_what_was_synced_and_loses_what_was_not() {
         return;
     }
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-    let mut random = Random(seed());
+    let mut random = Rng::with_seed(seed());
     for host in [Host::Ext4, Host::Xfs, Host::Btrfs] {
         let rack = Rack::start(&dir.path().join(host.name()), 4 << 30);
         let _swept = SweptOnDrop(dir.path());

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::support::content::Content;
-use crate::support::disk::{Rack, Random};
+use fastrand::Rng;
+use testkit::content::Content;
+use testkit::disk::Rack;
 
 /// A call that changes something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,7 +151,7 @@ struct State {
     cuts: Vec<Cut>,
     acknowledged: usize,
     wanted: Option<Wanted>,
-    random: Random,
+    random: Rng,
 }
 
 /// A call after which the power is to go.
@@ -173,7 +174,7 @@ pub enum Turn {
 impl Stage {
     pub fn new(rack: Arc<Rack>, seed: u64) -> Self {
         let (model, cuts) = Default::default();
-        let state = State { model, cuts, acknowledged: 0, wanted: None, random: Random(seed) };
+        let state = State { model, cuts, acknowledged: 0, wanted: None, random: Rng::with_seed(seed) };
         Stage { rack, state: Mutex::new(state) }
     }
 
@@ -224,7 +225,7 @@ impl Stage {
     /// Cuts the power as soon as something is in the disk's cache, if that is soon.
     pub fn cut(&self, when: &str) {
         let mut state = self.state();
-        let sectors = 1 + state.random.below(40) as usize;
+        let sectors = 1 + state.random.u64(0..40) as usize;
         self.rack.wait_for_writes(0, sectors, Duration::from_millis(10));
         self.cut_in(&mut state, when);
     }

@@ -3,7 +3,6 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use deltapath::csi::proto;
 use deltapath::sys::blockdev;
 use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::sweep::devices_below;
@@ -13,8 +12,8 @@ use crate::model::calls::{
     Access, Cut, From, Members, Mode, NewName, NewVolume, Node, Offset, Ref, Size, Use,
 };
 use crate::model::world::{Bytes, Snapshot, Volume};
-use crate::support::content::{Content, block_bytes};
-use crate::support::names;
+use testkit::content::{Content, block_bytes};
+use testkit::names;
 
 /// The name of what is restored at the end.
 const RESTORED: Name = Name('z');
@@ -202,7 +201,7 @@ impl Life<'_> {
     }
 
     /// What an empty driver may promise.
-    pub async fn promise(rig: &mut crate::support::Rig) -> u64 {
+    pub async fn promise(rig: &mut testkit::Rig) -> u64 {
         let request = proto::GetCapacityRequest::default();
         let room = rig.client.controller.get_capacity(request).await.expect("GetCapacity");
         room.into_inner().available_capacity as u64

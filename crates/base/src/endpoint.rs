@@ -1,0 +1,39 @@
+//! Where a CSI driver listens.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// A socket path, written `unix:///path` (also `unix:/path`, or the path alone).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint(PathBuf);
+
+impl Endpoint {
+    /// The socket.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// The socket at `path`, which must be absolute.
+    pub fn at(path: &Path) -> Self {
+        Endpoint(path.to_owned())
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = text.strip_prefix("unix://").or_else(|| text.strip_prefix("unix:")).unwrap_or(text);
+        match path.starts_with('/') {
+            true => Ok(Endpoint(path.into())),
+            false => Err(format!("{text:?} is no endpoint: write unix:///run/deltapath/csi.sock")),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "unix://{}", self.0.display())
+    }
+}

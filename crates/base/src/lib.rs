@@ -1,0 +1,25 @@
+//! The bottom room: the words every other room speaks. Ids that are safe in a path by
+//! construction, block and byte positions, sizes as Kubernetes writes them, and every path below a
+//! data directory. Nothing here opens a file.
+#![forbid(unsafe_code)]
+
+pub mod age;
+mod block;
+mod endpoint;
+mod extent;
+#[cfg(any(test, fuzzing, feature = "fuzz"))]
+pub mod fuzz;
+mod ids;
+mod layout;
+mod quantity;
+mod report;
+mod stop;
+
+pub use block::{BlockRange, BlockSize, BlockSizeError, ByteRange};
+pub use endpoint::Endpoint;
+pub use extent::{Extent, Place, Written};
+pub use ids::{GroupId, IdError, SnapshotId, VolumeId};
+pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
+pub use quantity::{Quantity, QuantityError};
+pub use report::report;
+pub use stop::{Stop, Stopped};

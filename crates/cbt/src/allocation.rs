@@ -1,0 +1,225 @@
+//! Which blocks hold data: making that map, reading it, and making parts of it again.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use roaring::RoaringBitmap;
+
+use super::segment::{MapFile, MapHeader, MapWriter, locate, segment_range};
+use super::{Error, Result};
+use base::{BlockRange, BlockSize, ByteRange, Stop};
+use files::DataRanges;
+
+/// Writes the `allocated` map of a file that nobody writes any more; returns the number of its members.
+pub fn scan_allocated(
+    data: &File,
+    data_path: &Path,
+    map_path: &Path,
+    header: MapHeader,
+    stop: &Stop,
+) -> Result<u64> {
+    let size = header.block_size;
+    let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
+    let mut writer = MapWriter::create(map_path, header)?;
+    let (mut next, mut count) = (0, 0);
+    for range in DataRanges::of(data, data_path, within) {
+        stop.check()?;
+        let blocks = range?.blocks(size);
+        // Two ranges of data may meet inside one block.
+        let blocks = BlockRange { start: blocks.start.max(next), ..blocks };
+        if !blocks.is_empty() {
+            writer.insert(blocks)?;
+            next = blocks.end;
+            count += blocks.len();
+        }
+    }
+    writer.finish()?;
+    Ok(count)
+}
+
+/// The `allocated` map of a snapshot, with the data that a damaged segment is made from again.
+#[derive(Debug)]
+pub struct Allocation {
+    map: MapFile,
+    /// `None` once the snapshot was deleted and its data freed.
+    data: Option<File>,
+    data_path: PathBuf,
+}
+
+impl Allocation {
+    /// The map of the snapshot whose blocks are in `data`.
+    pub fn new(map: MapFile, data: Option<File>, data_path: &Path) -> Self {
+        Allocation { map, data, data_path: data_path.to_owned() }
+    }
+
+    /// What the map is about.
+    pub fn header(&self) -> &MapHeader {
+        self.map.header()
+    }
+
+    /// The stored map.
+    pub fn map(&self) -> &MapFile {
+        &self.map
+    }
+
+    /// One segment's members. A damaged one is never trusted: it is found again in the data.
+    ///
+    /// # Errors
+    /// [`Error::Lost`] where the data is gone.
+    pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
+        match (self.map.segment(index), &self.data) {
+            (Err(Error::Damaged { path, what }), Some(data)) => {
+                tracing::error!(path = %path.display(), what, "a map is damaged, asking the data instead");
+                Self::scan(data, &self.data_path, self.header().block_size, self.header().blocks, index)
+            }
+            (Err(Error::Damaged { path, what }), None) => {
+                Err(Error::Lost { what: format!("{}: {what}", path.display()) })
+            }
+            (segment, _) => segment,
+        }
+    }
+
+    /// The blocks of a segment that hold data, of a file of `blocks` blocks.
+    pub(super) fn scan(
+        data: &File,
+        data_path: &Path,
+        size: BlockSize,
+        blocks: u64,
+        index: u32,
+    ) -> Result<RoaringBitmap> {
+        let segment = segment_range(index);
+        let within = BlockRange { end: segment.end.min(blocks), ..segment }.bytes(size);
+        let mut members = RoaringBitmap::new();
+        for range in DataRanges::of(data, data_path, within) {
+            let found = range?.blocks(size);
+            members.insert_range((found.start - segment.start) as u32..(found.end - segment.start) as u32);
+        }
+        Ok(members)
+    }
+}
+
+/// The allocated blocks of a snapshot from a block on, as runs that end at segment borders.
+pub struct AllocatedScan {
+    map: Allocation,
+    segments: Segments,
+    segment: Option<Runs>,
+}
+
+/// What is left of the segment that an [`AllocatedScan`] is in.
+pub(super) struct Runs {
+    index: u32,
+    members: roaring::bitmap::IntoIter,
+    /// Memory it takes.
+    pub(super) bytes: usize,
+}
+
+impl AllocatedScan {
+    /// Starts at block `start`.
+    pub fn new(map: Allocation, start: u64) -> Self {
+        let segments = Segments::new(map.map().indexes().collect(), start);
+        AllocatedScan { map, segments, segment: None }
+    }
+
+    /// The next run, ascending.
+    pub fn next_run(&mut self, stop: &Stop) -> Result<Option<BlockRange>> {
+        loop {
+            if let Some(segment) = &mut self.segment
+                && let Some(run) = segment.members.next_range()
+            {
+                let first = segment_range(segment.index).start;
+                let run = BlockRange {
+                    start: first + u64::from(*run.start()),
+                    end: first + u64::from(*run.end()) + 1,
+                };
+                self.segments.next = run.end;
+                return Ok(Some(run));
+            }
+            if !self.load_next_segment(stop)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Hands out blocks one by one, ascending, `most` of them or all that are left. `Ok(false)` when no more
+    /// will follow.
+    pub fn next_blocks(&mut self, most: usize, stop: &Stop, mut put: impl FnMut(u64)) -> Result<bool> {
+        let mut left = most;
+        while left > 0 {
+            let before = left;
+            if let Some(segment) = &mut self.segment {
+                let first = segment_range(segment.index).start;
+                // Not `next_many`: on a run that ends with its container roaring 0.12.0 overflows in it.
+                for within in segment.members.by_ref().take(before) {
+                    let block = first + u64::from(within);
+                    put(block);
+                    self.segments.next = block + 1;
+                    left -= 1;
+                }
+            }
+            if left == before && !self.load_next_segment(stop)? {
+                return Ok(false);
+            }
+        }
+        let goes_on =
+            |segment: &Runs| segment.members.len() > 0 || self.segments.goes_on_after(segment.index);
+        Ok(self.segment.as_ref().is_none_or(goes_on))
+    }
+
+    fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
+        stop.check()?;
+        if let Some(done) = self.segment.take() {
+            self.segments.next = segment_range(done.index).end;
+        }
+        let Some(index) = self.segments.current() else { return Ok(false) };
+        let members = self.segments.not_passed(self.map.segment(index)?, index);
+        let bytes = members.serialized_size();
+        self.segment = Some(Runs { index, members: members.into_iter(), bytes });
+        Ok(true)
+    }
+
+    pub(super) fn work_bytes(&self) -> usize {
+        self.map.map().segment_bytes()
+    }
+
+    /// Takes the segment out that the scan is in. Where it is not put back, it is read again.
+    pub(super) fn park(&mut self) -> Option<Runs> {
+        self.segment.take()
+    }
+
+    pub(super) fn resume(&mut self, segment: Runs) {
+        self.segment = Some(segment);
+    }
+}
+
+/// The segments that a scan goes through, and how far it is.
+pub(super) struct Segments {
+    indexes: Vec<u32>,
+    /// All blocks before it were handed out.
+    pub(super) next: u64,
+}
+
+impl Segments {
+    /// From block `start` on through segments, which ascend.
+    pub(super) fn new(indexes: Vec<u32>, start: u64) -> Self {
+        Segments { indexes, next: start }
+    }
+
+    /// The segment that comes next, or that `next` is in.
+    pub(super) fn current(&self) -> Option<u32> {
+        let first = locate(self.next).0;
+        self.indexes.get(self.indexes.partition_point(|index| *index < first)).copied()
+    }
+
+    fn goes_on_after(&self, index: u32) -> bool {
+        self.indexes.last().is_some_and(|last| *last > index)
+    }
+
+    /// The members of a segment that were not handed out.
+    pub(super) fn not_passed(&self, mut members: RoaringBitmap, index: u32) -> RoaringBitmap {
+        let (first, within) = locate(self.next);
+        if index == first {
+            members.remove_range(..within);
+        }
+        members
+    }
+}

@@ -1,0 +1,410 @@
+//! What differs between two snapshots of one volume.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use roaring::RoaringBitmap;
+
+use super::allocation::{Allocation, Segments};
+use super::hash::zero_hash;
+use super::hashfile::{HashFile, HashReader};
+use super::runs::Step;
+use super::segment::{MapFile, SEGMENT_BLOCKS, all_indexes, segment_range};
+use super::{BlockHash, Error, Result};
+use base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
+use files::Context;
+
+/// One of the two snapshots of a comparison: its maps, its hashes and its bytes, all open, so that
+/// its deletion meanwhile does not end the answer.
+#[derive(Debug)]
+pub struct Side {
+    /// Blocks that hold data.
+    pub allocated: Allocation,
+    /// Blocks whose hash slot does not count yet; `None` where the map is damaged, so that none counts.
+    pub pending: Option<MapFile>,
+    /// One hash a block.
+    pub hashes: HashReader,
+    /// The blocks themselves; `None` once the snapshot was deleted and they were freed.
+    pub data: Option<File>,
+    /// Where they are, for messages.
+    pub data_path: PathBuf,
+}
+
+impl Side {
+    /// Opens the files of a snapshot. Only a `deleted` one may be without its data.
+    pub fn open(dir: &ObjectDir, deleted: bool) -> Result<Self> {
+        let data_path = dir.data();
+        let data = match File::open(&data_path) {
+            Err(error) if deleted && error.kind() == std::io::ErrorKind::NotFound => None,
+            opened => Some(opened.context("open", &data_path)?),
+        };
+        let also = data.as_ref().map(File::try_clone).transpose().context("open", &data_path)?;
+        // `pending` before the hashes: a slot is written before its block leaves `pending`.
+        let pending = match (MapFile::open(&dir.pending()), &data) {
+            (Err(Error::Damaged { path, what }), Some(_)) => {
+                tracing::error!(path = %path.display(), what, "a map is damaged, reading the data instead of hashes");
+                None
+            }
+            (Err(Error::Damaged { path, what }), None) => {
+                return Err(Error::Lost { what: format!("{}: {what}", path.display()) });
+            }
+            (opened, _) => Some(opened?),
+        };
+        Ok(Side {
+            allocated: Allocation::new(MapFile::open(&dir.allocated())?, also, &data_path),
+            pending,
+            hashes: HashReader::new(HashFile::open(&dir.hashes())?),
+            data,
+            data_path,
+        })
+    }
+
+    fn segment(&self, index: u32) -> Result<SideSegment> {
+        Ok(SideSegment { allocated: self.allocated.segment(index)?, pending: self.pending_segment(index)? })
+    }
+
+    fn pending_segment(&self, index: u32) -> Result<RoaringBitmap> {
+        let all = || {
+            let mut all = RoaringBitmap::new();
+            all.insert_range(0..SEGMENT_BLOCKS as u32);
+            all
+        };
+        match self.pending.as_ref().map(|map| map.segment(index)) {
+            None => Ok(all()),
+            Some(Err(Error::Damaged { path, what })) => match &self.data {
+                Some(_) => {
+                    tracing::error!(path = %path.display(), what, "a map is damaged, reading the data instead of hashes");
+                    Ok(all())
+                }
+                None => Err(Error::Lost { what: format!("{}: {what}", path.display()) }),
+            },
+            Some(segment) => segment,
+        }
+    }
+
+    fn content(&mut self, segment: &SideSegment, within: u32, block: u64) -> Result<Content> {
+        if !segment.allocated.contains(within) {
+            return Ok(Content::Hole);
+        }
+        if segment.pending.contains(within) {
+            return Ok(Content::NotHashed);
+        }
+        match (self.hashes.get(block)?, &self.data) {
+            (Some(hash), _) => Ok(Content::Hashed(hash)),
+            (None, Some(_)) => Ok(Content::NotHashed),
+            // Not one that was still to be hashed when the data went: its page is damaged.
+            (None, None) => Err(Error::Lost { what: format!("the hash of block {block}") }),
+        }
+    }
+
+    /// Reads bytes of the data; past the end of the file they are zeros.
+    fn read(&self, data: &File, buffer: &mut [u8], offset: u64) -> Result<()> {
+        let mut filled = 0;
+        while filled < buffer.len() {
+            match data.read_at(&mut buffer[filled..], offset + filled as u64) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error).context("read", &self.data_path).map_err(Error::Sys),
+            }
+        }
+        buffer[filled..].fill(0);
+        Ok(())
+    }
+
+    /// The hash of a block's bytes; `None` where they are gone.
+    fn hash(&self, bytes: ByteRange, buffer: &mut Vec<u8>) -> Result<Option<BlockHash>> {
+        let Some(data) = &self.data else { return Ok(None) };
+        let mut hasher = blake3::Hasher::new();
+        for part in parts(bytes) {
+            buffer.resize(part.len() as usize, 0);
+            self.read(data, buffer, part.start)?;
+            hasher.update(buffer);
+        }
+        Ok(Some(*hasher.finalize().as_bytes()))
+    }
+}
+
+#[derive(Debug, Default)]
+struct SideSegment {
+    allocated: RoaringBitmap,
+    pending: RoaringBitmap,
+}
+
+/// What is known of a block's content without reading it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Content {
+    /// Reads as zeros.
+    Hole,
+    Hashed(BlockHash),
+    NotHashed,
+}
+
+/// Whether two contents differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Same,
+    Differs,
+    /// Only the bytes can tell.
+    Read,
+}
+
+impl Content {
+    fn hash(self, zeros: &BlockHash) -> Option<BlockHash> {
+        match self {
+            Content::Hole => Some(*zeros),
+            Content::Hashed(hash) => Some(hash),
+            Content::NotHashed => None,
+        }
+    }
+}
+
+fn judge(base: Content, target: Content, zeros: &BlockHash) -> Verdict {
+    match (base.hash(zeros), target.hash(zeros)) {
+        (Some(base), Some(target)) if base == target => Verdict::Same,
+        (Some(_), Some(_)) => Verdict::Differs,
+        _ => Verdict::Read,
+    }
+}
+
+/// Bytes of a block that are read at once: large blocks take no more memory than small ones, and two that differ at
+/// the start are not read to the end.
+const AT_ONCE: usize = 64 << 10;
+
+/// Looks at a stop flag every so many blocks: each may cost two page reads. A block whose bytes are
+/// read looks for itself.
+const LOOK: u32 = 64;
+
+/// The blocks whose content differs between two snapshots, ascending from a start, found lazily.
+///
+/// Candidates are the union of the `changed` maps on the way from base to target; without such a
+/// way (`changed` is `None`), all blocks that either holds. What changed in one step of the way, which is
+/// exact, differs. Of all others only blocks of different content are reported: by hash, by the bytes where
+/// a hash is missing. What neither side holds is zeros in both.
+pub struct DeltaScan {
+    sides: Sides,
+    changed: Option<Vec<MapFile>>,
+    segments: Segments,
+    segment: Option<Segment>,
+    looked: u32,
+}
+
+struct Sides {
+    base: Side,
+    target: Side,
+    size: BlockSize,
+    zeros: BlockHash,
+    /// What was read of a block, for the time of a turn.
+    buffers: (Vec<u8>, Vec<u8>),
+}
+
+/// The segment that a [`DeltaScan`] is in.
+pub(super) struct Segment {
+    index: u32,
+    /// Memory it takes.
+    pub(super) bytes: usize,
+    base: SideSegment,
+    target: SideSegment,
+    certain: RoaringBitmap,
+    candidates: std::iter::Peekable<roaring::bitmap::IntoIter>,
+}
+
+/// The blocks of a segment that changed on the way.
+#[derive(Default)]
+struct Changed {
+    /// They differ: they changed in one step of the way, which knows for sure.
+    certain: RoaringBitmap,
+    /// They may: they changed in several steps, perhaps back, or a step is not sure.
+    doubtful: RoaringBitmap,
+}
+
+/// `None` where a map is damaged, so that every block may have changed.
+fn changed_on_the_way(maps: &[MapFile], index: u32, stop: &Stop) -> Result<Option<Changed>> {
+    let (mut all, mut doubtful) = (RoaringBitmap::new(), RoaringBitmap::new());
+    for map in maps {
+        stop.check()?;
+        let segment = match map.segment(index) {
+            Err(Error::Damaged { path, what }) => {
+                tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
+                return Ok(None);
+            }
+            segment => segment?,
+        };
+        match map.is_exact() {
+            true => doubtful |= &all & &segment,
+            false => doubtful |= &segment,
+        }
+        all |= segment;
+    }
+    Ok(Some(Changed { certain: all - &doubtful, doubtful }))
+}
+
+impl DeltaScan {
+    /// Compares from block `start` on. Each map of `changed` covers one step of the way.
+    pub fn new(base: Side, target: Side, changed: Option<Vec<MapFile>>, start: u64) -> Self {
+        let size = target.allocated.header().block_size;
+        let indexes = match &changed {
+            Some(maps) => all_indexes(maps.iter()),
+            None => all_indexes([base.allocated.map(), target.allocated.map()].into_iter()),
+        };
+        DeltaScan {
+            sides: Sides { base, target, size, zeros: zero_hash(size), buffers: Default::default() },
+            changed,
+            segments: Segments::new(indexes, start),
+            segment: None,
+            looked: 0,
+        }
+    }
+
+    /// The next run of differing blocks, ascending; runs may end anywhere, also where they go on. After
+    /// `until` it looks no further than it must.
+    pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Step> {
+        let mut run: Option<BlockRange> = None;
+        loop {
+            let candidate = self.segment.as_mut().and_then(|segment| {
+                let within = *segment.candidates.peek()?;
+                Some((segment, within))
+            });
+            let Some((segment, within)) = candidate else {
+                if let Some(run) = run {
+                    return Ok(Step::Run(run));
+                }
+                if !self.load_next_segment(stop)? {
+                    return Ok(Step::End);
+                }
+                // A segment that takes long to load is not given up before a block of it was judged: it may have to be
+                // loaded again.
+                if self.segment.is_none() && Instant::now() >= until {
+                    return Ok(Step::Pause);
+                }
+                continue;
+            };
+            let block = segment_range(segment.index).start + u64::from(within);
+            if let Some(run) = run
+                && block != run.end
+            {
+                return Ok(Step::Run(run));
+            }
+            self.looked = (self.looked + 1) % LOOK;
+            if self.looked == 0 {
+                stop.check()?;
+                if Instant::now() >= until {
+                    return Ok(run.map_or(Step::Pause, Step::Run));
+                }
+            }
+            let differs = self.sides.differ(segment, within, block, stop)?;
+            segment.candidates.next();
+            self.segments.next = block + 1;
+            match (&mut run, differs) {
+                (None, true) => run = Some(BlockRange { start: block, end: block + 1 }),
+                (Some(run), true) => run.end = block + 1,
+                (Some(run), false) => return Ok(Step::Run(*run)),
+                (None, false) => {}
+            }
+        }
+    }
+
+    /// Moves on to the next segment, which is left out where it has no candidates; `false` at the end.
+    fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
+        stop.check()?;
+        if let Some(done) = self.segment.take() {
+            self.segments.next = segment_range(done.index).end;
+        }
+        let Some(index) = self.segments.current() else { return Ok(false) };
+        let mut found = match &self.changed {
+            Some(maps) => changed_on_the_way(maps, index, stop)?,
+            None => None,
+        };
+        let (mut base, mut target) = (SideSegment::default(), SideSegment::default());
+        if found.as_ref().is_none_or(|found| !found.doubtful.is_empty()) {
+            (base, target) = (self.sides.base.segment(index)?, self.sides.target.segment(index)?);
+            let either = &base.allocated | &target.allocated;
+            match &mut found {
+                Some(found) => found.doubtful &= either,
+                None => found = Some(Changed { certain: RoaringBitmap::new(), doubtful: either }),
+            }
+        }
+        let Changed { certain, doubtful } = found.unwrap_or_default();
+        let candidates = self.segments.not_passed(&certain | doubtful, index);
+        let maps =
+            [&base.allocated, &base.pending, &target.allocated, &target.pending, &certain, &candidates];
+        let bytes = maps.iter().map(|map| map.serialized_size()).sum();
+        if candidates.is_empty() {
+            self.segments.next = segment_range(index).end;
+            return Ok(true);
+        }
+        let candidates = candidates.into_iter().peekable();
+        self.segment = Some(Segment { index, bytes, base, target, certain, candidates });
+        self.looked = 0;
+        Ok(true)
+    }
+
+    /// The maps of both sides, what they come to, and one map of the way at a time.
+    pub(super) fn work_bytes(&self) -> usize {
+        let map = |map: &MapFile| map.segment_bytes();
+        let side = |side: &Side| map(side.allocated.map()) + side.pending.as_ref().map_or(0, map);
+        let way = self.changed.iter().flatten().map(map).max().unwrap_or(0);
+        2 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + 2 * AT_ONCE
+    }
+
+    /// Gives up the memory it does without, and the segment that it is in: where that is not put back, it is read
+    /// again.
+    pub(super) fn park(&mut self) -> Option<Segment> {
+        self.sides.buffers = Default::default();
+        self.sides.base.hashes.park();
+        self.sides.target.hashes.park();
+        self.segment.take()
+    }
+
+    pub(super) fn resume(&mut self, segment: Segment) {
+        self.segment = Some(segment);
+    }
+}
+
+impl Sides {
+    fn differ(&mut self, segment: &Segment, within: u32, block: u64, stop: &Stop) -> Result<bool> {
+        if segment.certain.contains(within) {
+            return Ok(true);
+        }
+        let base = self.base.content(&segment.base, within, block)?;
+        let target = self.target.content(&segment.target, within, block)?;
+        match judge(base, target, &self.zeros) {
+            Verdict::Same => Ok(false),
+            Verdict::Differs => Ok(true),
+            Verdict::Read => {
+                stop.check()?;
+                let bytes = BlockRange { start: block, end: block + 1 }.bytes(self.size);
+                let (before, after) = &mut self.buffers;
+                if let (Some(base), Some(target)) = (&self.base.data, &self.target.data) {
+                    for part in parts(bytes) {
+                        before.resize(part.len() as usize, 0);
+                        after.resize(part.len() as usize, 0);
+                        self.base.read(base, before, part.start)?;
+                        self.target.read(target, after, part.start)?;
+                        if before != after {
+                            return Ok(true);
+                        }
+                    }
+                    return Ok(false);
+                }
+                // The data of one is gone. If it was hashed before, its hash tells; if not, it equals nothing:
+                // the one case in which too much may be reported.
+                let base = self.base.hash(bytes, before)?.or(base.hash(&self.zeros));
+                let target = self.target.hash(bytes, after)?.or(target.hash(&self.zeros));
+                Ok(base.is_none() || base != target)
+            }
+        }
+    }
+}
+
+fn parts(bytes: ByteRange) -> impl Iterator<Item = ByteRange> {
+    let end = move |start| bytes.end.min(start + AT_ONCE as u64);
+    (bytes.start..bytes.end).step_by(AT_ONCE).map(move |start| ByteRange { start, end: end(start) })
+}
+
+#[cfg(any(test, fuzzing, feature = "fuzz"))]
+pub(super) mod fuzz;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,254 @@
+use super::super::hash::hash_block;
+use super::super::segment::{MapHeader, MapWriter, Relation, SEGMENT_BLOCKS};
+use std::time::Duration;
+
+use super::*;
+use base::SnapshotId;
+
+const SIZE: BlockSize = BlockSize::MIN;
+
+#[test]
+fn what_is_known_decides_and_only_doubt_reads() {
+    use Content::{Hashed, Hole, NotHashed};
+    let zeros = zero_hash(SIZE);
+    let (one, two) = (hash_block(&[1; 4096]), hash_block(&[2; 4096]));
+    for (name, base, target, verdict) in [
+        ("hole in both", Hole, Hole, Verdict::Same),
+        ("same hash", Hashed(one), Hashed(one), Verdict::Same),
+        ("other hash", Hashed(one), Hashed(two), Verdict::Differs),
+        ("punched", Hashed(one), Hole, Verdict::Differs),
+        ("written", Hole, Hashed(one), Verdict::Differs),
+        ("zeros written into a hole", Hole, Hashed(zeros), Verdict::Same),
+        ("zeros punched out", Hashed(zeros), Hole, Verdict::Same),
+        ("base not hashed", NotHashed, Hashed(one), Verdict::Read),
+        ("target not hashed", Hashed(one), NotHashed, Verdict::Read),
+        ("neither hashed", NotHashed, NotHashed, Verdict::Read),
+        ("not hashed against a hole", Hole, NotHashed, Verdict::Read),
+    ] {
+        assert_eq!(judge(base, target, &zeros), verdict, "{name}");
+    }
+}
+
+/// A snapshot in a directory: a block's content is a byte, `None` is a hole.
+struct Fake {
+    dir: tempfile::TempDir,
+}
+
+impl Fake {
+    /// `hashed` says which blocks have a slot, right or (for `pending` ones) stale.
+    fn new(blocks: &[(u64, Option<u8>)], pending: &[u64], stale: Option<u8>) -> Self {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let object = ObjectDir::new(dir.path());
+        std::fs::create_dir(object.bytes()).expect("mkdir");
+        let data = File::create(object.data()).expect("data");
+        let hashes = HashFile::create(&object.hashes()).expect("hashes");
+        let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to: None };
+        let mut allocated = MapWriter::create(&object.allocated(), header.clone()).expect("map");
+        for (block, content) in blocks {
+            let Some(content) = content else { continue };
+            data.write_all_at(&[*content; 4096], block * 4096).expect("write");
+            allocated.insert(BlockRange { start: *block, end: block + 1 }).expect("insert");
+            let slot = if pending.contains(block) { stale } else { Some(*content) };
+            if let Some(slot) = slot {
+                let number = super::super::hashfile::page_of(*block);
+                let mut page = hashes.page(number).expect("page");
+                page.set(*block, &hash_block(&[slot; 4096]));
+                hashes.write_page(number, &mut page).expect("write");
+            }
+        }
+        allocated.finish().expect("finish");
+        write_map(&object.pending(), &header, pending);
+        Fake { dir }
+    }
+
+    fn side(&self) -> Side {
+        Side::open(&ObjectDir::new(self.dir.path()), false).expect("open")
+    }
+}
+
+fn write_map(path: &std::path::Path, header: &MapHeader, blocks: &[u64]) {
+    let mut writer = MapWriter::create(path, header.clone()).expect("map");
+    for block in blocks {
+        writer.insert(BlockRange { start: *block, end: block + 1 }).expect("insert");
+    }
+    writer.finish().expect("finish");
+}
+
+fn changed(dir: &std::path::Path, blocks: &[u64]) -> MapFile {
+    changed_since(dir, blocks, None)
+}
+
+fn changed_since(dir: &std::path::Path, blocks: &[u64], exact: Option<bool>) -> MapFile {
+    let path = dir.join(SnapshotId::random().expect("id").as_str());
+    let relative_to = exact.map(|exact| Relation { snapshot: SnapshotId::random().expect("id"), exact });
+    let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to };
+    write_map(&path, &header, blocks);
+    MapFile::open(&path).expect("open")
+}
+
+fn runs(scan: &mut DeltaScan) -> Vec<(u64, u64)> {
+    let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
+    let mut runs = Vec::new();
+    loop {
+        match scan.next_run(&stop, until).expect("scan") {
+            Step::Run(run) => runs.push((run.start, run.end)),
+            Step::Pause => panic!("a minute is over"),
+            Step::End => return runs,
+        }
+    }
+}
+
+type Blocks<'b> = &'b [(u64, Option<u8>)];
+type Case<'c> = (&'c str, Blocks<'c>, Blocks<'c>, Option<&'c [&'c [u64]]>, &'c [(u64, u64)]);
+
+#[test]
+fn only_blocks_of_other_content_are_reported() {
+    let far = SEGMENT_BLOCKS + 3;
+    let cases: &[Case<'_>] = &[
+        ("nothing changed", &[(1, Some(1))], &[(1, Some(1))], Some(&[&[]]), &[]),
+        (
+            "one rewritten",
+            &[(1, Some(1)), (2, Some(1))],
+            &[(1, Some(1)), (2, Some(2))],
+            Some(&[&[2]]),
+            &[(2, 3)],
+        ),
+        ("changed and changed back", &[(1, Some(1))], &[(1, Some(1))], Some(&[&[1], &[1]]), &[]),
+        (
+            "two steps, one each",
+            &[(1, Some(1)), (2, Some(1))],
+            &[(1, Some(3)), (2, Some(3))],
+            Some(&[&[1], &[2]]),
+            &[(1, 3)],
+        ),
+        ("punched", &[(4, Some(1))], &[(4, None)], Some(&[&[4]]), &[(4, 5)]),
+        ("zeros punched out", &[(4, Some(0))], &[(4, None)], Some(&[&[4]]), &[]),
+        ("grew", &[(1, Some(1))], &[(1, Some(1)), (far, Some(1))], Some(&[&[far]]), &[(far, far + 1)]),
+        (
+            "a gap splits a run",
+            &[],
+            &[(1, Some(1)), (2, Some(0)), (3, Some(1))],
+            Some(&[&[1, 2, 3]]),
+            &[(1, 2), (3, 4)],
+        ),
+        (
+            "no way: whole maps",
+            &[(1, Some(1)), (far, Some(7))],
+            &[(1, Some(2)), (far, Some(7))],
+            None,
+            &[(1, 2)],
+        ),
+        ("no way, only in base", &[(9, Some(1))], &[], None, &[(9, 10)]),
+    ];
+    let scratch = tempfile::tempdir().expect("temp dir");
+    for (name, base, target, steps, expected) in cases {
+        let all = |blocks: Blocks<'_>| blocks.iter().map(|(block, _)| *block).collect::<Vec<_>>();
+        // With every hash there, with none, and with stale ones a clone brought along.
+        for (kind, base_pending, target_pending, stale) in [
+            ("hashed", vec![], vec![], None),
+            ("target pending", vec![], all(target), None),
+            ("base pending", all(base), vec![], None),
+            ("target pending over the parent's slots", vec![], all(target), Some(1)),
+        ] {
+            let (base, target) =
+                (Fake::new(base, &base_pending, stale), Fake::new(target, &target_pending, stale));
+            let maps = steps.map(|steps| steps.iter().map(|step| changed(scratch.path(), step)).collect());
+            let mut scan = DeltaScan::new(base.side(), target.side(), maps, 0);
+            assert_eq!(runs(&mut scan), *expected, "{name}, {kind}");
+        }
+    }
+}
+
+#[test]
+fn a_start_inside_drops_what_lies_before_it() {
+    let target = Fake::new(&[(1, Some(1)), (5, Some(1)), (6, Some(1)), (SEGMENT_BLOCKS, Some(1))], &[], None);
+    let base = Fake::new(&[], &[], None);
+    for (start, expected) in [
+        (0, vec![(1, 2), (5, 7), (SEGMENT_BLOCKS, SEGMENT_BLOCKS + 1)]),
+        (6, vec![(6, 7), (SEGMENT_BLOCKS, SEGMENT_BLOCKS + 1)]),
+        (7, vec![(SEGMENT_BLOCKS, SEGMENT_BLOCKS + 1)]),
+        (SEGMENT_BLOCKS + 1, vec![]),
+    ] {
+        assert_eq!(
+            runs(&mut DeltaScan::new(base.side(), target.side(), None, start)),
+            expected,
+            "from {start}"
+        );
+    }
+}
+
+#[test]
+fn a_cancelled_scan_ends_with_an_error_also_where_nothing_differs() {
+    let blocks: Vec<(u64, Option<u8>)> = (0..4000).map(|block| (block, Some(1))).collect();
+    let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&blocks, &[], None));
+    let mut scan = DeltaScan::new(base.side(), target.side(), None, 0);
+    let stop = Stop::default();
+    stop.cancel();
+    assert!(matches!(scan.next_run(&stop, Instant::now()), Err(Error::Stopped(_))));
+}
+
+/// A long look that finds nothing must not keep what was found before, nor the first message, from its
+/// reader.
+#[test]
+fn a_scan_out_of_time_pauses_and_goes_on_where_it_was() {
+    let blocks: Vec<(u64, Option<u8>)> = (0..400).map(|block| (block, Some(1))).collect();
+    let mut changed = blocks.clone();
+    changed[0].1 = Some(2);
+    changed[300].1 = Some(2);
+    let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&changed, &[], None));
+    let mut scan = DeltaScan::new(base.side(), target.side(), None, 0);
+    let (stop, over) = (Stop::default(), Instant::now());
+    let (mut runs, mut pauses) = (Vec::new(), 0);
+    loop {
+        match scan.next_run(&stop, over).expect("scan") {
+            Step::Run(run) => runs.push((run.start, run.end)),
+            Step::Pause => pauses += 1,
+            Step::End => break,
+        }
+    }
+    assert_eq!(runs, [(0, 1), (300, 301)]);
+    assert!(pauses >= 400 / LOOK, "{pauses} pauses");
+}
+
+/// What is known of a deleted base whose data was freed: hashes tell, what was never hashed may be
+/// reported, and what was hashed and is damaged ends the answer.
+#[test]
+fn a_base_without_its_data_answers_from_hashes() {
+    let base = Fake::new(&[(1, Some(1)), (2, Some(1)), (3, Some(1)), (6, Some(1)), (7, Some(1))], &[3], None);
+    let contents = [(1, Some(1)), (2, Some(2)), (3, Some(1)), (5, Some(0)), (6, Some(1)), (7, Some(2))];
+    // Blocks 5, 6 and 7 of the target are not hashed: zeros where the base has a hole, the same, another.
+    let target = Fake::new(&contents, &[5, 6, 7], None);
+    std::fs::remove_file(ObjectDir::new(base.dir.path()).data()).expect("remove");
+    let gone = || Side::open(&ObjectDir::new(base.dir.path()), true);
+    assert_eq!(runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, 0)), [(2, 4), (7, 8)]);
+    std::fs::write(ObjectDir::new(base.dir.path()).hashes(), []).expect("cut short");
+    let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, 0);
+    let until = Instant::now() + Duration::from_secs(60);
+    assert!(matches!(scan.next_run(&Stop::default(), until), Err(Error::Lost { .. })));
+}
+
+/// What one exact step of the way says is believed without a look; what several say, or one that is not
+/// exact, is compared. Both snapshots hold the same, so that a look finds nothing.
+#[test]
+fn only_what_an_exact_step_alone_says_is_believed() {
+    let blocks: Vec<(u64, Option<u8>)> = (0..10).map(|block| (block, Some(1))).collect();
+    let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&blocks, &[], None));
+    type Steps<'s> = &'s [(&'s [u64], bool)];
+    type Expected<'e> = (&'e str, Steps<'e>, &'e [(u64, u64)]);
+    let cases: [Expected<'_>; 5] = [
+        ("one that is not exact", &[(&[1, 2], false)], &[]),
+        ("one that is", &[(&[1, 2], true)], &[(1, 3)]),
+        ("two that are, of different blocks", &[(&[1], true), (&[3], true)], &[(1, 2), (3, 4)]),
+        ("changed in both, perhaps back", &[(&[1, 2], true), (&[2], true)], &[(1, 2)]),
+        (
+            "changed in three, and in one that is not exact",
+            &[(&[1, 2], true), (&[1, 4], true), (&[5], false)],
+            &[(2, 3), (4, 5)],
+        ),
+    ];
+    for (name, steps, expected) in cases {
+        let maps = steps.iter().map(|(blocks, exact)| changed_since(base.dir.path(), blocks, Some(*exact)));
+        let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps.collect()), 0);
+        assert_eq!(runs(&mut scan), expected, "{name}");
+    }
+}

@@ -1,0 +1,43 @@
+//! Changed block tracking, pure: which blocks of a snapshot hold data, which may have changed since
+//! another, what their content hashes to, and what truly differs between two. It knows files and
+//! blocks; it knows nothing of CSI, records, pools or where a file comes from.
+//!
+//! A set of blocks ([`MapFile`]) is stored in segments and read one at a time, so no answer ever
+//! needs a whole map in memory. The rule above all others: **never report too little**. `changed`
+//! sets are supersets by construction; only equal hashes or equal bytes remove a block from one.
+#![forbid(unsafe_code)]
+
+mod allocation;
+mod delta;
+mod error;
+mod hash;
+mod hashfile;
+mod physical;
+mod runs;
+mod scan;
+mod scrub;
+mod segment;
+mod written;
+
+pub use allocation::{AllocatedScan, Allocation, scan_allocated};
+pub use delta::{DeltaScan, Side};
+pub use error::Error;
+pub use hash::{BlockHash, hash_each, zero_hash};
+pub use hashfile::{HashFile, HashReader};
+pub use physical::PhysicalDiff;
+pub use runs::{Loaded, RunSource, Step, Tuples};
+pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
+pub use scrub::{Finding, Progress, check_maps, scrub};
+pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, copy_map, write_union};
+pub use written::{NewMaps, write_written};
+
+/// Fuzz targets of this room; each stands beside the format that it is about.
+#[cfg(any(test, fuzzing, feature = "fuzz"))]
+pub mod fuzz {
+    pub use super::delta::fuzz::delta;
+    pub use super::hashfile::fuzz::hashes;
+    pub use super::segment::fuzz::{map_damage, maps};
+}
+
+/// What this room returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

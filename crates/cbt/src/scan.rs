@@ -1,0 +1,343 @@
+//! Building the maps of a new snapshot: what is allocated, what changed, and the hashes.
+
+use std::fs::File;
+use std::iter::Peekable;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use rayon::prelude::*;
+use roaring::RoaringBitmap;
+
+use super::hash::hash_each;
+use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
+use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
+use super::{BlockHash, Result};
+use base::{BlockRange, BlockSize, ByteRange, Stop};
+use files::Context;
+
+/// Bytes read at once for hashing: enough to fill all lanes twice, and still in the core's own cache when
+/// they are hashed. A larger block is read whole.
+const READ: u64 = 128 << 10;
+
+/// Bytes of a copy that one core hashes at once.
+const PARALLEL: usize = 256 << 10;
+
+/// How the blocks that may have changed are found.
+pub enum Candidates<'c, I> {
+    /// Byte ranges whose place on the disk differs, from the pool.
+    Ranges(I),
+    /// The child's hashes are all written: compare them with the parent's.
+    Hashes {
+        /// The parent's hashes.
+        parent: &'c mut HashReader,
+        /// The blocks of the parent whose hash does not count.
+        parent_pending: &'c MapFile,
+        /// The child's hashes.
+        child: &'c mut HashReader,
+    },
+}
+
+/// Writes the `changed` map of a child towards its parent, given what each holds: the candidates
+/// that hold data on either side, and every block that holds data on one side only. The header
+/// names the parent.
+pub fn write_changed<I: Iterator<Item = files::Result<ByteRange>>>(
+    map_path: &Path,
+    header: MapHeader,
+    parent: &MapFile,
+    child: &MapFile,
+    candidates: Candidates<'_, I>,
+    stop: &Stop,
+) -> Result<()> {
+    enum Source<'c, I: Iterator> {
+        Ranges(Peekable<I>),
+        Hashes(&'c mut HashReader, &'c MapFile, &'c mut HashReader),
+    }
+    let mut source = match candidates {
+        Candidates::Ranges(ranges) => Source::Ranges(BySegment::new(ranges, header.block_size).peekable()),
+        Candidates::Hashes { parent, parent_pending, child } => Source::Hashes(parent, parent_pending, child),
+    };
+    let mut writer = MapWriter::create(map_path, header)?;
+    for index in all_indexes([parent, child].into_iter()) {
+        stop.check()?;
+        let (before, after) = (parent.segment(index)?, child.segment(index)?);
+        let mut changed = match &mut source {
+            Source::Ranges(ranges) => take_segment(ranges, index)? & (&before | &after),
+            Source::Hashes(parent, pending, child) => {
+                let mut changed = pending.segment(index)?;
+                differing_hashes(index, &before & &after, parent, child, &mut changed)?;
+                changed
+            }
+        };
+        changed |= before ^ after;
+        writer.insert_segment(index, changed)?;
+    }
+    writer.finish()
+}
+
+/// Adds the members of `both` whose hashes differ or are unknown.
+fn differing_hashes(
+    index: u32,
+    both: RoaringBitmap,
+    parent: &mut HashReader,
+    child: &mut HashReader,
+    changed: &mut RoaringBitmap,
+) -> Result<()> {
+    let start = segment_range(index).start;
+    for within in both {
+        let block = start + u64::from(within);
+        let (before, after) = (parent.get_if_readable(block)?, child.get(block)?);
+        if before.is_none() || before != after {
+            changed.insert(within);
+        }
+    }
+    Ok(())
+}
+
+/// Drops the segments before `index` and takes the one at it: blocks where neither side holds data
+/// cannot have changed.
+fn take_segment<I>(segments: &mut Peekable<I>, index: u32) -> Result<RoaringBitmap>
+where
+    I: Iterator<Item = files::Result<(u32, RoaringBitmap)>>,
+{
+    while let Some(item) = segments.next_if(|item| !matches!(item, Ok((at, _)) if *at > index)) {
+        let (at, members) = item?;
+        if at == index {
+            return Ok(members);
+        }
+    }
+    Ok(RoaringBitmap::new())
+}
+
+/// Gathers ascending byte ranges into the blocks they touch, a segment at a time.
+struct BySegment<I> {
+    ranges: I,
+    size: BlockSize,
+    carry: Option<BlockRange>,
+}
+
+impl<I: Iterator<Item = files::Result<ByteRange>>> BySegment<I> {
+    fn new(ranges: I, size: BlockSize) -> Self {
+        BySegment { ranges, size, carry: None }
+    }
+
+    fn next_range(&mut self) -> files::Result<Option<BlockRange>> {
+        match self.carry.take() {
+            Some(range) => Ok(Some(range)),
+            None => Ok(self.ranges.next().transpose()?.map(|range| range.blocks(self.size))),
+        }
+    }
+
+    fn gather(&mut self) -> files::Result<Option<(u32, RoaringBitmap)>> {
+        let Some(first) = self.next_range()? else { return Ok(None) };
+        let (index, _) = locate(first.start);
+        let segment = segment_range(index);
+        let mut members = RoaringBitmap::new();
+        self.carry = Some(first);
+        while let Some(range) = self.next_range()? {
+            if range.start >= segment.end {
+                self.carry = Some(range);
+                break;
+            }
+            let end = range.end.min(segment.end);
+            members.insert_range((range.start - segment.start) as u32..(end - segment.start) as u32);
+            if range.end > segment.end {
+                self.carry = Some(BlockRange { start: segment.end, end: range.end });
+                break;
+            }
+        }
+        Ok(Some((index, members)))
+    }
+}
+
+impl<I: Iterator<Item = files::Result<ByteRange>>> Iterator for BySegment<I> {
+    type Item = files::Result<(u32, RoaringBitmap)>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.gather().transpose()
+    }
+}
+
+/// The bytes that are hashed, and where their hashes go.
+pub struct ToHash<'h> {
+    /// The blocks.
+    pub data: &'h File,
+    /// Where they are, for messages.
+    pub data_path: &'h Path,
+    /// The size of a block.
+    pub size: BlockSize,
+    /// Takes the hashes; the caller syncs it.
+    pub hashes: &'h HashFile,
+}
+
+impl ToHash<'_> {
+    /// Hashes blocks of a segment, on all cores of the pool that the caller runs in.
+    pub fn hash_segment(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
+        let pages = runs_by_page(index, members);
+        pages.par_iter().try_for_each_init(Vec::new, |buffer, (number, runs)| {
+            let mut page = self.hashes.page_to_update(*number)?;
+            for run in runs {
+                let put = |block, hash: BlockHash| page.set(block, &hash);
+                hash_run(self.data, self.data_path, *run, self.size, buffer, stop, put)?;
+            }
+            self.hashes.write_page(*number, &mut page)
+        })
+    }
+
+    /// Forgets the hashes of blocks that hold no data any more.
+    pub fn forget(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
+        for (number, runs) in runs_by_page(index, members) {
+            stop.check()?;
+            let mut page = self.hashes.page_to_update(number)?;
+            let blocks = runs.into_iter().flat_map(|run| run.start..run.end);
+            if blocks.fold(false, |known, block| page.forget(block) | known) {
+                self.hashes.write_page(number, &mut page)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over the hashes of blocks that another snapshot shares with this one; returns those that it
+    /// had.
+    pub fn take_over(
+        &self,
+        index: u32,
+        members: RoaringBitmap,
+        from: &mut HashReader,
+        stop: &Stop,
+    ) -> Result<RoaringBitmap> {
+        let mut taken = RoaringBitmap::new();
+        for (number, runs) in runs_by_page(index, members) {
+            stop.check()?;
+            let mut page = self.hashes.page_to_update(number)?;
+            for block in runs.into_iter().flat_map(|run| run.start..run.end) {
+                if let Some(hash) = from.get_if_readable(block)? {
+                    page.set(block, &hash);
+                    taken.insert(locate(block).1);
+                }
+            }
+            self.hashes.write_page(number, &mut page)?;
+        }
+        Ok(taken)
+    }
+}
+
+/// The runs of a segment's members, cut where the page of their hashes ends.
+fn runs_by_page(index: u32, members: RoaringBitmap) -> Vec<(u64, Vec<BlockRange>)> {
+    let start = segment_range(index).start;
+    let mut pages: Vec<(u64, Vec<BlockRange>)> = Vec::new();
+    let mut members = members.into_iter();
+    while let Some(run) = members.next_range() {
+        let (mut block, end) = (start + u64::from(*run.start()), start + u64::from(*run.end()) + 1);
+        while block < end {
+            let page = page_of(block);
+            let cut = end.min((page + 1) * SLOTS);
+            let run = BlockRange { start: block, end: cut };
+            match pages.last_mut() {
+                Some((last, runs)) if *last == page => runs.push(run),
+                _ => pages.push((page, vec![run])),
+            }
+            block = cut;
+        }
+    }
+    pages
+}
+
+fn hash_run(
+    data: &File,
+    data_path: &Path,
+    run: BlockRange,
+    size: BlockSize,
+    buffer: &mut Vec<u8>,
+    stop: &Stop,
+    mut put: impl FnMut(u64, BlockHash),
+) -> Result<()> {
+    let at_once = (READ / size.bytes()).max(1);
+    let mut block = run.start;
+    while block < run.end {
+        stop.check()?;
+        let count = at_once.min(run.end - block);
+        buffer.resize((count * size.bytes()) as usize, 0);
+        data.read_exact_at(buffer, block * size.bytes()).context("read", data_path)?;
+        hash_each(buffer, size, |number, hash| put(block + number, hash));
+        block += count;
+    }
+    Ok(())
+}
+
+/// Takes the bytes of a copy as they pass and hashes them, so that the data is read once.
+pub struct HashingCopy {
+    hashes: HashFile,
+    size: BlockSize,
+}
+
+impl HashingCopy {
+    /// Hashes into `hashes`, a new file.
+    pub fn new(hashes: HashFile, size: BlockSize) -> Self {
+        HashingCopy { hashes, size }
+    }
+
+    /// Forgets what it took: the copy starts again, of data that may have changed.
+    pub fn start_again(&mut self) -> Result<()> {
+        self.hashes.clear()
+    }
+
+    /// Makes the hashes durable.
+    pub fn sync(&self) -> Result<()> {
+        self.hashes.sync()
+    }
+
+    /// Takes whole blocks that start at byte `offset`.
+    pub fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let size = self.size.bytes() as usize;
+        let share = PARALLEL.max(size);
+        let hashed: Vec<BlockHash> = bytes
+            .par_chunks(share)
+            .flat_map_iter(|share| {
+                let mut hashes = Vec::with_capacity(share.len() / size);
+                hash_each(share, self.size, |_, hash| hashes.push(hash));
+                hashes
+            })
+            .collect();
+        let first = self.size.block_of(offset);
+        let mut block = first;
+        while block < first + hashed.len() as u64 {
+            let number = page_of(block);
+            let end = ((number + 1) * SLOTS).min(first + hashed.len() as u64);
+            let mut page = self.hashes.page_to_update(number)?;
+            for block in block..end {
+                page.set(block, &hashed[(block - first) as usize]);
+            }
+            self.hashes.write_page(number, &mut page)?;
+            block = end;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_gather_by_segment_and_are_cut_at_the_border() {
+        let edge = segment_range(0).end;
+        let size = BlockSize::MIN;
+        let bytes = |start: u64, end: u64| Ok(BlockRange { start, end }.bytes(size));
+        let ranges = vec![bytes(1, 3), bytes(edge - 1, 2 * edge + 1), bytes(2 * edge + 5, 2 * edge + 6)];
+        let gathered: Vec<(u32, u64, Option<u32>)> = BySegment::new(ranges.into_iter(), size)
+            .map(|item| item.map(|(index, members)| (index, members.len(), members.max())).expect("no I/O"))
+            .collect();
+        assert_eq!(
+            gathered,
+            [(0, 3, Some(edge as u32 - 1)), (1, edge, Some(edge as u32 - 1)), (2, 2, Some(5))]
+        );
+    }
+
+    #[test]
+    fn runs_are_cut_at_hash_pages() {
+        let members: RoaringBitmap = (125..130).chain([400]).collect();
+        let run = |start, end| BlockRange { start, end };
+        let expected = vec![(0, vec![run(125, 127)]), (1, vec![run(127, 130)]), (3, vec![run(400, 401)])];
+        assert_eq!(runs_by_page(0, members), expected);
+    }
+}

@@ -1,0 +1,452 @@
+//! Sets of blocks on disk, in checksummed segments.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use roaring::RoaringBitmap;
+
+use super::{Error, Result};
+use base::{BlockRange, BlockSize, SnapshotId, Stop};
+use files::Context;
+use files::durable;
+use files::step;
+
+/// Blocks a segment covers: 16 GiB at 4 KiB blocks, a bitmap of at most 512 KiB in memory.
+pub const SEGMENT_BLOCKS: u64 = 1 << 22;
+
+const MAGIC: [u8; 8] = *b"dpathmap";
+const VERSION: u32 = 2;
+/// Flag of a map whose members all differ.
+const EXACT: u32 = 1;
+const CHECKSUM: usize = 32;
+/// index u32, length u32, offset u64, checksum.
+const ENTRY: usize = 16 + CHECKSUM;
+const ID: usize = 40;
+/// Bytes of a map that are gathered before they are written.
+const AT_ONCE: usize = 64 << 10;
+/// magic 8, version u32, block size u32, blocks u64, segments u64, flags u32, base id 40, checksum.
+const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + 4 + ID + CHECKSUM;
+
+/// What a whole map is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MapHeader {
+    /// The size of a block.
+    pub block_size: BlockSize,
+    /// The capacity of the snapshot in blocks; no member is at or past it.
+    pub blocks: u64,
+    /// What a `changed` set compares with.
+    pub relative_to: Option<Relation>,
+}
+
+/// What a `changed` set is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Relation {
+    /// The other snapshot.
+    pub snapshot: SnapshotId,
+    /// Whether all members differ from it; else they may. All others are the same either way.
+    pub exact: bool,
+}
+
+/// A set of blocks in a file: payloads, then a table of them, then a trailer.
+///
+/// ```text
+/// payload ...   a RoaringBitmap a segment (its portable serialization), block numbers counted from
+///               the start of the segment; empty segments are not stored
+/// table         index u32, length u32, offset u64, BLAKE3 of the payload; a row a payload
+/// trailer       "dpathmap", version u32, block size u32, blocks u64, rows u64,
+///               flags u32 (1: every member differs, not only may), id of the other snapshot (40 bytes,
+///               zero padded), BLAKE3 of table and trailer
+/// ```
+///
+/// Numbers are little-endian. Segments, because an answer must start before the whole map is read and
+/// must not hold it in memory. The table is last, because a map is written in one pass whose length
+/// is known at its end; a file cut short therefore has no trailer and is refused whole. A checksum a
+/// segment, because a map is trusted instead of the data: a flipped bit would lose a change.
+#[derive(Debug)]
+pub struct MapFile {
+    file: File,
+    path: PathBuf,
+    header: MapHeader,
+    /// The segments of the table's rows. The rows stay on disk: a stream holds all maps of its chain open, and
+    /// there may be a thousand streams.
+    indexes: Vec<u32>,
+    table_at: u64,
+    /// The most bytes that are stored of a segment.
+    largest: u32,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    index: u32,
+    length: u32,
+    offset: u64,
+    checksum: [u8; CHECKSUM],
+}
+
+impl MapFile {
+    /// Opens a map and checks its table; segments are checked as they are read.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).context("open", path)?;
+        let length = file.metadata().context("stat", path)?.len();
+        let Some(trailer_at) = length.checked_sub(TRAILER as u64) else {
+            return Err(Error::damaged(path, "it is too short for a trailer"));
+        };
+        let mut trailer = [0; TRAILER];
+        read_at(&file, path, &mut trailer, trailer_at)?;
+        let mut fields = Fields(&trailer);
+        if fields.take::<8>() != MAGIC {
+            return Err(Error::damaged(path, "its trailer is not that of a block map"));
+        }
+        let version = u32::from_le_bytes(fields.take());
+        let block_size = u32::from_le_bytes(fields.take());
+        let blocks = u64::from_le_bytes(fields.take());
+        let rows = u64::from_le_bytes(fields.take());
+        let flags = u32::from_le_bytes(fields.take());
+        let relative_to = parse_id(&fields.take::<ID>());
+        let table_length = rows.checked_mul(ENTRY as u64).filter(|bytes| *bytes <= trailer_at);
+        let Some(table_length) = table_length else {
+            return Err(Error::damaged(path, format!("its table has {rows} rows")));
+        };
+        let mut bytes = vec![0; table_length as usize];
+        read_at(&file, path, &mut bytes, trailer_at - table_length)?;
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&bytes).update(&trailer[..TRAILER - CHECKSUM]);
+        if hasher.finalize() != fields.take::<CHECKSUM>() {
+            return Err(Error::damaged(path, "the checksum of its table is wrong"));
+        }
+        // After the checksum: a flipped bit is damage, which can be mended.
+        if version != VERSION {
+            return Err(Error::UnknownVersion { path: path.into(), version, known: VERSION });
+        }
+        let (Ok(block_size), Ok(relative_to)) = (BlockSize::try_from(u64::from(block_size)), relative_to)
+        else {
+            return Err(Error::damaged(path, "its trailer holds impossible values"));
+        };
+        // No file is longer, so no sum of blocks and bytes below overflows.
+        if blocks.checked_mul(block_size.bytes()).is_none_or(|bytes| i64::try_from(bytes).is_err()) {
+            return Err(Error::damaged(
+                path,
+                format!("its trailer names {blocks} blocks of {block_size} bytes"),
+            ));
+        }
+        let table_at = trailer_at - table_length;
+        let table = || bytes.chunks_exact(ENTRY).map(Entry::decode);
+        let indexes: Vec<u32> = table().map(|entry| entry.index).collect();
+        let largest = table().map(|entry| entry.length).max().unwrap_or(0);
+        let fits = |entry: Entry| {
+            let end = entry.offset.checked_add(u64::from(entry.length));
+            end.is_some_and(|end| end <= table_at) && u64::from(entry.index) < blocks.div_ceil(SEGMENT_BLOCKS)
+        };
+        if !indexes.is_sorted_by(|row, next| row < next) || !table().all(fits) {
+            return Err(Error::damaged(path, "its table holds impossible rows"));
+        }
+        let relative_to = relative_to.map(|snapshot| Relation { snapshot, exact: flags & EXACT != 0 });
+        Ok(MapFile {
+            file,
+            path: path.to_owned(),
+            header: MapHeader { block_size, blocks, relative_to },
+            indexes,
+            table_at,
+            largest,
+        })
+    }
+
+    /// What the map is about.
+    pub fn header(&self) -> &MapHeader {
+        &self.header
+    }
+
+    /// The file, for messages.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The segments that hold members, ascending.
+    pub fn indexes(&self) -> impl Iterator<Item = u32> + '_ {
+        self.indexes.iter().copied()
+    }
+
+    /// The most memory that a segment takes while it is read, in bytes.
+    pub(super) fn segment_bytes(&self) -> usize {
+        2 * self.largest as usize
+    }
+
+    /// The row of a segment and the bytes that are stored of it; `None` where nothing is.
+    fn stored(&self, index: u32) -> Result<Option<(Entry, Vec<u8>)>> {
+        let Ok(row) = self.indexes.binary_search(&index) else { return Ok(None) };
+        let mut bytes = [0; ENTRY];
+        read_at(&self.file, &self.path, &mut bytes, self.table_at + (row * ENTRY) as u64)?;
+        let entry = Entry::decode(&bytes);
+        // A row whose other fields changed names a payload that does not have its checksum.
+        if entry.index != index || u64::from(entry.length) > self.table_at {
+            return Err(Error::damaged(&self.path, format!("row {row} of its table changed")));
+        }
+        let mut bytes = vec![0; entry.length as usize];
+        read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
+        Ok(Some((entry, bytes)))
+    }
+
+    /// Whether all members differ from the other snapshot that the header names.
+    pub fn is_exact(&self) -> bool {
+        self.header.relative_to.as_ref().is_some_and(|relation| relation.exact)
+    }
+
+    /// One segment's members, counted from its start. Empty where nothing is stored.
+    pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
+        let Some((entry, bytes)) = self.stored(index)? else { return Ok(RoaringBitmap::new()) };
+        if blake3::hash(&bytes) != entry.checksum {
+            let range = segment_range(index).bytes(self.header.block_size);
+            let what = format!("the checksum of bytes {} to {} is wrong", range.start, range.end);
+            return Err(Error::damaged(&self.path, what));
+        }
+        let members = RoaringBitmap::deserialize_from(&bytes[..])
+            .map_err(|error| Error::damaged(&self.path, format!("segment {index}: {error}")))?;
+        let range = segment_range(index);
+        let end = range.end.min(self.header.blocks);
+        match members.max().is_some_and(|last| range.start + u64::from(last) >= end) {
+            true => Err(Error::damaged(&self.path, format!("segment {index} holds blocks past its end"))),
+            false => Ok(members),
+        }
+    }
+
+    /// The number of members, each segment read once.
+    pub fn count(&self) -> Result<u64> {
+        self.indexes().try_fold(0, |sum, index| Ok(sum + self.segment(index)?.len()))
+    }
+}
+
+/// Reads bytes of a map. What the disk does not give back is damaged, like what it gives back changed: it can be
+/// made again from the data.
+fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()> {
+    match file.read_exact_at(bytes, offset).context("read", path) {
+        Err(error) if error.is_unreadable() => {
+            Err(Error::damaged(path, format!("it cannot be read: {error}")))
+        }
+        read => Ok(read?),
+    }
+}
+
+impl Entry {
+    fn decode(row: &[u8]) -> Self {
+        let mut fields = Fields(row);
+        Entry {
+            index: u32::from_le_bytes(fields.take()),
+            length: u32::from_le_bytes(fields.take()),
+            offset: u64::from_le_bytes(fields.take()),
+            checksum: fields.take(),
+        }
+    }
+
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.index.to_le_bytes());
+        bytes.extend(self.length.to_le_bytes());
+        bytes.extend(self.offset.to_le_bytes());
+        bytes.extend(self.checksum);
+    }
+}
+
+/// Takes fields of a fixed length from the front of a buffer whose length the caller checked.
+struct Fields<'b>(&'b [u8]);
+
+impl Fields<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        let (field, rest) = self.0.split_first_chunk().expect("the caller sized the buffer");
+        self.0 = rest;
+        *field
+    }
+}
+
+fn parse_id(field: &[u8; ID]) -> Result<Option<SnapshotId>, ()> {
+    let length = field.iter().position(|byte| *byte == 0).unwrap_or(ID);
+    if length == 0 {
+        return Ok(None);
+    }
+    let text = std::str::from_utf8(&field[..length]).map_err(drop)?;
+    text.parse().map(Some).map_err(drop)
+}
+
+/// Writes a map in one ascending pass.
+#[derive(Debug)]
+pub struct MapWriter {
+    file: File,
+    path: PathBuf,
+    header: MapHeader,
+    table: Vec<Entry>,
+    /// The length of the map so far.
+    offset: u64,
+    /// Its end, which is not in the file yet.
+    waiting: Vec<u8>,
+    /// The segment that is being gathered.
+    current: u32,
+    members: RoaringBitmap,
+}
+
+impl MapWriter {
+    /// Starts a map in a new file.
+    pub fn create(path: &Path, header: MapHeader) -> Result<Self> {
+        Ok(MapWriter {
+            file: durable::create_new(path)?,
+            path: path.to_owned(),
+            header,
+            table: Vec::new(),
+            offset: 0,
+            waiting: Vec::new(),
+            current: 0,
+            members: RoaringBitmap::new(),
+        })
+    }
+
+    /// Adds blocks at or past those added before.
+    pub fn insert(&mut self, range: BlockRange) -> Result<()> {
+        let mut start = range.start;
+        while start < range.end {
+            let (index, within) = locate(start);
+            self.turn_to(index)?;
+            let end = range.end.min(segment_range(index).end);
+            self.members.insert_range(within..within + (end - start) as u32);
+            start = end;
+        }
+        Ok(())
+    }
+
+    /// Adds a whole segment past those added before.
+    pub fn insert_segment(&mut self, index: u32, members: RoaringBitmap) -> Result<()> {
+        self.turn_to(index)?;
+        if self.members.is_empty() {
+            self.members = members;
+        } else {
+            self.members |= members;
+        }
+        Ok(())
+    }
+
+    /// Adds a whole segment of another map past those added before, as it is stored: a damaged one stays
+    /// damaged, under the same checksum. One that cannot be read is an error, and nothing is added.
+    pub fn copy_segment(&mut self, from: &MapFile, index: u32) -> Result<()> {
+        let Some((entry, bytes)) = from.stored(index)? else { return Ok(()) };
+        self.turn_to(index + 1)?;
+        self.table.push(Entry { offset: self.offset, ..entry });
+        self.append(&bytes)
+    }
+
+    /// Segments of sparse maps have some tens of bytes, and a volume of 16 TiB has a thousand of them: they are written
+    /// together.
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.waiting.extend_from_slice(bytes);
+        self.offset += bytes.len() as u64;
+        if self.waiting.len() >= AT_ONCE { self.write_out() } else { Ok(()) }
+    }
+
+    fn write_out(&mut self) -> Result<()> {
+        let at = self.offset - self.waiting.len() as u64;
+        step("write", &self.path, || self.file.write_all_at(&self.waiting, at))?;
+        self.waiting.clear();
+        Ok(())
+    }
+
+    fn turn_to(&mut self, index: u32) -> Result<()> {
+        assert!(index >= self.current, "maps are written in ascending order");
+        if index > self.current {
+            self.flush()?;
+            self.current = index;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let mut members = std::mem::take(&mut self.members);
+        if members.is_empty() {
+            return Ok(());
+        }
+        members.optimize();
+        let mut bytes = Vec::with_capacity(members.serialized_size());
+        members.serialize_into(&mut bytes).context("write", &self.path)?;
+        let length = u32::try_from(bytes.len())
+            .map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))
+            .context("write", &self.path)?;
+        let checksum = *blake3::hash(&bytes).as_bytes();
+        self.table.push(Entry { index: self.current, length, offset: self.offset, checksum });
+        self.append(&bytes)
+    }
+
+    /// Writes the table and the trailer and syncs the file. Its directory entry is the caller's to
+    /// sync.
+    pub fn finish(mut self) -> Result<()> {
+        self.flush()?;
+        let mut bytes = Vec::with_capacity(self.table.len() * ENTRY + TRAILER);
+        for entry in &self.table {
+            entry.encode(&mut bytes);
+        }
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend((self.header.block_size.bytes() as u32).to_le_bytes());
+        bytes.extend(self.header.blocks.to_le_bytes());
+        bytes.extend((self.table.len() as u64).to_le_bytes());
+        let mut id = [0; ID];
+        let exact = self.header.relative_to.as_ref().is_some_and(|relation| relation.exact);
+        bytes.extend(if exact { EXACT } else { 0 }.to_le_bytes());
+        if let Some(Relation { snapshot, .. }) = &self.header.relative_to {
+            id[..snapshot.as_str().len()].copy_from_slice(snapshot.as_str().as_bytes());
+        }
+        bytes.extend(id);
+        let checksum = blake3::hash(&bytes);
+        bytes.extend(checksum.as_bytes());
+        self.append(&bytes)?;
+        self.write_out()?;
+        Ok(step("sync", &self.path, || self.file.sync_all())?)
+    }
+}
+
+/// Writes the same map to another file, without a look at its members.
+pub fn copy_map(path: &Path, map: &MapFile, stop: &Stop) -> Result<()> {
+    let mut writer = MapWriter::create(path, map.header().clone())?;
+    for index in map.indexes() {
+        stop.check()?;
+        writer.copy_segment(map, index)?;
+    }
+    writer.finish()
+}
+
+/// Writes the union of maps as a new map; returns the number of its members.
+pub fn write_union(path: &Path, header: MapHeader, maps: &[&MapFile], stop: &Stop) -> Result<u64> {
+    let mut writer = MapWriter::create(path, header)?;
+    let mut count = 0;
+    for index in all_indexes(maps.iter().copied()) {
+        stop.check()?;
+        let mut union = RoaringBitmap::new();
+        for map in maps {
+            union |= map.segment(index)?;
+        }
+        count += union.len();
+        writer.insert_segment(index, union)?;
+    }
+    writer.finish()?;
+    Ok(count)
+}
+
+/// The segments that any of these maps holds members in, ascending.
+pub(super) fn all_indexes<'m>(maps: impl Iterator<Item = &'m MapFile>) -> Vec<u32> {
+    let mut indexes: Vec<u32> = maps.flat_map(MapFile::indexes).collect();
+    indexes.sort_unstable();
+    indexes.dedup();
+    indexes
+}
+
+/// The blocks that a segment covers.
+pub(super) fn segment_range(index: u32) -> BlockRange {
+    let start = u64::from(index) * SEGMENT_BLOCKS;
+    BlockRange { start, end: start + SEGMENT_BLOCKS }
+}
+
+/// The segment of a block, and its place in it.
+pub(super) fn locate(block: u64) -> (u32, u32) {
+    // A volume has at most 2^63 / 4096 = 2^51 blocks, so both parts fit.
+    ((block / SEGMENT_BLOCKS) as u32, (block % SEGMENT_BLOCKS) as u32)
+}
+
+#[cfg(any(test, fuzzing, feature = "fuzz"))]
+pub(super) mod fuzz;
+#[cfg(test)]
+mod tests;

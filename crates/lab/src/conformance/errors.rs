@@ -1,0 +1,149 @@
+//! Requests that have to be refused, and with which code.
+
+use tonic::Code;
+
+use super::answer::unexpected;
+use super::case::{Judged, Verdict, Wrong, code_name, remarked, said};
+use super::lab::{Kind, Lab};
+use csi_client::{Options, Question, block_capability};
+
+/// Ids that no driver has given to anything.
+const NO_IDS: [&str; 3] = ["no-such-snapshot", "../../etc/passwd", "00000000-0000-0000-0000-000000000000"];
+
+pub(super) async fn claimed(lab: &Lab) -> Judged {
+    match lab.plugin.claims.metadata {
+        true => Ok(Verdict::Pass),
+        false => Err(Wrong::new(
+            "the service is served, but GetPluginCapabilities does not list SNAPSHOT_METADATA_SERVICE: no sidecar \
+             will use it",
+        )),
+    }
+}
+
+pub(super) async fn served(lab: &Lab, kind: Kind) -> Judged {
+    let question = lab.question(kind)?;
+    lab.ask(&question, 0, 0).await?;
+    Ok(Verdict::Pass)
+}
+
+/// Each question must be refused with `code`; codes that the spec allows besides are remarked.
+async fn refused(lab: &Lab, questions: &[Question], options: &Options, code: Code, also: &[Code]) -> Judged {
+    let mut remarks = Vec::new();
+    for question in questions {
+        let answer = lab.try_ask(question, options).await?;
+        match &answer.end {
+            Err(status) if status.code() == code => {}
+            Err(status) if also.contains(&status.code()) => {
+                let remark = format!("{}, where {} is the plain answer", said(status), code_name(code));
+                remarks.push(remark);
+            }
+            _ => return Err(unexpected(question, options, &answer, &code_name(code))),
+        }
+    }
+    remarks.truncate(1);
+    remarked(remarks)
+}
+
+fn delta(base: &str, target: &str) -> Question {
+    Question::Delta { base: base.to_owned(), target: target.to_owned() }
+}
+
+fn allocated(snapshot: &str) -> Question {
+    Question::Allocated { snapshot: snapshot.to_owned() }
+}
+
+pub(super) async fn missing_id(lab: &Lab, kind: Kind) -> Judged {
+    let id = &lab.pair()?.second.id;
+    let questions = match kind {
+        Kind::Allocated => vec![allocated("")],
+        Kind::Delta => vec![delta("", ""), delta("", id), delta(id, "")],
+    };
+    refused(lab, &questions, &lab.options(0, 0), Code::InvalidArgument, &[]).await
+}
+
+/// An id that was good until its snapshot was deleted.
+pub(super) async fn deleted_id(lab: &Lab, kind: Kind) -> Judged {
+    let pair = lab.pair()?;
+    let id = lab.plugin.create_snapshot(&pair.pen.volume.id).await?;
+    lab.plugin.delete_snapshot(&id).await?;
+    let question = match kind {
+        Kind::Allocated => allocated(&id),
+        Kind::Delta => delta(&pair.first.id, &id),
+    };
+    refused(lab, &[question], &lab.options(0, 0), Code::NotFound, &[]).await
+}
+
+/// Ids that are none: a driver may also say that they cannot be one.
+pub(super) async fn unknown_id(lab: &Lab, kind: Kind) -> Judged {
+    let id = &lab.pair()?.first.id;
+    let questions: Vec<Question> = match kind {
+        Kind::Allocated => NO_IDS.iter().map(|none| allocated(none)).collect(),
+        Kind::Delta => NO_IDS.iter().flat_map(|none| [delta(none, id), delta(id, none)]).collect(),
+    };
+    refused(lab, &questions, &lab.options(0, 0), Code::NotFound, &[Code::InvalidArgument]).await
+}
+
+/// A negative bound: refused, or taken for none.
+pub(super) async fn negative_bound(lab: &Lab, kind: Kind) -> Judged {
+    let question = lab.question(kind)?;
+    let whole = lab.ask(&question, 0, 0).await?;
+    let mut remarks = Vec::new();
+    for max_results in [-1, i32::MIN] {
+        let options = lab.options(0, max_results);
+        let answer = lab.try_ask(&question, &options).await?;
+        match &answer.end {
+            Err(status) if status.code() == Code::InvalidArgument => {}
+            Ok(()) if answer.ranges() == whole.ranges() => {
+                remarks.push(format!("max_results {max_results} is taken for 0"));
+            }
+            Err(status) if status.code() == Code::OutOfRange => {
+                remarks.push(format!("max_results {max_results}: {}", said(status)));
+            }
+            _ => {
+                return Err(unexpected(&question, &options, &answer, &code_name(Code::InvalidArgument)));
+            }
+        }
+    }
+    remarked(remarks)
+}
+
+pub(super) async fn reversed(lab: &Lab) -> Judged {
+    let pair = lab.pair()?;
+    let questions = [pair.first.since(&pair.second), pair.empty.since(&pair.third)];
+    let also = [Code::FailedPrecondition, Code::OutOfRange];
+    refused(lab, &questions, &lab.options(0, 0), Code::InvalidArgument, &also).await
+}
+
+pub(super) async fn other_volume(lab: &Lab) -> Judged {
+    let pair = lab.pair()?;
+    let bytes = lab.plugin.settings.volume_size;
+    let volume = lab.plugin.create_volume(block_capability(), None, bytes).await?;
+    let other = lab.plugin.create_snapshot(&volume.id).await?;
+    let questions = [delta(&pair.first.id, &other), delta(&other, &pair.second.id)];
+    let also = [Code::FailedPrecondition];
+    let judged = refused(lab, &questions, &lab.options(0, 0), Code::InvalidArgument, &also).await;
+    lab.plugin.delete_snapshot(&other).await?;
+    lab.plugin.delete_volume(&volume.id).await?;
+    judged
+}
+
+/// The spec wants a target that is newer than its base; nothing has changed since itself.
+pub(super) async fn same_snapshot(lab: &Lab) -> Judged {
+    let question = delta(&lab.pair()?.second.id, &lab.pair()?.second.id);
+    let options = lab.options(0, 0);
+    let answer = lab.try_ask(&question, &options).await?;
+    let tuples = answer.tuples().count();
+    match &answer.end {
+        Ok(()) if tuples > 0 => {
+            Ok(Verdict::Allowed(format!("{tuples} tuples: more than has changed, nothing")))
+        }
+        Ok(()) if answer.messages.is_empty() => {
+            Ok(Verdict::Allowed("OK without a message: the client is told neither type nor capacity".into()))
+        }
+        Ok(()) => Ok(Verdict::Pass),
+        Err(status) if status.code() == Code::InvalidArgument => {
+            Ok(Verdict::Allowed(format!("refused: {}", said(status))))
+        }
+        Err(_) => Err(unexpected(&question, &options, &answer, "OK without tuples")),
+    }
+}

@@ -1,0 +1,266 @@
+//! What the cases work on: volumes with a known history, made once and shared, and questions to the
+//! driver about them.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::OnceCell;
+
+use super::answer::{Answer, call_of};
+use super::case::{Judged, Verdict, Wrong};
+use super::content::{BLOCK, Content, Edit, apply, device_size};
+use super::history;
+use super::plugin::{Plugin, Volume};
+use super::ranges::Ranges;
+use csi_client::{Options, Question, block_capability};
+
+/// The two streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Allocated,
+    Delta,
+}
+
+/// What is prepared before a case runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// A volume with four snapshots.
+    Pair,
+    /// Two of them, restored.
+    Restored,
+    /// A volume that grew between two snapshots.
+    Expanded,
+    /// A volume that was restored from between two snapshots.
+    Between,
+}
+
+/// Why something could not be prepared.
+#[derive(Clone, Debug)]
+pub(super) enum NotReady {
+    Skip(String),
+    Failed(Wrong),
+}
+
+impl From<Wrong> for NotReady {
+    fn from(wrong: Wrong) -> Self {
+        NotReady::Failed(wrong)
+    }
+}
+
+pub(super) type Prepared<T> = Result<T, NotReady>;
+
+/// A snapshot and what is in it.
+#[derive(Clone, Debug)]
+pub(super) struct Snap {
+    pub id: String,
+    pub content: Content,
+    /// The size of the device when it was taken.
+    pub size: u64,
+    /// The capacity that the driver told of the volume by then.
+    pub told: i64,
+}
+
+impl Snap {
+    pub fn allocated(&self) -> Question {
+        Question::Allocated { snapshot: self.id.clone() }
+    }
+
+    pub fn since(&self, base: &Snap) -> Question {
+        Question::Delta { base: base.id.clone(), target: self.id.clone() }
+    }
+}
+
+/// A published volume under the suite's pen.
+#[derive(Clone, Debug)]
+pub(super) struct Pen {
+    pub volume: Volume,
+    pub device: PathBuf,
+    pub size: u64,
+    pub told: i64,
+    pub content: Content,
+}
+
+/// A volume and its snapshots: never written, written, changed, changed again.
+pub(super) struct Pair {
+    pub pen: Pen,
+    pub empty: Snap,
+    pub first: Snap,
+    pub second: Snap,
+    pub third: Snap,
+}
+
+/// Published volumes that were made from `first` and `second`.
+pub(super) struct Restored {
+    pub first: PathBuf,
+    pub second: PathBuf,
+}
+
+/// A volume before and after something was done to it.
+pub(super) struct Change {
+    pub before: Snap,
+    pub after: Snap,
+    /// A snapshot of the volume that was restored from `before`.
+    pub copy: Option<Snap>,
+}
+
+pub(super) struct Lab {
+    pub plugin: Plugin,
+    patience: Duration,
+    pair: OnceCell<Pair>,
+    restored: OnceCell<Restored>,
+    expanded: OnceCell<Change>,
+    between: OnceCell<Change>,
+    /// What could not be prepared; it is not tried for each case again.
+    failed: Mutex<Vec<(Need, NotReady)>>,
+}
+
+/// Fills a cell that is empty, within the time that a case has.
+async fn fill<T>(cell: &OnceCell<T>, lab: &Lab, make: impl Future<Output = Prepared<T>>) -> Prepared<()> {
+    if cell.get().is_none() {
+        let made = tokio::time::timeout(lab.patience, make).await;
+        let made = made.map_err(|_| lab.plugin.late(lab.patience))??;
+        // Cases run one after another: it is empty still.
+        let _ = cell.set(made);
+    }
+    Ok(())
+}
+
+fn take<T>(cell: &OnceCell<T>) -> Result<&T, Wrong> {
+    cell.get().ok_or_else(|| Wrong::new("a case uses what it does not say that it needs"))
+}
+
+impl Lab {
+    pub fn new(plugin: Plugin, patience: Duration) -> Self {
+        Lab {
+            plugin,
+            patience,
+            pair: OnceCell::new(),
+            restored: OnceCell::new(),
+            expanded: OnceCell::new(),
+            between: OnceCell::new(),
+            failed: Mutex::default(),
+        }
+    }
+
+    /// Prepares what a case needs. What comes back, if anything, is the case's outcome.
+    pub async fn prepare(&self, needs: &[Need]) -> Option<Judged> {
+        for need in needs {
+            let known = self.failed().iter().find(|(failed, _)| failed == need).map(|(_, why)| why.clone());
+            let why = match known {
+                Some(why) => why,
+                None => match self.fill(*need).await {
+                    Ok(()) => continue,
+                    Err(why) => {
+                        // A driver that was away may be back for the next case.
+                        if !matches!(&why, NotReady::Failed(wrong) if wrong.is_silence()) {
+                            self.failed().push((*need, why.clone()));
+                        }
+                        why
+                    }
+                },
+            };
+            return Some(match why {
+                NotReady::Skip(why) => Ok(Verdict::Skip(why)),
+                NotReady::Failed(wrong) => Err(wrong.at("preparing")),
+            });
+        }
+        None
+    }
+
+    async fn fill(&self, need: Need) -> Prepared<()> {
+        match need {
+            Need::Pair => fill(&self.pair, self, history::pair(self)).await,
+            Need::Restored => fill(&self.restored, self, history::restored(self)).await,
+            Need::Expanded => fill(&self.expanded, self, history::expanded(self)).await,
+            Need::Between => fill(&self.between, self, history::between(self)).await,
+        }
+    }
+
+    fn failed(&self) -> MutexGuard<'_, Vec<(Need, NotReady)>> {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn pair(&self) -> Result<&Pair, Wrong> {
+        take(&self.pair)
+    }
+
+    pub fn restored(&self) -> Result<&Restored, Wrong> {
+        take(&self.restored)
+    }
+
+    pub fn expanded(&self) -> Result<&Change, Wrong> {
+        take(&self.expanded)
+    }
+
+    pub fn between(&self) -> Result<&Change, Wrong> {
+        take(&self.between)
+    }
+
+    /// The question whose answer has many tuples.
+    pub fn question(&self, kind: Kind) -> Result<Question, Wrong> {
+        let pair = self.pair()?;
+        Ok(match kind {
+            Kind::Allocated => pair.second.allocated(),
+            Kind::Delta => pair.second.since(&pair.first),
+        })
+    }
+
+    /// What an answer to it has to hold.
+    pub fn must(&self, kind: Kind) -> Result<Ranges, Wrong> {
+        let pair = self.pair()?;
+        Ok(match kind {
+            Kind::Allocated => pair.second.content.data(),
+            Kind::Delta => pair.second.content.changed_since(&pair.first.content),
+        })
+    }
+
+    /// How the driver is asked.
+    pub fn options(&self, offset: i64, max_results: i32) -> Options {
+        Options { offset, max_results, secrets: self.plugin.stream_secrets(), timeout_ms: None }
+    }
+
+    /// An answer that has to end with `OK`.
+    pub async fn ask(&self, question: &Question, offset: i64, max_results: i32) -> Result<Answer, Wrong> {
+        let options = self.options(offset, max_results);
+        self.try_ask(question, &options).await?.ok(question, &options)
+    }
+
+    /// An answer, however it ends.
+    pub async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
+        self.plugin.calls(call_of(question));
+        Answer::read(&mut self.plugin.client(), question, options).await
+    }
+
+    /// A new published Block volume.
+    pub async fn pen(&self, from_snapshot: Option<&str>, bytes: u64) -> Result<Pen, Wrong> {
+        let volume = self.plugin.create_volume(block_capability(), from_snapshot, bytes).await?;
+        let device = self.plugin.attach(&volume).await?;
+        let size = device_size(&device)?;
+        if size < bytes {
+            let made = format!("a volume of {bytes} bytes was asked for, its device has {size}");
+            return Err(Wrong::new(made));
+        }
+        let told = volume.capacity;
+        Ok(Pen { volume, device, size, told, content: Content::new() })
+    }
+}
+
+impl Pen {
+    /// Writes to the device.
+    pub async fn write(&mut self, edits: Vec<Edit>) -> Result<(), Wrong> {
+        self.content = apply(self.content.clone(), self.device.clone(), edits).await?;
+        Ok(())
+    }
+
+    /// Takes a snapshot.
+    pub async fn snapshot(&self, lab: &Lab) -> Result<Snap, Wrong> {
+        let id = lab.plugin.create_snapshot(&self.volume.id).await?;
+        Ok(Snap { id, content: self.content.clone(), size: self.size, told: self.told })
+    }
+
+    /// 4 KiB blocks of the device.
+    pub fn blocks(&self) -> u64 {
+        self.size / BLOCK
+    }
+}

@@ -1,0 +1,283 @@
+//! `deltapath conformance`: tests the SnapshotMetadata service of any CSI driver from outside, through
+//! CSI alone, against what the spec demands.
+//!
+//! - `table.rs` is the one table of cases; `format`, `offsets`, `errors`, `complete`, `life` and `streams`
+//!   hold their tests. A test gets the `Lab` and returns a `Verdict` or what is `Wrong`.
+//! - `lab.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
+//!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
+//! - `plugin.rs` plays the container orchestrator, `ledger.rs` takes everything away again.
+
+mod answer;
+mod attach;
+mod case;
+mod claims;
+mod complete;
+mod content;
+mod errors;
+mod format;
+mod history;
+mod lab;
+mod ledger;
+mod life;
+mod offsets;
+mod plugin;
+mod ranges;
+mod report;
+mod run;
+mod secrets;
+mod streams;
+mod table;
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use regex::Regex;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use super::{Done, INTERRUPTED, Output};
+use base::Endpoint;
+use base::{BlockSize, Quantity};
+use case::Case;
+use claims::Claims;
+use csi_client::Client;
+use lab::Lab;
+use plugin::{Plugin, Settings};
+use report::Report;
+use secrets::Secrets;
+
+/// Exit status where the suite cannot run on the driver.
+const CAN_NOT_RUN: u8 = 2;
+
+/// Test the SnapshotMetadata service of any CSI driver.
+///
+/// Creates Block volumes through the driver's socket, attaches, stages and publishes them as the driver
+/// claims, writes to the devices, takes snapshots, streams their metadata, restores and deletes. What the
+/// streams tell is judged by what was written and by what restored volumes hold. Each case passes, fails, is
+/// "allowed, but" (the spec permits it, a user should know), or is skipped with a reason. Needs root, and
+/// to see the driver's mounts and devices; takes away all that it makes.
+///
+/// Exit codes: 0 all pass or are allowed, 1 a case fails or something is left behind, 2 it could not run, 130
+/// interrupted.
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Socket of the driver; of its node plugin, where that is another process than the controller's.
+    #[arg(
+        long,
+        value_name = "ENDPOINT",
+        env = "CSI_ENDPOINT",
+        required_unless_present = "list",
+        default_value_if("list", "true", "unix:///")
+    )]
+    endpoint: Option<Endpoint>,
+    /// Socket of the controller plugin, which serves Identity, Controller and SnapshotMetadata. Default: the
+    /// same as --endpoint.
+    #[arg(long, value_name = "ENDPOINT")]
+    controller_endpoint: Option<Endpoint>,
+    /// Size of the volumes, at least 64Mi.
+    #[arg(long, value_name = "SIZE", default_value = "1Gi", value_parser = volume_size)]
+    volume_size: Quantity,
+    /// Parameter of the StorageClass; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    parameter: Vec<(String, String)>,
+    /// Parameter of the VolumeSnapshotClass; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    snapshot_parameter: Vec<(String, String)>,
+    /// Secrets by call, in csi-sanity's format: a YAML file with CreateVolumeSecret and so on. The streams get
+    /// CreateSnapshotSecret, unless there is a SnapshotMetadataSecret.
+    #[arg(long, value_name = "FILE")]
+    secrets: Option<PathBuf>,
+    /// Directory to stage volumes below; the driver has to see it at the same path. Default: a temporary one.
+    #[arg(long, value_name = "DIR")]
+    staging_dir: Option<PathBuf>,
+    /// Directory to publish volumes below. Default: a temporary one.
+    #[arg(long, value_name = "DIR")]
+    target_dir: Option<PathBuf>,
+    /// Seconds that a case, and each preparation that cases share, may take.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    timeout: u64,
+    /// Run the cases whose name matches.
+    #[arg(long, value_name = "REGEX")]
+    focus: Option<Regex>,
+    /// Leave out the cases whose name matches.
+    #[arg(long, value_name = "REGEX")]
+    skip: Option<Regex>,
+    /// Print the cases and what the spec demands, and run none.
+    #[arg(long)]
+    list: bool,
+    /// What is printed on standard output.
+    #[arg(long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+    /// Also write the outcome as JUnit XML.
+    #[arg(long, value_name = "FILE")]
+    junit: Option<PathBuf>,
+}
+
+fn volume_size(text: &str) -> Result<Quantity, String> {
+    let size: Quantity = text.parse().map_err(|error: base::QuantityError| error.to_string())?;
+    match BlockSize::MIN.round_up(size.0).filter(|bytes| (64 << 20..=i64::MAX as u64 / 4).contains(bytes)) {
+        Some(bytes) => Ok(Quantity(bytes)),
+        None => Err(format!("{text} is no size for the suite's volumes: they need 64Mi at least")),
+    }
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(format!("{text:?} is no parameter: write key=value")),
+    }
+}
+
+fn chosen<'c>(all: &'c [Case], arguments: &Arguments) -> Vec<&'c Case> {
+    let focused = |case: &&Case| arguments.focus.as_ref().is_none_or(|regex| regex.is_match(case.name));
+    let kept = |case: &&Case| !arguments.skip.as_ref().is_some_and(|regex| regex.is_match(case.name));
+    all.iter().filter(focused).filter(kept).collect()
+}
+
+pub(super) fn run(arguments: Arguments) -> Done {
+    let all = table::cases();
+    let cases = chosen(&all, &arguments);
+    if arguments.list {
+        report::list(&cases, arguments.output == Output::Json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let ended = runtime.block_on(test(&arguments, &cases));
+    // A device that hangs holds its thread; that must not hold the suite.
+    runtime.shutdown_background();
+    Ok(ended.unwrap_or_else(|error| {
+        let _ = writeln!(std::io::stderr(), "cbt-lab: could not run: {error}");
+        ExitCode::from(CAN_NOT_RUN)
+    }))
+}
+
+/// Runs the cases. An error: they could not be.
+async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String> {
+    if cases.is_empty() {
+        return Err("no case is chosen: --list prints their names".into());
+    }
+    if !nix::unistd::geteuid().is_root() {
+        return Err("it needs root: it writes to block devices".into());
+    }
+    let secrets = arguments.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default();
+    // Before anything is made that a signal could leave behind.
+    let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
+    let dir = tempfile::Builder::new().prefix("deltapath-conformance-").tempdir();
+    let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
+    let (client, claims) = tokio::select! {
+        asked = ask(arguments) => asked?,
+        _ = signals.wait_for(|count| *count > 0) => return Ok(ExitCode::from(INTERRUPTED)),
+    };
+    let place = |given: &Option<PathBuf>, name: &str| match given {
+        Some(given) => std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display())),
+        None => Ok(dir.path().join(name)),
+    };
+    let settings = Settings {
+        volume_parameters: HashMap::from_iter(arguments.parameter.iter().cloned()),
+        snapshot_parameters: HashMap::from_iter(arguments.snapshot_parameter.iter().cloned()),
+        secrets,
+        staging_dir: place(&arguments.staging_dir, "staging")?,
+        target_dir: place(&arguments.target_dir, "target")?,
+        volume_size: arguments.volume_size.0,
+    };
+    let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
+    let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
+
+    let patience = arguments.patience();
+    let (name, version, claimed) = (claims.name.clone(), claims.version.clone(), claims.metadata);
+    let endpoint = arguments.controller()?;
+    let lab = Lab::new(Plugin::new(endpoint.path(), client, claims, settings, run_name()?), patience);
+    if !claimed && !run::serves(&lab, patience).await {
+        return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
+    }
+    let started = Instant::now();
+    let mut report = Report::new(endpoint.to_string(), name, version, arguments.output == Output::Text);
+    run::run(&lab, cases, patience, &mut report, signals).await;
+    // Only what is empty: what a driver holds below is not ours to remove.
+    for dir in ours.into_iter().chain([dir.keep()]) {
+        if let Err(error) = std::fs::remove_dir(&dir)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            report.left_behind.push(format!("{}: {error}", dir.display()));
+        }
+    }
+    let junit = arguments.junit.as_ref().map_or(Ok(()), |path| {
+        report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))
+    });
+    report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;
+    junit?;
+    Ok(match (report.interrupted, report.is_good()) {
+        (true, _) => ExitCode::from(INTERRUPTED),
+        (false, true) => ExitCode::SUCCESS,
+        (false, false) => ExitCode::FAILURE,
+    })
+}
+
+/// Connects, and asks the driver what it can.
+async fn ask(arguments: &Arguments) -> Result<(Client, Claims), String> {
+    let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
+    let mut client = connect(endpoint).await?;
+    if arguments.controller()? != endpoint {
+        client = Client { node: client.node, ..connect(arguments.controller()?).await? };
+    }
+    let asked = tokio::time::timeout(arguments.patience(), Claims::ask(&mut client)).await;
+    let late = |_| format!("the driver did not tell its capabilities within {} s", arguments.timeout);
+    let claims = asked.map_err(late)??;
+    match claims.missing() {
+        None => Ok((client, claims)),
+        Some(missing) => {
+            Err(format!("{} does not claim {missing}, so there is nothing to test on", claims.name))
+        }
+    }
+}
+
+async fn connect(endpoint: &Endpoint) -> Result<Client, String> {
+    let connected = Client::connect(endpoint.path(), Duration::from_secs(5)).await;
+    connected.map_err(|error| format!("nobody answers at {endpoint}: {}", base::report(&error)))
+}
+
+impl Arguments {
+    fn patience(&self) -> Duration {
+        Duration::from_secs(self.timeout)
+    }
+
+    /// Where Controller and SnapshotMetadata are.
+    fn controller(&self) -> Result<&Endpoint, String> {
+        let endpoint = self.controller_endpoint.as_ref().or(self.endpoint.as_ref());
+        endpoint.ok_or_else(|| "no --endpoint".into())
+    }
+}
+
+/// Counts SIGINT, SIGTERM and SIGHUP.
+fn signals() -> std::io::Result<watch::Receiver<u32>> {
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    let (count, signals) = watch::channel(0);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+                _ = hangup.recv() => {}
+            }
+            count.send_modify(|count| *count += 1);
+            let _ = writeln!(
+                std::io::stderr(),
+                "cbt-lab: interrupted; cleaning up (once more: leave all as it is)"
+            );
+        }
+    });
+    Ok(signals)
+}
+
+/// Begins the names of one run's volumes, snapshots and directories.
+fn run_name() -> Result<String, String> {
+    let mut random = [0; 4];
+    getrandom::fill(&mut random).map_err(|error| format!("no random numbers: {error}"))?;
+    Ok(format!("conformance-{:08x}", u32::from_ne_bytes(random)))
+}

@@ -1,0 +1,160 @@
+//! `starting_offset`: what an answer that starts later has to hold, and not to hold.
+
+use super::answer::{Answer, missing, name, unexpected};
+use super::case::{Judged, Verdict, Wrong, code_name, remarked};
+use super::format::too_few;
+use super::lab::{Kind, Lab};
+use csi_client::Question;
+use tonic::Code;
+
+/// Every kind of offset there is in an answer, with what it is.
+fn kinds(whole: &Answer, capacity: u64) -> Result<Vec<(u64, &'static str)>, Wrong> {
+    let tuples: Vec<(u64, u64)> = whole
+        .tuples()
+        .filter(|(offset, size)| *offset >= 0 && *size > 0 && offset.checked_add(*size).is_some())
+        .map(|(offset, size)| (offset as u64, size as u64))
+        .collect();
+    let last = *tuples.last().ok_or_else(|| Wrong::new("the answer has no tuple to start in"))?;
+    let (offset, size) = tuples[tuples.len() / 2];
+    let mut kinds = vec![
+        (0, "the start of the volume"),
+        (1, "a byte behind the start"),
+        (offset, "the first byte of a tuple"),
+        (offset + 1, "a byte behind the first of a tuple"),
+        (offset + size / 2, "the middle of a tuple"),
+        (offset + size - 1, "the last byte of a tuple"),
+        (offset + size, "the end of a tuple"),
+        (last.0, "the start of the last tuple"),
+        (last.0 + last.1 - 1, "the last byte of the last tuple"),
+        (capacity - 1, "the last byte of the volume"),
+    ];
+    let gap = tuples.windows(2).find(|pair| pair[0].0 + pair[0].1 < pair[1].0);
+    if let Some(pair) = gap {
+        let end = pair[0].0 + pair[0].1;
+        kinds.push((end, "the start of a gap"));
+        kinds.push((end + (pair[1].0 - end) / 2, "the middle of a gap"));
+        kinds.push((pair[1].0 - 1, "the last byte of a gap"));
+    }
+    kinds.retain(|(offset, _)| *offset < capacity);
+    Ok(kinds)
+}
+
+/// Runs through all kinds of offsets: no tuple may end at or before one.
+pub(super) async fn first_tuple(lab: &Lab, kind: Kind) -> Judged {
+    let question = lab.question(kind)?;
+    let capacity = lab.pair()?.second.size;
+    let whole = lab.ask(&question, 0, 0).await?;
+    for (offset, what) in kinds(&whole, capacity)? {
+        for max_results in [0, 1] {
+            let answer = lab.ask(&question, offset as i64, max_results).await?;
+            early(&answer, &question, lab, offset, max_results).map_err(|wrong| wrong.at(what))?;
+        }
+    }
+    Ok(Verdict::Pass)
+}
+
+fn early(answer: &Answer, question: &Question, lab: &Lab, offset: u64, max: i32) -> Result<(), Wrong> {
+    match answer.tuples().find(|(start, size)| start.saturating_add(*size) <= offset as i64) {
+        None => Ok(()),
+        Some((start, size)) => {
+            let call = name(question, &lab.options(offset as i64, max));
+            Err(Wrong::new(format!("{call}: ({start}, {size}) ends at or before the offset")))
+        }
+    }
+}
+
+/// What lies behind `offset` in the whole answer has to be in `answer`. Tells what is there besides.
+fn rest(whole: &Answer, answer: &Answer, offset: u64) -> Result<Option<String>, Wrong> {
+    let wanted = whole.ranges().within(offset, u64::MAX);
+    let told = answer.ranges().within(offset, u64::MAX);
+    missing("that the whole answer has behind the offset", &wanted, &told)?;
+    let more = told.minus(&wanted).bytes();
+    Ok((more > 0).then(|| format!("from offset {offset} on it lists {more} bytes more than from 0 on")))
+}
+
+/// The same offsets: nothing behind them is lost.
+pub(super) async fn complete(lab: &Lab, kind: Kind) -> Judged {
+    let question = lab.question(kind)?;
+    let capacity = lab.pair()?.second.size;
+    let whole = lab.ask(&question, 0, 0).await?;
+    let mut remarks = Vec::new();
+    for (offset, what) in kinds(&whole, capacity)? {
+        let answer = lab.ask(&question, offset as i64, 0).await?;
+        let rest = rest(&whole, &answer, offset);
+        remarks.extend(rest.map_err(|wrong| wrong.at(&format!("starting_offset {offset}, {what}")))?);
+    }
+    remarked(remarks)
+}
+
+/// Cut after each message, and continued where its last tuple ended.
+pub(super) async fn resume(lab: &Lab, kind: Kind) -> Judged {
+    let question = lab.question(kind)?;
+    let mut remarks = Vec::new();
+    for max_results in [1, 5] {
+        let whole = lab.ask(&question, 0, max_results).await?;
+        if let Some(skip) = too_few([&whole])? {
+            return Ok(skip);
+        }
+        for (number, message) in whole.messages.iter().enumerate() {
+            let Some((offset, size)) = message.tuples.last() else { continue };
+            let next = offset.saturating_add(*size);
+            if next as u64 >= lab.pair()?.second.size {
+                continue;
+            }
+            let answer = lab.ask(&question, next, 0).await?;
+            let place = || format!("continued after message {number}, at {next}");
+            early(&answer, &question, lab, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
+            remarks.extend(rest(&whole, &answer, next as u64).map_err(|wrong| wrong.at(&place()))?);
+        }
+    }
+    remarks.truncate(1);
+    remarked(remarks)
+}
+
+/// An offset at the very end, where a client is that has read a tuple up to the capacity.
+pub(super) async fn at_capacity(lab: &Lab, kind: Kind) -> Judged {
+    let question = lab.question(kind)?;
+    let whole = lab.ask(&question, 0, 0).await?;
+    let capacity = whole.capacity().ok_or_else(|| Wrong::new("OK without a message"))?;
+    let options = lab.options(capacity, 0);
+    let answer = lab.try_ask(&question, &options).await?;
+    match &answer.end {
+        Ok(()) if answer.tuples().next().is_some() => {
+            Err(unexpected(&question, &options, &answer, "OK without tuples"))
+        }
+        Ok(()) if answer.messages.is_empty() => {
+            Ok(Verdict::Allowed("OK without a message: the client is told neither type nor capacity".into()))
+        }
+        Ok(()) => Ok(Verdict::Pass),
+        Err(status) if status.code() == Code::OutOfRange => Ok(Verdict::Allowed(
+            "OUT_OF_RANGE, though the offset does not exceed the volume: a client that continues after a tuple \
+             up to the capacity meets it"
+                .into(),
+        )),
+        Err(_) => Err(unexpected(&question, &options, &answer, "OK without tuples")),
+    }
+}
+
+/// Offsets that must be refused with OUT_OF_RANGE.
+async fn refused(lab: &Lab, kind: Kind, offsets: &[i64]) -> Judged {
+    let question = lab.question(kind)?;
+    for offset in offsets {
+        let options = lab.options(*offset, 0);
+        let answer = lab.try_ask(&question, &options).await?;
+        match &answer.end {
+            Err(status) if status.code() == Code::OutOfRange => {}
+            _ => return Err(unexpected(&question, &options, &answer, &code_name(Code::OutOfRange))),
+        }
+    }
+    Ok(Verdict::Pass)
+}
+
+pub(super) async fn beyond(lab: &Lab, kind: Kind) -> Judged {
+    let snap = &lab.pair()?.second;
+    let size = (snap.size as i64).max(snap.told);
+    refused(lab, kind, &[size + 1, size + 4096, size * 2, i64::MAX]).await
+}
+
+pub(super) async fn negative(lab: &Lab, kind: Kind) -> Judged {
+    refused(lab, kind, &[-1, -4096, i64::MIN]).await
+}

@@ -1,0 +1,221 @@
+//! The driver under test, and what a container orchestrator does with it: volumes and snapshots here,
+//! attachments in `attach.rs`. It knows what the CSI spec says of the order of calls, and nothing of any
+//! driver.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::case::Wrong;
+use super::claims::Claims;
+use super::ledger::{Ledger, Made};
+use super::secrets::Secrets;
+use csi_client::Client;
+
+/// How long to wait before a call that the driver put off is made again.
+pub(super) const AGAIN: Duration = Duration::from_millis(200);
+
+/// `call!(plugin, service.method, name, request)`: makes a call until it is not put off with ABORTED, as the
+/// spec has it done. The case's time bounds it.
+macro_rules! call {
+    ($plugin:expr, $service:ident.$method:ident, $name:literal, $request:expr) => {
+        loop {
+            $plugin.calls($name);
+            match $plugin.client().$service.$method($request.clone()).await {
+                Err(status) if status.code() == tonic::Code::Aborted => {
+                    tokio::time::sleep($crate::conformance::plugin::AGAIN).await;
+                }
+                Err(status) => break Err($crate::conformance::case::Wrong::call($name, &status)),
+                Ok(answer) => break Ok(answer.into_inner()),
+            }
+        }
+    };
+}
+pub(super) use call;
+
+/// What the command line says of the driver.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    /// Parameters of the StorageClass.
+    pub volume_parameters: HashMap<String, String>,
+    /// Parameters of the VolumeSnapshotClass.
+    pub snapshot_parameters: HashMap<String, String>,
+    /// A call's secrets.
+    pub secrets: Secrets,
+    /// Where volumes are staged, each in a directory of its own.
+    pub staging_dir: PathBuf,
+    /// Where volumes are published, each in a directory of its own.
+    pub target_dir: PathBuf,
+    /// Bytes asked of a new volume.
+    pub volume_size: u64,
+}
+
+pub(super) struct Plugin {
+    socket: PathBuf,
+    client: Client,
+    /// What the driver says it can.
+    pub claims: Claims,
+    pub settings: Settings,
+    ledger: Ledger,
+    /// Begins the names of all that is made.
+    pub(super) run: String,
+    last_call: Mutex<&'static str>,
+}
+
+/// A volume that the suite made.
+#[derive(Clone, Debug)]
+pub(super) struct Volume {
+    pub id: String,
+    /// `capacity_bytes` as the driver told it.
+    pub capacity: i64,
+    pub(super) context: HashMap<String, String>,
+    pub(super) capability: proto::VolumeCapability,
+}
+
+impl Plugin {
+    pub fn new(socket: &Path, client: Client, claims: Claims, settings: Settings, run: String) -> Self {
+        Plugin {
+            socket: socket.to_owned(),
+            client,
+            claims,
+            settings,
+            ledger: Ledger::default(),
+            run,
+            last_call: Mutex::new("none"),
+        }
+    }
+
+    /// Notes the call that is made, for whoever waits for its end.
+    pub fn calls(&self, call: &'static str) {
+        *self.last_call.lock().unwrap_or_else(PoisonError::into_inner) = call;
+    }
+
+    /// That nothing ended in time, and where.
+    pub fn late(&self, patience: Duration) -> Wrong {
+        let call = *self.last_call.lock().unwrap_or_else(PoisonError::into_inner);
+        Wrong::new(format!("no end within {} s; the last call was {call}", patience.as_secs()))
+    }
+
+    /// All that was made and is not deleted yet.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// A connection; the clones of one share its socket.
+    pub fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    /// A new connection whose streams wait for their reader.
+    pub async fn narrow(&self) -> Result<Client, Wrong> {
+        let connected = Client::connect_narrow(&self.socket, 512).await;
+        connected.map_err(|error| Wrong::new(format!("connect: {error}")))
+    }
+
+    pub(super) fn secrets(&self, call: &str) -> HashMap<String, String> {
+        self.settings.secrets.of(call)
+    }
+
+    /// The secrets of both streams.
+    pub fn stream_secrets(&self) -> HashMap<String, String> {
+        self.secrets("SnapshotMetadata")
+    }
+
+    /// CreateVolume, from a snapshot or empty.
+    pub async fn create_volume(
+        &self,
+        capability: proto::VolumeCapability,
+        from_snapshot: Option<&str>,
+        bytes: u64,
+    ) -> Result<Volume, Wrong> {
+        let name = format!("{}-volume-{}", self.run, self.ledger.next());
+        let mut request = csi_client::new_volume(&name, bytes as i64, capability.clone());
+        request.parameters = self.settings.volume_parameters.clone();
+        request.secrets = self.secrets("CreateVolume");
+        request.volume_content_source = from_snapshot.map(csi_client::from_snapshot);
+        request.accessibility_requirements = self.claims.topology.clone().map(|topology| {
+            proto::TopologyRequirement { requisite: vec![topology.clone()], preferred: vec![topology] }
+        });
+        self.ledger.push(Made::Volume { request: Box::new(request.clone()), id: None });
+        let volume = self.create_volume_again(request).await?;
+        Ok(Volume {
+            id: volume.volume_id,
+            capacity: volume.capacity_bytes,
+            context: volume.volume_context,
+            capability,
+        })
+    }
+
+    /// CreateVolume; made again, it finds the same volume by its name.
+    pub async fn create_volume_again(
+        &self,
+        request: proto::CreateVolumeRequest,
+    ) -> Result<proto::Volume, Wrong> {
+        let answer = call!(self, controller.create_volume, "CreateVolume", request)?;
+        let volume = answer.volume.ok_or_else(|| Wrong::new("CreateVolume: the answer holds no volume"))?;
+        self.ledger.volume_is(&request.name, &volume.volume_id);
+        Ok(volume)
+    }
+
+    /// DeleteVolume.
+    pub async fn delete_volume(&self, id: &str) -> Result<(), Wrong> {
+        let secrets = self.secrets("DeleteVolume");
+        let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), secrets };
+        call!(self, controller.delete_volume, "DeleteVolume", request)?;
+        self.ledger.forget(|made| matches!(made, Made::Volume { id: Some(found), .. } if found == id));
+        Ok(())
+    }
+
+    /// CreateSnapshot, until it is ready to use; returns its id.
+    pub async fn create_snapshot(&self, volume_id: &str) -> Result<String, Wrong> {
+        let request = proto::CreateSnapshotRequest {
+            source_volume_id: volume_id.to_owned(),
+            name: format!("{}-snapshot-{}", self.run, self.ledger.next()),
+            secrets: self.secrets("CreateSnapshot"),
+            parameters: self.settings.snapshot_parameters.clone(),
+        };
+        self.ledger.push(Made::Snapshot { request: Box::new(request.clone()), id: None });
+        self.create_snapshot_again(request, true).await
+    }
+
+    /// CreateSnapshot, until it is ready where that is wanted; made again, it finds the same snapshot by its
+    /// name.
+    pub async fn create_snapshot_again(
+        &self,
+        request: proto::CreateSnapshotRequest,
+        ready: bool,
+    ) -> Result<String, Wrong> {
+        loop {
+            let answer = call!(self, controller.create_snapshot, "CreateSnapshot", request)?;
+            let snapshot = answer.snapshot;
+            let snapshot =
+                snapshot.ok_or_else(|| Wrong::new("CreateSnapshot: the answer holds no snapshot"))?;
+            self.ledger.snapshot_is(&request.name, &snapshot.snapshot_id);
+            if snapshot.ready_to_use || !ready {
+                return Ok(snapshot.snapshot_id);
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+
+    /// DeleteSnapshot.
+    pub async fn delete_snapshot(&self, id: &str) -> Result<(), Wrong> {
+        let secrets = self.secrets("DeleteSnapshot");
+        let request = proto::DeleteSnapshotRequest { snapshot_id: id.to_owned(), secrets };
+        call!(self, controller.delete_snapshot, "DeleteSnapshot", request)?;
+        self.ledger.forget(|made| matches!(made, Made::Snapshot { id: Some(found), .. } if found == id));
+        Ok(())
+    }
+
+    /// Whether the driver answers a Probe with `OK`.
+    pub async fn alive(&self) -> bool {
+        self.client().identity.probe(proto::ProbeRequest {}).await.is_ok()
+    }
+
+    /// Whether nobody answers a Probe, with whatever.
+    pub async fn is_silent(&self) -> bool {
+        let answer = self.client().identity.probe(proto::ProbeRequest {}).await;
+        answer.is_err_and(|status| Wrong::call("Probe", &status).is_silence())
+    }
+}

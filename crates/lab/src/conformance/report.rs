@@ -1,0 +1,207 @@
+//! What is told of a run: to a person as it goes, as one JSON object, as JUnit XML.
+
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
+use serde::Serialize;
+
+use super::case::{Case, Judged, Level, Verdict};
+
+/// A case and what came of it.
+#[derive(Debug, Serialize)]
+pub(super) struct Outcome {
+    name: &'static str,
+    level: Level,
+    section: &'static str,
+    requirement: &'static str,
+    /// `pass`, `fail`, `allowed` or `skip`.
+    verdict: &'static str,
+    /// Why, for all but a pass.
+    detail: Option<String>,
+    ms: f64,
+}
+
+impl Outcome {
+    pub fn of(case: &Case, judged: Judged, took: Duration) -> Self {
+        let (verdict, detail) = match judged {
+            Err(wrong) => ("fail", Some(wrong.to_string())),
+            Ok(Verdict::Pass) => (Verdict::Pass.word(), None),
+            Ok(ref verdict @ (Verdict::Allowed(ref why) | Verdict::Skip(ref why))) => {
+                (verdict.word(), Some(why.clone()))
+            }
+        };
+        let Case { name, level, section, requirement, .. } = *case;
+        Outcome { name, level, section, requirement, verdict, detail, ms: millis(took) }
+    }
+}
+
+/// How many cases came out how.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+pub(super) struct Counts {
+    pass: usize,
+    allowed: usize,
+    fail: usize,
+    skip: usize,
+}
+
+/// A whole run.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    /// `pass`, `fail` or `interrupted`.
+    verdict: &'static str,
+    endpoint: String,
+    driver: String,
+    version: String,
+    counts: Counts,
+    total_ms: f64,
+    pub left_behind: Vec<String>,
+    cases: Vec<Outcome>,
+    #[serde(skip)]
+    pub interrupted: bool,
+    #[serde(skip)]
+    live: bool,
+}
+
+impl Report {
+    /// An empty report; a live one prints each case when it is done.
+    pub fn new(endpoint: String, driver: String, version: String, live: bool) -> Self {
+        if live {
+            tell(&format!(
+                "{driver} {version} at {endpoint}, against the CSI spec, \"Snapshot Metadata Service RPCs\"\n"
+            ));
+        }
+        Report {
+            verdict: "fail",
+            endpoint,
+            driver,
+            version,
+            counts: Counts::default(),
+            total_ms: 0.0,
+            left_behind: Vec::new(),
+            cases: Vec::new(),
+            interrupted: false,
+            live,
+        }
+    }
+
+    pub fn add(&mut self, outcome: Outcome) {
+        match outcome.verdict {
+            "pass" => self.counts.pass += 1,
+            "allowed" => self.counts.allowed += 1,
+            "skip" => self.counts.skip += 1,
+            _ => self.counts.fail += 1,
+        }
+        if self.live {
+            let word = if outcome.verdict == "allowed" { "allowed, but" } else { outcome.verdict };
+            let Outcome { level, name, ms, section, requirement, .. } = &outcome;
+            tell(&format!("{word:<12}  {level:<6} {name:<30} {ms:>6.0} ms"));
+            tell(&format!("              {section}: {requirement}"));
+            if let Some(detail) = &outcome.detail {
+                tell(&format!("              -> {detail}"));
+            }
+        }
+        self.cases.push(outcome);
+    }
+
+    /// Whether no case failed and nothing is left.
+    pub fn is_good(&self) -> bool {
+        self.counts.fail == 0 && self.left_behind.is_empty() && !self.interrupted
+    }
+
+    /// Ends the report: the sum for a person, or all of it as JSON.
+    pub fn finish(&mut self, total: Duration) -> io::Result<()> {
+        self.total_ms = millis(total);
+        self.verdict = match (self.interrupted, self.is_good()) {
+            (true, _) => "interrupted",
+            (false, true) => "pass",
+            (false, false) => "fail",
+        };
+        for left in &self.left_behind {
+            let _ = writeln!(io::stderr(), "cbt-lab: left behind: {left}");
+        }
+        let mut out = io::stdout().lock();
+        if !self.live {
+            serde_json::to_writer_pretty(&mut out, self)?;
+            return writeln!(out);
+        }
+        let Counts { pass, allowed, fail, skip } = self.counts;
+        let word = self.verdict.to_uppercase();
+        let seconds = total.as_secs_f64();
+        writeln!(
+            out,
+            "\n{word}: {pass} passed, {allowed} allowed but, {fail} failed, {skip} skipped in {seconds:.1} s"
+        )
+    }
+
+    /// Writes JUnit XML: what is allowed passes, with its remark as output.
+    pub fn write_junit(&self, path: &Path) -> io::Result<()> {
+        let mut suite = TestSuite::new("SnapshotMetadata");
+        suite.add_property(("driver", self.driver.as_str()));
+        suite.add_property(("version", self.version.as_str()));
+        for case in &self.cases {
+            let detail = case.detail.clone().unwrap_or_default();
+            let status = match case.verdict {
+                "fail" => {
+                    let mut status = TestCaseStatus::non_success(NonSuccessKind::Failure);
+                    status.set_message(detail.clone());
+                    status.set_description(format!("{} {}: {}", case.level, case.section, case.requirement));
+                    status
+                }
+                "skip" => {
+                    let mut status = TestCaseStatus::skipped();
+                    status.set_message(detail.clone());
+                    status
+                }
+                _ => TestCaseStatus::success(),
+            };
+            let mut test = TestCase::new(case.name, status);
+            test.set_classname(case.section);
+            test.set_time(Duration::from_secs_f64(case.ms / 1000.0));
+            if case.verdict == "allowed" {
+                test.set_system_out(format!("allowed, but: {detail}"));
+            }
+            suite.add_test_case(test);
+        }
+        let mut report = quick_junit::Report::new("cbt-lab conformance");
+        report.add_test_suite(suite);
+        let file = std::fs::File::create(path)?;
+        report.serialize(file).map_err(io::Error::other)
+    }
+}
+
+/// Prints a line. That nobody reads any more is no reason to leave volumes behind.
+fn tell(line: &str) {
+    let _ = writeln!(io::stdout(), "{line}");
+}
+
+/// Prints the table of cases.
+pub(super) fn list(cases: &[&Case], json: bool) -> io::Result<()> {
+    #[derive(Serialize)]
+    struct Row {
+        name: &'static str,
+        level: Level,
+        section: &'static str,
+        requirement: &'static str,
+    }
+    let mut out = io::stdout().lock();
+    if json {
+        let row = |case: &&Case| Row {
+            name: case.name,
+            level: case.level,
+            section: case.section,
+            requirement: case.requirement,
+        };
+        serde_json::to_writer_pretty(&mut out, &cases.iter().map(row).collect::<Vec<_>>())?;
+        return writeln!(out);
+    }
+    for case in cases {
+        writeln!(out, "{:<6}  {:<28} {}: {}", case.level, case.name, case.section, case.requirement)?;
+    }
+    Ok(())
+}
+
+fn millis(duration: Duration) -> f64 {
+    (duration.as_secs_f64() * 1e4).round() / 10.0
+}

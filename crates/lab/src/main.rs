@@ -1,0 +1,52 @@
+//! `cbt-lab`: what a driver author and a backup author need to test their own changed block tracking. It knows CSI,
+//! and nothing of any driver.
+//!
+//! Exit codes: see each subcommand.
+#![forbid(unsafe_code)]
+
+mod conformance;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Tests changed block tracking (KEP-3314) of any CSI driver.
+///
+/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage or could not run, 130 interrupted.
+#[derive(Debug, Parser)]
+#[command(name = "cbt-lab", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Conformance(conformance::Arguments),
+}
+
+/// What a command prints on standard output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Text,
+    /// One JSON object at the end.
+    Json,
+}
+
+/// Exit code after a signal.
+const INTERRUPTED: u8 = 130;
+
+/// What a subcommand returns: an exit code, or an error for standard error.
+type Done = Result<ExitCode, Box<dyn Error>>;
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Conformance(arguments) => conformance::run(arguments),
+    };
+    done.unwrap_or_else(|error| {
+        eprintln!("cbt-lab: {}", base::report(&*error));
+        ExitCode::FAILURE
+    })
+}
