@@ -125,7 +125,7 @@ fn deltas(criterion: &mut Criterion) {
     });
     group.bench_function("DeltaScan", |bencher| {
         bencher.iter(|| {
-            let side = |object| Side::open(object, false).expect("open");
+            let side = |object| Side::open(object).expect("open");
             let way = vec![MapFile::open(&changed).expect("map")];
             let mut scan = DeltaScan::new(side(&base), side(&target), Some(way), 0);
             let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));

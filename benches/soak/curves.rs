@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::mount::mounts;
 use deltapath::sys::sweep::devices_below;
 
@@ -81,6 +82,12 @@ const CURVES: [Curve; 6] = [
     },
 ];
 
+/// The loop devices on files of the driver, whose data directory may be a link to another disk.
+pub fn devices(rig: &Rig) -> Vec<LoopDevice> {
+    let dir = rig.data_dir().canonicalize();
+    dir.map_or(Vec::new(), |dir| devices_below(&dir).unwrap_or_default())
+}
+
 impl Sample {
     /// Looks at the rig's driver, which runs.
     pub fn take(rig: &Rig, at: f64) -> Self {
@@ -96,7 +103,7 @@ impl Sample {
             number("VmRSS:") / 1024.0,
             entries(format!("{process}/fd").as_ref()),
             number("Threads:"),
-            devices_below(dir).map_or(0, |devices| devices.len()) as f64,
+            devices(rig).len() as f64,
             mounts as f64,
             entries(&rig.pool_dir().join("staging")),
         ];

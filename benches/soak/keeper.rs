@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use deltapath::sys::sweep::devices_below;
 use tokio::task::JoinSet;
 
 use crate::backup::{delete_snapshot, delete_volume};
-use crate::curves::{Curves, Sample, entries};
+use crate::curves::{Curves, Sample, devices, entries};
 use crate::load::{Volume, unpublish};
 use crate::{Counts, Failed, World, add, blocking, get};
 use testkit::Rig;
@@ -24,7 +23,7 @@ pub async fn watch(world: &'static World, rig: &mut Rig, working: usize, tasks: 
     let (mut next_end, mut next_print, mut ends) = (between, PRINT, 0u32);
     // Some hundred samples a third, so that the lowest is one of a quiet moment.
     let look = Duration::from_secs_f64((length / 1000.0).clamp(0.1, 1.0));
-    let mut traffic = Traffic { seen: sectors(rig.dir.path()), at: 0.0 };
+    let mut traffic = Traffic { seen: sectors(rig), at: 0.0 };
     let mut ended = 0;
     while ended < working {
         tokio::select! {
@@ -91,7 +90,7 @@ struct Traffic {
 impl Traffic {
     fn line(&mut self, world: &World, rig: &Rig, sample: &Sample) -> String {
         let Counts { snapshots, deltas, compared, .. } = &world.counts;
-        let now = sectors(rig.dir.path());
+        let now = sectors(rig);
         let mut sums = [0; 2];
         for (device, counts) in &now {
             let before = self.seen.get(device).unwrap_or(counts);
@@ -113,8 +112,8 @@ impl Traffic {
 }
 
 /// Sectors read from and written to each device of the rig (Documentation/block/stat).
-fn sectors(dir: &Path) -> BTreeMap<PathBuf, [u64; 2]> {
-    let devices = devices_below(dir).unwrap_or_default();
+fn sectors(rig: &Rig) -> BTreeMap<PathBuf, [u64; 2]> {
+    let devices = devices(rig);
     let counts = devices.iter().map(|device| {
         let text = std::fs::read_to_string(device.sysfs().join("stat")).unwrap_or_default();
         let fields: Vec<u64> = text.split_whitespace().filter_map(|field| field.parse().ok()).collect();
@@ -172,13 +171,13 @@ async fn snapshots(world: &World) -> Result<Vec<(String, String)>, Failed> {
 /// What an idle driver without any object should not have.
 fn leftovers(rig: &Rig, fresh: &Sample) -> Vec<String> {
     let mut left = Vec::new();
-    for name in ["volumes", "snapshots", "groups", "retained", "staging"] {
+    for name in ["volumes", "snapshots", "groups", "staging"] {
         let count = entries(&rig.pool_dir().join(name));
         if count > 0.0 {
             left.push(format!("{count} in {name}/"));
         }
     }
-    let devices = devices_below(&rig.pool_dir()).unwrap_or_default();
+    let devices = devices(rig);
     left.extend(devices.iter().map(|device| format!("device {}", device.path().display())));
     let mounts = deltapath::sys::mount::mounts().unwrap_or_default();
     let below = mounts.iter().filter(|mount| mount.mount_point.starts_with(rig.kubelet()));

@@ -116,7 +116,7 @@ fn main() -> ExitCode {
     let minutes: f64 = setting("MINUTES", 30.0);
     assert!(minutes >= 1.0, "MINUTES={minutes}: a run of less than a minute says nothing");
     let flag: String = setting("POOL", "btrfs".to_owned());
-    let pool = testkit::POOLS.into_iter().find(|pool| pool.flag() == flag);
+    let pool = testkit::POOLS.into_iter().find(|pool| pool.name() == flag);
     let pool = pool.unwrap_or_else(|| panic!("POOL={flag}: it is btrfs, xfs or dir"));
     if !testkit::have_root() {
         return ExitCode::FAILURE;
@@ -156,7 +156,7 @@ async fn soak(pool: PoolKind, length: Duration) -> bool {
     println!(
         "soak: {} min on {}, 16 volumes under fio, 2 thirds on one process",
         length.as_secs() / 60,
-        pool.flag()
+        pool.name()
     );
     let world: &'static World = Box::leak(Box::new(world));
     let volumes = match load::make_volumes(world).await {

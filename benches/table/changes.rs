@@ -44,7 +44,7 @@ pub async fn run(table: &mut Table) {
     for pool in wanted {
         let huge = measure(pool, 16 << 40).await;
         let small = measure(pool, 16 << 30).await;
-        let flag = pool.flag();
+        let flag = pool.name();
         for (what, id, ours, theirs) in [
             ("first CreateSnapshot, nothing hashed", "a", &huge.first, &small.first),
             ("CreateSnapshot after 1 % changed", "a", &huge.next, &small.next),

@@ -43,7 +43,7 @@ impl Table {
 
     /// Whether a pool is named, or none is.
     fn wants_pool(&self, pool: PoolKind) -> bool {
-        let named = |pool: &PoolKind| self.wanted.iter().any(|wanted| wanted == pool.flag());
+        let named = |pool: &PoolKind| self.wanted.iter().any(|wanted| wanted == pool.name());
         named(&pool) || !SHARING.iter().any(named)
     }
 

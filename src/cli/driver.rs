@@ -6,14 +6,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::Done;
+use super::{Done, PoolFlag};
 use crate::csi;
 use crate::driver::{Config, Driver, HashingThread, Retention};
 use crate::http::Server;
-use crate::pool::{PoolChoice, PoolRequest};
 use crate::store::TupleStyle;
 use crate::sys;
 use base::Endpoint;
@@ -51,15 +50,15 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "NAME", default_value = "deltapath.csi.dev", value_parser = driver_name)]
     driver_name: String,
     /// Storage of volumes and snapshots. Chosen when the data directory is created, and kept.
-    #[arg(long, value_enum, default_value_t = PoolChoice::Auto)]
-    pool: PoolChoice,
+    #[arg(long, value_enum, default_value_t = PoolFlag::Auto)]
+    pool: PoolFlag,
     /// Size of a pool image, such as 100Gi. The image is sparse. Default: nine tenths of the free space in the
     /// filesystem of the data directory.
     #[arg(long, value_name = "SIZE")]
     pool_size: Option<Quantity>,
     /// Type of block metadata, unless the VolumeSnapshotClass names one.
-    #[arg(long, value_enum, default_value_t = TupleStyle::Variable)]
-    block_metadata_type: TupleStyle,
+    #[arg(long, value_enum, default_value_t = TupleFlag::Variable)]
+    block_metadata_type: TupleFlag,
     /// Maximum size of a volume.
     #[arg(long, value_name = "SIZE", default_value = "64Ti")]
     max_volume_size: Quantity,
@@ -80,6 +79,15 @@ pub(super) struct Arguments {
     /// 0.0.0.0:9810. Default: not served.
     #[arg(long, value_name = "ADDRESS:PORT")]
     metrics_address: Option<SocketAddr>,
+}
+
+/// `--block-metadata-type`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum TupleFlag {
+    /// Adjacent blocks joined into extents (`VARIABLE_LENGTH`).
+    Variable,
+    /// Every block on its own (`FIXED_LENGTH`).
+    Fixed,
 }
 
 fn ratio(text: &str) -> Result<f64, String> {
@@ -113,8 +121,11 @@ pub(super) fn run(arguments: Arguments) -> Done {
         driver_name: arguments.driver_name,
         node_id: arguments.node_id,
         data_dir: arguments.data_dir,
-        pool: PoolRequest { choice: arguments.pool, size: arguments.pool_size },
-        tuple_style: arguments.block_metadata_type,
+        pool: arguments.pool.request(arguments.pool_size),
+        tuple_style: match arguments.block_metadata_type {
+            TupleFlag::Variable => TupleStyle::Variable,
+            TupleFlag::Fixed => TupleStyle::Fixed,
+        },
         max_volume_size: arguments.max_volume_size,
         overcommit: arguments.overcommit,
         attach: arguments.enable_attach,

@@ -15,6 +15,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand, ValueEnum};
 use tracing_subscriber::EnvFilter;
 
+use crate::pool::PoolRequest;
+use base::{PoolKind, Quantity};
+
 /// A CSI driver with exact changed block tracking (KEP-3314).
 ///
 /// Volumes are sparse files behind loop devices, snapshots carry block maps, and the CSI
@@ -48,6 +51,31 @@ enum Output {
     Text,
     /// One JSON object at the end.
     Json,
+}
+
+/// `--pool`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum PoolFlag {
+    /// The data directory's own filesystem where it is btrfs or clones files, else an image, else `dir`.
+    Auto,
+    /// btrfs: the data directory's own, or an image in it. Snapshots take constant time.
+    Btrfs,
+    /// A filesystem that clones files: the data directory's own, or an xfs image in it.
+    Xfs,
+    /// Plain files; snapshots are sparse copies.
+    Dir,
+}
+
+impl PoolFlag {
+    fn request(self, size: Option<Quantity>) -> PoolRequest {
+        let kind = match self {
+            PoolFlag::Auto => None,
+            PoolFlag::Btrfs => Some(PoolKind::Btrfs),
+            PoolFlag::Xfs => Some(PoolKind::Xfs),
+            PoolFlag::Dir => Some(PoolKind::Dir),
+        };
+        PoolRequest { kind, size }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -21,7 +21,7 @@ impl Identity for IdentityService {
             Ok(proto::GetPluginInfoResponse {
                 name: driver.config().driver_name.clone(),
                 vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
-                manifest: [("pool".to_owned(), driver.pool().to_string())].into(),
+                manifest: [("pool".to_owned(), driver.pool().kind().to_string())].into(),
             })
         })
         .await

@@ -163,7 +163,7 @@ impl Driver {
     /// The bytes that all volumes together may have; `None` without `--overcommit`.
     fn promise(&self) -> Result<Option<u64>> {
         let Some(ratio) = self.config().overcommit else { return Ok(None) };
-        let total = sys::space(self.home.dir().path())?.total;
+        let total = sys::space(self.open_pool.dir().path())?.total;
         Ok(Some((total as f64 * ratio) as u64))
     }
 
@@ -189,7 +189,7 @@ impl Driver {
         let least = block_size.round_up(least_size(&kinds)).unwrap_or(most);
         Ok(match self.promise()?.map(|most| self.left_of(most, 0)) {
             Some(left) => Room { available: left, most: most.min(block_size.round_down(left)), least },
-            None => Room { available: self.home.free()?, most, least },
+            None => Room { available: self.open_pool.free()?, most, least },
         })
     }
 }

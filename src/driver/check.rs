@@ -134,7 +134,7 @@ impl Audit<'_> {
         let dir = self.inspection.data_dir().clone();
         let (pool, image) = (dir.pool(), dir.pool_image());
         self.names(dir.path(), &[&dir.manifest(), &dir.lock(), &image, &dir.untried(), pool.path()])?;
-        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.retained(), pool.staging()];
+        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.staging()];
         self.names(pool.path(), &parts.each_ref().map(PathBuf::as_path))?;
         if image.exists() {
             self.backing.insert(FileId::of(&image)?, Backing::Pool);
@@ -243,12 +243,12 @@ impl Audit<'_> {
 
     fn snapshot(&mut self, record: &SnapshotRecord, dir: &ObjectDir, retained: bool) -> Result<()> {
         let maps = [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
-        let mut known = vec![dir.record(), dir.bytes(), dir.deleted()];
+        let mut known = vec![dir.record(), dir.bytes()];
+        if record.group.is_none() {
+            known.push(dir.deleted());
+        }
         known.extend(maps);
         self.names(dir.path(), &known.iter().map(PathBuf::as_path).collect::<Vec<_>>())?;
-        if !retained && dir.deleted().exists() {
-            self.add(Severity::Note, dir.deleted(), "a deletion that was cut short; the snapshot is there");
-        }
         match length(dir)? {
             // Freed, as that of a deleted snapshot may be.
             None if retained && !dir.bytes().exists() => {}
@@ -286,19 +286,13 @@ impl Audit<'_> {
 
     /// What lies in the directories of groups beside the members' own files.
     fn groups(&mut self) -> Result<()> {
-        let pool = self.inspection.store().dir().clone();
-        for (parent, retained) in [(pool.groups(), false), (pool.retained(), true)] {
-            for path in list(&parent)? {
-                let group = GroupDir::new(&path);
-                if !group.members().exists() {
-                    continue;
-                }
-                self.names(&path, &[&group.record(), &group.members()])?;
-                if retained && list(&group.members())?.is_empty() {
-                    let what = "a deleted group without members; the next start removes it";
-                    let found = Discovery::new(Severity::Leftover, path, what);
-                    self.found.push(found.mended_by(Mend::Clear));
-                }
+        for path in list(&self.inspection.store().dir().groups())? {
+            let group = GroupDir::new(&path);
+            self.names(&path, &[&group.record(), &group.members(), &group.deleted()])?;
+            if group.deleted().exists() && list(&group.members())?.is_empty() {
+                let what = "a deleted group without members; the next start removes it";
+                let found = Discovery::new(Severity::Leftover, path, what);
+                self.found.push(found.mended_by(Mend::Clear));
             }
         }
         Ok(())

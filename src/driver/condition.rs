@@ -30,7 +30,7 @@ impl Driver {
     /// How volumes are; one look at the pool for all of them.
     pub fn conditions(&self, volumes: &[Arc<VolumeRecord>]) -> Vec<Condition> {
         let shortage = match self.ready() {
-            Ok(()) => self.home.shortage().unwrap_or_else(|error| Some(base::report(&error))),
+            Ok(()) => self.open_pool.shortage().unwrap_or_else(|error| Some(base::report(&error))),
             Err(error) => Some(base::report(&error)),
         };
         let condition = |record: &Arc<VolumeRecord>| match (self.bytes(record), &shortage) {

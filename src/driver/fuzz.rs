@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
+use super::history::Retention;
 use super::list::PageRequest;
 use super::params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
-use super::retained::Retention;
 use super::{Error, Result};
 use base::{BlockSize, SnapshotId, VolumeId, age};
 

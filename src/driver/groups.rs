@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::error::shown;
-use super::locks::{Key, OpGuard};
-use super::maps::NewSnapshot;
+use super::fill::NewSnapshot;
+use super::locks::Key;
 use super::volumes::check_name;
 use super::{Driver, Error, Result, SnapshotParameters};
 use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
-use base::{GroupId, VolumeId};
+use base::GroupId;
 use files::Context;
 
 /// A group snapshot with its members.
@@ -109,34 +109,18 @@ impl Driver {
             snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record, pending: 0 });
         }
         self.fill_snapshots(&mut snapshots)?;
-        let (members, pending): (Vec<SnapshotRecord>, Vec<u64>) =
-            snapshots.into_iter().map(|new| (new.record, new.pending)).unzip();
+        let members: Vec<_> = snapshots.into_iter().map(|new| (new.record, new.pending)).collect();
         let record = GroupRecord {
             version: GroupRecord::VERSION,
             id,
             name: name.to_owned(),
-            members: members.iter().map(|member| member.id.clone()).collect(),
+            members: members.iter().map(|(member, _)| member.id.clone()).collect(),
             tuple_style: parameters.tuple_style,
-            created: members.first().map_or_else(Timestamp::now, |member| member.created),
+            created: members.first().map_or_else(Timestamp::now, |(member, _)| member.created),
         };
-        let chains = self.chains(members.iter().map(|member| member.volume.clone()).collect());
-        let made: Vec<_> = members.iter().cloned().map(Arc::new).collect();
-        let record = self.store.commit_group(draft, record, members)?;
-        let mut doomed = Vec::new();
-        for (member, pending) in made.iter().zip(pending) {
-            self.hashing.add(member, pending);
-            doomed.extend(self.settle(&member.volume));
-        }
-        drop(chains);
-        drop(doomed);
-        Ok(Group { record, members: made })
-    }
-
-    /// The chains of several volumes, in one order for all who take more than one.
-    fn chains(&self, mut volumes: Vec<VolumeId>) -> Vec<OpGuard> {
-        volumes.sort_unstable();
-        volumes.dedup();
-        volumes.into_iter().map(|id| self.locks.wait(Key::Chain(id))).collect()
+        let volumes: Vec<_> = members.iter().map(|(member, _)| member.volume.clone()).collect();
+        let (record, members) = self.history(&volumes).add_group(draft, record, members)?;
+        Ok(Group { record, members })
     }
 
     /// Deletes a group and its members; deltas across them stay exact. An unknown id is no error.
@@ -151,24 +135,8 @@ impl Driver {
             return Ok(self.store.check_readable(id.as_str())?);
         };
         check_members(&group.record, snapshot_ids)?;
-        let chains = self.chains(group.members.iter().map(|member| member.volume.clone()).collect());
-        let mut doomed = Vec::new();
-        let kept = group.members.iter().any(|member| self.is_worth_keeping(member))
-            && Self::could_be_kept(self.store.retain_group(&id, &group.record.members))?;
-        if !kept {
-            for member in &group.members {
-                self.hand_on(member);
-            }
-            doomed.push(self.store.remove_group(&id)?);
-            group.members.iter().for_each(|member| self.hashing.forget(member));
-        }
-        for member in &group.members {
-            doomed.extend(self.settle(&member.volume));
-        }
-        // Freeing the bytes may take long; nobody has to wait for it.
-        drop(chains);
-        drop(doomed);
-        Ok(())
+        let volumes = group.members.iter().map(|member| &member.volume);
+        self.history(volumes).delete_group(&group.record, &group.members)
     }
 }
 

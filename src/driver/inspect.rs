@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Error, Result, known_pool};
-use crate::pool::{Home, PoolChoice, PoolRequest};
+use crate::pool::{OpenPool, PoolRequest};
 use crate::store::{self, Claim, Manifest, SnapshotRecord, Store};
 use base::{DataDir, SnapshotId, Stop};
 use cbt::{self, Finding, MapFile, Progress};
@@ -16,7 +16,7 @@ pub struct Inspection {
     dir: DataDir,
     store: Store,
     /// What was mounted for the look, and the claim on it; a running driver has its own.
-    own: Option<(Home, Claim)>,
+    own: Option<(OpenPool, Claim)>,
 }
 
 /// A snapshot to be read.
@@ -51,13 +51,13 @@ impl Inspection {
             }
             claim => claim?,
         };
-        let request = PoolRequest { choice: PoolChoice::Auto, size: None };
-        let known = known_pool(&claim, &manifest, request.choice)?;
-        let home = Home::open(&dir, request, Some(known))?;
-        match Store::survey(home.dir().clone()) {
-            Ok(store) => Ok(Inspection { dir, store, own: Some((home, claim)) }),
+        let request = PoolRequest { kind: None, size: None };
+        let known = known_pool(&claim, &manifest, request)?;
+        let open_pool = OpenPool::open(&dir, request, Some(known))?;
+        match Store::survey(open_pool.dir().clone()) {
+            Ok(store) => Ok(Inspection { dir, store, own: Some((open_pool, claim)) }),
             Err(error) => {
-                home.close()?;
+                open_pool.close()?;
                 Err(error.into())
             }
         }
@@ -65,8 +65,8 @@ impl Inspection {
 
     /// Leaves the directory as it was found.
     pub fn close(self) -> Result<()> {
-        if let Some((home, _claim)) = self.own {
-            home.close()?;
+        if let Some((open_pool, _claim)) = self.own {
+            open_pool.close()?;
         }
         Ok(())
     }

@@ -8,24 +8,17 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::locks::Key;
-use super::maps::header;
 use super::streams::{Place, Share, Streams};
 use super::{Driver, Error, Result};
 use crate::store::{SnapshotRecord, TupleStyle};
-use base::{BlockSize, ByteRange, ObjectDir, Stop};
-use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples, scan_allocated};
+use base::{BlockSize, ByteRange, Stop};
+use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples};
 use files::Context;
-use files::durable;
 
 /// Tuples a message holds when the client leaves the choice.
 const DEFAULT_TUPLES: usize = 4096;
 /// Tuples a message holds at most: at 24 bytes each well under gRPC's 4 MiB.
 const MAX_TUPLES: usize = 16384;
-/// The longest way between two snapshots that is walked map by map, each an open file; a longer one
-/// compares whole maps.
-const MAX_STEPS: usize = 64;
-
 /// How long tuples are gathered before a message leaves without being full, or another stream has its turn.
 const PACE: Duration = Duration::from_millis(20);
 
@@ -184,12 +177,7 @@ impl Driver {
         // The way first: a merge meanwhile only makes its maps larger. Should a link be missing by
         // then, whole maps are compared.
         let way = self.way(&base, &target)?;
-        let scan = DeltaScan::new(
-            self.open_settled(&base, || self.side(&base, stop))?,
-            self.side(&target, stop)?,
-            way,
-            position.block,
-        );
+        let scan = DeltaScan::new(self.side(&base, stop)?, self.side(&target, stop)?, way, position.block);
         Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
     }
 
@@ -204,86 +192,15 @@ impl Driver {
         }
     }
 
-    /// Opens files of a snapshot, and once more where that fails: a deletion may have moved them meanwhile.
-    pub(super) fn open_settled<T, E>(
-        &self,
-        record: &SnapshotRecord,
-        open: impl Fn() -> Result<T, E>,
-    ) -> Result<T, E> {
-        open().or_else(|_| {
-            self.let_move(record);
-            open()
-        })
-    }
-
-    /// Waits for a deletion that moves the files of a snapshot: then they are where the index says, or gone.
-    pub(super) fn let_move(&self, record: &SnapshotRecord) {
-        drop(self.locks.wait(Key::Chain(record.volume.clone())));
-    }
-
     pub(super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
-        let deleted = self.store.read(|index| index.snapshot(&record.id).is_none());
         let dir = self.store.snapshot_dir(record);
-        self.healed(record, stop, || Side::open(&dir, deleted)).map_err(|error| gone_or(error, record))
-    }
-
-    /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
-    /// been made again from the data.
-    pub(super) fn healed<T>(
-        &self,
-        record: &SnapshotRecord,
-        stop: &Stop,
-        open: impl Fn() -> cbt::Result<T>,
-    ) -> cbt::Result<T> {
-        let (path, what) = match open() {
-            Err(cbt::Error::Damaged { path, what }) => (path, what),
-            opened => return opened,
-        };
-        self.let_move(record);
-        if path == self.store.snapshot_dir(record).allocated() {
-            self.write_allocated(record, &what, stop)?;
+        let side = self.healed(record, stop, || Side::open(&dir)).map_err(|error| gone_or(error, record))?;
+        // Asked afterwards: bytes are freed after the deletion.
+        if side.data.is_none() && self.store.read(|index| index.snapshot(&record.id).is_some()) {
+            let source = std::io::ErrorKind::NotFound.into();
+            return Err(files::Error { operation: "open", path: side.data_path, source }.into());
         }
-        open()
-    }
-
-    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: whoever needs the map
-    /// waits, and nobody else.
-    ///
-    /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
-    /// 2. Rename it over the damaged one.
-    pub(super) fn write_allocated(
-        &self,
-        record: &SnapshotRecord,
-        what: &str,
-        stop: &Stop,
-    ) -> cbt::Result<()> {
-        let _map = self.locks.wait_until(Key::Map(record.id.clone()), stop)?;
-        let dir = self.store.snapshot_dir(record);
-        let (path, data_path) = (dir.allocated(), dir.data());
-        if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
-            // Somebody else has made it meanwhile.
-            return Ok(());
-        }
-        tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
-        let data = match File::open(&data_path).context("open", &data_path) {
-            Err(error) if error.is_not_found() => {
-                return Err(cbt::Error::Lost { what: format!("{}: {what}", path.display()) });
-            }
-            opened => opened?,
-        };
-        let fresh = |dir: &ObjectDir| dir.allocated().with_extension("map.new");
-        durable::remove(&fresh(&dir))?;
-        let written = scan_allocated(&data, &data_path, &fresh(&dir), header(record), stop);
-        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
-        // A deletion may have moved both.
-        let dir = self.store.snapshot_dir(record);
-        match written {
-            Ok(_) => Ok(durable::replace_by(&fresh(&dir), &dir.allocated())?),
-            Err(error) => {
-                durable::remove(&fresh(&dir))?;
-                Err(error)
-            }
-        }
+        Ok(side)
     }
 
     fn stream(
@@ -303,35 +220,6 @@ impl Driver {
             streams: self.streams.clone(),
             parked: None,
         }
-    }
-
-    /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
-    fn way(&self, base: &SnapshotRecord, target: &SnapshotRecord) -> Result<Option<Vec<MapFile>>> {
-        let mut maps = Vec::new();
-        let mut at = target.clone();
-        while at.id != base.id {
-            let open = || MapFile::open(&self.store.snapshot_dir(&at).changed());
-            let map = match self.open_settled(&at, open) {
-                Ok(map) => map,
-                Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
-                Err(cbt::Error::Damaged { path, what }) => {
-                    tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
-                    return Ok(None);
-                }
-                Err(error) => return Err(error.into()),
-            };
-            let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
-            let before = self.store.read(|index| index.known(&before.snapshot));
-            let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {
-                return Ok(None);
-            };
-            maps.push(map);
-            if maps.len() > MAX_STEPS {
-                return Ok(None);
-            }
-            at = (*before).clone();
-        }
-        Ok(Some(maps))
     }
 }
 

@@ -9,19 +9,19 @@ mod check;
 mod condition;
 mod error;
 mod expand;
+mod fill;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod groups;
 mod hashing;
+mod history;
 mod inspect;
 mod list;
 mod locks;
-mod maps;
 mod metadata;
 mod node;
 mod params;
 mod quiesce;
-mod retained;
 mod snapshots;
 mod streams;
 mod volumes;
@@ -35,12 +35,12 @@ pub use error::Error;
 pub use expand::Expansion;
 pub use groups::Group;
 pub use hashing::HashingThread;
+pub use history::Retention;
 pub use inspect::{Inspected, Inspection};
 pub use list::{Page, PageRequest, SnapshotFilter};
 pub use metadata::{Message, MetadataRequest, MetadataStream, Turn};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
-pub use retained::Retention;
 pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
 pub use volumes::{CreateVolume, SourceRef};
 
@@ -48,7 +48,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::pool::{Home, Kind, Known, Pool, PoolChoice, PoolRequest};
+use crate::pool::{Known, OpenPool, Pool, PoolRequest};
 use crate::store::{Claim, Manifest, Store, TupleStyle};
 use crate::sys;
 use base::{DataDir, Quantity, VolumeId};
@@ -89,7 +89,7 @@ pub struct Config {
 #[derive(Debug)]
 pub struct Driver {
     config: Config,
-    home: Home,
+    open_pool: OpenPool,
     store: Store,
     /// What to know of a pool without direct I/O, for conditions of volumes.
     cached: Option<&'static str>,
@@ -140,28 +140,28 @@ impl Driver {
             return Err(claim.mismatch("--driver-name", driver_name, &config.driver_name).into());
         }
         let known = match &manifest {
-            Some(manifest) => Some(known_pool(&claim, manifest, config.pool.choice)?),
+            Some(manifest) => Some(known_pool(&claim, manifest, config.pool)?),
             None => None,
         };
-        let home = Home::open(&data_dir, config.pool, known)?;
-        let store = match Self::open_store(&config, &claim, manifest.is_none(), &home) {
+        let open_pool = OpenPool::open(&data_dir, config.pool, known)?;
+        let store = match Self::open_store(&config, &claim, manifest.is_none(), &open_pool) {
             Ok(store) => store,
             Err(error) => {
                 // Nobody is left who would unmount the pool.
-                if let Err(error) = home.close() {
+                if let Err(error) = open_pool.close() {
                     tracing::warn!(error = base::report(&error), "the pool stays mounted");
                 }
                 return Err(error);
             }
         };
         // A full pool takes no scratch file.
-        let cached = home.cached().unwrap_or_default();
+        let cached = open_pool.cached().unwrap_or_default();
         if let Some(cached) = cached {
             tracing::warn!("{cached}");
         }
         let driver = Driver {
             config,
-            home,
+            open_pool,
             store,
             cached,
             locks: OpLocks::default(),
@@ -176,8 +176,8 @@ impl Driver {
         driver.remove_unplaced();
         tracing::info!(
             data_dir = %driver.config.data_dir.display(),
-            pool = %driver.home.pool(),
-            place = driver.home.describe(),
+            pool = %driver.open_pool.pool().kind(),
+            place = driver.open_pool.describe(),
             volumes = driver.store.read(|index| index.volume_count()),
             snapshots = driver.store.read(|index| index.snapshot_count()),
             unreadable = driver.store.damaged().len(),
@@ -187,23 +187,23 @@ impl Driver {
     }
 
     /// Reads the records of a pool, and where it `is_new` writes down first what the data directory is.
-    fn open_store(config: &Config, claim: &Claim, is_new: bool, home: &Home) -> Result<Store> {
+    fn open_store(config: &Config, claim: &Claim, is_new: bool, open_pool: &OpenPool) -> Result<Store> {
         if is_new {
             claim.set_manifest(&Manifest {
                 version: Manifest::VERSION,
                 driver_name: config.driver_name.clone(),
-                pool: home.pool().to_string(),
-                in_image: home.known().in_image,
+                pool: open_pool.pool().kind(),
+                in_image: open_pool.known().in_image,
             })?;
         }
-        match Store::open(home.dir().clone()) {
+        match Store::open(open_pool.dir().clone()) {
             // Pods must be able to end, which frees the pool for the next start.
-            Err(error) if home.is_dead() => {
+            Err(error) if open_pool.is_dead() => {
                 tracing::error!(
                     error = base::report(&error),
                     "the pool no longer answers; what uses its volumes can be undone"
                 );
-                Ok(Store::of_dead(home.dir().clone(), &error))
+                Ok(Store::of_dead(open_pool.dir().clone(), &error))
             }
             store => Ok(store?),
         }
@@ -212,7 +212,7 @@ impl Driver {
     /// Leaves the data directory. A pool image that volumes still use stays mounted for the next
     /// start.
     pub fn close(self) -> Result<()> {
-        if !self.home.close()? {
+        if !self.open_pool.close()? {
             tracing::info!("volumes are in use; the pool stays mounted");
         }
         Ok(())
@@ -225,15 +225,15 @@ impl Driver {
 
     /// How the pool copies.
     pub fn pool(&self) -> Pool {
-        self.home.pool()
+        self.open_pool.pool()
     }
 
     /// Whether the pool is there and takes a write. Whoever unmounted it, or made it read-only after an
     /// error, is noticed.
     pub fn ready(&self) -> Result<()> {
-        self.home.check().map_err(|error| {
+        self.open_pool.check().map_err(|error| {
             let why = Error::from(error).explain(&self.config().data_dir);
-            Error::Precondition(match self.home.host_is_full() {
+            Error::Precondition(match self.open_pool.host_is_full() {
                 Ok(Some(full)) => format!("the pool is not usable: {why}. {full}"),
                 _ => format!("the pool is not usable: {why}"),
             })
@@ -243,7 +243,7 @@ impl Driver {
     /// Fails where the disk below the pool is full, so that nothing new may be made.
     fn check_host(&self) -> Result<()> {
         self.store.check_alive()?;
-        match self.home.host_is_full()? {
+        match self.open_pool.host_is_full()? {
             Some(full) => Err(Error::Exhausted(full)),
             None => Ok(()),
         }
@@ -251,8 +251,8 @@ impl Driver {
 
     /// Figures of now.
     pub fn figures(&self) -> Figures {
-        let pool_bytes = sys::space(self.home.dir().path()).ok().map(|space| space.total);
-        let free_bytes = self.home.free().ok();
+        let pool_bytes = sys::space(self.open_pool.dir().path()).ok().map(|space| space.total);
+        let free_bytes = self.open_pool.free().ok();
         self.store.read(|index| Figures {
             volumes: index.volume_count(),
             snapshots: index.snapshot_count(),
@@ -277,14 +277,11 @@ impl Driver {
 }
 
 /// The pool a data directory was made with, unless the flags ask for another.
-fn known_pool(claim: &Claim, manifest: &Manifest, choice: PoolChoice) -> Result<Known> {
-    let known = |pool| Known { pool, in_image: manifest.in_image };
-    match (manifest.pool.as_str(), choice) {
-        ("btrfs", PoolChoice::Auto | PoolChoice::Btrfs) => Ok(known(Kind::Btrfs)),
-        ("reflink", PoolChoice::Auto | PoolChoice::Xfs) => Ok(known(Kind::Reflink)),
-        ("copy", PoolChoice::Auto | PoolChoice::Dir) => Ok(known(Kind::Copy)),
-        // Another kind than the flag's, or one of a later version.
-        (found, _) => Err(claim.mismatch("pool", found, choice.name()).into()),
+fn known_pool(claim: &Claim, manifest: &Manifest, request: PoolRequest) -> Result<Known> {
+    let Manifest { pool: kind, in_image, .. } = *manifest;
+    match request.kind.is_none_or(|asked| asked == kind) {
+        true => Ok(Known { kind, in_image }),
+        false => Err(claim.mismatch("--pool", kind.name(), request.name()).into()),
     }
 }
 

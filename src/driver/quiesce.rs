@@ -9,14 +9,14 @@
 use std::fs::File;
 use std::time::{Duration, Instant};
 
-use super::maps::Pour;
 use super::{Driver, Error, Result};
 use crate::pool::{Bytes, Sink};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Mount};
 use crate::sys::{self, freeze};
-use base::{BlockSize, ObjectDir, Stop, VolumeId};
+use base::{BlockSize, ObjectDir, Stop, Stopped, VolumeId};
+use cbt::{HashFile, HashingCopy};
 
 /// The longest that a mounted filesystem is held frozen.
 const FREEZE_BOUND: Duration = Duration::from_secs(30);
@@ -35,13 +35,49 @@ pub(super) struct LiveCopy {
     pub source: Bytes,
     /// The object to make the bytes of.
     pub target: ObjectDir,
-    /// The unit of what `pour` is handed.
+    /// The unit of what `sink` is handed.
     pub block_size: BlockSize,
     /// Takes the bytes where the pool reads them. It sees them again from the start when a try is
     /// repeated.
-    pub pour: Option<Pour>,
+    pub sink: Option<HashingSink>,
     /// Whether it has a device that may be written meanwhile.
     pub written: bool,
+}
+
+/// Hashes the bytes of a copy on their way.
+pub(super) struct HashingSink {
+    hashing: HashingCopy,
+    failed: Option<cbt::Error>,
+}
+
+impl HashingSink {
+    pub(super) fn new(hashes: HashFile, size: BlockSize) -> Self {
+        HashingSink { hashing: HashingCopy::new(hashes, size), failed: None }
+    }
+
+    /// Takes whole blocks from byte `offset` on. After a failure the copy only has to end; the reason is
+    /// what [`HashingSink::check`] tells.
+    pub(super) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
+        self.hashing.take(offset, bytes).map_err(|error| {
+            self.failed = Some(error);
+            Stopped::Cancelled
+        })
+    }
+
+    /// Forgets what it took, for the copy is made again.
+    pub(super) fn start_again(&mut self) -> Result<()> {
+        Ok(self.hashing.start_again()?)
+    }
+
+    /// Makes the hashes durable.
+    pub(super) fn sync(&self) -> Result<()> {
+        Ok(self.hashing.sync()?)
+    }
+
+    /// Fails with what went wrong, if anything did.
+    pub(super) fn check(&mut self) -> Result<()> {
+        self.failed.take().map_or(Ok(()), |error| Err(error.into()))
+    }
 }
 
 /// The filesystems held frozen for a copy. Thawed and forgotten in whatever way the copy ends.
@@ -87,7 +123,7 @@ impl Driver {
     /// A write that finds no room is an I/O error to the page cache above the device, and to who has it written.
     fn perhaps_full(&self, error: Error) -> Error {
         let is_io = error.sys().is_some_and(|error| error.errno() == Some(libc::EIO));
-        match self.home.free() {
+        match self.open_pool.free() {
             Ok(free) if is_io && free < FULL => Error::Exhausted(format!(
                 "No space left on device: what was written to the volume cannot be stored ({}); delete volumes or \
                  snapshots, or make room on the disk",
@@ -123,8 +159,8 @@ impl Driver {
             }
             for copy in copies.iter_mut() {
                 self.pool().discard(&copy.target)?;
-                if let Some(pour) = &mut copy.pour {
-                    pour.start_again()?;
+                if let Some(sink) = &mut copy.sink {
+                    sink.start_again()?;
                 }
             }
         }
@@ -141,17 +177,17 @@ impl Driver {
     }
 
     fn copy_once(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
-        let LiveCopy { source, target, block_size, pour, written, .. } = copy;
-        let Some(pour) = pour else {
+        let LiveCopy { source, target, block_size, sink: hashing, written, .. } = copy;
+        let Some(hashing) = hashing else {
             return Ok(match written {
                 true => self.pool().copy_live(source, target, *block_size, None, stop)?,
                 false => self.pool().copy(source, target, *block_size, None, stop)?,
             });
         };
-        let mut sink = |offset: u64, bytes: &[u8]| pour.take(offset, bytes);
-        let sink: Sink<'_> = &mut sink;
+        let mut take = |offset: u64, bytes: &[u8]| hashing.take(offset, bytes);
+        let sink: Sink<'_> = &mut take;
         let copied = self.pool().copy(source, target, *block_size, Some(sink), stop);
-        pour.check()?;
+        hashing.check()?;
         Ok(copied?)
     }
 

@@ -134,7 +134,7 @@ impl Driver {
             }
             Some(Content { source: Source::Volume(id), bytes, block_size, .. }) => {
                 let target = target.clone();
-                let copy = LiveCopy { id, source: bytes, target, block_size, pour: None, written: false };
+                let copy = LiveCopy { id, source: bytes, target, block_size, sink: None, written: false };
                 self.copy_live(&mut [copy])?.remove(0)
             }
         };
@@ -186,11 +186,8 @@ impl Driver {
     /// Removes a volume that nobody uses. The caller holds its lock.
     pub(super) fn remove_idle_volume(&self, id: &VolumeId) -> Result<()> {
         self.release_devices(id)?;
-        let volume = self.store.remove_volume(id)?;
-        let chain = self.locks.wait(Key::Chain(id.clone()));
-        let doomed = self.settle(id);
-        drop(chain);
-        drop((volume, doomed));
+        let _removed = self.store.remove_volume(id)?;
+        self.history([id]).apply_retention(id);
         Ok(())
     }
 

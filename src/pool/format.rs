@@ -7,6 +7,7 @@ use std::path::Path;
 use super::{Error, Pool, Result};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{blockdev, btrfs, loopdev, program};
+use base::PoolKind;
 use files::Context;
 
 /// The filesystem of a pool made in an image.
@@ -20,11 +21,15 @@ impl Format {
     /// What `--pool auto` tries, in this order.
     pub(super) const AUTO: [Format; 2] = [Format::Btrfs, Format::Xfs];
 
-    pub(super) fn name(self) -> &'static str {
+    pub(super) fn kind(self) -> PoolKind {
         match self {
-            Format::Btrfs => "btrfs",
-            Format::Xfs => "xfs",
+            Format::Btrfs => PoolKind::Btrfs,
+            Format::Xfs => PoolKind::Xfs,
         }
+    }
+
+    pub(super) fn name(self) -> &'static str {
+        self.kind().name()
     }
 
     pub(super) fn mkfs(self) -> (&'static str, &'static str) {
@@ -41,7 +46,7 @@ impl Format {
                 holes: btrfs::records_holes(mount_point)?,
                 flushes: blockdev::wants_flushes(&device.sysfs())?,
             },
-            Format::Xfs => Pool::Reflink,
+            Format::Xfs => Pool::Xfs,
         })
     }
 

@@ -1,15 +1,19 @@
 //! Where bytes live: the filesystem of the pool and its way to copy a file. It knows files and
 //! paths; it knows no block map and no record.
 
+mod choose;
 mod copy;
 mod error;
 mod format;
-mod home;
+mod image;
 mod live;
+mod open_pool;
 mod probe;
+mod space;
 
+pub use choose::PoolRequest;
 pub use error::Error;
-pub use home::{Home, Kind, Known, PoolChoice, PoolRequest};
+pub use open_pool::{Known, OpenPool};
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,7 +22,7 @@ use crate::sys::attributes::Flag;
 use crate::sys::btrfs::{self, Subvolume, WrittenSince};
 use crate::sys::extents::Extents;
 use crate::sys::{clone, tree};
-use base::{BlockSize, ObjectDir, Stop};
+use base::{BlockSize, ObjectDir, PoolKind, Stop};
 use files::Context;
 use files::durable;
 use files::step;
@@ -40,9 +44,9 @@ pub enum Pool {
     },
     /// The filesystem shares blocks between files: a copy costs the number of extents, and extents
     /// tell what changed.
-    Reflink,
+    Xfs,
     /// Plain files: a copy costs the data, holes are kept, and only hashes tell what changed.
-    Copy,
+    Dir,
 }
 
 /// Bytes of a copy on their way: the offset and whole blocks from there on.
@@ -83,7 +87,7 @@ impl Pool {
     pub fn create(self, target: &ObjectDir, length: u64) -> Result<File> {
         match self {
             Pool::Btrfs { .. } => btrfs::create_subvolume(&target.bytes())?,
-            Pool::Reflink | Pool::Copy => durable::make_dir(&target.bytes())?,
+            Pool::Xfs | Pool::Dir => durable::make_dir(&target.bytes())?,
         }
         let path = target.data();
         let file = durable::create_new(&path)?;
@@ -101,7 +105,7 @@ impl Pool {
             path,
             subvolume: match self {
                 Pool::Btrfs { .. } => Some(Subvolume::open(&dir.bytes())?),
-                Pool::Reflink | Pool::Copy => None,
+                Pool::Xfs | Pool::Dir => None,
             },
         })
     }
@@ -145,8 +149,8 @@ impl Pool {
     ) -> Result<File> {
         let file = durable::create_new(target)?;
         match self {
-            Pool::Btrfs { .. } | Pool::Reflink => clone::reflink(source, &file, target)?,
-            Pool::Copy => copy::sparse(source, &file, target, size, sink, stop)?,
+            Pool::Btrfs { .. } | Pool::Xfs => clone::reflink(source, &file, target)?,
+            Pool::Dir => copy::sparse(source, &file, target, size, sink, stop)?,
         }
         step("sync", target, || file.sync_all())?;
         Ok(file)
@@ -167,7 +171,7 @@ impl Pool {
     pub fn birth(self, dir: &ObjectDir) -> Result<Option<u64>> {
         match self {
             Pool::Btrfs { holes: true, .. } => Ok(Some(Subvolume::open(&dir.bytes())?.birth()?)),
-            Pool::Btrfs { holes: false, .. } | Pool::Reflink | Pool::Copy => Ok(None),
+            Pool::Btrfs { holes: false, .. } | Pool::Xfs | Pool::Dir => Ok(None),
         }
     }
 
@@ -184,7 +188,7 @@ impl Pool {
             (Pool::Btrfs { holes: true, .. }, Some(since), _) => {
                 Changes::Written(WrittenSince::of(after, after_path, since)?)
             }
-            (Pool::Btrfs { .. } | Pool::Reflink, _, Some(before)) => {
+            (Pool::Btrfs { .. } | Pool::Xfs, _, Some(before)) => {
                 Changes::Extents(Extents::of(&before.file, &before.path)?, Extents::of(after, after_path)?)
             }
             _ => Changes::Unknown,
@@ -193,26 +197,20 @@ impl Pool {
 
     /// Whether the changes of the next copy can only be told while the bytes of the last one are there.
     pub fn compares_bytes(self) -> bool {
-        matches!(self, Pool::Btrfs { holes: false, .. } | Pool::Reflink)
+        matches!(self, Pool::Btrfs { holes: false, .. } | Pool::Xfs)
     }
 
     /// Whether a copy is one step that writers cannot tear, and shares all blocks.
     pub fn copies_atomically(self) -> bool {
-        !matches!(self, Pool::Copy)
+        !matches!(self, Pool::Dir)
     }
 
-    /// The kind that a data directory is remembered by.
-    pub fn name(self) -> &'static str {
+    /// Its kind.
+    pub fn kind(self) -> PoolKind {
         match self {
-            Pool::Btrfs { .. } => "btrfs",
-            Pool::Reflink => "reflink",
-            Pool::Copy => "copy",
+            Pool::Btrfs { .. } => PoolKind::Btrfs,
+            Pool::Xfs => PoolKind::Xfs,
+            Pool::Dir => PoolKind::Dir,
         }
-    }
-}
-
-impl std::fmt::Display for Pool {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
     }
 }

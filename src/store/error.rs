@@ -25,7 +25,7 @@ pub enum Error {
         what: &'static str,
     },
     /// A record of a version that this build does not know.
-    #[error("record {} has format version {version}, this build reads {known}: upgrade the driver", path.display())]
+    #[error("record {} has format version {version}, this build reads {known}: {}", path.display(), advice(*version, *known))]
     UnknownVersion {
         /// The file.
         path: PathBuf,
@@ -87,6 +87,13 @@ pub enum Error {
         /// What the flags say.
         asked: String,
     },
+}
+
+fn advice(version: u32, known: u32) -> &'static str {
+    match version < known {
+        true => "run the build that made it, or choose another --data-dir",
+        false => "upgrade the driver",
+    }
 }
 
 /// An object whose record could not be read at start.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Damage, Draft, Error, GroupRecord, Index, Result, SnapshotRecord, Store};
 use super::{encode, entries, read_named, seal};
-use base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
+use base::{GroupDir, GroupId, ObjectDir, SnapshotId};
 use files::durable;
 
 /// A directory in `staging/` in which a group is being made. Its files go when it is dropped, unless
@@ -71,11 +71,11 @@ impl Store {
     }
 }
 
-/// Reads every group of the pool. One that is not whole is kept aside and named, its members with it.
-pub(super) fn read_all(pool: &PoolDir, index: &mut Index, damaged: &mut Vec<Damage>) -> Result<()> {
-    for path in entries(&pool.groups())? {
-        let dir = GroupDir::new(&path);
-        match read(&dir, index) {
+/// Reads groups. One that is not whole is kept aside and named, its members with it.
+pub(super) fn read_all(groups: &[GroupDir], index: &mut Index, damaged: &mut Vec<Damage>) {
+    for dir in groups {
+        let path = dir.path().to_owned();
+        match read(dir, index) {
             Ok((record, members)) => index.add_group(record, members),
             Err(error) => {
                 for member in entries(&dir.members()).unwrap_or_default() {
@@ -87,7 +87,6 @@ pub(super) fn read_all(pool: &PoolDir, index: &mut Index, damaged: &mut Vec<Dama
             }
         }
     }
-    Ok(())
 }
 
 fn read(dir: &GroupDir, index: &Index) -> Result<(Arc<GroupRecord>, Vec<Arc<SnapshotRecord>>)> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
-use base::DataDir;
+use base::{DataDir, PoolKind};
 use files::durable::{self, FileLock};
 use files::step;
 
@@ -18,8 +18,8 @@ pub struct Manifest {
     pub version: u32,
     /// The driver's name: its topology keys and volume handles are known to the cluster by it.
     pub driver_name: String,
-    /// How the pool copies: `btrfs`, `reflink` or `copy`.
-    pub pool: String,
+    /// The kind of the pool.
+    pub pool: PoolKind,
     /// Whether the pool lives in `pool.img`.
     pub in_image: bool,
 }

@@ -30,7 +30,7 @@ use serde::de::DeserializeOwned;
 use records::Checked;
 
 use crate::sys::{slots, tree};
-use base::{ObjectDir, PoolDir, SnapshotId, VolumeId};
+use base::{GroupDir, ObjectDir, PoolDir, SnapshotId, VolumeId};
 use files::Context;
 use files::durable;
 
@@ -84,7 +84,7 @@ impl Store {
     /// Reads every record of the pool; what cannot be read is kept aside and named, and does not
     /// stop the rest. Empties `staging/` of what a crash left there.
     pub fn open(dir: PoolDir) -> Result<Self> {
-        let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.retained(), dir.staging()];
+        let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.staging()];
         let missing: Vec<_> = kinds.iter().filter(|path| !path.exists()).collect();
         for path in &missing {
             durable::make_dir(path)?;
@@ -115,7 +115,11 @@ impl Store {
                 Err(error) => damaged.push(Damage { path, error }),
             }
         }
-        for path in entries(&dir.snapshots())? {
+        let snapshots = entries(&dir.snapshots())?.into_iter().map(ObjectDir::new);
+        let groups = entries(&dir.groups())?.into_iter().map(GroupDir::new);
+        let (deleted, snapshots): (Vec<_>, Vec<_>) = snapshots.partition(|dir| dir.deleted().exists());
+        let (deleted_groups, groups): (Vec<_>, Vec<_>) = groups.partition(|dir| dir.deleted().exists());
+        for path in snapshots.iter().map(|dir| dir.path().to_owned()) {
             match read_named::<SnapshotRecord>(&path, |record| record.id.as_str()) {
                 Ok(record) if index.has_sequence(&record) => {
                     let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
@@ -128,8 +132,8 @@ impl Store {
                 }
             }
         }
-        groups::read_all(&dir, &mut index, &mut damaged)?;
-        let damaged_retained = retained::read_all(&dir, &mut index)?;
+        groups::read_all(&groups, &mut index, &mut damaged);
+        let damaged_retained = retained::read_all(&deleted, &deleted_groups, &mut index)?;
         for damage in damaged.iter().chain(&damaged_retained) {
             tracing::error!(path = %damage.path.display(), error = %damage.error, "record cannot be read; its object is left alone");
         }
@@ -175,15 +179,11 @@ impl Store {
         }
     }
 
-    /// The files of a snapshot, wherever they are now: in its own directory or in that of its group, and
-    /// below `retained/` once it was deleted.
+    /// The files of a snapshot: in a directory of its own, or in that of its group.
     pub fn snapshot_dir(&self, record: &SnapshotRecord) -> ObjectDir {
-        let retained = self.read(|index| index.retained(&record.id).is_some());
-        match (&record.group, retained) {
-            (None, false) => self.dir.snapshot(&record.id),
-            (Some(group), false) => self.dir.group(group).member(&record.id),
-            (None, true) => self.dir.retained_snapshot(&record.id),
-            (Some(group), true) => self.dir.retained_group(group).member(&record.id),
+        match &record.group {
+            None => self.dir.snapshot(&record.id),
+            Some(group) => self.dir.group(group).member(&record.id),
         }
     }
 

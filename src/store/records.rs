@@ -12,7 +12,7 @@ use crate::sys::mount::is_plain_absolute;
 use base::{BlockSize, GroupId, SnapshotId, VolumeId};
 
 /// The version of all records that this build writes and reads.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
 
 /// A point in time: seconds and nanoseconds since 1970-01-01 UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -76,7 +76,7 @@ pub enum AccessKind {
 }
 
 /// How block metadata is listed (`BlockMetadataType` of the CSI spec).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TupleStyle {
     /// Adjacent blocks joined into extents (`VARIABLE_LENGTH`).
@@ -223,8 +223,8 @@ impl Checked for SnapshotRecord {
     }
 }
 
-/// `retained/<id>/deleted.json`: that a snapshot was deleted. Its directory's place says so too; this
-/// says when, for what is kept is kept for a time.
+/// `snapshots/<id>/deleted.json`, and for all members at once `groups/<id>/deleted.json`: that it was deleted, and when,
+/// for what is kept is kept for a time. That the file is there is the deletion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Deleted {
     /// Format version.

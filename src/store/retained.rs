@@ -1,41 +1,29 @@
 //! Deleted snapshots kept as a base for deltas: their records and maps, and their bytes for as long
-//! as the pool needs them. No call lists them.
+//! as the pool needs them. They stay where they are; no call lists them.
 
 use std::fs;
+use std::path::Path;
 use std::sync::PoisonError;
 
 use super::{Damage, Deleted, Draft, Error, Index, Result, Retained, SnapshotRecord, Store, Timestamp};
 use super::{decode, encode, entries, read_named};
 use crate::sys::tree;
-use base::{GroupDir, GroupId, ObjectDir, PoolDir, SnapshotId};
+use base::{GroupDir, GroupId, ObjectDir, PoolDir};
 use files::Context;
 use files::durable;
 
 impl Store {
-    /// Makes a snapshot cease to exist for all but deltas from it.
-    ///
-    /// 1. Write and sync when: a crash leaves a snapshot that exists, and a file that the next deletion
-    ///    replaces.
-    /// 2. Rename it into `retained/` and sync: from here on it is deleted, also after a crash.
+    /// Makes a snapshot cease to exist for all but deltas from it. Its `deleted.json` is the commit.
     pub fn retain_snapshot(&self, record: &SnapshotRecord) -> Result<()> {
-        let (from, to) = (self.dir.snapshot(&record.id), self.dir.retained_snapshot(&record.id));
-        let at = deletion_of(record.created);
-        mark(&from, at)?;
-        durable::rename(from.path(), to.path())?;
+        let at = mark(&self.dir.snapshot(&record.id).deleted(), record.created)?;
         self.write(|index| index.retain(&record.id, at));
         Ok(())
     }
 
-    /// The same of a group: one rename deletes all its members.
-    pub fn retain_group(&self, id: &GroupId, members: &[SnapshotId]) -> Result<()> {
-        let (from, to) = (self.dir.group(id), self.dir.retained_group(id));
-        let at = deletion_of(
-            self.read(|index| index.group(id)).map_or_else(Timestamp::now, |group| group.created),
-        );
-        for member in members {
-            mark(&from.member(member), at)?;
-        }
-        durable::rename(from.path(), to.path())?;
+    /// The same of a group: one file deletes all its members.
+    pub fn retain_group(&self, id: &GroupId) -> Result<()> {
+        let created = self.read(|index| index.group(id)).map_or_else(Timestamp::now, |group| group.created);
+        let at = mark(&self.dir.group(id).deleted(), created)?;
         self.write(|index| index.retain_group(id, at));
         Ok(())
     }
@@ -47,7 +35,7 @@ impl Store {
         let forget = |index: &mut Index| index.remove_retained(&record.id);
         if let Some(group) = &record.group {
             let _leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
-            let dir = self.dir.retained_group(group);
+            let dir = self.dir.group(group);
             if entries(&dir.members())?.len() == 1 {
                 return self.remove(group.as_str(), &ObjectDir::new(dir.path()), forget);
             }
@@ -67,12 +55,20 @@ impl Store {
     }
 }
 
+/// Writes down that an object of that age was deleted now. None is deleted before it is made: a clock that says so went
+/// backwards, and the time it is kept for would be over as soon as the clock is right again.
+fn mark(path: &Path, created: Timestamp) -> Result<Timestamp> {
+    let at = Timestamp::now().max(created);
+    durable::create(path, &encode(&Deleted { version: Deleted::VERSION, at }))?;
+    Ok(at)
+}
+
 /// Removes deleted groups without members: the last two went at the same time, or a damaged one by hand. By way of
-/// `staging/`: half removed, a group would be taken for a snapshot that cannot be read.
+/// `staging/`: half removed, a group would be taken for one that cannot be read.
 pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
-    for path in entries(&pool.retained())? {
-        let members = GroupDir::new(&path).members();
-        if members.exists() && entries(&members)?.is_empty() {
+    for path in entries(&pool.groups())? {
+        let group = GroupDir::new(&path);
+        if group.deleted().exists() && entries(&group.members())?.is_empty() {
             let doomed = pool.staging().join(path.file_name().unwrap_or_default());
             durable::rename(&path, &doomed)?;
             tree::remove(&doomed)?;
@@ -81,46 +77,39 @@ pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     Ok(())
 }
 
-/// Now, for an object of that age. None is deleted before it is made: a clock that says so went backwards, and the
-/// time it is kept for would be over as soon as the clock is right again.
-fn deletion_of(created: Timestamp) -> Timestamp {
-    Timestamp::now().max(created)
-}
-
-fn mark(dir: &ObjectDir, at: Timestamp) -> Result<()> {
-    Ok(durable::replace(&dir.deleted(), &encode(&Deleted { version: Deleted::VERSION, at }))?)
-}
-
-/// Reads every retained snapshot of the pool, and returns those that cannot be read. They are left alone: no
+/// Reads the deleted ones of `snapshots` and `groups`, and returns those that cannot be read. They are left alone: no
 /// call needs them.
-pub(super) fn read_all(pool: &PoolDir, index: &mut Index) -> Result<Vec<Damage>> {
+pub(super) fn read_all(
+    snapshots: &[ObjectDir],
+    groups: &[GroupDir],
+    index: &mut Index,
+) -> Result<Vec<Damage>> {
     let mut damaged = Vec::new();
-    for path in entries(&pool.retained())? {
-        let group = GroupDir::new(&path);
-        let dirs = match group.members().exists() {
-            true => entries(&group.members())?,
-            false => vec![path],
-        };
-        for path in dirs {
-            match read(&ObjectDir::new(&path)) {
-                Ok(Retained { record, .. }) if index.has_sequence(&record) => {
-                    let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
-                    damaged.push(Damage { path, error });
-                }
-                Ok(retained) => index.add_retained(retained),
-                Err(error) => {
-                    super::keep_place(index, &path);
-                    damaged.push(Damage { path, error });
-                }
+    let alone = snapshots.iter().map(|dir| (dir.clone(), dir.deleted()));
+    let mut all: Vec<_> = alone.collect();
+    for group in groups {
+        let members = entries(&group.members())?.into_iter();
+        all.extend(members.map(|member| (ObjectDir::new(member), group.deleted())));
+    }
+    for (dir, deleted) in all {
+        let path = dir.path().to_owned();
+        match read(&dir, &deleted) {
+            Ok(Retained { record, .. }) if index.has_sequence(&record) => {
+                let error = Error::DuplicateSequence { path: path.clone(), sequence: record.sequence };
+                damaged.push(Damage { path, error });
+            }
+            Ok(retained) => index.add_retained(retained),
+            Err(error) => {
+                super::keep_place(index, &path);
+                damaged.push(Damage { path, error });
             }
         }
     }
     Ok(damaged)
 }
 
-fn read(dir: &ObjectDir) -> Result<Retained> {
+fn read(dir: &ObjectDir, deleted: &Path) -> Result<Retained> {
     let record: SnapshotRecord = read_named(dir.path(), |record: &SnapshotRecord| record.id.as_str())?;
-    let path = dir.deleted();
-    let Deleted { at, .. } = decode(&path, &fs::read(&path).context("read", &path)?)?;
+    let Deleted { at, .. } = decode(deleted, &fs::read(deleted).context("read", deleted)?)?;
     Ok(Retained::new(record.into(), at))
 }

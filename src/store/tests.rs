@@ -100,8 +100,8 @@ fn a_record_of_another_version_or_place_is_refused() {
     let record = add(&store, volume("later"));
     let path = store.dir.volume(&record.id).record();
     let text = fs::read_to_string(&path).expect("read");
-    fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).expect("write");
-    assert!(matches!(open(dir.path()).damaged()[0].error, Error::UnknownVersion { version: 2, .. }));
+    fs::write(&path, text.replace("\"version\": 2", "\"version\": 3")).expect("write");
+    assert!(matches!(open(dir.path()).damaged()[0].error, Error::UnknownVersion { version: 3, .. }));
     fs::write(&path, text.replace(record.id.as_str(), VolumeId::random().expect("id").as_str()))
         .expect("write");
     assert!(matches!(open(dir.path()).damaged()[0].error, Error::Misplaced { .. }));

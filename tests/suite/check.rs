@@ -114,7 +114,7 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
     let used = pool.join("volumes").join(&scene.used);
     let snapshot = pool.join("snapshots").join(&scene.snapshot);
     let group = pool.join("groups").join(&scene.group);
-    let retained = pool.join("retained").join(&scene.retained);
+    let retained = pool.join("snapshots").join(&scene.retained);
     let cut = |path: &Path| {
         let file = fs::File::options().write(true).open(path).expect("open");
         file.set_len(file.metadata().expect("stat").len() / 2).expect("cut");
@@ -189,9 +189,10 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
             })
         },
         {
-            let dir = pool.join("retained/group-empty");
+            let dir = pool.join("groups/group-empty");
             Box::new(move || {
                 fs::create_dir_all(dir.join("members")).expect("mkdir");
+                fs::write(dir.join("deleted.json"), "").expect("write");
                 case("empty-group", "leftover", dir.clone())
             })
         },

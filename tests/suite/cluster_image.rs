@@ -43,7 +43,7 @@ impl Container {
         let log = std::fs::File::options().create(true).append(true).open(dir.join("log")).expect("log");
         let child = in_image(rootfs, dir)
             .args(["/usr/local/bin/deltapath", "driver", "--node-id", "node-1", "--pool-size", "4Gi"])
-            .args(["--pool", pool.flag()])
+            .args(["--pool", pool.name()])
             .arg(format!("--endpoint=unix://{}", dir.join("csi/csi.sock").display()))
             .arg(format!("--data-dir={}", dir.join("data").display()))
             .stdout(Stdio::null())

@@ -8,7 +8,7 @@ use testkit::{POOLS, PoolKind, have_root, leftovers, names, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(testkit::program("deltapath"));
-    command.args(["demo", "--size", "128Mi", "--pool", pool.flag(), "--work-dir"]).arg(work_dir);
+    command.args(["demo", "--size", "128Mi", "--pool", pool.name(), "--work-dir"]).arg(work_dir);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }

@@ -115,8 +115,8 @@ async fn damaged_hashes_are_made_again_before_the_bytes_go() {
     hashes.write_all_at(b"damage", 3 * 4096 + 100).expect("damage a page");
     drop(hashes);
     rig.client.delete_snapshot(&base).await.expect("delete");
-    let retained = base::ObjectDir::new(rig.pool_dir().join("retained").join(&base));
-    until("freed", || retained.path().exists() && !retained.bytes().exists()).await;
+    until("freed", || !dir.bytes().exists()).await;
+    assert_eq!(rig.retained(), std::slice::from_ref(&base));
     let mut after = before.clone();
     after.write(&device, 400, 50, 2);
     after.write(&device, 450, 50, 1);

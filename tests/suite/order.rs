@@ -167,7 +167,7 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
     tally.end_writers(writers);
     assert!(tally.taken > 0, "{} copies were refused, and none was taken", tally.refused);
     let mode = if direct { "direct" } else { "buffered" };
-    tally.report(&format!("{} {}, one device, {mode}", pool.flag(), place.name));
+    tally.report(&format!("{} {}, one device, {mode}", pool.name(), place.name));
     rig.detach(&source).await;
     rig.finish();
 }
@@ -220,7 +220,7 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
         first += 1_000_000_000;
         tally.end_writers(writers);
     }
-    tally.report(&format!("{} {}, a group of a device and a filesystem", pool.flag(), place.name));
+    tally.report(&format!("{} {}, a group of a device and a filesystem", pool.name(), place.name));
     rig.client.unpublish(&mounted, &kubelet).await.expect("unpublish");
     rig.detach(&raw).await;
     rig.finish();
@@ -261,7 +261,7 @@ async fn two_devices(pool: PoolKind, place: Place) {
     }
     tally.end_writers(writers);
     assert!(tally.taken > 0, "{} groups were refused, and none was taken", tally.refused);
-    tally.report(&format!("{} {}, a group of two devices", pool.flag(), place.name));
+    tally.report(&format!("{} {}, a group of two devices", pool.name(), place.name));
     rig.detach(&first).await;
     rig.detach(&second).await;
     rig.finish();

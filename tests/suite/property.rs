@@ -10,7 +10,7 @@ use tokio::runtime::Runtime;
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, GIB, PoolKind, Rig, code, have_root, names};
+use testkit::{BLOCK, GIB, PoolKind, Rig, code, have_root};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;
@@ -317,7 +317,7 @@ async fn clear(rig: &mut Rig, mut model: Model) {
     while let Some(gone) = model.snapshots.pop() {
         delete(rig, &mut model, gone).await;
     }
-    assert!(names(&rig.pool_dir().join("retained")).is_empty(), "kept for nothing");
+    assert!(rig.retained().is_empty(), "kept for nothing");
 }
 
 /// Offsets near what was written, so that they fall before, into and behind tuples.

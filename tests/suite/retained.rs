@@ -14,16 +14,10 @@ use tonic::Code;
 use crate::faults::{is_hashed, until};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
-use testkit::{
-    BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, names, signal, status_code, wait,
-};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, signal, status_code, wait};
 
-fn live(rig: &Rig, id: &str) -> ObjectDir {
+fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
-}
-
-fn retained(rig: &Rig, id: &str) -> ObjectDir {
-    ObjectDir::new(rig.pool_dir().join("retained").join(id))
 }
 
 async fn hashed(dir: &ObjectDir) {
@@ -59,21 +53,21 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use() {
             let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
             let list = rig.client.delta(&base.0, &target, 0, 0).await.expect("delta");
             assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&base.1, BLOCK), "{pool:?} {round}");
-            let changed = MapFile::open(&live(&rig, &target).changed()).expect("changed");
+            let changed = MapFile::open(&snapshot_dir(&rig, &target).changed()).expect("changed");
             let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
             assert_eq!(built_on.snapshot.as_str(), base.0);
-            let freed = retained(&rig, &base.0);
+            let freed = snapshot_dir(&rig, &base.0);
             until("the data of the one before is freed", || !freed.bytes().exists()).await;
             rig.client.delete_snapshot(&target).await.expect("delete");
             base = (target, content.clone());
         }
         // Only a pool that compares bytes holds those of the newest.
-        let newest = retained(&rig, &base.0);
+        let newest = snapshot_dir(&rig, &base.0);
         hashed(&newest).await;
         until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
         rig.detach(&volume).await;
         rig.client.delete_volume(&volume).await.expect("delete");
-        assert!(names(&rig.pool_dir().join("retained")).is_empty(), "kept with nobody to ask");
+        assert!(rig.retained().is_empty(), "kept with nobody to ask");
         rig.finish();
     }
 }
@@ -144,12 +138,12 @@ async fn what_was_deleted_is_forgotten_by_count_and_by_age() {
         assert!(rig.terminate().success());
         tokio::time::sleep(Duration::from_millis(1100)).await;
         rig.start_again_with(&["--retain-deleted", "2:1s"]).await;
-        until("forgotten by age", || names(&rig.pool_dir().join("retained")).is_empty()).await;
+        until("forgotten by age", || rig.retained().is_empty()).await;
         assert_eq!(code(rig.client.delta(&taken[3].0, &taken[4].0, 0, 0).await), Code::NotFound);
         assert!(rig.terminate().success());
         rig.start_again_with(&["--retain-deleted", "0"]).await;
         rig.client.delete_snapshot(&taken[4].0).await.expect("delete");
-        assert!(names(&rig.pool_dir().join("retained")).is_empty(), "0 keeps none");
+        assert!(rig.retained().is_empty(), "0 keeps none");
         rig.detach(&volume).await;
         rig.finish();
     }
@@ -217,7 +211,7 @@ async fn hashing_goes_on_after_a_kill() {
             content.write(&device, start, 4096, 1);
         }
         let first = rig.snapshot("first", &volume).await;
-        let pending = MapFile::open(&live(&rig, &first).pending()).and_then(|map| map.count());
+        let pending = MapFile::open(&snapshot_dir(&rig, &first).pending()).and_then(|map| map.count());
         rig.kill();
         assert_eq!(pending.expect("pending"), 131_072, "{pool:?}: nothing is hashed when the call returns");
         rig.start_again().await;
@@ -229,9 +223,9 @@ async fn hashing_goes_on_after_a_kill() {
         let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: while it is being hashed");
         for id in [&first, &second] {
-            hashed(&live(&rig, id)).await;
+            hashed(&snapshot_dir(&rig, id)).await;
         }
-        let changed = live(&rig, &second).changed();
+        let changed = snapshot_dir(&rig, &second).changed();
         until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
         let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
         assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: when it is hashed");
@@ -279,13 +273,14 @@ async fn a_flipped_bit_changes_no_answer() {
         after.discard(&device, 200, 9);
         let target = rig.snapshot("target", &volume).await;
         for id in [&base, &target] {
-            hashed(&live(&rig, id)).await;
+            hashed(&snapshot_dir(&rig, id)).await;
         }
-        let changed = live(&rig, &target).changed();
+        let changed = snapshot_dir(&rig, &target).changed();
         until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
         let expected = after.changed_since(&before, BLOCK);
         let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
-        let files: Vec<PathBuf> = [&base, &target].into_iter().flat_map(|id| files(live(&rig, id))).collect();
+        let files: Vec<PathBuf> =
+            [&base, &target].into_iter().flat_map(|id| files(snapshot_dir(&rig, id))).collect();
         for path in files {
             let sound = std::fs::read(&path).expect("read");
             for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
@@ -321,11 +316,11 @@ async fn zeroed_space_that_was_read_is_a_hole() {
                 _ => content.write(&device, 40, 20, 3 - step),
             }
             let id = rig.snapshot(&format!("snapshot {step}"), &volume).await;
-            hashed(&live(&rig, &id)).await;
+            hashed(&snapshot_dir(&rig, &id)).await;
             taken.push((id, content.clone()));
         }
         let ((base, before), (target, after)) = (&taken[0], &taken[3]);
-        let dir = live(&rig, target);
+        let dir = snapshot_dir(&rig, target);
         until("compared", || MapFile::open(&dir.changed()).is_ok_and(|map| map.is_exact())).await;
         let read = || std::fs::read(dir.data()).expect("read");
         read();
@@ -364,12 +359,12 @@ async fn damage_that_can_not_be_mended_is_told() {
     let base = rig.snapshot("base", &volume).await;
     content.write(&device, 50, 20, 2);
     let target = rig.snapshot("target", &volume).await;
-    hashed(&live(&rig, &base)).await;
-    hashed(&live(&rig, &target)).await;
-    let changed = live(&rig, &target).changed();
+    hashed(&snapshot_dir(&rig, &base)).await;
+    hashed(&snapshot_dir(&rig, &target)).await;
+    let changed = snapshot_dir(&rig, &target).changed();
     until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
     rig.client.delete_snapshot(&base).await.expect("delete");
-    let gone = retained(&rig, &base);
+    let gone = snapshot_dir(&rig, &base);
     until("freed", || !gone.bytes().exists()).await;
     // Without `changed` all blocks are compared, for which the base has hashes alone.
     flip(&changed, 0);
@@ -385,7 +380,7 @@ async fn damage_that_can_not_be_mended_is_told() {
         std::fs::write(&path, &sound).expect("restore");
     }
     assert!(verify(&rig.data_dir()).stdout.windows(11).any(|window| window == b"changed.map"), "damage told");
-    flip(&live(&rig, &target).data(), 100 * BLOCK + 5);
+    flip(&snapshot_dir(&rig, &target).data(), 100 * BLOCK + 5);
     let seen = verify(&rig.data_dir());
     assert_eq!(seen.status.code(), Some(1));
     let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
@@ -422,7 +417,7 @@ async fn a_restore_between_two_snapshots_hides_no_change() {
         let first = rig.snapshot("its first", &restored).await;
         let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
         assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
-        hashed(&live(&rig, &first)).await;
+        hashed(&snapshot_dir(&rig, &first)).await;
         let seen = verify(&rig.data_dir());
         assert!(seen.status.success(), "{pool:?}: {seen:?}");
         rig.detach(&volume).await;

@@ -65,7 +65,7 @@ async fn run(pool: PoolKind, attach: bool) {
         let said = String::from_utf8_lossy(&output.stdout);
         let count = said.lines().find(|line| line.contains(" Passed | ")).unwrap_or("no count");
         // Past the test runner's capture: the counts are part of what `make test` tells.
-        writeln!(std::io::stdout(), "csi-sanity, {} pool, {access}, attach {attach}: {count}", pool.flag())
+        writeln!(std::io::stdout(), "csi-sanity, {} pool, {access}, attach {attach}: {count}", pool.name())
             .expect("write");
         assert!(output.status.success(), "csi-sanity, {pool:?}, {access}, attach {attach}:\n{said}");
         assert!(count.contains(" 0 Failed "), "{count}");

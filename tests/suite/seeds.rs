@@ -45,7 +45,7 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
             ("records", "seed-group"),
             read(pool.join("groups").join(&group.group_snapshot_id).join("record.json")),
         ),
-        (("records", "seed-deleted"), read(pool.join("retained").join(&first).join("deleted.json"))),
+        (("records", "seed-deleted"), read(pool.join("snapshots").join(&first).join("deleted.json"))),
         (("maps", "seed-allocated"), read(snapshot_dir.join("allocated.map"))),
         (("maps", "seed-changed"), read(snapshot_dir.join("changed.map"))),
         (("maps", "seed-pending"), read(snapshot_dir.join("pending.map"))),

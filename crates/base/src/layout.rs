@@ -12,8 +12,8 @@
 //!     snapshots/<id>/bytes/data.img
 //!     groups/<id>/record.json     a group snapshot
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
-//!     retained/<id>/              deleted snapshots, and groups of them, kept as a base for deltas;
-//!                                 a snapshot there has a deleted.json, and may have no bytes
+//!                                 a snapshot or a group that has a deleted.json was deleted, and is kept as a base
+//!                                 for deltas; the bytes may be gone
 //!     staging/                    half-made and half-removed objects, emptied at start
 //! ```
 //!
@@ -90,21 +90,6 @@ impl PoolDir {
         self.0.join("groups")
     }
 
-    /// `retained/`.
-    pub fn retained(&self) -> PathBuf {
-        self.0.join("retained")
-    }
-
-    /// The directory of a deleted snapshot that was no member of a group.
-    pub fn retained_snapshot(&self, id: &SnapshotId) -> ObjectDir {
-        ObjectDir(self.retained().join(id.as_str()))
-    }
-
-    /// The directory of a deleted group snapshot.
-    pub fn retained_group(&self, id: &GroupId) -> GroupDir {
-        GroupDir(self.retained().join(id.as_str()))
-    }
-
     /// `staging/`.
     pub fn staging(&self) -> PathBuf {
         self.0.join("staging")
@@ -145,6 +130,11 @@ impl GroupDir {
     /// `record.json`.
     pub fn record(&self) -> PathBuf {
         self.0.join("record.json")
+    }
+
+    /// `deleted.json`: that the group was deleted, and when.
+    pub fn deleted(&self) -> PathBuf {
+        self.0.join("deleted.json")
     }
 
     /// `members/`.

@@ -33,11 +33,11 @@ pub struct Side {
 }
 
 impl Side {
-    /// Opens the files of a snapshot. Only a `deleted` one may be without its data.
-    pub fn open(dir: &ObjectDir, deleted: bool) -> Result<Self> {
+    /// Opens the files of a snapshot. Its data may be gone: `data` is `None` then.
+    pub fn open(dir: &ObjectDir) -> Result<Self> {
         let data_path = dir.data();
         let data = match File::open(&data_path) {
-            Err(error) if deleted && error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             opened => Some(opened.context("open", &data_path)?),
         };
         let also = data.as_ref().map(File::try_clone).transpose().context("open", &data_path)?;

@@ -39,6 +39,27 @@ pub fn replace_with<E: From<Error>>(
     fresh: &Path,
     write: impl FnOnce(&Path) -> Result<(), E>,
 ) -> Result<(), E> {
+    prepare(fresh, write)?;
+    Ok(replace_by(fresh, path)?)
+}
+
+/// Makes `path`, which must not exist, with `bytes`, as one step: the commit of what the file says.
+///
+/// 1. Write and sync a new file beside it: a crash leaves a stray `.new`, which the next try overwrites.
+/// 2. Rename it to `path` and sync the directory. Where that sync fails the rename is undone, so that an error means
+///    that nothing happened.
+pub fn create(path: &Path, bytes: &[u8]) -> Result<()> {
+    let fresh = suffixed(path);
+    prepare(&fresh, |fresh| write_new(fresh, bytes))?;
+    let renamed = rename(&fresh, path);
+    if renamed.is_err() {
+        let _ = step("remove", &fresh, || fs::remove_file(&fresh));
+    }
+    renamed
+}
+
+/// Has a file written that a rename is to commit. Where that fails nothing is left of it.
+fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(), E>) -> Result<(), E> {
     match step("remove", fresh, || fs::remove_file(fresh)) {
         Err(error) if !error.is_not_found() => return Err(error.into()),
         _ => {}
@@ -48,8 +69,7 @@ pub fn replace_with<E: From<Error>>(
         // Of no use to anybody, and on a full disk it takes the room that others need.
         let _ = step("remove", fresh, || fs::remove_file(fresh));
     }
-    written?;
-    Ok(replace_by(fresh, path)?)
+    written
 }
 
 /// Renames the synced file `fresh` over `path` and syncs their directory. Where that sync fails `path` is the new

@@ -38,37 +38,10 @@ pub fn have_root() -> bool {
     false
 }
 
-/// A pool to test on, by the flag's value; [`Rig::start`] makes sure it is the one in use.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PoolKind {
-    /// Plain files.
-    Dir,
-    /// An xfs image.
-    Xfs,
-    /// A btrfs image.
-    Btrfs,
-}
+pub use base::PoolKind;
 
 /// Every pool there is.
-pub const POOLS: [PoolKind; 3] = [PoolKind::Dir, PoolKind::Xfs, PoolKind::Btrfs];
-
-impl PoolKind {
-    pub fn flag(self) -> &'static str {
-        match self {
-            PoolKind::Dir => "dir",
-            PoolKind::Xfs => "xfs",
-            PoolKind::Btrfs => "btrfs",
-        }
-    }
-
-    fn reported(self) -> &'static str {
-        match self {
-            PoolKind::Dir => "copy",
-            PoolKind::Xfs => "reflink",
-            PoolKind::Btrfs => "btrfs",
-        }
-    }
-}
+pub const POOLS: [PoolKind; 3] = PoolKind::ALL;
 
 /// A program of this workspace, as it was built beside the test that runs.
 pub fn program(name: &str) -> PathBuf {
@@ -154,7 +127,7 @@ impl Rig {
         };
         let info = rig.client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
         let manifest = info.expect("GetPluginInfo").into_inner().manifest;
-        assert_eq!(manifest["pool"], pool.reported(), "another pool is in use than the test names");
+        assert_eq!(manifest["pool"], pool.name(), "another pool is in use than the test names");
         rig
     }
 
@@ -165,6 +138,16 @@ impl Rig {
     /// Where the pool's objects are.
     pub fn pool_dir(&self) -> PathBuf {
         self.data_dir().join("pool")
+    }
+
+    /// The ids of deleted snapshots that are retained.
+    pub fn retained(&self) -> Vec<String> {
+        let below = |dir: PathBuf| names(&dir).into_iter().map(move |name| (dir.join(&name), name));
+        let is_deleted = |(dir, _): &(PathBuf, String)| dir.join("deleted.json").exists();
+        let alone = below(self.pool_dir().join("snapshots")).filter(is_deleted);
+        let groups = below(self.pool_dir().join("groups")).filter(is_deleted);
+        let members = groups.flat_map(|(dir, _)| below(dir.join("members")));
+        alone.chain(members).map(|(_, id)| id).collect()
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -318,7 +301,7 @@ pub fn driver_command(dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(program("deltapath"));
     command
         .arg("driver")
-        .args(["--node-id", "node-1", "--pool", pool.flag(), "--pool-size", "8Gi"])
+        .args(["--node-id", "node-1", "--pool", pool.name(), "--pool-size", "8Gi"])
         .arg("--endpoint")
         .arg(format!("unix://{}", dir.join("csi.sock").display()))
         .arg("--data-dir")

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::pool::PoolChoice;
+use crate::pool::PoolRequest;
 use crate::sys::sweep::sweep;
 use base::{Quantity, Stop};
 use csi_client::{Client, block_capability};
@@ -28,7 +28,7 @@ impl Host {
     /// Starts a driver below `work_dir` and waits until it answers.
     pub async fn start(
         work_dir: &Path,
-        pool: PoolChoice,
+        pool: PoolRequest,
         size: Quantity,
         stop: &Stop,
     ) -> Result<Self, Box<dyn Error>> {

@@ -14,7 +14,7 @@ use clap::Args;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::{Done, INTERRUPTED, Output};
-use crate::pool::PoolChoice;
+use crate::cli::PoolFlag;
 use crate::sys;
 use base::{BlockSize, Quantity, Stop};
 use host::Host;
@@ -33,8 +33,8 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "SIZE", default_value = "1Gi", value_parser = demo_size)]
     size: Quantity,
     /// Pool to run on.
-    #[arg(long, value_enum, default_value_t = PoolChoice::Auto)]
-    pool: PoolChoice,
+    #[arg(long, value_enum, default_value_t = PoolFlag::Auto)]
+    pool: PoolFlag,
     /// Directory to work in; everything made there is removed again.
     #[arg(long, value_name = "DIR", default_value_os_t = std::env::temp_dir())]
     work_dir: PathBuf,
@@ -71,7 +71,8 @@ async fn play(arguments: &Arguments) -> Done {
         interrupted.cancel();
     });
     let started = Instant::now();
-    let mut host = Host::start(&arguments.work_dir, arguments.pool, arguments.size, &stop).await?;
+    let mut host =
+        Host::start(&arguments.work_dir, arguments.pool.request(None), arguments.size, &stop).await?;
     let mut report = Report::new(arguments.size, arguments.output == Output::Text);
     let told = Story::new(&mut host, &mut report, &stop).tell().await;
     let left = host.stop().await;

@@ -4,7 +4,6 @@
 //! are told does not depend on any of it: a block that is not hashed is compared by its bytes, one that is
 //! not compared by its hash.
 
-mod audit;
 mod queue;
 
 use std::collections::BTreeMap;
@@ -18,15 +17,14 @@ use roaring::RoaringBitmap;
 pub(super) use queue::Hashing;
 use queue::{Part, TURN, Work};
 
+use super::history::{header, members_or_all};
 use super::locks::Key;
-use super::maps::header;
 use super::{Driver, Error, Result};
 use crate::store::SnapshotRecord;
 use crate::sys;
 use base::ObjectDir;
 use cbt::{
-    self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
-    SEGMENT_BLOCKS, Step, ToHash,
+    self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, Step, ToHash,
 };
 use files::Context;
 use files::durable;
@@ -116,10 +114,7 @@ impl Driver {
             }
             if self.store.read(|index| index.line(&volume).any(|record| index.retained(&record.id).is_some()))
             {
-                let chain = self.locks.wait(Key::Chain(volume.clone()));
-                let doomed = self.settle(&volume);
-                drop(chain);
-                drop(doomed);
+                self.history([&volume]).apply_retention(&volume);
             }
             if self.hashing.stop.check().is_err() {
                 return;
@@ -130,7 +125,7 @@ impl Driver {
     /// Removes maps that the last driver did not write to their end, and that nobody may write again.
     fn remove_drafts(&self, record: &SnapshotRecord) {
         let Ok(_map) = self.locks.wait_until(Key::Map(record.id.clone()), &self.hashing.stop) else { return };
-        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
+        let _history = self.history([&record.volume]);
         let dir = self.store.snapshot_dir(record);
         for (map, end) in [
             (dir.allocated(), "map.new"),
@@ -164,12 +159,11 @@ impl Driver {
 
     /// Hashes what may have changed since the parent, in the parent and the snapshot, and then keeps what did.
     fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
-        let changed =
-            match self.open_settled(record, || MapFile::open(&self.store.snapshot_dir(record).changed())) {
-                // Deltas compare all blocks instead.
-                Err(cbt::Error::Damaged { .. }) => return Ok(true),
-                changed => changed?,
-            };
+        let changed = match MapFile::open(&self.store.snapshot_dir(record).changed()) {
+            // Deltas compare all blocks instead.
+            Err(cbt::Error::Damaged { .. }) => return Ok(true),
+            changed => changed?,
+        };
         let Some(relation) = changed.header().relative_to.clone().filter(|relation| !relation.exact) else {
             return Ok(true);
         };
@@ -195,35 +189,24 @@ impl Driver {
         only: Option<&MapFile>,
         helpers: &rayon::ThreadPool,
     ) -> Result<bool> {
-        let known = || self.store.read(|index| index.known(&record.id));
-        loop {
-            let dir = self.store.snapshot_dir(record);
-            let step = match self.hash_step(record, only, helpers) {
-                Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error)) if error.is_not_found() => {
-                    self.let_move(record);
-                    if known().is_none() {
-                        return Ok(true);
-                    }
-                    if self.store.snapshot_dir(record).path() != dir.path() {
-                        continue;
-                    }
-                    if !dir.bytes().exists() {
-                        // They were freed: there is nothing to hash any more.
-                        return Ok(true);
-                    }
-                    return Err(error.into());
-                }
-                step => step?,
-            };
-            let Some(step) = step else { return Ok(true) };
-            let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
-            if known().is_none() {
+        let dir = self.store.snapshot_dir(record);
+        let step = match self.hash_step(record, only, helpers) {
+            // The snapshot went, or its bytes were freed: there is nothing to hash any more.
+            Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error))
+                if error.is_not_found() && !dir.bytes().exists() =>
+            {
                 return Ok(true);
             }
-            step.replace_pending(&self.store.snapshot_dir(record))?;
-            self.hashing.progress(record, step.done);
-            return Ok(step.is_last);
+            step => step?,
+        };
+        let Some(step) = step else { return Ok(true) };
+        let _history = self.history([&record.volume]);
+        if self.store.read(|index| index.known(&record.id)).is_none() {
+            return Ok(true);
         }
+        step.replace_pending(&dir)?;
+        self.hashing.progress(record, step.done);
+        Ok(step.is_last)
     }
 
     /// Whether what may have changed in a snapshot was never compared.
@@ -247,25 +230,11 @@ impl Driver {
         };
         let fresh = dir.changed().with_extension("map.compared");
         let written = self.write_compared(&fresh, changed, &relation, parent, record);
-        let _chain = self.locks.wait(Key::Chain(record.volume.clone()));
-        // A deletion may have merged another map into it, or moved it.
-        let dir = self.store.snapshot_dir(record);
-        let fresh = dir.changed().with_extension("map.compared");
-        match MapFile::open(&dir.changed()) {
-            Ok(now)
-                if written.is_ok()
-                    && now.header().relative_to.as_ref() == Some(&relation)
-                    && fresh.exists() =>
-            {
-                Ok(durable::replace_by(&fresh, &dir.changed())?)
-            }
-            // Of no use to anybody, wherever a deletion took it; the next try would remove it as well.
-            _ => {
-                let removed = durable::remove(&fresh);
-                written?;
-                Ok(removed?)
-            }
+        if written.is_err() {
+            durable::remove(&fresh)?;
+            return written;
         }
+        self.history([&record.volume]).keep_compared(record, &relation, &fresh)
     }
 
     fn write_compared(
@@ -380,14 +349,6 @@ impl Driver {
     }
 }
 
-/// What a map that may hold too much says of a segment: all, where it is damaged.
-fn members_or_all(map: &MapFile, index: u32) -> Result<RoaringBitmap> {
-    match map.segment(index) {
-        Err(cbt::Error::Damaged { .. }) => Ok((0..SEGMENT_BLOCKS as u32).collect()),
-        members => Ok(members?),
-    }
-}
-
 /// Leaves the first `room` members, and returns the others where there are any.
 fn cut_off(members: &mut RoaringBitmap, room: u64) -> Option<RoaringBitmap> {
     let first = members.select(u32::try_from(room).ok()?)?;
@@ -459,6 +420,7 @@ impl Rest {
 mod tests {
     use super::*;
     use base::BlockSize;
+    use cbt::SEGMENT_BLOCKS;
 
     #[test]
     fn a_step_takes_what_it_has_room_for() {

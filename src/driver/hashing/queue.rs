@@ -24,7 +24,7 @@ const RETRY: Duration = Duration::from_secs(5);
 pub(in super::super) struct Hashing {
     state: Mutex<State>,
     wake: Condvar,
-    pub(super) stop: Stop,
+    pub(in super::super) stop: Stop,
 }
 
 #[derive(Debug, Default)]

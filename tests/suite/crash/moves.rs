@@ -6,7 +6,7 @@ use super::points::{Orders, Point};
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, names};
 
-/// The incident: the files of a snapshot had been renamed, and the disk took its time with the sync that follows;
+/// The incident: a deletion moved the files of a snapshot then, and the disk took its time with the sync that follows;
 /// the index told their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
 /// served, and a snapshot taken meanwhile found no parent, hashed all and lost the link to the one before.
 #[tokio::test(flavor = "multi_thread")]
@@ -25,7 +25,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     orders.count();
     rig.client.delete_snapshot(&taken[0].0).await.expect("delete");
     let points = orders.withdraw();
-    let renamed = points.iter().find(|point| point.step == "rename").expect("it is moved").number;
+    let renamed = points.iter().find(|point| point.step == "rename").expect("it is deleted").number;
 
     // The second, under a delta that starts from it; then the newest, under a snapshot that builds on it.
     for number in [1, 2] {
@@ -93,7 +93,7 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
         if round == 0 {
             rig.client.delete_volume(&volumes[1]).await.expect("delete the second");
         }
-        for dir in ["staging", "retained"] {
+        for dir in ["staging", "groups"] {
             assert_eq!(names(&rig.pool_dir().join(dir)), Vec::<String>::new(), "{dir}, round {round}");
         }
     }

@@ -47,9 +47,15 @@ const HARMLESS: [(&str, Harmless); 7] = [
         in_staging && (point.step.starts_with("remove") || point.step == "sync" && emptied)
     }),
     ("a deleted snapshot is kept for longer, and freed with the next change", |point, before, _, _| {
+        let goes = |point: &Point| {
+            let is_kept = contains(&point.path, "/snapshots/") || contains(&point.path, "/members/");
+            point.step == "rename"
+                && is_kept
+                && !contains(&point.path, "/staging/")
+                && point.path.extension().is_none()
+        };
         let renamed = before.iter().find(|point| point.step == "rename");
-        let is_its = point.step == "sync" && renamed.is_some_and(|point| contains(&point.path, "/retained/"));
-        contains(&point.path, "/retained/") || is_its
+        goes(point) || point.step == "sync" && renamed.is_some_and(goes)
     }),
     ("without the link a delta compares whole maps, and is as exact", |point, before, _, _| {
         let replaced = before.first().filter(|before| before.step == "replace" && point.step == "sync");

@@ -76,7 +76,10 @@ fn is_passed_over(cut: Cut, point: &Point) -> bool {
 /// Steps of a start that clear away what nobody needs: where they fail it goes on, and says so.
 fn clears_up(point: &Point) -> bool {
     let path = point.path.to_string_lossy();
-    point.step == "sync the filesystem of" || path.contains("/staging") || path.contains("/retained")
+    point.step == "sync the filesystem of"
+        || path.contains("/staging")
+        || path.contains("/group-empty")
+        || path.ends_with("/groups")
 }
 
 /// Frees what is below a directory, however its user ends.
@@ -145,7 +148,8 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
     let junk = pool.join("staging/snap-half-made");
     std::fs::create_dir_all(junk.join("bytes")).expect("mkdir");
     std::fs::write(junk.join("bytes/data.img"), "half").expect("write");
-    std::fs::create_dir_all(pool.join("retained/group-empty/members")).expect("mkdir");
+    std::fs::create_dir_all(pool.join("groups/group-empty/members")).expect("mkdir");
+    std::fs::write(pool.join("groups/group-empty/deleted.json"), "").expect("write");
     if detached {
         // As after a reboot, and kubelet has not come yet.
         let left = deltapath::sys::sweep::sweep(rig.dir.path()).expect("sweep");

@@ -60,7 +60,7 @@ pub fn last_lines(log: &str) -> String {
 impl Drop for Tally {
     fn drop(&mut self) {
         let Tally { what, pool, rounds, cut, points, losses, leaks } = self;
-        let (pool, points) = (pool.flag(), points.len());
+        let (pool, points) = (pool.name(), points.len());
         println!(
             "crash: kind={what} pool={pool} rounds={rounds} cut={cut} points={points} losses={losses} leaks={leaks}"
         );

@@ -10,7 +10,7 @@ use tonic::Code;
 
 use super::until;
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, temp_dir};
+use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
 
@@ -120,7 +120,7 @@ async fn restart(rig: &mut Rig) {
 
 /// Whether a deleted snapshot is still on the disk.
 fn is_kept(rig: &Rig, snapshot: &str) -> bool {
-    names(&rig.pool_dir().join("retained")).iter().any(|name| name == snapshot)
+    rig.retained().iter().any(|id| id == snapshot)
 }
 
 #[tokio::test(flavor = "multi_thread")]

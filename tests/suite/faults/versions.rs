@@ -17,11 +17,15 @@ use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root,
 
 /// A note of the same kind by a later version.
 fn later(path: &Path) -> Vec<u8> {
+    of_version(path, 7)
+}
+
+fn of_version(path: &Path, version: u32) -> Vec<u8> {
     let sound = std::fs::read(path).expect("read");
     let is_state = path.ends_with("state.json");
     let text = if is_state { slots::read(path).expect("read").expect("a state") } else { sound.clone() };
     let text = String::from_utf8(text).expect("utf-8");
-    let later = text.replacen("\"version\": 1", "\"version\": 7", 1);
+    let later = text.replacen("\"version\": 2", &format!("\"version\": {version}"), 1);
     assert_ne!(later, text);
     match is_state {
         true => slots::write(path, later.as_bytes()).expect("write"),
@@ -76,7 +80,7 @@ fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_data_directory_of_a_later_version_is_not_touched() {
+async fn a_data_directory_of_another_version_is_not_touched() {
     if !have_root() {
         return;
     }
@@ -84,7 +88,12 @@ async fn a_data_directory_of_a_later_version_is_not_touched() {
         let mut rig = Rig::start(pool).await;
         rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
         assert!(rig.terminate().success());
-        let sound = later(&rig.data_dir().join("deltapath.json"));
+        let manifest = rig.data_dir().join("deltapath.json");
+        let earlier = of_version(&manifest, 1);
+        let said = refused(&mut driver_command(rig.dir.path(), pool));
+        assert!(said.contains("version 1") && said.contains("run the build that made it"), "{said}");
+        std::fs::write(&manifest, earlier).expect("write");
+        let sound = later(&manifest);
         let look = |dir: PathBuf| {
             let mut files = BTreeMap::new();
             fingerprints(&dir, &mut files);
@@ -94,7 +103,7 @@ async fn a_data_directory_of_a_later_version_is_not_touched() {
         let said = refused(&mut driver_command(rig.dir.path(), pool));
         assert!(said.contains("version 7") && said.contains("upgrade the driver"), "{said}");
         assert!(before == look(rig.data_dir()), "a refused start changed something");
-        std::fs::write(rig.data_dir().join("deltapath.json"), sound).expect("write");
+        std::fs::write(&manifest, sound).expect("write");
         rig.start_again().await;
         assert_eq!(listed(&rig).await.0.len(), 1);
         rig.finish();
@@ -131,7 +140,7 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
         pool.join("snapshots").join(&spare).join("record.json"),
         pool.join("snapshots").join(&target).join("record.json"),
         pool.join("groups").join(&group.group_snapshot_id).join("record.json"),
-        pool.join("retained").join(&gone).join("deleted.json"),
+        pool.join("snapshots").join(&gone).join("deleted.json"),
     ];
     let sound: Vec<Vec<u8>> = records.iter().map(|path| later(path)).collect();
     let now: Vec<Vec<u8>> = records.iter().map(|path| std::fs::read(path).expect("read")).collect();

@@ -121,7 +121,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
     let seed = seed();
     let mut random = Rng::with_seed(seed);
     let (mut cuts_made, mut objects, mut losses, mut losing) = (0, 0, Vec::new(), 0);
-    let named = |(host, pool): &(Host, PoolKind)| takes_part(&format!("{} on {}", pool.flag(), host.name()));
+    let named = |(host, pool): &(Host, PoolKind)| takes_part(&format!("{} on {}", pool.name(), host.name()));
     let machines: Vec<_> = MACHINES.into_iter().filter(named).collect();
     assert!(!machines.is_empty(), "DELTAPATH_POWER_MACHINES leaves no machine");
     for (host, pool) in machines.iter().copied() {
@@ -135,7 +135,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
             cuts_made += 1;
             objects += findings.objects;
             losing += usize::from(!findings.losses.is_empty());
-            let place = format!("{} on {}, cut {number} {}", pool.flag(), host.name(), cut.story);
+            let place = format!("{} on {}, cut {number} {}", pool.name(), host.name(), cut.story);
             for loss in findings.losses {
                 eprintln!("LOST {place}: {loss}");
                 losses.push(format!("{place}: {loss}"));
@@ -143,7 +143,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
         }
         eprintln!(
             "{} on {}: {count} cuts, {} lost something ({:.1} s of work, {:.1} s of audits)",
-            pool.flag(),
+            pool.name(),
             host.name(),
             losing - before,
             lived.as_secs_f64(),

@@ -112,7 +112,7 @@ pub fn delta(bytes: &[u8]) {
     let wanted: BTreeSet<u64> = differing(&base, &target).split_off(&start);
     let whole = !steps.is_empty() || base == target;
     for with_way in [whole, false] {
-        let found = run(&base_dir, &target_dir, with_way.then_some(&steps[..]), start, false);
+        let found = run(&base_dir, &target_dir, with_way.then_some(&steps[..]), start);
         assert_eq!(found.expect("nothing is damaged"), wanted, "with a way: {with_way}");
     }
     // Damage one map, and a page of hashes.
@@ -130,29 +130,23 @@ pub fn delta(bytes: &[u8]) {
     damaged.resize(length, 0);
     hashes.write_all_at(&damaged, page).expect("write");
     std::fs::write(file, damage(sound.clone(), &mut input)).expect("write");
-    if let Ok(found) = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start, false) {
+    if let Ok(found) = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start) {
         assert_eq!(found, wanted, "{} is damaged", file.display());
     }
     std::fs::write(file, sound).expect("write");
     hashes.write_all_at(&sound_page, page).expect("write");
     // And free the base's data.
     std::fs::remove_file(base_dir.data()).expect("remove");
-    let found = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start, true).expect("hashes tell");
+    let found = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start).expect("hashes tell");
     assert!(found.is_superset(&wanted), "{:?} are lost", wanted.difference(&found));
     let beyond: BTreeSet<u64> = found.difference(&wanted).copied().collect();
     assert!(beyond.is_subset(&base_pending), "{beyond:?} are told and did not change");
 }
 
 /// The blocks of a delta, as the driver asks for one: a map that is damaged as a whole is no way.
-fn run(
-    base: &ObjectDir,
-    target: &ObjectDir,
-    steps: Option<&[PathBuf]>,
-    start: u64,
-    deleted: bool,
-) -> Result<BTreeSet<u64>> {
+fn run(base: &ObjectDir, target: &ObjectDir, steps: Option<&[PathBuf]>, start: u64) -> Result<BTreeSet<u64>> {
     let way = steps.and_then(|steps| steps.iter().map(|path| MapFile::open(path).ok()).collect());
-    let mut scan = DeltaScan::new(Side::open(base, deleted)?, Side::open(target, false)?, way, start);
+    let mut scan = DeltaScan::new(Side::open(base)?, Side::open(target)?, way, start);
     let (mut found, mut end) = (BTreeSet::new(), start);
     loop {
         match scan.next_run(&Stop::default(), Instant::now() + Duration::from_secs(60))? {

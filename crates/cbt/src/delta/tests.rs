@@ -62,7 +62,7 @@ impl Fake {
     }
 
     fn side(&self) -> Side {
-        Side::open(&ObjectDir::new(self.dir.path()), false).expect("open")
+        Side::open(&ObjectDir::new(self.dir.path())).expect("open")
     }
 }
 
@@ -219,7 +219,7 @@ fn a_base_without_its_data_answers_from_hashes() {
     // Blocks 5, 6 and 7 of the target are not hashed: zeros where the base has a hole, the same, another.
     let target = Fake::new(&contents, &[5, 6, 7], None);
     std::fs::remove_file(ObjectDir::new(base.dir.path()).data()).expect("remove");
-    let gone = || Side::open(&ObjectDir::new(base.dir.path()), true);
+    let gone = || Side::open(&ObjectDir::new(base.dir.path()));
     assert_eq!(runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, 0)), [(2, 4), (7, 8)]);
     std::fs::write(ObjectDir::new(base.dir.path()).hashes(), []).expect("cut short");
     let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, 0);

@@ -179,7 +179,7 @@ impl Life<'_> {
     async fn nothing_is_left(&mut self) -> Result<(), String> {
         let started = Instant::now();
         let left = || -> Vec<String> {
-            let dirs = ["volumes", "snapshots", "groups", "staging", "retained"];
+            let dirs = ["volumes", "snapshots", "groups", "staging"];
             let pool = self.rig.pool_dir();
             let below = |dir: &str| {
                 names(&pool.join(dir)).into_iter().map(|name| format!("{dir}/{name}")).collect::<Vec<_>>()

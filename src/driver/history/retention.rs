@@ -1,14 +1,15 @@
 //! Deleted snapshots kept as a base for deltas (`--retain-deleted`), so that a backup tool that
 //! deletes each snapshot after its use still gets the next delta, and cheaply.
 //!
-//! Record, maps and hashes of a deleted snapshot stay. Its bytes are freed by the hashing thread (`hashing/audit.rs`),
+//! Record, maps and hashes of a deleted snapshot stay. Its bytes are freed by the hashing thread (`history/healing.rs`),
 //! unless they are still needed: on a pool that compares bytes those of a volume's newest snapshot, until the next is
 //! taken; on every pool what is not hashed yet.
 
 use std::time::Duration;
 
-use super::{Driver, Result};
-use crate::store::{self, Draft, Retained, SnapshotRecord};
+use super::super::{Driver, Result};
+use super::History;
+use crate::store::{self, Retained, SnapshotRecord};
 use base::{VolumeId, age};
 use cbt::MapFile;
 
@@ -48,23 +49,13 @@ impl std::fmt::Display for Retention {
 
 impl Driver {
     /// Whether deltas may still be asked from a snapshot that is about to be deleted.
-    pub(super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
+    pub(in super::super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
         self.config().retain.count > 0 && record.tracking && self.may_be_a_base(record) && !self.is_short()
     }
 
     /// Whether there is no room to keep anything that is not needed.
     fn is_short(&self) -> bool {
-        matches!(self.home.shortage(), Ok(Some(_)))
-    }
-
-    /// Whether a snapshot could be kept. A full pool has no room for the note that it was deleted; then it
-    /// goes for good, for deletions are the way out of a full pool.
-    pub(super) fn could_be_kept(outcome: Result<(), store::Error>) -> Result<bool> {
-        match outcome {
-            Ok(()) => Ok(true),
-            Err(store::Error::Sys(error)) if error.is_no_space() => Ok(false),
-            Err(error) => Err(error.into()),
-        }
+        matches!(self.open_pool.shortage(), Ok(Some(_)))
     }
 
     /// Whether there is, or may come, a later snapshot of its volume.
@@ -76,52 +67,8 @@ impl Driver {
         })
     }
 
-    /// Forgets the retained snapshots of a volume whose time is over, and queues those whose bytes are no longer needed:
-    /// once they are hashed, their bytes are freed. The caller holds the chain, and drops the answer without it.
-    pub(super) fn settle(&self, volume: &VolumeId) -> Vec<Draft> {
-        let (retained, newest) = self.store.read(|index| {
-            let line = || index.line(volume);
-            let retained: Vec<Retained> = line().filter_map(|record| index.retained(&record.id)).collect();
-            (retained, line().next_back().map(|record| record.id.clone()))
-        });
-        let short = !retained.is_empty() && self.is_short();
-        let is_next_base = |record: &SnapshotRecord| newest.as_ref() == Some(&record.id);
-        let is_over = |kept: &Retained| kept.age() > self.config().retain.age && !is_next_base(&kept.record);
-        let is_wanted = |kept: &Retained| {
-            !short && kept.record.tracking && self.may_be_a_base(&kept.record) && !is_over(kept)
-        };
-        let wanted: Vec<bool> = retained.iter().map(is_wanted).collect();
-        // What goes in any case takes nobody's place.
-        let mut beyond =
-            wanted.iter().filter(|wanted| **wanted).count().saturating_sub(self.config().retain.count);
-        let mut doomed = Vec::new();
-        for (Retained { record, .. }, wanted) in retained.iter().zip(wanted) {
-            let stays = wanted && beyond == 0;
-            if wanted {
-                beyond = beyond.saturating_sub(1);
-            }
-            let outcome = match stays {
-                false => self.forget_retained(record).map(Some),
-                true => {
-                    if self.frees_bytes_of(record) {
-                        self.hashing.add(record, self.pending_bytes(record));
-                    }
-                    Ok(None)
-                }
-            };
-            match outcome {
-                Ok(freed) => doomed.extend(freed),
-                Err(error) => {
-                    let error = base::report(&error);
-                    tracing::warn!(snapshot_id = %record.id, error, "a deleted snapshot is kept for longer");
-                }
-            }
-        }
-        doomed
-    }
-
     /// Whether the bytes of a snapshot are there, and of no use but to be hashed.
-    pub(super) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
+    pub(in super::super) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
         let (is_retained, newest) = self.store.read(|index| {
             let newest = index.line(&record.volume).next_back().map(|newest| newest.id.clone());
             (index.retained(&record.id).is_some(), newest)
@@ -130,18 +77,66 @@ impl Driver {
         is_retained && !is_next_base && self.store.snapshot_dir(record).bytes().exists()
     }
 
-    fn forget_retained(&self, record: &SnapshotRecord) -> Result<Draft> {
-        self.hand_on(record);
-        let doomed = self.store.remove_retained(record)?;
-        self.hashing.forget(record);
-        Ok(doomed)
-    }
-
     /// The bytes of a snapshot that are still to be hashed; all where its map cannot be read.
-    pub(super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
+    pub(in super::super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
         let path = self.store.snapshot_dir(record).pending();
         let count = MapFile::open(&path).and_then(|map| map.count());
         count.map_or(record.capacity, |count| count * record.block_size.bytes())
+    }
+}
+
+/// Whether a snapshot could be kept. A full pool has no room for the note that it was deleted; then it
+/// goes for good, for deletions are the way out of a full pool.
+pub(super) fn was_kept(outcome: Result<(), store::Error>) -> Result<bool> {
+    match outcome {
+        Ok(()) => Ok(true),
+        Err(store::Error::Sys(error)) if error.is_no_space() => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl History<'_> {
+    /// Forgets the retained snapshots of a volume whose time is over, and queues those whose bytes are no longer needed:
+    /// once they are hashed, their bytes are freed.
+    pub(in super::super) fn apply_retention(&mut self, volume: &VolumeId) {
+        let driver = self.driver;
+        let (retained, newest) = driver.store.read(|index| {
+            let line = || index.line(volume);
+            let retained: Vec<Retained> = line().filter_map(|record| index.retained(&record.id)).collect();
+            (retained, line().next_back().map(|record| record.id.clone()))
+        });
+        let limits = driver.config().retain;
+        let short = !retained.is_empty() && driver.is_short();
+        let is_next_base = |record: &SnapshotRecord| newest.as_ref() == Some(&record.id);
+        let is_over = |kept: &Retained| kept.age() > limits.age && !is_next_base(&kept.record);
+        let is_wanted = |kept: &Retained| {
+            !short && kept.record.tracking && driver.may_be_a_base(&kept.record) && !is_over(kept)
+        };
+        let wanted: Vec<bool> = retained.iter().map(is_wanted).collect();
+        // What goes in any case takes nobody's place.
+        let mut beyond = wanted.iter().filter(|wanted| **wanted).count().saturating_sub(limits.count);
+        for (Retained { record, .. }, wanted) in retained.iter().zip(wanted) {
+            let stays = wanted && beyond == 0;
+            if wanted {
+                beyond = beyond.saturating_sub(1);
+            }
+            if stays {
+                if driver.frees_bytes_of(record) {
+                    driver.hashing.add(record, driver.pending_bytes(record));
+                }
+            } else if let Err(error) = self.forget(record) {
+                let error = base::report(&error);
+                tracing::warn!(snapshot_id = %record.id, error, "a deleted snapshot is kept for longer");
+            }
+        }
+    }
+
+    /// Forgets a retained snapshot for good.
+    fn forget(&mut self, record: &SnapshotRecord) -> Result<()> {
+        self.hand_on(record);
+        self.doomed.push(self.driver.store.remove_retained(record)?);
+        self.driver.hashing.forget(record);
+        Ok(())
     }
 }
 

@@ -3,33 +3,18 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use super::quiesce::LiveCopy;
+use super::history::{Parent, header};
+use super::quiesce::{HashingSink, LiveCopy};
 use super::{Driver, Error, Result};
-use crate::pool::{self, Bytes, Changes};
-use crate::store::{SnapshotRecord, Source, VolumeRecord};
+use crate::pool::Changes;
+use crate::store::{SnapshotRecord, VolumeRecord};
 use crate::sys::extents::Extents;
-use base::{BlockSize, ObjectDir, SnapshotId, Stop, Stopped};
+use base::{BlockSize, ObjectDir, Stop};
 use cbt::{
-    self, Candidates, HashFile, HashReader, HashingCopy, MapFile, MapHeader, MapWriter, NewMaps,
-    PhysicalDiff, Relation, copy_map, scan_allocated, write_changed, write_union, write_written,
+    self, Candidates, HashFile, HashReader, MapFile, MapHeader, MapWriter, NewMaps, PhysicalDiff, Relation,
+    copy_map, scan_allocated, write_changed, write_union, write_written,
 };
 use files::durable;
-
-/// An earlier snapshot whose content a new one shares most of: its hashes need not be made again.
-///
-/// All its files are open: it may be deleted while the new one is made.
-struct Parent {
-    id: SnapshotId,
-    /// Marks the moment from which on the new one's writes are to be told (see [`crate::pool::Pool`]).
-    since: Option<u64>,
-    /// `None` once it was deleted and its bytes were freed.
-    bytes: Option<Bytes>,
-    allocated: MapFile,
-    pending: MapFile,
-    hashes: HashFile,
-    /// Whether it is of the same volume, so that changes since it are known.
-    linked: bool,
-}
 
 /// A snapshot being made.
 pub(super) struct NewSnapshot {
@@ -43,37 +28,6 @@ pub(super) struct NewSnapshot {
     pub pending: u64,
 }
 
-/// Hashes the bytes of a copy on their way.
-pub(super) struct Pour {
-    hashing: HashingCopy,
-    failed: Option<cbt::Error>,
-}
-
-impl Pour {
-    fn new(hashes: HashFile, size: BlockSize) -> Self {
-        Pour { hashing: HashingCopy::new(hashes, size), failed: None }
-    }
-
-    /// Takes whole blocks from byte `offset` on. After a failure the copy only has to end; the reason is
-    /// what [`Pour::check`] tells.
-    pub(super) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
-        self.hashing.take(offset, bytes).map_err(|error| {
-            self.failed = Some(error);
-            Stopped::Cancelled
-        })
-    }
-
-    /// Forgets what it took, for the copy is made again.
-    pub(super) fn start_again(&mut self) -> Result<()> {
-        Ok(self.hashing.start_again()?)
-    }
-
-    /// Fails with what went wrong, if anything did.
-    pub(super) fn check(&mut self) -> Result<()> {
-        self.failed.take().map_or(Ok(()), |error| Err(error.into()))
-    }
-}
-
 impl Driver {
     /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes
     /// their maps. What is to be hashed is left for later, save where the copy read it all.
@@ -84,11 +38,11 @@ impl Driver {
         }
         let files = self.copy_live(&mut copies)?;
         for ((new, copy), data) in snapshots.iter_mut().zip(copies).zip(files) {
-            if let Some(pour) = &copy.pour {
-                pour.hashing.sync()?;
+            if let Some(sink) = &copy.sink {
+                sink.sync()?;
             }
             new.record.birth = self.pool().birth(&new.draft)?;
-            let blocks = self.write_maps(new, &data, copy.pour.is_some())?;
+            let blocks = self.write_maps(new, &data, copy.sink.is_some())?;
             new.pending = blocks * new.record.block_size.bytes();
         }
         Ok(())
@@ -97,16 +51,16 @@ impl Driver {
     /// The copy that a snapshot starts with; a pool that reads every byte hashes them on the way.
     fn live_copy(&self, new: &NewSnapshot) -> Result<LiveCopy> {
         let block_size = new.record.block_size;
-        let pour = match self.pool().copies_atomically() || !new.record.tracking {
+        let sink = match self.pool().copies_atomically() || !new.record.tracking {
             true => None,
-            false => Some(Pour::new(HashFile::create(&new.draft.hashes())?, block_size)),
+            false => Some(HashingSink::new(HashFile::create(&new.draft.hashes())?, block_size)),
         };
         Ok(LiveCopy {
             id: new.volume.id.clone(),
             source: self.pool().open(&self.store.dir().volume(&new.volume.id))?,
             target: new.draft.clone(),
             block_size,
-            pour,
+            sink,
             written: false,
         })
     }
@@ -203,58 +157,5 @@ impl Driver {
         let pending = write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
         self.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;
         Ok(Some(pending))
-    }
-
-    /// The snapshot to build on: the newest of the volume, else the one that the volume was made
-    /// from; a deleted one serves as well. `None` when there is none, or its maps are damaged: then all is
-    /// hashed.
-    fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
-        let (found, linked) = self.store.read(|index| match index.line(&volume.id).next_back() {
-            Some(newest) => (Some(newest.clone()), true),
-            None => match &volume.source {
-                Some(Source::Snapshot(id)) => (index.known(id), false),
-                _ => (None, false),
-            },
-        });
-        let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
-        match self.open_settled(&found, || self.open_parent(&found, volume, linked)) {
-            Ok(parent) => Some(parent),
-            Err(error) => {
-                let error = base::report(&error);
-                tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent cannot be used");
-                None
-            }
-        }
-    }
-
-    fn open_parent(&self, record: &SnapshotRecord, volume: &VolumeRecord, linked: bool) -> Result<Parent> {
-        let dir = self.store.snapshot_dir(record);
-        let bytes = match self.pool().open(&dir) {
-            Err(pool::Error::Sys(error)) if error.is_not_found() => None,
-            opened => Some(opened?),
-        };
-        Ok(Parent {
-            id: record.id.clone(),
-            since: match linked {
-                true => record.birth,
-                // Its first content is that of its source: what was written since it was made counts.
-                false => self.pool().birth(&self.store.dir().volume(&volume.id))?,
-            },
-            bytes,
-            allocated: MapFile::open(&dir.allocated())?,
-            // Before the hashes are cloned: a slot is written before its block leaves `pending`.
-            pending: MapFile::open(&dir.pending())?,
-            hashes: HashFile::open(&dir.hashes())?,
-            linked,
-        })
-    }
-}
-
-/// The header of a snapshot's maps, save `changed`.
-pub(super) fn header(record: &SnapshotRecord) -> MapHeader {
-    MapHeader {
-        block_size: record.block_size,
-        blocks: record.block_size.blocks_in(record.capacity),
-        relative_to: None,
     }
 }

@@ -1,0 +1,38 @@
+//! The kinds of pool.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How a pool stores and copies the blocks of volumes, which decides what snapshots cost. The same word in flags, logs,
+/// metrics and `deltapath.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PoolKind {
+    /// btrfs, a subvolume for the bytes of each object: a copy takes constant time.
+    Btrfs,
+    /// A filesystem that clones files, as xfs does: a copy costs the number of extents.
+    Xfs,
+    /// Plain files: a copy costs the data.
+    Dir,
+}
+
+impl PoolKind {
+    /// Every kind.
+    pub const ALL: [PoolKind; 3] = [PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir];
+
+    /// Its name, as `--pool` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            PoolKind::Btrfs => "btrfs",
+            PoolKind::Xfs => "xfs",
+            PoolKind::Dir => "dir",
+        }
+    }
+}
+
+impl fmt::Display for PoolKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

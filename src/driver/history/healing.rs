@@ -1,0 +1,242 @@
+//! What hashing finds wrong on its way, and mends: `allocated` maps that are not as the data is, and hashes that a
+//! deleted snapshot lacks before its bytes go.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use roaring::RoaringBitmap;
+
+use super::super::locks::Key;
+use super::super::{Driver, Result};
+use super::{History, header};
+use crate::store::SnapshotRecord;
+use base::{ObjectDir, Stop};
+use cbt::{
+    self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, scan_allocated,
+};
+use files::Context;
+use files::durable;
+
+impl Driver {
+    /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
+    /// been made again from the data.
+    pub(in super::super) fn healed<T>(
+        &self,
+        record: &SnapshotRecord,
+        stop: &Stop,
+        open: impl Fn() -> cbt::Result<T>,
+    ) -> cbt::Result<T> {
+        match open() {
+            Err(cbt::Error::Damaged { path, what })
+                if path == self.store.snapshot_dir(record).allocated() =>
+            {
+                self.write_allocated(record, &what, stop)?;
+                open()
+            }
+            opened => opened,
+        }
+    }
+
+    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: whoever needs the map
+    /// waits, and nobody else.
+    ///
+    /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
+    /// 2. Rename it over the damaged one.
+    pub(in super::super) fn write_allocated(
+        &self,
+        record: &SnapshotRecord,
+        what: &str,
+        stop: &Stop,
+    ) -> cbt::Result<()> {
+        let _map = self.locks.wait_until(Key::Map(record.id.clone()), stop)?;
+        let dir = self.store.snapshot_dir(record);
+        let (path, data_path) = (dir.allocated(), dir.data());
+        if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
+            // Somebody else has made it meanwhile.
+            return Ok(());
+        }
+        tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
+        let data = match File::open(&data_path).context("open", &data_path) {
+            Err(error) if error.is_not_found() => {
+                return Err(cbt::Error::Lost { what: format!("{}: {what}", path.display()) });
+            }
+            opened => opened?,
+        };
+        let fresh = path.with_extension("map.new");
+        durable::replace_with(&path, &fresh, |fresh| {
+            scan_allocated(&data, &data_path, fresh, header(record), stop).map(drop)
+        })
+    }
+
+    /// Holds the `allocated` map of a snapshot against its data, where it was made from the parent's: a block that is
+    /// wrong in one would be wrong in all that follow. Where a block of the map is one of the filesystem's, their number
+    /// tells; else all extents are looked at.
+    ///
+    /// A map that is wrong is made again. What else was made from it is not believed either: the blocks may have changed
+    /// since the parent, and until the child; they are to be hashed, and the parent is looked at next.
+    pub(in super::super) fn check_allocated(&self, record: &SnapshotRecord) -> Result<()> {
+        let dir = self.store.snapshot_dir(record);
+        let path = dir.data();
+        if record.birth.is_none() || !path.exists() {
+            return Ok(());
+        }
+        let data = File::open(&path).context("open", &path)?;
+        let meta = data.metadata().context("stat", &path)?;
+        let map = self.healed(record, &self.hashing.stop, || MapFile::open(&dir.allocated()))?;
+        if record.block_size.bytes() == meta.blksize()
+            && map.count().ok() == Some(meta.blocks() * 512 / meta.blksize())
+        {
+            return Ok(());
+        }
+        let fresh = dir.allocated().with_extension("map.checked");
+        durable::remove(&fresh)?;
+        scan_allocated(&data, &path, &fresh, header(record), &self.hashing.stop)?;
+        let wrong = differing(&map, &MapFile::open(&fresh)?)?;
+        if wrong.is_empty() {
+            return Ok(durable::remove(&fresh)?);
+        }
+        self.history([&record.volume]).replace_allocated(record, &fresh, &wrong)
+    }
+
+    /// Frees the bytes of a deleted snapshot whose maps and hashes are all that deltas need from now on. What is damaged
+    /// of those is made again before: afterwards there is nothing to make it from.
+    pub(in super::super) fn free_when_sound(&self, record: &SnapshotRecord) -> Result<()> {
+        if !self.frees_bytes_of(record) {
+            return Ok(());
+        }
+        let dir = self.store.snapshot_dir(record);
+        let count = || MapFile::open(&dir.allocated()).and_then(|map| map.count());
+        if let Err(cbt::Error::Damaged { what, .. }) = count() {
+            self.write_allocated(record, &what, &self.hashing.stop)?;
+        }
+        let lacking = self.without_hash(&dir)?;
+        self.history([&record.volume]).free_bytes(record, &lacking)
+    }
+
+    /// The allocated blocks of a snapshot whose hash is not there, for its page is damaged.
+    fn without_hash(&self, dir: &ObjectDir) -> Result<Segments> {
+        let allocated = MapFile::open(&dir.allocated())?;
+        let mut hashes = HashReader::new(HashFile::open(&dir.hashes())?);
+        let mut lacking = Segments::new();
+        for index in allocated.indexes() {
+            self.hashing.stop.check()?;
+            let unknown = hashes.unknown(index, &allocated.segment(index)?)?;
+            if !unknown.is_empty() {
+                lacking.push((index, unknown));
+            }
+        }
+        Ok(lacking)
+    }
+}
+
+impl History<'_> {
+    /// Puts the map `fresh` in place of the `allocated` map of a snapshot, which was `wrong` of these blocks.
+    ///
+    /// 1. Add them to `changed` of the snapshot and of its child, no longer exact, and to `pending`: all may hold too much.
+    /// 2. Replace `allocated`. A crash before it leaves the map to the next snapshot's look.
+    fn replace_allocated(&mut self, record: &SnapshotRecord, fresh: &Path, wrong: &Segments) -> Result<()> {
+        let driver = self.driver;
+        let store = &driver.store;
+        let dir = store.snapshot_dir(record);
+        if !fresh.exists() {
+            // It went meanwhile, for good.
+            return Ok(());
+        }
+        let blocks: u64 = wrong.iter().map(|(_, members)| members.len()).sum();
+        tracing::error!(
+            snapshot_id = %record.id, blocks,
+            "the allocated map is not as the data is, making it again; deltas that were told may lack these blocks"
+        );
+        let pending = MapFile::open(&dir.pending())?;
+        let neighbours = store.read(|index| {
+            let line = || index.line(&record.volume);
+            let parent = line().rfind(|other| other.sequence < record.sequence);
+            let child = line().find(|other| other.sequence > record.sequence);
+            [parent.cloned(), child.cloned()]
+        });
+        for other in neighbours[1].iter().map(|child| &**child).chain([record]) {
+            let path = store.snapshot_dir(other).changed();
+            if let Ok(changed) = MapFile::open(&path)
+                && let Some(relation) = changed.header().relative_to.clone()
+            {
+                let relative_to = Some(Relation { exact: false, ..relation });
+                let header = MapHeader { relative_to, ..changed.header().clone() };
+                add_to(&changed, header, wrong, &path)?;
+            }
+        }
+        add_to(&pending, header(record), wrong, &dir.pending())?;
+        durable::replace_by(fresh, &dir.allocated())?;
+        for record in neighbours.iter().flatten().map(|other| &**other).chain([record]) {
+            driver.hashing.add(record, driver.pending_bytes(record));
+        }
+        Ok(())
+    }
+
+    /// Frees the bytes of a deleted snapshot, unless another one needs them by now. Blocks that are `lacking` a hash are
+    /// hashed again before.
+    fn free_bytes(&mut self, record: &SnapshotRecord, lacking: &Segments) -> Result<()> {
+        let dir = self.driver.store.snapshot_dir(record);
+        if !lacking.is_empty() {
+            add_to(&MapFile::open(&dir.pending())?, header(record), lacking, &dir.pending())?;
+            // Later, for a disk that fails may not keep those either.
+            let what = "pages of hashes that are needed once the data is freed are damaged".to_owned();
+            return Err(cbt::Error::Damaged { path: dir.hashes(), what }.into());
+        }
+        if self.driver.frees_bytes_of(record) && self.driver.pending_bytes(record) == 0 {
+            self.doomed.extend(self.driver.store.take_bytes(record)?);
+        }
+        Ok(())
+    }
+}
+
+/// Blocks by segment, ascending.
+type Segments = Vec<(u32, RoaringBitmap)>;
+
+/// The blocks that only one of two maps holds. A damaged segment of the first holds none.
+fn differing(claimed: &MapFile, found: &MapFile) -> Result<Segments> {
+    let mut indexes: Vec<u32> = claimed.indexes().chain(found.indexes()).collect();
+    indexes.sort_unstable();
+    indexes.dedup();
+    let mut differing = Segments::new();
+    for index in indexes {
+        let members = match claimed.segment(index) {
+            Err(cbt::Error::Damaged { .. }) => RoaringBitmap::new(),
+            members => members?,
+        } ^ found.segment(index)?;
+        if !members.is_empty() {
+            differing.push((index, members));
+        }
+    }
+    Ok(differing)
+}
+
+/// Replaces a map by one that holds these blocks as well.
+fn add_to(map: &MapFile, header: MapHeader, more: &Segments, path: &Path) -> Result<()> {
+    durable::replace_with(path, &path.with_extension("map.new"), |fresh| {
+        let mut writer = MapWriter::create(fresh, header)?;
+        let mut more = more.iter().peekable();
+        for index in map.indexes() {
+            while let Some((index, members)) = more.next_if(|(other, _)| *other < index) {
+                writer.insert_segment(*index, members.clone())?;
+            }
+            let mut members = members_or_all(map, index)?;
+            if let Some((_, others)) = more.next_if(|(other, _)| *other == index) {
+                members |= others;
+            }
+            writer.insert_segment(index, members)?;
+        }
+        for (index, members) in more {
+            writer.insert_segment(*index, members.clone())?;
+        }
+        writer.finish().map_err(Into::into)
+    })
+}
+
+/// What a map that may hold too much says of a segment: all, where it is damaged.
+pub(in super::super) fn members_or_all(map: &MapFile, index: u32) -> Result<RoaringBitmap> {
+    match map.segment(index) {
+        Err(cbt::Error::Damaged { .. }) => Ok((0..SEGMENT_BLOCKS as u32).collect()),
+        members => Ok(members?),
+    }
+}

@@ -1,0 +1,116 @@
+//! The links between the snapshots of a volume: each `changed` map names the snapshot it is relative to.
+
+use std::path::Path;
+
+use super::super::{Driver, Error, Result};
+use super::History;
+use crate::store::SnapshotRecord;
+use base::Stop;
+use cbt::{self, MapFile, MapHeader, Relation};
+use files::durable;
+
+/// The longest way between two snapshots that is walked map by map, each an open file; a longer one
+/// compares whole maps.
+const MAX_STEPS: usize = 64;
+
+impl Driver {
+    /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
+    pub(in super::super) fn way(
+        &self,
+        base: &SnapshotRecord,
+        target: &SnapshotRecord,
+    ) -> Result<Option<Vec<MapFile>>> {
+        let mut maps = Vec::new();
+        let mut at = target.clone();
+        while at.id != base.id {
+            let map = match MapFile::open(&self.store.snapshot_dir(&at).changed()) {
+                Ok(map) => map,
+                Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
+                Err(cbt::Error::Damaged { path, what }) => {
+                    tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
+                    return Ok(None);
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
+            let before = self.store.read(|index| index.known(&before.snapshot));
+            let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {
+                return Ok(None);
+            };
+            maps.push(map);
+            if maps.len() > MAX_STEPS {
+                return Ok(None);
+            }
+            at = (*before).clone();
+        }
+        Ok(Some(maps))
+    }
+}
+
+impl History<'_> {
+    /// Puts the map `fresh`, which keeps what a comparison found to differ, in place of the `changed` map of a snapshot;
+    /// unless that is relative to another snapshot by now, or was compared: then `fresh` is removed.
+    pub(in super::super) fn keep_compared(
+        &self,
+        record: &SnapshotRecord,
+        relation: &Relation,
+        fresh: &Path,
+    ) -> Result<()> {
+        let changed = self.driver.store.snapshot_dir(record).changed();
+        match MapFile::open(&changed) {
+            Ok(now) if now.header().relative_to.as_ref() == Some(relation) => {
+                Ok(durable::replace_by(fresh, &changed)?)
+            }
+            _ => Ok(durable::remove(fresh)?),
+        }
+    }
+
+    /// Hands the changes of a snapshot about to go on to the next one.
+    pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
+        if let Err(error) = self.hand_changes_on(gone) {
+            // Without the link a delta across the gap compares whole maps: slower, and as exact.
+            tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "changes were not handed on");
+        }
+    }
+
+    /// Merges the changes of a snapshot about to go into those of the next one, which from then on
+    /// speaks of the changes since the one before both.
+    ///
+    /// 1. Write the union beside the next one's map and sync it: a crash leaves a stray file that
+    ///    the next merge replaces.
+    /// 2. Rename it over the map and sync: the map names the snapshot it is relative to, so both
+    ///    change as one. A crash after it leaves a snapshot that nobody's changes are relative to any
+    ///    more; deltas from it compare whole maps.
+    fn hand_changes_on(&self, gone: &SnapshotRecord) -> Result<()> {
+        if !gone.tracking {
+            return Ok(());
+        }
+        let next = self
+            .driver
+            .store
+            .read(|index| index.line(&gone.volume).find(|record| record.sequence > gone.sequence).cloned());
+        let Some(next) = next else { return Ok(()) };
+        let next_dir = self.driver.store.snapshot_dir(&next);
+        let theirs = MapFile::open(&next_dir.changed())?;
+        if theirs.header().relative_to.as_ref().is_none_or(|relation| relation.snapshot != gone.id) {
+            return Ok(());
+        }
+        let ours = MapFile::open(&self.driver.store.snapshot_dir(gone).changed())?;
+        // The first there is hands nothing on: no delta leads past it, and the map would grow for ever.
+        let relation = ours.header().relative_to.clone();
+        let is_known =
+            |relation: &Relation| self.driver.store.read(|index| index.known(&relation.snapshot)).is_some();
+        let Some(relation) = relation.filter(is_known) else { return Ok(()) };
+        // What changed twice may be as it was: no longer exact.
+        let relative_to = Some(Relation { exact: false, ..relation });
+        let header = MapHeader { relative_to, ..theirs.header().clone() };
+        let fresh = next_dir.changed().with_extension("map.new");
+        durable::replace_with(&next_dir.changed(), &fresh, |fresh| {
+            cbt::write_union(fresh, header, &[&ours, &theirs], &Stop::default())
+                .map_err(Error::from)
+                .map(drop)
+        })?;
+        self.driver.hashing.add(&next, self.driver.pending_bytes(&next));
+        Ok(())
+    }
+}

@@ -1,0 +1,121 @@
+//! The history of a volume: its snapshots in the order they were taken, deleted ones that are retained among them, and
+//! the maps that link each to its parent. What adds to it, deletes from it or changes a link does so through a
+//! [`History`], which holds the lock; what reads it needs none, for files are replaced by rename and the index changes
+//! after them.
+//!
+//! - `parent.rs`: what a new snapshot builds on.
+//! - `links.rs`: the way from one snapshot to a later one, and links handed on when one between them goes.
+//! - `retention.rs`: which deleted snapshots stay, and whose bytes are freed.
+//! - `healing.rs`: maps and hashes that are damaged or wrong, made again while there is data to make them from.
+
+mod healing;
+mod links;
+mod parent;
+mod retention;
+
+use std::sync::Arc;
+
+use super::locks::{Key, OpGuard};
+use super::{Driver, Result};
+use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
+use base::VolumeId;
+use cbt::MapHeader;
+pub(super) use healing::members_or_all;
+pub(super) use parent::Parent;
+pub use retention::Retention;
+
+/// The histories of one or more volumes, held: nobody else changes them meanwhile.
+pub(super) struct History<'d> {
+    driver: &'d Driver,
+    /// Declared before `doomed`, so dropped before it: freeing bytes may take long, and nobody has to wait for it.
+    _held: Vec<OpGuard>,
+    /// What is gone, and whose files are still to be removed.
+    doomed: Vec<Draft>,
+}
+
+impl Driver {
+    /// Takes the histories of these volumes, waiting for whoever has them. All who take more than one do so in the order
+    /// of their ids.
+    pub(super) fn history<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
+        let mut volumes: Vec<_> = volumes.into_iter().collect();
+        volumes.sort_unstable();
+        volumes.dedup();
+        let held = volumes.into_iter().map(|id| self.locks.wait(Key::Chain(id.clone()))).collect();
+        History { driver: self, _held: held, doomed: Vec::new() }
+    }
+}
+
+impl History<'_> {
+    /// Commits a snapshot, and queues it to be hashed.
+    pub(super) fn add(
+        &mut self,
+        draft: Draft,
+        record: SnapshotRecord,
+        pending: u64,
+    ) -> Result<Arc<SnapshotRecord>> {
+        let record = self.driver.store.commit_snapshot(draft, record)?;
+        self.driver.hashing.add(&record, pending);
+        // The one before may have been kept only until now.
+        self.apply_retention(&record.volume);
+        Ok(record)
+    }
+
+    /// Commits a group snapshot with its members, each with the bytes of it that are to be hashed.
+    pub(super) fn add_group(
+        &mut self,
+        draft: GroupDraft,
+        record: GroupRecord,
+        members: Vec<(SnapshotRecord, u64)>,
+    ) -> Result<(Arc<GroupRecord>, Vec<Arc<SnapshotRecord>>)> {
+        let (members, pending): (Vec<_>, Vec<_>) = members.into_iter().unzip();
+        let made: Vec<_> = members.iter().cloned().map(Arc::new).collect();
+        let record = self.driver.store.commit_group(draft, record, members)?;
+        for (member, pending) in made.iter().zip(pending) {
+            self.driver.hashing.add(member, pending);
+            self.apply_retention(&member.volume);
+        }
+        Ok((record, made))
+    }
+
+    /// Deletes a snapshot: it is retained where deltas may still be asked from it, else it goes for good.
+    pub(super) fn delete(&mut self, record: &SnapshotRecord) -> Result<()> {
+        let driver = self.driver;
+        if !(driver.is_worth_keeping(record) && retention::was_kept(driver.store.retain_snapshot(record))?) {
+            self.hand_on(record);
+            self.doomed.push(driver.store.remove_snapshot(&record.id)?);
+            driver.hashing.forget(record);
+        }
+        self.apply_retention(&record.volume);
+        Ok(())
+    }
+
+    /// The same of a group snapshot, with all its members at once.
+    pub(super) fn delete_group(
+        &mut self,
+        group: &GroupRecord,
+        members: &[Arc<SnapshotRecord>],
+    ) -> Result<()> {
+        let driver = self.driver;
+        let is_wanted = members.iter().any(|member| driver.is_worth_keeping(member));
+        if !(is_wanted && retention::was_kept(driver.store.retain_group(&group.id))?) {
+            for member in members {
+                self.hand_on(member);
+            }
+            self.doomed.push(driver.store.remove_group(&group.id)?);
+            members.iter().for_each(|member| driver.hashing.forget(member));
+        }
+        for member in members {
+            self.apply_retention(&member.volume);
+        }
+        Ok(())
+    }
+}
+
+/// The header of a snapshot's maps, save `changed`.
+pub(super) fn header(record: &SnapshotRecord) -> MapHeader {
+    MapHeader {
+        block_size: record.block_size,
+        blocks: record.block_size.blocks_in(record.capacity),
+        relative_to: None,
+    }
+}

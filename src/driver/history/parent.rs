@@ -1,0 +1,69 @@
+//! The snapshot that a new one builds on.
+
+use super::super::{Driver, Result};
+use crate::pool::{self, Bytes};
+use crate::store::{SnapshotRecord, Source, VolumeRecord};
+use base::SnapshotId;
+use cbt::{HashFile, MapFile};
+
+/// An earlier snapshot whose content a new one shares most of: its hashes need not be made again.
+///
+/// All its files are open: it may be deleted while the new one is made.
+pub(in super::super) struct Parent {
+    pub id: SnapshotId,
+    /// Marks the moment from which on the new one's writes are to be told (see [`crate::pool::Pool`]).
+    pub since: Option<u64>,
+    /// `None` once it was deleted and its bytes were freed.
+    pub bytes: Option<Bytes>,
+    pub allocated: MapFile,
+    pub pending: MapFile,
+    pub hashes: HashFile,
+    /// Whether it is of the same volume, so that changes since it are known.
+    pub linked: bool,
+}
+
+impl Driver {
+    /// The snapshot to build on: the newest of the volume, else the one that the volume was made
+    /// from; a deleted one serves as well. `None` when there is none, or its maps are damaged: then all is
+    /// hashed.
+    pub(in super::super) fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
+        let (found, linked) = self.store.read(|index| match index.line(&volume.id).next_back() {
+            Some(newest) => (Some(newest.clone()), true),
+            None => match &volume.source {
+                Some(Source::Snapshot(id)) => (index.known(id), false),
+                _ => (None, false),
+            },
+        });
+        let found = found.filter(|found| found.block_size == record.block_size && found.tracking)?;
+        match self.open_parent(&found, volume, linked) {
+            Ok(parent) => Some(parent),
+            Err(error) => {
+                let error = base::report(&error);
+                tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent cannot be used");
+                None
+            }
+        }
+    }
+
+    fn open_parent(&self, record: &SnapshotRecord, volume: &VolumeRecord, linked: bool) -> Result<Parent> {
+        let dir = self.store.snapshot_dir(record);
+        let bytes = match self.pool().open(&dir) {
+            Err(pool::Error::Sys(error)) if error.is_not_found() => None,
+            opened => Some(opened?),
+        };
+        Ok(Parent {
+            id: record.id.clone(),
+            since: match linked {
+                true => record.birth,
+                // Its first content is that of its source: what was written since it was made counts.
+                false => self.pool().birth(&self.store.dir().volume(&volume.id))?,
+            },
+            bytes,
+            allocated: MapFile::open(&dir.allocated())?,
+            // Before the hashes are cloned: a slot is written before its block leaves `pending`.
+            pending: MapFile::open(&dir.pending())?,
+            hashes: HashFile::open(&dir.hashes())?,
+            linked,
+        })
+    }
+}

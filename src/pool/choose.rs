@@ -1,0 +1,154 @@
+//! Where a new data directory keeps its bytes: in its own filesystem, or in an image, which is made here.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use super::format::Format;
+use super::{Error, Pool, Result, probe};
+use crate::sys::{btrfs, loopdev, program, space};
+use base::{DataDir, PoolDir, PoolKind, Quantity};
+use files::durable;
+use files::{Context, step};
+
+/// What the flags say about the pool.
+#[derive(Clone, Copy, Debug)]
+pub struct PoolRequest {
+    /// `--pool`; `None` for `auto`: the data directory's own filesystem where it is btrfs or clones files, else an image,
+    /// else plain files.
+    pub kind: Option<PoolKind>,
+    /// `--pool-size`, for a pool made in an image.
+    pub size: Option<Quantity>,
+}
+
+impl PoolRequest {
+    /// The value of `--pool`.
+    pub fn name(self) -> &'static str {
+        self.kind.map_or("auto", PoolKind::name)
+    }
+}
+
+/// The part of the host's free space that an image takes by default: a sparse image that could
+/// outgrow its host would break every volume at once.
+const DEFAULT_SHARE: (u64, u64) = (9, 10);
+/// mkfs.xfs makes nothing smaller than 300 MiB, mkfs.btrfs nothing smaller than 109 MiB.
+const MIN_IMAGE: u64 = 300 << 20;
+
+/// Where a new data directory keeps its bytes.
+pub(super) enum Chosen {
+    InPlace(Pool),
+    /// And what to try where the kernel refuses the first.
+    Image(Format, Option<Format>),
+}
+
+/// Decides where a new data directory keeps its bytes.
+pub(super) fn choose(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
+    let on_btrfs = || btrfs::is_btrfs(dir.path());
+    let formats: &[Format] = match request.kind {
+        Some(PoolKind::Dir) => return copies(data_dir, dir, request),
+        None | Some(PoolKind::Btrfs) if on_btrfs()? => {
+            return Ok(Chosen::InPlace(in_place(PoolKind::Btrfs, dir)?));
+        }
+        None | Some(PoolKind::Xfs) if probe::tells_sharing(dir.path())? => {
+            return Ok(Chosen::InPlace(Pool::Xfs));
+        }
+        None => &Format::AUTO,
+        Some(PoolKind::Btrfs) => &[Format::Btrfs],
+        Some(PoolKind::Xfs) => &[Format::Xfs],
+    };
+    let mut possible = Vec::new();
+    for format in formats {
+        match check_image_possible(*format, request, data_dir) {
+            Ok(()) => possible.push(*format),
+            Err(error) if request.kind.is_none() => {
+                tracing::warn!(reason = %error, "no {} image", format.name());
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    let mut possible = possible.into_iter();
+    match possible.next() {
+        Some(first) => Ok(Chosen::Image(first, possible.next())),
+        None => {
+            tracing::warn!("snapshots will be full copies");
+            copies(data_dir, dir, request)
+        }
+    }
+}
+
+/// A pool of plain files, where they can be sparse and say so.
+fn copies(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Chosen> {
+    if probe::tells_holes(dir.path())? {
+        return Ok(Chosen::InPlace(Pool::Dir));
+    }
+    Err(Error::Unavailable {
+        choice: request.name(),
+        dir: data_dir.path().to_owned(),
+        reason: "its filesystem does not tell data from holes in a sparse file (SEEK_HOLE): choose a --data-dir on \
+                 ext4, xfs, btrfs or tmpfs"
+            .into(),
+    })
+}
+
+/// A pool in the data directory's own filesystem.
+pub(super) fn in_place(kind: PoolKind, dir: &PoolDir) -> Result<Pool> {
+    Ok(match kind {
+        // Its devices are somebody's, and may be exchanged at any time.
+        PoolKind::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(dir.path())?, flushes: false },
+        PoolKind::Xfs => Pool::Xfs,
+        PoolKind::Dir => Pool::Dir,
+    })
+}
+
+fn check_image_possible(format: Format, request: PoolRequest, data_dir: &DataDir) -> Result<()> {
+    let unavailable = |reason: String| {
+        Err(Error::Unavailable { choice: request.name(), dir: data_dir.path().to_owned(), reason })
+    };
+    let ((mkfs, package), name) = (format.mkfs(), format.name());
+    if !program::exists(mkfs) {
+        return unavailable(format!(
+            "its filesystem cannot be used as it is and {mkfs} is missing: install {package}, or use --pool dir"
+        ));
+    }
+    let supported =
+        fs::read_to_string("/proc/filesystems").context("read", Path::new("/proc/filesystems"))?;
+    if !supported.lines().any(|line| line.trim() == name) {
+        return unavailable(format!("this kernel has no {name}: load the module, or use --pool dir"));
+    }
+    if let Err(error) = loopdev::require() {
+        return unavailable(format!("{error}: load the loop module, or use --pool dir"));
+    }
+    Ok(())
+}
+
+/// Makes `pool.img`.
+///
+/// 1. Make and format it under another name and sync it: a crash leaves a file that the next start replaces.
+/// 2. Mark it as untried: a crash leaves a mark of nothing.
+/// 3. Rename it into place: it is there whole or not at all.
+pub(super) fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: Format) -> Result<()> {
+    let free = space(data_dir.path())?.available;
+    let size = match size {
+        Some(Quantity(bytes)) => bytes,
+        None => free / DEFAULT_SHARE.1 * DEFAULT_SHARE.0,
+    };
+    // A whole MiB: every sector size divides it.
+    let size = size & !((1 << 20) - 1);
+    if size < MIN_IMAGE {
+        let dir = data_dir.path().to_owned();
+        let reason = "a filesystem needs 300Mi; free space on the host, or say --pool-size or --pool dir";
+        return Err(Error::Size { dir, size: Quantity(size), reason });
+    }
+    if size > free {
+        tracing::warn!(size, free, "the pool image may outgrow its host's free space");
+    }
+    let image = data_dir.pool_image();
+    let fresh = image.with_extension("img.new");
+    durable::remove(&fresh)?;
+    let file = durable::create_new(&fresh)?;
+    step("set the length of", &fresh, || file.set_len(size))?;
+    format.make(&fresh)?;
+    step("sync", &fresh, || File::open(&fresh)?.sync_all())?;
+    durable::replace(&data_dir.untried(), &[])?;
+    durable::rename(&fresh, &image)?;
+    Ok(())
+}

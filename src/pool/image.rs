@@ -1,0 +1,80 @@
+//! A pool image: attaching it to a loop device, and mounting it.
+
+use std::path::{Path, PathBuf};
+
+use super::format::Format;
+use super::{Error, Result};
+use crate::sys::loopdev::{Access, LoopDevice};
+use crate::sys::mount::{self, Flags};
+use crate::sys::space;
+use files::durable::{FileLock, LOCK_PATIENCE};
+
+/// An image that is attached and mounted.
+#[derive(Debug)]
+pub(super) struct Image {
+    pub path: PathBuf,
+    pub device: LoopDevice,
+    pub mount_point: PathBuf,
+    pub format: Format,
+    /// Nobody else may attach the image while this lives.
+    _lock: FileLock,
+}
+
+impl Image {
+    /// The space of the filesystem that the image file lies on.
+    pub(super) fn host(&self) -> Result<crate::sys::Space> {
+        let parent = self.mount_point.parent().unwrap_or(&self.mount_point);
+        Ok(space(parent)?)
+    }
+
+    /// Attaches and mounts the image, or finds that a former process left it so.
+    pub(super) fn open(image: &Path, mount_point: &Path, format: Format) -> Result<Self> {
+        let Some(lock) = FileLock::try_lock(image, LOCK_PATIENCE)? else {
+            return Err(Error::ImageInUse(image.to_owned()));
+        };
+        let device = match LoopDevice::find(image)?.map(LoopDevice::keep).transpose()?.flatten() {
+            Some(device) => device,
+            None => LoopDevice::attach(image, Access::ReadWrite)?,
+        };
+        let dev = device.dev()?;
+        let is_mounted =
+            || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
+        if is_mounted()? && !takes_writes(mount_point) {
+            revive(mount_point)?;
+        }
+        if !is_mounted()? {
+            let (name, options) = (format.name(), format.mount_options());
+            let mounted = mount::mount(&device.path(), mount_point, name, Flags::MS_NOATIME, options);
+            if let Err(error) = mounted {
+                device.detach()?;
+                return Err(error.into());
+            }
+        }
+        let (path, mount_point) = (image.to_owned(), mount_point.to_owned());
+        Ok(Image { path, device, mount_point, format, _lock: lock })
+    }
+}
+
+/// Whether a filesystem still takes changes: the kernel makes it read-only, or shuts it down, when its disk fails.
+fn takes_writes(mount_point: &Path) -> bool {
+    match tempfile::tempfile_in(mount_point) {
+        Err(error) => !matches!(error.raw_os_error(), Some(libc::EROFS | libc::EIO)),
+        Ok(_) => true,
+    }
+}
+
+/// Unmounts a filesystem that takes no changes any more: mounted anew it may. While volumes on it are in use
+/// that cannot be, and reads go on.
+fn revive(mount_point: &Path) -> Result<()> {
+    let path = mount_point.display();
+    match mount::unmount(mount_point) {
+        Ok(()) => tracing::warn!(%path, "the pool took no writes, it is mounted anew"),
+        Err(error) if error.errno() == Some(libc::EBUSY) => tracing::error!(
+            %path,
+            "the pool takes no writes, and volumes in use keep it from being mounted anew: unpublish and unstage \
+             them, or unmount them and detach their loop devices by hand, and restart the driver"
+        ),
+        Err(error) => return Err(error.into()),
+    }
+    Ok(())
+}

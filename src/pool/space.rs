@@ -1,0 +1,50 @@
+//! The space that is left, in the pool and on the disk under its image.
+
+use super::{OpenPool, Result};
+use crate::sys::{Space, space};
+use base::Quantity;
+
+/// Less than this share of a filesystem, or than so many bytes, is a shortage.
+const LOW_SHARE: u64 = 50;
+const LOW_BYTES: u64 = 1 << 30;
+/// With less than this on the disk under an image nothing new is made: its filesystem believes that it has room,
+/// and a btrfs that finds out otherwise turns read-only.
+const LEAST_HOST: u64 = 16 << 20;
+impl OpenPool {
+    /// Bytes that can still be written: free in the pool, or on the host where a sparse image has less
+    /// behind it than it shows.
+    pub fn free(&self) -> Result<u64> {
+        let inside = space(self.dir.path())?.available;
+        Ok(match &self.image {
+            None => inside,
+            Some(image) => inside.min(image.host()?.available),
+        })
+    }
+
+    /// What is wrong with the room that is left, if anything: a pool, or the host of a sparse image, that
+    /// is about to be full breaks all volumes at once.
+    pub fn shortage(&self) -> Result<Option<String>> {
+        let low = |space: &Space| space.available < LOW_BYTES.min(space.total / LOW_SHARE);
+        let inside = space(self.dir.path())?;
+        if low(&inside) {
+            return Ok(Some(format!("the pool has {} left", Quantity(inside.available))));
+        }
+        let Some(image) = &self.image else { return Ok(None) };
+        let host = image.host()?;
+        Ok(low(&host)
+            .then(|| format!("the disk under the pool's image has {} left", Quantity(host.available))))
+    }
+
+    /// Why nothing new may be made, if there is a reason: the disk under the image is full.
+    pub fn host_is_full(&self) -> Result<Option<String>> {
+        let Some(image) = &self.image else { return Ok(None) };
+        let left = image.host()?.available;
+        Ok((left < LEAST_HOST).then(|| {
+            format!(
+                "No space left on device: the disk under the pool's image has {}; make room on it, or delete volumes \
+                 or snapshots, which gives theirs back to it",
+                Quantity(left)
+            )
+        }))
+    }
+}
