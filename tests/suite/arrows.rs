@@ -10,7 +10,7 @@ const MAY_USE: [(&str, &[&str]); 8] = [
     ("store", &["sys"]),
     ("pool", &["sys"]),
     ("driver", &["sys", "store", "pool", "cbt"]),
-    ("csi", &["sys", "store", "pool", "driver", "proto", "tonic", "prost"]),
+    ("csi", &["sys", "store", "pool", "cbt", "driver", "proto", "tonic", "prost"]),
     ("http", &["driver"]),
     ("cli", &["sys", "store", "pool", "cbt", "driver", "csi", "http", "proto", "csi_client", "clap"]),
     // Compiled for tests and cargo-fuzz alone.
