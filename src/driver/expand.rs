@@ -45,7 +45,7 @@ impl Driver {
             Some(kind) => kind != AccessKind::Block,
             None => record.fs_type().is_some(),
         };
-        self.fit(&record)?;
+        self.truncate_to_record(&record)?;
         let capacity = self.expanded(record.capacity, record.block_size, range)?;
         let path = self.volume_data(&record.id);
         if capacity > record.capacity {
@@ -66,7 +66,7 @@ impl Driver {
     /// Makes the volume's file as long as its record says: an expansion may have been cut short. No device
     /// is ever larger than the record, so nothing that anybody wrote is cut off. The caller holds the
     /// volume's lock.
-    pub(super) fn fit(&self, record: &VolumeRecord) -> Result<()> {
+    pub(super) fn truncate_to_record(&self, record: &VolumeRecord) -> Result<()> {
         let path = self.volume_data(&record.id);
         let length = std::fs::metadata(&path).context("stat", &path)?.len();
         if length != record.capacity {

@@ -104,7 +104,7 @@ impl Driver {
         let mut snapshots = Vec::new();
         for volume_id in volume_ids {
             let volume = self.volume(volume_id)?;
-            self.fit(&volume)?;
+            self.truncate_to_record(&volume)?;
             let record = self.new_snapshot("", Some(id.clone()), &volume, parameters.tuple_style)?;
             snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record, pending: 0 });
         }

@@ -4,7 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Error, Result, known_pool};
+use super::start::known_pool;
+use super::{Error, Result};
 use crate::pool::{OpenPool, PoolRequest};
 use crate::store::{self, Claim, Manifest, SnapshotRecord, Store};
 use base::{DataDir, SnapshotId, Stop};

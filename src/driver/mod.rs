@@ -23,6 +23,7 @@ mod node;
 mod params;
 mod quiesce;
 mod snapshots;
+mod start;
 mod streams;
 mod volumes;
 
@@ -48,13 +49,11 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::pool::{Known, OpenPool, Pool, PoolRequest};
-use crate::store::{Claim, Manifest, Store, TupleStyle};
+use crate::pool::{OpenPool, Pool, PoolRequest};
+use crate::store::{Claim, Store, TupleStyle};
 use crate::sys;
-use base::{DataDir, Quantity, VolumeId};
+use base::{Quantity, VolumeId};
 use capacity::Reserved;
-use files::Context;
-use files::durable::LOCK_PATIENCE;
 use locks::OpLocks;
 
 /// What this room returns.
@@ -126,89 +125,6 @@ pub struct Figures {
 }
 
 impl Driver {
-    /// Takes the data directory, opens its pool, reads its records and undoes what a dead driver
-    /// left half done.
-    pub fn open(mut config: Config) -> Result<Self> {
-        let claim = Claim::take(DataDir::new(&config.data_dir), LOCK_PATIENCE)?;
-        // The pool's mount is found by path, so the path must be the one the kernel shows.
-        config.data_dir = config.data_dir.canonicalize().context("resolve", &config.data_dir)?;
-        let data_dir = DataDir::new(&config.data_dir);
-        let manifest = claim.manifest()?;
-        if let Some(Manifest { driver_name, .. }) = &manifest
-            && *driver_name != config.driver_name
-        {
-            return Err(claim.mismatch("--driver-name", driver_name, &config.driver_name).into());
-        }
-        let known = match &manifest {
-            Some(manifest) => Some(known_pool(&claim, manifest, config.pool)?),
-            None => None,
-        };
-        let open_pool = OpenPool::open(&data_dir, config.pool, known)?;
-        let store = match Self::open_store(&config, &claim, manifest.is_none(), &open_pool) {
-            Ok(store) => store,
-            Err(error) => {
-                // Nobody is left who would unmount the pool.
-                if let Err(error) = open_pool.close() {
-                    tracing::warn!(error = base::report(&error), "the pool stays mounted");
-                }
-                return Err(error);
-            }
-        };
-        // A full pool takes no scratch file.
-        let cached = open_pool.cached().unwrap_or_default();
-        if let Some(cached) = cached {
-            tracing::warn!("{cached}");
-        }
-        let driver = Driver {
-            config,
-            open_pool,
-            store,
-            cached,
-            locks: OpLocks::default(),
-            promised: Reserved::default(),
-            attaching: Reserved::default(),
-            hashing: hashing::Hashing::default(),
-            streams: Arc::default(),
-            _claim: claim,
-        };
-        driver.thaw_leftovers();
-        driver.end_cut_copies();
-        driver.remove_unplaced();
-        tracing::info!(
-            data_dir = %driver.config.data_dir.display(),
-            pool = %driver.open_pool.pool().kind(),
-            place = driver.open_pool.describe(),
-            volumes = driver.store.read(|index| index.volume_count()),
-            snapshots = driver.store.read(|index| index.snapshot_count()),
-            unreadable = driver.store.damaged().len(),
-            "data directory opened"
-        );
-        Ok(driver)
-    }
-
-    /// Reads the records of a pool, and where it `is_new` writes down first what the data directory is.
-    fn open_store(config: &Config, claim: &Claim, is_new: bool, open_pool: &OpenPool) -> Result<Store> {
-        if is_new {
-            claim.set_manifest(&Manifest {
-                version: Manifest::VERSION,
-                driver_name: config.driver_name.clone(),
-                pool: open_pool.pool().kind(),
-                in_image: open_pool.known().in_image,
-            })?;
-        }
-        match Store::open(open_pool.dir().clone()) {
-            // Pods must be able to end, which frees the pool for the next start.
-            Err(error) if open_pool.is_dead() => {
-                tracing::error!(
-                    error = base::report(&error),
-                    "the pool no longer answers; what uses its volumes can be undone"
-                );
-                Ok(Store::of_dead(open_pool.dir().clone(), &error))
-            }
-            store => Ok(store?),
-        }
-    }
-
     /// Leaves the data directory. A pool image that volumes still use stays mounted for the next
     /// start.
     pub fn close(self) -> Result<()> {
@@ -273,15 +189,6 @@ impl Driver {
 
     fn volume_data(&self, id: &VolumeId) -> PathBuf {
         self.store.dir().volume(id).data()
-    }
-}
-
-/// The pool a data directory was made with, unless the flags ask for another.
-fn known_pool(claim: &Claim, manifest: &Manifest, request: PoolRequest) -> Result<Known> {
-    let Manifest { pool: kind, in_image, .. } = *manifest;
-    match request.kind.is_none_or(|asked| asked == kind) {
-        true => Ok(Known { kind, in_image }),
-        false => Err(claim.mismatch("--pool", kind.name(), request.name()).into()),
     }
 }
 

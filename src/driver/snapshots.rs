@@ -68,7 +68,7 @@ impl Driver {
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
         self.check_host()?;
-        self.fit(&volume)?;
+        self.truncate_to_record(&volume)?;
         let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
         let draft = self.store.draft_snapshot(&record.id)?;
         let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record, pending: 0 };

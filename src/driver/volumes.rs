@@ -263,7 +263,7 @@ impl Driver {
     }
 
     fn volume_content(&self, record: &VolumeRecord) -> Result<Content> {
-        self.fit(record)?;
+        self.truncate_to_record(record)?;
         Ok(Content {
             source: Source::Volume(record.id.clone()),
             bytes: self.pool().open(&self.store.dir().volume(&record.id))?,

@@ -15,12 +15,11 @@ use std::time::Instant;
 use roaring::RoaringBitmap;
 
 pub(super) use queue::Hashing;
-use queue::{Part, TURN, Work};
+use queue::{Next, Part, TURN, Work};
 
 use super::history::{header, members_or_all};
-use super::locks::Key;
 use super::{Driver, Error, Result};
-use crate::store::SnapshotRecord;
+use crate::store::{Index, SnapshotRecord};
 use crate::sys;
 use base::ObjectDir;
 use cbt::{
@@ -70,11 +69,16 @@ impl Drop for HashingThread {
 
 impl Driver {
     fn hash_behind(&self, helpers: &rayon::ThreadPool) {
-        self.look_around(true);
-        while let Ok(next) = self.hashing.next() {
-            let Some(work) = next else {
-                self.look_around(false);
-                continue;
+        self.take_up_hashing();
+        self.apply_retention();
+        loop {
+            let work = match self.hashing.next() {
+                Next::Work(work) => work,
+                Next::Retention => {
+                    self.apply_retention();
+                    continue;
+                }
+                Next::Stop => return,
             };
             match self.work_on(&work, helpers) {
                 Ok(true) => self.hashing.done(&work),
@@ -95,48 +99,17 @@ impl Driver {
         }
     }
 
-    /// Settles what is retained, and at `start` finds what the last driver left to be hashed.
-    fn look_around(&self, start: bool) {
+    /// Forgets the retained snapshots of all volumes whose time is over.
+    fn apply_retention(&self) {
         let volumes: Vec<_> = self.store.read(|index| index.lines().cloned().collect());
         for volume in volumes {
-            if start {
-                let line: Vec<_> = self.store.read(|index| index.line(&volume).cloned().collect());
-                for record in &line {
-                    self.remove_drafts(record);
-                    if !record.tracking {
-                        continue;
-                    }
-                    let bytes = self.pending_bytes(record);
-                    if bytes > 0 || self.is_to_compare(record) {
-                        self.hashing.add(record, bytes);
-                    }
-                }
-            }
-            if self.store.read(|index| index.line(&volume).any(|record| index.retained(&record.id).is_some()))
-            {
+            let is_retained =
+                |index: &Index| index.line(&volume).any(|record| index.retained(&record.id).is_some());
+            if self.store.read(is_retained) {
                 self.history([&volume]).apply_retention(&volume);
             }
             if self.hashing.stop.check().is_err() {
                 return;
-            }
-        }
-    }
-
-    /// Removes maps that the last driver did not write to their end, and that nobody may write again.
-    fn remove_drafts(&self, record: &SnapshotRecord) {
-        let Ok(_map) = self.locks.wait_until(Key::Map(record.id.clone()), &self.hashing.stop) else { return };
-        let _history = self.history([&record.volume]);
-        let dir = self.store.snapshot_dir(record);
-        for (map, end) in [
-            (dir.allocated(), "map.new"),
-            (dir.allocated(), "map.checked"),
-            (dir.pending(), "map.new"),
-            (dir.changed(), "map.new"),
-            (dir.changed(), "map.compared"),
-        ] {
-            let draft = map.with_extension(end);
-            if let Err(error) = durable::remove(&draft) {
-                tracing::warn!(path = %draft.display(), error = base::report(&error), "a draft stays");
             }
         }
     }
@@ -210,7 +183,7 @@ impl Driver {
     }
 
     /// Whether what may have changed in a snapshot was never compared.
-    fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
+    pub(super) fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
         let changed = MapFile::open(&self.store.snapshot_dir(record).changed());
         changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
     }

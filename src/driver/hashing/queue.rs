@@ -33,7 +33,7 @@ struct State {
     /// The number of each volume's last step.
     served: BTreeMap<VolumeId, u64>,
     steps: u64,
-    /// When to look around next.
+    /// When to look at retained snapshots next.
     turn: Option<Instant>,
     stopping: bool,
 }
@@ -200,21 +200,21 @@ impl Hashing {
         self.wake.notify_all();
     }
 
-    /// The next step; `Ok(None)` when it is time for a look around.
-    pub(super) fn next(&self) -> Result<Option<Work>, Stopping> {
+    /// Waits for the next thing to do.
+    pub(super) fn next(&self) -> Next {
         let mut state = self.state();
         loop {
             if state.stopping {
-                return Err(Stopping);
+                return Next::Stop;
             }
             let now = Instant::now();
             let turn = *state.turn.get_or_insert(now + TURN);
             if now >= turn {
                 state.turn = None;
-                return Ok(None);
+                return Next::Retention;
             }
             if let Some(work) = state.next(now) {
-                return Ok(Some(work));
+                return Next::Work(work);
             }
             let tries = state.jobs.values().flat_map(|job| job.parts.values());
             let wake = tries.filter_map(|attempt| attempt.due).fold(turn, Instant::min);
@@ -226,7 +226,13 @@ impl Hashing {
     }
 }
 
-pub(super) struct Stopping;
+/// What the hashing thread does next.
+pub(super) enum Next {
+    Work(Work),
+    /// It is time to look at the age of retained snapshots.
+    Retention,
+    Stop,
+}
 
 #[cfg(test)]
 mod tests {

@@ -75,7 +75,7 @@ impl Driver {
     /// Takes a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
         let (record, guard) = self.lock_volume(volume_id)?;
-        self.fit(&record)?;
+        self.truncate_to_record(&record)?;
         let state = self.store.volume_state(&record.id)?;
         let data = self.volume_data(&record.id);
         Ok(Held { record, state, known: true, data, _volume: guard, _place: None })
