@@ -118,7 +118,7 @@ fn main() -> ExitCode {
     let flag: String = setting("POOL", "btrfs".to_owned());
     let pool = testkit::POOLS.into_iter().find(|pool| pool.name() == flag);
     let pool = pool.unwrap_or_else(|| panic!("POOL={flag}: it is btrfs, xfs or dir"));
-    if !testkit::have_root() {
+    if !deltapath::sys::is_root() {
         return ExitCode::FAILURE;
     }
     if let Err(what) = selfcheck::run() {

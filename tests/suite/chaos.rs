@@ -10,7 +10,7 @@ use proto::volume_capability::access_mode::Mode;
 use tonic::{Code, Status};
 
 use crate::hostile::allowed;
-use testkit::{MIB, PoolKind, Rig, have_root, names, state_of};
+use testkit::{MIB, PoolKind, Rig, names, state_of};
 
 const CLIENTS: u64 = 32;
 
@@ -449,11 +449,9 @@ async fn clear(rig: &mut Rig, known: &Known) {
 }
 
 /// 32 clients do anything for two minutes: no panic, no code outside the spec's list for that call, no leak.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn many_clients_doing_anything_leave_a_driver_that_is_well() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "error").await;
     std::fs::create_dir_all(rig.kubelet()).expect("mkdir");
     let known = Arc::new(Mutex::new(Known::default()));

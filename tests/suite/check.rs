@@ -10,7 +10,7 @@ use deltapath::sys::loopdev::{Access, LoopDevice};
 use serde_json::Value;
 
 use testkit::content::Content;
-use testkit::{MIB, POOLS, PoolKind, Rig, have_root, names};
+use testkit::{MIB, PoolKind, Rig, names};
 
 /// What one run said.
 struct Checked {
@@ -267,21 +267,19 @@ async fn everything_is_told(pool: PoolKind) {
     scene.rig.finish();
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_is_told_and_only_leftovers_go() {
-    if have_root() {
-        for pool in POOLS {
-            everything_is_told(pool).await;
-        }
-    }
+async fn what_is_wrong_is_told_and_only_leftovers_go(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    everything_is_told(pool).await;
 }
 
 /// A mount that no record explains goes before its device.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unexplained_mount_is_unmounted() {
-    if !have_root() {
-        return;
-    }
     let mut scene = Scene::set(PoolKind::Dir).await;
     scene.rig.kill();
     assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);
@@ -306,11 +304,9 @@ async fn an_unexplained_mount_is_unmounted() {
 }
 
 /// Kubelet mounts a part of a volume for a pod that asks for a `subPath`: told, and no fault.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_mount_of_a_part_of_a_volume_is_a_note() {
-    if !have_root() {
-        return;
-    }
     for fstype in ["ext4", "btrfs"] {
         let mut rig = Rig::start(PoolKind::Dir).await;
         let capability = || mount_capability(fstype);
@@ -338,31 +334,28 @@ async fn a_mount_of_a_part_of_a_volume_is_a_note() {
 }
 
 /// Without a driver the pool is mounted for the look and left as it was.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn the_pool_is_left_as_it_was_found() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, _) = rig.block_volume("volume", 16 * MIB).await;
-        rig.snapshot("snapshot", &volume).await;
-        rig.detach(&volume).await;
-        assert!(rig.terminate().success());
-        assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new());
-        let checked = check(&rig.data_dir(), &[]);
-        assert_eq!((checked.exit, checked.found), (0, vec![]), "{pool:?}");
-        assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
-        assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
-    }
+async fn the_pool_is_left_as_it_was_found(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, _) = rig.block_volume("volume", 16 * MIB).await;
+    rig.snapshot("snapshot", &volume).await;
+    rig.detach(&volume).await;
+    assert!(rig.terminate().success());
+    assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new());
+    let checked = check(&rig.data_dir(), &[]);
+    assert_eq!((checked.exit, checked.found), (0, vec![]), "{pool:?}");
+    assert_eq!(testkit::leftovers(rig.dir.path()), Vec::<String>::new(), "{pool:?}");
+    assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
 }
 
 /// The data of a volume in use was removed by hand: its last copy is in the device, which nobody frees.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_device_that_holds_the_last_copy_stays() {
-    if !have_root() {
-        return;
-    }
     let mut scene = Scene::set(PoolKind::Dir).await;
     scene.rig.kill();
     assert_eq!(check(&scene.rig.data_dir(), &["--repair"]).exit, 0);

@@ -10,7 +10,7 @@ use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{MIB, POOLS, PoolKind, have_root, leftovers, signal, wait};
+use testkit::{MIB, POOLS, PoolKind, leftovers, signal, wait};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -190,11 +190,9 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
     }
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_demos_steps_pass_against_the_container_from_outside() {
-    if !have_root() {
-        return;
-    }
     let Some(rootfs) = rootfs() else { return };
     for pool in POOLS {
         let swept = Swept::new();
@@ -213,11 +211,9 @@ async fn the_demos_steps_pass_against_the_container_from_outside() {
 }
 
 /// The container dies with a volume in use; the pod that uses it goes on, and the next container knows all of it.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_in_use_outlives_its_container() {
-    if !have_root() {
-        return;
-    }
     let Some(rootfs) = rootfs() else { return };
     for pool in POOLS {
         let swept = Swept::new();
@@ -261,11 +257,9 @@ async fn a_volume_in_use_outlives_its_container() {
 }
 
 /// Loop device nodes for kubelet, as the init container of components/kind makes them.
+#[test_with::root]
 #[test]
 fn the_init_container_makes_loop_device_nodes() {
-    if !have_root() {
-        return;
-    }
     let Some(rootfs) = rootfs() else { return };
     let text = std::fs::read_to_string(repository().join("deploy/components/kind/kustomization.yaml"))
         .expect("read");
@@ -292,6 +286,7 @@ fn the_init_container_makes_loop_device_nodes() {
 }
 
 /// The list in the Dockerfile is what the driver calls: nothing is missing and nothing comes along.
+#[test_with::root]
 #[test]
 fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     let dockerfile = std::fs::read_to_string(repository().join("Dockerfile")).expect("read");
@@ -328,9 +323,6 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
         );
     }
     let Some(rootfs) = rootfs() else { return };
-    if !have_root() {
-        return;
-    }
     for program in &called {
         let output = Command::new("chroot")
             .arg(&rootfs)

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use crate::manifests::{DRIVER, read, repository};
 use testkit::content::Content;
-use testkit::{MIB, POOLS, Rig, have_root};
+use testkit::{MIB, POOLS, Rig};
 
 const HOST: &str = "deltapath-snapshot-metadata.deltapath.svc";
 const AUDIENCE: &str = "deltapath-snapshot-metadata";
@@ -259,14 +259,12 @@ fn backup(program: &Path, dir: &Path, arguments: &[&str]) -> Output {
         .expect("run cbt-backup")
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_backup_application_gets_exact_blocks_through_the_communitys_sidecar() {
     let (Some(example), Some(sidecar)) = (program("cbt-backup"), program("csi-snapshot-metadata")) else {
         return;
     };
-    if !have_root() {
-        return;
-    }
     for pool in POOLS {
         const SIZE: i64 = 64 * MIB;
         let mut rig = Rig::start(pool).await;

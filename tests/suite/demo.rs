@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use testkit::{POOLS, PoolKind, have_root, leftovers, names, signal, wait};
+use testkit::{POOLS, PoolKind, leftovers, names, signal, wait};
 
 fn demo(work_dir: &Path, pool: PoolKind) -> Command {
     let mut command = Command::new(testkit::program("deltapath"));
@@ -22,32 +22,29 @@ fn said(output: &Output) -> String {
     format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[test]
-fn it_succeeds_on_every_pool_twice_in_a_row_and_leaves_nothing() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let dir = tempfile::tempdir().expect("temp dir");
-        for _ in 0..2 {
-            let output = demo(dir.path(), pool).output().expect("run");
-            assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-            let text = String::from_utf8_lossy(&output.stdout);
-            assert!(
-                text.contains("GetMetadataDelta") && text.contains("OK: every tuple and every byte"),
-                "{text}"
-            );
-            assert!(text.contains('█') && text.contains('·'), "no map is drawn:\n{text}");
-            assert_clean(dir.path());
-        }
+fn it_succeeds_on_every_pool_twice_in_a_row_and_leaves_nothing(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let dir = tempfile::tempdir().expect("temp dir");
+    for _ in 0..2 {
+        let output = demo(dir.path(), pool).output().expect("run");
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            text.contains("GetMetadataDelta") && text.contains("OK: every tuple and every byte"),
+            "{text}"
+        );
+        assert!(text.contains('█') && text.contains('·'), "no map is drawn:\n{text}");
+        assert_clean(dir.path());
     }
 }
 
+#[test_with::root]
 #[test]
 fn two_at_once_are_in_nobodys_way_and_json_tells_all_steps() {
-    if !have_root() {
-        return;
-    }
     let dir = tempfile::tempdir().expect("temp dir");
     let start = || demo(dir.path(), PoolKind::Xfs).args(["--output", "json"]).spawn().expect("spawn");
     for child in [start(), start()] {
@@ -61,11 +58,9 @@ fn two_at_once_are_in_nobodys_way_and_json_tells_all_steps() {
     assert_clean(dir.path());
 }
 
+#[test_with::root]
 #[test]
 fn ctrl_c_at_any_time_leaves_nothing() {
-    if !have_root() {
-        return;
-    }
     for (round, millis) in [1, 60, 150, 300, 500, 800].into_iter().enumerate() {
         let dir = tempfile::tempdir().expect("temp dir");
         let pool = POOLS[round % POOLS.len()];

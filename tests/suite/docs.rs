@@ -9,7 +9,7 @@ use cbt::MapFile;
 
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, PoolKind, Rig, have_root};
+use testkit::{BLOCK, PoolKind, Rig};
 
 /// The pages that speak of commands, flags and targets.
 const PAGES: [&str; 5] =
@@ -104,11 +104,9 @@ fn every_parameter_in_the_reference_is_accepted() {
 }
 
 /// docs/algorithm.md follows a volume of eight blocks, and docs/format.md has the bytes of its files.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_worked_example_and_the_format_are_as_the_pages_say() {
-    if !have_root() {
-        return;
-    }
     for pool in [PoolKind::Btrfs, PoolKind::Xfs] {
         let mut rig = Rig::start(pool).await;
         let (volume, device) = rig.block_volume("example", 8 * BLOCK as i64).await;

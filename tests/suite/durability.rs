@@ -10,7 +10,7 @@ use std::time::Duration;
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::{freeze, mount, program};
 
-use testkit::{MIB, PoolKind, Rig, have_root, root_of};
+use testkit::{MIB, PoolKind, Rig, root_of};
 
 /// Rounds a pool; `DELTAPATH_FSCK_ROUNDS` asks for more.
 fn rounds() -> usize {
@@ -145,33 +145,28 @@ async fn live_writers_lose_nothing(pool: PoolKind) {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_holds_every_acknowledged_write_on_dir() {
-    if have_root() {
-        live_writers_lose_nothing(PoolKind::Dir).await;
-    }
+    live_writers_lose_nothing(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_holds_every_acknowledged_write_on_xfs() {
-    if have_root() {
-        live_writers_lose_nothing(PoolKind::Xfs).await;
-    }
+    live_writers_lose_nothing(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_holds_every_acknowledged_write_on_btrfs() {
-    if have_root() {
-        live_writers_lose_nothing(PoolKind::Btrfs).await;
-    }
+    live_writers_lose_nothing(PoolKind::Btrfs).await;
 }
 
 /// A freeze never outlives its bound, whoever forgets to thaw; and whoever thaws too late is told.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_ends_with_its_bound() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     for fs_type in ["ext4", "xfs", "btrfs"] {

@@ -10,7 +10,7 @@ use tonic::Code;
 #[cfg(feature = "failpoints")]
 use crate::crash::{Cut, Orders, Point};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
 
 const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
 
@@ -24,54 +24,50 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
 }
 
 /// Seen elsewhere: expansion changes a record; file, device and filesystem stay small.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn file_device_and_filesystem_grow_while_in_use() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        for fs_type in FILESYSTEMS {
-            let capability = mount_capability(fs_type);
-            let request = new_volume(fs_type, 400 * MIB, capability.clone());
-            let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-            let target =
+async fn file_device_and_filesystem_grow_while_in_use(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    for fs_type in FILESYSTEMS {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 400 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        std::fs::write(target.join("file"), "kept").expect("write");
+        let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+        for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
+            let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
+            assert_eq!(expanded.capacity_bytes, bytes);
+            assert!(expanded.node_expansion_required, "a filesystem grows on the node");
+            assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
+            let request = node_expand(&rig, &volume, bytes);
+            let answer = rig.client.node.node_expand_volume(request).await;
+            let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
+            if fs_type == "ext4" && is_more && !may_grow_ext4 {
+                // The kernel lets nobody else grow a mounted ext4, so it grows when it is staged again.
+                assert_eq!(status_code(answer), Code::FailedPrecondition);
+                rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
                 rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-            std::fs::write(target.join("file"), "kept").expect("write");
-            let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
-            for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
-                let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
-                assert_eq!(expanded.capacity_bytes, bytes);
-                assert!(expanded.node_expansion_required, "a filesystem grows on the node");
-                assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
-                let request = node_expand(&rig, &volume, bytes);
-                let answer = rig.client.node.node_expand_volume(request).await;
-                let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
-                if fs_type == "ext4" && is_more && !may_grow_ext4 {
-                    // The kernel lets nobody else grow a mounted ext4, so it grows when it is staged again.
-                    assert_eq!(status_code(answer), Code::FailedPrecondition);
-                    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-                    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-                } else {
-                    assert_eq!(answer.expect("node expand").into_inner().capacity_bytes, bytes);
-                }
-                let space = sys::space(&target).expect("statvfs");
-                let least = bytes as u64 / 10 * 8;
-                assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
-                assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+            } else {
+                assert_eq!(answer.expect("node expand").into_inner().capacity_bytes, bytes);
             }
-            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+            let space = sys::space(&target).expect("statvfs");
+            let least = bytes as u64 / 10 * 8;
+            assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
+            assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
         }
-        rig.finish();
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     }
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     for fs_type in FILESYSTEMS {
@@ -91,11 +87,9 @@ async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged() {
 
 /// A request of less is rounded up to what the filesystem needs, and that is enough to be staged, also again,
 /// and to grow: the kernel resizes no btrfs to less than 256 MiB.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     for fs_type in FILESYSTEMS {
@@ -119,60 +113,57 @@ async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows() {
 }
 
 /// Seen elsewhere: after an expansion an old snapshot reports the new, larger capacity.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("growing", 8 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 100, 10, 1);
-        let before = content.clone();
-        let small = rig.snapshot("small", &volume).await;
-        let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
-        let size = 20 * MIB + BLOCK as i64;
-        assert_eq!(expanded.capacity_bytes, size, "rounded up to a block");
-        assert!(!expanded.node_expansion_required, "a device has grown already");
-        assert_eq!(blockdev::size(&device).expect("size"), size as u64);
-        content.write(&device, 5000, 121, 2);
-        let large = rig.snapshot("large", &volume).await;
-        rig.detach(&volume).await;
-        let device = rig.attach(&volume).await;
-        assert_eq!(blockdev::size(&device).expect("size"), size as u64);
-        content.assert_equals(&device, 0, size as u64 / BLOCK);
+async fn a_block_volume_grows_under_its_user_and_a_snapshot_keeps_its_size(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("growing", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 100, 10, 1);
+    let before = content.clone();
+    let small = rig.snapshot("small", &volume).await;
+    let expanded = rig.client.expand_volume(&volume, 20 * MIB + 1).await.expect("expand");
+    let size = 20 * MIB + BLOCK as i64;
+    assert_eq!(expanded.capacity_bytes, size, "rounded up to a block");
+    assert!(!expanded.node_expansion_required, "a device has grown already");
+    assert_eq!(blockdev::size(&device).expect("size"), size as u64);
+    content.write(&device, 5000, 121, 2);
+    let large = rig.snapshot("large", &volume).await;
+    rig.detach(&volume).await;
+    let device = rig.attach(&volume).await;
+    assert_eq!(blockdev::size(&device).expect("size"), size as u64);
+    content.assert_equals(&device, 0, size as u64 / BLOCK);
 
-        for (snapshot, capacity) in [(&small, 8 * MIB), (&large, size)] {
-            let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
-            assert_eq!(list.capacity, capacity as u64);
-            let same = rig.client.delta(snapshot, snapshot, capacity, 0).await.expect("at the end");
-            assert_eq!(same.capacity, capacity as u64);
-            assert_eq!(code(rig.client.allocated(snapshot, capacity + 1, 0).await), Code::OutOfRange);
-            let listed = rig.client.controller.get_snapshot(proto::GetSnapshotRequest {
-                snapshot_id: snapshot.clone(),
-                ..Default::default()
-            });
-            let listed = listed.await.expect("get").into_inner().snapshot.expect("a snapshot");
-            assert_eq!(listed.size_bytes, capacity);
-        }
-        let delta = rig.client.delta(&small, &large, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK));
-
-        let (restored, device) = rig.volume_from("old size", 0, from_snapshot(&small)).await;
-        assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
-        before.assert_equals(&device, 0, 2048);
-        rig.detach(&restored).await;
-        rig.detach(&volume).await;
-        rig.finish();
+    for (snapshot, capacity) in [(&small, 8 * MIB), (&large, size)] {
+        let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
+        assert_eq!(list.capacity, capacity as u64);
+        let same = rig.client.delta(snapshot, snapshot, capacity, 0).await.expect("at the end");
+        assert_eq!(same.capacity, capacity as u64);
+        assert_eq!(code(rig.client.allocated(snapshot, capacity + 1, 0).await), Code::OutOfRange);
+        let listed = rig
+            .client
+            .controller
+            .get_snapshot(proto::GetSnapshotRequest { snapshot_id: snapshot.clone(), ..Default::default() });
+        let listed = listed.await.expect("get").into_inner().snapshot.expect("a snapshot");
+        assert_eq!(listed.size_bytes, capacity);
     }
+    let delta = rig.client.delta(&small, &large, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK));
+
+    let (restored, device) = rig.volume_from("old size", 0, from_snapshot(&small)).await;
+    assert_eq!(blockdev::size(&device).expect("size"), 8 << 20);
+    before.assert_equals(&device, 0, 2048);
+    rig.detach(&restored).await;
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &["--max-volume-size", "1Gi"], "info").await;
     let volume = rig
         .client
@@ -228,11 +219,9 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
 
 /// A crash between the file and the record leaves a file that is longer than the volume; one between the
 /// record and the device leaves a device that is shorter. The next use puts both right.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_expansion_cut_short_is_put_right() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("cut", 8 * MIB).await;
     let mut content = Content::default();
@@ -266,11 +255,9 @@ async fn an_expansion_cut_short_is_put_right() {
 }
 
 /// Without the flag volumes are thin and never refused for want of room.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn overcommit_bounds_what_is_promised() {
-    if !have_root() {
-        return;
-    }
     // The pool image of a rig is 8 GiB, less what xfs takes.
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--overcommit", "2"], "info").await;
     let capacity = |rig: &Rig| rig.client.controller.clone();
@@ -323,11 +310,9 @@ async fn overcommit_bounds_what_is_promised() {
 }
 
 /// A file past the end of a device is not there to be written: the new part is zeros.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_an_expansion_adds_reads_as_zeros() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("zeros", 4 * MIB).await;
     rig.client.expand_volume(&volume, 8 * MIB).await.expect("expand");
@@ -343,11 +328,9 @@ async fn what_an_expansion_adds_reads_as_zeros() {
 /// The incident: the last sync of an expansion failed, the retry found the record large enough and said OK, and a power
 /// cut brought the small one back.
 #[cfg(feature = "failpoints")]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_retry_syncs_what_the_call_before_could_not() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let request = new_volume("volume", 8 * MIB, block_capability());
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;

@@ -11,8 +11,9 @@ use csi_client::{from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use crate::faults::until;
+use proto::ListSnapshotsRequest;
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, names, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, names, status_code};
 
 fn members(group: &proto::VolumeGroupSnapshot) -> Vec<String> {
     group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect()
@@ -32,98 +33,92 @@ fn image(rig: &Rig, group: &proto::VolumeGroupSnapshot, member: usize) -> PathBu
     group_dir.join("members").join(&group.snapshots[member].snapshot_id).join("bytes/data.img")
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_is_made_once_and_goes_with_all_its_members() {
-    if !have_root() {
-        return;
+async fn a_group_is_made_once_and_goes_with_all_its_members(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let mut content = [Content::default(), Content::default()];
+    let mut volumes = Vec::new();
+    for (number, content) in content.iter_mut().enumerate() {
+        let (volume, device) = rig.block_volume(&format!("volume {number}"), 4 * MIB).await;
+        content.write(&device, 10 * number as u64, 5, 1 + number as u8);
+        volumes.push(volume);
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let mut content = [Content::default(), Content::default()];
-        let mut volumes = Vec::new();
-        for (number, content) in content.iter_mut().enumerate() {
-            let (volume, device) = rig.block_volume(&format!("volume {number}"), 4 * MIB).await;
-            content.write(&device, 10 * number as u64, 5, 1 + number as u8);
-            volumes.push(volume);
-        }
-        let group = rig.client.create_group("group", &volumes).await.expect("create");
-        assert!(group.ready_to_use && group.creation_time.is_some());
-        for (number, member) in group.snapshots.iter().enumerate() {
-            assert_eq!(member.source_volume_id, volumes[number]);
-            assert_eq!(member.group_snapshot_id, group.group_snapshot_id);
-            assert!(member.ready_to_use);
-            content[number].assert_equals(&image(&rig, &group, number), 0, 1024);
-        }
-        let swapped: Vec<String> = volumes.iter().rev().cloned().collect();
-        let again = rig.client.create_group("group", &swapped).await.expect("the same volumes");
-        assert_eq!(again, group);
-        rig.kill();
-        rig.start_again().await;
-        let again = rig.client.create_group("group", &volumes).await.expect("the same after a restart");
-        assert_eq!(again, group);
-        assert_eq!(code(rig.client.create_group("group", &volumes[..1]).await), Code::AlreadyExists);
-        let mut styled = proto::CreateVolumeGroupSnapshotRequest {
-            name: "group".into(),
-            source_volume_ids: volumes.clone(),
-            ..Default::default()
-        };
-        styled.parameters.insert("blockMetadataType".into(), "fixed".into());
-        let styled = rig.client.groups.create_volume_group_snapshot(styled).await;
-        assert_eq!(status_code(styled), Code::AlreadyExists);
-
-        let ids = members(&group);
-        for member in &ids {
-            assert_eq!(
-                code(rig.client.delete_snapshot(member).await),
-                Code::InvalidArgument,
-                "part of a group"
-            );
-        }
-        let listed = rig.client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
-        let mut listed: Vec<String> = listed
-            .expect("list")
-            .into_inner()
-            .entries
-            .into_iter()
-            .filter_map(|entry| entry.snapshot)
-            .map(|snapshot| {
-                assert_eq!(snapshot.group_snapshot_id, group.group_snapshot_id);
-                snapshot.snapshot_id
-            })
-            .collect();
-        let mut sorted = ids.clone();
-        listed.sort();
-        sorted.sort();
-        assert_eq!(listed, sorted);
-        let found = rig.client.groups.get_volume_group_snapshot(get(&group.group_snapshot_id, &ids)).await;
-        assert_eq!(found.expect("get").into_inner().group_snapshot, Some(group.clone()));
-
-        let (restored, device) = rig.volume_from("restored", 0, from_snapshot(&ids[1])).await;
-        content[1].assert_equals(&device, 0, 1024);
-        rig.detach(&restored).await;
-        let wrong = rig.client.delete_group(&group.group_snapshot_id, &ids[..1]).await;
-        assert_eq!(code(wrong), Code::InvalidArgument, "a list that is not the group's");
-        for _ in 0..2 {
-            rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
-        }
-        let gone = rig.client.groups.get_volume_group_snapshot(get(&group.group_snapshot_id, &ids)).await;
-        assert_eq!(status_code(gone), Code::NotFound);
-        for member in &ids {
-            assert_eq!(code(rig.client.allocated(member, 0, 0).await), Code::NotFound);
-        }
-        assert!(names(&rig.pool_dir().join("groups")).is_empty());
-        for volume in &volumes {
-            rig.detach(volume).await;
-        }
-        rig.finish();
+    let group = rig.client.create_group("group", &volumes).await.expect("create");
+    assert!(group.ready_to_use && group.creation_time.is_some());
+    for (number, member) in group.snapshots.iter().enumerate() {
+        assert_eq!(member.source_volume_id, volumes[number]);
+        assert_eq!(member.group_snapshot_id, group.group_snapshot_id);
+        assert!(member.ready_to_use);
+        content[number].assert_equals(&image(&rig, &group, number), 0, 1024);
     }
+    let swapped: Vec<String> = volumes.iter().rev().cloned().collect();
+    let again = rig.client.create_group("group", &swapped).await.expect("the same volumes");
+    assert_eq!(again, group);
+    rig.kill();
+    rig.start_again().await;
+    let again = rig.client.create_group("group", &volumes).await.expect("the same after a restart");
+    assert_eq!(again, group);
+    assert_eq!(code(rig.client.create_group("group", &volumes[..1]).await), Code::AlreadyExists);
+    let mut styled = proto::CreateVolumeGroupSnapshotRequest {
+        name: "group".into(),
+        source_volume_ids: volumes.clone(),
+        ..Default::default()
+    };
+    styled.parameters.insert("blockMetadataType".into(), "fixed".into());
+    let styled = rig.client.groups.create_volume_group_snapshot(styled).await;
+    assert_eq!(status_code(styled), Code::AlreadyExists);
+
+    let ids = members(&group);
+    for member in &ids {
+        assert_eq!(code(rig.client.delete_snapshot(member).await), Code::InvalidArgument, "part of a group");
+    }
+    let listed = rig.client.controller.list_snapshots(proto::ListSnapshotsRequest::default()).await;
+    let mut listed: Vec<String> = listed
+        .expect("list")
+        .into_inner()
+        .entries
+        .into_iter()
+        .filter_map(|entry| entry.snapshot)
+        .map(|snapshot| {
+            assert_eq!(snapshot.group_snapshot_id, group.group_snapshot_id);
+            snapshot.snapshot_id
+        })
+        .collect();
+    let mut sorted = ids.clone();
+    listed.sort();
+    sorted.sort();
+    assert_eq!(listed, sorted);
+    let found = rig.client.groups.get_volume_group_snapshot(get(&group.group_snapshot_id, &ids)).await;
+    assert_eq!(found.expect("get").into_inner().group_snapshot, Some(group.clone()));
+
+    let (restored, device) = rig.volume_from("restored", 0, from_snapshot(&ids[1])).await;
+    content[1].assert_equals(&device, 0, 1024);
+    rig.detach(&restored).await;
+    let wrong = rig.client.delete_group(&group.group_snapshot_id, &ids[..1]).await;
+    assert_eq!(code(wrong), Code::InvalidArgument, "a list that is not the group's");
+    for _ in 0..2 {
+        rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
+    }
+    let gone = rig.client.groups.get_volume_group_snapshot(get(&group.group_snapshot_id, &ids)).await;
+    assert_eq!(status_code(gone), Code::NotFound);
+    for member in &ids {
+        assert_eq!(code(rig.client.allocated(member, 0, 0).await), Code::NotFound);
+    }
+    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
+    assert!(listed.into_inner().entries.is_empty());
+    for volume in &volumes {
+        rig.detach(volume).await;
+    }
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
     let both = [volume.clone(), volume.clone()];
@@ -205,149 +200,144 @@ fn number_at(path: &Path) -> u64 {
 /// writer writes A(n) to one raw device, flushes, then B(n) to another; no group that succeeds holds B(n)
 /// without A(n). Each order of the two in the request is tried, for each order of cloning is wrong for
 /// one order of writing.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails() {
-    if !have_root() {
-        return;
+async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let mut volumes = Vec::new();
+    let mut devices = Vec::new();
+    for number in 0..2 {
+        let (volume, device) = rig.block_volume(&format!("volume {number}"), 4 * MIB).await;
+        volumes.push(volume);
+        devices.push(device);
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let mut volumes = Vec::new();
-        let mut devices = Vec::new();
-        for number in 0..2 {
-            let (volume, device) = rig.block_volume(&format!("volume {number}"), 4 * MIB).await;
-            volumes.push(volume);
-            devices.push(device);
-        }
-        // Often too short for a group, sometimes long enough.
-        let pause = |number: u64| Duration::from_micros([0, 100, 500, 50, 20_000][number as usize % 5]);
-        // Without any pause: taken in order, or refused, and a refused one leaves nothing.
-        let restless = Writer::start(open_device(&devices[0]), open_device(&devices[1]), |_| Duration::ZERO);
-        for round in 0..2 {
-            match rig.client.create_group(&format!("restless {round}"), &volumes).await {
-                Err(error) => assert_eq!(error.code(), Code::FailedPrecondition, "{error}"),
-                Ok(group) => {
-                    let (a, b) = (number_at(&image(&rig, &group, 0)), number_at(&image(&rig, &group, 1)));
-                    assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
-                    let ids = members(&group);
-                    rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
-                }
-            }
-            // What a deletion frees goes behind it.
-            for dir in ["groups", "staging"] {
-                until(&format!("{dir} is empty"), || names(&rig.pool_dir().join(dir)).is_empty()).await;
+    // Often too short for a group, sometimes long enough.
+    let pause = |number: u64| Duration::from_micros([0, 100, 500, 50, 20_000][number as usize % 5]);
+    // Without any pause: taken in order, or refused, and a refused one leaves nothing.
+    let restless = Writer::start(open_device(&devices[0]), open_device(&devices[1]), |_| Duration::ZERO);
+    for round in 0..2 {
+        match rig.client.create_group(&format!("restless {round}"), &volumes).await {
+            Err(error) => assert_eq!(error.code(), Code::FailedPrecondition, "{error}"),
+            Ok(group) => {
+                let (a, b) = (number_at(&image(&rig, &group, 0)), number_at(&image(&rig, &group, 1)));
+                assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+                let ids = members(&group);
+                rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
             }
         }
-        restless.end();
-        let writer = Writer::start(open_device(&devices[0]), open_device(&devices[1]), pause);
-        let (mut taken, mut refused) = (0, 0);
-        for round in 0..60 {
-            let reversed = round % 2 == 1;
-            let mut ids = volumes.clone();
-            if reversed {
-                ids.reverse();
-            }
-            match rig.client.create_group(&format!("group {round}"), &ids).await {
-                Err(error) => {
-                    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
-                    refused += 1;
-                }
-                Ok(group) => {
-                    taken += 1;
-                    let (first, second) = if reversed { (1, 0) } else { (0, 1) };
-                    let a = number_at(&image(&rig, &group, first));
-                    let b = number_at(&image(&rig, &group, second));
-                    assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
-                    let ids = members(&group);
-                    rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
-                }
-            }
+        // What a deletion frees goes behind it.
+        for dir in ["groups", "staging"] {
+            until(&format!("{dir} is empty"), || names(&rig.pool_dir().join(dir)).is_empty()).await;
         }
-        let written = writer.end();
-        println!("{pool:?}: {taken} groups taken, {refused} refused, {written} pairs written");
-        assert!(taken > 0 && written > 60, "{taken} groups of {written} pairs prove nothing");
-        for round in 0..10 {
-            let name = format!("at rest {round}");
-            let group = rig.client.create_group(&name, &volumes).await.expect("at rest it always succeeds");
-            for member in 0..2 {
-                assert_eq!(number_at(&image(&rig, &group, member)), written);
-            }
-            rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
-        }
-        for volume in &volumes {
-            rig.detach(volume).await;
-        }
-        rig.finish();
     }
+    restless.end();
+    let writer = Writer::start(open_device(&devices[0]), open_device(&devices[1]), pause);
+    let (mut taken, mut refused) = (0, 0);
+    for round in 0..60 {
+        let reversed = round % 2 == 1;
+        let mut ids = volumes.clone();
+        if reversed {
+            ids.reverse();
+        }
+        match rig.client.create_group(&format!("group {round}"), &ids).await {
+            Err(error) => {
+                assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+                refused += 1;
+            }
+            Ok(group) => {
+                taken += 1;
+                let (first, second) = if reversed { (1, 0) } else { (0, 1) };
+                let a = number_at(&image(&rig, &group, first));
+                let b = number_at(&image(&rig, &group, second));
+                assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+                let ids = members(&group);
+                rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
+            }
+        }
+    }
+    let written = writer.end();
+    println!("{pool:?}: {taken} groups taken, {refused} refused, {written} pairs written");
+    assert!(taken > 0 && written > 60, "{taken} groups of {written} pairs prove nothing");
+    for round in 0..10 {
+        let name = format!("at rest {round}");
+        let group = rig.client.create_group(&name, &volumes).await.expect("at rest it always succeeds");
+        for member in 0..2 {
+            assert_eq!(number_at(&image(&rig, &group, member)), written);
+        }
+        rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
+    }
+    for volume in &volumes {
+        rig.detach(volume).await;
+    }
+    rig.finish();
 }
 
 /// Filesystems are frozen together, so a group of them, and of one raw device beside them, succeeds under
 /// any load.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load() {
-    if !have_root() {
-        return;
+async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let mut volumes = Vec::new();
+    let mut targets = Vec::new();
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        targets.push(rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish"));
+        volumes.push(volume);
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let mut volumes = Vec::new();
-        let mut targets = Vec::new();
-        for fs_type in ["ext4", "xfs", "btrfs"] {
-            let capability = mount_capability(fs_type);
-            let request = new_volume(fs_type, 320 * MIB, capability.clone());
-            let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-            targets.push(rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish"));
-            volumes.push(volume);
+    let create = |target: &Path| {
+        let path = target.join("n");
+        std::fs::write(&path, vec![0; BLOCK as usize]).expect("write");
+        File::options().write(true).open(path).expect("open")
+    };
+    // A chain over all three: ext4 before xfs, xfs before btrfs.
+    let files: Vec<File> = targets.iter().map(|target| create(target)).collect();
+    let pairs = [(0, 1), (1, 2)];
+    for (round, (first, second)) in pairs.into_iter().cycle().take(4).enumerate() {
+        let handle = |file: usize| files[file].try_clone().expect("clone");
+        let writer = Writer::start(handle(first), handle(second), |_| Duration::ZERO);
+        let name = format!("group {round}");
+        let group = rig.client.create_group(&name, &volumes).await.expect("filesystems are frozen");
+        // Nothing is left frozen: the writer goes on.
+        let seen = writer.written.load(Ordering::Relaxed);
+        while writer.written.load(Ordering::Relaxed) < seen + 3 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        let create = |target: &Path| {
-            let path = target.join("n");
-            std::fs::write(&path, vec![0; BLOCK as usize]).expect("write");
-            File::options().write(true).open(path).expect("open")
-        };
-        // A chain over all three: ext4 before xfs, xfs before btrfs.
-        let files: Vec<File> = targets.iter().map(|target| create(target)).collect();
-        let pairs = [(0, 1), (1, 2)];
-        for (round, (first, second)) in pairs.into_iter().cycle().take(4).enumerate() {
-            let handle = |file: usize| files[file].try_clone().expect("clone");
-            let writer = Writer::start(handle(first), handle(second), |_| Duration::ZERO);
-            let name = format!("group {round}");
-            let group = rig.client.create_group(&name, &volumes).await.expect("filesystems are frozen");
-            // Nothing is left frozen: the writer goes on.
-            let seen = writer.written.load(Ordering::Relaxed);
-            while writer.written.load(Ordering::Relaxed) < seen + 3 {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-            writer.end();
-            let mut numbers = Vec::new();
-            for member in [first, second] {
-                let mut request = new_volume(&format!("restored {round} {member}"), 0, mount_capability(""));
-                request.volume_content_source = Some(from_snapshot(&group.snapshots[member].snapshot_id));
-                request.volume_capabilities = vec![mount_capability(["ext4", "xfs", "btrfs"][member])];
-                let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-                let capability = mount_capability(["ext4", "xfs", "btrfs"][member]);
-                let target = rig
-                    .client
-                    .publish(&restored, capability, false, &kubelet)
-                    .await
-                    .expect("beside its source");
-                numbers.push(number_at(&target.join("n")));
-                rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
-                rig.client.delete_volume(&restored).await.expect("delete");
-            }
-            let [a, b] = numbers[..] else { unreachable!("two members") };
-            assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
-            rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
-            // The next pair starts from 0 again.
-            for file in &files {
-                file.write_all_at(&[0; BLOCK as usize], 0).expect("write");
-                file.sync_all().expect("flush");
-            }
+        writer.end();
+        let mut numbers = Vec::new();
+        for member in [first, second] {
+            let mut request = new_volume(&format!("restored {round} {member}"), 0, mount_capability(""));
+            request.volume_content_source = Some(from_snapshot(&group.snapshots[member].snapshot_id));
+            request.volume_capabilities = vec![mount_capability(["ext4", "xfs", "btrfs"][member])];
+            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+            let capability = mount_capability(["ext4", "xfs", "btrfs"][member]);
+            let target =
+                rig.client.publish(&restored, capability, false, &kubelet).await.expect("beside its source");
+            numbers.push(number_at(&target.join("n")));
+            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+            rig.client.delete_volume(&restored).await.expect("delete");
         }
-        drop(files);
-        for volume in &volumes {
-            rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+        let [a, b] = numbers[..] else { unreachable!("two members") };
+        assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
+        rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
+        // The next pair starts from 0 again.
+        for file in &files {
+            file.write_all_at(&[0; BLOCK as usize], 0).expect("write");
+            file.sync_all().expect("flush");
         }
-        rig.finish();
     }
+    drop(files);
+    for volume in &volumes {
+        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
 }

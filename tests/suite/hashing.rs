@@ -7,18 +7,16 @@ use cbt::{MapFile, MapWriter};
 
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 fn is_compared(rig: &Rig, snapshot: &str) -> bool {
     MapFile::open(&live(rig, snapshot).changed()).is_ok_and(|map| map.is_exact())
 }
 
 /// A first snapshot of gigabytes was hashed to its end before any other snapshot had its turn.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_large_first_snapshot_holds_up_no_comparison() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Xfs, &[], "warn").await;
     let (large, large_device) = rig.block_volume("large", 3 << 30).await;
     let (small, small_device) = rig.block_volume("small", 64 * MIB).await;
@@ -45,11 +43,9 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
 }
 
 /// On btrfs each `allocated` is made from the one before: what is wrong in one was inherited by all that followed.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it() {
-    if !have_root() {
-        return;
-    }
     for block_size in ["4Ki", "64Ki"] {
         let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
         let (volume, device) = rig.block_volume_of("volume", 64 * MIB, block_size).await;
@@ -99,11 +95,9 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
 
 /// Once the bytes of a deleted snapshot are freed its hashes are all there is: a page of them that is damaged is made
 /// again before. It was not, and deltas across it failed for good.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_hashes_are_made_again_before_the_bytes_go() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Btrfs, &[], "warn").await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut before = Content::default();

@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, have_root, status_code};
+use testkit::{MIB, PoolKind, Rig, status_code};
 
 /// An address that nobody listens on. Somebody else may take it before the driver does; then the driver
 /// does not start and the test fails, which is rare and plain.
@@ -36,11 +36,9 @@ fn value(metrics: &str, name: &str) -> Option<f64> {
 /// What nobody has hashed yet is counted once a snapshot, whether its map is new or made from the one before, and
 /// whether it is taken alone or in a group.
 #[cfg(feature = "failpoints")]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_backlog_is_what_is_still_to_be_hashed() {
-    if !have_root() {
-        return;
-    }
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
@@ -67,11 +65,9 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
 }
 
 /// Whoever reaches the port may ask as often as they like: that takes no thread from calls but a few.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_flood_of_scrapes_takes_few_threads() {
-    if !have_root() {
-        return;
-    }
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
     let process = format!("/proc/{}/status", rig.pid());
@@ -95,11 +91,9 @@ async fn a_flood_of_scrapes_takes_few_threads() {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_count_what_happened_and_no_label_is_a_clients() {
-    if !have_root() {
-        return;
-    }
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
@@ -167,11 +161,9 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
 }
 
 /// The pool is taken away under a running driver: it says so, and says when it is back.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_probe_tells_when_the_pool_is_gone() {
-    if !have_root() {
-        return;
-    }
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let pool = rig.pool_dir();
@@ -194,11 +186,9 @@ async fn a_probe_tells_when_the_pool_is_gone() {
 }
 
 /// A taken address stops the start, with the flag's name.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_taken_metrics_address_is_an_error() {
-    if !have_root() {
-        return;
-    }
     let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
     let output = testkit::driver_command(dir.path(), PoolKind::Dir)

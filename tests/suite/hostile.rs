@@ -14,7 +14,7 @@ use proto::FILE_DESCRIPTOR_SET;
 use tonic::Code;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-use testkit::{MIB, PoolKind, Rig, have_root, status_code};
+use testkit::{MIB, PoolKind, Rig, status_code};
 
 /// Ids that name nothing, whatever they look like.
 fn hostile_ids() -> Vec<String> {
@@ -38,11 +38,9 @@ fn hostile_ids() -> Vec<String> {
 
 // Some requests have no other fields than those given, and some have.
 #[allow(clippy::needless_update)]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_id_that_names_nothing_gets_the_specs_answer() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &["--enable-attach"], "info").await;
     let staging = rig.dir.path().join("staging");
     std::fs::create_dir(&staging).expect("mkdir");
@@ -366,11 +364,9 @@ fn tree(dir: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
 
 /// Random requests to every call of every service: the driver lives, answers with a code of the spec's, and
 /// touches nothing outside its data directory. Random bytes, too.
+#[test_with::root]
 #[test]
 fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
-    if !have_root() {
-        return;
-    }
     let runtime = tokio::runtime::Runtime::new().expect("runtime");
     let mut rig = runtime.block_on(Rig::start_with(PoolKind::Dir, &["--enable-attach"], "warn"));
     let canary = rig.dir.path().join("canary");

@@ -4,7 +4,7 @@ use csi_client::{block_capability, new_volume};
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use tonic::Code;
 
-use testkit::{MIB, PoolKind, Rig, have_root, status_code};
+use testkit::{MIB, PoolKind, Rig, status_code};
 
 async fn volume_page(rig: &mut Rig, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };
@@ -21,11 +21,9 @@ async fn snapshots(rig: &mut Rig, request: ListSnapshotsRequest) -> (Vec<String>
 
 /// Seen elsewhere: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
 /// `next_token` is never set.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn bad_tokens_are_refused_and_pages_are_whole() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut made = Vec::new();
     for number in 0..5 {
@@ -77,11 +75,9 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
 }
 
 /// Seen elsewhere: the list by source volume returns one of three.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_are_filtered_by_source_and_by_id() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut of = [Vec::new(), Vec::new()];
     let mut volumes = Vec::new();

@@ -7,7 +7,7 @@ use proto::{BlockMetadataType, CreateSnapshotRequest};
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code};
 
 /// A volume of 64 MiB with two snapshots, and what each held.
 struct Pair {
@@ -49,45 +49,38 @@ const STYLES: [BlockMetadataType; 2] = [BlockMetadataType::FixedLength, BlockMet
 
 /// Exact at 4 KiB: a block rewritten with its own bytes is not reported, zeros written into a hole
 /// are not, a punched block is.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn allocated_and_delta_are_exact() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        for style in STYLES {
-            let mut rig = Rig::start_with(pool, &style_flag(style), "info").await;
-            let pair = pair(&mut rig).await;
-            for (snapshot, content) in [(&pair.first, &pair.before), (&pair.second, &pair.after)] {
-                let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
-                assert_eq!((list.style, list.capacity), (style, CAPACITY as u64));
-                assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
-            }
-            let list = rig.client.delta(&pair.first, &pair.second, 0, 0).await.expect("delta");
+async fn allocated_and_delta_are_exact(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    for style in STYLES {
+        let mut rig = Rig::start_with(pool, &style_flag(style), "info").await;
+        let pair = pair(&mut rig).await;
+        for (snapshot, content) in [(&pair.first, &pair.before), (&pair.second, &pair.after)] {
+            let list = rig.client.allocated(snapshot, 0, 0).await.expect("allocated");
             assert_eq!((list.style, list.capacity), (style, CAPACITY as u64));
-            assert_eq!(blocks_of(&list, BLOCK), pair.after.changed_since(&pair.before, BLOCK));
-            let sizes: Vec<u64> = list.tuples().map(|tuple| tuple.size).collect();
-            match style {
-                BlockMetadataType::FixedLength => assert!(sizes.iter().all(|size| *size == BLOCK)),
-                _ => assert_eq!(
-                    sizes,
-                    [10 * BLOCK, BLOCK, 4 * BLOCK, 2 * BLOCK, BLOCK],
-                    "adjacent blocks join"
-                ),
-            }
-            rig.finish();
+            assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
         }
+        let list = rig.client.delta(&pair.first, &pair.second, 0, 0).await.expect("delta");
+        assert_eq!((list.style, list.capacity), (style, CAPACITY as u64));
+        assert_eq!(blocks_of(&list, BLOCK), pair.after.changed_since(&pair.before, BLOCK));
+        let sizes: Vec<u64> = list.tuples().map(|tuple| tuple.size).collect();
+        match style {
+            BlockMetadataType::FixedLength => assert!(sizes.iter().all(|size| *size == BLOCK)),
+            _ => assert_eq!(sizes, [10 * BLOCK, BLOCK, 4 * BLOCK, 2 * BLOCK, BLOCK], "adjacent blocks join"),
+        }
+        rig.finish();
     }
 }
 
 /// Seen elsewhere: an unaligned `starting_offset` shifts the comparison and loses changes;
 /// `max_results` -1 spins for ever; 1,000,000 makes a message over gRPC's limit; an offset past the end
 /// answers `OK` with nothing.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn any_offset_and_any_max_results_give_the_same_tail() {
-    if !have_root() {
-        return;
-    }
     for style in STYLES {
         let mut rig = Rig::start_with(PoolKind::Xfs, &style_flag(style), "info").await;
         let pair = pair(&mut rig).await;
@@ -154,39 +147,35 @@ async fn any_offset_and_any_max_results_give_the_same_tail() {
 }
 
 /// Seen elsewhere: an empty answer sends no message, so the client never learns type or capacity.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn an_empty_answer_is_one_message_with_type_and_capacity() {
-    if !have_root() {
-        return;
+async fn an_empty_answer_is_one_message_with_type_and_capacity(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let volume = rig.client.create_volume(new_volume("never written", CAPACITY, block_capability())).await;
+    let volume = volume.expect("create").volume_id;
+    let first = rig.snapshot("first", &volume).await;
+    let second = rig.snapshot("second", &volume).await;
+    for list in [
+        rig.client.allocated(&first, 0, 0).await,
+        rig.client.allocated(&first, CAPACITY, 0).await,
+        rig.client.delta(&first, &second, 0, 0).await,
+        rig.client.delta(&first, &first, 0, 0).await,
+        rig.client.delta(&first, &second, CAPACITY, 0).await,
+    ] {
+        let list = list.expect("OK");
+        assert_eq!(list.messages, [vec![]]);
+        assert_eq!((list.style, list.capacity), (BlockMetadataType::VariableLength, CAPACITY as u64));
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let volume =
-            rig.client.create_volume(new_volume("never written", CAPACITY, block_capability())).await;
-        let volume = volume.expect("create").volume_id;
-        let first = rig.snapshot("first", &volume).await;
-        let second = rig.snapshot("second", &volume).await;
-        for list in [
-            rig.client.allocated(&first, 0, 0).await,
-            rig.client.allocated(&first, CAPACITY, 0).await,
-            rig.client.delta(&first, &second, 0, 0).await,
-            rig.client.delta(&first, &first, 0, 0).await,
-            rig.client.delta(&first, &second, CAPACITY, 0).await,
-        ] {
-            let list = list.expect("OK");
-            assert_eq!(list.messages, [vec![]]);
-            assert_eq!((list.style, list.capacity), (BlockMetadataType::VariableLength, CAPACITY as u64));
-        }
-        rig.finish();
-    }
+    rig.finish();
 }
 
 /// Seen elsewhere: base and target the wrong way round are accepted.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_that_make_no_pair_are_refused() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let pair = pair(&mut rig).await;
     let (restored, _) = rig.volume_from("restored", CAPACITY, from_snapshot(&pair.second)).await;
@@ -218,101 +207,96 @@ async fn snapshots_that_make_no_pair_are_refused() {
 
 /// Seen elsewhere: deleting the source volume makes its snapshots' metadata `NOT_FOUND` while they
 /// still restore.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn metadata_outlives_the_volume_and_a_restart() {
-    if !have_root() {
-        return;
+async fn metadata_outlives_the_volume_and_a_restart(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let pair = pair(&mut rig).await;
+    rig.client.delete_volume(&pair.volume).await.expect("delete");
+    for _ in 0..2 {
+        let delta = rig.client.delta(&pair.first, &pair.second, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&delta, BLOCK), pair.after.changed_since(&pair.before, BLOCK));
+        let allocated = rig.client.allocated(&pair.first, 0, 0).await.expect("allocated");
+        assert_eq!(blocks_of(&allocated, BLOCK), pair.before.allocated(BLOCK));
+        rig.kill();
+        rig.start_again().await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let pair = pair(&mut rig).await;
-        rig.client.delete_volume(&pair.volume).await.expect("delete");
-        for _ in 0..2 {
-            let delta = rig.client.delta(&pair.first, &pair.second, 0, 0).await.expect("delta");
-            assert_eq!(blocks_of(&delta, BLOCK), pair.after.changed_since(&pair.before, BLOCK));
-            let allocated = rig.client.allocated(&pair.first, 0, 0).await.expect("allocated");
-            assert_eq!(blocks_of(&allocated, BLOCK), pair.before.allocated(BLOCK));
-            rig.kill();
-            rig.start_again().await;
-        }
-        rig.finish();
-    }
+    rig.finish();
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn without_tracking_there_are_no_deltas_and_allocated_works() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let mut request = new_volume("untracked", CAPACITY, block_capability());
-        request.parameters = HashMap::from([("changedBlockTracking".to_owned(), "false".to_owned())]);
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let device = rig.attach(&volume).await;
-        let mut content = Content::default();
-        content.write(&device, 5, 9, 1);
-        let first = rig.snapshot("first", &volume).await;
-        let second = rig.snapshot("second", &volume).await;
-        let list = rig.client.allocated(&second, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
-        let error = rig.client.delta(&first, &second, 0, 0).await.expect_err("no delta");
-        assert_eq!(error.code(), Code::FailedPrecondition);
-        assert!(error.to_string().contains("changedBlockTracking"), "{error}");
-        rig.client.delete_snapshot(&first).await.expect("delete");
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+async fn without_tracking_there_are_no_deltas_and_allocated_works(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let mut request = new_volume("untracked", CAPACITY, block_capability());
+    request.parameters = HashMap::from([("changedBlockTracking".to_owned(), "false".to_owned())]);
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let device = rig.attach(&volume).await;
+    let mut content = Content::default();
+    content.write(&device, 5, 9, 1);
+    let first = rig.snapshot("first", &volume).await;
+    let second = rig.snapshot("second", &volume).await;
+    let list = rig.client.allocated(&second, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    let error = rig.client.delta(&first, &second, 0, 0).await.expect_err("no delta");
+    assert_eq!(error.code(), Code::FailedPrecondition);
+    assert!(error.to_string().contains("changedBlockTracking"), "{error}");
+    rig.client.delete_snapshot(&first).await.expect("delete");
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// The unit of the maps is the volume's `blockSize`, and a VolumeSnapshotClass may choose the style.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn block_size_and_style_are_as_the_classes_say() {
-    if !have_root() {
-        return;
+async fn block_size_and_style_are_as_the_classes_say(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    for (block_size, bytes) in [("64Ki", 64 << 10), ("4Mi", 4 << 20)] {
+        let mut request = new_volume(block_size, CAPACITY + 1, block_capability());
+        request.parameters = HashMap::from([("blockSize".to_owned(), block_size.to_owned())]);
+        let volume = rig.client.create_volume(request).await.expect("create");
+        assert_eq!(volume.capacity_bytes as u64 % bytes, 0, "whole blocks");
+        let volume = volume.volume_id;
+        let device = rig.attach(&volume).await;
+        let mut before = Content::default();
+        before.write(&device, 15, 3, 1);
+        before.write(&device, 9000, 1, 1);
+        let first = rig.snapshot(&format!("first {block_size}"), &volume).await;
+        let mut after = before.clone();
+        after.write(&device, 9001, 1, 1);
+        after.discard(&device, 15, 1);
+        let request = CreateSnapshotRequest {
+            name: format!("second {block_size}"),
+            source_volume_id: volume.clone(),
+            parameters: HashMap::from([("blockMetadataType".to_owned(), "fixed".to_owned())]),
+            ..Default::default()
+        };
+        let second = rig.client.controller.create_snapshot(request).await.expect("snapshot").into_inner();
+        let second = second.snapshot.expect("a snapshot").snapshot_id;
+        let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+        assert_eq!(list.style, BlockMetadataType::FixedLength);
+        assert_eq!(blocks_of(&list, bytes), after.changed_since(&before, bytes));
+        let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
+        assert_eq!(list.style, BlockMetadataType::VariableLength);
+        assert_eq!(blocks_of(&list, bytes), before.allocated(bytes));
+        rig.detach(&volume).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        for (block_size, bytes) in [("64Ki", 64 << 10), ("4Mi", 4 << 20)] {
-            let mut request = new_volume(block_size, CAPACITY + 1, block_capability());
-            request.parameters = HashMap::from([("blockSize".to_owned(), block_size.to_owned())]);
-            let volume = rig.client.create_volume(request).await.expect("create");
-            assert_eq!(volume.capacity_bytes as u64 % bytes, 0, "whole blocks");
-            let volume = volume.volume_id;
-            let device = rig.attach(&volume).await;
-            let mut before = Content::default();
-            before.write(&device, 15, 3, 1);
-            before.write(&device, 9000, 1, 1);
-            let first = rig.snapshot(&format!("first {block_size}"), &volume).await;
-            let mut after = before.clone();
-            after.write(&device, 9001, 1, 1);
-            after.discard(&device, 15, 1);
-            let request = CreateSnapshotRequest {
-                name: format!("second {block_size}"),
-                source_volume_id: volume.clone(),
-                parameters: HashMap::from([("blockMetadataType".to_owned(), "fixed".to_owned())]),
-                ..Default::default()
-            };
-            let second = rig.client.controller.create_snapshot(request).await.expect("snapshot").into_inner();
-            let second = second.snapshot.expect("a snapshot").snapshot_id;
-            let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-            assert_eq!(list.style, BlockMetadataType::FixedLength);
-            assert_eq!(blocks_of(&list, bytes), after.changed_since(&before, bytes));
-            let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
-            assert_eq!(list.style, BlockMetadataType::VariableLength);
-            assert_eq!(blocks_of(&list, bytes), before.allocated(bytes));
-            rig.detach(&volume).await;
-        }
-        rig.finish();
-    }
+    rig.finish();
 }
 
 /// Seen elsewhere: `max_results = 1000000` makes a message over gRPC's 4 MiB limit.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &style_flag(BlockMetadataType::FixedLength), "info").await;
     let (volume, device) = rig.block_volume("full", 2 * CAPACITY).await;
     let mut content = Content::default();

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
-use testkit::{MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, set_state, state_path, status_code};
+use testkit::{MIB, POOLS, PoolKind, Rig, code, leftovers, set_state, state_path, status_code};
 
 fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
@@ -46,11 +46,9 @@ async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
 
 /// The incident: a backup program closed a device and unpublished it, while another thread of it started a program; the
 /// child had a copy of the descriptor for a moment more, and the target was busy.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_told() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("raw", MIB).await;
     let held = std::fs::File::open(&device).expect("open");
@@ -71,38 +69,35 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_told() {
     rig.finish();
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
-        let meta = std::fs::symlink_metadata(&device).expect("stat");
-        assert!(meta.file_type().is_block_device(), "{} is no block device", device.display());
-        let mut content = Content::default();
-        content.write(&device, 7, 3, 9);
-        assert_eq!(rig.attach(&volume).await, device, "publishing twice is publishing once");
-        assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 1);
-        for _ in 0..2 {
-            rig.detach(&volume).await;
-            assert!(!device.exists(), "the target stays after unpublish");
-            assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
-        }
-        let device = rig.attach(&volume).await;
-        content.assert_equals(&device, 0, 2048);
+async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("raw", 8 * MIB).await;
+    let meta = std::fs::symlink_metadata(&device).expect("stat");
+    assert!(meta.file_type().is_block_device(), "{} is no block device", device.display());
+    let mut content = Content::default();
+    content.write(&device, 7, 3, 9);
+    assert_eq!(rig.attach(&volume).await, device, "publishing twice is publishing once");
+    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 1);
+    for _ in 0..2 {
         rig.detach(&volume).await;
-        rig.finish();
+        assert!(!device.exists(), "the target stays after unpublish");
+        assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
     }
+    let device = rig.attach(&volume).await;
+    content.assert_equals(&device, 0, 2048);
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Seen elsewhere: `readonly` is ignored for Block volumes.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     let shared = with_mode(block_capability(), Mode::SingleNodeMultiWriter);
@@ -135,11 +130,9 @@ async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word() {
-    if !have_root() {
-        return;
-    }
     let filesystems = ["ext4", "xfs", "btrfs"];
     for (pool, fs_type) in POOLS.into_iter().flat_map(|pool| filesystems.map(|fs_type| (pool, fs_type))) {
         let mut rig = Rig::start(pool).await;
@@ -168,11 +161,9 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word() {
 }
 
 /// A volume that holds a block, or came from something, is never formatted, whatever `blkid` says.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn data_is_never_formatted_over() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     let mut request = new_volume("both", 16 * MIB, block_capability());
@@ -207,53 +198,50 @@ async fn data_is_never_formatted_over() {
 
 /// Seen elsewhere: a crash between the mount and the record leaks the mount; unpublish answers `OK`
 /// and unmounts nothing. Here the record comes first and the kernel is asked.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_published_before_a_crash_is_found_and_undone() {
-    if !have_root() {
-        return;
+async fn what_was_published_before_a_crash_is_found_and_undone(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
+    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target =
+        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "written before").expect("write");
+    rig.kill();
+    let mut content = Content::default();
+    content.write(&device, 1, 1, 1);
+    rig.start_again().await;
+    assert_eq!(rig.attach(&raw).await, device);
+    content.assert_equals(&device, 0, 16);
+    assert_eq!(code(rig.client.delete_volume(&raw).await), Code::FailedPrecondition);
+    rig.kill();
+    // As a crash before the record would leave it: mounted, and no record of it.
+    for volume in [&raw, &files] {
+        set_state(&rig.pool_dir(), volume, serde_json::json!({}));
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
-        let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
-        let files = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target =
-            rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
-        std::fs::write(target.join("file"), "written before").expect("write");
-        rig.kill();
-        let mut content = Content::default();
-        content.write(&device, 1, 1, 1);
-        rig.start_again().await;
-        assert_eq!(rig.attach(&raw).await, device);
-        content.assert_equals(&device, 0, 16);
-        assert_eq!(code(rig.client.delete_volume(&raw).await), Code::FailedPrecondition);
-        rig.kill();
-        // As a crash before the record would leave it: mounted, and no record of it.
-        for volume in [&raw, &files] {
-            set_state(&rig.pool_dir(), volume, serde_json::json!({}));
-        }
-        rig.start_again().await;
-        rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
-        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-        let left: Vec<String> =
-            leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
-        assert!(left.is_empty(), "unpublish left {left:?}");
-        assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
-        let target =
-            rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
-        assert_eq!(std::fs::read(target.join("file")).expect("read"), b"written before");
-        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
-        rig.finish();
-    }
+    rig.start_again().await;
+    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    let left: Vec<String> =
+        leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
+    assert!(left.is_empty(), "unpublish left {left:?}");
+    assert_eq!(devices_below(&rig.pool_dir()).expect("devices").len(), 0);
+    let target =
+        rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"written before");
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.finish();
 }
 
 /// A restored volume larger than its snapshot has a filesystem as large as itself.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn stage_grows_a_restored_filesystem_to_its_volume() {
-    if !have_root() {
-        return;
-    }
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let mut rig = Rig::start(PoolKind::Xfs).await;
         let kubelet = rig.kubelet();
@@ -278,11 +266,9 @@ async fn stage_grows_a_restored_filesystem_to_its_volume() {
     }
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn node_calls_refuse_what_is_wrong() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let volume =
         rig.client.create_volume(new_volume("raw", MIB, block_capability())).await.expect("create").volume_id;
@@ -335,11 +321,9 @@ async fn node_calls_refuse_what_is_wrong() {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_device_has_the_size_of_its_volume_to_the_byte() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     for (number, bytes) in [4096, 3 << 19, (1 << 40) + 4096].into_iter().enumerate() {
         let (volume, device) = rig.block_volume(&format!("volume {number}"), bytes).await;
@@ -350,11 +334,9 @@ async fn a_device_has_the_size_of_its_volume_to_the_byte() {
 }
 
 /// A kubelet directory that is a symbolic link: the kernel shows mounts at the path it leads to.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let link = rig.dir.path().join("linked");
     std::fs::create_dir(rig.kubelet()).expect("mkdir");
@@ -379,11 +361,9 @@ async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
 
 /// A filesystem that the kernel has shut down answers every look with EIO; it is unmounted all the
 /// same, and its volume can be deleted.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_that_is_shut_down_is_unpublished() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     let request = new_volume("files", 300 * MIB, mount_capability("xfs"));
@@ -402,11 +382,9 @@ async fn a_filesystem_that_is_shut_down_is_unpublished() {
 
 /// What our own mkfs wrote before it was cut short is ours to overwrite; what the user wrote after it
 /// is not.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     let mut request = new_volume("both", 16 * MIB, block_capability());
@@ -448,11 +426,9 @@ fn fsfreeze(target: &Path) {
 
 /// The incident: a user froze a filesystem and forgot it. Unpublish and unstage answered OK, the frozen filesystem
 /// outlived its last mount, its volume could never be deleted, and staged again each write hung.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_that_its_user_left_frozen_is_thawed() {
-    if !have_root() {
-        return;
-    }
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let mut rig = Rig::start(PoolKind::Dir).await;
         let kubelet = rig.kubelet();
@@ -490,11 +466,9 @@ async fn a_filesystem_that_its_user_left_frozen_is_thawed() {
 
 /// The incident: a volume could not be staged at a path, which was on record by then; another was staged there; the
 /// unstage of the first unmounted the second.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut request = new_volume("raw", 16 * MIB, block_capability());
     request.volume_capabilities.push(mount_capability("ext4"));
@@ -531,11 +505,9 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
 
 /// A place that is taken is refused before it is recorded, so that undoing the refused call does not undo
 /// what is there.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_not_ours_is_never_undone() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     let mut volumes = Vec::new();
@@ -602,76 +574,72 @@ async fn what_is_not_ours_is_never_undone() {
 }
 
 /// A restored volume is read at many places, as backup tools ask for it, and never written.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restored_volume_is_read_at_many_places() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        for fs_type in ["", "ext4", "xfs", "btrfs"] {
-            let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
-            let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
-            let source = rig.client.create_volume(request).await.expect("create").volume_id;
-            let target =
-                rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
-            let mut content = Content::default();
-            match fs_type {
-                "" => content.write(&target, 5, 5, 5),
-                _ => std::fs::write(target.join("file"), fs_type).expect("write"),
-            }
-            let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
-            for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
-                let readers = with_mode(capability.clone(), mode);
-                let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
-                request.volume_content_source = Some(from_snapshot(&snapshot));
-                let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-                // Beside its source, which stays mounted for writing.
-                let first =
-                    rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
-                let second = rig.dir.path().join("second");
-                let beside = publish_at(&rig, &restored, &second, readers.clone(), true);
-                let beside = rig.client.node.node_publish_volume(beside).await;
-                let places = match mode {
-                    Mode::MultiNodeReaderOnly => {
-                        beside.expect("many readers");
-                        vec![&first, &second]
-                    }
-                    _ => {
-                        assert_eq!(status_code(beside), Code::FailedPrecondition, "one reader has one place");
-                        vec![&first]
-                    }
-                };
-                for place in places {
-                    if fs_type.is_empty() {
-                        content.assert_equals(place, 0, 64);
-                        let file = std::fs::File::options().write(true).open(place);
-                        assert!(
-                            file.and_then(|file| file.write_all_at(&[1; 4096], 0)).is_err(),
-                            "it took a write"
-                        );
-                    } else {
-                        assert_eq!(std::fs::read(place.join("file")).expect("read"), fs_type.as_bytes());
-                        assert!(std::fs::write(place.join("new"), "x").is_err(), "{fs_type} took a write");
-                    }
-                }
-                unpublish_at(&mut rig, &restored, &second).await;
-                rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
-            }
-            rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+async fn a_restored_volume_is_read_at_many_places(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    for fs_type in ["", "ext4", "xfs", "btrfs"] {
+        let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
+        let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
+        let source = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+        let mut content = Content::default();
+        match fs_type {
+            "" => content.write(&target, 5, 5, 5),
+            _ => std::fs::write(target.join("file"), fs_type).expect("write"),
         }
-        rig.finish();
+        let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
+        for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
+            let readers = with_mode(capability.clone(), mode);
+            let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
+            request.volume_content_source = Some(from_snapshot(&snapshot));
+            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+            // Beside its source, which stays mounted for writing.
+            let first =
+                rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
+            let second = rig.dir.path().join("second");
+            let beside = publish_at(&rig, &restored, &second, readers.clone(), true);
+            let beside = rig.client.node.node_publish_volume(beside).await;
+            let places = match mode {
+                Mode::MultiNodeReaderOnly => {
+                    beside.expect("many readers");
+                    vec![&first, &second]
+                }
+                _ => {
+                    assert_eq!(status_code(beside), Code::FailedPrecondition, "one reader has one place");
+                    vec![&first]
+                }
+            };
+            for place in places {
+                if fs_type.is_empty() {
+                    content.assert_equals(place, 0, 64);
+                    let file = std::fs::File::options().write(true).open(place);
+                    assert!(
+                        file.and_then(|file| file.write_all_at(&[1; 4096], 0)).is_err(),
+                        "it took a write"
+                    );
+                } else {
+                    assert_eq!(std::fs::read(place.join("file")).expect("read"), fs_type.as_bytes());
+                    assert!(std::fs::write(place.join("new"), "x").is_err(), "{fs_type} took a write");
+                }
+            }
+            unpublish_at(&mut rig, &restored, &second).await;
+            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+        }
+        rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
     }
+    rig.finish();
 }
 
 /// Where a volume is cannot be read: what is unpublished goes, and what else is there stays, in the kernel and on
 /// record.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unpublish_without_its_record_takes_nothing_else_away() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let node = state_path(&rig.pool_dir(), &volume);
@@ -700,11 +668,9 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
 
 /// The incident: while one volume was formatted, another was mounted where it was to go, and it was mounted over
 /// that; neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn two_volumes_never_share_a_place() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let place = rig.kubelet().join("place");
     std::fs::create_dir_all(&place).expect("mkdir");
@@ -739,12 +705,10 @@ async fn two_volumes_never_share_a_place() {
 
 /// While a directory is cleaned up, a device in it is freed by its owner and comes to serve another directory's file,
 /// between the look at its path and the look at its status: it is not the clean-up's to detach.
+#[test_with::root]
 #[test]
 fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
     use deltapath::sys::loopdev::{Access, FileId, LoopDevice};
-    if !have_root() {
-        return;
-    }
     let dir = testkit::temp_dir();
     let _swept = SweptOnDrop(dir.path().to_owned());
     let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));

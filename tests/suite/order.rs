@@ -14,7 +14,7 @@ use tonic::Code;
 
 use crate::faults::Disk;
 use testkit::order::{WRITER_BYTES, Writers, group_image, image, violations};
-use testkit::{MIB, PoolKind, Rig, have_root};
+use testkit::{MIB, PoolKind, Rig};
 
 const WRITERS: u64 = 4;
 const CAPACITY: u64 = WRITERS * WRITER_BYTES;
@@ -125,9 +125,6 @@ async fn raw_volume(rig: &mut Rig, name: &str, direct: bool) -> (String, PathBuf
 
 /// Snapshots of one device, and every eighth time a clone.
 async fn one_device(pool: PoolKind, place: Place, direct: bool) {
-    if !have_root() {
-        return;
-    }
     let mut rig = place.start(pool).await;
     let (source, device) = raw_volume(&mut rig, "written", direct).await;
     let rest = |number: u64| Duration::from_millis(if number.is_multiple_of(50) { 40 } else { 0 });
@@ -174,9 +171,6 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
 
 /// Groups of a raw device and a mounted filesystem: data and log on either.
 async fn device_and_filesystem(pool: PoolKind, place: Place) {
-    if !have_root() {
-        return;
-    }
     let mut rig = place.start(pool).await;
     let kubelet = rig.kubelet();
     let (raw, device) = raw_volume(&mut rig, "raw", true).await;
@@ -228,9 +222,6 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
 
 /// Groups of two raw devices, with moments of rest: whatever is taken is right.
 async fn two_devices(pool: PoolKind, place: Place) {
-    if !have_root() {
-        return;
-    }
     let mut rig = place.start(pool).await;
     let (first, data) = raw_volume(&mut rig, "data", true).await;
     let (second, log) = raw_volume(&mut rig, "log", true).await;
@@ -270,11 +261,13 @@ async fn two_devices(pool: PoolKind, place: Place) {
 /// A test a line: its name and what it runs. Those of the second part are for a long run, `make order`.
 macro_rules! tests {
     (short { $($name:ident: $run:expr;)* } long { $($long:ident: $long_run:expr;)* }) => {
-        $(#[tokio::test(flavor = "multi_thread")]
+        $(#[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
         async fn $name() {
             $run.await;
         })*
-        $(#[tokio::test(flavor = "multi_thread")]
+        $(#[test_with::root]
+        #[tokio::test(flavor = "multi_thread")]
         #[ignore = "make order runs it"]
         async fn $long() {
             $long_run.await;

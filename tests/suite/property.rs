@@ -10,7 +10,7 @@ use tokio::runtime::Runtime;
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, GIB, PoolKind, Rig, code, have_root};
+use testkit::{BLOCK, GIB, PoolKind, Rig, code};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;
@@ -328,9 +328,6 @@ fn offset() -> impl Strategy<Value = (u64, i32)> {
 }
 
 fn lives(pool: PoolKind, style: &'static str) {
-    if !have_root() {
-        return;
-    }
     let runtime = Runtime::new().expect("runtime");
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(40);
     let mut runner = TestRunner::new(Config {
@@ -379,31 +376,37 @@ fn lives(pool: PoolKind, style: &'static str) {
     rig.into_inner().finish();
 }
 
+#[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_dir_variable() {
     lives(PoolKind::Dir, "variable");
 }
 
+#[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_dir_fixed() {
     lives(PoolKind::Dir, "fixed");
 }
 
+#[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_xfs_variable() {
     lives(PoolKind::Xfs, "variable");
 }
 
+#[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_xfs_fixed() {
     lives(PoolKind::Xfs, "fixed");
 }
 
+#[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_btrfs_variable() {
     lives(PoolKind::Btrfs, "variable");
 }
 
+#[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_btrfs_fixed() {
     lives(PoolKind::Btrfs, "fixed");

@@ -8,63 +8,60 @@ use csi_client::{Client, block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::{devices_below, sweep};
 
 use testkit::content::Content;
-use testkit::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, wait};
+use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
 
 /// Seen elsewhere: after a reboot the loop devices are gone and publish fails. Here all
 /// devices and mounts go, the pool's among them, and the records stay.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn every_volume_comes_back_after_a_reboot() {
-    if !have_root() {
-        return;
+async fn every_volume_comes_back_after_a_reboot(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 3, 40, 1);
+    let mut files = Vec::new();
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        std::fs::write(target.join("file"), fs_type).expect("write");
+        files.push((volume, capability, fs_type));
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let (raw, device) = rig.block_volume("raw", 8 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 3, 40, 1);
-        let mut files = Vec::new();
-        for fs_type in ["ext4", "xfs", "btrfs"] {
-            let capability = mount_capability(fs_type);
-            let request = new_volume(fs_type, 320 * MIB, capability.clone());
-            let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-            let target =
-                rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-            std::fs::write(target.join("file"), fs_type).expect("write");
-            files.push((volume, capability, fs_type));
-        }
-        let first = rig.snapshot("before", &raw).await;
-        rig.kill();
-        assert_eq!(sweep(rig.dir.path()).expect("sweep"), Vec::<String>::new());
-        assert!(leftovers(rig.dir.path()).is_empty(), "this is no reboot");
-        rig.start_again().await;
-        // Kubelet stages and publishes again, at the same paths.
-        let device = rig.attach(&raw).await;
-        content.assert_equals(&device, 0, 2048);
-        let before = content.clone();
-        content.write(&device, 1000, 1, 2);
-        let second = rig.snapshot("after", &raw).await;
-        let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        let changed = testkit::content::blocks_of(&delta, 4096);
-        assert_eq!(changed, content.changed_since(&before, 4096));
-        rig.detach(&raw).await;
-        for (volume, capability, fs_type) in &files {
-            let target =
-                rig.client.publish(volume, capability.clone(), false, &kubelet).await.expect("publish");
-            assert_eq!(std::fs::read(target.join("file")).expect("read"), fs_type.as_bytes());
-            rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
-            rig.client.delete_volume(volume).await.expect("delete");
-        }
+    let first = rig.snapshot("before", &raw).await;
+    rig.kill();
+    assert_eq!(sweep(rig.dir.path()).expect("sweep"), Vec::<String>::new());
+    assert!(leftovers(rig.dir.path()).is_empty(), "this is no reboot");
+    rig.start_again().await;
+    // Kubelet stages and publishes again, at the same paths.
+    let device = rig.attach(&raw).await;
+    content.assert_equals(&device, 0, 2048);
+    let before = content.clone();
+    content.write(&device, 1000, 1, 2);
+    let second = rig.snapshot("after", &raw).await;
+    let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    let changed = testkit::content::blocks_of(&delta, 4096);
+    assert_eq!(changed, content.changed_since(&before, 4096));
+    rig.detach(&raw).await;
+    for (volume, capability, fs_type) in &files {
+        let target = rig.client.publish(volume, capability.clone(), false, &kubelet).await.expect("publish");
+        assert_eq!(std::fs::read(target.join("file")).expect("read"), fs_type.as_bytes());
+        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+        rig.client.delete_volume(volume).await.expect("delete");
+    }
 
-        // Or it undoes what no longer is, and deletes.
-        rig.attach(&raw).await;
-        rig.kill();
-        sweep(rig.dir.path()).expect("sweep");
-        rig.start_again().await;
-        rig.detach(&raw).await;
-        rig.client.delete_volume(&raw).await.expect("delete");
-        rig.finish();
-    }
+    // Or it undoes what no longer is, and deletes.
+    rig.attach(&raw).await;
+    rig.kill();
+    sweep(rig.dir.path()).expect("sweep");
+    rig.start_again().await;
+    rig.detach(&raw).await;
+    rig.client.delete_volume(&raw).await.expect("delete");
+    rig.finish();
 }
 
 /// A driver in a mount namespace of its own, as a container's: killed with its mounts, its devices stay.
@@ -126,59 +123,55 @@ impl Drop for SweptOnDrop {
 
 /// A container's restart: the next driver sees none of the mounts that the last one made, and finds its
 /// devices by the inode they serve.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn every_volume_comes_back_in_another_mount_namespace() {
-    if !have_root() {
-        return;
+async fn every_volume_comes_back_in_another_mount_namespace(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+    let _swept = SweptOnDrop(dir.path().to_owned());
+    let kubelet = dir.path().join("kubelet");
+    let (secluded, mut client) = Secluded::start(dir.path(), pool).await;
+    let request = new_volume("raw", 8 * MIB, block_capability());
+    let raw = client.create_volume(request).await.expect("create").volume_id;
+    let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
+    let mut content = Content::default();
+    content.write(&secluded.inside(&device), 7, 30, 1);
+    let mut files = Vec::new();
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = client.create_volume(request).await.expect("create").volume_id;
+        let target = client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        std::fs::write(secluded.inside(&target).join("file"), fs_type).expect("write");
+        files.push((volume, capability, fs_type));
     }
-    for pool in POOLS {
-        let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-        let _swept = SweptOnDrop(dir.path().to_owned());
-        let kubelet = dir.path().join("kubelet");
-        let (secluded, mut client) = Secluded::start(dir.path(), pool).await;
-        let request = new_volume("raw", 8 * MIB, block_capability());
-        let raw = client.create_volume(request).await.expect("create").volume_id;
-        let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
-        let mut content = Content::default();
-        content.write(&secluded.inside(&device), 7, 30, 1);
-        let mut files = Vec::new();
-        for fs_type in ["ext4", "xfs", "btrfs"] {
-            let capability = mount_capability(fs_type);
-            let request = new_volume(fs_type, 320 * MIB, capability.clone());
-            let volume = client.create_volume(request).await.expect("create").volume_id;
-            let target = client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-            std::fs::write(secluded.inside(&target).join("file"), fs_type).expect("write");
-            files.push((volume, capability, fs_type));
-        }
-        let first = client.create_snapshot("before", &raw).await.expect("snapshot").snapshot_id;
-        assert!(
-            leftovers(dir.path()).iter().all(|left| left.starts_with("/dev/")),
-            "its mounts are seen outside"
-        );
-        drop(secluded);
+    let first = client.create_snapshot("before", &raw).await.expect("snapshot").snapshot_id;
+    assert!(
+        leftovers(dir.path()).iter().all(|left| left.starts_with("/dev/")),
+        "its mounts are seen outside"
+    );
+    drop(secluded);
 
-        let (mut secluded, mut client) = Secluded::start(dir.path(), pool).await;
-        let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
-        content.assert_equals(&secluded.inside(&device), 0, 2048);
-        let before = content.clone();
-        content.write(&secluded.inside(&device), 500, 2, 3);
-        let second = client.create_snapshot("after", &raw).await.expect("snapshot").snapshot_id;
-        let delta = client.delta(&first, &second, 0, 0).await.expect("delta");
-        let changed = testkit::content::blocks_of(&delta, 4096);
-        assert_eq!(changed, content.changed_since(&before, 4096));
-        client.unpublish(&raw, &kubelet).await.expect("unpublish");
-        for (volume, capability, fs_type) in &files {
-            let target = client.publish(volume, capability.clone(), false, &kubelet).await.expect("publish");
-            let seen = std::fs::read(secluded.inside(&target).join("file")).expect("read");
-            assert_eq!(seen, fs_type.as_bytes());
-            client.unpublish(volume, &kubelet).await.expect("unpublish");
-        }
-        assert!(
-            devices_below(&dir.path().join("data/pool")).expect("devices").is_empty(),
-            "a device is left"
-        );
-        testkit::signal(&secluded.child, nix::sys::signal::Signal::SIGTERM);
-        assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
-        assert!(leftovers(dir.path()).is_empty(), "left: {:?}", leftovers(dir.path()));
+    let (mut secluded, mut client) = Secluded::start(dir.path(), pool).await;
+    let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
+    content.assert_equals(&secluded.inside(&device), 0, 2048);
+    let before = content.clone();
+    content.write(&secluded.inside(&device), 500, 2, 3);
+    let second = client.create_snapshot("after", &raw).await.expect("snapshot").snapshot_id;
+    let delta = client.delta(&first, &second, 0, 0).await.expect("delta");
+    let changed = testkit::content::blocks_of(&delta, 4096);
+    assert_eq!(changed, content.changed_since(&before, 4096));
+    client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    for (volume, capability, fs_type) in &files {
+        let target = client.publish(volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let seen = std::fs::read(secluded.inside(&target).join("file")).expect("read");
+        assert_eq!(seen, fs_type.as_bytes());
+        client.unpublish(volume, &kubelet).await.expect("unpublish");
     }
+    assert!(devices_below(&dir.path().join("data/pool")).expect("devices").is_empty(), "a device is left");
+    testkit::signal(&secluded.child, nix::sys::signal::Signal::SIGTERM);
+    assert!(wait(&mut secluded.child, Duration::from_secs(30)).success());
+    assert!(leftovers(dir.path()).is_empty(), "left: {:?}", leftovers(dir.path()));
 }

@@ -14,7 +14,7 @@ use tonic::Code;
 use crate::faults::{is_hashed, until};
 use testkit::content::{Content, blocks_of};
 use testkit::places::Disk;
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, leftovers, signal, status_code, wait};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers, signal, status_code, wait};
 
 fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
@@ -27,57 +27,54 @@ async fn hashed(dir: &ObjectDir) {
 /// What backup tools do: snapshot, back up what changed since the last one, delete that, and again. Each
 /// delta is exact, the deleted snapshot's data is freed, and the next snapshot costs the change: it builds
 /// on the deleted one. A kill and a restart in between change nothing.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_backup_tool_may_delete_each_snapshot_after_use() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 0, 2000, 1);
-        let mut base = (rig.snapshot("snapshot 0", &volume).await, content.clone());
-        rig.client.delete_snapshot(&base.0).await.expect("delete");
-        for round in 1..6u8 {
-            content.write(&device, u64::from(round) * 100, 10, round);
-            content.discard(&device, u64::from(round) * 150, 3);
-            if round == 2 {
-                rig.kill();
-                rig.start_again().await;
-            }
-            if round == 4 {
-                assert!(rig.terminate().success());
-                rig.start_again().await;
-            }
-            let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
-            let list = rig.client.delta(&base.0, &target, 0, 0).await.expect("delta");
-            assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&base.1, BLOCK), "{pool:?} {round}");
-            let changed = MapFile::open(&snapshot_dir(&rig, &target).changed()).expect("changed");
-            let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
-            assert_eq!(built_on.snapshot.as_str(), base.0);
-            let freed = snapshot_dir(&rig, &base.0);
-            until("the data of the one before is freed", || !freed.bytes().exists()).await;
-            rig.client.delete_snapshot(&target).await.expect("delete");
-            base = (target, content.clone());
+async fn a_backup_tool_may_delete_each_snapshot_after_use(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 2000, 1);
+    let mut base = (rig.snapshot("snapshot 0", &volume).await, content.clone());
+    rig.client.delete_snapshot(&base.0).await.expect("delete");
+    for round in 1..6u8 {
+        content.write(&device, u64::from(round) * 100, 10, round);
+        content.discard(&device, u64::from(round) * 150, 3);
+        if round == 2 {
+            rig.kill();
+            rig.start_again().await;
         }
-        // Only a pool that compares bytes holds those of the newest.
-        let newest = snapshot_dir(&rig, &base.0);
-        hashed(&newest).await;
-        until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
-        rig.detach(&volume).await;
-        rig.client.delete_volume(&volume).await.expect("delete");
-        assert!(rig.retained().is_empty(), "kept with nobody to ask");
-        rig.finish();
+        if round == 4 {
+            assert!(rig.terminate().success());
+            rig.start_again().await;
+        }
+        let target = rig.snapshot(&format!("snapshot {round}"), &volume).await;
+        let list = rig.client.delta(&base.0, &target, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&list, BLOCK), content.changed_since(&base.1, BLOCK), "{pool:?} {round}");
+        let changed = MapFile::open(&snapshot_dir(&rig, &target).changed()).expect("changed");
+        let built_on = changed.header().relative_to.clone().expect("it builds on the deleted one");
+        assert_eq!(built_on.snapshot.as_str(), base.0);
+        let freed = snapshot_dir(&rig, &base.0);
+        until("the data of the one before is freed", || !freed.bytes().exists()).await;
+        rig.client.delete_snapshot(&target).await.expect("delete");
+        base = (target, content.clone());
     }
+    // Only a pool that compares bytes holds those of the newest.
+    let newest = snapshot_dir(&rig, &base.0);
+    hashed(&newest).await;
+    until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
+    rig.detach(&volume).await;
+    rig.client.delete_volume(&volume).await.expect("delete");
+    assert!(rig.retained().is_empty(), "kept with nobody to ask");
+    rig.finish();
 }
 
 /// A deleted snapshot is no target, no source, in no list, and its name is free.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut content = Content::default();
@@ -107,55 +104,52 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
 
 /// `--retain-deleted COUNT:AGE`: the oldest go beyond the count, all but a volume's newest after the age,
 /// and with 0 none is kept. Deltas across those that are gone stay exact.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_deleted_is_forgotten_by_count_and_by_age() {
-    if !have_root() {
-        return;
+async fn what_was_deleted_is_forgotten_by_count_and_by_age(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start_with(pool, &["--retain-deleted", "2"], "info").await;
+    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+    let (mut content, mut taken) = (Content::default(), Vec::new());
+    for number in 0..5 {
+        content.write(&device, number * 7, 9, number as u8 + 1);
+        taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
     }
-    for pool in POOLS {
-        let mut rig = Rig::start_with(pool, &["--retain-deleted", "2"], "info").await;
-        let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
-        let (mut content, mut taken) = (Content::default(), Vec::new());
-        for number in 0..5 {
-            content.write(&device, number * 7, 9, number as u8 + 1);
-            taken.push((rig.snapshot(&format!("{number}"), &volume).await, content.clone()));
-        }
-        // From the middle, the start and the end.
-        for number in [2, 0, 3, 1] {
-            rig.client.delete_snapshot(&taken[number].0).await.expect("delete");
-        }
-        for (number, kept) in [(0, false), (1, false), (2, true), (3, true), (4, true)] {
-            let answer = rig.client.delta(&taken[number].0, &taken[4].0, 0, 0).await;
-            match kept {
-                false => assert_eq!(code(answer), Code::NotFound, "{pool:?} {number}"),
-                true => assert_eq!(
-                    blocks_of(&answer.expect("delta"), BLOCK),
-                    content.changed_since(&taken[number].1, BLOCK),
-                    "{pool:?} {number}"
-                ),
-            }
-        }
-        assert!(rig.terminate().success());
-        tokio::time::sleep(Duration::from_millis(1100)).await;
-        rig.start_again_with(&["--retain-deleted", "2:1s"]).await;
-        until("forgotten by age", || rig.retained().is_empty()).await;
-        assert_eq!(code(rig.client.delta(&taken[3].0, &taken[4].0, 0, 0).await), Code::NotFound);
-        assert!(rig.terminate().success());
-        rig.start_again_with(&["--retain-deleted", "0"]).await;
-        rig.client.delete_snapshot(&taken[4].0).await.expect("delete");
-        assert!(rig.retained().is_empty(), "0 keeps none");
-        rig.detach(&volume).await;
-        rig.finish();
+    // From the middle, the start and the end.
+    for number in [2, 0, 3, 1] {
+        rig.client.delete_snapshot(&taken[number].0).await.expect("delete");
     }
+    for (number, kept) in [(0, false), (1, false), (2, true), (3, true), (4, true)] {
+        let answer = rig.client.delta(&taken[number].0, &taken[4].0, 0, 0).await;
+        match kept {
+            false => assert_eq!(code(answer), Code::NotFound, "{pool:?} {number}"),
+            true => assert_eq!(
+                blocks_of(&answer.expect("delta"), BLOCK),
+                content.changed_since(&taken[number].1, BLOCK),
+                "{pool:?} {number}"
+            ),
+        }
+    }
+    assert!(rig.terminate().success());
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    rig.start_again_with(&["--retain-deleted", "2:1s"]).await;
+    until("forgotten by age", || rig.retained().is_empty()).await;
+    assert_eq!(code(rig.client.delta(&taken[3].0, &taken[4].0, 0, 0).await), Code::NotFound);
+    assert!(rig.terminate().success());
+    rig.start_again_with(&["--retain-deleted", "0"]).await;
+    rig.client.delete_snapshot(&taken[4].0).await.expect("delete");
+    assert!(rig.retained().is_empty(), "0 keeps none");
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// A deleted snapshot that no delta can be asked from, for its volume is gone and no later one is there, takes
 /// the place of none that one can be asked from, though it is deleted together with one that is kept.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_of_no_use_takes_nobodys_place() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &["--retain-deleted", "1"], "info").await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (other, _) = rig.block_volume("other", 16 * MIB).await;
@@ -198,11 +192,9 @@ fn interrupt_verify(rig: &Rig) {
 
 /// CreateSnapshot leaves the hashing to later; a driver that is killed before it is done is followed by one
 /// that goes on. Deltas asked meanwhile are exact, and in the end every hash is right.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn hashing_goes_on_after_a_kill() {
-    if !have_root() {
-        return;
-    }
     for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
         let mut rig = Rig::start(pool).await;
         let (volume, device) = rig.block_volume("volume", 1024 * MIB).await;
@@ -256,102 +248,98 @@ fn flip(path: &Path, at: u64) {
 
 /// A flipped bit anywhere in a map or in the hashes is noticed: what it damaged is found again in the data,
 /// so that every answer stays exact.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_flipped_bit_changes_no_answer() {
-    if !have_root() {
-        return;
+async fn a_flipped_bit_changes_no_answer(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 10, 300, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 50, 20, 2);
+    after.write(&device, 90, 20, 1);
+    after.discard(&device, 200, 9);
+    let target = rig.snapshot("target", &volume).await;
+    for id in [&base, &target] {
+        hashed(&snapshot_dir(&rig, id)).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-        let mut before = Content::default();
-        before.write(&device, 10, 300, 1);
-        let base = rig.snapshot("base", &volume).await;
-        let mut after = before.clone();
-        after.write(&device, 50, 20, 2);
-        after.write(&device, 90, 20, 1);
-        after.discard(&device, 200, 9);
-        let target = rig.snapshot("target", &volume).await;
-        for id in [&base, &target] {
-            hashed(&snapshot_dir(&rig, id)).await;
+    let changed = snapshot_dir(&rig, &target).changed();
+    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    let expected = after.changed_since(&before, BLOCK);
+    let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
+    let files: Vec<PathBuf> =
+        [&base, &target].into_iter().flat_map(|id| files(snapshot_dir(&rig, id))).collect();
+    for path in files {
+        let sound = std::fs::read(&path).expect("read");
+        for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
+            flip(&path, at);
+            let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+            assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?} {} byte {at}", path.display());
+            let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
+            assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{} byte {at}", path.display());
+            std::fs::write(&path, &sound).expect("restore");
         }
-        let changed = snapshot_dir(&rig, &target).changed();
-        until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
-        let expected = after.changed_since(&before, BLOCK);
-        let files = |dir: ObjectDir| [dir.allocated(), dir.changed(), dir.pending(), dir.hashes()];
-        let files: Vec<PathBuf> =
-            [&base, &target].into_iter().flat_map(|id| files(snapshot_dir(&rig, id))).collect();
-        for path in files {
-            let sound = std::fs::read(&path).expect("read");
-            for at in (0..sound.len() as u64).step_by((sound.len() / 12).max(1)) {
-                flip(&path, at);
-                let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-                assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?} {} byte {at}", path.display());
-                let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
-                assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{} byte {at}", path.display());
-                std::fs::write(&path, &sound).expect("restore");
-            }
-        }
-        rig.detach(&volume).await;
-        rig.finish();
     }
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Unwritten space is a hole, also once it was read, which on some filesystems makes data of it for SEEK_DATA. Where it
 /// is taken for data, because the map is made again then, the hash that the snapshot before had there counts for nothing.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn zeroed_space_that_was_read_is_a_hole() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-        let (mut content, mut taken) = (Content::default(), Vec::new());
-        content.write(&device, 0, 200, 1);
-        for step in 0..4 {
-            match step {
-                0 => {}
-                3 => content.zero(&device, 40, 20),
-                _ => content.write(&device, 40, 20, 3 - step),
-            }
-            let id = rig.snapshot(&format!("snapshot {step}"), &volume).await;
-            hashed(&snapshot_dir(&rig, &id)).await;
-            taken.push((id, content.clone()));
+async fn zeroed_space_that_was_read_is_a_hole(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let (mut content, mut taken) = (Content::default(), Vec::new());
+    content.write(&device, 0, 200, 1);
+    for step in 0..4 {
+        match step {
+            0 => {}
+            3 => content.zero(&device, 40, 20),
+            _ => content.write(&device, 40, 20, 3 - step),
         }
-        let ((base, before), (target, after)) = (&taken[0], &taken[3]);
-        let dir = snapshot_dir(&rig, target);
-        until("compared", || MapFile::open(&dir.changed()).is_ok_and(|map| map.is_exact())).await;
-        let read = || std::fs::read(dir.data()).expect("read");
-        read();
-        let seen = verify(&rig.data_dir());
-        assert!(seen.status.success(), "{pool:?}: {seen:?}");
-        read();
-        flip(&dir.allocated(), 0);
-        let changed = after.changed_since(before, BLOCK);
-        let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}");
-        let list = rig.client.allocated(target, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{pool:?}");
-        let header = MapFile::open(&dir.pending()).expect("open").header().clone();
-        std::fs::remove_file(dir.allocated()).expect("remove");
-        let mut map = MapWriter::create(&dir.allocated(), header).expect("create");
-        map.insert(BlockRange { start: 0, end: 200 }).expect("insert");
-        map.finish().expect("finish");
-        let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}: the hash of another snapshot counted");
-        rig.detach(&volume).await;
-        rig.finish();
+        let id = rig.snapshot(&format!("snapshot {step}"), &volume).await;
+        hashed(&snapshot_dir(&rig, &id)).await;
+        taken.push((id, content.clone()));
     }
+    let ((base, before), (target, after)) = (&taken[0], &taken[3]);
+    let dir = snapshot_dir(&rig, target);
+    until("compared", || MapFile::open(&dir.changed()).is_ok_and(|map| map.is_exact())).await;
+    let read = || std::fs::read(dir.data()).expect("read");
+    read();
+    let seen = verify(&rig.data_dir());
+    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    read();
+    flip(&dir.allocated(), 0);
+    let changed = after.changed_since(before, BLOCK);
+    let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}");
+    let list = rig.client.allocated(target, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK), "{pool:?}");
+    let header = MapFile::open(&dir.pending()).expect("open").header().clone();
+    std::fs::remove_file(dir.allocated()).expect("remove");
+    let mut map = MapWriter::create(&dir.allocated(), header).expect("create");
+    map.insert(BlockRange { start: 0, end: 200 }).expect("insert");
+    map.finish().expect("finish");
+    let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}: the hash of another snapshot counted");
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Of a deleted snapshot there are only maps and hashes. Where those are damaged no delta can be told from
 /// it, which is said, with what to do; and verify names damaged data by snapshot and range.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn damage_that_can_not_be_mended_is_told() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut content = Content::default();
@@ -393,37 +381,36 @@ async fn damage_that_can_not_be_mended_is_told() {
 
 /// Seen elsewhere: what changed since a snapshot was searched from its `generation`, which a restore from it
 /// raises, so that all changes before that were lost.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restore_between_two_snapshots_hides_no_change() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
-        let mut before = Content::default();
-        before.write(&device, 0, 100, 1);
-        let base = rig.snapshot("base", &volume).await;
-        let mut after = before.clone();
-        after.write(&device, 10, 5, 2);
-        after.discard(&device, 40, 5);
-        let (restored, restored_device) = rig.volume_from("restored", 64 * MIB, from_snapshot(&base)).await;
-        let mut theirs = before.clone();
-        theirs.write(&restored_device, 70, 5, 3);
-        let target = rig.snapshot("target", &volume).await;
-        let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK), "{pool:?}");
-        // The restored volume builds on what it was made from, and is another volume.
-        let first = rig.snapshot("its first", &restored).await;
-        let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
-        hashed(&snapshot_dir(&rig, &first)).await;
-        let seen = verify(&rig.data_dir());
-        assert!(seen.status.success(), "{pool:?}: {seen:?}");
-        rig.detach(&volume).await;
-        rig.detach(&restored).await;
-        rig.finish();
-    }
+async fn a_restore_between_two_snapshots_hides_no_change(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 0, 100, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 10, 5, 2);
+    after.discard(&device, 40, 5);
+    let (restored, restored_device) = rig.volume_from("restored", 64 * MIB, from_snapshot(&base)).await;
+    let mut theirs = before.clone();
+    theirs.write(&restored_device, 70, 5, 3);
+    let target = rig.snapshot("target", &volume).await;
+    let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK), "{pool:?}");
+    // The restored volume builds on what it was made from, and is another volume.
+    let first = rig.snapshot("its first", &restored).await;
+    let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
+    hashed(&snapshot_dir(&rig, &first)).await;
+    let seen = verify(&rig.data_dir());
+    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    rig.detach(&volume).await;
+    rig.detach(&restored).await;
+    rig.finish();
 }
 
 fn btrfs_disk(features: &str) -> Disk {
@@ -432,11 +419,9 @@ fn btrfs_disk(features: &str) -> Disk {
 
 /// What is written in the very next transaction after a copy is found, what was written before it is not,
 /// and a block punched beside a hole is.
+#[test_with::root]
 #[test]
 fn a_search_lists_what_was_written_since_and_nothing_else() {
-    if !have_root() {
-        return;
-    }
     let disk = btrfs_disk("^no-holes");
     let at = |name: &str| disk.mount_point.join(name);
     btrfs::create_subvolume(&at("live")).expect("subvolume");
@@ -474,11 +459,9 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
 
 /// A data directory on somebody's own btrfs is used in place, also where a punched hole leaves no item in
 /// the tree (`no-holes`, what mkfs makes by default): a part of a block that was punched is a change.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_btrfs_of_ones_own_is_used_in_place() {
-    if !have_root() {
-        return;
-    }
     for features in ["no-holes", "^no-holes"] {
         let disk = btrfs_disk(features);
         let data_dir = disk.mount_point.join("data");
@@ -517,11 +500,9 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
 
 /// A record has no checksum. A birth that cannot be, later than that of the snapshot after it, would say that
 /// nothing was written since: then the data is asked.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_birth_that_can_not_be_loses_no_change() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let mut content = Content::default();

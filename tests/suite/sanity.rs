@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use testkit::{PoolKind, Rig, have_root, leftovers};
+use testkit::{PoolKind, Rig, leftovers};
 
 /// The version that `make deps` installs.
 const VERSION: &str = "v5.6.0";
@@ -36,9 +36,6 @@ const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
 ];
 
 async fn run(pool: PoolKind, attach: bool) {
-    if !have_root() {
-        return;
-    }
     let Some(program) = csi_sanity() else { return };
     let flags: &[&str] = if attach { &["--enable-attach", "--max-volumes-per-node", "4"] } else { &[] };
     let rig = Rig::start_with(pool, flags, "info").await;
@@ -88,31 +85,37 @@ async fn run(pool: PoolKind, attach: bool) {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_on_dir() {
     run(PoolKind::Dir, false).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_on_dir_with_attach() {
     run(PoolKind::Dir, true).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_on_xfs() {
     run(PoolKind::Xfs, false).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_on_xfs_with_attach() {
     run(PoolKind::Xfs, true).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_on_btrfs() {
     run(PoolKind::Btrfs, false).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_sanity_finds_nothing_on_btrfs_with_attach() {
     run(PoolKind::Btrfs, true).await;

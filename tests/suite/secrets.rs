@@ -6,7 +6,7 @@ use std::path::Path;
 use csi_client::{block_capability, mount_capability, new_volume};
 use proto::volume_capability::AccessType;
 
-use testkit::{MIB, PoolKind, Rig, have_root};
+use testkit::{MIB, PoolKind, Rig};
 
 const SECRET: &str = "hunter2-do-not-print";
 
@@ -31,11 +31,9 @@ fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
 
 /// Seen elsewhere: at a high log level whole requests are logged, with their secrets.
 /// Mount flags count as secrets too (CSI spec, `MountVolume.mount_flags`).
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_secret_is_logged_stored_or_told() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &[], "trace").await;
     let mut errors = Vec::new();
 
@@ -135,11 +133,9 @@ async fn no_secret_is_logged_stored_or_told() {
 }
 
 /// Every call is in the log with method, ids, code and time, the streams as well.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn every_call_is_in_the_log() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &["--log-format", "json"], "info").await;
     let (volume, _) = rig.block_volume("logged", MIB).await;
     let snapshot = rig.snapshot("logged", &volume).await;

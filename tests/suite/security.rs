@@ -10,7 +10,7 @@ use proto::{GetMetadataAllocatedRequest, GetSnapshotRequest};
 use tonic::Code;
 
 use testkit::content::{Content, block_bytes};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, narrow_client, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client, status_code};
 
 fn below(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(dir).expect("read_dir") {
@@ -24,36 +24,35 @@ fn below(dir: &Path, found: &mut Vec<PathBuf>) {
 }
 
 /// Nobody but root opens a record, a map or a block, whatever the pool and with every kind of object there.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_stored_is_for_root_alone() {
-    if !have_root() {
-        return;
+async fn what_is_stored_is_for_root_alone(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    Content::default().write(&device, 0, 10, 1);
+    let snapshot = rig.snapshot("snapshot", &volume).await;
+    rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
+    rig.client.delete_snapshot(&snapshot).await.expect("delete");
+    let (clone, _) = rig.volume_from("clone", 8 * MIB, from_volume(&volume)).await;
+    let mut paths = vec![];
+    below(&rig.data_dir(), &mut paths);
+    assert!(paths.len() > 20, "{pool:?}: {paths:?}");
+    // The roots of the directory and of the pool show names alone, and what they hold is closed.
+    let open: Vec<String> = paths
+        .iter()
+        .filter(|path| **path != rig.pool_dir() && !is_closed_above(path, &rig.data_dir()))
+        .map(|path| (path, std::fs::symlink_metadata(path).expect("stat").permissions().mode()))
+        .filter(|(_, mode)| mode & 0o077 != 0)
+        .map(|(path, mode)| format!("{} {mode:o}", path.display()))
+        .collect();
+    assert!(open.is_empty(), "{pool:?}: others may open {open:?}");
+    for id in [volume, clone] {
+        rig.detach(&id).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
-        Content::default().write(&device, 0, 10, 1);
-        let snapshot = rig.snapshot("snapshot", &volume).await;
-        rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
-        rig.client.delete_snapshot(&snapshot).await.expect("delete");
-        let (clone, _) = rig.volume_from("clone", 8 * MIB, from_volume(&volume)).await;
-        let mut paths = vec![];
-        below(&rig.data_dir(), &mut paths);
-        assert!(paths.len() > 20, "{pool:?}: {paths:?}");
-        // The roots of the directory and of the pool show names alone, and what they hold is closed.
-        let open: Vec<String> = paths
-            .iter()
-            .filter(|path| **path != rig.pool_dir() && !is_closed_above(path, &rig.data_dir()))
-            .map(|path| (path, std::fs::symlink_metadata(path).expect("stat").permissions().mode()))
-            .filter(|(_, mode)| mode & 0o077 != 0)
-            .map(|(path, mode)| format!("{} {mode:o}", path.display()))
-            .collect();
-        assert!(open.is_empty(), "{pool:?}: others may open {open:?}");
-        for id in [volume, clone] {
-            rig.detach(&id).await;
-        }
-        rig.finish();
-    }
+    rig.finish();
 }
 
 /// Whether a directory between `root` and `path` is closed to others already.
@@ -64,31 +63,30 @@ fn is_closed_above(path: &Path, root: &Path) -> bool {
 
 /// The blocks that a deleted volume leaves in the pool, and those past the end of a smaller one, are zeros to the
 /// next.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_new_volume_shows_nothing_of_those_before() {
-    if !have_root() {
-        return;
+async fn a_new_volume_shows_nothing_of_those_before(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    for round in 0..4 {
+        let (volume, device) = rig.block_volume(&format!("volume {round}"), 32 * MIB).await;
+        let mut bytes = vec![1; 32 << 20];
+        std::fs::File::open(&device).and_then(|file| file.read_exact_at(&mut bytes, 0)).expect("read");
+        assert!(bytes.iter().all(|byte| *byte == 0), "{pool:?}: a new volume is not zeros");
+        let mut content = Content::default();
+        content.write(&device, 0, 32 * MIB as u64 / BLOCK, 0xa5);
+        let file = std::fs::File::open(&device).expect("open");
+        file.sync_all().expect("sync");
+        let mut block = vec![0; BLOCK as usize];
+        file.read_exact_at(&mut block, 77 * BLOCK).expect("read");
+        assert_eq!(block, block_bytes(77, 0xa5), "the secret of the one before was never written");
+        drop(file);
+        rig.detach(&volume).await;
+        rig.client.delete_volume(&volume).await.expect("delete");
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        for round in 0..4 {
-            let (volume, device) = rig.block_volume(&format!("volume {round}"), 32 * MIB).await;
-            let mut bytes = vec![1; 32 << 20];
-            std::fs::File::open(&device).and_then(|file| file.read_exact_at(&mut bytes, 0)).expect("read");
-            assert!(bytes.iter().all(|byte| *byte == 0), "{pool:?}: a new volume is not zeros");
-            let mut content = Content::default();
-            content.write(&device, 0, 32 * MIB as u64 / BLOCK, 0xa5);
-            let file = std::fs::File::open(&device).expect("open");
-            file.sync_all().expect("sync");
-            let mut block = vec![0; BLOCK as usize];
-            file.read_exact_at(&mut block, 77 * BLOCK).expect("read");
-            assert_eq!(block, block_bytes(77, 0xa5), "the secret of the one before was never written");
-            drop(file);
-            rig.detach(&volume).await;
-            rig.client.delete_volume(&volume).await.expect("delete");
-        }
-        rig.finish();
-    }
+    rig.finish();
 }
 
 /// Inodes of the internet sockets, in any state, of all processes that the driver shares a network with.
@@ -110,11 +108,9 @@ fn own_sockets(pid: u32) -> HashSet<String> {
 }
 
 /// The driver is reached through its socket alone, unless it is told to serve metrics, and reaches nobody.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_port_is_open_without_a_metrics_address() {
-    if !have_root() {
-        return;
-    }
     for (arguments, ports) in [(&[][..], 0), (&["--metrics-address", "127.0.0.1:0"][..], 1)] {
         let rig = Rig::start_with(PoolKind::Dir, arguments, "info").await;
         let (all, own) = (internet(rig.pid()), own_sockets(rig.pid()));
@@ -125,11 +121,9 @@ async fn no_port_is_open_without_a_metrics_address() {
 }
 
 /// Who opens streams and does not read them is refused more at 1024, and takes nobody else's calls.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_are_capped() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Dir, &["--block-metadata-type", "fixed"], "warn").await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
     Content::default().write(&device, 0, 65536, 1);
@@ -179,11 +173,9 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
 }
 
 /// A message is refused by its length, before it is held in memory.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_of_more_than_4_mib_is_refused() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     for (length, code) in [(5 << 20, Code::OutOfRange), (3 << 20, Code::NotFound)] {
         let request = GetSnapshotRequest { snapshot_id: "x".repeat(length), ..Default::default() };
@@ -196,11 +188,9 @@ async fn a_request_of_more_than_4_mib_is_refused() {
 }
 
 /// A device whose file is not the driver's goes on through everything that the driver does with its own, a kill among it.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_loop_device_of_somebody_else_is_left_alone() {
-    if !have_root() {
-        return;
-    }
     // Not below the rig's directory: what is there is the rig's to free.
     let dir = tempfile::Builder::new().prefix("deltapath-other-").tempdir().expect("temp dir");
     let file = dir.path().join("data.img");

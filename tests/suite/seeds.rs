@@ -8,7 +8,7 @@ use serde_json::Value;
 use deltapath::sys::slots;
 
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, have_root};
+use testkit::{MIB, PoolKind, Rig};
 
 /// Files of a driver that has every kind of object, by corpus and name of the seed.
 async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
@@ -83,11 +83,9 @@ fn format(corpus: &str, bytes: &[u8]) -> String {
 }
 
 /// A seed of an older format would start the search at the wrong place. `make seeds` writes them anew.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_seeds_of_the_corpora_are_as_the_driver_writes_them() {
-    if !have_root() {
-        return;
-    }
     let home = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus");
     for ((corpus, name), bytes) in written().await {
         let path = home.join(corpus).join(name);

@@ -9,37 +9,35 @@ use csi_client::{from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names, set_state, state_of};
+use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, set_state, state_of};
 
 /// Seen elsewhere: a buffered write on the open device is missing from the snapshot, for nothing was
 /// flushed.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_holds_writes_that_nobody_synced() {
-    if !have_root() {
-        return;
+async fn a_snapshot_holds_writes_that_nobody_synced(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("open", 16 * MIB).await;
+    // The writer keeps the device open: a last close would flush it.
+    let writer = open_device(&device);
+    for round in 0..5 {
+        let mut content = Content::default();
+        let fill = 1 + round as u8;
+        let bytes: Vec<u8> = (7..1000).flat_map(|block| testkit::content::block_bytes(block, fill)).collect();
+        writer.write_all_at(&bytes, 7 * BLOCK).expect("write");
+        content.blocks.extend((7..1000).map(|block| (block, fill)));
+        let snapshot = rig.snapshot(&format!("round {round}"), &volume).await;
+        let (restored, device) =
+            rig.volume_from(&format!("restored {round}"), 16 * MIB, from_snapshot(&snapshot)).await;
+        content.assert_equals(&device, 0, 4096);
+        rig.detach(&restored).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("open", 16 * MIB).await;
-        // The writer keeps the device open: a last close would flush it.
-        let writer = open_device(&device);
-        for round in 0..5 {
-            let mut content = Content::default();
-            let fill = 1 + round as u8;
-            let bytes: Vec<u8> =
-                (7..1000).flat_map(|block| testkit::content::block_bytes(block, fill)).collect();
-            writer.write_all_at(&bytes, 7 * BLOCK).expect("write");
-            content.blocks.extend((7..1000).map(|block| (block, fill)));
-            let snapshot = rig.snapshot(&format!("round {round}"), &volume).await;
-            let (restored, device) =
-                rig.volume_from(&format!("restored {round}"), 16 * MIB, from_snapshot(&snapshot)).await;
-            content.assert_equals(&device, 0, 4096);
-            rig.detach(&restored).await;
-        }
-        drop(writer);
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+    drop(writer);
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Bytes that a directory takes on disk.
@@ -55,35 +53,32 @@ fn disk_usage(dir: &Path) -> u64 {
 }
 
 /// Seen elsewhere: a snapshot of a volume that was never written takes its full capacity.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_takes_what_was_written_not_the_capacity() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("sparse", 100 * GIB).await;
-        let empty = rig.snapshot("empty", &volume).await;
-        let usage = |rig: &Rig, id: &str| disk_usage(&rig.pool_dir().join("snapshots").join(id));
-        assert!(usage(&rig, &empty) < 256 << 10, "an empty snapshot takes {}", usage(&rig, &empty));
-        let mut content = Content::default();
-        content.write(&device, 20 << 18, 256, 1);
-        let written = rig.snapshot("written", &volume).await;
-        assert!(usage(&rig, &written) < 4 << 20, "1 MiB of data takes {}", usage(&rig, &written));
-        let list = rig.client.allocated(&written, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+async fn a_snapshot_takes_what_was_written_not_the_capacity(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("sparse", 100 * GIB).await;
+    let empty = rig.snapshot("empty", &volume).await;
+    let usage = |rig: &Rig, id: &str| disk_usage(&rig.pool_dir().join("snapshots").join(id));
+    assert!(usage(&rig, &empty) < 256 << 10, "an empty snapshot takes {}", usage(&rig, &empty));
+    let mut content = Content::default();
+    content.write(&device, 20 << 18, 256, 1);
+    let written = rig.snapshot("written", &volume).await;
+    assert!(usage(&rig, &written) < 4 << 20, "1 MiB of data takes {}", usage(&rig, &written));
+    let list = rig.client.allocated(&written, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Seen elsewhere: a Block volume made from a Filesystem snapshot holds an archive's bytes.
 /// Here both are images of the same device.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_snapshot_restores_as_a_block_volume() {
-    if !have_root() {
-        return;
-    }
     for (pool, fs_type) in [(PoolKind::Dir, "ext4"), (PoolKind::Xfs, "ext4"), (PoolKind::Xfs, "xfs")] {
         let mut rig = Rig::start(pool).await;
         let kubelet = rig.kubelet();
@@ -132,171 +127,166 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume() {
     }
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn snapshots_are_idempotent_by_name_and_outlive_their_volume() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (one, device) = rig.block_volume("one", 8 * MIB).await;
-        let (two, _) = rig.block_volume("two", 8 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 3, 5, 1);
-        let taken = rig.client.create_snapshot("taken", &one).await.expect("create");
-        assert!(taken.ready_to_use);
-        assert_eq!((taken.size_bytes, taken.source_volume_id.as_str()), (8 * MIB, one.as_str()));
-        content.write(&device, 100, 5, 2);
-        assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
-        assert_eq!(code(rig.client.create_snapshot("taken", &two).await), Code::AlreadyExists);
-        assert_eq!(code(rig.client.create_snapshot("", &two).await), Code::InvalidArgument);
-        assert_eq!(code(rig.client.create_snapshot("new", "").await), Code::InvalidArgument);
-        assert_eq!(code(rig.client.create_snapshot("new", "unknown").await), Code::NotFound);
+async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (one, device) = rig.block_volume("one", 8 * MIB).await;
+    let (two, _) = rig.block_volume("two", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 3, 5, 1);
+    let taken = rig.client.create_snapshot("taken", &one).await.expect("create");
+    assert!(taken.ready_to_use);
+    assert_eq!((taken.size_bytes, taken.source_volume_id.as_str()), (8 * MIB, one.as_str()));
+    content.write(&device, 100, 5, 2);
+    assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
+    assert_eq!(code(rig.client.create_snapshot("taken", &two).await), Code::AlreadyExists);
+    assert_eq!(code(rig.client.create_snapshot("", &two).await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.create_snapshot("new", "").await), Code::InvalidArgument);
+    assert_eq!(code(rig.client.create_snapshot("new", "unknown").await), Code::NotFound);
 
-        for id in [&one, &two] {
-            rig.detach(id).await;
-            rig.client.delete_volume(id).await.expect("delete the source");
-        }
-        assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
-        let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id.clone(), ..Default::default() };
-        let got = rig.client.controller.get_snapshot(get).await.expect("get").into_inner().snapshot;
-        assert_eq!(got, Some(taken.clone()));
-        let (restored, device) =
-            rig.volume_from("restored", 8 * MIB, from_snapshot(&taken.snapshot_id)).await;
-        let mut at_snapshot = Content::default();
-        at_snapshot.blocks.extend((3..8).map(|block| (block, 1)));
-        at_snapshot.assert_equals(&device, 0, 2048);
-        rig.detach(&restored).await;
-
-        rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete");
-        rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete again");
-        rig.client.delete_snapshot("../unknown").await.expect("an unknown id");
-        let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id, ..Default::default() };
-        assert_eq!(rig.client.controller.get_snapshot(get).await.expect_err("gone").code(), Code::NotFound);
-        rig.finish();
+    for id in [&one, &two] {
+        rig.detach(id).await;
+        rig.client.delete_volume(id).await.expect("delete the source");
     }
+    assert_eq!(rig.client.create_snapshot("taken", &one).await.expect("a retry"), taken);
+    let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id.clone(), ..Default::default() };
+    let got = rig.client.controller.get_snapshot(get).await.expect("get").into_inner().snapshot;
+    assert_eq!(got, Some(taken.clone()));
+    let (restored, device) = rig.volume_from("restored", 8 * MIB, from_snapshot(&taken.snapshot_id)).await;
+    let mut at_snapshot = Content::default();
+    at_snapshot.blocks.extend((3..8).map(|block| (block, 1)));
+    at_snapshot.assert_equals(&device, 0, 2048);
+    rig.detach(&restored).await;
+
+    rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete");
+    rig.client.delete_snapshot(&taken.snapshot_id).await.expect("delete again");
+    rig.client.delete_snapshot("../unknown").await.expect("an unknown id");
+    let get = proto::GetSnapshotRequest { snapshot_id: taken.snapshot_id, ..Default::default() };
+    assert_eq!(rig.client.controller.get_snapshot(get).await.expect_err("gone").code(), Code::NotFound);
+    rig.finish();
 }
 
 /// Seen elsewhere: a snapshot that fails leaves its file behind, and each retry leaves another.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_that_fails_leaves_nothing() {
-    if !have_root() {
-        return;
+async fn a_snapshot_that_fails_leaves_nothing(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("doomed", 8 * MIB).await;
+    Content::default().write(&device, 0, 64, 1);
+    rig.detach(&volume).await;
+    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let aside = image.with_extension("aside");
+    std::fs::rename(&image, &aside).expect("take the image away");
+    for _ in 0..3 {
+        assert_eq!(code(rig.client.create_snapshot("doomed", &volume).await), Code::Internal);
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("doomed", 8 * MIB).await;
-        Content::default().write(&device, 0, 64, 1);
-        rig.detach(&volume).await;
-        let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
-        let aside = image.with_extension("aside");
-        std::fs::rename(&image, &aside).expect("take the image away");
-        for _ in 0..3 {
-            assert_eq!(code(rig.client.create_snapshot("doomed", &volume).await), Code::Internal);
-        }
-        assert!(names(&rig.pool_dir().join("staging")).is_empty(), "a failed snapshot left something");
-        assert!(names(&rig.pool_dir().join("snapshots")).is_empty());
-        std::fs::rename(&aside, &image).expect("bring it back");
-        rig.snapshot("doomed", &volume).await;
-        rig.finish();
-    }
+    assert!(names(&rig.pool_dir().join("staging")).is_empty(), "a failed snapshot left something");
+    assert!(names(&rig.pool_dir().join("snapshots")).is_empty());
+    std::fs::rename(&aside, &image).expect("bring it back");
+    rig.snapshot("doomed", &volume).await;
+    rig.finish();
 }
 
 /// A raw device on a pool whose copies take time: either the copy is one that the device held at one
 /// moment, or the call fails. The writer writes a number to the first block and
 /// then to the last; a copy in which the last is ahead of the first is torn.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_of_a_device_under_write_is_never_torn() {
-    if !have_root() {
-        return;
+async fn a_snapshot_of_a_device_under_write_is_never_torn(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("busy", 32 * MIB).await;
+    Content::default().write(&device, 0, 8192, 1);
+    for block in [0, 8191] {
+        open_device(&device).write_all_at(&0u64.to_le_bytes(), block * BLOCK).expect("write");
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("busy", 32 * MIB).await;
-        Content::default().write(&device, 0, 8192, 1);
-        for block in [0, 8191] {
-            open_device(&device).write_all_at(&0u64.to_le_bytes(), block * BLOCK).expect("write");
-        }
-        let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-        let writer = std::thread::spawn({
-            let writing = writing.clone();
-            move || {
-                let file = open_device(&device);
-                let mut number = 1u64;
-                while writing.load(std::sync::atomic::Ordering::SeqCst) {
-                    let mut block = vec![0; BLOCK as usize];
-                    block[..8].copy_from_slice(&number.to_le_bytes());
-                    for offset in [0, 8191 * BLOCK] {
-                        file.write_all_at(&block, offset).expect("write");
-                        file.sync_data().expect("sync");
-                    }
-                    number += 1;
-                    // Now and then a pause in which a copy may succeed.
-                    if number.is_multiple_of(200) {
-                        std::thread::sleep(std::time::Duration::from_millis(300));
-                    }
+    let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let writer = std::thread::spawn({
+        let writing = writing.clone();
+        move || {
+            let file = open_device(&device);
+            let mut number = 1u64;
+            while writing.load(std::sync::atomic::Ordering::SeqCst) {
+                let mut block = vec![0; BLOCK as usize];
+                block[..8].copy_from_slice(&number.to_le_bytes());
+                for offset in [0, 8191 * BLOCK] {
+                    file.write_all_at(&block, offset).expect("write");
+                    file.sync_data().expect("sync");
                 }
-            }
-        });
-        let mut taken = 0;
-        for round in 0..8 {
-            match rig.client.create_snapshot(&format!("round {round}"), &volume).await {
-                Ok(snapshot) => {
-                    taken += 1;
-                    let source = from_snapshot(&snapshot.snapshot_id);
-                    let (restored, device) =
-                        rig.volume_from(&format!("restored {round}"), 32 * MIB, source).await;
-                    let number = |offset| {
-                        let mut bytes = [0; 8];
-                        open_device(&device).read_exact_at(&mut bytes, offset).expect("read");
-                        u64::from_le_bytes(bytes)
-                    };
-                    let (first, last) = (number(0), number(8191 * BLOCK));
-                    assert!(first == last || first == last + 1, "torn: {first} then {last}");
-                    rig.detach(&restored).await;
-                }
-                Err(error) => {
-                    assert_eq!(pool, PoolKind::Dir, "a clone is one step: {error}");
-                    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
-                    assert!(error.to_string().contains("written during"), "{error}");
+                number += 1;
+                // Now and then a pause in which a copy may succeed.
+                if number.is_multiple_of(200) {
+                    std::thread::sleep(std::time::Duration::from_millis(300));
                 }
             }
         }
-        writing.store(false, std::sync::atomic::Ordering::SeqCst);
-        writer.join().expect("the writer");
-        assert!(pool == PoolKind::Dir || taken == 8);
-        assert!(names(&rig.pool_dir().join("staging")).is_empty());
-        rig.detach(&volume).await;
-        rig.finish();
+    });
+    let mut taken = 0;
+    for round in 0..8 {
+        match rig.client.create_snapshot(&format!("round {round}"), &volume).await {
+            Ok(snapshot) => {
+                taken += 1;
+                let source = from_snapshot(&snapshot.snapshot_id);
+                let (restored, device) =
+                    rig.volume_from(&format!("restored {round}"), 32 * MIB, source).await;
+                let number = |offset| {
+                    let mut bytes = [0; 8];
+                    open_device(&device).read_exact_at(&mut bytes, offset).expect("read");
+                    u64::from_le_bytes(bytes)
+                };
+                let (first, last) = (number(0), number(8191 * BLOCK));
+                assert!(first == last || first == last + 1, "torn: {first} then {last}");
+                rig.detach(&restored).await;
+            }
+            Err(error) => {
+                assert_eq!(pool, PoolKind::Dir, "a clone is one step: {error}");
+                assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+                assert!(error.to_string().contains("written during"), "{error}");
+            }
+        }
     }
+    writing.store(false, std::sync::atomic::Ordering::SeqCst);
+    writer.join().expect("the writer");
+    assert!(pool == PoolKind::Dir || taken == 8);
+    assert!(names(&rig.pool_dir().join("staging")).is_empty());
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Preallocated extents read as zeros and are holes; writing into one is a change.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn preallocated_space_is_a_hole() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, _) = rig.block_volume("preallocated", 8 * MIB).await;
-        rig.detach(&volume).await;
-        let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
-        let file = open_device(&image);
-        nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, 4 * MIB).expect("fallocate");
-        file.sync_all().expect("sync");
-        drop(file);
-        let first = rig.snapshot("first", &volume).await;
-        assert_eq!(rig.client.allocated(&first, 0, 0).await.expect("allocated").tuples().count(), 0);
-        let device = rig.attach(&volume).await;
-        let mut content = Content::default();
-        content.write(&device, 10, 2, 1);
-        let second = rig.snapshot("second", &volume).await;
-        let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), [10, 11]);
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+async fn preallocated_space_is_a_hole(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, _) = rig.block_volume("preallocated", 8 * MIB).await;
+    rig.detach(&volume).await;
+    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    let file = open_device(&image);
+    nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::empty(), 0, 4 * MIB).expect("fallocate");
+    file.sync_all().expect("sync");
+    drop(file);
+    let first = rig.snapshot("first", &volume).await;
+    assert_eq!(rig.client.allocated(&first, 0, 0).await.expect("allocated").tuples().count(), 0);
+    let device = rig.attach(&volume).await;
+    let mut content = Content::default();
+    content.write(&device, 10, 2, 1);
+    let second = rig.snapshot("second", &volume).await;
+    let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), [10, 11]);
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 fn freeze(mount_point: &Path, how: &str) {
@@ -306,60 +296,55 @@ fn freeze(mount_point: &Path, how: &str) {
 
 /// A filesystem that the user has frozen is taken as it is, and stays frozen; one that a dead driver
 /// left frozen is thawed by the next.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_freeze_is_undone_by_whoever_made_it() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
-        let target = target.expect("publish");
-        std::fs::write(target.join("file"), "before").expect("write");
-        freeze(&target, "--freeze");
-        let snapshot = rig.client.create_snapshot("while frozen", &volume).await;
-        // Frozen twice is an error: so it still is.
-        let again =
-            std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).output().expect("run");
-        freeze(&target, "--unfreeze");
-        snapshot.expect("a snapshot of a frozen filesystem");
-        assert!(!again.status.success(), "the driver thawed a freeze that was not its own");
-        rig.snapshot("while thawed", &volume).await;
-        std::fs::write(target.join("file"), "after").expect("the filesystem takes writes again");
+async fn a_freeze_is_undone_by_whoever_made_it(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    let target = target.expect("publish");
+    std::fs::write(target.join("file"), "before").expect("write");
+    freeze(&target, "--freeze");
+    let snapshot = rig.client.create_snapshot("while frozen", &volume).await;
+    // Frozen twice is an error: so it still is.
+    let again = std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).output().expect("run");
+    freeze(&target, "--unfreeze");
+    snapshot.expect("a snapshot of a frozen filesystem");
+    assert!(!again.status.success(), "the driver thawed a freeze that was not its own");
+    rig.snapshot("while thawed", &volume).await;
+    std::fs::write(target.join("file"), "after").expect("the filesystem takes writes again");
 
-        // A driver killed inside its freeze leaves this: the intent on disk, the filesystem frozen.
-        rig.kill();
-        freeze(&target, "--freeze");
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
-        let mut state = state_of(&rig.pool_dir(), &volume);
-        state["frozen"] = boot.trim().into();
-        set_state(&rig.pool_dir(), &volume, state);
-        // Something else is mounted over the first place where it is seen.
-        let covered = kubelet.join(&volume).join("staging");
-        let none = deltapath::sys::mount::Flags::empty();
-        deltapath::sys::mount::mount("none".as_ref(), &covered, "tmpfs", none, "size=1m").expect("cover it");
-        rig.start_again().await;
-        deltapath::sys::mount::unmount_top(&covered).expect("uncover it");
-        let frozen = &state_of(&rig.pool_dir(), &volume)["frozen"];
-        assert!(frozen.is_null(), "the intent is kept after the thaw");
-        let thawed =
-            std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&target).output().expect("run");
-        assert!(!thawed.status.success(), "the next driver left the filesystem frozen");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        rig.finish();
-    }
+    // A driver killed inside its freeze leaves this: the intent on disk, the filesystem frozen.
+    rig.kill();
+    freeze(&target, "--freeze");
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
+    let mut state = state_of(&rig.pool_dir(), &volume);
+    state["frozen"] = boot.trim().into();
+    set_state(&rig.pool_dir(), &volume, state);
+    // Something else is mounted over the first place where it is seen.
+    let covered = kubelet.join(&volume).join("staging");
+    let none = deltapath::sys::mount::Flags::empty();
+    deltapath::sys::mount::mount("none".as_ref(), &covered, "tmpfs", none, "size=1m").expect("cover it");
+    rig.start_again().await;
+    deltapath::sys::mount::unmount_top(&covered).expect("uncover it");
+    let frozen = &state_of(&rig.pool_dir(), &volume)["frozen"];
+    assert!(frozen.is_null(), "the intent is kept after the thaw");
+    let thawed = std::process::Command::new("fsfreeze").arg("--unfreeze").arg(&target).output().expect("run");
+    assert!(!thawed.status.success(), "the next driver left the filesystem frozen");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.finish();
 }
 
 /// A filesystem that something else is mounted over is frozen through another of its mounts, and where there is
 /// none it is said what is to be unmounted.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     let request = new_volume("files", 64 * MIB, mount_capability("ext4"));

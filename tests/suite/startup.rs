@@ -10,7 +10,7 @@ use tonic::Code;
 
 #[cfg(feature = "failpoints")]
 use crate::crash::{Cut, Orders};
-use testkit::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, leftovers, names, signal, wait};
+use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.
 pub fn refused(command: &mut Command) -> String {
@@ -27,30 +27,25 @@ pub fn refused(command: &mut Command) -> String {
 }
 
 /// Seen elsewhere: two drivers on one state directory corrupt it.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_data_dir_has_one_driver() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let elsewhere = format!("unix://{}", rig.dir.path().join("other.sock").display());
-        let said = refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &elsewhere]));
-        assert!(said.contains("in use by another driver"), "{said}");
-        let request = new_volume("still served", MIB, block_capability());
-        rig.client.create_volume(request).await.expect("the first driver goes on");
-        rig.finish();
-    }
+async fn a_data_dir_has_one_driver(#[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind) {
+    let mut rig = Rig::start(pool).await;
+    let elsewhere = format!("unix://{}", rig.dir.path().join("other.sock").display());
+    let said = refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &elsewhere]));
+    assert!(said.contains("in use by another driver"), "{said}");
+    let request = new_volume("still served", MIB, block_capability());
+    rig.client.create_volume(request).await.expect("the first driver goes on");
+    rig.finish();
 }
 
 /// The incident: a driver was killed while it started a program, which had copies of the driver's locks until exec; the
 /// next driver, started at once, said that another one is at work.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lock_that_outlives_its_driver_for_a_moment_is_waited_for() {
     use nix::fcntl::{Flock, FlockArg};
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     rig.kill();
     let held = [rig.data_dir().join("lock"), rig.data_dir().join("pool.img")].map(|path| {
@@ -66,11 +61,9 @@ async fn a_lock_that_outlives_its_driver_for_a_moment_is_waited_for() {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let other = rig.dir.path().join("other-data");
     let said = refused(driver_command(rig.dir.path(), PoolKind::Dir).arg("--data-dir").arg(&other));
@@ -96,11 +89,9 @@ async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     );
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn csi_endpoint_is_honoured_and_a_flag_wins() {
-    if !have_root() {
-        return;
-    }
     let dir = tempfile::tempdir().expect("temp dir");
     let socket = dir.path().join("from-env.sock");
     let mut child = Command::new(testkit::program("deltapath"))
@@ -122,11 +113,9 @@ async fn csi_endpoint_is_honoured_and_a_flag_wins() {
     assert!(said.contains("/proc/nowhere"), "{said}");
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_data_dir_is_started_as_it_was_made() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     rig.terminate();
     for (arguments, named) in [
@@ -145,51 +134,48 @@ async fn a_data_dir_is_started_as_it_was_made() {
 
 /// Seen elsewhere: a state file cut short keeps the driver from ever starting again.
 /// Here a record that is damaged costs its object, is named, and nobody else notices.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_record_cut_short_does_not_stop_the_driver() {
-    if !have_root() {
-        return;
+async fn a_record_cut_short_does_not_stop_the_driver(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let mut ids = Vec::new();
+    for name in ["sound", "torn"] {
+        let request = new_volume(name, MIB, block_capability());
+        ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let mut ids = Vec::new();
-        for name in ["sound", "torn"] {
-            let request = new_volume(name, MIB, block_capability());
-            ids.push(rig.client.create_volume(request).await.expect("create").volume_id);
-        }
-        rig.kill();
-        let record = rig.pool_dir().join("volumes").join(&ids[1]).join("record.json");
-        let bytes = std::fs::read(&record).expect("read");
-        for length in [0, bytes.len() / 2] {
-            std::fs::write(&record, &bytes[..length]).expect("write");
-            rig.start_again().await;
-            let request = ListVolumesRequest::default();
-            let listed = rig.client.controller.list_volumes(request).await.expect("list").into_inner();
-            let listed: Vec<String> =
-                listed.entries.into_iter().map(|entry| entry.volume.expect("volume").volume_id).collect();
-            assert_eq!(listed, [ids[0].clone()]);
-            assert!(rig.log().contains(&ids[1]), "the damaged record is not named in the log");
-            let error = rig.client.delete_volume(&ids[1]).await.expect_err("neither served nor gone");
-            assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
-            // A crash: the pool stays mounted, so that its record can be changed.
-            rig.kill();
-        }
-        std::fs::write(&record, &bytes).expect("write");
+    rig.kill();
+    let record = rig.pool_dir().join("volumes").join(&ids[1]).join("record.json");
+    let bytes = std::fs::read(&record).expect("read");
+    for length in [0, bytes.len() / 2] {
+        std::fs::write(&record, &bytes[..length]).expect("write");
         rig.start_again().await;
-        assert!(record.exists(), "a damaged object was removed");
-        rig.client.delete_volume(&ids[1]).await.expect("delete");
-        assert!(!record.exists(), "the repaired record's volume is served again");
-        rig.finish();
+        let request = ListVolumesRequest::default();
+        let listed = rig.client.controller.list_volumes(request).await.expect("list").into_inner();
+        let listed: Vec<String> =
+            listed.entries.into_iter().map(|entry| entry.volume.expect("volume").volume_id).collect();
+        assert_eq!(listed, [ids[0].clone()]);
+        assert!(rig.log().contains(&ids[1]), "the damaged record is not named in the log");
+        let error = rig.client.delete_volume(&ids[1]).await.expect_err("neither served nor gone");
+        assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
+        // A crash: the pool stays mounted, so that its record can be changed.
+        rig.kill();
     }
+    std::fs::write(&record, &bytes).expect("write");
+    rig.start_again().await;
+    assert!(record.exists(), "a damaged object was removed");
+    rig.client.delete_volume(&ids[1]).await.expect("delete");
+    assert!(!record.exists(), "the repaired record's volume is served again");
+    rig.finish();
 }
 
 /// A driver that ends in order with nothing in use leaves no mount and no device; one that is killed
 /// leaves its pool attached, and the next start finds it instead of attaching it a second time.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_start_finds_the_pool_that_a_dead_driver_left() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let attached = || deltapath::sys::sweep::devices_below(rig.dir.path()).expect("devices").len();
     assert_eq!(attached(), 1, "the pool's device");
@@ -243,11 +229,9 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
 /// The incident: a start was killed after it had made such an image and before it took the other filesystem. The next
 /// one insisted on the image, whose manifest nobody had written yet.
 #[cfg(feature = "failpoints")]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_for() {
-    if !have_root() {
-        return;
-    }
     let mut kills = 0;
     for at in (1..).step_by(2) {
         let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
@@ -296,11 +280,9 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
 
 /// A mkfs that knows more than the kernel makes an image that cannot be mounted: `--pool auto` takes the other
 /// filesystem then, and whoever asked for this one is told.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
-    if !have_root() {
-        return;
-    }
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
     let programs = programs_that_know_more(dir.path());
     let path = format!("{}:{}", programs.display(), std::env::var("PATH").expect("PATH"));
@@ -330,11 +312,9 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
     assert!(said.contains("no btrfs image, trying xfs"), "{said}");
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_pool_image_is_not_made_anew() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let request = new_volume("kept", MIB, block_capability());
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;
@@ -352,12 +332,10 @@ async fn a_missing_pool_image_is_not_made_anew() {
 
 /// Clients made with gRPC core (Python, C++, Ruby) send the path of the socket, percent-encoded, as the authority, and
 /// grpc-java sends it as it is; the bytes here are what they send for a Probe.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_whose_authority_is_the_sockets_path_is_let_in() {
     use std::io::{Read, Write};
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Dir).await;
     let frame = |kind: u8, flags: u8, stream: u8, payload: &[u8]| {
         let length = (payload.len() as u32).to_be_bytes();

@@ -7,7 +7,7 @@ use proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaReq
 use tonic::{Code, Request};
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, narrow_client};
+use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
 
 /// Two snapshots between which every block was rewritten with its own bytes, and the last one
 /// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
@@ -35,11 +35,9 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
 
 /// Seen elsewhere: a cancel or a deadline midway ends the stream with `OK`; the backup is cut short
 /// and believes it is whole.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deadline_midway_never_ends_with_ok() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, last) = needle(&mut rig, 512).await;
     let (mut whole, mut cut) = (0, 0);
@@ -79,11 +77,9 @@ async fn a_deadline_midway_never_ends_with_ok() {
 
 /// The deadline is kept by the driver itself, not only by the client's library: a raw `grpc-timeout`
 /// that the client does not act upon ends the stream with DEADLINE_EXCEEDED.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_driver_keeps_the_deadline_of_a_slow_reader() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
     let (first, _, _) = needle(&mut rig, 256).await;
     let mut request = Request::new(GetMetadataAllocatedRequest {
@@ -113,11 +109,9 @@ fn open_files(pid: u32) -> usize {
 }
 
 /// A client that is gone takes its stream's files and work with it, and its end is in the log.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gone_client_leaves_no_stream_behind() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
     let (first, second, _) = needle(&mut rig, 256).await;
     let before = open_files(rig.pid());
@@ -152,11 +146,9 @@ async fn a_gone_client_leaves_no_stream_behind() {
 
 /// 512 clients that open a stream and do not read must not delay a unary call: none of them may hold
 /// a thread.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn stalled_streams_delay_nobody() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
     let (first, _, _) = needle(&mut rig, 256).await;
     let mut stalled = Vec::new();
@@ -185,11 +177,9 @@ async fn stalled_streams_delay_nobody() {
 }
 
 /// Streams that look at much and find nothing must not keep others from their first message: they take turns.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_streams_take_turns_with_others() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, _) = needle(&mut rig, 512).await;
     let request = GetMetadataDeltaRequest {
@@ -213,11 +203,9 @@ async fn silent_streams_take_turns_with_others() {
 
 /// Streams, restores and the deletion of the very snapshots go on beside each other: open files keep
 /// serving.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_outlives_the_deletion_of_its_snapshots() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
     let (first, second, last) = needle(&mut rig, 256).await;
     let allocated =
@@ -267,11 +255,9 @@ const STREAMS_MEMORY: u64 = 64 << 20;
 const STREAMS_REST: u64 = 16 << 20;
 
 /// 200 streams on blocks of 4 MiB took 1.6 GB: each held two of its blocks, for as long as it lived.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn large_blocks_take_no_more_memory() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (first, second, _) = needle_in(&mut rig, 256, "4Mi").await;
     let idle = memory_of(rig.pid());
@@ -305,19 +291,17 @@ async fn large_blocks_take_no_more_memory() {
 }
 
 /// 1,024 clients that ask for long messages of a full map and do not read them.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_stalled_streams_share_a_bounded_memory() {
-    if have_root() {
-        stalled_streams(512).await;
-    }
+    stalled_streams(512).await;
 }
 
 /// Where an answer is short, the driver is done with it long before the client has it.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_short_answers_that_nobody_reads_share_a_bounded_memory() {
-    if have_root() {
-        stalled_streams(128).await;
-    }
+    stalled_streams(128).await;
 }
 
 /// Opens 1,024 streams over a volume of `mibs` of which every other block has changed, and reads none of them for a

@@ -10,7 +10,7 @@ use proto::{VolumeCondition, VolumeUsage};
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, have_root, set_state, status_code};
+use testkit::{BLOCK, MIB, PoolKind, Rig, set_state, status_code};
 
 async fn stats(
     rig: &Rig,
@@ -36,76 +36,66 @@ async fn controller_condition(rig: &Rig, volume: &str) -> VolumeCondition {
 
 /// Seen elsewhere: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
 /// host disk.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn stats_are_those_of_the_volume_itself() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
-        Content::default().write(&device, 0, 256, 1);
-        std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
-        let (usage, condition) = stats(&rig, &raw, &device).await.expect("stats");
-        let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
-        assert_eq!((bytes.unit, bytes.total), (i32::from(Unit::Bytes), 64 * MIB));
-        assert_eq!((bytes.used, bytes.available), (MIB, 63 * MIB));
-        assert!(!condition.abnormal, "{condition:?}");
+async fn stats_are_those_of_the_volume_itself(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
+    Content::default().write(&device, 0, 256, 1);
+    std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
+    let (usage, condition) = stats(&rig, &raw, &device).await.expect("stats");
+    let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
+    assert_eq!((bytes.unit, bytes.total), (i32::from(Unit::Bytes), 64 * MIB));
+    assert_eq!((bytes.used, bytes.available), (MIB, 63 * MIB));
+    assert!(!condition.abnormal, "{condition:?}");
 
-        for fs_type in ["ext4", "xfs", "btrfs"] {
-            let capability = mount_capability(fs_type);
-            let request = new_volume(fs_type, 320 * MIB, capability.clone());
-            let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-            let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-            std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
-            std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
-            for path in [target.clone(), kubelet.join(&volume).join("staging")] {
-                let (usage, condition) = stats(&rig, &volume, &path).await.expect("stats");
-                assert!(!condition.abnormal, "{condition:?}");
-                let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
-                let bytes = of(Unit::Bytes).expect("bytes");
-                assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
-                assert!((20 * MIB..100 * MIB).contains(&bytes.used), "{fs_type}: {bytes:?}");
-                assert!(bytes.used + bytes.available <= bytes.total, "{fs_type}: {bytes:?}");
-                match of(Unit::Inodes) {
-                    Some(inodes) => {
-                        assert!(
-                            inodes.used > 0 && inodes.used + inodes.available == inodes.total,
-                            "{inodes:?}"
-                        );
-                    }
-                    None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+        std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
+        std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
+        for path in [target.clone(), kubelet.join(&volume).join("staging")] {
+            let (usage, condition) = stats(&rig, &volume, &path).await.expect("stats");
+            assert!(!condition.abnormal, "{condition:?}");
+            let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
+            let bytes = of(Unit::Bytes).expect("bytes");
+            assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
+            assert!((20 * MIB..100 * MIB).contains(&bytes.used), "{fs_type}: {bytes:?}");
+            assert!(bytes.used + bytes.available <= bytes.total, "{fs_type}: {bytes:?}");
+            match of(Unit::Inodes) {
+                Some(inodes) => {
+                    assert!(inodes.used > 0 && inodes.used + inodes.available == inodes.total, "{inodes:?}");
                 }
+                None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
             }
-            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-            assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
         }
-        for (volume, path, expected) in [
-            ("", "/x", Code::InvalidArgument),
-            (raw.as_str(), "", Code::InvalidArgument),
-            ("unknown", "/x", Code::NotFound),
-            (&raw, "/dev", Code::NotFound),
-            (&raw, "relative/../path", Code::NotFound),
-        ] {
-            assert_eq!(
-                stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(),
-                expected,
-                "{path}"
-            );
-        }
-        rig.detach(&raw).await;
-        rig.finish();
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
     }
+    for (volume, path, expected) in [
+        ("", "/x", Code::InvalidArgument),
+        (raw.as_str(), "", Code::InvalidArgument),
+        ("unknown", "/x", Code::NotFound),
+        (&raw, "/dev", Code::NotFound),
+        (&raw, "relative/../path", Code::NotFound),
+    ] {
+        assert_eq!(stats(&rig, volume, Path::new(path)).await.expect_err("wrong").code(), expected, "{path}");
+    }
+    rig.detach(&raw).await;
+    rig.finish();
 }
 
 /// The mount flag `ro` is what its user asked for, no sign of an error; and a btrfs that is not to be written
 /// is not grown.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_mounted_with_ro_is_well() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
     for fs_type in ["ext4", "xfs", "btrfs"] {
@@ -129,11 +119,9 @@ async fn a_volume_mounted_with_ro_is_well() {
 
 /// A condition says what is wrong: a filesystem that the kernel shut down, a mount that somebody took away,
 /// a file cut short, a record that cannot be read.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_condition_tells_what_is_wrong() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
     let capability = mount_capability("xfs");
@@ -178,82 +166,81 @@ fn queue(rig: &Rig, attribute: &str) -> String {
 
 /// VolumeAttributesClass parameters change the live device, stay over a restart, and are there from the
 /// start when the volume is made with them. What passes through the page cache is in a snapshot too.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn attributes_change_the_live_device() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
-        let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
-            volume_id: volume.to_owned(),
-            mutable_parameters: pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
-            ..Default::default()
-        };
-        let direct = queue(&rig, "loop/dio");
-        for (pairs, kib, dio) in [
-            (vec![("readAheadKiB", "64"), ("directIO", "false")], "64", "0"),
-            (vec![("readAheadKiB", "2048")], "2048", "0"),
-            (vec![], "2048", "0"),
-        ] {
-            let request = modify(&volume, &pairs);
-            for _ in 0..2 {
-                rig.client.controller.controller_modify_volume(request.clone()).await.expect("modify");
-            }
-            assert_eq!(
-                (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
-                (kib, dio)
-            );
+async fn attributes_change_the_live_device(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("tuned", 8 * MIB).await;
+    let modify = |volume: &str, pairs: &[(&str, &str)]| proto::ControllerModifyVolumeRequest {
+        volume_id: volume.to_owned(),
+        mutable_parameters: pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect(),
+        ..Default::default()
+    };
+    let direct = queue(&rig, "loop/dio");
+    for (pairs, kib, dio) in [
+        (vec![("readAheadKiB", "64"), ("directIO", "false")], "64", "0"),
+        (vec![("readAheadKiB", "2048")], "2048", "0"),
+        (vec![], "2048", "0"),
+    ] {
+        let request = modify(&volume, &pairs);
+        for _ in 0..2 {
+            rig.client.controller.controller_modify_volume(request.clone()).await.expect("modify");
         }
-        for (volume, pairs, expected) in [
-            ("", vec![("readAheadKiB", "4")], Code::InvalidArgument),
-            ("unknown", vec![("readAheadKiB", "4")], Code::NotFound),
-            (&volume, vec![("readAheadKiB", "4"), ("iops", "1")], Code::InvalidArgument),
-            (&volume, vec![("readAheadKiB", "5")], Code::InvalidArgument),
-        ] {
-            let refused = rig.client.controller.controller_modify_volume(modify(volume, &pairs)).await;
-            assert_eq!(status_code(refused), expected, "{pairs:?}");
-        }
-        assert_eq!(queue(&rig, "queue/read_ahead_kb"), "2048", "a refused call changed the device");
-
-        let mut content = Content::default();
-        content.write(&device, 0, 100, 1);
-        let first = rig.snapshot("first", &volume).await;
-        let before = content.clone();
-        content.write(&device, 50, 20, 2);
-        content.discard(&device, 5, 5);
-        let second = rig.snapshot("second", &volume).await;
-        let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK));
-        rig.detach(&volume).await;
-
-        rig.kill();
-        rig.start_again().await;
-        rig.attach(&volume).await;
         assert_eq!(
             (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
-            ("2048", "0")
+            (kib, dio)
         );
-        let back = modify(&volume, &[("directIO", "true")]);
-        match rig.client.controller.controller_modify_volume(back).await {
-            Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
-            // The filesystem below has none: it had none at the start either.
-            Err(status) => assert_eq!((status.code(), direct.as_str()), (Code::InvalidArgument, "0")),
-        }
-        rig.detach(&volume).await;
-
-        let mut request = new_volume("tuned from the start", MIB, block_capability());
-        request.mutable_parameters.insert("readAheadKiB".into(), "256".into());
-        let volume = rig.client.create_volume(request.clone()).await.expect("create").volume_id;
-        rig.attach(&volume).await;
-        assert_eq!(queue(&rig, "queue/read_ahead_kb"), "256");
-        rig.detach(&volume).await;
-        request.name = "untuned".into();
-        request.mutable_parameters.insert("iops".into(), "1".into());
-        assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
-        rig.finish();
     }
+    for (volume, pairs, expected) in [
+        ("", vec![("readAheadKiB", "4")], Code::InvalidArgument),
+        ("unknown", vec![("readAheadKiB", "4")], Code::NotFound),
+        (&volume, vec![("readAheadKiB", "4"), ("iops", "1")], Code::InvalidArgument),
+        (&volume, vec![("readAheadKiB", "5")], Code::InvalidArgument),
+    ] {
+        let refused = rig.client.controller.controller_modify_volume(modify(volume, &pairs)).await;
+        assert_eq!(status_code(refused), expected, "{pairs:?}");
+    }
+    assert_eq!(queue(&rig, "queue/read_ahead_kb"), "2048", "a refused call changed the device");
+
+    let mut content = Content::default();
+    content.write(&device, 0, 100, 1);
+    let first = rig.snapshot("first", &volume).await;
+    let before = content.clone();
+    content.write(&device, 50, 20, 2);
+    content.discard(&device, 5, 5);
+    let second = rig.snapshot("second", &volume).await;
+    let delta = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), content.changed_since(&before, BLOCK));
+    rig.detach(&volume).await;
+
+    rig.kill();
+    rig.start_again().await;
+    rig.attach(&volume).await;
+    assert_eq!(
+        (queue(&rig, "queue/read_ahead_kb").as_str(), queue(&rig, "loop/dio").as_str()),
+        ("2048", "0")
+    );
+    let back = modify(&volume, &[("directIO", "true")]);
+    match rig.client.controller.controller_modify_volume(back).await {
+        Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
+        // The filesystem below has none: it had none at the start either.
+        Err(status) => assert_eq!((status.code(), direct.as_str()), (Code::InvalidArgument, "0")),
+    }
+    rig.detach(&volume).await;
+
+    let mut request = new_volume("tuned from the start", MIB, block_capability());
+    request.mutable_parameters.insert("readAheadKiB".into(), "256".into());
+    let volume = rig.client.create_volume(request.clone()).await.expect("create").volume_id;
+    rig.attach(&volume).await;
+    assert_eq!(queue(&rig, "queue/read_ahead_kb"), "256");
+    rig.detach(&volume).await;
+    request.name = "untuned".into();
+    request.mutable_parameters.insert("iops".into(), "1".into());
+    assert_eq!(status_code(rig.client.controller.create_volume(request).await), Code::InvalidArgument);
+    rig.finish();
 }
 
 fn ephemeral(rig: &Rig, handle: &str, size: &str) -> proto::NodePublishVolumeRequest {
@@ -286,98 +273,92 @@ fn nothing_is_left(rig: &Rig, publish: &proto::NodePublishVolumeRequest) {
     }
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn an_ephemeral_volume_lives_from_publish_to_unpublish() {
-    if !have_root() {
-        return;
+async fn an_ephemeral_volume_lives_from_publish_to_unpublish(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let publish = ephemeral(&rig, "csi-1234", "64Mi");
+    let target = Path::new(&publish.target_path).to_owned();
+    for _ in 0..2 {
+        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let publish = ephemeral(&rig, "csi-1234", "64Mi");
-        let target = Path::new(&publish.target_path).to_owned();
-        for _ in 0..2 {
-            rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
-        }
-        std::fs::write(target.join("file"), "kept").expect("write");
-        let (usage, condition) = stats(&rig, "csi-1234", &target).await.expect("stats");
-        assert!(usage[0].total < 64 * MIB && usage[0].total > 32 * MIB && !condition.abnormal, "{usage:?}");
-        let list = proto::ListVolumesRequest::default();
-        let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
-        assert!(list.entries.is_empty(), "an ephemeral volume is kubelet's alone");
-        rig.kill();
-        rig.start_again().await;
-        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
-        assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
-        let mut clash = publish.clone();
-        clash.readonly = true;
-        assert_eq!(status_code(rig.client.node.node_publish_volume(clash).await), Code::AlreadyExists);
-        for _ in 0..2 {
-            rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
-            nothing_is_left(&rig, &publish);
-        }
-
-        // A cut between making it and placing it, or in the middle of placing it.
-        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
-        sys::mount::unmount(&target).expect("unmount");
-        rig.kill();
-        rig.start_again().await;
-        rig.client.node.node_publish_volume(publish.clone()).await.expect("repaired");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let (usage, condition) = stats(&rig, "csi-1234", &target).await.expect("stats");
+    assert!(usage[0].total < 64 * MIB && usage[0].total > 32 * MIB && !condition.abnormal, "{usage:?}");
+    let list = proto::ListVolumesRequest::default();
+    let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
+    assert!(list.entries.is_empty(), "an ephemeral volume is kubelet's alone");
+    rig.kill();
+    rig.start_again().await;
+    rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+    let mut clash = publish.clone();
+    clash.readonly = true;
+    assert_eq!(status_code(rig.client.node.node_publish_volume(clash).await), Code::AlreadyExists);
+    for _ in 0..2 {
         rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
         nothing_is_left(&rig, &publish);
-        rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
-        rig.kill();
-        sys::sweep::sweep(rig.dir.path()).expect("a reboot");
-        let volumes = rig.pool_dir();
-        rig.start_again().await;
-        let volume = testkit::names(&volumes.join("volumes")).pop().expect("still there");
-        rig.kill();
-        set_state(&volumes, &volume, serde_json::json!({}));
-        let _ = std::fs::remove_dir(&target);
-        rig.start_again().await;
-        nothing_is_left(&rig, &publish);
-
-        for (context, value, expected) in [
-            ("size", "much", Code::InvalidArgument),
-            ("colour", "red", Code::InvalidArgument),
-            ("size", "100Ti", Code::OutOfRange),
-        ] {
-            let mut wrong = ephemeral(&rig, "csi-wrong", "1Mi");
-            wrong.volume_context.insert(context.into(), value.into());
-            assert_eq!(status_code(rig.client.node.node_publish_volume(wrong.clone()).await), expected);
-            nothing_is_left(&rig, &wrong);
-        }
-        let mut flags = ephemeral(&rig, "csi-flags", "8Mi");
-        let mut capability = mount_capability("ext4");
-        if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
-            mount.mount_flags.push("nonsense".into());
-        }
-        flags.volume_capability = Some(capability);
-        assert_eq!(
-            status_code(rig.client.node.node_publish_volume(flags.clone()).await),
-            Code::FailedPrecondition
-        );
-        nothing_is_left(&rig, &flags);
-        let request = new_volume("real", MIB, block_capability());
-        let real = rig.client.create_volume(request).await.expect("create").volume_id;
-        let posing = ephemeral(&rig, &real, "8Mi");
-        assert_eq!(status_code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
-        rig.client.delete_volume(&real).await.expect("delete");
-        let mut raw = ephemeral(&rig, "csi-raw", "8Mi");
-        raw.volume_capability = Some(block_capability());
-        assert_eq!(
-            status_code(rig.client.node.node_publish_volume(raw.clone()).await),
-            Code::InvalidArgument
-        );
-        nothing_is_left(&rig, &raw);
-        rig.finish();
     }
+
+    // A cut between making it and placing it, or in the middle of placing it.
+    rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+    sys::mount::unmount(&target).expect("unmount");
+    rig.kill();
+    rig.start_again().await;
+    rig.client.node.node_publish_volume(publish.clone()).await.expect("repaired");
+    rig.client.node.node_unpublish_volume(undo(&publish)).await.expect("unpublish");
+    nothing_is_left(&rig, &publish);
+    rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
+    rig.kill();
+    sys::sweep::sweep(rig.dir.path()).expect("a reboot");
+    let volumes = rig.pool_dir();
+    rig.start_again().await;
+    let volume = testkit::names(&volumes.join("volumes")).pop().expect("still there");
+    rig.kill();
+    set_state(&volumes, &volume, serde_json::json!({}));
+    let _ = std::fs::remove_dir(&target);
+    rig.start_again().await;
+    nothing_is_left(&rig, &publish);
+
+    for (context, value, expected) in [
+        ("size", "much", Code::InvalidArgument),
+        ("colour", "red", Code::InvalidArgument),
+        ("size", "100Ti", Code::OutOfRange),
+    ] {
+        let mut wrong = ephemeral(&rig, "csi-wrong", "1Mi");
+        wrong.volume_context.insert(context.into(), value.into());
+        assert_eq!(status_code(rig.client.node.node_publish_volume(wrong.clone()).await), expected);
+        nothing_is_left(&rig, &wrong);
+    }
+    let mut flags = ephemeral(&rig, "csi-flags", "8Mi");
+    let mut capability = mount_capability("ext4");
+    if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
+        mount.mount_flags.push("nonsense".into());
+    }
+    flags.volume_capability = Some(capability);
+    assert_eq!(
+        status_code(rig.client.node.node_publish_volume(flags.clone()).await),
+        Code::FailedPrecondition
+    );
+    nothing_is_left(&rig, &flags);
+    let request = new_volume("real", MIB, block_capability());
+    let real = rig.client.create_volume(request).await.expect("create").volume_id;
+    let posing = ephemeral(&rig, &real, "8Mi");
+    assert_eq!(status_code(rig.client.node.node_publish_volume(posing).await), Code::InvalidArgument);
+    rig.client.delete_volume(&real).await.expect("delete");
+    let mut raw = ephemeral(&rig, "csi-raw", "8Mi");
+    raw.volume_capability = Some(block_capability());
+    assert_eq!(status_code(rig.client.node.node_publish_volume(raw.clone()).await), Code::InvalidArgument);
+    nothing_is_left(&rig, &raw);
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn attachments_bind_volumes_to_their_node() {
-    if !have_root() {
-        return;
-    }
     let flags = ["--enable-attach", "--max-volumes-per-node", "2"];
     let mut rig = Rig::start_with(PoolKind::Dir, &flags, "info").await;
     let info = rig.client.node.node_get_info(proto::NodeGetInfoRequest {}).await.expect("info").into_inner();

@@ -11,7 +11,7 @@ use proto::{CapacityRange, GetCapacityRequest};
 use tonic::Code;
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, GIB, MIB, POOLS, PoolKind, Rig, code, have_root, names};
+use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names};
 
 fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     let mut request = new_volume(name, required, block_capability());
@@ -20,57 +20,51 @@ fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
 }
 
 /// Seen elsewhere: 1.5 MiB asked, 1 MiB made, 1.5 MiB reported; no size asked is an error.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked() {
-    if !have_root() {
-        return;
+async fn a_volume_has_the_size_that_is_reported_and_at_least_what_was_asked(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start_with(pool, &["--max-volume-size", "1Ti"], "info").await;
+    for (asked, made) in
+        [(1, 4096), (3 << 19, 3 << 19), ((3 << 19) + 1, (3 << 19) + 4096), (0, GIB), (1 << 40, 1 << 40)]
+    {
+        let name = format!("volume of {asked}");
+        let volume = rig.client.create_volume(sized(&name, asked, 0)).await.expect("create");
+        assert_eq!(volume.capacity_bytes, made, "asked for {asked}");
+        let device = rig.attach(&volume.volume_id).await;
+        assert_eq!(blockdev::size(&device).expect("size"), made as u64, "asked for {asked}");
+        rig.detach(&volume.volume_id).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start_with(pool, &["--max-volume-size", "1Ti"], "info").await;
-        for (asked, made) in
-            [(1, 4096), (3 << 19, 3 << 19), ((3 << 19) + 1, (3 << 19) + 4096), (0, GIB), (1 << 40, 1 << 40)]
-        {
-            let name = format!("volume of {asked}");
-            let volume = rig.client.create_volume(sized(&name, asked, 0)).await.expect("create");
-            assert_eq!(volume.capacity_bytes, made, "asked for {asked}");
-            let device = rig.attach(&volume.volume_id).await;
-            assert_eq!(blockdev::size(&device).expect("size"), made as u64, "asked for {asked}");
-            rig.detach(&volume.volume_id).await;
-        }
-        let mut unsized_request = new_volume("no size", 0, block_capability());
-        unsized_request.capacity_range = None;
-        assert_eq!(rig.client.create_volume(unsized_request).await.expect("create").capacity_bytes, GIB);
-        let small = rig.client.create_volume(sized("only a limit", 0, 10 * MIB)).await.expect("create");
-        assert!(small.capacity_bytes <= 10 * MIB);
+    let mut unsized_request = new_volume("no size", 0, block_capability());
+    unsized_request.capacity_range = None;
+    assert_eq!(rig.client.create_volume(unsized_request).await.expect("create").capacity_bytes, GIB);
+    let small = rig.client.create_volume(sized("only a limit", 0, 10 * MIB)).await.expect("create");
+    assert!(small.capacity_bytes <= 10 * MIB);
 
-        for (required, limit, expected) in [
-            (-1, 0, Code::InvalidArgument),
-            (0, -1, Code::InvalidArgument),
-            (2 * MIB, MIB, Code::InvalidArgument),
-            (5000, 5000, Code::OutOfRange),
-            ((1 << 40) + 1, 0, Code::OutOfRange),
-            (i64::MAX, 0, Code::OutOfRange),
-        ] {
-            let request = sized("impossible", required, limit);
-            assert_eq!(code(rig.client.create_volume(request).await), expected, "{required} to {limit}");
-        }
-        let mut xfs = new_volume("xfs", MIB, mount_capability("xfs"));
-        assert_eq!(
-            rig.client.create_volume(xfs.clone()).await.expect("rounded up").capacity_bytes,
-            300 * MIB
-        );
-        xfs.name = "xfs with a limit".into();
-        xfs.capacity_range = Some(CapacityRange { required_bytes: MIB, limit_bytes: 200 * MIB });
-        assert_eq!(code(rig.client.create_volume(xfs).await), Code::OutOfRange);
-        rig.finish();
+    for (required, limit, expected) in [
+        (-1, 0, Code::InvalidArgument),
+        (0, -1, Code::InvalidArgument),
+        (2 * MIB, MIB, Code::InvalidArgument),
+        (5000, 5000, Code::OutOfRange),
+        ((1 << 40) + 1, 0, Code::OutOfRange),
+        (i64::MAX, 0, Code::OutOfRange),
+    ] {
+        let request = sized("impossible", required, limit);
+        assert_eq!(code(rig.client.create_volume(request).await), expected, "{required} to {limit}");
     }
+    let mut xfs = new_volume("xfs", MIB, mount_capability("xfs"));
+    assert_eq!(rig.client.create_volume(xfs.clone()).await.expect("rounded up").capacity_bytes, 300 * MIB);
+    xfs.name = "xfs with a limit".into();
+    xfs.capacity_range = Some(CapacityRange { required_bytes: MIB, limit_bytes: 200 * MIB });
+    assert_eq!(code(rig.client.create_volume(xfs).await), Code::OutOfRange);
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_wrong_with_a_request_is_said() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let good = || new_volume("good", MIB, block_capability());
     let mut cases: Vec<(&str, proto::CreateVolumeRequest, Code, &str)> = Vec::new();
@@ -178,92 +172,87 @@ async fn what_is_wrong_with_a_request_is_said() {
 
 /// Seen elsewhere: the content source is not recorded, so a retry with another source or mode
 /// answers `OK`, and a retry of a clone answers `ALREADY_EXISTS`.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn creation_is_idempotent_by_name_and_clashes_are_told() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let origin = rig.client.create_volume(sized("origin", 8 * MIB, 0)).await.expect("create").volume_id;
-        let snapshots = [rig.snapshot("one", &origin).await, rig.snapshot("two", &origin).await];
-        let request = |source: Option<proto::VolumeContentSource>| {
-            let mut request = sized("copy", 8 * MIB, 0);
-            request.volume_content_source = source;
-            request
-        };
-        for (source, others) in [
-            (None, [Some(from_snapshot(&snapshots[0])), Some(from_volume(&origin))]),
-            (Some(from_snapshot(&snapshots[0])), [None, Some(from_snapshot(&snapshots[1]))]),
-            (Some(from_volume(&origin)), [None, Some(from_snapshot(&snapshots[0]))]),
-        ] {
-            let made = rig.client.create_volume(request(source.clone())).await.expect("create");
-            assert_eq!(made.content_source, source);
-            let again = rig.client.create_volume(request(source.clone())).await.expect("a retry");
-            assert_eq!(again, made, "a retry finds the volume");
-            for other in others {
-                assert_eq!(code(rig.client.create_volume(request(other)).await), Code::AlreadyExists);
-            }
-            let mut mode = request(source.clone());
-            mode.volume_capabilities = vec![mount_capability("ext4")];
-            assert_eq!(code(rig.client.create_volume(mode).await), Code::AlreadyExists);
-            let mut larger = request(source.clone());
-            larger.capacity_range = Some(CapacityRange { required_bytes: 9 * MIB, limit_bytes: 0 });
-            assert_eq!(code(rig.client.create_volume(larger).await), Code::AlreadyExists);
-            let mut block_size = request(source.clone());
-            block_size.parameters = HashMap::from([("blockSize".to_owned(), "64Ki".to_owned())]);
-            assert_eq!(code(rig.client.create_volume(block_size).await), Code::AlreadyExists);
-            rig.client.delete_volume(&made.volume_id).await.expect("delete");
+async fn creation_is_idempotent_by_name_and_clashes_are_told(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let origin = rig.client.create_volume(sized("origin", 8 * MIB, 0)).await.expect("create").volume_id;
+    let snapshots = [rig.snapshot("one", &origin).await, rig.snapshot("two", &origin).await];
+    let request = |source: Option<proto::VolumeContentSource>| {
+        let mut request = sized("copy", 8 * MIB, 0);
+        request.volume_content_source = source;
+        request
+    };
+    for (source, others) in [
+        (None, [Some(from_snapshot(&snapshots[0])), Some(from_volume(&origin))]),
+        (Some(from_snapshot(&snapshots[0])), [None, Some(from_snapshot(&snapshots[1]))]),
+        (Some(from_volume(&origin)), [None, Some(from_snapshot(&snapshots[0]))]),
+    ] {
+        let made = rig.client.create_volume(request(source.clone())).await.expect("create");
+        assert_eq!(made.content_source, source);
+        let again = rig.client.create_volume(request(source.clone())).await.expect("a retry");
+        assert_eq!(again, made, "a retry finds the volume");
+        for other in others {
+            assert_eq!(code(rig.client.create_volume(request(other)).await), Code::AlreadyExists);
         }
-        // A retry finds its volume also after the source is gone.
-        let made =
-            rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await.expect("create");
-        rig.client.delete_snapshot(&snapshots[0]).await.expect("delete");
-        let again = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await;
-        assert_eq!(again.expect("a retry"), made);
-        rig.finish();
+        let mut mode = request(source.clone());
+        mode.volume_capabilities = vec![mount_capability("ext4")];
+        assert_eq!(code(rig.client.create_volume(mode).await), Code::AlreadyExists);
+        let mut larger = request(source.clone());
+        larger.capacity_range = Some(CapacityRange { required_bytes: 9 * MIB, limit_bytes: 0 });
+        assert_eq!(code(rig.client.create_volume(larger).await), Code::AlreadyExists);
+        let mut block_size = request(source.clone());
+        block_size.parameters = HashMap::from([("blockSize".to_owned(), "64Ki".to_owned())]);
+        assert_eq!(code(rig.client.create_volume(block_size).await), Code::AlreadyExists);
+        rig.client.delete_volume(&made.volume_id).await.expect("delete");
     }
+    // A retry finds its volume also after the source is gone.
+    let made = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await.expect("create");
+    rig.client.delete_snapshot(&snapshots[0]).await.expect("delete");
+    let again = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await;
+    assert_eq!(again.expect("a retry"), made);
+    rig.finish();
 }
 
 /// Seen elsewhere: a restore into a larger volume leaves the backing file short, and reads past it
 /// fail with EIO.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restore_into_a_larger_volume_has_the_full_size() {
-    if !have_root() {
-        return;
+async fn a_restore_into_a_larger_volume_has_the_full_size(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (origin, device) = rig.block_volume("origin", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 16, 1);
+    content.write(&device, 2047, 1, 2);
+    let snapshot = rig.snapshot("taken", &origin).await;
+    for (name, source) in [("restored", from_snapshot(&snapshot)), ("cloned", from_volume(&origin))] {
+        let (volume, device) = rig.volume_from(name, 40 * MIB + 1, source).await;
+        assert_eq!(blockdev::size(&device).expect("size"), 40 * MIB as u64 + BLOCK);
+        content.assert_equals(&device, 0, 10241);
+        let mut grown = content.clone();
+        grown.write(&device, 10240, 1, 3);
+        grown.assert_equals(&device, 0, 10241);
+        rig.detach(&volume).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (origin, device) = rig.block_volume("origin", 8 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 0, 16, 1);
-        content.write(&device, 2047, 1, 2);
-        let snapshot = rig.snapshot("taken", &origin).await;
-        for (name, source) in [("restored", from_snapshot(&snapshot)), ("cloned", from_volume(&origin))] {
-            let (volume, device) = rig.volume_from(name, 40 * MIB + 1, source).await;
-            assert_eq!(blockdev::size(&device).expect("size"), 40 * MIB as u64 + BLOCK);
-            content.assert_equals(&device, 0, 10241);
-            let mut grown = content.clone();
-            grown.write(&device, 10240, 1, 3);
-            grown.assert_equals(&device, 0, 10241);
-            rig.detach(&volume).await;
-        }
-        let mut smaller = sized("smaller", 0, 4 * MIB);
-        smaller.volume_content_source = Some(from_snapshot(&snapshot));
-        assert_eq!(code(rig.client.create_volume(smaller).await), Code::OutOfRange);
-        rig.detach(&origin).await;
-        rig.finish();
-    }
+    let mut smaller = sized("smaller", 0, 4 * MIB);
+    smaller.volume_content_source = Some(from_snapshot(&snapshot));
+    assert_eq!(code(rig.client.create_volume(smaller).await), Code::OutOfRange);
+    rig.detach(&origin).await;
+    rig.finish();
 }
 
 /// Seen elsewhere: one lock is held during copies, and a capacity query waits 20 s for somebody's
 /// restore. Here it answers within 100 ms during a copy of gigabytes; one of three tries
 /// has to, for the machine may be busy with other tests, and a lock would hold up all three.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_copy_is_in_nobodys_way() {
-    if !have_root() {
-        return;
-    }
     // The pool that copies for real.
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (origin, device) = rig.block_volume("origin", 3 * GIB).await;
@@ -321,47 +310,44 @@ async fn a_long_copy_is_in_nobodys_way() {
 }
 
 /// Seen elsewhere: deleted volumes leave loop devices on deleted files.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let pool_dir = rig.pool_dir();
-        let devices = |below: &Path| devices_below(below).expect("devices").len();
-        let (volume, device) = rig.block_volume("used", MIB).await;
-        assert_eq!(devices(&pool_dir), 1);
-        let refused = rig.client.delete_volume(&volume).await;
-        assert_eq!(code(refused), Code::FailedPrecondition);
-        Content::default().write(&device, 0, 1, 1);
-        rig.detach(&volume).await;
-        assert_eq!(devices(&pool_dir), 0, "an unpublished volume keeps its device");
-        rig.client.delete_volume(&volume).await.expect("delete");
+async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let pool_dir = rig.pool_dir();
+    let devices = |below: &Path| devices_below(below).expect("devices").len();
+    let (volume, device) = rig.block_volume("used", MIB).await;
+    assert_eq!(devices(&pool_dir), 1);
+    let refused = rig.client.delete_volume(&volume).await;
+    assert_eq!(code(refused), Code::FailedPrecondition);
+    Content::default().write(&device, 0, 1, 1);
+    rig.detach(&volume).await;
+    assert_eq!(devices(&pool_dir), 0, "an unpublished volume keeps its device");
+    rig.client.delete_volume(&volume).await.expect("delete");
 
-        // A driver killed between attach and record leaves a device; deletion frees it.
-        let volume = rig.client.create_volume(sized("left over", MIB, 0)).await.expect("create").volume_id;
-        let image = pool_dir.join("volumes").join(&volume).join("bytes/data.img");
-        deltapath::sys::loopdev::LoopDevice::attach(&image, deltapath::sys::loopdev::Access::ReadWrite)
-            .expect("attach");
-        assert_eq!(devices(&pool_dir), 1);
-        rig.client.delete_volume(&volume).await.expect("delete");
-        assert_eq!(devices(&pool_dir), 0, "the deleted volume left its device");
+    // A driver killed between attach and record leaves a device; deletion frees it.
+    let volume = rig.client.create_volume(sized("left over", MIB, 0)).await.expect("create").volume_id;
+    let image = pool_dir.join("volumes").join(&volume).join("bytes/data.img");
+    deltapath::sys::loopdev::LoopDevice::attach(&image, deltapath::sys::loopdev::Access::ReadWrite)
+        .expect("attach");
+    assert_eq!(devices(&pool_dir), 1);
+    rig.client.delete_volume(&volume).await.expect("delete");
+    assert_eq!(devices(&pool_dir), 0, "the deleted volume left its device");
 
-        // Unknown ids are deleted already.
-        for id in ["unknown", "..", "vol-00000000000000000000000000000000"] {
-            rig.client.delete_volume(id).await.expect("an unknown id");
-        }
-        assert_eq!(code(rig.client.delete_volume("").await), Code::InvalidArgument);
-        rig.finish();
+    // Unknown ids are deleted already.
+    for id in ["unknown", "..", "vol-00000000000000000000000000000000"] {
+        rig.client.delete_volume(id).await.expect("an unknown id");
     }
+    assert_eq!(code(rig.client.delete_volume("").await), Code::InvalidArgument);
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn capabilities_are_confirmed_for_what_the_volume_was_made_for() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let volume = rig.client.create_volume(sized("block", MIB, 0)).await.expect("create").volume_id;
     let validate = |capabilities, volume_id: &str| proto::ValidateVolumeCapabilitiesRequest {
@@ -394,41 +380,40 @@ async fn capabilities_are_confirmed_for_what_the_volume_was_made_for() {
 }
 
 /// The source may be written while it is copied: the copy is the snapshot's content all the same.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restore_is_exact_while_the_source_is_written() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (origin, device) = rig.block_volume("origin", 64 * MIB).await;
-        let mut content = Content::default();
-        content.write(&device, 0, 8192, 1);
-        content.discard(&device, 100, 50);
-        let snapshot = rig.snapshot("taken", &origin).await;
-        let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-        let writer = std::thread::spawn({
-            let (device, writing) = (device.clone(), writing.clone());
-            move || {
-                let mut fill = 2;
-                while writing.load(std::sync::atomic::Ordering::SeqCst) {
-                    let mut scratch = Content::default();
-                    scratch.write(&device, u64::from(fill) * 32, 64, fill);
-                    open_device(&device).sync_all().expect("sync");
-                    fill = 2 + fill % 200;
-                }
+async fn a_restore_is_exact_while_the_source_is_written(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (origin, device) = rig.block_volume("origin", 64 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 8192, 1);
+    content.discard(&device, 100, 50);
+    let snapshot = rig.snapshot("taken", &origin).await;
+    let writing = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let writer = std::thread::spawn({
+        let (device, writing) = (device.clone(), writing.clone());
+        move || {
+            let mut fill = 2;
+            while writing.load(std::sync::atomic::Ordering::SeqCst) {
+                let mut scratch = Content::default();
+                scratch.write(&device, u64::from(fill) * 32, 64, fill);
+                open_device(&device).sync_all().expect("sync");
+                fill = 2 + fill % 200;
             }
-        });
-        for round in 0..4 {
-            let (restored, device) =
-                rig.volume_from(&format!("restored {round}"), 64 * MIB, from_snapshot(&snapshot)).await;
-            content.assert_equals(&device, 0, 16384);
-            rig.detach(&restored).await;
-            tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        writing.store(false, std::sync::atomic::Ordering::SeqCst);
-        writer.join().expect("the writer");
-        rig.detach(&origin).await;
-        rig.finish();
+    });
+    for round in 0..4 {
+        let (restored, device) =
+            rig.volume_from(&format!("restored {round}"), 64 * MIB, from_snapshot(&snapshot)).await;
+        content.assert_equals(&device, 0, 16384);
+        rig.detach(&restored).await;
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
+    writing.store(false, std::sync::atomic::Ordering::SeqCst);
+    writer.join().expect("the writer");
+    rig.detach(&origin).await;
+    rig.finish();
 }

@@ -28,16 +28,6 @@ pub const MIB: i64 = 1 << 20;
 pub const GIB: i64 = 1 << 30;
 pub const BLOCK: u64 = 4096;
 
-/// Whether the test can run. Without root it says why it is skipped; under CI that is a failure.
-pub fn have_root() -> bool {
-    if deltapath::sys::is_root() {
-        return true;
-    }
-    eprintln!("skipped: needs root, for it attaches loop devices and mounts filesystems");
-    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs root");
-    false
-}
-
 pub use base::PoolKind;
 
 /// Every pool there is.

@@ -6,14 +6,12 @@ use serde_json::Value;
 
 use super::{all_cases, assert_empty, bare, conformance, run_broken, said, verdicts};
 use testkit::broken::Fault;
-use testkit::{PoolKind, Rig, have_root, leftovers};
+use testkit::{PoolKind, Rig, leftovers};
 
 /// Killed midway: a verdict on every case, soon, and nothing of the suite's own left.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let work = rig.dir.path().join("work");
     let (staging, target) = (work.join("staging"), work.join("target"));
@@ -48,11 +46,9 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
 
 /// Killed and started again, as a kubelet does it: what comes after is judged by itself. Once while volumes
 /// are made, once while they are streamed.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_comes_back_is_tested_on() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     for sign in ["CreateSnapshot", "GetMetadataDelta"] {
         let before = rig.log().len();
@@ -78,11 +74,9 @@ async fn a_driver_that_comes_back_is_tested_on() {
 }
 
 /// A call that hangs while a case is prepared: told as that, and what it may have made is named.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_hangs_ends_with_its_time() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, report) = run_broken(&rig, Fault::SnapshotHangs, &["delta-served"], "5").await;
     assert_eq!(code, Some(1));
@@ -96,11 +90,9 @@ async fn a_call_that_hangs_ends_with_its_time() {
 }
 
 /// A reader that goes away, as `head` does, is no reason to leave anything behind.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn nobody_who_reads_leaves_nothing() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut suite =
         bare(&rig.socket(), &["--volume-size", "64Mi", "--focus", "delta-[co]"]).spawn().expect("spawn");
@@ -112,12 +104,10 @@ async fn nobody_who_reads_leaves_nothing() {
 }
 
 /// Ctrl-C at any time, and SIGTERM: nothing is left.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signal_at_any_time_leaves_nothing() {
     use nix::sys::signal::{Signal, kill};
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     for (signal, millis) in
         [(Signal::SIGINT, 60), (Signal::SIGTERM, 150), (Signal::SIGINT, 500), (Signal::SIGTERM, 1200)]

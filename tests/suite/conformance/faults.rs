@@ -6,7 +6,7 @@ use futures_util::StreamExt;
 
 use super::{all_cases, assert_empty, run_broken};
 use testkit::broken::Fault;
-use testkit::{PoolKind, Rig, have_root};
+use testkit::{PoolKind, Rig};
 
 /// A fault, and the cases that must see it.
 const FAULTS: &[(Fault, &[&str])] = &[
@@ -176,18 +176,16 @@ async fn each_is_seen(table: &[(Fault, &[&str])], verdict: &str, code: i32) {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn every_fault_is_seen_by_its_cases() {
-    if have_root() {
-        each_is_seen(FAULTS, "fail", 1).await;
-    }
+    each_is_seen(FAULTS, "fail", 1).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_allowed_is_told_and_does_not_fail() {
-    if have_root() {
-        each_is_seen(ALLOWED, "allowed", 0).await;
-    }
+    each_is_seen(ALLOWED, "allowed", 0).await;
 }
 
 /// No case is a check that cannot fail.

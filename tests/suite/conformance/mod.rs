@@ -14,7 +14,7 @@ use serde_json::Value;
 use tokio::process::Command;
 
 use testkit::broken::{Fault, serve};
-use testkit::{POOLS, PoolKind, Rig, have_root};
+use testkit::{PoolKind, Rig};
 
 /// Cases that ours may answer with "allowed, but".
 const OURS_MAY: [&str; 1] = ["base-deleted"];
@@ -110,39 +110,37 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
     rig.finish();
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn ours_conforms_on_every_pool_with_extents() {
-    if have_root() {
-        for pool in POOLS {
-            conforms(pool, &["--block-metadata-type", "variable"], &[]).await;
-        }
-    }
+async fn ours_conforms_on_every_pool_with_extents(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    conforms(pool, &["--block-metadata-type", "variable"], &[]).await;
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn ours_conforms_on_every_pool_with_fixed_blocks() {
-    if have_root() {
-        for pool in POOLS {
-            conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
-        }
-    }
+async fn ours_conforms_on_every_pool_with_fixed_blocks(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
 }
 
 /// Larger blocks than the suite writes, and a controller that attaches.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn ours_conforms_with_large_blocks_and_attachments() {
-    if have_root() {
-        let parameters = ["--parameter", "blockSize=64Ki", "--snapshot-parameter", "blockMetadataType=fixed"];
-        conforms(PoolKind::Xfs, &["--enable-attach", "--block-metadata-type", "fixed"], &parameters).await;
-    }
+    let parameters = ["--parameter", "blockSize=64Ki", "--snapshot-parameter", "blockMetadataType=fixed"];
+    conforms(PoolKind::Xfs, &["--enable-attach", "--block-metadata-type", "fixed"], &parameters).await;
 }
 
 /// Units so large that all writes fall into one extent: there is little to compare, and nothing wrong.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn ours_conforms_with_blocks_larger_than_the_writes_are_apart() {
-    if have_root() {
-        conforms(PoolKind::Xfs, &[], &["--parameter", "blockSize=4Mi"]).await;
-    }
+    conforms(PoolKind::Xfs, &[], &["--parameter", "blockSize=4Mi"]).await;
 }
 
 /// The list of the page is the table.

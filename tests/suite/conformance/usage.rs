@@ -2,14 +2,12 @@
 
 use super::{all_cases, bare, conformance, run, run_broken, said};
 use testkit::broken::{Fault, serve};
-use testkit::{PoolKind, Rig, have_root};
+use testkit::{PoolKind, Rig};
 
 /// The go-between adds no fault of its own, and secrets go where they belong.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("secrets.sock");
     let _serving = serve(&rig.socket(), Fault::WantsSecrets, &socket).await;
@@ -37,11 +35,9 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
 }
 
 /// ABORTED is no refusal, and a snapshot may take its time.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_puts_calls_off_is_asked_again() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
     let cases = ["delta-complete", "expanded-delta", "source-deleted"];
     let (code, verdicts, report) = run_broken(&rig, Fault::TakesItsTime, &cases, "60").await;
@@ -51,11 +47,9 @@ async fn a_driver_that_puts_calls_off_is_asked_again() {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, _) = run_broken(&rig, Fault::ExpandsNothing, &["expanded-.*"], "60").await;
     assert_eq!(code, Some(0));
@@ -67,11 +61,9 @@ async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn focus_skip_junit_and_text() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Xfs).await;
     let junit = rig.dir.path().join("junit.xml");
     let focus =
@@ -121,7 +113,7 @@ async fn what_can_not_run_says_so_and_exits_with_2() {
         (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
         (&[], "nobody answers"),
     ] {
-        if !have_root() && !part.starts_with("--") {
+        if !deltapath::sys::is_root() && !part.starts_with("--") {
             continue;
         }
         let output = bare(&nobody, arguments).output().await.expect("run");
@@ -133,11 +125,9 @@ async fn what_can_not_run_says_so_and_exits_with_2() {
 }
 
 /// In a cluster the node's plugin is another process than the controller's.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn controller_and_node_may_have_sockets_of_their_own() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Xfs).await;
     let controller = rig.dir.path().join("controller.sock");
     let _serving = serve(&rig.socket(), Fault::NodeElsewhere, &controller).await;
@@ -153,11 +143,9 @@ async fn controller_and_node_may_have_sockets_of_their_own() {
 }
 
 /// A driver without the service is nothing to test.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_without_the_service_is_not_run() {
-    if !have_root() {
-        return;
-    }
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("without.sock");
     let _serving = serve(&rig.socket(), Fault::NoService, &socket).await;

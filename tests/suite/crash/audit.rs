@@ -171,11 +171,14 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
     }
     shown.iter().for_each(|id| found.loss(format!("volume {id} is listed and not on disk")));
     let alone = list.snapshots.iter().filter(|(_, of)| of.group.is_empty()).map(|(id, _)| id.clone());
-    let (there, alone) = (names(&pool.join("snapshots")), alone.collect::<Vec<_>>());
+    let is_there = |kind: &str, id: &String| !pool.join(kind).join(id).join("deleted.json").exists();
+    let mut there = names(&pool.join("snapshots"));
+    there.retain(|id| is_there("snapshots", id));
+    let alone = alone.collect::<Vec<_>>();
     if there != alone {
         found.loss(format!("snapshots on disk: {there:?}, listed: {alone:?}"));
     }
-    for group in names(&pool.join("groups")) {
+    for group in names(&pool.join("groups")).into_iter().filter(|id| is_there("groups", id)) {
         let members = list.snapshots.iter().filter(|(_, of)| of.group == group).map(|(id, _)| id.clone());
         let members: Vec<String> = members.collect();
         let there = names(&pool.join("groups").join(&group).join("members"));

@@ -8,7 +8,7 @@ use tonic::Code;
 use super::audit::{When, audit};
 use super::points::Orders;
 use super::scene::Scene;
-use testkit::{PoolKind, Rig, have_root, root_of};
+use testkit::{PoolKind, Rig, root_of};
 
 /// The number of the first step of this name in a snapshot of the mounted volume.
 async fn number_of(rig: &mut Rig, scene: &Scene, orders: &mut Orders, step: &str) -> u64 {
@@ -26,11 +26,9 @@ async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
 
 /// The freeze itself takes longer than the bound (a slow device): the watchdog finds nothing to thaw yet, so
 /// the call does, and says that the copy may be torn.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_told() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());
@@ -52,11 +50,9 @@ async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_told() {
 
 /// A copy of a frozen filesystem that is still at work when the driver has drained: it is left behind, and the
 /// filesystem is thawed before the process ends, for its watchdog ends with it.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());
@@ -87,11 +83,9 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
 }
 
 /// Somebody else thaws the filesystem while it is copied: what was read since may be torn, so the call fails.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_that_somebody_else_undoes_is_told() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());

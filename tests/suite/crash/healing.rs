@@ -10,15 +10,13 @@ use tonic::Request;
 use super::points::{Cut, Orders};
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the new map was renamed over the damaged one, the sync of their directory failed, and the rename
 /// was undone: neither was there any more, and the snapshot had lost its map.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let mut content = Content::default();
@@ -56,11 +54,9 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
 
 /// The incident: a map was made again under the lock of its volume's chain, and to its end, whoever asked and was gone:
 /// on a large volume every snapshot and deletion of it waited for that.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let mut content = Content::default();

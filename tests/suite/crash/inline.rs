@@ -6,16 +6,14 @@ use csi_client::mount_capability;
 use proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
 
 use super::points::{Cut, Orders};
-use testkit::{PoolKind, Rig, have_root, names};
+use testkit::{PoolKind, Rig, names};
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume; the retry failed with a final
 /// code, the pod was deleted, and kubelet, for which nothing was mounted, never asked for the volume to be undone. Its
 /// record, its data and its loop device stayed for good.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut orders = Orders::new(rig.dir.path());
     let (volumes, mut failed) = (rig.pool_dir().join("volumes"), 0);

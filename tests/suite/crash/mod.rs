@@ -36,7 +36,7 @@ pub use points::{Cut, Orders, Point};
 use scene::Scene;
 use tally::Tally;
 
-use testkit::{PoolKind, Rig, have_root};
+use testkit::{PoolKind, Rig};
 
 /// The flags that all calls here need.
 const FLAGS: [&str; 1] = ["--enable-attach"];
@@ -101,25 +101,22 @@ fn count() -> usize {
     asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * CALLS.len())
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_leaves_every_object_whole_or_absent_on_dir() {
-    if have_root() {
-        rounds(PoolKind::Dir, count()).await;
-    }
+    rounds(PoolKind::Dir, count()).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_leaves_every_object_whole_or_absent_on_xfs() {
-    if have_root() {
-        rounds(PoolKind::Xfs, count()).await;
-    }
+    rounds(PoolKind::Xfs, count()).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_leaves_every_object_whole_or_absent_on_btrfs() {
-    if have_root() {
-        rounds(PoolKind::Btrfs, count()).await;
-    }
+    rounds(PoolKind::Btrfs, count()).await;
 }
 
 /// Without the feature there are no points to stop at; who believes that they were tested is wrong.

@@ -4,16 +4,14 @@ use cbt::MapFile;
 
 use super::points::{Orders, Point};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, names};
+use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
 /// The incident: a deletion moved the files of a snapshot then, and the disk took its time with the sync that follows;
 /// the index told their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
 /// served, and a snapshot taken meanwhile found no parent, hashed all and lost the link to the one before.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let (mut content, mut taken) = (Content::default(), Vec::new());
@@ -54,11 +52,9 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
 /// The incident: two volumes went at the same time, and with them their snapshots of a deleted group. The first had
 /// renamed its member and took its time with the sync; the second was the last member by now and took the group's
 /// directory with it, which the first then could not sync. It failed, half removed, and stayed so until the next start.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn members_of_a_deleted_group_leave_one_by_one() {
-    if !have_root() {
-        return;
-    }
     // Hashed when they are taken: nobody but the calls moves them.
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut orders = Orders::new(rig.dir.path());

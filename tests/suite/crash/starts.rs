@@ -13,7 +13,7 @@ use super::points::{Cut, Orders, Point, Stride};
 use super::scene::Scene;
 use super::tally::{Tally, last_lines};
 use testkit::content::Content;
-use testkit::{POOLS, PoolKind, Rig, have_root, leftovers, set_state, state_of, try_command, wait};
+use testkit::{PoolKind, Rig, leftovers, set_state, state_of, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
 
@@ -41,23 +41,22 @@ fn ended_as_told(cut: Cut, ended: ExitStatus) -> bool {
 }
 
 /// A first start that is cut leaves what the next one takes up: a pool, and room for volumes in it.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_first_start_that_is_cut_is_taken_up_by_the_next() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut tally = Tally::new("first-start", pool);
-        for (series, cut) in CUTS.into_iter().enumerate() {
-            let Stride { first, step } = Stride::of(pool, series, 2);
-            for at in (first..).step_by(step as usize) {
-                let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
-                let cleaned = Sweeper(dir.path());
-                if !first_start(dir.path(), pool, cut, at, &mut tally).await {
-                    break;
-                }
-                drop(cleaned);
+async fn a_first_start_that_is_cut_is_taken_up_by_the_next(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut tally = Tally::new("first-start", pool);
+    for (series, cut) in CUTS.into_iter().enumerate() {
+        let Stride { first, step } = Stride::of(pool, series, 2);
+        for at in (first..).step_by(step as usize) {
+            let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
+            let cleaned = Sweeper(dir.path());
+            if !first_start(dir.path(), pool, cut, at, &mut tally).await {
+                break;
             }
+            drop(cleaned);
         }
     }
 }
@@ -174,172 +173,168 @@ async fn use_again(rig: &mut Rig, scene: &Scene) {
     rig.client.publish(&scene.files, capability, false, &kubelet).await.expect("publish");
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut tally = Tally::new("recovering-start", pool);
-        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
-        let mut scene = Scene::make(&mut rig).await;
-        let mut orders = Orders::new(rig.dir.path());
-        for (series, (cut, detached)) in
-            CUTS.into_iter().flat_map(|cut| [(cut, false), (cut, true)]).enumerate()
-        {
-            let Stride { first, step } = Stride::of(pool, series, 2);
-            for at in (first..).step_by(step as usize) {
-                disorder(&mut rig, &scene, detached).await;
-                orders.give(cut, at, "main");
-                let outcome = rig.try_start_again().await;
-                let points = orders.withdraw();
-                let context = context("start", pool, cut, &points);
-                tally.round(cut_at(&points).is_some());
-                let Some(point) = cut_at(&points) else {
-                    outcome.unwrap_or_else(|ended| panic!("{context}: {ended}\n{}", last_lines(&rig.log())));
-                    use_again(&mut rig, &scene).await;
-                    tally.look(&mut rig, &mut scene, When::Undone, &context).await;
-                    break;
-                };
-                tally.point(format!("start {detached} {cut:?} {} {}", point.number, point.step));
-                match outcome {
-                    Err(ended) => {
-                        assert!(ended_as_told(cut, ended), "{context}: {ended}");
-                        rig.start_again().await;
-                    }
-                    // The socket answers a moment before the last step of the start.
-                    Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
-                        rig.kill();
-                        rig.start_again().await;
-                    }
-                    // It goes on where one object cannot be put right, and says so; the next start tries again.
-                    Ok(()) => {
-                        let told = last_lines(&rig.log());
-                        let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
-                        let alone = point.path.ends_with("state.json") || point.step == "thaw" || is_its_sync;
-                        let said = match clears_up(point) {
-                            true => told.contains("what a crash left half-made stays"),
-                            false => alone && told.contains("may be frozen"),
-                        };
-                        assert!(cut != Cut::Kill && said, "{context}: it started\n{told}");
-                        rig.kill();
-                        rig.start_again().await;
-                    }
-                }
+async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut tally = Tally::new("recovering-start", pool);
+    let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+    let mut scene = Scene::make(&mut rig).await;
+    let mut orders = Orders::new(rig.dir.path());
+    for (series, (cut, detached)) in CUTS.into_iter().flat_map(|cut| [(cut, false), (cut, true)]).enumerate()
+    {
+        let Stride { first, step } = Stride::of(pool, series, 2);
+        for at in (first..).step_by(step as usize) {
+            disorder(&mut rig, &scene, detached).await;
+            orders.give(cut, at, "main");
+            let outcome = rig.try_start_again().await;
+            let points = orders.withdraw();
+            let context = context("start", pool, cut, &points);
+            tally.round(cut_at(&points).is_some());
+            let Some(point) = cut_at(&points) else {
+                outcome.unwrap_or_else(|ended| panic!("{context}: {ended}\n{}", last_lines(&rig.log())));
                 use_again(&mut rig, &scene).await;
                 tally.look(&mut rig, &mut scene, When::Undone, &context).await;
-            }
-        }
-        scene.leave(&mut rig).await;
-        rig.finish();
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_stop_that_is_cut_leaves_what_the_next_start_finds() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut tally = Tally::new("stop", pool);
-        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
-        let mut scene = Scene::make(&mut rig).await;
-        let mut orders = Orders::new(rig.dir.path());
-        let mut turns = CUTS.into_iter().map(|cut| (cut, 1)).collect::<Vec<_>>();
-        while let Some((cut, at)) = turns.pop() {
-            scene.leave(&mut rig).await;
-            orders.give(cut, at, "main");
-            let ended = tokio::task::block_in_place(|| rig.terminate());
-            let points = orders.withdraw();
-            let context = context("stop", pool, cut, &points);
-            tally.round(cut_at(&points).is_some());
-            match cut_at(&points) {
-                None => assert!(ended.success(), "{context}: {ended}\n{}", last_lines(&rig.log())),
-                // A stale socket is replaced by the next driver.
-                Some(point) if is_socket(&point.path) && cut != Cut::Kill => {
-                    assert!(ended.success(), "{context}: {ended}");
+                break;
+            };
+            tally.point(format!("start {detached} {cut:?} {} {}", point.number, point.step));
+            match outcome {
+                Err(ended) => {
+                    assert!(ended_as_told(cut, ended), "{context}: {ended}");
+                    rig.start_again().await;
                 }
-                Some(_) => {
-                    assert!(ended_as_told(cut, ended), "{context}: {ended}\n{}", last_lines(&rig.log()));
+                // The socket answers a moment before the last step of the start.
+                Ok(()) if is_socket(&point.path) || is_passed_over(cut, point) => {
+                    rig.kill();
+                    rig.start_again().await;
+                }
+                // It goes on where one object cannot be put right, and says so; the next start tries again.
+                Ok(()) => {
+                    let told = last_lines(&rig.log());
+                    let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
+                    let alone = point.path.ends_with("state.json") || point.step == "thaw" || is_its_sync;
+                    let said = match clears_up(point) {
+                        true => told.contains("what a crash left half-made stays"),
+                        false => alone && told.contains("may be frozen"),
+                    };
+                    assert!(cut != Cut::Kill && said, "{context}: it started\n{told}");
+                    rig.kill();
+                    rig.start_again().await;
                 }
             }
-            if let Some(point) = cut_at(&points) {
-                tally.point(format!("stop {cut:?} {} {}", point.number, point.step));
-                turns.push((cut, at + 1));
-            }
-            rig.start_again().await;
             use_again(&mut rig, &scene).await;
             tally.look(&mut rig, &mut scene, When::Undone, &context).await;
         }
-        scene.leave(&mut rig).await;
-        rig.finish();
     }
+    scene.leave(&mut rig).await;
+    rig.finish();
+}
+
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut tally = Tally::new("stop", pool);
+    let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+    let mut scene = Scene::make(&mut rig).await;
+    let mut orders = Orders::new(rig.dir.path());
+    let mut turns = CUTS.into_iter().map(|cut| (cut, 1)).collect::<Vec<_>>();
+    while let Some((cut, at)) = turns.pop() {
+        scene.leave(&mut rig).await;
+        orders.give(cut, at, "main");
+        let ended = tokio::task::block_in_place(|| rig.terminate());
+        let points = orders.withdraw();
+        let context = context("stop", pool, cut, &points);
+        tally.round(cut_at(&points).is_some());
+        match cut_at(&points) {
+            None => assert!(ended.success(), "{context}: {ended}\n{}", last_lines(&rig.log())),
+            // A stale socket is replaced by the next driver.
+            Some(point) if is_socket(&point.path) && cut != Cut::Kill => {
+                assert!(ended.success(), "{context}: {ended}");
+            }
+            Some(_) => {
+                assert!(ended_as_told(cut, ended), "{context}: {ended}\n{}", last_lines(&rig.log()));
+            }
+        }
+        if let Some(point) = cut_at(&points) {
+            tally.point(format!("stop {cut:?} {} {}", point.number, point.step));
+            turns.push((cut, at + 1));
+        }
+        rig.start_again().await;
+        use_again(&mut rig, &scene).await;
+        tally.look(&mut rig, &mut scene, When::Undone, &context).await;
+    }
+    scene.leave(&mut rig).await;
+    rig.finish();
 }
 
 /// Hashing is cut: what it wrote counts or does not, deltas are exact either way, and the next start does the
 /// rest.
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut tally = Tally::new("hashing", pool);
-        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
-        let mut scene = Scene::make(&mut rig).await;
-        let mut orders = Orders::new(rig.dir.path());
-        let mut content = Content::default();
-        let raw = scene.raw.clone();
-        let device = rig.kubelet().join(&raw).join("target");
-        let mut round = 0;
-        for (series, cut) in CUTS.into_iter().enumerate() {
-            let Stride { first, step } = Stride::of(pool, series, 2);
-            for at in (first..).step_by(step as usize) {
-                round += 1;
-                // The base, hashed; then changes in several pages of hashes.
-                let base = rig.snapshot(&format!("base {round}"), &raw).await;
-                hashed(&rig, &base).await;
-                for (place, start) in [(1, 10), (2, 400), (3, 900)] {
-                    content.write(&device, start, 30, (round % 50 * 4 + place) as u8);
-                }
-                scene.volumes.remove(&raw);
-                orders.give(cut, at, "hashing");
-                let name = format!("target {round}");
-                // Cut before the snapshot is answered, or after.
-                let early = rig.client.create_snapshot(&name, &raw).await;
-                if let Ok(target) = &early {
-                    worked_or_cut(&orders, &target.snapshot_id, &rig).await;
-                }
-                let points = orders.withdraw();
-                let reached = cut_at(&points).is_some();
-                let context = context("hashing", pool, cut, &points);
-                tally.round(reached);
-                if let Err(error) = early {
-                    assert!(reached && cut == Cut::Kill, "{context}: {error}");
-                }
-                if let Some(point) = cut_at(&points) {
-                    tally.point(format!("hashing {cut:?} {} {}", point.number, point.step));
-                }
-                if cut != Cut::Kill {
-                    tally.look(&mut rig, &mut scene, When::Cut, &context).await;
-                }
-                rig.kill();
-                rig.start_again().await;
-                let target = rig.snapshot(&name, &raw).await;
-                hashed(&rig, &target).await;
-                tally.look(&mut rig, &mut scene, When::Done, &context).await;
-                for id in [base, target] {
-                    rig.client.delete_snapshot(&id).await.expect("delete");
-                }
-                tally.look(&mut rig, &mut scene, When::Undone, &context).await;
-                if !reached {
-                    break;
-                }
+async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut tally = Tally::new("hashing", pool);
+    let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+    let mut scene = Scene::make(&mut rig).await;
+    let mut orders = Orders::new(rig.dir.path());
+    let mut content = Content::default();
+    let raw = scene.raw.clone();
+    let device = rig.kubelet().join(&raw).join("target");
+    let mut round = 0;
+    for (series, cut) in CUTS.into_iter().enumerate() {
+        let Stride { first, step } = Stride::of(pool, series, 2);
+        for at in (first..).step_by(step as usize) {
+            round += 1;
+            // The base, hashed; then changes in several pages of hashes.
+            let base = rig.snapshot(&format!("base {round}"), &raw).await;
+            hashed(&rig, &base).await;
+            for (place, start) in [(1, 10), (2, 400), (3, 900)] {
+                content.write(&device, start, 30, (round % 50 * 4 + place) as u8);
+            }
+            scene.volumes.remove(&raw);
+            orders.give(cut, at, "hashing");
+            let name = format!("target {round}");
+            // Cut before the snapshot is answered, or after.
+            let early = rig.client.create_snapshot(&name, &raw).await;
+            if let Ok(target) = &early {
+                worked_or_cut(&orders, &target.snapshot_id, &rig).await;
+            }
+            let points = orders.withdraw();
+            let reached = cut_at(&points).is_some();
+            let context = context("hashing", pool, cut, &points);
+            tally.round(reached);
+            if let Err(error) = early {
+                assert!(reached && cut == Cut::Kill, "{context}: {error}");
+            }
+            if let Some(point) = cut_at(&points) {
+                tally.point(format!("hashing {cut:?} {} {}", point.number, point.step));
+            }
+            if cut != Cut::Kill {
+                tally.look(&mut rig, &mut scene, When::Cut, &context).await;
+            }
+            rig.kill();
+            rig.start_again().await;
+            let target = rig.snapshot(&name, &raw).await;
+            hashed(&rig, &target).await;
+            tally.look(&mut rig, &mut scene, When::Done, &context).await;
+            for id in [base, target] {
+                rig.client.delete_snapshot(&id).await.expect("delete");
+            }
+            tally.look(&mut rig, &mut scene, When::Undone, &context).await;
+            if !reached {
+                break;
             }
         }
-        scene.leave(&mut rig).await;
-        rig.finish();
     }
+    scene.leave(&mut rig).await;
+    rig.finish();
 }
 
 fn map(rig: &Rig, snapshot: &str, name: &str) -> Option<MapFile> {

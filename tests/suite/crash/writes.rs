@@ -9,7 +9,7 @@ use deltapath::sys::loopdev::LoopDevice;
 use super::points::{Cut, Orders};
 use crate::faults::Disk;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, have_root};
+use testkit::{MIB, PoolKind, Rig};
 
 /// Whether writes are synchronous, and whether they pass the page cache by.
 fn mode(data: &Path) -> (bool, bool) {
@@ -53,18 +53,16 @@ async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
     rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_copy_leaves_no_synchronous_volume() {
-    if have_root() {
-        killed_at_every_step(Rig::start(PoolKind::Btrfs).await, 2).await;
-    }
+    killed_at_every_step(Rig::start(PoolKind::Btrfs).await, 2).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_copy_in_place_leaves_direct_io_as_it_was() {
-    if have_root() {
-        let disk = Disk::new("btrfs", &["-q"], 1 << 30);
-        killed_at_every_step(disk.rig(PoolKind::Btrfs, &[]).await, 4).await;
-        disk.finish();
-    }
+    let disk = Disk::new("btrfs", &["-q"], 1 << 30);
+    killed_at_every_step(disk.rig(PoolKind::Btrfs, &[]).await, 4).await;
+    disk.finish();
 }

@@ -15,7 +15,7 @@ use super::{
     Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, sync_fs, until,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 const SECTOR: usize = 4096;
 
@@ -138,9 +138,6 @@ fn first_block(path: &Path) -> u64 {
 }
 
 async fn a_bad_block(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
     assert!(!rig.data_dir().join("pool.img").exists(), "not in place");
@@ -217,11 +214,13 @@ async fn a_bad_block(pool: PoolKind) {
     disk.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bad_block_costs_what_lies_on_it_on_dir() {
     a_bad_block(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
     a_bad_block(PoolKind::Xfs).await;
@@ -230,9 +229,6 @@ async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
 /// A block that cannot be read when a snapshot is taken of it. A pool that clones takes it, its hashing neither
 /// spins nor dies, and deltas that need the block fail; a pool that copies does not take it.
 async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
@@ -287,11 +283,13 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     disk.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bad_block_in_a_volume_is_not_copied_in_silence_on_dir() {
     a_snapshot_of_a_bad_block(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() {
     a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
@@ -300,9 +298,6 @@ async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() 
 /// The image is cut short under a mounted pool: all behind the cut is an I/O error. Whatever is asked, the answer is
 /// the truth or an error, and the driver lives to give it.
 async fn a_cut_image(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(pool).await;
     let mut lines = Vec::new();
     for number in 0..4 {
@@ -364,11 +359,13 @@ async fn a_cut_image(pool: PoolKind) {
     rig.kill();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cut_image_gives_the_truth_or_an_error_on_xfs() {
     a_cut_image(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cut_image_gives_the_truth_or_an_error_on_btrfs() {
     a_cut_image(PoolKind::Btrfs).await;

@@ -13,7 +13,7 @@ use csi_client::{block_capability, new_volume};
 use super::{Disk, condition};
 use testkit::content::block_bytes;
 use testkit::order::image;
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root};
+use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// Blocks a request of each writer: no powers of two, so that the filesystem takes them in several parts.
 const TOGETHER: [u64; 3] = [250, 33, 7];
@@ -73,9 +73,6 @@ async fn nothing_is_lost(mut rig: Rig, direct_io: Option<bool>) {
 }
 
 async fn by_parameter(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     match pool {
         PoolKind::Dir => {
             let disk = Disk::ext4(200 << 20);
@@ -90,27 +87,28 @@ async fn by_parameter(pool: PoolKind) {
     }
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cached_device_on_a_full_pool_loses_nothing_on_dir() {
     by_parameter(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cached_device_on_a_full_pool_loses_nothing_on_xfs() {
     by_parameter(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cached_device_on_a_full_pool_loses_nothing_on_btrfs() {
     by_parameter(PoolKind::Btrfs).await;
 }
 
 /// tmpfs takes direct I/O and makes it through its cache.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_device_on_a_full_tmpfs_loses_nothing() {
-    if !have_root() {
-        return;
-    }
     for (pool, size) in [(PoolKind::Dir, "128m"), (PoolKind::Xfs, "200m")] {
         let disk = Disk::in_memory_of("tmpfs", size);
         let mut rig = disk.rig(pool, &["--pool-size", "400Mi"]).await;

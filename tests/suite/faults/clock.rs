@@ -10,7 +10,7 @@ use tonic::Code;
 
 use super::until;
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, have_root, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
 
@@ -73,44 +73,42 @@ fn now() -> i64 {
     since.as_secs() as i64
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn snapshots_are_in_order_whatever_the_clock_says() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let (clock, mut rig) = Clock::start(pool, &[]).await;
-        let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
-        let mut content = Content::default();
-        let mut taken: Vec<(String, Content)> = Vec::new();
-        // Right, ten years back, before 1970, over a restart, ten years ahead, and right again.
-        for (number, off) in [0, -10 * YEAR, -100 * YEAR, -YEAR, 10 * YEAR, 0].into_iter().enumerate() {
-            clock.off_by(off);
-            if number == 3 {
-                rig.kill();
-                rig.start_again().await;
-            }
-            content.write(&device, number as u64 * 50, 20, number as u8 + 1);
-            let snapshot = rig.snapshot(&format!("snapshot {number}"), &volume).await;
-            let (seconds, nanos) = created(&rig, &snapshot).await;
-            let expected = (now() + off).max(0);
-            assert!((seconds - expected).abs() < 300, "{seconds} is not {expected}");
-            assert!((0..1_000_000_000).contains(&nanos), "{nanos}");
-            taken.push((snapshot, content.clone()));
+async fn snapshots_are_in_order_whatever_the_clock_says(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let (clock, mut rig) = Clock::start(pool, &[]).await;
+    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+    let mut content = Content::default();
+    let mut taken: Vec<(String, Content)> = Vec::new();
+    // Right, ten years back, before 1970, over a restart, ten years ahead, and right again.
+    for (number, off) in [0, -10 * YEAR, -100 * YEAR, -YEAR, 10 * YEAR, 0].into_iter().enumerate() {
+        clock.off_by(off);
+        if number == 3 {
+            rig.kill();
+            rig.start_again().await;
         }
-        let listed =
-            rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
-        assert_eq!(listed.into_inner().entries.len(), taken.len());
-        for (at, (target, after)) in taken.iter().enumerate() {
-            for (base, before) in &taken[..at] {
-                let delta = rig.client.delta(base, target, 0, 0).await.expect("delta");
-                assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(before, BLOCK), "{pool:?}");
-                assert_eq!(code(rig.client.delta(target, base, 0, 0).await), Code::InvalidArgument);
-            }
-        }
-        rig.detach(&volume).await;
-        rig.finish();
+        content.write(&device, number as u64 * 50, 20, number as u8 + 1);
+        let snapshot = rig.snapshot(&format!("snapshot {number}"), &volume).await;
+        let (seconds, nanos) = created(&rig, &snapshot).await;
+        let expected = (now() + off).max(0);
+        assert!((seconds - expected).abs() < 300, "{seconds} is not {expected}");
+        assert!((0..1_000_000_000).contains(&nanos), "{nanos}");
+        taken.push((snapshot, content.clone()));
     }
+    let listed = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await.expect("list");
+    assert_eq!(listed.into_inner().entries.len(), taken.len());
+    for (at, (target, after)) in taken.iter().enumerate() {
+        for (base, before) in &taken[..at] {
+            let delta = rig.client.delta(base, target, 0, 0).await.expect("delta");
+            assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(before, BLOCK), "{pool:?}");
+            assert_eq!(code(rig.client.delta(target, base, 0, 0).await), Code::InvalidArgument);
+        }
+    }
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 async fn restart(rig: &mut Rig) {
@@ -123,11 +121,9 @@ fn is_kept(rig: &Rig, snapshot: &str) -> bool {
     rig.retained().iter().any(|id| id == snapshot)
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
-    if !have_root() {
-        return;
-    }
     let (clock, mut rig) = Clock::start(PoolKind::Dir, &["--retain-deleted", "8:1h"]).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut content = Content::default();
@@ -160,11 +156,9 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
 }
 
 /// What was deleted in a future that was none is not kept until then.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
-    if !have_root() {
-        return;
-    }
     let (clock, mut rig) = Clock::start(PoolKind::Dir, &["--retain-deleted", "8:2s"]).await;
     let (volume, _) = rig.block_volume("volume", 16 * MIB).await;
     let first = rig.snapshot("first", &volume).await;

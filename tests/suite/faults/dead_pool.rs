@@ -11,7 +11,7 @@ use tonic::Code;
 
 use super::{is_hashed, listed, live, probe, until, verify};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, code, have_root, leftovers};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers};
 
 struct Scene {
     rig: Rig,
@@ -79,18 +79,15 @@ impl Scene {
     }
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
-    if have_root() {
-        shut_down().await.comes_back().await;
-    }
+    shut_down().await.comes_back().await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
-    if !have_root() {
-        return;
-    }
     let mut scene = shut_down().await;
     scene.rig.kill();
     scene.rig.start_again().await;

@@ -5,7 +5,7 @@ use csi_client::{from_snapshot, mount_capability, new_volume};
 use super::Disk;
 use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, have_root, names};
+use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, names};
 
 /// A life in small: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
@@ -46,11 +46,9 @@ async fn lives(mut rig: Rig) {
 }
 
 /// Plain files on a filesystem in memory, and on an overlay as the root of a container is one.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_files_live_on_tmpfs_and_overlay() {
-    if !have_root() {
-        return;
-    }
     for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
         lives(disk.rig(PoolKind::Dir, &[]).await).await;
         disk.finish();
@@ -58,11 +56,9 @@ async fn plain_files_live_on_tmpfs_and_overlay() {
 }
 
 /// What a kind node has below its data directory.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn auto_makes_an_image_on_tmpfs_and_overlay() {
-    if !have_root() {
-        return;
-    }
     for disk in [Disk::in_memory("tmpfs"), Disk::overlay()] {
         lives(disk.rig(PoolKind::Btrfs, &["--pool", "auto", "--pool-size", "1Gi"]).await).await;
         disk.finish();
@@ -71,11 +67,9 @@ async fn auto_makes_an_image_on_tmpfs_and_overlay() {
 
 /// ramfs does not say where a file has data. Plain files on it would count whole as written, which is said
 /// before anybody believes otherwise.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_that_hides_its_holes_is_refused() {
-    if !have_root() {
-        return;
-    }
     let disk = Disk::in_memory("ramfs");
     let dir = disk.dir();
     let said = refused(&mut driver_command(dir.path(), PoolKind::Dir));
@@ -89,11 +83,9 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
 }
 
 /// One that cannot be written at all.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_read_only_data_directory_is_refused() {
-    if !have_root() {
-        return;
-    }
     let disk = Disk::ext4(64 << 20);
     let dir = disk.dir();
     let remounted =
@@ -108,11 +100,9 @@ async fn a_read_only_data_directory_is_refused() {
 }
 
 /// A pool image needs room for a filesystem, and is not begun without.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_disk_too_small_for_an_image_is_refused() {
-    if !have_root() {
-        return;
-    }
     let disk = Disk::ext4(128 << 20);
     let dir = disk.dir();
     let said = refused(driver_command(dir.path(), PoolKind::Xfs).args(["--pool-size", "100Mi"]));
@@ -123,11 +113,9 @@ async fn a_disk_too_small_for_an_image_is_refused() {
 }
 
 /// Plain files on xfs: what is listed as allocated was written.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_files_on_xfs_list_what_was_written() {
-    if !have_root() {
-        return;
-    }
     let disk = Disk::new("xfs", &["-q"], 600 << 20);
     let mut rig = disk.rig(PoolKind::Dir, &[]).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;

@@ -15,7 +15,7 @@ use super::{
     until, verify,
 };
 use testkit::content::{Content, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, driver_command, have_root};
+use testkit::{BLOCK, MIB, PoolKind, driver_command};
 
 /// How the driver's life goes on after a full disk.
 #[derive(Clone, Copy, PartialEq)]
@@ -29,9 +29,6 @@ enum End {
 }
 
 async fn a_full_host(pool: PoolKind, end: End) {
-    if !have_root() {
-        return;
-    }
     let disk = Disk::ext4(600 << 20);
     let mut rig = disk.rig(pool, &["--pool-size", "2Gi"]).await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
@@ -140,16 +137,19 @@ async fn a_full_host(pool: PoolKind, end: End) {
     disk.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_disk_below_an_xfs_image_fails_writes_and_no_more() {
     a_full_host(PoolKind::Xfs, End::ByItself).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_disk_below_a_btrfs_image_costs_a_restart_and_no_snapshot() {
     a_full_host(PoolKind::Btrfs, End::InOrder).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_driver_mounts_a_broken_pool_anew() {
     a_full_host(PoolKind::Btrfs, End::Killed).await;

@@ -10,7 +10,7 @@ use tonic::Code;
 
 use crate::reboot::{Secluded, SweptOnDrop};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, driver_command, have_root, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, driver_command, temp_dir};
 
 /// Runs a command in the driver's namespace.
 fn within(secluded: &Secluded, command: &[&str]) {
@@ -21,11 +21,9 @@ fn within(secluded: &Secluded, command: &[&str]) {
 
 /// Volumes are made and snapshots taken without a device; what needs one fails clearly, leaves nothing, and
 /// works as soon as there is one.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_loop_device_only_its_user_fails() {
-    if !have_root() {
-        return;
-    }
     let dir = temp_dir();
     let _swept = SweptOnDrop(dir.path().to_owned());
     let kubelet = dir.path().join("kubelet");
@@ -83,11 +81,9 @@ fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
 
 /// A machine without loop devices, or a container that was not given any, cannot have a pool in an image. That
 /// is said, nothing is half made, and a start with loop devices works.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_image_without_loop_devices_is_refused() {
-    if !have_root() {
-        return;
-    }
     const BARE: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9";
     for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
@@ -106,11 +102,9 @@ async fn a_pool_image_without_loop_devices_is_refused() {
 }
 
 /// The static `/dev` of a container has no node for a new device, and cannot take one.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dev_without_nodes_is_told() {
-    if !have_root() {
-        return;
-    }
     const NO_NODES: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9
         mknod /dev/loop-control c 10 237; mount -o remount,ro /dev";

@@ -11,7 +11,7 @@ use super::{
     Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, names};
+use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
 /// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool. Held in this
 /// order: the disk can only be freed after the driver.
@@ -66,9 +66,6 @@ async fn modify(rig: &Rig, volume: &str, kib: &str) -> Result<(), Error> {
 }
 
 async fn a_full_pool(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("written", 64 * MIB).await;
     let mut before = Content::default();
@@ -166,16 +163,19 @@ async fn a_full_pool(pool: PoolKind) {
     finish(rig, disk);
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_pool_says_so_and_works_again_on_dir() {
     a_full_pool(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_pool_says_so_and_works_again_on_xfs() {
     a_full_pool(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_pool_says_so_and_works_again_on_btrfs() {
     a_full_pool(PoolKind::Btrfs).await;
@@ -183,9 +183,6 @@ async fn a_full_pool_says_so_and_works_again_on_btrfs() {
 
 /// The way out of a full pool: what is published is unpublished, and what nobody needs is deleted.
 async fn the_way_out(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
     for number in 0..3u8 {
@@ -230,27 +227,28 @@ async fn the_way_out(pool: PoolKind) {
     finish(rig, disk);
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_is_the_way_out_of_a_full_pool_on_dir() {
     the_way_out(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_is_the_way_out_of_a_full_pool_on_xfs() {
     the_way_out(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
     the_way_out(PoolKind::Btrfs).await;
 }
 
 /// An attachment is undone on a full pool, too: its volume cannot be deleted before.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
-    if !have_root() {
-        return;
-    }
     let disk = Disk::ext4(320 << 20);
     let rig = &mut disk.rig(PoolKind::Dir, &["--enable-attach"]).await;
     let volume = rig.client.create_volume(new_volume("attached", MIB, block_capability())).await;
@@ -274,9 +272,6 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
 /// A snapshot is taken with the last of the room, and there is none for its hashes: its deltas are exact
 /// all the same, the hashing neither spins nor gives up, and goes on when there is room.
 async fn hashing_without_room(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
     let mut before = Content::default();
@@ -318,11 +313,13 @@ async fn hashing_without_room(pool: PoolKind) {
     finish(rig, disk);
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn hashing_waits_for_room_on_xfs() {
     hashing_without_room(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn hashing_waits_for_room_on_btrfs() {
     hashing_without_room(PoolKind::Btrfs).await;

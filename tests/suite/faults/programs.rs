@@ -10,7 +10,7 @@ use tonic::Code;
 
 use super::until;
 use crate::reboot::SweptOnDrop;
-use testkit::{MIB, PoolKind, Rig, driver_command, have_root, names, temp_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, names, temp_dir};
 
 /// The programs that the driver calls.
 const PROGRAMS: [&str; 10] = [
@@ -59,11 +59,9 @@ fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
 
 /// A pool image whose mkfs is missing or fails is refused with the reason, and nothing is left that the next
 /// start would take for a pool.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_without_its_mkfs_is_refused() {
-    if !have_root() {
-        return;
-    }
     for (pool, mkfs, package) in
         [(PoolKind::Xfs, "mkfs.xfs", "xfsprogs"), (PoolKind::Btrfs, "mkfs.btrfs", "btrfs-progs")]
     {
@@ -86,11 +84,9 @@ async fn a_pool_without_its_mkfs_is_refused() {
 }
 
 /// `auto` takes the next best and says so: an xfs image, and at last plain files.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn auto_makes_do_with_the_programs_there_are() {
-    if !have_root() {
-        return;
-    }
     for (missing, pool) in [("mkfs.btrfs", PoolKind::Xfs), ("mkfs.", PoolKind::Dir)] {
         let dir = temp_dir();
         let path = path_without(dir.path(), missing);
@@ -105,11 +101,9 @@ async fn auto_makes_do_with_the_programs_there_are() {
 
 /// A volume whose mkfs is missing, or dies half-way, cannot be staged, which is said with what to do. It is
 /// formatted once there is one, and what the dead one wrote is not taken for a user's data.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_without_its_mkfs_is_staged_later() {
-    if !have_root() {
-        return;
-    }
     let dir = temp_dir();
     let bin = path_without(dir.path(), "mkfs.");
     let whole = path_without(dir.path(), "none-is-missing");
@@ -144,11 +138,9 @@ async fn a_volume_without_its_mkfs_is_staged_later() {
 }
 
 /// A program that the driver has started ends with it: the next start formats the same device.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_mkfs_outlives_the_driver() {
-    if !have_root() {
-        return;
-    }
     let dir = temp_dir();
     let bin = path_without(dir.path(), "mkfs.ext4");
     let note = dir.path().join("pid");

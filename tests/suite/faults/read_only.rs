@@ -9,7 +9,7 @@ use tonic::Code;
 
 use super::{Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, Rig, have_root, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {
     // A thread behind the calls may have a file open for a moment yet.
@@ -35,9 +35,6 @@ fn read_only<T: std::fmt::Debug>(answer: Result<T, Error>) {
 }
 
 async fn a_read_only_pool(pool: PoolKind) {
-    if !have_root() {
-        return;
-    }
     // Beside the lock, which the driver has open for writing, lies a pool on a disk of its own.
     let disk = (pool == PoolKind::Dir).then(|| Disk::ext4(320 << 20));
     let dir = temp_dir();
@@ -116,16 +113,19 @@ async fn a_read_only_pool(pool: PoolKind) {
     }
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_read_only_pool_is_read_and_nothing_else_on_dir() {
     a_read_only_pool(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_read_only_pool_is_read_and_nothing_else_on_xfs() {
     a_read_only_pool(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_read_only_pool_is_read_and_nothing_else_on_btrfs() {
     a_read_only_pool(PoolKind::Btrfs).await;

@@ -19,7 +19,7 @@ use fuser::{
 
 use super::DeadDevices;
 use testkit::content::Content;
-use testkit::{MIB, PoolKind, Rig, have_root, temp_dir};
+use testkit::{MIB, PoolKind, Rig, temp_dir};
 
 /// Every call that looks for a loop device, and a restart.
 async fn everything_works(rig: &mut Rig) {
@@ -57,11 +57,9 @@ async fn everything_works(rig: &mut Rig) {
     tokio::time::timeout(Duration::from_secs(60), work).await.expect("the calls hang");
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_loop_device_of_somebodys_stops_nobody() {
-    if !have_root() {
-        return;
-    }
     // Under names that ours have, too.
     let dead = DeadDevices::attach(&[
         "disk.img",
@@ -182,11 +180,9 @@ impl Filesystem for Quiet {
     }
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_silent_loop_device_of_somebodys_stops_nobody() {
-    if !have_root() {
-        return;
-    }
     let silent = Silent::start();
     let attach = |name: &str| LoopDevice::attach(&silent.file(name), Access::ReadOnly).expect("attach");
     let devices = ["disk.img", "pool.img"].map(attach);
@@ -202,11 +198,9 @@ async fn a_silent_loop_device_of_somebodys_stops_nobody() {
 
 /// The incident: a number whose former user had told it to write through its cache keeps that: the next device of that
 /// number sends no flush, and a power cut loses what was synced.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
-    if !have_root() {
-        return;
-    }
     /// All numbers that are free now write through their cache, until this goes.
     struct WriteThrough(Vec<PathBuf>);
     impl Drop for WriteThrough {

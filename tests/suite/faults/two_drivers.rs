@@ -8,7 +8,7 @@ use deltapath::sys::sweep::devices_below;
 
 use crate::reboot::SweptOnDrop;
 use crate::startup::refused;
-use testkit::{MIB, POOLS, PoolKind, Rig, driver_command, have_root, temp_dir};
+use testkit::{MIB, PoolKind, Rig, driver_command, temp_dir};
 
 /// The second driver's command line: another socket, another path.
 fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
@@ -16,42 +16,39 @@ fn second(rig: &Rig, pool: PoolKind, data_dir: &Path) -> String {
     refused(driver_command(rig.dir.path(), pool).args(["--endpoint", &endpoint, "--data-dir"]).arg(data_dir))
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_data_directory_is_one_by_any_path() {
-    if !have_root() {
-        return;
+async fn a_data_directory_is_one_by_any_path(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, _) = rig.block_volume("volume", MIB).await;
+    let devices = devices_below(rig.dir.path()).expect("devices").len();
+    let (link, bind) = (rig.dir.path().join("link"), rig.dir.path().join("bind"));
+    std::os::unix::fs::symlink(rig.data_dir(), &link).expect("symlink");
+    std::fs::create_dir(&bind).expect("mkdir");
+    mount::bind(&rig.data_dir(), &bind, false).expect("bind");
+    for path in [&link, &bind, &rig.dir.path().join("kubelet/../data")] {
+        let said = second(&rig, pool, path);
+        assert!(said.contains("in use by another driver") && said.contains("choose another"), "{said}");
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, _) = rig.block_volume("volume", MIB).await;
-        let devices = devices_below(rig.dir.path()).expect("devices").len();
-        let (link, bind) = (rig.dir.path().join("link"), rig.dir.path().join("bind"));
-        std::os::unix::fs::symlink(rig.data_dir(), &link).expect("symlink");
-        std::fs::create_dir(&bind).expect("mkdir");
-        mount::bind(&rig.data_dir(), &bind, false).expect("bind");
-        for path in [&link, &bind, &rig.dir.path().join("kubelet/../data")] {
-            let said = second(&rig, pool, path);
-            assert!(said.contains("in use by another driver") && said.contains("choose another"), "{said}");
-        }
-        assert_eq!(devices_below(rig.dir.path()).expect("devices").len(), devices);
-        let staging = rig.pool_dir().join("staging/half-made");
-        std::fs::create_dir(&staging).expect("a call under way");
-        second(&rig, pool, &link);
-        assert!(staging.exists(), "the second driver cleaned up after the first");
-        std::fs::remove_dir(&staging).expect("remove");
-        mount::unmount(&bind).expect("unmount");
-        rig.snapshot("the first goes on", &volume).await;
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+    assert_eq!(devices_below(rig.dir.path()).expect("devices").len(), devices);
+    let staging = rig.pool_dir().join("staging/half-made");
+    std::fs::create_dir(&staging).expect("a call under way");
+    second(&rig, pool, &link);
+    assert!(staging.exists(), "the second driver cleaned up after the first");
+    std::fs::remove_dir(&staging).expect("remove");
+    mount::unmount(&bind).expect("unmount");
+    rig.snapshot("the first goes on", &volume).await;
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// One image by two names, in two data directories.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_is_one_by_any_name() {
-    if !have_root() {
-        return;
-    }
     for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
         let mut rig = Rig::start(pool).await;
         let (volume, _) = rig.block_volume("volume", MIB).await;

@@ -13,7 +13,7 @@ use tonic::Code;
 use super::{condition, is_hashed, listed, live, until};
 use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, POOLS, PoolKind, Rig, code, driver_command, have_root, names, state_path};
+use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
 
 /// A note of the same kind by a later version.
 fn later(path: &Path) -> Vec<u8> {
@@ -79,42 +79,39 @@ fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert!(text.contains("version 7") && text.contains("upgrade the driver"), "{text}");
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_data_directory_of_another_version_is_not_touched() {
-    if !have_root() {
-        return;
-    }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
-        assert!(rig.terminate().success());
-        let manifest = rig.data_dir().join("deltapath.json");
-        let earlier = of_version(&manifest, 1);
-        let said = refused(&mut driver_command(rig.dir.path(), pool));
-        assert!(said.contains("version 1") && said.contains("run the build that made it"), "{said}");
-        std::fs::write(&manifest, earlier).expect("write");
-        let sound = later(&manifest);
-        let look = |dir: PathBuf| {
-            let mut files = BTreeMap::new();
-            fingerprints(&dir, &mut files);
-            files
-        };
-        let before = look(rig.data_dir());
-        let said = refused(&mut driver_command(rig.dir.path(), pool));
-        assert!(said.contains("version 7") && said.contains("upgrade the driver"), "{said}");
-        assert!(before == look(rig.data_dir()), "a refused start changed something");
-        std::fs::write(&manifest, sound).expect("write");
-        rig.start_again().await;
-        assert_eq!(listed(&rig).await.0.len(), 1);
-        rig.finish();
-    }
+async fn a_data_directory_of_another_version_is_not_touched(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
+    assert!(rig.terminate().success());
+    let manifest = rig.data_dir().join("deltapath.json");
+    let earlier = of_version(&manifest, 1);
+    let said = refused(&mut driver_command(rig.dir.path(), pool));
+    assert!(said.contains("version 1") && said.contains("run the build that made it"), "{said}");
+    std::fs::write(&manifest, earlier).expect("write");
+    let sound = later(&manifest);
+    let look = |dir: PathBuf| {
+        let mut files = BTreeMap::new();
+        fingerprints(&dir, &mut files);
+        files
+    };
+    let before = look(rig.data_dir());
+    let said = refused(&mut driver_command(rig.dir.path(), pool));
+    assert!(said.contains("version 7") && said.contains("upgrade the driver"), "{said}");
+    assert!(before == look(rig.data_dir()), "a refused start changed something");
+    std::fs::write(&manifest, sound).expect("write");
+    rig.start_again().await;
+    assert_eq!(listed(&rig).await.0.len(), 1);
+    rig.finish();
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn records_of_a_later_version_are_withheld_and_not_touched() {
-    if !have_root() {
-        return;
-    }
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let (other, other_device) = rig.block_volume("other", 16 * MIB).await;
@@ -189,52 +186,51 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     rig.finish();
 }
 
+#[rstest::rstest]
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_block_map_of_a_later_version_is_withheld_and_not_touched() {
-    if !have_root() {
-        return;
+async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 0, 50, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 20, 5, 2);
+    let target = rig.snapshot("target", &volume).await;
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed", || is_hashed(&dir)).await;
     }
-    for pool in POOLS {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
-        let mut before = Content::default();
-        before.write(&device, 0, 50, 1);
-        let base = rig.snapshot("base", &volume).await;
-        let mut after = before.clone();
-        after.write(&device, 20, 5, 2);
-        let target = rig.snapshot("target", &volume).await;
-        for id in [&base, &target] {
-            let dir = live(&rig, id);
-            until("hashed", || is_hashed(&dir)).await;
-        }
-        let dir = live(&rig, &target);
-        for (number, path) in [dir.allocated(), dir.changed(), dir.pending()].into_iter().enumerate() {
-            let sound = later_map(&path);
-            let now = std::fs::read(&path).expect("read");
-            for start in 0..2 {
-                if start == 1 {
-                    rig.kill();
-                    rig.start_again().await;
-                }
-                withheld(rig.client.delta(&base, &target, 0, 0).await);
-                if path == dir.allocated() {
-                    withheld(rig.client.allocated(&target, 0, 0).await);
-                }
+    let dir = live(&rig, &target);
+    for (number, path) in [dir.allocated(), dir.changed(), dir.pending()].into_iter().enumerate() {
+        let sound = later_map(&path);
+        let now = std::fs::read(&path).expect("read");
+        for start in 0..2 {
+            if start == 1 {
+                rig.kill();
+                rig.start_again().await;
             }
-            // The next snapshot does without it.
-            after.write(&device, 100 + number as u64, 1, 3);
-            let next = rig.snapshot(&format!("next {number}"), &volume).await;
-            let list = rig.client.allocated(&next, 0, 0).await.expect("allocated");
-            assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
-            let delta = rig.client.delta(&base, &next, 0, 0).await.expect("delta");
-            assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
-            rig.client.delete_snapshot(&next).await.expect("delete");
-            assert!(std::fs::read(&path).expect("read") == now, "{} was touched", path.display());
-            durable::replace(&path, &sound).expect("write");
-            let delta = rig.client.delta(&base, &target, 0, 0).await.expect("after the upgrade");
-            assert_eq!(blocks_of(&delta, BLOCK), (20..25).collect::<Vec<u64>>());
+            withheld(rig.client.delta(&base, &target, 0, 0).await);
+            if path == dir.allocated() {
+                withheld(rig.client.allocated(&target, 0, 0).await);
+            }
         }
-        rig.detach(&volume).await;
-        rig.finish();
+        // The next snapshot does without it.
+        after.write(&device, 100 + number as u64, 1, 3);
+        let next = rig.snapshot(&format!("next {number}"), &volume).await;
+        let list = rig.client.allocated(&next, 0, 0).await.expect("allocated");
+        assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
+        let delta = rig.client.delta(&base, &next, 0, 0).await.expect("delta");
+        assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+        rig.client.delete_snapshot(&next).await.expect("delete");
+        assert!(std::fs::read(&path).expect("read") == now, "{} was touched", path.display());
+        durable::replace(&path, &sound).expect("write");
+        let delta = rig.client.delta(&base, &target, 0, 0).await.expect("after the upgrade");
+        assert_eq!(blocks_of(&delta, BLOCK), (20..25).collect::<Vec<u64>>());
     }
+    rig.detach(&volume).await;
+    rig.finish();
 }

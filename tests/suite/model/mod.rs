@@ -33,7 +33,7 @@ use proptest::test_runner::{Config, TestCaseError, TestError, TestRunner};
 
 use self::calls::Step;
 use self::shrink::{Stage, shrunk};
-use testkit::{PoolKind, have_root};
+use testkit::PoolKind;
 
 /// Deleted snapshots of a volume that deltas are told from.
 const RETAINED: usize = 2;
@@ -44,9 +44,6 @@ fn cases() -> u32 {
 }
 
 fn lives(pool: PoolKind, strategy: impl Strategy<Value = Vec<Step>>, flags: [bool; 2]) {
-    if !have_root() {
-        return;
-    }
     for attach in flags {
         // Shrinking is ours: see `shrink.rs`.
         let config =
@@ -78,31 +75,37 @@ fn lives(pool: PoolKind, strategy: impl Strategy<Value = Vec<Step>>, flags: [boo
     }
 }
 
+#[test_with::root]
 #[test]
 fn one_client_finds_what_the_model_says_on_dir() {
     lives(PoolKind::Dir, strategies::alone(), [false, true]);
 }
 
+#[test_with::root]
 #[test]
 fn one_client_finds_what_the_model_says_on_xfs() {
     lives(PoolKind::Xfs, strategies::alone(), [false, true]);
 }
 
+#[test_with::root]
 #[test]
 fn one_client_finds_what_the_model_says_on_btrfs() {
     lives(PoolKind::Btrfs, strategies::alone(), [false, true]);
 }
 
+#[test_with::root]
 #[test]
 fn several_clients_at_once_find_what_some_order_gives_on_dir() {
     lives(PoolKind::Dir, strategies::together(), [false, true]);
 }
 
+#[test_with::root]
 #[test]
 fn several_clients_at_once_find_what_some_order_gives_on_xfs() {
     lives(PoolKind::Xfs, strategies::together(), [false, true]);
 }
 
+#[test_with::root]
 #[test]
 fn several_clients_at_once_find_what_some_order_gives_on_btrfs() {
     lives(PoolKind::Btrfs, strategies::together(), [false, true]);

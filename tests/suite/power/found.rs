@@ -44,7 +44,9 @@ impl Found {
         let mut found = Found::default();
         let read = |kind: &str| -> Result<Vec<Record>, String> {
             let dir = pool.join(kind);
-            names(&dir).into_iter().map(|name| Record::read(dir.join(name))).collect()
+            let dirs = names(&dir).into_iter().map(|name| dir.join(name));
+            // What is retained is deleted, for all but deltas.
+            dirs.filter(|dir| !dir.join("deleted.json").exists()).map(Record::read).collect()
         };
         let once = |before: Option<Record>| match before {
             Some(before) => Err(format!("two objects have the name of {}", before.dir.display())),

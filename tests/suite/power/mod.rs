@@ -30,8 +30,8 @@ use clients::Worker;
 use fastrand::Rng;
 use machine::{Host, Machine, detach};
 use model::{CALLS, Cut, Stage};
+use testkit::PoolKind;
 use testkit::disk::Rack;
-use testkit::{PoolKind, have_root};
 
 /// The filesystems of the machine's disk, and the pools on each: in images, and in place.
 const MACHINES: [(Host, PoolKind); 7] = [
@@ -113,6 +113,7 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut>
     stage.take_cuts()
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_acknowledged_is_lost_in_a_power_cut() {
     if !can_run() {
@@ -162,6 +163,7 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut() {
 /// deleted (renamed, its subvolume destroyed, its directory removed), and anything else is synced. Linux 6.18
 /// cannot replay that log: the filesystem, the host's own where the pool is in place, did not mount any
 /// more.
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion() {
     if !can_run() {
@@ -198,9 +200,6 @@ async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion() {
 
 /// Whether the tests can run here.
 fn can_run() -> bool {
-    if !have_root() {
-        return false;
-    }
     let there = Path::new("/dev/fuse").exists();
     if !there {
         eprintln!("skipped: needs /dev/fuse, for the disks that lose power are served through it");
@@ -218,6 +217,7 @@ impl Drop for SweptOnDrop<'_> {
 }
 
 /// The instrument: what is synced survives every cut, on every filesystem, and what is not gets lost.
+#[test_with::root]
 #[test]
 fn a_disk_keeps_what_was_synced_and_loses_what_was_not() {
     if !can_run() {
