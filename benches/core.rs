@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use base::{BlockRange, BlockSize, ObjectDir, Stop};
 use cbt::{
-    AllocatedScan, Allocation, DeltaScan, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side, Step,
+    AllocatedScan, Allocation, DeltaScan, Found, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side,
     ToHash, Tuples,
 };
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
@@ -130,7 +130,7 @@ fn deltas(criterion: &mut Criterion) {
             let mut scan = DeltaScan::new(side(&base), side(&target), Some(way), 0);
             let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
             let mut found = 0;
-            while let Step::Run(run) = scan.next_run(&stop, until).expect("scan") {
+            while let Found::Run(run) = scan.next_run(&stop, until).expect("scan") {
                 found += run.len();
             }
             assert_eq!(found, BLOCKS / 16);

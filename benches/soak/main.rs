@@ -119,6 +119,7 @@ fn main() -> ExitCode {
     let pool = testkit::POOLS.into_iter().find(|pool| pool.name() == flag);
     let pool = pool.unwrap_or_else(|| panic!("POOL={flag}: it is btrfs, xfs or dir"));
     if !deltapath::sys::is_root() {
+        eprintln!("soak: it needs root, to attach loop devices and to mount");
         return ExitCode::FAILURE;
     }
     if let Err(what) = selfcheck::run() {

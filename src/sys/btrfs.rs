@@ -4,37 +4,26 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
+use std::mem::offset_of;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use linux_raw_sys::btrfs::{
+    BTRFS_EXTENT_DATA_KEY, BTRFS_FEATURE_INCOMPAT_NO_HOLES, BTRFS_FILE_EXTENT_INLINE, BTRFS_FILE_EXTENT_REG,
+    BTRFS_FIRST_FREE_OBJECTID, btrfs_file_extent_item, btrfs_ioctl_feature_flags,
+    btrfs_ioctl_get_subvol_info_args, btrfs_ioctl_search_header, btrfs_ioctl_search_key,
+    btrfs_ioctl_vol_args, btrfs_ioctl_vol_args_v2,
+};
+use linux_raw_sys::ioctl::{
+    BTRFS_IOC_GET_FEATURES, BTRFS_IOC_GET_SUBVOL_INFO, BTRFS_IOC_SNAP_CREATE_V2, BTRFS_IOC_SNAP_DESTROY,
+    BTRFS_IOC_SUBVOL_CREATE, BTRFS_IOC_TREE_SEARCH_V2,
+};
+
 use super::attributes::Flag;
 use base::{ByteRange, Written};
 use files::{Context, Result, step};
-
-/// `_IOW(0x94, 14, struct btrfs_ioctl_vol_args)` of `linux/btrfs.h`.
-const SUBVOL_CREATE: libc::c_ulong = 0x5000_940E;
-/// `_IOW(0x94, 15, struct btrfs_ioctl_vol_args)`.
-const SNAP_DESTROY: libc::c_ulong = 0x5000_940F;
-/// `_IOWR(0x94, 17, struct btrfs_ioctl_search_args_v2)`.
-const TREE_SEARCH_V2: libc::c_ulong = 0xC070_9411;
-/// `_IOW(0x94, 23, struct btrfs_ioctl_vol_args_v2)`.
-const SNAP_CREATE_V2: libc::c_ulong = 0x5000_9417;
-/// `_IOR(0x94, 57, struct btrfs_ioctl_feature_flags)`.
-const GET_FEATURES: libc::c_ulong = 0x8018_9439;
-/// `_IOR(0x94, 60, struct btrfs_ioctl_get_subvol_info_args)`.
-const GET_SUBVOL_INFO: libc::c_ulong = 0x81F8_943C;
-
-/// `BTRFS_FIRST_FREE_OBJECTID`: the inode number of every subvolume's root directory.
-const ROOT_INODE: u64 = 256;
-/// `BTRFS_FEATURE_INCOMPAT_NO_HOLES`.
-const NO_HOLES: u64 = 1 << 9;
-/// `BTRFS_EXTENT_DATA_KEY`.
-const EXTENT_DATA: u32 = 108;
-/// `BTRFS_FILE_EXTENT_INLINE` and `BTRFS_FILE_EXTENT_REG`; the third type is preallocated.
-const INLINE: u8 = 0;
-const REGULAR: u8 = 1;
 
 /// Bytes of tree items asked for a call: some 3,000 extents.
 const BATCH: usize = 256 << 10;
@@ -45,8 +34,8 @@ const BATCH: usize = 256 << 10;
 struct VolumeArguments([u8; 4096]);
 
 impl VolumeArguments {
-    const NAME: usize = 8;
-    const NAME_V2: usize = 56;
+    const NAME: usize = offset_of!(btrfs_ioctl_vol_args, name);
+    const NAME_V2: usize = offset_of!(btrfs_ioctl_vol_args_v2, __bindgen_anon_2);
 
     /// `None` where the name does not fit.
     fn new(descriptor: i64, name: &OsStr, name_at: usize) -> Option<Box<Self>> {
@@ -68,11 +57,11 @@ fn parent(path: &Path) -> Result<(File, &OsStr)> {
 }
 
 /// Calls an ioctl that names an entry of `dir`.
-fn name_call(dir: &File, request: libc::c_ulong, arguments: Option<Box<VolumeArguments>>) -> io::Result<()> {
+fn name_call(dir: &File, request: u32, arguments: Option<Box<VolumeArguments>>) -> io::Result<()> {
     let Some(mut arguments) = arguments else { return Err(io::Error::from(io::ErrorKind::InvalidFilename)) };
     // SAFETY: each of the requests reads the 4096 bytes of its argument, whose name ends with a zero
     // byte inside them; the box lives through the call.
-    match unsafe { libc::ioctl(dir.as_raw_fd(), request, &mut *arguments) } {
+    match unsafe { libc::ioctl(dir.as_raw_fd(), request.into(), &mut *arguments) } {
         0.. => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
@@ -88,11 +77,10 @@ pub fn is_btrfs(dir: &Path) -> Result<bool> {
 /// what mkfs makes by default) a search does not show it.
 pub fn records_holes(dir: &Path) -> Result<bool> {
     let file = File::open(dir).context("open", dir)?;
-    // compat, compat_ro, incompat.
-    let mut features = [0u64; 3];
-    // SAFETY: GET_FEATURES writes the three numbers of its argument, which lives through the call.
-    match unsafe { libc::ioctl(file.as_raw_fd(), GET_FEATURES, &mut features) } {
-        0.. => Ok(features[2] & NO_HOLES == 0),
+    let mut features = btrfs_ioctl_feature_flags { compat_flags: 0, compat_ro_flags: 0, incompat_flags: 0 };
+    // SAFETY: GET_FEATURES writes its argument, which lives through the call.
+    match unsafe { libc::ioctl(file.as_raw_fd(), BTRFS_IOC_GET_FEATURES.into(), &mut features) } {
+        0.. => Ok(features.incompat_flags & u64::from(BTRFS_FEATURE_INCOMPAT_NO_HOLES) == 0),
         _ => Err(io::Error::last_os_error()).context("ask for the features of", dir),
     }
 }
@@ -101,7 +89,7 @@ pub fn records_holes(dir: &Path) -> Result<bool> {
 pub fn create_subvolume(path: &Path) -> Result<()> {
     let (dir, name) = parent(path)?;
     let arguments = VolumeArguments::new(0, name, VolumeArguments::NAME);
-    step("make the subvolume", path, || name_call(&dir, SUBVOL_CREATE, arguments))?;
+    step("make the subvolume", path, || name_call(&dir, BTRFS_IOC_SUBVOL_CREATE, arguments))?;
     let made = File::open(path).context("open", path)?;
     Flag::OverwriteInPlace.set(&made, path, true)
 }
@@ -109,12 +97,15 @@ pub fn create_subvolume(path: &Path) -> Result<()> {
 /// Removes a subvolume with all that is in it, in constant time; open files in it stay readable.
 /// `Ok(false)` where `path` is none.
 pub fn destroy_subvolume(path: &Path) -> Result<bool> {
-    if std::fs::symlink_metadata(path).context("stat", path)?.ino() != ROOT_INODE || !is_btrfs(path)? {
+    // The inode number of every subvolume's root directory.
+    let is_root =
+        std::fs::symlink_metadata(path).context("stat", path)?.ino() == u64::from(BTRFS_FIRST_FREE_OBJECTID);
+    if !is_root || !is_btrfs(path)? {
         return Ok(false);
     }
     let (dir, name) = parent(path)?;
     let arguments = VolumeArguments::new(0, name, VolumeArguments::NAME);
-    step("remove the subvolume", path, || name_call(&dir, SNAP_DESTROY, arguments))?;
+    step("remove the subvolume", path, || name_call(&dir, BTRFS_IOC_SNAP_DESTROY, arguments))?;
     Ok(true)
 }
 
@@ -137,43 +128,30 @@ impl Subvolume {
         let (dir, name) = parent(target)?;
         let source = i64::from(self.dir.as_raw_fd());
         let arguments = VolumeArguments::new(source, name, VolumeArguments::NAME_V2);
-        step("make a snapshot of", &self.path, || name_call(&dir, SNAP_CREATE_V2, arguments))
+        step("make a snapshot of", &self.path, || name_call(&dir, BTRFS_IOC_SNAP_CREATE_V2, arguments))
     }
 
     /// The transaction that made this subvolume (`otransid`): all that is written into it afterwards,
     /// or into the one that it was copied from, carries a later one. Unlike `generation` it never
     /// changes.
     pub fn birth(&self) -> Result<u64> {
-        /// `struct btrfs_ioctl_get_subvol_info_args`, of which one field matters.
-        #[repr(C)]
-        struct Info {
-            before: [u64; 44],
-            otransid: u64,
-            after: [u64; 18],
+        /// The argument as the kernel writes it: bytes, of which one number matters.
+        #[repr(C, align(8))]
+        struct Info([u8; size_of::<btrfs_ioctl_get_subvol_info_args>()]);
+        let mut info = Box::new(Info([0; _]));
+        // SAFETY: GET_SUBVOL_INFO writes its argument, which is as long as `Info` and lives through the call.
+        match unsafe { libc::ioctl(self.dir.as_raw_fd(), BTRFS_IOC_GET_SUBVOL_INFO.into(), &mut *info) } {
+            0.. => number(&info.0, offset_of!(btrfs_ioctl_get_subvol_info_args, otransid)),
+            _ => Err(io::Error::last_os_error()),
         }
-        let mut info = Info { before: [0; 44], otransid: 0, after: [0; 18] };
-        // SAFETY: GET_SUBVOL_INFO writes at most the 504 bytes of `Info`, which lives through the call.
-        match unsafe { libc::ioctl(self.dir.as_raw_fd(), GET_SUBVOL_INFO, &mut info) } {
-            0.. => Ok(info.otransid),
-            _ => Err(io::Error::last_os_error()).context("ask for the birth of", &self.path),
-        }
+        .context("ask for the birth of", &self.path)
     }
 }
 
 /// `struct btrfs_ioctl_search_args_v2` with room for a batch of answers.
 #[repr(C)]
 struct Search {
-    tree: u64,
-    min_objectid: u64,
-    max_objectid: u64,
-    min_offset: u64,
-    max_offset: u64,
-    min_transid: u64,
-    max_transid: u64,
-    min_type: u32,
-    max_type: u32,
-    items: u32,
-    unused: [u32; 9],
+    key: btrfs_ioctl_search_key,
     size: u64,
     answers: [u8; BATCH],
 }
@@ -199,55 +177,59 @@ impl<'f> WrittenSince<'f> {
     /// What was written into `file` after transaction `since`, which has been.
     pub fn of(file: &'f File, path: &'f Path, since: u64) -> Result<Self> {
         let inode = file.metadata().context("stat", path)?.ino();
-        let search = Box::new(Search {
+        let key = btrfs_ioctl_search_key {
             // The tree of the subvolume that the descriptor is in.
-            tree: 0,
+            tree_id: 0,
             min_objectid: inode,
             max_objectid: inode,
             min_offset: 0,
             max_offset: u64::MAX,
             min_transid: since.saturating_add(1),
             max_transid: u64::MAX,
-            min_type: EXTENT_DATA,
-            max_type: EXTENT_DATA,
-            items: 0,
-            unused: [0; 9],
-            size: BATCH as u64,
-            answers: [0; BATCH],
-        });
+            min_type: BTRFS_EXTENT_DATA_KEY,
+            max_type: BTRFS_EXTENT_DATA_KEY,
+            nr_items: 0,
+            unused: 0,
+            unused1: 0,
+            unused2: 0,
+            unused3: 0,
+            unused4: 0,
+        };
+        let search = Box::new(Search { key, size: BATCH as u64, answers: [0; BATCH] });
         Ok(WrittenSince { file, path, inode, since, search, next: 0, left: 0, resume: Some(0) })
     }
 
     fn refill(&mut self, from: u64) -> Result<()> {
-        self.search.min_offset = from;
-        self.search.items = u32::MAX;
+        self.search.key.min_offset = from;
+        self.search.key.nr_items = u32::MAX;
         self.search.size = BATCH as u64;
         // SAFETY: TREE_SEARCH_V2 writes at most `size` bytes behind the header, and `Search` has room
         // for as many; the box is mutably borrowed through the call.
-        let rc = unsafe { libc::ioctl(self.file.as_raw_fd(), TREE_SEARCH_V2, &mut *self.search) };
+        let rc =
+            unsafe { libc::ioctl(self.file.as_raw_fd(), BTRFS_IOC_TREE_SEARCH_V2.into(), &mut *self.search) };
         if rc < 0 {
             return Err(io::Error::last_os_error()).context("search the tree of", self.path);
         }
         self.next = 0;
-        self.left = self.search.items;
+        self.left = self.search.key.nr_items;
         self.resume = None;
         Ok(())
     }
 
-    /// The next answer's key and item.
-    fn answer(&mut self) -> Option<(u64, Item)> {
-        const HEADER: usize = 32;
-        let number = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("8 bytes"));
-        self.left = self.left.checked_sub(1)?;
-        let header = &self.search.answers[self.next..self.next + HEADER];
-        let (objectid, offset) = (number(&header[8..16]), number(&header[16..24]));
-        let length = u32::from_ne_bytes(header[28..32].try_into().expect("4 bytes")) as usize;
-        self.next += HEADER;
-        let item = Item::decode(&self.search.answers[self.next..self.next + length]);
-        self.next += length;
+    /// The next answer's offset in the file and its item; `None` after the last.
+    fn answer(&mut self) -> io::Result<Option<(u64, Item)>> {
+        let Some(left) = self.left.checked_sub(1) else { return Ok(None) };
+        self.left = left;
+        let header = &self.search.answers[self.next.min(BATCH)..];
+        let objectid = number(header, offset_of!(btrfs_ioctl_search_header, objectid))?;
+        let offset = number(header, offset_of!(btrfs_ioctl_search_header, offset))?;
+        let length = u32::from_ne_bytes(bytes(header, offset_of!(btrfs_ioctl_search_header, len))?) as usize;
+        let item = header.get(size_of::<btrfs_ioctl_search_header>()..).and_then(|rest| rest.get(..length));
+        let item = Item::decode(item.ok_or(io::ErrorKind::InvalidData)?)?;
+        self.next += size_of::<btrfs_ioctl_search_header>() + length;
         self.resume = offset.checked_add(1);
         debug_assert_eq!(objectid, self.inode, "the search was for one file");
-        Some((offset, item))
+        Ok(Some((offset, item)))
     }
 }
 
@@ -260,15 +242,31 @@ struct Item {
 
 impl Item {
     /// Numbers are little-endian on disk.
-    fn decode(bytes: &[u8]) -> Self {
-        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
-        let kind = bytes[20];
-        match kind {
+    fn decode(item: &[u8]) -> io::Result<Self> {
+        let number = |at| bytes(item, at).map(u64::from_le_bytes);
+        let [kind] = bytes(item, offset_of!(btrfs_file_extent_item, type_))?;
+        let generation = number(offset_of!(btrfs_file_extent_item, generation))?;
+        if u32::from(kind) == BTRFS_FILE_EXTENT_INLINE as u32 {
             // The bytes themselves follow; their length in memory counts.
-            INLINE => Item { generation: number(0), length: number(8), data: true },
-            _ => Item { generation: number(0), length: number(45), data: kind == REGULAR && number(21) != 0 },
+            let length = number(offset_of!(btrfs_file_extent_item, ram_bytes))?;
+            return Ok(Item { generation, length, data: true });
         }
+        let length = number(offset_of!(btrfs_file_extent_item, num_bytes))?;
+        let is_hole = number(offset_of!(btrfs_file_extent_item, disk_bytenr))? == 0;
+        // The third kind is preallocated.
+        let data = u32::from(kind) == BTRFS_FILE_EXTENT_REG as u32 && !is_hole;
+        Ok(Item { generation, length, data })
     }
+}
+
+/// The bytes of a field of a struct that the kernel wrote.
+fn bytes<const N: usize>(of: &[u8], at: usize) -> io::Result<[u8; N]> {
+    let field = of.get(at..).and_then(|rest| rest.first_chunk());
+    field.copied().ok_or_else(|| io::ErrorKind::InvalidData.into())
+}
+
+fn number(of: &[u8], at: usize) -> io::Result<u64> {
+    bytes(of, at).map(u64::from_ne_bytes)
 }
 
 impl Iterator for WrittenSince<'_> {
@@ -276,7 +274,15 @@ impl Iterator for WrittenSince<'_> {
 
     fn next(&mut self) -> Option<Result<Written>> {
         loop {
-            while let Some((start, item)) = self.answer() {
+            loop {
+                let (start, item) = match self.answer() {
+                    Ok(Some(answer)) => answer,
+                    Ok(None) => break,
+                    Err(error) => {
+                        (self.left, self.resume) = (0, None);
+                        return Some(Err(error).context("read the tree of", self.path));
+                    }
+                };
                 // A leaf that was written since also holds items that were not. A hole is told whatever it
                 // carries: before Linux 6.0 one that was punched beside it made it longer and left its
                 // generation as it was.

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use roaring::RoaringBitmap;
 
-use super::segment::{MapFile, MapHeader, MapWriter, locate, segment_range};
+use super::segment::{MapFile, MapHeader, MapWriter, segment_range};
+use super::walk::Segments;
 use super::{Error, Result};
 use base::{BlockRange, BlockSize, ByteRange, Stop};
 use files::DataRanges;
@@ -188,38 +189,5 @@ impl AllocatedScan {
 
     pub(super) fn resume(&mut self, segment: Runs) {
         self.segment = Some(segment);
-    }
-}
-
-/// The segments that a scan goes through, and how far it is.
-pub(super) struct Segments {
-    indexes: Vec<u32>,
-    /// All blocks before it were handed out.
-    pub(super) next: u64,
-}
-
-impl Segments {
-    /// From block `start` on through segments, which ascend.
-    pub(super) fn new(indexes: Vec<u32>, start: u64) -> Self {
-        Segments { indexes, next: start }
-    }
-
-    /// The segment that comes next, or that `next` is in.
-    pub(super) fn current(&self) -> Option<u32> {
-        let first = locate(self.next).0;
-        self.indexes.get(self.indexes.partition_point(|index| *index < first)).copied()
-    }
-
-    fn goes_on_after(&self, index: u32) -> bool {
-        self.indexes.last().is_some_and(|last| *last > index)
-    }
-
-    /// The members of a segment that were not handed out.
-    pub(super) fn not_passed(&self, mut members: RoaringBitmap, index: u32) -> RoaringBitmap {
-        let (first, within) = locate(self.next);
-        if index == first {
-            members.remove_range(..within);
-        }
-        members
     }
 }

@@ -7,11 +7,11 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
-use super::allocation::{Allocation, Segments};
+use super::allocation::Allocation;
 use super::hash::zero_hash;
 use super::hashfile::{HashFile, HashReader};
-use super::runs::Step;
-use super::segment::{MapFile, SEGMENT_BLOCKS, all_indexes, segment_range};
+use super::segment::{MapFile, all_indexes, all_of_a_segment, segment_range};
+use super::walk::{Found, Segments};
 use super::{BlockHash, Error, Result};
 use base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
 use files::Context;
@@ -42,16 +42,10 @@ impl Side {
         };
         let also = data.as_ref().map(File::try_clone).transpose().context("open", &data_path)?;
         // `pending` before the hashes: a slot is written before its block leaves `pending`.
-        let pending = match (MapFile::open(&dir.pending()), &data) {
-            (Err(Error::Damaged { path, what }), Some(_)) => {
-                tracing::error!(path = %path.display(), what, "a map is damaged, reading the data instead of hashes");
-                None
-            }
-            (Err(Error::Damaged { path, what }), None) => {
-                return Err(Error::Lost { what: format!("{}: {what}", path.display()) });
-            }
-            (opened, _) => Some(opened?),
-        };
+        let pending = MapFile::open_sound(&dir.pending())?;
+        if pending.is_none() && data.is_none() {
+            return Err(Error::Lost { what: dir.pending().display().to_string() });
+        }
         Ok(Side {
             allocated: Allocation::new(MapFile::open(&dir.allocated())?, also, &data_path),
             pending,
@@ -66,21 +60,13 @@ impl Side {
     }
 
     fn pending_segment(&self, index: u32) -> Result<RoaringBitmap> {
-        let all = || {
-            let mut all = RoaringBitmap::new();
-            all.insert_range(0..SEGMENT_BLOCKS as u32);
-            all
-        };
-        match self.pending.as_ref().map(|map| map.segment(index)) {
-            None => Ok(all()),
-            Some(Err(Error::Damaged { path, what })) => match &self.data {
-                Some(_) => {
-                    tracing::error!(path = %path.display(), what, "a map is damaged, reading the data instead of hashes");
-                    Ok(all())
-                }
-                None => Err(Error::Lost { what: format!("{}: {what}", path.display()) }),
-            },
-            Some(segment) => segment,
+        let sound = self.pending.as_ref().map_or(Ok(None), |map| map.sound_segment(index))?;
+        match (sound, &self.data) {
+            (Some(members), _) => Ok(members),
+            (None, Some(_)) => Ok(all_of_a_segment()),
+            (None, None) => {
+                Err(Error::Lost { what: format!("what is hashed of {}", self.data_path.display()) })
+            }
         }
     }
 
@@ -225,13 +211,7 @@ fn changed_on_the_way(maps: &[MapFile], index: u32, stop: &Stop) -> Result<Optio
     let (mut all, mut doubtful) = (RoaringBitmap::new(), RoaringBitmap::new());
     for map in maps {
         stop.check()?;
-        let segment = match map.segment(index) {
-            Err(Error::Damaged { path, what }) => {
-                tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
-                return Ok(None);
-            }
-            segment => segment?,
-        };
+        let Some(segment) = map.sound_segment(index)? else { return Ok(None) };
         match map.is_exact() {
             true => doubtful |= &all & &segment,
             false => doubtful |= &segment,
@@ -260,7 +240,7 @@ impl DeltaScan {
 
     /// The next run of differing blocks, ascending; runs may end anywhere, also where they go on. After
     /// `until` it looks no further than it must.
-    pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Step> {
+    pub fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Found> {
         let mut run: Option<BlockRange> = None;
         loop {
             let candidate = self.segment.as_mut().and_then(|segment| {
@@ -269,15 +249,15 @@ impl DeltaScan {
             });
             let Some((segment, within)) = candidate else {
                 if let Some(run) = run {
-                    return Ok(Step::Run(run));
+                    return Ok(Found::Run(run));
                 }
                 if !self.load_next_segment(stop)? {
-                    return Ok(Step::End);
+                    return Ok(Found::End);
                 }
                 // A segment that takes long to load is not given up before a block of it was judged: it may have to be
                 // loaded again.
                 if self.segment.is_none() && Instant::now() >= until {
-                    return Ok(Step::Pause);
+                    return Ok(Found::Nothing);
                 }
                 continue;
             };
@@ -285,13 +265,13 @@ impl DeltaScan {
             if let Some(run) = run
                 && block != run.end
             {
-                return Ok(Step::Run(run));
+                return Ok(Found::Run(run));
             }
             self.looked = (self.looked + 1) % LOOK;
             if self.looked == 0 {
                 stop.check()?;
                 if Instant::now() >= until {
-                    return Ok(run.map_or(Step::Pause, Step::Run));
+                    return Ok(run.map_or(Found::Nothing, Found::Run));
                 }
             }
             let differs = self.sides.differ(segment, within, block, stop)?;
@@ -300,7 +280,7 @@ impl DeltaScan {
             match (&mut run, differs) {
                 (None, true) => run = Some(BlockRange { start: block, end: block + 1 }),
                 (Some(run), true) => run.end = block + 1,
-                (Some(run), false) => return Ok(Step::Run(*run)),
+                (Some(run), false) => return Ok(Found::Run(*run)),
                 (None, false) => {}
             }
         }

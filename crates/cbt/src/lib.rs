@@ -17,6 +17,7 @@ mod runs;
 mod scan;
 mod scrub;
 mod segment;
+mod walk;
 mod written;
 
 pub use allocation::{AllocatedScan, Allocation, scan_allocated};
@@ -25,10 +26,11 @@ pub use error::Error;
 pub use hash::{BlockHash, hash_each, zero_hash};
 pub use hashfile::{HashFile, HashReader};
 pub use physical::PhysicalDiff;
-pub use runs::{Loaded, RunSource, Step, Tuples};
+pub use runs::{Loaded, RunSource, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
 pub use scrub::{Finding, Progress, check_maps, scrub};
 pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, copy_map, write_union};
+pub use walk::Found;
 pub use written::{NewMaps, write_written};
 
 /// Fuzz targets of this room; each stands beside the format that it is about.

@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::Result;
 use super::allocation::{self, AllocatedScan};
 use super::delta::{self, DeltaScan};
+use super::walk::Found;
 use base::{BlockRange, BlockSize, ByteRange, Stop};
 
 /// Where the runs of an answer come from.
@@ -15,21 +16,10 @@ pub enum RunSource {
     Delta(Box<DeltaScan>),
 }
 
-/// What a look for the next run found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// A run of blocks.
-    Run(BlockRange),
-    /// Nothing yet, and the time that was given is over.
-    Pause,
-    /// There is no more.
-    End,
-}
-
 impl RunSource {
-    fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Step> {
+    fn next_run(&mut self, stop: &Stop, until: Instant) -> Result<Found> {
         match self {
-            RunSource::Allocated(scan) => Ok(scan.next_run(stop)?.map_or(Step::End, Step::Run)),
+            RunSource::Allocated(scan) => Ok(scan.next_run(stop)?.map_or(Found::End, Found::Run)),
             RunSource::Delta(scan) => scan.next_run(stop, until),
         }
     }
@@ -138,9 +128,9 @@ impl Tuples {
                 }
             }
             match self.source.next_run(stop, until)? {
-                Step::Run(next) => self.open = Some(next),
-                Step::Pause => return Ok(true),
-                Step::End => return Ok(false),
+                Found::Run(next) => self.open = Some(next),
+                Found::Nothing => return Ok(true),
+                Found::End => return Ok(false),
             }
             // Known only by looking: a full last message is not followed by an empty one.
             if tuples.len() == most {
@@ -159,12 +149,12 @@ impl Tuples {
         while tuples.len() < most {
             match (self.source.next_run(stop, until)?, &mut self.open) {
                 // Sources cut their runs at segment borders.
-                (Step::Run(next), Some(open)) if open.end == next.start => open.end = next.end,
-                (Step::Run(next), open) => {
+                (Found::Run(next), Some(open)) if open.end == next.start => open.end = next.end,
+                (Found::Run(next), open) => {
                     tuples.extend(open.replace(next).map(|run| run.bytes(self.size)));
                 }
-                (Step::Pause, _) => return Ok(true),
-                (Step::End, open) => {
+                (Found::Nothing, _) => return Ok(true),
+                (Found::End, open) => {
                     tuples.extend(open.take().map(|run| run.bytes(self.size)));
                     return Ok(false);
                 }

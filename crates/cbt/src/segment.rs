@@ -168,6 +168,21 @@ impl MapFile {
         self.indexes.iter().copied()
     }
 
+    /// Opens a map that may hold too much, `changed` or `pending`; `None` where it is damaged, so that it may hold all.
+    pub fn open_sound(path: &Path) -> Result<Option<Self>> {
+        sound(MapFile::open(path))
+    }
+
+    /// The members of a segment of such a map; `None` where it is damaged.
+    pub fn sound_segment(&self, index: u32) -> Result<Option<RoaringBitmap>> {
+        sound(self.segment(index))
+    }
+
+    /// The same with all blocks of a damaged one.
+    pub fn segment_or_all(&self, index: u32) -> Result<RoaringBitmap> {
+        Ok(self.sound_segment(index)?.unwrap_or_else(all_of_a_segment))
+    }
+
     /// The most memory that a segment takes while it is read, in bytes.
     pub(super) fn segment_bytes(&self) -> usize {
         2 * self.largest as usize
@@ -215,6 +230,23 @@ impl MapFile {
     pub fn count(&self) -> Result<u64> {
         self.indexes().try_fold(0, |sum, index| Ok(sum + self.segment(index)?.len()))
     }
+}
+
+/// Damage of a map that may hold too much costs time, and no answer: it is logged, and the map not believed.
+fn sound<T>(read: Result<T>) -> Result<Option<T>> {
+    match read {
+        Err(Error::Damaged { path, what }) => {
+            tracing::error!(path = %path.display(), what, "a map is damaged, reading more than it would have asked for");
+            Ok(None)
+        }
+        read => read.map(Some),
+    }
+}
+
+pub(super) fn all_of_a_segment() -> RoaringBitmap {
+    let mut all = RoaringBitmap::new();
+    all.insert_range(0..SEGMENT_BLOCKS as u32);
+    all
 }
 
 /// Reads bytes of a map. What the disk does not give back is damaged, like what it gives back changed: it can be

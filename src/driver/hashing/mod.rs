@@ -17,13 +17,13 @@ use roaring::RoaringBitmap;
 pub(super) use queue::Hashing;
 use queue::{Next, Part, TURN, Work};
 
-use super::history::{header, members_or_all};
+use super::history::header;
 use super::{Driver, Error, Result};
 use crate::store::{Index, SnapshotRecord};
 use crate::sys;
 use base::ObjectDir;
 use cbt::{
-    self, Allocation, DeltaScan, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, Step, ToHash,
+    self, Allocation, DeltaScan, Found, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, ToHash,
 };
 use files::Context;
 use files::durable;
@@ -132,10 +132,9 @@ impl Driver {
 
     /// Hashes what may have changed since the parent, in the parent and the snapshot, and then keeps what did.
     fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
-        let changed = match MapFile::open(&self.store.snapshot_dir(record).changed()) {
-            // Deltas compare all blocks instead.
-            Err(cbt::Error::Damaged { .. }) => return Ok(true),
-            changed => changed?,
+        // Where it is damaged, deltas compare all blocks.
+        let Some(changed) = MapFile::open_sound(&self.store.snapshot_dir(record).changed())? else {
+            return Ok(true);
         };
         let Some(relation) = changed.header().relative_to.clone().filter(|relation| !relation.exact) else {
             return Ok(true);
@@ -227,9 +226,9 @@ impl Driver {
             DeltaScan::new(self.side(parent, stop)?, self.side(record, stop)?, Some(vec![changed]), 0);
         loop {
             match scan.next_run(stop, Instant::now() + TURN)? {
-                Step::Run(run) => writer.insert(run)?,
-                Step::Pause => {}
-                Step::End => return Ok(writer.finish()?),
+                Found::Run(run) => writer.insert(run)?,
+                Found::Nothing => {}
+                Found::End => return Ok(writer.finish()?),
             }
         }
     }
@@ -243,19 +242,17 @@ impl Driver {
     ) -> Result<Option<Rest>> {
         let stop = &self.hashing.stop;
         let dir = self.store.snapshot_dir(record);
-        let pending = match MapFile::open(&dir.pending()) {
+        let pending = match MapFile::open_sound(&dir.pending())? {
+            Some(pending) => pending,
             // Nothing is known to be hashed then.
-            Err(cbt::Error::Damaged { .. }) => {
-                self.healed(record, stop, || MapFile::open(&dir.allocated()))?
-            }
-            opened => opened?,
+            None => self.healed(record, stop, || MapFile::open(&dir.allocated()))?,
         };
         let wanted: Vec<u32> = match only {
             None => pending.indexes().collect(),
             Some(only) => {
                 let mut shared = Vec::new();
                 for index in only.indexes() {
-                    if !members_or_all(&pending, index)?.is_disjoint(&members_or_all(only, index)?) {
+                    if !pending.segment_or_all(index)?.is_disjoint(&only.segment_or_all(index)?) {
                         shared.push(index);
                     }
                 }
@@ -280,9 +277,9 @@ impl Driver {
         let mut taken = BTreeMap::new();
         for index in indexes.by_ref() {
             let held = allocated.segment(index)?;
-            let mut pended = members_or_all(&pending, index)?;
+            let mut pended = pending.segment_or_all(index)?;
             if let Some(only) = only {
-                pended &= members_or_all(only, index)?;
+                pended &= only.segment_or_all(index)?;
             }
             to_hash.forget(index, &pended - &held, stop)?;
             let mut members = &pended & held;
@@ -375,7 +372,7 @@ impl Rest {
         let mut writer = MapWriter::create(fresh, self.header.clone())?;
         for index in self.pending.indexes() {
             if let Some(taken) = self.taken.get(&index) {
-                writer.insert_segment(index, members_or_all(&self.pending, index)? - taken)?;
+                writer.insert_segment(index, self.pending.segment_or_all(index)? - taken)?;
                 continue;
             }
             match writer.copy_segment(&self.pending, index) {

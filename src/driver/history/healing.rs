@@ -12,9 +12,7 @@ use super::super::{Driver, Result};
 use super::{History, header};
 use crate::store::SnapshotRecord;
 use base::{ObjectDir, Stop};
-use cbt::{
-    self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, scan_allocated,
-};
+use cbt::{self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, scan_allocated};
 use files::Context;
 use files::durable;
 
@@ -200,10 +198,7 @@ fn differing(claimed: &MapFile, found: &MapFile) -> Result<Segments> {
     indexes.dedup();
     let mut differing = Segments::new();
     for index in indexes {
-        let members = match claimed.segment(index) {
-            Err(cbt::Error::Damaged { .. }) => RoaringBitmap::new(),
-            members => members?,
-        } ^ found.segment(index)?;
+        let members = claimed.sound_segment(index)?.unwrap_or_default() ^ found.segment(index)?;
         if !members.is_empty() {
             differing.push((index, members));
         }
@@ -220,7 +215,7 @@ fn add_to(map: &MapFile, header: MapHeader, more: &Segments, path: &Path) -> Res
             while let Some((index, members)) = more.next_if(|(other, _)| *other < index) {
                 writer.insert_segment(*index, members.clone())?;
             }
-            let mut members = members_or_all(map, index)?;
+            let mut members = map.segment_or_all(index)?;
             if let Some((_, others)) = more.next_if(|(other, _)| *other == index) {
                 members |= others;
             }
@@ -231,12 +226,4 @@ fn add_to(map: &MapFile, header: MapHeader, more: &Segments, path: &Path) -> Res
         }
         writer.finish().map_err(Into::into)
     })
-}
-
-/// What a map that may hold too much says of a segment: all, where it is damaged.
-pub(in super::super) fn members_or_all(map: &MapFile, index: u32) -> Result<RoaringBitmap> {
-    match map.segment(index) {
-        Err(cbt::Error::Damaged { .. }) => Ok((0..SEGMENT_BLOCKS as u32).collect()),
-        members => Ok(members?),
-    }
 }

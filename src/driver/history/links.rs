@@ -23,15 +23,11 @@ impl Driver {
         let mut maps = Vec::new();
         let mut at = target.clone();
         while at.id != base.id {
-            let map = match MapFile::open(&self.store.snapshot_dir(&at).changed()) {
-                Ok(map) => map,
+            let map = match MapFile::open_sound(&self.store.snapshot_dir(&at).changed()) {
                 Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
-                Err(cbt::Error::Damaged { path, what }) => {
-                    tracing::error!(path = %path.display(), what, "a map is damaged, comparing all blocks instead");
-                    return Ok(None);
-                }
-                Err(error) => return Err(error.into()),
+                map => map?,
             };
+            let Some(map) = map else { return Ok(None) };
             let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
             let before = self.store.read(|index| index.known(&before.snapshot));
             let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {

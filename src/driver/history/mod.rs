@@ -20,7 +20,6 @@ use super::{Driver, Result};
 use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
 use base::VolumeId;
 use cbt::MapHeader;
-pub(super) use healing::members_or_all;
 pub(super) use parent::Parent;
 pub use retention::Retention;
 

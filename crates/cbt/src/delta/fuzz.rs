@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::*;
+use crate::SEGMENT_BLOCKS;
 use crate::hash::hash_block;
 use crate::hashfile::page_of;
 use crate::segment::fuzz::{an_id, damage};
@@ -150,13 +151,13 @@ fn run(base: &ObjectDir, target: &ObjectDir, steps: Option<&[PathBuf]>, start: u
     let (mut found, mut end) = (BTreeSet::new(), start);
     loop {
         match scan.next_run(&Stop::default(), Instant::now() + Duration::from_secs(60))? {
-            Step::Run(run) => {
+            Found::Run(run) => {
                 assert!(run.start >= end && run.start < run.end && run.end <= BLOCKS, "{run:?} after {end}");
                 end = run.end;
                 found.extend(run.start..run.end);
             }
-            Step::Pause => {}
-            Step::End => return Ok(found),
+            Found::Nothing => {}
+            Found::End => return Ok(found),
         }
     }
 }

@@ -91,9 +91,9 @@ fn runs(scan: &mut DeltaScan) -> Vec<(u64, u64)> {
     let mut runs = Vec::new();
     loop {
         match scan.next_run(&stop, until).expect("scan") {
-            Step::Run(run) => runs.push((run.start, run.end)),
-            Step::Pause => panic!("a minute is over"),
-            Step::End => return runs,
+            Found::Run(run) => runs.push((run.start, run.end)),
+            Found::Nothing => panic!("a minute is over"),
+            Found::End => return runs,
         }
     }
 }
@@ -201,9 +201,9 @@ fn a_scan_out_of_time_pauses_and_goes_on_where_it_was() {
     let (mut runs, mut pauses) = (Vec::new(), 0);
     loop {
         match scan.next_run(&stop, over).expect("scan") {
-            Step::Run(run) => runs.push((run.start, run.end)),
-            Step::Pause => pauses += 1,
-            Step::End => break,
+            Found::Run(run) => runs.push((run.start, run.end)),
+            Found::Nothing => pauses += 1,
+            Found::End => break,
         }
     }
     assert_eq!(runs, [(0, 1), (300, 301)]);

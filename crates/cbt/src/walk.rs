@@ -1,0 +1,50 @@
+//! Walking through maps, segment by segment, for the next run of blocks.
+
+use roaring::RoaringBitmap;
+
+use super::segment::locate;
+use base::BlockRange;
+
+/// What a look for the next run found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// A run of blocks.
+    Run(BlockRange),
+    /// Nothing yet, and the time that was given is over.
+    Nothing,
+    /// There is no more.
+    End,
+}
+
+/// The segments that a scan goes through, and how far it is.
+pub(super) struct Segments {
+    indexes: Vec<u32>,
+    /// All blocks before it were handed out.
+    pub(super) next: u64,
+}
+
+impl Segments {
+    /// From block `start` on through segments, which ascend.
+    pub(super) fn new(indexes: Vec<u32>, start: u64) -> Self {
+        Segments { indexes, next: start }
+    }
+
+    /// The segment that comes next, or that `next` is in.
+    pub(super) fn current(&self) -> Option<u32> {
+        let first = locate(self.next).0;
+        self.indexes.get(self.indexes.partition_point(|index| *index < first)).copied()
+    }
+
+    pub(super) fn goes_on_after(&self, index: u32) -> bool {
+        self.indexes.last().is_some_and(|last| *last > index)
+    }
+
+    /// The members of a segment that were not handed out.
+    pub(super) fn not_passed(&self, mut members: RoaringBitmap, index: u32) -> RoaringBitmap {
+        let (first, within) = locate(self.next);
+        if index == first {
+            members.remove_range(..within);
+        }
+        members
+    }
+}
