@@ -1,5 +1,6 @@
 //! The core beside the bare operation it cannot be faster than, in the same run: hashing, building a
 //! map, a delta, tuples, messages.
+#![allow(clippy::disallowed_methods)]
 
 use std::fs::File;
 use std::hint::black_box;

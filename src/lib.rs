@@ -18,6 +18,7 @@
 //! - [`base`]: ids, blocks, quantities, paths.
 //!
 //! A test (`tests/suite/arrows.rs`) reads the `crate::` paths and fails when one points up.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 pub mod cli;
 pub mod csi;

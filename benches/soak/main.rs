@@ -10,6 +10,7 @@
 //!
 //! Settings, by environment: `MINUTES` (30), `POOL` (btrfs, xfs or dir; btrfs). Fails on a mismatch, an error of fio,
 //! an answer that is not expected, a line of level ERROR in the log, and a leak. Needs root and fio.
+#![allow(clippy::disallowed_methods)]
 
 mod backup;
 mod curves;

@@ -4,6 +4,7 @@
 //!
 //! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `btrfs` or `xfs` beside them runs
 //! rows a, b, c and i on that pool alone.
+#![allow(clippy::disallowed_methods)]
 
 mod changes;
 mod fragments;

@@ -1,5 +1,6 @@
 //! Compiles `proto/csi.proto` with protox (pure Rust: no `protoc` on the machine) into the message
 //! types, clients and servers, and keeps the descriptor for the contract test.
+#![allow(clippy::disallowed_methods)]
 
 use std::path::PathBuf;
 

@@ -1,7 +1,7 @@
 //! The socket and the server behind it.
 
 use std::io;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use super::node::NodeService;
 use super::snapshot_metadata::{SnapshotMetadataService, counted};
 use crate::driver::Driver;
 use base::Endpoint;
-use files::step;
+use files::{change, step};
 use proto::controller_server::ControllerServer;
 use proto::group_controller_server::GroupControllerServer;
 use proto::identity_server::IdentityServer;
@@ -73,7 +73,7 @@ struct RemoveOnDrop(PathBuf);
 
 impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
-        let _ = step("remove", &self.0, || std::fs::remove_file(&self.0));
+        let _ = change::remove_file(&self.0);
     }
 }
 
@@ -85,19 +85,19 @@ fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             if let Some(parent) = path.parent() {
-                step("make the directory", parent, || std::fs::create_dir_all(parent)).map_err(failed)?;
+                change::create_dir_all(parent).map_err(failed)?;
             }
         }
         Err(error) => return Err(EndpointError::Listen(endpoint.clone(), error)),
         Ok(meta) if !meta.file_type().is_socket() => return Err(EndpointError::NotASocket(endpoint.clone())),
         Ok(_) => match UnixStream::connect(path) {
             Ok(_) => return Err(EndpointError::Live(endpoint.clone())),
-            Err(_) => step("remove", path, || std::fs::remove_file(path)).map_err(failed)?,
+            Err(_) => change::remove_file(path).map_err(failed)?,
         },
     }
+    #[expect(clippy::disallowed_methods, reason = "this is the step")]
     let listener = step("bind", path, || UnixListener::bind(path)).map_err(failed)?;
-    let mode = std::fs::Permissions::from_mode(0o660);
-    step("set the mode of", path, || std::fs::set_permissions(path, mode)).map_err(failed)?;
+    change::set_mode(path, 0o660).map_err(failed)?;
     Ok(listener)
 }
 

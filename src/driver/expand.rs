@@ -11,7 +11,7 @@ use crate::store::{AccessKind, Tuning, VolumeRecord};
 use crate::sys::blockdev;
 use crate::sys::loopdev::LoopDevice;
 use files::Context;
-use files::step;
+use files::change;
 
 /// What an expansion came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +52,8 @@ impl Driver {
             self.check_host()?;
             let _room = self.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
-            step("set the length of", &path, || file.set_len(capacity))?;
-            step("sync", &path, || file.sync_all())?;
+            change::set_len(&file, &path, capacity)?;
+            change::sync(&file, &path)?;
         }
         let capacity = capacity.max(record.capacity);
         record = self.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
@@ -72,8 +72,8 @@ impl Driver {
         if length != record.capacity {
             tracing::warn!(volume_id = %record.id, length, capacity = record.capacity, "an expansion was cut short");
             let file = File::options().write(true).open(&path).context("open", &path)?;
-            step("set the length of", &path, || file.set_len(record.capacity))?;
-            step("sync", &path, || file.sync_all())?;
+            change::set_len(&file, &path, record.capacity)?;
+            change::sync(&file, &path)?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
 use base::{BlockSize, SnapshotId, Stop, VolumeId};
 use files::Context;
-use files::step;
+use files::change;
 
 /// The longest name a CO may give (CSI spec, "Size Limits").
 const MAX_NAME: usize = 128;
@@ -142,8 +142,8 @@ impl Driver {
         // A source smaller than its volume: the rest reads as zeros and is there to be written. What the pool
         // made whole is synced.
         if file.metadata().context("stat", &path)?.len() != record.capacity {
-            step("set the length of", &path, || file.set_len(record.capacity))?;
-            step("sync", &path, || file.sync_all())?;
+            change::set_len(&file, &path, record.capacity)?;
+            change::sync(&file, &path)?;
         }
         Ok(self.store.commit_volume(draft, record)?)
     }

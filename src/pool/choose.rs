@@ -8,7 +8,7 @@ use super::{Error, Pool, Result, probe};
 use crate::sys::{btrfs, loopdev, program, space};
 use base::{DataDir, PoolDir, PoolKind, Quantity};
 use files::durable;
-use files::{Context, step};
+use files::{Context, change};
 
 /// What the flags say about the pool.
 #[derive(Clone, Copy, Debug)]
@@ -144,10 +144,10 @@ pub(super) fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: For
     let image = data_dir.pool_image();
     let fresh = image.with_extension("img.new");
     durable::remove(&fresh)?;
-    let file = durable::create_new(&fresh)?;
-    step("set the length of", &fresh, || file.set_len(size))?;
+    let file = change::create_new(&fresh)?;
+    change::set_len(&file, &fresh, size)?;
     format.make(&fresh)?;
-    step("sync", &fresh, || File::open(&fresh)?.sync_all())?;
+    change::sync(&File::open(&fresh).context("open", &fresh)?, &fresh)?;
     durable::replace(&data_dir.untried(), &[])?;
     durable::rename(&fresh, &image)?;
     Ok(())

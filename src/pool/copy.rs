@@ -10,7 +10,7 @@ use crate::sys::clone;
 use base::{BlockSize, ByteRange, Stop};
 use files::Context;
 use files::DataRanges;
-use files::step;
+use files::{change, step};
 
 /// Bytes copied at once; a larger block is copied whole.
 const STEP: u64 = 4 << 20;
@@ -26,7 +26,7 @@ pub(super) fn sparse(
     stop: &Stop,
 ) -> Result<()> {
     let length = source.metadata().context("stat", target_path)?.len();
-    step("set the length of", target_path, || target.set_len(length))?;
+    change::set_len(target, target_path, length)?;
     clone::read_only_what_is_asked(source, target_path)?;
     let mut buffer = Vec::new();
     let mut next = 0;
@@ -75,7 +75,7 @@ fn through(
     sink(part.start, buffer)?;
     for data in &ranges {
         let bytes = &buffer[within(*data)];
-        step("write", target_path, || target.write_all_at(bytes, data.start))?;
+        change::write_at(target, target_path, bytes, data.start)?;
     }
     Ok(())
 }

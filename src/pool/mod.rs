@@ -24,8 +24,8 @@ use crate::sys::extents::Extents;
 use crate::sys::{clone, tree};
 use base::{BlockSize, ObjectDir, PoolKind, Stop};
 use files::Context;
+use files::change;
 use files::durable;
-use files::step;
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -90,9 +90,9 @@ impl Pool {
             Pool::Xfs | Pool::Dir => durable::make_dir(&target.bytes())?,
         }
         let path = target.data();
-        let file = durable::create_new(&path)?;
-        step("set the length of", &path, || file.set_len(length))?;
-        step("sync", &path, || file.sync_all())?;
+        let file = change::create_new(&path)?;
+        change::set_len(&file, &path, length)?;
+        change::sync(&file, &path)?;
         durable::sync_dir(&target.bytes())?;
         Ok(file)
     }
@@ -147,12 +147,12 @@ impl Pool {
         sink: Option<Sink<'_>>,
         stop: &Stop,
     ) -> Result<File> {
-        let file = durable::create_new(target)?;
+        let file = change::create_new(target)?;
         match self {
             Pool::Btrfs { .. } | Pool::Xfs => clone::reflink(source, &file, target)?,
             Pool::Dir => copy::sparse(source, &file, target, size, sink, stop)?,
         }
-        step("sync", target, || file.sync_all())?;
+        change::sync(&file, target)?;
         Ok(file)
     }
 

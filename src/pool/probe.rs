@@ -3,6 +3,8 @@
 //! That FICLONE succeeds is not enough. Changes are found by addresses, so a filesystem that lists
 //! made-up ones (a network filesystem may answer FIEMAP with the offset in the file) would lose every
 //! overwrite in silence. So it is tried, on two scratch files.
+// Scratch files without a name go with the process.
+#![allow(clippy::disallowed_methods)]
 
 use std::fs::File;
 use std::io::Write;

@@ -1,14 +1,13 @@
 //! What a data directory is, and who serves it.
 
-use std::fs;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
 use base::{DataDir, PoolKind};
+use files::change;
 use files::durable::{self, FileLock};
-use files::step;
 
 /// `DIR/deltapath.json`. Written last when a data directory is made: one without it holds no object
 /// yet, at most an image that the next start takes up.
@@ -46,7 +45,7 @@ pub struct Claim {
 impl Claim {
     /// Makes the directory where it is missing and takes its lock, which others may hold for so long.
     pub fn take(dir: DataDir, patience: Duration) -> Result<Self> {
-        step("make the data directory", dir.path(), || fs::create_dir_all(dir.path()))?;
+        change::create_dir_all(dir.path())?;
         match FileLock::try_lock(&dir.lock(), patience)? {
             Some(lock) => Ok(Claim { dir, _lock: lock }),
             None => Err(Error::Locked(dir.path().to_owned())),

@@ -101,6 +101,7 @@ fn unescape(field: &[u8]) -> PathBuf {
 }
 
 /// Mounts `device` with the filesystem's own `options` (comma separated).
+#[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, options: &str) -> Result<()> {
     step("mount a filesystem at", target, || {
         nix::mount::mount(Some(device), target, Some(fs_type), flags, Some(options))
@@ -185,6 +186,7 @@ pub fn unmount(target: &Path) -> Result<()> {
 const BUSY: Duration = Duration::from_millis(500);
 
 /// Unmounts what is seen at `target`, and nothing that lies below it.
+#[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn unmount_top(target: &Path) -> Result<()> {
     let deadline = Instant::now() + BUSY;
     step("unmount", target, || {

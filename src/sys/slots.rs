@@ -1,12 +1,11 @@
 //! A small file that is replaced in place: on a filesystem without room, where a new file cannot be made.
 
 use std::fs::File;
-use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
+use std::io;
 use std::path::Path;
 
 use super::attributes::Flag;
-use files::{Context, Result, durable, step};
+use files::{Context, Result, change, durable};
 
 /// Two slots of equal length, one of which holds the content and the other the one before it.
 ///
@@ -85,7 +84,7 @@ pub fn create(path: &Path) -> Result<()> {
 }
 
 fn make(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut file = durable::create_new(path)?;
+    let file = change::create_new(path)?;
     // On btrfs a block is overwritten in place only if its file says so while it is empty. No other filesystem takes that.
     match Flag::OverwriteInPlace.set(&file, path, true) {
         Err(error) if !matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOTTY | libc::EINVAL)) => {
@@ -93,8 +92,8 @@ fn make(path: &Path, bytes: &[u8]) -> Result<()> {
         }
         _ => {}
     }
-    step("write", path, || file.write_all(bytes))?;
-    step("sync", path, || file.sync_all())
+    change::write(&file, path, bytes)?;
+    change::sync(&file, path)
 }
 
 /// Replaces the content of a file, which is made where it is missing.
@@ -124,8 +123,8 @@ pub fn write(path: &Path, content: &[u8]) -> Result<()> {
         return durable::replace_with(path, &path.with_extension("json.new"), |fresh| make(fresh, &bytes));
     };
     let file = File::options().write(true).open(path).context("open", path)?;
-    step("write", path, || file.write_all_at(&encoded, (place * length) as u64))?;
-    step("sync", path, || file.sync_data())
+    change::write_at(&file, path, &encoded, (place * length) as u64)?;
+    change::sync_data(&file, path)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use super::btrfs;
-use files::{Context, Result, durable, step};
+use files::{Context, Result, change, durable};
 
 /// Removes a directory and all that is in it. A btrfs subvolume in it goes as a whole, in constant time,
 /// whatever the number of extents of its files. A symbolic link is removed, never followed.
@@ -23,11 +23,11 @@ pub fn remove(path: &Path) -> Result<()> {
         match entry.file_type().context("stat", &inner)?.is_dir() {
             true if btrfs::destroy_subvolume(&inner)? => held_subvolume = true,
             true => remove(&inner)?,
-            false => step("remove", &inner, || fs::remove_file(&inner))?,
+            false => change::remove_file(&inner)?,
         }
     }
     if held_subvolume {
         durable::sync_dir(path)?;
     }
-    step("remove", path, || fs::remove_dir(path))
+    change::remove_dir(path)
 }

@@ -1,5 +1,6 @@
 //! The integration tests: one binary, a file a subject. They run the real driver in a process of its
 //! own, on real loop devices and filesystems, over its real socket.
+#![allow(clippy::disallowed_methods)]
 
 mod arrows;
 mod chaos;
@@ -39,7 +40,6 @@ mod security;
 mod seeds;
 mod snapshots;
 mod startup;
-mod steps;
 mod streams;
 mod usage;
 mod volumes;

@@ -11,8 +11,7 @@ use super::hash::{BlockHash, UNKNOWN};
 use super::segment::segment_range;
 use super::{Error, Result};
 use files::Context;
-use files::durable;
-use files::step;
+use files::change;
 
 const PAGE: usize = 4096;
 const HASH: usize = 32;
@@ -101,7 +100,7 @@ pub(super) fn page_of(block: u64) -> u64 {
 impl HashFile {
     /// Creates an empty file: nothing is known.
     pub fn create(path: &Path) -> Result<Self> {
-        Ok(HashFile { file: durable::create_new(path)?, path: path.to_owned() })
+        Ok(HashFile { file: change::create_new(path)?, path: path.to_owned() })
     }
 
     /// Opens a file for reading and writing, such as a clone of the parent's.
@@ -166,17 +165,17 @@ impl HashFile {
     pub(super) fn write_page(&self, number: u64, page: &mut Page) -> Result<()> {
         page.seal(number);
         let offset = number * PAGE as u64;
-        Ok(step("write", &self.path, || self.file.write_all_at(&page.bytes[..], offset))?)
+        Ok(change::write_at(&self.file, &self.path, &page.bytes[..], offset)?)
     }
 
     /// Forgets all hashes.
     pub fn clear(&self) -> Result<(), Error> {
-        Ok(step("set the length of", &self.path, || self.file.set_len(0))?)
+        Ok(change::set_len(&self.file, &self.path, 0)?)
     }
 
     /// Makes what was written durable.
     pub fn sync(&self) -> Result<(), Error> {
-        Ok(step("sync", &self.path, || self.file.sync_all())?)
+        Ok(change::sync(&self.file, &self.path)?)
     }
 
     /// The same file, open a second time.

@@ -10,8 +10,7 @@ use roaring::RoaringBitmap;
 use super::{Error, Result};
 use base::{BlockRange, BlockSize, SnapshotId, Stop};
 use files::Context;
-use files::durable;
-use files::step;
+use files::change;
 
 /// Blocks a segment covers: 16 GiB at 4 KiB blocks, a bitmap of at most 512 KiB in memory.
 pub const SEGMENT_BLOCKS: u64 = 1 << 22;
@@ -319,7 +318,7 @@ impl MapWriter {
     /// Starts a map in a new file.
     pub fn create(path: &Path, header: MapHeader) -> Result<Self> {
         Ok(MapWriter {
-            file: durable::create_new(path)?,
+            file: change::create_new(path)?,
             path: path.to_owned(),
             header,
             table: Vec::new(),
@@ -373,7 +372,7 @@ impl MapWriter {
 
     fn write_out(&mut self) -> Result<()> {
         let at = self.offset - self.waiting.len() as u64;
-        step("write", &self.path, || self.file.write_all_at(&self.waiting, at))?;
+        change::write_at(&self.file, &self.path, &self.waiting, at)?;
         self.waiting.clear();
         Ok(())
     }
@@ -427,7 +426,7 @@ impl MapWriter {
         bytes.extend(checksum.as_bytes());
         self.append(&bytes)?;
         self.write_out()?;
-        Ok(step("sync", &self.path, || self.file.sync_all())?)
+        Ok(change::sync(&self.file, &self.path)?)
     }
 }
 

@@ -1,5 +1,6 @@
 //! A small CSI client: what a sidecar, a kubelet and a backup tool do, over the driver's socket. Any
 //! driver's: it knows the wire contract and nothing of ours.
+#![allow(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 
 mod metadata;

@@ -1,25 +1,17 @@
 //! Files that are there after a power cut: synced, renamed into place, their directory synced.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::{Error, Result, step};
+use super::{Context, Error, Result, change, step};
 
 /// Creates `path`, which must not exist, with `bytes`, and syncs it. The directory entry is
 /// durable only after [`sync_dir`].
 pub fn write_new(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut file = create_new(path)?;
-    step("write", path, || file.write_all(bytes))?;
-    step("sync", path, || file.sync_all())
-}
-
-/// Creates an empty file for reading and writing; fails where `path` exists.
-pub fn create_new(path: &Path) -> Result<File> {
-    let mut options = OpenOptions::new();
-    step("create", path, || options.read(true).write(true).create_new(true).mode(0o600).open(path))
+    let file = change::create_new(path)?;
+    change::write(&file, path, bytes)?;
+    change::sync(&file, path)
 }
 
 /// Replaces `path` by `bytes` as one step: after a crash it holds the old bytes or the new ones.
@@ -53,21 +45,21 @@ pub fn create(path: &Path, bytes: &[u8]) -> Result<()> {
     prepare(&fresh, |fresh| write_new(fresh, bytes))?;
     let renamed = rename(&fresh, path);
     if renamed.is_err() {
-        let _ = step("remove", &fresh, || fs::remove_file(&fresh));
+        let _ = change::remove_file(&fresh);
     }
     renamed
 }
 
 /// Has a file written that a rename is to commit. Where that fails nothing is left of it.
 fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(), E>) -> Result<(), E> {
-    match step("remove", fresh, || fs::remove_file(fresh)) {
+    match change::remove_file(fresh) {
         Err(error) if !error.is_not_found() => return Err(error.into()),
         _ => {}
     }
     let written = write(fresh);
     if written.is_err() {
         // Of no use to anybody, and on a full disk it takes the room that others need.
-        let _ = step("remove", fresh, || fs::remove_file(fresh));
+        let _ = change::remove_file(fresh);
     }
     written
 }
@@ -76,9 +68,9 @@ fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(),
 /// file, and after a power cut perhaps the old one; unlike [`rename`] this cannot be undone, for the old one
 /// has no name any more.
 pub fn replace_by(fresh: &Path, path: &Path) -> Result<()> {
-    let renamed = step("replace", path, || fs::rename(fresh, path));
+    let renamed = change::rename("replace", path, fresh, path);
     if renamed.is_err() {
-        let _ = step("remove", fresh, || fs::remove_file(fresh));
+        let _ = change::remove_file(fresh);
     }
     renamed?;
     sync_dir(parent(path))
@@ -93,20 +85,20 @@ fn suffixed(path: &Path) -> PathBuf {
 /// Renames `from` to `to`, which must not exist, and syncs both directories: the commit of an object or of its
 /// removal. Where a sync fails the rename is undone, so that an error means that nothing happened.
 pub fn rename(from: &Path, to: &Path) -> Result<()> {
-    step("rename", from, || fs::rename(from, to))?;
+    change::rename("rename", from, from, to)?;
     let synced = sync_dir(parent(to)).and_then(|()| match parent(from) == parent(to) {
         true => Ok(()),
         false => sync_dir(parent(from)),
     });
     if synced.is_err() {
-        step("undo the rename of", from, || fs::rename(to, from))?;
+        change::rename("undo the rename of", from, to, from)?;
     }
     synced
 }
 
 /// Removes a file, if it is there, durably.
 pub fn remove(path: &Path) -> Result<()> {
-    match step("remove", path, || fs::remove_file(path)) {
+    match change::remove_file(path) {
         Ok(()) => sync_dir(parent(path)),
         Err(error) if error.is_not_found() => Ok(()),
         Err(error) => Err(error),
@@ -115,7 +107,7 @@ pub fn remove(path: &Path) -> Result<()> {
 
 /// Makes the entries of a directory durable.
 pub fn sync_dir(path: &Path) -> Result<()> {
-    step("sync", path, || File::open(path)?.sync_all())
+    change::sync(&File::open(path).context("open", path)?, path)
 }
 
 /// Makes all of the filesystem durable that `path` lies on (syncfs(2)).
@@ -128,8 +120,7 @@ pub fn sync_filesystem(path: &Path) -> Result<()> {
 
 /// Makes a directory that must not exist, open to root alone.
 pub fn make_dir(path: &Path) -> Result<()> {
-    use std::os::unix::fs::DirBuilderExt;
-    step("make the directory", path, || fs::DirBuilder::new().mode(0o700).create(path))
+    change::create_dir(path, 0o700)
 }
 
 fn parent(path: &Path) -> &Path {
@@ -151,9 +142,7 @@ impl FileLock {
     /// A process that is gone may seem to hold it for a moment: a program that it was starting has copies of its
     /// descriptors until exec closes them.
     pub fn try_lock(path: &Path, patience: Duration) -> Result<Option<Self>> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = step("open", path, || options.open(path))?;
+        let file = change::open_or_create(path)?;
         let deadline = Instant::now() + patience;
         loop {
             match file.try_lock() {

@@ -104,6 +104,7 @@ mod armed {
         let line = format!("{}\t{}\t{word}\t{step}\t{}\n", order.number, count.1, path.display());
         let mut log = control.as_os_str().to_owned();
         log.push(".log");
+        #[expect(clippy::disallowed_methods, reason = "the log of the steps is none")]
         let log = File::options().create(true).append(true).open(log);
         log.and_then(|mut log| log.write_all(line.as_bytes())).expect("the log of fail points takes a line");
         match order.action {

@@ -1,7 +1,9 @@
 //! Files: errors that name the path, writes that survive a power cut, the fail points before them, and which
 //! parts of a sparse file hold data. Nothing here knows what a file is for.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
+pub mod change;
 pub mod durable;
 pub mod failpoint;
 pub mod pattern;

@@ -1,4 +1,6 @@
 //! A test pattern: content that is written to a device, its model, and its comparison with devices and files.
+// Written by commands to devices, never by a driver.
+#![allow(clippy::disallowed_methods)]
 
 use std::collections::BTreeMap;
 use std::fs::File;

@@ -2,6 +2,7 @@
 //! and nothing of any driver.
 //!
 //! Exit codes: see each subcommand.
+#![allow(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 
 mod conformance;

@@ -1,5 +1,6 @@
 //! A driver under test: its process, its directory, its client. Dropped, also by a panic, it leaves no
 //! process, mount or loop device behind.
+#![allow(clippy::disallowed_methods)]
 #![allow(missing_docs)]
 
 pub mod broken;

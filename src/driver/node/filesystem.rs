@@ -12,14 +12,14 @@ use crate::sys::{self, blockdev, program};
 use base::ByteRange;
 use files::Context;
 use files::DataRanges;
-use files::step;
+use files::change;
 
 /// Whether not a single block of the image holds data.
 pub(super) fn is_blank(data: &Path) -> Result<bool> {
     let file = File::open(data).context("open", data)?;
     let length = file.metadata().context("stat", data)?.len();
     // Pages that a writer left dirty count too.
-    step("sync", data, || file.sync_all())?;
+    change::sync(&file, data)?;
     let first = DataRanges::of(&file, data, ByteRange { start: 0, end: length }).next();
     Ok(first.transpose()?.is_none())
 }

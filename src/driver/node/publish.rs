@@ -1,6 +1,6 @@
 //! Publishing: a staged volume shown at a target, as a directory or as a block device.
 
-use std::fs::{self, File};
+use std::fs::{self};
 use std::path::Path;
 
 use super::stage::remove_target;
@@ -12,7 +12,7 @@ use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount;
 use files::Context;
-use files::step;
+use files::change;
 
 impl Driver {
     /// Publishes a staged volume; done already is done.
@@ -181,7 +181,7 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
         return Ok(());
     }
     let target = &published.target;
-    match step("make the target", target, || File::options().write(true).create_new(true).open(target)) {
+    match change::create_new(target) {
         Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_file() => {}
         made => drop(made?),
     }
@@ -190,7 +190,7 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
 
 /// Makes a target for a filesystem, where there is none yet.
 pub(super) fn make_directory(target: &Path) -> Result<()> {
-    match step("make the target", target, || fs::create_dir(target)) {
+    match change::create_dir(target, 0o750) {
         Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_dir() => Ok(()),
         made => Ok(made?),
     }

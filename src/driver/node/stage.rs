@@ -12,7 +12,7 @@ use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
 use files::Context;
-use files::step;
+use files::change;
 
 impl Driver {
     /// Stages a volume; done already is done.
@@ -71,8 +71,8 @@ impl Driver {
     fn forget_formatting(&self, held: &mut Held) -> Result<()> {
         if std::mem::take(&mut held.state.formatting) {
             let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
-            step("clear", &held.data, || files::punch_hole(&file, 0, held.record.capacity))?;
-            step("sync", &held.data, || file.sync_all())?;
+            change::punch_hole(&file, &held.data, 0, held.record.capacity)?;
+            change::sync(&file, &held.data)?;
         }
         Ok(())
     }
@@ -222,10 +222,10 @@ pub(super) fn remove_target(target: &Path) -> Result<()> {
         meta => meta.context("stat", target)?,
     };
     let removed = match meta.is_dir() {
-        true => step("remove", target, || fs::remove_dir(target)),
+        true => change::remove_dir(target),
         // Ours was empty.
         false if meta.len() > 0 => return Ok(()),
-        false => step("remove", target, || fs::remove_file(target)),
+        false => change::remove_file(target),
     };
     match removed {
         // It was there before us, and holds what is not ours.

@@ -183,6 +183,7 @@ fn make_node(number: u32, path: &Path) -> Result<()> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, dev.clone()))
         .context("read the device number of", path)?;
     let mode = Mode::from_bits_truncate(0o660);
+    #[expect(clippy::disallowed_methods, reason = "this is the step")]
     let made =
         step("make the device node", path, || mknod(path, SFlag::S_IFBLK, mode, makedev(major, minor)));
     match made {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::{Access, sysfs};
 use files::Context;
 use files::Result;
-use files::step;
+use files::change;
 
 /// The path of the file that a device serves, as the kernel tells it; `None` when it serves nothing.
 pub(super) fn backing_path(number: u32) -> Option<PathBuf> {
@@ -99,5 +99,5 @@ fn read(path: &Path) -> Result<String> {
 }
 
 fn write(path: &Path, value: &str) -> Result<()> {
-    step("write", path, || fs::write(path, value))
+    change::write_whole(path, value.as_ref())
 }

@@ -1,5 +1,5 @@
 //! Fuzz target: deltas over any contents, maps and hashes, sound and damaged.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::disallowed_methods)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

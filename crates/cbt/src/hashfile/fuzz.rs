@@ -1,5 +1,5 @@
 //! Fuzz target: hash files as a disk might give them back.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::disallowed_methods)]
 
 use super::*;
 use crate::segment::fuzz::damage;

@@ -1,5 +1,5 @@
 //! Fuzz targets: maps as a disk might give them back.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::disallowed_methods)]
 
 use std::collections::BTreeSet;
 
