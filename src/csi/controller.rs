@@ -157,7 +157,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         unary(&self.0, rpc_span!("GetCapacity"), move |driver| {
             let capabilities = decode::capabilities(request.volume_capabilities)?;
-            let room = driver.room(&capabilities, &request.parameters)?;
+            let room = driver.available_capacity(&capabilities, &request.parameters)?;
             let ours = driver.topology();
             let elsewhere = request.accessible_topology.is_some_and(|asked| {
                 ours.iter().any(|(key, value)| asked.segments.get(key).is_some_and(|asked| asked != value))

@@ -52,7 +52,7 @@ impl CapacityRange {
 
 /// What GetCapacity answers, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct AvailableCapacity {
     /// What can be provisioned.
     pub available: u64,
     /// The largest volume that can be made.
@@ -177,7 +177,11 @@ impl Driver {
 
     /// What can be provisioned with these capabilities and parameters. Where nothing limits promises, the
     /// bytes free in the pool, or on its host where a sparse image has less behind it.
-    pub fn room(&self, capabilities: &[Capability], parameters: &HashMap<String, String>) -> Result<Room> {
+    pub fn available_capacity(
+        &self,
+        capabilities: &[Capability],
+        parameters: &HashMap<String, String>,
+    ) -> Result<AvailableCapacity> {
         let parameters = VolumeParameters::parse(parameters)?;
         let block_size = parameters.block_size.unwrap_or(BlockSize::MIN);
         let kinds = match (capabilities.is_empty(), parameters.fs_type) {
@@ -188,8 +192,10 @@ impl Driver {
         let most = block_size.round_down(self.config().max_volume_size.0);
         let least = block_size.round_up(least_size(&kinds)).unwrap_or(most);
         Ok(match self.promise()?.map(|most| self.left_of(most, 0)) {
-            Some(left) => Room { available: left, most: most.min(block_size.round_down(left)), least },
-            None => Room { available: self.open_pool.free()?, most, least },
+            Some(left) => {
+                AvailableCapacity { available: left, most: most.min(block_size.round_down(left)), least }
+            }
+            None => AvailableCapacity { available: self.open_pool.free()?, most, least },
         })
     }
 }

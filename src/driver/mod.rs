@@ -29,7 +29,7 @@ mod volumes;
 
 pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
-pub use capacity::{CapacityRange, Room};
+pub use capacity::{AvailableCapacity, CapacityRange};
 pub use check::{Discovery, Severity};
 pub use condition::Condition;
 pub use error::Error;

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use serde::Serialize;
 use tonic::{Code, Status};
 
-use super::lab::{Lab, Need};
+use super::fixtures::{Fixtures, Need};
 
 /// One requirement, and the test of it.
 pub(super) struct Case {
@@ -23,7 +23,7 @@ pub(super) struct Case {
     pub run: Run,
 }
 
-pub(super) type Run = for<'a> fn(&'a Lab) -> Pin<Box<dyn Future<Output = Judged> + Send + 'a>>;
+pub(super) type Run = for<'a> fn(&'a Fixtures) -> Pin<Box<dyn Future<Output = Judged> + Send + 'a>>;
 
 /// How the spec puts a requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

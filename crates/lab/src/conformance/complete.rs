@@ -4,8 +4,8 @@
 use super::answer::{Answer, missing, unit};
 use super::case::{Judged, Verdict, Wrong, remarked};
 use super::content::{BLOCK, blocking, differs_outside};
+use super::fixtures::{Fixtures, Kind, Snap};
 use super::history::{emptied, filled};
-use super::lab::{Kind, Lab, Snap};
 use super::ranges::Ranges;
 
 /// Says how much more is listed than had to be, beyond the driver's own unit.
@@ -18,89 +18,98 @@ fn more(told: &Ranges, may: &Ranges, unit: u64, what: &str) -> Vec<String> {
 }
 
 /// The unit of the driver's tuples.
-async fn learned(lab: &Lab) -> Result<u64, Wrong> {
+async fn learned(fixtures: &Fixtures) -> Result<u64, Wrong> {
     let mut answers = Vec::new();
     for kind in [Kind::Allocated, Kind::Delta] {
         // One that is refused teaches nothing, and is for other cases to judge.
-        answers.push(lab.try_ask(&lab.question(kind)?, &lab.options(0, 0)).await?);
+        answers.push(fixtures.try_ask(&fixtures.question(kind)?, &fixtures.options(0, 0)).await?);
     }
     Ok(unit(&answers).max(BLOCK))
 }
 
 /// What a snapshot holds is in its answer.
-pub(super) async fn check_allocated(lab: &Lab, snap: &Snap) -> Result<Vec<String>, Wrong> {
-    let told = lab.ask(&snap.allocated(), 0, 0).await?.ranges();
+pub(super) async fn check_allocated(fixtures: &Fixtures, snap: &Snap) -> Result<Vec<String>, Wrong> {
+    let told = fixtures.ask(&snap.allocated(), 0, 0).await?.ranges();
     missing("that were written", &snap.content.data(), &told)?;
-    Ok(more(&told, &snap.content.written(), learned(lab).await?, "that were never written, or discarded"))
+    Ok(more(
+        &told,
+        &snap.content.written(),
+        learned(fixtures).await?,
+        "that were never written, or discarded",
+    ))
 }
 
 /// What changed between two snapshots is in the answer.
-pub(super) async fn check_delta(lab: &Lab, base: &Snap, target: &Snap) -> Result<Vec<String>, Wrong> {
+pub(super) async fn check_delta(
+    fixtures: &Fixtures,
+    base: &Snap,
+    target: &Snap,
+) -> Result<Vec<String>, Wrong> {
     let changed = target.content.changed_since(&base.content);
-    let told = lab.ask(&target.since(base), 0, 0).await?.ranges();
+    let told = fixtures.ask(&target.since(base), 0, 0).await?.ranges();
     missing("that changed", &changed, &told)?;
-    Ok(more(&told, &changed, learned(lab).await?, "whose content is the same in both"))
+    Ok(more(&told, &changed, learned(fixtures).await?, "whose content is the same in both"))
 }
 
-pub(super) async fn written(lab: &Lab) -> Judged {
-    let pair = lab.pair()?;
+pub(super) async fn written(fixtures: &Fixtures) -> Judged {
+    let pair = fixtures.pair()?;
     let mut remarks = Vec::new();
     for snap in [&pair.first, &pair.second, &pair.third] {
-        remarks.extend(check_allocated(lab, snap).await?);
+        remarks.extend(check_allocated(fixtures, snap).await?);
     }
     remarks.truncate(1);
     remarked(remarks)
 }
 
-pub(super) async fn changed(lab: &Lab) -> Judged {
-    let pair = lab.pair()?;
-    let mut remarks = check_delta(lab, &pair.first, &pair.second).await?;
-    remarks.extend(check_delta(lab, &pair.second, &pair.third).await?);
+pub(super) async fn changed(fixtures: &Fixtures) -> Judged {
+    let pair = fixtures.pair()?;
+    let mut remarks = check_delta(fixtures, &pair.first, &pair.second).await?;
+    remarks.extend(check_delta(fixtures, &pair.second, &pair.third).await?);
     remarks.truncate(1);
     remarked(remarks)
 }
 
 /// From an empty snapshot to a written one, and over one in between.
-pub(super) async fn across(lab: &Lab) -> Judged {
-    let pair = lab.pair()?;
-    let mut remarks = check_delta(lab, &pair.first, &pair.third).await?;
-    remarks.extend(check_delta(lab, &pair.empty, &pair.third).await?);
+pub(super) async fn across(fixtures: &Fixtures) -> Judged {
+    let pair = fixtures.pair()?;
+    let mut remarks = check_delta(fixtures, &pair.first, &pair.third).await?;
+    remarks.extend(check_delta(fixtures, &pair.empty, &pair.third).await?);
     remarks.truncate(1);
     remarked(remarks)
 }
 
 /// Some ranges of the second history, in the answer to what changed since the first.
-async fn some_changed(lab: &Lab, blocks: Vec<(u64, u64)>, what: &str) -> Result<(), Wrong> {
+async fn some_changed(fixtures: &Fixtures, blocks: Vec<(u64, u64)>, what: &str) -> Result<(), Wrong> {
     let must = Ranges::of(blocks.into_iter().map(|(start, count)| start * BLOCK..(start + count) * BLOCK));
-    let told = lab.ask(&lab.question(Kind::Delta)?, 0, 0).await?.ranges();
+    let told = fixtures.ask(&fixtures.question(Kind::Delta)?, 0, 0).await?.ranges();
     missing(what, &must, &told)
 }
 
-pub(super) async fn discarded(lab: &Lab) -> Judged {
-    let pair = lab.pair()?;
+pub(super) async fn discarded(fixtures: &Fixtures) -> Judged {
+    let pair = fixtures.pair()?;
     if !pair.second.content.discards {
         return Ok(Verdict::Skip("the device takes no discards".into()));
     }
-    some_changed(lab, emptied(pair.pen.blocks(), true), "that were discarded").await?;
+    some_changed(fixtures, emptied(pair.open.blocks(), true), "that were discarded").await?;
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn zeroed(lab: &Lab) -> Judged {
-    let blocks = lab.pair()?.pen.blocks();
-    some_changed(lab, emptied(blocks, false), "that were overwritten with zeros").await?;
+pub(super) async fn zeroed(fixtures: &Fixtures) -> Judged {
+    let blocks = fixtures.pair()?.open.blocks();
+    some_changed(fixtures, emptied(blocks, false), "that were overwritten with zeros").await?;
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn new_data(lab: &Lab) -> Judged {
-    let blocks = lab.pair()?.pen.blocks();
-    some_changed(lab, filled(blocks), "that were written for the first time").await?;
+pub(super) async fn new_data(fixtures: &Fixtures) -> Judged {
+    let blocks = fixtures.pair()?.open.blocks();
+    some_changed(fixtures, filled(blocks), "that were written for the first time").await?;
     Ok(Verdict::Pass)
 }
 
 /// A full backup, as a tool would make it: the restored volume has nothing outside of the tuples.
-pub(super) async fn full_backup(lab: &Lab) -> Judged {
-    let (snap, device) = (lab.pair()?.second.clone(), lab.restored()?.second.clone());
-    let told = lab.ask(&snap.allocated(), 0, 0).await?.ranges();
+pub(super) async fn full_backup(fixtures: &Fixtures) -> Judged {
+    let (snap, device) = (fixtures.pair()?.second.clone(), fixtures.restored()?.second.clone());
+    let told = fixtures.ask(&snap.allocated(), 0, 0).await?.ranges();
     blocking(move |stop| {
         snap.content.compare(&device, snap.size, stop).map_err(|wrong| wrong.at("the restored volume"))?;
         match differs_outside(&device, None, &told, snap.size, stop)? {
@@ -114,10 +123,10 @@ pub(super) async fn full_backup(lab: &Lab) -> Judged {
 }
 
 /// An incremental one: outside of the tuples both restored volumes are equal.
-pub(super) async fn incremental_backup(lab: &Lab) -> Judged {
-    let (snap, restored) = (lab.pair()?.second.clone(), lab.restored()?);
+pub(super) async fn incremental_backup(fixtures: &Fixtures) -> Judged {
+    let (snap, restored) = (fixtures.pair()?.second.clone(), fixtures.restored()?);
     let (first, second) = (restored.first.clone(), restored.second.clone());
-    let told = lab.ask(&lab.question(Kind::Delta)?, 0, 0).await?.ranges();
+    let told = fixtures.ask(&fixtures.question(Kind::Delta)?, 0, 0).await?.ranges();
     blocking(move |stop| match differs_outside(&second, Some(&first), &told, snap.size, stop)? {
         None => Ok(Verdict::Pass),
         Some(byte) => {
@@ -139,22 +148,22 @@ fn nothing(answer: &Answer, what: &str) -> Judged {
 }
 
 /// A volume that nobody wrote to.
-pub(super) async fn never_written(lab: &Lab) -> Judged {
-    let empty = &lab.pair()?.empty;
-    let answer = lab.ask(&empty.allocated(), 0, 0).await?;
+pub(super) async fn never_written(fixtures: &Fixtures) -> Judged {
+    let empty = &fixtures.pair()?.empty;
+    let answer = fixtures.ask(&empty.allocated(), 0, 0).await?;
     right_capacity(&answer, empty)?;
     nothing(&answer, "the volume was never written")
 }
 
 /// Two snapshots with nothing between them.
-pub(super) async fn unchanged(lab: &Lab) -> Judged {
-    let pen = &lab.pair()?.pen;
-    let (before, after) = (pen.snapshot(lab).await?, pen.snapshot(lab).await?);
-    let answer = lab.ask(&after.since(&before), 0, 0).await?;
+pub(super) async fn unchanged(fixtures: &Fixtures) -> Judged {
+    let open = &fixtures.pair()?.open;
+    let (before, after) = (open.snapshot(fixtures).await?, open.snapshot(fixtures).await?);
+    let answer = fixtures.ask(&after.since(&before), 0, 0).await?;
     right_capacity(&answer, &after)?;
     let judged = nothing(&answer, "nothing changed");
-    lab.plugin.delete_snapshot(&after.id).await?;
-    lab.plugin.delete_snapshot(&before.id).await?;
+    fixtures.plugin.delete_snapshot(&after.id).await?;
+    fixtures.plugin.delete_snapshot(&before.id).await?;
     judged
 }
 

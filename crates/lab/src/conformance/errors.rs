@@ -4,14 +4,14 @@ use tonic::Code;
 
 use super::answer::unexpected;
 use super::case::{Judged, Verdict, Wrong, code_name, remarked, said};
-use super::lab::{Kind, Lab};
+use super::fixtures::{Fixtures, Kind};
 use csi_client::{Options, Question, block_capability};
 
 /// Ids that no driver has given to anything.
 const NO_IDS: [&str; 3] = ["no-such-snapshot", "../../etc/passwd", "00000000-0000-0000-0000-000000000000"];
 
-pub(super) async fn claimed(lab: &Lab) -> Judged {
-    match lab.plugin.claims.metadata {
+pub(super) async fn claimed(fixtures: &Fixtures) -> Judged {
+    match fixtures.plugin.claims.metadata {
         true => Ok(Verdict::Pass),
         false => Err(Wrong::new(
             "the service is served, but GetPluginCapabilities does not list SNAPSHOT_METADATA_SERVICE: no sidecar \
@@ -20,17 +20,23 @@ pub(super) async fn claimed(lab: &Lab) -> Judged {
     }
 }
 
-pub(super) async fn served(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    lab.ask(&question, 0, 0).await?;
+pub(super) async fn served(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    fixtures.ask(&question, 0, 0).await?;
     Ok(Verdict::Pass)
 }
 
 /// Each question must be refused with `code`; codes that the spec allows besides are remarked.
-async fn refused(lab: &Lab, questions: &[Question], options: &Options, code: Code, also: &[Code]) -> Judged {
+async fn refused(
+    fixtures: &Fixtures,
+    questions: &[Question],
+    options: &Options,
+    code: Code,
+    also: &[Code],
+) -> Judged {
     let mut remarks = Vec::new();
     for question in questions {
-        let answer = lab.try_ask(question, options).await?;
+        let answer = fixtures.try_ask(question, options).await?;
         match &answer.end {
             Err(status) if status.code() == code => {}
             Err(status) if also.contains(&status.code()) => {
@@ -52,45 +58,45 @@ fn allocated(snapshot: &str) -> Question {
     Question::Allocated { snapshot: snapshot.to_owned() }
 }
 
-pub(super) async fn missing_id(lab: &Lab, kind: Kind) -> Judged {
-    let id = &lab.pair()?.second.id;
+pub(super) async fn missing_id(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let id = &fixtures.pair()?.second.id;
     let questions = match kind {
         Kind::Allocated => vec![allocated("")],
         Kind::Delta => vec![delta("", ""), delta("", id), delta(id, "")],
     };
-    refused(lab, &questions, &lab.options(0, 0), Code::InvalidArgument, &[]).await
+    refused(fixtures, &questions, &fixtures.options(0, 0), Code::InvalidArgument, &[]).await
 }
 
 /// An id that was good until its snapshot was deleted.
-pub(super) async fn deleted_id(lab: &Lab, kind: Kind) -> Judged {
-    let pair = lab.pair()?;
-    let id = lab.plugin.create_snapshot(&pair.pen.volume.id).await?;
-    lab.plugin.delete_snapshot(&id).await?;
+pub(super) async fn deleted_id(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let pair = fixtures.pair()?;
+    let id = fixtures.plugin.create_snapshot(&pair.open.volume.id).await?;
+    fixtures.plugin.delete_snapshot(&id).await?;
     let question = match kind {
         Kind::Allocated => allocated(&id),
         Kind::Delta => delta(&pair.first.id, &id),
     };
-    refused(lab, &[question], &lab.options(0, 0), Code::NotFound, &[]).await
+    refused(fixtures, &[question], &fixtures.options(0, 0), Code::NotFound, &[]).await
 }
 
 /// Ids that are none: a driver may also say that they cannot be one.
-pub(super) async fn unknown_id(lab: &Lab, kind: Kind) -> Judged {
-    let id = &lab.pair()?.first.id;
+pub(super) async fn unknown_id(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let id = &fixtures.pair()?.first.id;
     let questions: Vec<Question> = match kind {
         Kind::Allocated => NO_IDS.iter().map(|none| allocated(none)).collect(),
         Kind::Delta => NO_IDS.iter().flat_map(|none| [delta(none, id), delta(id, none)]).collect(),
     };
-    refused(lab, &questions, &lab.options(0, 0), Code::NotFound, &[Code::InvalidArgument]).await
+    refused(fixtures, &questions, &fixtures.options(0, 0), Code::NotFound, &[Code::InvalidArgument]).await
 }
 
 /// A negative bound: refused, or taken for none.
-pub(super) async fn negative_bound(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let whole = lab.ask(&question, 0, 0).await?;
+pub(super) async fn negative_bound(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let whole = fixtures.ask(&question, 0, 0).await?;
     let mut remarks = Vec::new();
     for max_results in [-1, i32::MIN] {
-        let options = lab.options(0, max_results);
-        let answer = lab.try_ask(&question, &options).await?;
+        let options = fixtures.options(0, max_results);
+        let answer = fixtures.try_ask(&question, &options).await?;
         match &answer.end {
             Err(status) if status.code() == Code::InvalidArgument => {}
             Ok(()) if answer.ranges() == whole.ranges() => {
@@ -107,31 +113,31 @@ pub(super) async fn negative_bound(lab: &Lab, kind: Kind) -> Judged {
     remarked(remarks)
 }
 
-pub(super) async fn reversed(lab: &Lab) -> Judged {
-    let pair = lab.pair()?;
+pub(super) async fn reversed(fixtures: &Fixtures) -> Judged {
+    let pair = fixtures.pair()?;
     let questions = [pair.first.since(&pair.second), pair.empty.since(&pair.third)];
     let also = [Code::FailedPrecondition, Code::OutOfRange];
-    refused(lab, &questions, &lab.options(0, 0), Code::InvalidArgument, &also).await
+    refused(fixtures, &questions, &fixtures.options(0, 0), Code::InvalidArgument, &also).await
 }
 
-pub(super) async fn other_volume(lab: &Lab) -> Judged {
-    let pair = lab.pair()?;
-    let bytes = lab.plugin.settings.volume_size;
-    let volume = lab.plugin.create_volume(block_capability(), None, bytes).await?;
-    let other = lab.plugin.create_snapshot(&volume.id).await?;
+pub(super) async fn other_volume(fixtures: &Fixtures) -> Judged {
+    let pair = fixtures.pair()?;
+    let bytes = fixtures.plugin.settings.volume_size;
+    let volume = fixtures.plugin.create_volume(block_capability(), None, bytes).await?;
+    let other = fixtures.plugin.create_snapshot(&volume.id).await?;
     let questions = [delta(&pair.first.id, &other), delta(&other, &pair.second.id)];
     let also = [Code::FailedPrecondition];
-    let judged = refused(lab, &questions, &lab.options(0, 0), Code::InvalidArgument, &also).await;
-    lab.plugin.delete_snapshot(&other).await?;
-    lab.plugin.delete_volume(&volume.id).await?;
+    let judged = refused(fixtures, &questions, &fixtures.options(0, 0), Code::InvalidArgument, &also).await;
+    fixtures.plugin.delete_snapshot(&other).await?;
+    fixtures.plugin.delete_volume(&volume.id).await?;
     judged
 }
 
 /// The spec wants a target that is newer than its base; nothing has changed since itself.
-pub(super) async fn same_snapshot(lab: &Lab) -> Judged {
-    let question = delta(&lab.pair()?.second.id, &lab.pair()?.second.id);
-    let options = lab.options(0, 0);
-    let answer = lab.try_ask(&question, &options).await?;
+pub(super) async fn same_snapshot(fixtures: &Fixtures) -> Judged {
+    let question = delta(&fixtures.pair()?.second.id, &fixtures.pair()?.second.id);
+    let options = fixtures.options(0, 0);
+    let answer = fixtures.try_ask(&question, &options).await?;
     let tuples = answer.tuples().count();
     match &answer.end {
         Ok(()) if tuples > 0 => {

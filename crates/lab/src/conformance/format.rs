@@ -2,17 +2,17 @@
 
 use super::answer::{Answer, name};
 use super::case::{Judged, Verdict, Wrong, remarked};
-use super::lab::{Kind, Lab};
+use super::fixtures::{Fixtures, Kind};
 use proto::BlockMetadataType;
 
 /// Answers to one question, cut in different ways, each under its name.
-async fn looks(lab: &Lab, kind: Kind) -> Result<Vec<(String, Answer)>, Wrong> {
-    let question = lab.question(kind)?;
-    let middle = (lab.pair()?.second.size / 2) as i64;
+async fn looks(fixtures: &Fixtures, kind: Kind) -> Result<Vec<(String, Answer)>, Wrong> {
+    let question = fixtures.question(kind)?;
+    let middle = (fixtures.pair()?.second.size / 2) as i64;
     let mut looks = Vec::new();
     for (offset, max_results) in [(0, 0), (0, 1), (0, 3), (middle, 2)] {
-        let answer = lab.ask(&question, offset, max_results).await?;
-        looks.push((name(&question, &lab.options(offset, max_results)), answer));
+        let answer = fixtures.ask(&question, offset, max_results).await?;
+        looks.push((name(&question, &fixtures.options(offset, max_results)), answer));
     }
     Ok(looks)
 }
@@ -35,8 +35,13 @@ fn answers(looks: &[(String, Answer)]) -> impl Iterator<Item = &Answer> {
 }
 
 /// Asks of each pair of neighbouring tuples, in a message and across, whether it is right.
-async fn neighbours(lab: &Lab, kind: Kind, right: fn((i64, i64), (i64, i64)) -> bool, what: &str) -> Judged {
-    let looks = looks(lab, kind).await?;
+async fn neighbours(
+    fixtures: &Fixtures,
+    kind: Kind,
+    right: fn((i64, i64), (i64, i64)) -> bool,
+    what: &str,
+) -> Judged {
+    let looks = looks(fixtures, kind).await?;
     if let Some(skip) = too_few(answers(&looks))? {
         return Ok(skip);
     }
@@ -50,18 +55,23 @@ async fn neighbours(lab: &Lab, kind: Kind, right: fn((i64, i64), (i64, i64)) -> 
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn order(lab: &Lab, kind: Kind) -> Judged {
-    neighbours(lab, kind, |a, b| a.0 < b.0, "does not start after its predecessor").await
+pub(super) async fn order(fixtures: &Fixtures, kind: Kind) -> Judged {
+    neighbours(fixtures, kind, |a, b| a.0 < b.0, "does not start after its predecessor").await
 }
 
-pub(super) async fn overlap(lab: &Lab, kind: Kind) -> Judged {
+pub(super) async fn overlap(fixtures: &Fixtures, kind: Kind) -> Judged {
     let apart = |a: (i64, i64), b: (i64, i64)| a.0.saturating_add(a.1) <= b.0;
-    neighbours(lab, kind, apart, "starts before the end of its predecessor").await
+    neighbours(fixtures, kind, apart, "starts before the end of its predecessor").await
 }
 
 /// Asks of each tuple whether it is right.
-async fn each(lab: &Lab, kind: Kind, right: impl Fn(&Answer, (i64, i64)) -> bool, what: &str) -> Judged {
-    let looks = looks(lab, kind).await?;
+async fn each(
+    fixtures: &Fixtures,
+    kind: Kind,
+    right: impl Fn(&Answer, (i64, i64)) -> bool,
+    what: &str,
+) -> Judged {
+    let looks = looks(fixtures, kind).await?;
     if let Some(skip) = too_few(answers(&looks))? {
         return Ok(skip);
     }
@@ -73,14 +83,14 @@ async fn each(lab: &Lab, kind: Kind, right: impl Fn(&Answer, (i64, i64)) -> bool
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn positive(lab: &Lab, kind: Kind) -> Judged {
-    each(lab, kind, |_, (offset, size)| offset >= 0 && size > 0, "is negative or empty").await
+pub(super) async fn positive(fixtures: &Fixtures, kind: Kind) -> Judged {
+    each(fixtures, kind, |_, (offset, size)| offset >= 0 && size > 0, "is negative or empty").await
 }
 
 /// A fixed length may not divide the capacity; then the last tuple may reach past it.
-pub(super) async fn inside(lab: &Lab, kind: Kind) -> Judged {
+pub(super) async fn inside(fixtures: &Fixtures, kind: Kind) -> Judged {
     let mut remarks = Vec::new();
-    for (call, answer) in &looks(lab, kind).await? {
+    for (call, answer) in &looks(fixtures, kind).await? {
         for (offset, size) in answer.tuples() {
             let capacity = answer.capacity().unwrap_or(0);
             if offset.saturating_add(size) <= capacity {
@@ -100,11 +110,11 @@ pub(super) async fn inside(lab: &Lab, kind: Kind) -> Judged {
 
 /// Asks of each message whether it is right beside the first one.
 async fn messages(
-    lab: &Lab,
+    fixtures: &Fixtures,
     kind: Kind,
     wrong: impl Fn(&csi_client::Message, &csi_client::Message) -> Option<String>,
 ) -> Judged {
-    for (call, answer) in &looks(lab, kind).await? {
+    for (call, answer) in &looks(fixtures, kind).await? {
         let Some(first) = answer.messages.first() else {
             return Err(Wrong::new(format!("{call}: OK without a message, though there are tuples")));
         };
@@ -117,9 +127,9 @@ async fn messages(
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn style_known(lab: &Lab, kind: Kind) -> Judged {
+pub(super) async fn style_known(fixtures: &Fixtures, kind: Kind) -> Judged {
     let known = [BlockMetadataType::FixedLength as i32, BlockMetadataType::VariableLength as i32];
-    messages(lab, kind, |_, message| {
+    messages(fixtures, kind, |_, message| {
         (!known.contains(&message.style)).then(|| {
             format!("block_metadata_type is {}, neither FIXED_LENGTH nor VARIABLE_LENGTH", message.style)
         })
@@ -127,34 +137,34 @@ pub(super) async fn style_known(lab: &Lab, kind: Kind) -> Judged {
     .await
 }
 
-pub(super) async fn style_constant(lab: &Lab, kind: Kind) -> Judged {
-    messages(lab, kind, |first, message| {
+pub(super) async fn style_constant(fixtures: &Fixtures, kind: Kind) -> Judged {
+    messages(fixtures, kind, |first, message| {
         (first.style != message.style)
             .then(|| format!("block_metadata_type is {}, and was {}", message.style, first.style))
     })
     .await
 }
 
-pub(super) async fn capacity_constant(lab: &Lab, kind: Kind) -> Judged {
-    messages(lab, kind, |first, message| {
+pub(super) async fn capacity_constant(fixtures: &Fixtures, kind: Kind) -> Judged {
+    messages(fixtures, kind, |first, message| {
         (first.capacity != message.capacity)
             .then(|| format!("volume_capacity_bytes is {}, and was {}", message.capacity, first.capacity))
     })
     .await
 }
 
-pub(super) async fn capacity_value(lab: &Lab, kind: Kind) -> Judged {
-    let snap = &lab.pair()?.second;
+pub(super) async fn capacity_value(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let snap = &fixtures.pair()?.second;
     let (size, told) = (snap.size as i64, snap.told);
-    messages(lab, kind, |_, message| {
+    messages(fixtures, kind, |_, message| {
         (message.capacity != size && message.capacity != told)
             .then(|| format!("volume_capacity_bytes is {}, the volume has {size}", message.capacity))
     })
     .await
 }
 
-pub(super) async fn fixed_size(lab: &Lab, kind: Kind) -> Judged {
-    let looks = looks(lab, kind).await?;
+pub(super) async fn fixed_size(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let looks = looks(fixtures, kind).await?;
     if let Some(skip) = too_few(answers(&looks))? {
         return Ok(skip);
     }
@@ -177,15 +187,15 @@ pub(super) async fn fixed_size(lab: &Lab, kind: Kind) -> Judged {
 }
 
 /// Bounds down to one tuple, and far above what a message of gRPC's usual 4 MiB could hold.
-pub(super) async fn max_results(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let whole = lab.ask(&question, 0, 0).await?;
+pub(super) async fn max_results(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let whole = fixtures.ask(&question, 0, 0).await?;
     let count = whole.tuples().count();
     let around = [count as i32 - 1, count as i32, count as i32 + 1];
     let bounds = [1, 2, 3, 7].into_iter().chain(around).chain([1 << 20, i32::MAX]);
     for max_results in bounds.filter(|bound| *bound > 0) {
-        let answer = lab.ask(&question, 0, max_results).await?;
-        let call = name(&question, &lab.options(0, max_results));
+        let answer = fixtures.ask(&question, 0, max_results).await?;
+        let call = name(&question, &fixtures.options(0, max_results));
         let most = answer.messages.iter().map(|message| message.tuples.len()).max().unwrap_or(0);
         if most as i64 > i64::from(max_results) {
             return Err(Wrong::new(format!("{call}: a message has {most} tuples")));

@@ -2,7 +2,7 @@
 
 use super::case::Wrong;
 use super::content::{Edit, device_size};
-use super::lab::{Change, Lab, NotReady, Pair, Prepared, Restored};
+use super::fixtures::{Change, Fixtures, NotReady, Pair, Prepared, Restored};
 
 /// The volume is written in this many places, evenly spread.
 const PLACES: u64 = 32;
@@ -87,24 +87,24 @@ fn third_edits(blocks: u64) -> Vec<Edit> {
 }
 
 /// A volume with four snapshots.
-pub(super) async fn pair(lab: &Lab) -> Prepared<Pair> {
-    let mut pen = lab.pen(None, lab.plugin.settings.volume_size).await?;
-    let empty = pen.snapshot(lab).await?;
-    let blocks = pen.blocks();
-    pen.write(first_edits(blocks)).await?;
-    let first = pen.snapshot(lab).await?;
-    pen.write(second_edits(blocks)).await?;
-    let second = pen.snapshot(lab).await?;
-    pen.write(third_edits(blocks)).await?;
-    let third = pen.snapshot(lab).await?;
-    Ok(Pair { pen, empty, first, second, third })
+pub(super) async fn pair(fixtures: &Fixtures) -> Prepared<Pair> {
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let empty = open.snapshot(fixtures).await?;
+    let blocks = open.blocks();
+    open.write(first_edits(blocks)).await?;
+    let first = open.snapshot(fixtures).await?;
+    open.write(second_edits(blocks)).await?;
+    let second = open.snapshot(fixtures).await?;
+    open.write(third_edits(blocks)).await?;
+    let third = open.snapshot(fixtures).await?;
+    Ok(Pair { open, empty, first, second, third })
 }
 
 /// Its first and its second, restored.
-pub(super) async fn restored(lab: &Lab) -> Prepared<Restored> {
-    let pair = lab.pair()?;
-    let first = lab.pen(Some(&pair.first.id), pair.first.size).await?;
-    let second = lab.pen(Some(&pair.second.id), pair.second.size).await?;
+pub(super) async fn restored(fixtures: &Fixtures) -> Prepared<Restored> {
+    let pair = fixtures.pair()?;
+    let first = fixtures.open(Some(&pair.first.id), pair.first.size).await?;
+    let second = fixtures.open(Some(&pair.second.id), pair.second.size).await?;
     Ok(Restored { first: first.device, second: second.device })
 }
 
@@ -114,65 +114,65 @@ fn some_edits(blocks: u64, seed: u64) -> Vec<Edit> {
 }
 
 /// A volume with two snapshots and changes between them, published.
-pub(super) async fn short(lab: &Lab) -> Result<(super::lab::Pen, Change), Wrong> {
-    let mut pen = lab.pen(None, lab.plugin.settings.volume_size).await?;
-    let blocks = pen.blocks();
-    pen.write(some_edits(blocks, 1)).await?;
-    let before = pen.snapshot(lab).await?;
-    pen.write(some_edits(blocks / 2, 2)).await?;
-    let after = pen.snapshot(lab).await?;
-    Ok((pen, Change { before, after, copy: None }))
+pub(super) async fn short(fixtures: &Fixtures) -> Result<(super::fixtures::OpenVolume, Change), Wrong> {
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let blocks = open.blocks();
+    open.write(some_edits(blocks, 1)).await?;
+    let before = open.snapshot(fixtures).await?;
+    open.write(some_edits(blocks / 2, 2)).await?;
+    let after = open.snapshot(fixtures).await?;
+    Ok((open, Change { before, after, copy: None }))
 }
 
 /// A volume that grows between two snapshots, and is written in its new part.
-pub(super) async fn expanded(lab: &Lab) -> Prepared<Change> {
-    let claims = &lab.plugin.claims;
+pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
+    let claims = &fixtures.plugin.claims;
     if !claims.expand {
         return Err(NotReady::Skip("the driver does not claim EXPAND_VOLUME".into()));
     }
-    let mut pen = lab.pen(None, lab.plugin.settings.volume_size).await?;
-    let old = pen.blocks();
-    pen.write(some_edits(old, 1)).await?;
-    let before = pen.snapshot(lab).await?;
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let old = open.blocks();
+    open.write(some_edits(old, 1)).await?;
+    let before = open.snapshot(fixtures).await?;
     if !claims.expand_online {
-        lab.plugin.detach(&pen.volume.id).await?;
+        fixtures.plugin.detach(&open.volume.id).await?;
     }
-    let wanted = pen.size * 2;
-    let (told, on_node) = lab.plugin.expand(&pen.volume, wanted).await?;
-    pen.told = told;
+    let wanted = open.size * 2;
+    let (told, on_node) = fixtures.plugin.expand(&open.volume, wanted).await?;
+    open.told = told;
     if !claims.expand_online {
-        pen.device = lab.plugin.attach(&pen.volume).await?;
+        open.device = fixtures.plugin.attach(&open.volume).await?;
     }
     if on_node {
-        lab.plugin.expand_node(&pen.volume, wanted).await?;
+        fixtures.plugin.expand_node(&open.volume, wanted).await?;
     }
-    pen.size = device_size(&pen.device)?;
-    if pen.size < wanted {
-        let grown = format!("expanded to {wanted} bytes, but the device has {}", pen.size);
+    open.size = device_size(&open.device)?;
+    if open.size < wanted {
+        let grown = format!("expanded to {wanted} bytes, but the device has {}", open.size);
         return Err(Wrong::new(grown).into());
     }
-    let blocks = pen.blocks();
+    let blocks = open.blocks();
     let mut edits = some_edits(old / 2, 2);
     edits.push(Edit::Write { start: old, count: RUN, seed: 3 });
     edits.push(Edit::Write { start: (old + blocks) / 2 + 1, count: RUN, seed: 4 });
     edits.push(Edit::Write { start: blocks - 1, count: 1, seed: 5 });
-    pen.write(edits).await?;
-    let after = pen.snapshot(lab).await?;
+    open.write(edits).await?;
+    let after = open.snapshot(fixtures).await?;
     Ok(Change { before, after, copy: None })
 }
 
 /// A volume that is restored from, in use and written to while its copy is, between two snapshots.
-pub(super) async fn between(lab: &Lab) -> Prepared<Change> {
-    let mut pen = lab.pen(None, lab.plugin.settings.volume_size).await?;
-    let blocks = pen.blocks();
-    pen.write(some_edits(blocks, 1)).await?;
-    let before = pen.snapshot(lab).await?;
-    pen.write(some_edits(blocks / 3, 2)).await?;
-    let mut copy = lab.pen(Some(&before.id), before.size).await?;
+pub(super) async fn between(fixtures: &Fixtures) -> Prepared<Change> {
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let blocks = open.blocks();
+    open.write(some_edits(blocks, 1)).await?;
+    let before = open.snapshot(fixtures).await?;
+    open.write(some_edits(blocks / 3, 2)).await?;
+    let mut copy = fixtures.open(Some(&before.id), before.size).await?;
     copy.content = before.content.clone();
     copy.write(some_edits(blocks / 5, 3)).await?;
-    pen.write(some_edits(blocks / 7, 4)).await?;
-    let after = pen.snapshot(lab).await?;
-    let copy = copy.snapshot(lab).await?;
+    open.write(some_edits(blocks / 7, 4)).await?;
+    let after = open.snapshot(fixtures).await?;
+    let copy = copy.snapshot(fixtures).await?;
     Ok(Change { before, after, copy: Some(copy) })
 }

@@ -2,8 +2,8 @@
 //! CSI alone, against what the spec demands.
 //!
 //! - `table.rs` is the one table of cases; `format`, `offsets`, `errors`, `complete`, `life` and `streams`
-//!   hold their tests. A test gets the `Lab` and returns a `Verdict` or what is `Wrong`.
-//! - `lab.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
+//!   hold their tests. A test gets the `Fixtures` and returns a `Verdict` or what is `Wrong`.
+//! - `fixtures.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
 //!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
 //! - `plugin.rs` plays the container orchestrator, `ledger.rs` takes everything away again.
 
@@ -14,9 +14,9 @@ mod claims;
 mod complete;
 mod content;
 mod errors;
+mod fixtures;
 mod format;
 mod history;
-mod lab;
 mod ledger;
 mod life;
 mod offsets;
@@ -45,7 +45,7 @@ use base::{BlockSize, Quantity};
 use case::Case;
 use claims::Claims;
 use csi_client::Client;
-use lab::Lab;
+use fixtures::Fixtures;
 use plugin::{Plugin, Settings};
 use report::Report;
 use secrets::Secrets;
@@ -150,7 +150,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     // A device that hangs holds its thread; that must not hold the suite.
     runtime.shutdown_background();
     Ok(ended.unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "cbt-lab: could not run: {error}");
+        let _ = writeln!(std::io::stderr(), "cbt-fixtures: could not run: {error}");
         ExitCode::from(CAN_NOT_RUN)
     }))
 }
@@ -190,13 +190,14 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     let patience = arguments.patience();
     let (name, version, claimed) = (claims.name.clone(), claims.version.clone(), claims.metadata);
     let endpoint = arguments.controller()?;
-    let lab = Lab::new(Plugin::new(endpoint.path(), client, claims, settings, run_name()?), patience);
-    if !claimed && !run::serves(&lab, patience).await {
+    let fixtures =
+        Fixtures::new(Plugin::new(endpoint.path(), client, claims, settings, run_name()?), patience);
+    if !claimed && !run::serves(&fixtures, patience).await {
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
     let started = Instant::now();
     let mut report = Report::new(endpoint.to_string(), name, version, arguments.output == Output::Text);
-    run::run(&lab, cases, patience, &mut report, signals).await;
+    run::run(&fixtures, cases, patience, &mut report, signals).await;
     // Only what is empty: what a driver holds below is not ours to remove.
     for dir in ours.into_iter().chain([dir.keep()]) {
         if let Err(error) = std::fs::remove_dir(&dir)
@@ -268,7 +269,7 @@ fn signals() -> std::io::Result<watch::Receiver<u32>> {
             count.send_modify(|count| *count += 1);
             let _ = writeln!(
                 std::io::stderr(),
-                "cbt-lab: interrupted; cleaning up (once more: leave all as it is)"
+                "cbt-fixtures: interrupted; cleaning up (once more: leave all as it is)"
             );
         }
     });

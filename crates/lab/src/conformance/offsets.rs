@@ -2,8 +2,8 @@
 
 use super::answer::{Answer, missing, name, unexpected};
 use super::case::{Judged, Verdict, Wrong, code_name, remarked};
+use super::fixtures::{Fixtures, Kind};
 use super::format::too_few;
-use super::lab::{Kind, Lab};
 use csi_client::Question;
 use tonic::Code;
 
@@ -40,24 +40,30 @@ fn kinds(whole: &Answer, capacity: u64) -> Result<Vec<(u64, &'static str)>, Wron
 }
 
 /// Runs through all kinds of offsets: no tuple may end at or before one.
-pub(super) async fn first_tuple(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let capacity = lab.pair()?.second.size;
-    let whole = lab.ask(&question, 0, 0).await?;
+pub(super) async fn first_tuple(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let capacity = fixtures.pair()?.second.size;
+    let whole = fixtures.ask(&question, 0, 0).await?;
     for (offset, what) in kinds(&whole, capacity)? {
         for max_results in [0, 1] {
-            let answer = lab.ask(&question, offset as i64, max_results).await?;
-            early(&answer, &question, lab, offset, max_results).map_err(|wrong| wrong.at(what))?;
+            let answer = fixtures.ask(&question, offset as i64, max_results).await?;
+            early(&answer, &question, fixtures, offset, max_results).map_err(|wrong| wrong.at(what))?;
         }
     }
     Ok(Verdict::Pass)
 }
 
-fn early(answer: &Answer, question: &Question, lab: &Lab, offset: u64, max: i32) -> Result<(), Wrong> {
+fn early(
+    answer: &Answer,
+    question: &Question,
+    fixtures: &Fixtures,
+    offset: u64,
+    max: i32,
+) -> Result<(), Wrong> {
     match answer.tuples().find(|(start, size)| start.saturating_add(*size) <= offset as i64) {
         None => Ok(()),
         Some((start, size)) => {
-            let call = name(question, &lab.options(offset as i64, max));
+            let call = name(question, &fixtures.options(offset as i64, max));
             Err(Wrong::new(format!("{call}: ({start}, {size}) ends at or before the offset")))
         }
     }
@@ -73,13 +79,13 @@ fn rest(whole: &Answer, answer: &Answer, offset: u64) -> Result<Option<String>, 
 }
 
 /// The same offsets: nothing behind them is lost.
-pub(super) async fn complete(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let capacity = lab.pair()?.second.size;
-    let whole = lab.ask(&question, 0, 0).await?;
+pub(super) async fn complete(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let capacity = fixtures.pair()?.second.size;
+    let whole = fixtures.ask(&question, 0, 0).await?;
     let mut remarks = Vec::new();
     for (offset, what) in kinds(&whole, capacity)? {
-        let answer = lab.ask(&question, offset as i64, 0).await?;
+        let answer = fixtures.ask(&question, offset as i64, 0).await?;
         let rest = rest(&whole, &answer, offset);
         remarks.extend(rest.map_err(|wrong| wrong.at(&format!("starting_offset {offset}, {what}")))?);
     }
@@ -87,23 +93,23 @@ pub(super) async fn complete(lab: &Lab, kind: Kind) -> Judged {
 }
 
 /// Cut after each message, and continued where its last tuple ended.
-pub(super) async fn resume(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
+pub(super) async fn resume(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
     let mut remarks = Vec::new();
     for max_results in [1, 5] {
-        let whole = lab.ask(&question, 0, max_results).await?;
+        let whole = fixtures.ask(&question, 0, max_results).await?;
         if let Some(skip) = too_few([&whole])? {
             return Ok(skip);
         }
         for (number, message) in whole.messages.iter().enumerate() {
             let Some((offset, size)) = message.tuples.last() else { continue };
             let next = offset.saturating_add(*size);
-            if next as u64 >= lab.pair()?.second.size {
+            if next as u64 >= fixtures.pair()?.second.size {
                 continue;
             }
-            let answer = lab.ask(&question, next, 0).await?;
+            let answer = fixtures.ask(&question, next, 0).await?;
             let place = || format!("continued after message {number}, at {next}");
-            early(&answer, &question, lab, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
+            early(&answer, &question, fixtures, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
             remarks.extend(rest(&whole, &answer, next as u64).map_err(|wrong| wrong.at(&place()))?);
         }
     }
@@ -112,12 +118,12 @@ pub(super) async fn resume(lab: &Lab, kind: Kind) -> Judged {
 }
 
 /// An offset at the very end, where a client is that has read a tuple up to the capacity.
-pub(super) async fn at_capacity(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let whole = lab.ask(&question, 0, 0).await?;
+pub(super) async fn at_capacity(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let whole = fixtures.ask(&question, 0, 0).await?;
     let capacity = whole.capacity().ok_or_else(|| Wrong::new("OK without a message"))?;
-    let options = lab.options(capacity, 0);
-    let answer = lab.try_ask(&question, &options).await?;
+    let options = fixtures.options(capacity, 0);
+    let answer = fixtures.try_ask(&question, &options).await?;
     match &answer.end {
         Ok(()) if answer.tuples().next().is_some() => {
             Err(unexpected(&question, &options, &answer, "OK without tuples"))
@@ -136,11 +142,11 @@ pub(super) async fn at_capacity(lab: &Lab, kind: Kind) -> Judged {
 }
 
 /// Offsets that must be refused with OUT_OF_RANGE.
-async fn refused(lab: &Lab, kind: Kind, offsets: &[i64]) -> Judged {
-    let question = lab.question(kind)?;
+async fn refused(fixtures: &Fixtures, kind: Kind, offsets: &[i64]) -> Judged {
+    let question = fixtures.question(kind)?;
     for offset in offsets {
-        let options = lab.options(*offset, 0);
-        let answer = lab.try_ask(&question, &options).await?;
+        let options = fixtures.options(*offset, 0);
+        let answer = fixtures.try_ask(&question, &options).await?;
         match &answer.end {
             Err(status) if status.code() == Code::OutOfRange => {}
             _ => return Err(unexpected(&question, &options, &answer, &code_name(Code::OutOfRange))),
@@ -149,12 +155,12 @@ async fn refused(lab: &Lab, kind: Kind, offsets: &[i64]) -> Judged {
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn beyond(lab: &Lab, kind: Kind) -> Judged {
-    let snap = &lab.pair()?.second;
+pub(super) async fn beyond(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let snap = &fixtures.pair()?.second;
     let size = (snap.size as i64).max(snap.told);
-    refused(lab, kind, &[size + 1, size + 4096, size * 2, i64::MAX]).await
+    refused(fixtures, kind, &[size + 1, size + 4096, size * 2, i64::MAX]).await
 }
 
-pub(super) async fn negative(lab: &Lab, kind: Kind) -> Judged {
-    refused(lab, kind, &[-1, -4096, i64::MIN]).await
+pub(super) async fn negative(fixtures: &Fixtures, kind: Kind) -> Judged {
+    refused(fixtures, kind, &[-1, -4096, i64::MIN]).await
 }

@@ -119,7 +119,7 @@ impl Report {
             (false, false) => "fail",
         };
         for left in &self.left_behind {
-            let _ = writeln!(io::stderr(), "cbt-lab: left behind: {left}");
+            let _ = writeln!(io::stderr(), "cbt-fixtures: left behind: {left}");
         }
         let mut out = io::stdout().lock();
         if !self.live {
@@ -164,7 +164,7 @@ impl Report {
             }
             suite.add_test_case(test);
         }
-        let mut report = quick_junit::Report::new("cbt-lab conformance");
+        let mut report = quick_junit::Report::new("cbt-fixtures conformance");
         report.add_test_suite(suite);
         let file = std::fs::File::create(path)?;
         report.serialize(file).map_err(io::Error::other)

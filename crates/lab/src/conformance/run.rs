@@ -8,7 +8,7 @@ use tokio::sync::watch;
 
 use super::case::{Case, Judged, Wrong};
 use super::content::at_rest;
-use super::lab::Lab;
+use super::fixtures::Fixtures;
 use super::report::{Outcome, Report};
 use csi_client::Question;
 
@@ -20,10 +20,10 @@ const REST: Duration = Duration::from_secs(10);
 const CLEAN_UP: Duration = Duration::from_secs(60);
 
 /// Whether the driver serves the streams at all, claimed or not.
-pub(super) async fn serves(lab: &Lab, patience: Duration) -> bool {
+pub(super) async fn serves(fixtures: &Fixtures, patience: Duration) -> bool {
     let question = Question::Allocated { snapshot: "no-such-snapshot".into() };
-    let options = lab.options(0, 0);
-    match tokio::time::timeout(patience, lab.try_ask(&question, &options)).await {
+    let options = fixtures.options(0, 0);
+    match tokio::time::timeout(patience, fixtures.try_ask(&question, &options)).await {
         Ok(Ok(answer)) => !matches!(answer.end, Err(s) if s.code() == tonic::Code::Unimplemented),
         _ => true,
     }
@@ -31,7 +31,7 @@ pub(super) async fn serves(lab: &Lab, patience: Duration) -> bool {
 
 /// Runs `cases`. The first signal ends it before the next one, and the second leaves things as they are.
 pub(super) async fn run(
-    lab: &Lab,
+    fixtures: &Fixtures,
     cases: &[&Case],
     patience: Duration,
     report: &mut Report,
@@ -43,7 +43,7 @@ pub(super) async fn run(
         let judged = match gone_since {
             Some(since) => Err(Wrong::new(format!("not run: the driver has not answered since {since}"))),
             None => tokio::select! {
-                judged = judge(lab, case, patience) => judged,
+                judged = judge(fixtures, case, patience) => judged,
                 _ = signals.wait_for(|count| *count >= 1) => {
                     report.interrupted = true;
                     break;
@@ -51,7 +51,7 @@ pub(super) async fn run(
             },
         };
         if judged.is_err() && gone_since.is_none() {
-            let pulse = tokio::time::timeout(PULSE.min(patience), pulse(lab));
+            let pulse = tokio::time::timeout(PULSE.min(patience), pulse(fixtures));
             if pulse.await.is_err() {
                 gone_since = Some(case.name);
             }
@@ -60,32 +60,32 @@ pub(super) async fn run(
     }
     at_rest(REST).await;
     tokio::select! {
-        left = lab.plugin.ledger().clean_up(&lab.plugin, patience.min(CLEAN_UP)) => report.left_behind = left,
+        left = fixtures.plugin.ledger().clean_up(&fixtures.plugin, patience.min(CLEAN_UP)) => report.left_behind = left,
         _ = signals.wait_for(|count| *count >= 2) => {
             report.interrupted = true;
-            report.left_behind = lab.plugin.ledger().names();
+            report.left_behind = fixtures.plugin.ledger().names();
         }
     }
 }
 
 /// Prepares and runs a case. A mistake of the suite's own must not leave volumes behind.
-async fn judge(lab: &Lab, case: &Case, patience: Duration) -> Judged {
+async fn judge(fixtures: &Fixtures, case: &Case, patience: Duration) -> Judged {
     let prepared_and_run = async {
         tracing::info!(case = case.name, needs = ?case.needs, "prepares");
-        if let Some(judged) = lab.prepare(case.needs).await {
+        if let Some(judged) = fixtures.prepare(case.needs).await {
             return judged;
         }
         tracing::info!(case = case.name, "runs");
-        let ended = tokio::time::timeout(patience, (case.run)(lab)).await;
-        ended.unwrap_or_else(|_| Err(lab.plugin.late(patience)))
+        let ended = tokio::time::timeout(patience, (case.run)(fixtures)).await;
+        ended.unwrap_or_else(|_| Err(fixtures.plugin.late(patience)))
     };
     let ended = AssertUnwindSafe(prepared_and_run).catch_unwind().await;
     ended.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))
 }
 
 /// Waits until the driver answers anything: a supervisor may be starting it again.
-async fn pulse(lab: &Lab) {
-    while lab.plugin.is_silent().await {
+async fn pulse(fixtures: &Fixtures) {
+    while fixtures.plugin.is_silent().await {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }

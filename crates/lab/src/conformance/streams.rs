@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::answer::{Answer, missing, name};
 use super::case::{Judged, Verdict, Wrong};
 use super::content::blocking;
-use super::lab::{Kind, Lab};
+use super::fixtures::{Fixtures, Kind};
 use super::ranges::Ranges;
 use csi_client::{Client, Options, Question};
 
@@ -50,20 +50,20 @@ async fn overdue(
 }
 
 /// Deadlines at many points of a stream: never `OK` on what was cut.
-pub(super) async fn deadline(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let mut client = lab.plugin.narrow().await?;
+pub(super) async fn deadline(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let mut client = fixtures.plugin.narrow().await?;
     let started = Instant::now();
-    let whole = Answer::read(&mut client, &question, &lab.options(0, 1)).await?;
-    let whole = whole.ok(&question, &lab.options(0, 1))?;
+    let whole = Answer::read(&mut client, &question, &fixtures.options(0, 1)).await?;
+    let whole = whole.ok(&question, &fixtures.options(0, 1))?;
     let took = started.elapsed().as_millis() as u64;
-    let (messages, must) = (whole.messages.len(), lab.must(kind)?);
+    let (messages, must) = (whole.messages.len(), fixtures.must(kind)?);
     let mut cut = 0;
     for point in 0..CUTS {
         // Twice what the messages up to there take, so that the deadline meets a reader that waits.
         let read = messages * point / CUTS;
         let timeout = 20 + 2 * took * point as u64 / CUTS as u64;
-        let options = Options { timeout_ms: Some(timeout), ..lab.options(0, 1) };
+        let options = Options { timeout_ms: Some(timeout), ..fixtures.options(0, 1) };
         let answer = overdue(&mut client, &question, &options, read).await?;
         let call = format!("a deadline of {timeout} ms met a reader after {read} messages: the stream");
         whole_if_ok(&answer, &must, &call)?;
@@ -71,8 +71,8 @@ pub(super) async fn deadline(lab: &Lab, kind: Kind) -> Judged {
     }
     for point in 0..CUTS as u64 {
         let timeout = took * point / CUTS as u64;
-        let options = Options { timeout_ms: Some(timeout.max(1)), ..lab.options(0, 1) };
-        let answer = Answer::read(&mut lab.plugin.client(), &question, &options).await?;
+        let options = Options { timeout_ms: Some(timeout.max(1)), ..fixtures.options(0, 1) };
+        let answer = Answer::read(&mut fixtures.plugin.client(), &question, &options).await?;
         whole_if_ok(&answer, &must, &format!("with a deadline of {timeout} ms the stream"))?;
         cut += usize::from(answer.end.is_err());
     }
@@ -87,16 +87,16 @@ pub(super) async fn deadline(lab: &Lab, kind: Kind) -> Judged {
 }
 
 /// Clients that go away at many points of a stream: later ones get all.
-pub(super) async fn cancel(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let messages = lab.ask(&question, 0, 1).await?.messages.len();
-    let mut client = lab.plugin.narrow().await?;
+pub(super) async fn cancel(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let messages = fixtures.ask(&question, 0, 1).await?.messages.len();
+    let mut client = fixtures.plugin.narrow().await?;
     for point in 0..4 * CUTS {
         let read = messages * point / (4 * CUTS);
         let mut stream = client
-            .open_stream(&question, &lab.options(0, 1))
+            .open_stream(&question, &fixtures.options(0, 1))
             .await
-            .map_err(|status| Wrong::call(&name(&question, &lab.options(0, 1)), &status))
+            .map_err(|status| Wrong::call(&name(&question, &fixtures.options(0, 1)), &status))
             .map_err(|wrong| wrong.at("after cancelled streams"))?;
         for _ in 0..read {
             let next = stream.next().await;
@@ -104,21 +104,21 @@ pub(super) async fn cancel(lab: &Lab, kind: Kind) -> Judged {
         }
         drop(stream);
     }
-    let again = lab.ask(&question, 0, 0).await.map_err(|wrong| wrong.at("after cancelled streams"))?;
-    missing("that were written or changed", &lab.must(kind)?, &again.ranges())
+    let again = fixtures.ask(&question, 0, 0).await.map_err(|wrong| wrong.at("after cancelled streams"))?;
+    missing("that were written or changed", &fixtures.must(kind)?, &again.ranges())
         .map_err(|wrong| wrong.at("after cancelled streams"))?;
     Ok(Verdict::Pass)
 }
 
 /// Many streams of both kinds at once, each cut in its own way.
-pub(super) async fn beside(lab: &Lab, kind: Kind) -> Judged {
-    let question = lab.question(kind)?;
-    let must = lab.must(kind)?;
+pub(super) async fn beside(fixtures: &Fixtures, kind: Kind) -> Judged {
+    let question = fixtures.question(kind)?;
+    let must = fixtures.must(kind)?;
     let streams = (0..BESIDE).map(|number| {
-        let options = lab.options(0, [0, 1, 2, 5][number % 4]);
+        let options = fixtures.options(0, [0, 1, 2, 5][number % 4]);
         let (question, must) = (&question, &must);
         async move {
-            let answer = lab.try_ask(question, &options).await?.ok(question, &options)?;
+            let answer = fixtures.try_ask(question, &options).await?.ok(question, &options)?;
             missing("that were written or changed", must, &answer.ranges())
         }
     });
@@ -129,17 +129,17 @@ pub(super) async fn beside(lab: &Lab, kind: Kind) -> Judged {
 }
 
 /// Streams of a snapshot while a volume that was restored from it is read from end to end.
-pub(super) async fn while_read(lab: &Lab) -> Judged {
-    let (snap, device) = (lab.pair()?.second.clone(), lab.restored()?.second.clone());
+pub(super) async fn while_read(fixtures: &Fixtures) -> Judged {
+    let (snap, device) = (fixtures.pair()?.second.clone(), fixtures.restored()?.second.clone());
     let mut wholes = Vec::new();
     for kind in [Kind::Allocated, Kind::Delta] {
-        wholes.push((lab.question(kind)?, lab.must(kind)?));
+        wholes.push((fixtures.question(kind)?, fixtures.must(kind)?));
     }
     let mut reading = Box::pin(blocking(move |stop| snap.content.compare(&device, snap.size, stop)));
     let mut rounds = 0;
     loop {
         for (question, must) in &wholes {
-            let answer = lab.ask(question, 0, 3).await;
+            let answer = fixtures.ask(question, 0, 3).await;
             let answer = answer.map_err(|wrong| wrong.at("while a restored volume is read"))?;
             missing("that were written or changed", must, &answer.ranges())
                 .map_err(|wrong| wrong.at("while a restored volume is read"))?;
@@ -154,8 +154,8 @@ pub(super) async fn while_read(lab: &Lab) -> Judged {
 }
 
 /// The driver answers after all that was done to it.
-pub(super) async fn alive(lab: &Lab) -> Judged {
-    match lab.plugin.alive().await {
+pub(super) async fn alive(fixtures: &Fixtures) -> Judged {
+    match fixtures.plugin.alive().await {
         true => Ok(Verdict::Pass),
         false => Err(Wrong::new("Probe is not answered with OK after the cases before")),
     }

@@ -2,8 +2,8 @@
 //! Metadata Service RPCs", and the test of each demand.
 
 use super::case::{Case, Level, Run};
-use super::lab::Kind::{Allocated, Delta};
-use super::lab::Need;
+use super::fixtures::Kind::{Allocated, Delta};
+use super::fixtures::Need;
 use super::{complete, errors, format, life, offsets, streams};
 use Level::{Must, Should};
 
@@ -51,7 +51,7 @@ fn both(
     vec![case(0), case(1)]
 }
 
-/// `both!(name, level, sections, requirement, function)`: `function(lab, kind)` for each stream.
+/// `both!(name, level, sections, requirement, function)`: `function(fixtures, kind)` for each stream.
 macro_rules! both {
     ($name:literal, $level:expr, $sections:expr, $requirement:literal, $test:path) => {
         both(
@@ -59,15 +59,15 @@ macro_rules! both {
             $level,
             $sections,
             $requirement,
-            [|lab| Box::pin($test(lab, Allocated)), |lab| Box::pin($test(lab, Delta))],
+            [|fixtures| Box::pin($test(fixtures, Allocated)), |fixtures| Box::pin($test(fixtures, Delta))],
         )
     };
 }
 
-/// `one!(name, level, section, requirement, needs, function)`: `function(lab)`.
+/// `one!(name, level, section, requirement, needs, function)`: `function(fixtures)`.
 macro_rules! one {
     ($name:literal, $level:expr, $section:expr, $requirement:literal, $needs:expr, $test:path) => {
-        one($name, $level, $section, $requirement, $needs, |lab| Box::pin($test(lab)))
+        one($name, $level, $section, $requirement, $needs, |fixtures| Box::pin($test(fixtures)))
     };
 }
 

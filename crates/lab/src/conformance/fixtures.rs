@@ -71,9 +71,9 @@ impl Snap {
     }
 }
 
-/// A published volume under the suite's pen.
+/// A published volume that the suite writes to.
 #[derive(Clone, Debug)]
-pub(super) struct Pen {
+pub(super) struct OpenVolume {
     pub volume: Volume,
     pub device: PathBuf,
     pub size: u64,
@@ -83,7 +83,7 @@ pub(super) struct Pen {
 
 /// A volume and its snapshots: never written, written, changed, changed again.
 pub(super) struct Pair {
-    pub pen: Pen,
+    pub open: OpenVolume,
     pub empty: Snap,
     pub first: Snap,
     pub second: Snap,
@@ -104,7 +104,7 @@ pub(super) struct Change {
     pub copy: Option<Snap>,
 }
 
-pub(super) struct Lab {
+pub(super) struct Fixtures {
     pub plugin: Plugin,
     patience: Duration,
     pair: OnceCell<Pair>,
@@ -116,10 +116,14 @@ pub(super) struct Lab {
 }
 
 /// Fills a cell that is empty, within the time that a case has.
-async fn fill<T>(cell: &OnceCell<T>, lab: &Lab, make: impl Future<Output = Prepared<T>>) -> Prepared<()> {
+async fn fill<T>(
+    cell: &OnceCell<T>,
+    fixtures: &Fixtures,
+    make: impl Future<Output = Prepared<T>>,
+) -> Prepared<()> {
     if cell.get().is_none() {
-        let made = tokio::time::timeout(lab.patience, make).await;
-        let made = made.map_err(|_| lab.plugin.late(lab.patience))??;
+        let made = tokio::time::timeout(fixtures.patience, make).await;
+        let made = made.map_err(|_| fixtures.plugin.late(fixtures.patience))??;
         // Cases run one after another: it is empty still.
         let _ = cell.set(made);
     }
@@ -130,9 +134,9 @@ fn take<T>(cell: &OnceCell<T>) -> Result<&T, Wrong> {
     cell.get().ok_or_else(|| Wrong::new("a case uses what it does not say that it needs"))
 }
 
-impl Lab {
+impl Fixtures {
     pub fn new(plugin: Plugin, patience: Duration) -> Self {
-        Lab {
+        Fixtures {
             plugin,
             patience,
             pair: OnceCell::new(),
@@ -233,7 +237,7 @@ impl Lab {
     }
 
     /// A new published Block volume.
-    pub async fn pen(&self, from_snapshot: Option<&str>, bytes: u64) -> Result<Pen, Wrong> {
+    pub async fn open(&self, from_snapshot: Option<&str>, bytes: u64) -> Result<OpenVolume, Wrong> {
         let volume = self.plugin.create_volume(block_capability(), from_snapshot, bytes).await?;
         let device = self.plugin.attach(&volume).await?;
         let size = device_size(&device)?;
@@ -242,11 +246,11 @@ impl Lab {
             return Err(Wrong::new(made));
         }
         let told = volume.capacity;
-        Ok(Pen { volume, device, size, told, content: Content::new() })
+        Ok(OpenVolume { volume, device, size, told, content: Content::new() })
     }
 }
 
-impl Pen {
+impl OpenVolume {
     /// Writes to the device.
     pub async fn write(&mut self, edits: Vec<Edit>) -> Result<(), Wrong> {
         self.content = apply(self.content.clone(), self.device.clone(), edits).await?;
@@ -254,8 +258,8 @@ impl Pen {
     }
 
     /// Takes a snapshot.
-    pub async fn snapshot(&self, lab: &Lab) -> Result<Snap, Wrong> {
-        let id = lab.plugin.create_snapshot(&self.volume.id).await?;
+    pub async fn snapshot(&self, fixtures: &Fixtures) -> Result<Snap, Wrong> {
+        let id = fixtures.plugin.create_snapshot(&self.volume.id).await?;
         Ok(Snap { id, content: self.content.clone(), size: self.size, told: self.told })
     }
 
