@@ -3,10 +3,11 @@
 //! 20 GB of disk.
 //!
 //! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `btrfs` or `xfs` beside them runs
-//! rows a, b, c and i on that pool alone.
+//! rows a, b, c, i, j and k on that pool alone.
 #![allow(clippy::disallowed_methods)]
 
 mod changes;
+mod cold;
 mod fragments;
 mod host;
 mod pools;
@@ -119,6 +120,9 @@ fn main() {
         }
         if table.wants("h") {
             single::many_snapshots(&mut table).await;
+        }
+        if table.wants("j") || table.wants("k") {
+            cold::run(&mut table).await;
         }
         if table.wants("pools") {
             pools::run(&mut table).await;

@@ -82,6 +82,7 @@ impl MetadataStream {
     /// Works until a message is full or [`PACE`] has passed. There is always a first message, which tells type and
     /// capacity also where there is no tuple.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
+        let _urgent = self.streams.urgent().begin();
         let first = std::mem::take(&mut self.first);
         let (mut share, most) = self.streams.share(self.most);
         let mut found = Vec::new();

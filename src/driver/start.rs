@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::capacity::Reserved;
 use super::locks::{Key, OpLocks};
+use super::streams::Streams;
 use super::{Config, Driver, Error, Result, hashing};
 use crate::pool::{Known, OpenPool, PoolRequest};
 use crate::store::{Claim, Manifest, SnapshotRecord, Store};
@@ -60,6 +61,7 @@ impl Driver {
         if let Some(cached) = cached {
             tracing::warn!("{cached}");
         }
+        let streams = Arc::new(Streams::default());
         let driver = Driver {
             config,
             open_pool,
@@ -68,8 +70,8 @@ impl Driver {
             locks: OpLocks::default(),
             promised: Reserved::default(),
             attaching: Reserved::default(),
-            hashing: hashing::Hashing::default(),
-            streams: Arc::default(),
+            hashing: hashing::Hashing::giving_way_to(streams.urgent()),
+            streams,
             _claim: claim,
         };
         driver.thaw_leftovers();

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use base::Urgent;
 use cbt::Loaded;
 
 /// Bytes that all streams take together.
@@ -26,7 +27,10 @@ const TUPLE: usize = 40;
 
 /// What the streams of a driver hold.
 #[derive(Debug, Default)]
-pub struct Streams(Mutex<Held>);
+pub struct Streams {
+    held: Mutex<Held>,
+    urgent: Urgent,
+}
 
 #[derive(Debug, Default)]
 struct Held {
@@ -41,6 +45,11 @@ struct Held {
 }
 
 impl Streams {
+    /// What streams do while their clients wait.
+    pub(super) fn urgent(&self) -> Urgent {
+        self.urgent.clone()
+    }
+
     /// Keeps a segment for the stream's next turn, as long as there is room.
     pub(super) fn park(self: &Arc<Self>, segment: Loaded) -> Place {
         let mut held = self.held();
@@ -74,7 +83,7 @@ impl Streams {
     }
 
     fn held(&self) -> MutexGuard<'_, Held> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -230,7 +230,9 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
         }
         // What a deletion frees goes behind it.
         for dir in ["groups", "staging"] {
-            until(&format!("{dir} is empty"), || names(&rig.pool_dir().join(dir)).is_empty()).await;
+            let dir = rig.pool_dir().join(dir);
+            let is_deleted = |name: &String| dir.join(name).join("deleted.json").exists();
+            until(&format!("{} is empty", dir.display()), || names(&dir).iter().all(is_deleted)).await;
         }
     }
     restless.end();

@@ -119,7 +119,7 @@ async fn a_data_dir_is_started_as_it_was_made() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     rig.terminate();
     for (arguments, named) in [
-        (["--pool", "xfs"], "made with pool copy"),
+        (["--pool", "xfs"], "made with --pool dir"),
         (["--driver-name", "other.example"], "made with --driver-name deltapath.csi.dev"),
     ] {
         let said = refused(driver_command(rig.dir.path(), PoolKind::Dir).args(arguments));
@@ -127,7 +127,7 @@ async fn a_data_dir_is_started_as_it_was_made() {
     }
     let manifest = rig.data_dir().join("deltapath.json");
     let text = std::fs::read_to_string(&manifest).expect("manifest");
-    std::fs::write(&manifest, text.replace("\"version\": 1", "\"version\": 7")).expect("write");
+    std::fs::write(&manifest, text.replace("\"version\": 2", "\"version\": 7")).expect("write");
     let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Dir));
     assert!(said.contains("version 7") && said.contains("upgrade"), "{said}");
 }
@@ -264,7 +264,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
             let mut client = Client::connect(&dir.path().join("csi.sock"), Duration::from_secs(60)).await;
             let client = client.as_mut().unwrap_or_else(|error| panic!("killed before step {at}: {error}"));
             let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await;
-            assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "reflink", "step {at}");
+            assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs", "step {at}");
         }
         signal(&driver.0, nix::sys::signal::Signal::SIGTERM);
         assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
@@ -306,7 +306,7 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
     };
     signal(&driver.0, nix::sys::signal::Signal::SIGTERM);
     assert!(wait(&mut driver.0, Duration::from_secs(60)).success());
-    assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "reflink");
+    assert_eq!(info.expect("GetPluginInfo").into_inner().manifest["pool"], "xfs");
     assert_eq!(leftovers(dir.path()), Vec::<String>::new());
     let said = std::fs::read_to_string(&log).expect("log");
     assert!(said.contains("no btrfs image, trying xfs"), "{said}");

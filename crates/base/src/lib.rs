@@ -25,4 +25,4 @@ pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
 pub use pool::PoolKind;
 pub use quantity::{Quantity, QuantityError};
 pub use report::report;
-pub use stop::{Stop, Stopped};
+pub use stop::{Stop, Stopped, Urgent, UrgentWork};

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
+use super::ahead::Ahead;
 use super::allocation::Allocation;
 use super::hash::zero_hash;
 use super::hashfile::{HashFile, HashReader};
@@ -184,6 +185,7 @@ struct Sides {
     zeros: BlockHash,
     /// What was read of a block, for the time of a turn.
     buffers: (Vec<u8>, Vec<u8>),
+    ahead: Ahead,
 }
 
 /// The segment that a [`DeltaScan`] is in.
@@ -194,6 +196,8 @@ pub(super) struct Segment {
     base: SideSegment,
     target: SideSegment,
     certain: RoaringBitmap,
+    /// Candidates whose bytes are read, as far as the maps tell.
+    unhashed: RoaringBitmap,
     candidates: std::iter::Peekable<roaring::bitmap::IntoIter>,
 }
 
@@ -230,7 +234,14 @@ impl DeltaScan {
             None => all_indexes([base.allocated.map(), target.allocated.map()].into_iter()),
         };
         DeltaScan {
-            sides: Sides { base, target, size, zeros: zero_hash(size), buffers: Default::default() },
+            sides: Sides {
+                base,
+                target,
+                size,
+                zeros: zero_hash(size),
+                buffers: Default::default(),
+                ahead: Ahead::default(),
+            },
             changed,
             segments: Segments::new(indexes, start),
             segment: None,
@@ -308,15 +319,25 @@ impl DeltaScan {
         }
         let Changed { certain, doubtful } = found.unwrap_or_default();
         let candidates = self.segments.not_passed(&certain | doubtful, index);
-        let maps =
-            [&base.allocated, &base.pending, &target.allocated, &target.pending, &certain, &candidates];
+        let mut unhashed = (&base.pending & &base.allocated) | (&target.pending & &target.allocated);
+        unhashed &= &candidates;
+        unhashed -= &certain;
+        let maps = [
+            &base.allocated,
+            &base.pending,
+            &target.allocated,
+            &target.pending,
+            &certain,
+            &unhashed,
+            &candidates,
+        ];
         let bytes = maps.iter().map(|map| map.serialized_size()).sum();
         if candidates.is_empty() {
             self.segments.next = segment_range(index).end;
             return Ok(true);
         }
         let candidates = candidates.into_iter().peekable();
-        self.segment = Some(Segment { index, bytes, base, target, certain, candidates });
+        self.segment = Some(Segment { index, bytes, base, target, certain, unhashed, candidates });
         self.looked = 0;
         Ok(true)
     }
@@ -326,7 +347,7 @@ impl DeltaScan {
         let map = |map: &MapFile| map.segment_bytes();
         let side = |side: &Side| map(side.allocated.map()) + side.pending.as_ref().map_or(0, map);
         let way = self.changed.iter().flatten().map(map).max().unwrap_or(0);
-        2 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + 2 * AT_ONCE
+        3 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + 2 * AT_ONCE
     }
 
     /// Gives up the memory it does without, and the segment that it is in: where that is not put back, it is read
@@ -356,26 +377,57 @@ impl Sides {
             Verdict::Read => {
                 stop.check()?;
                 let bytes = BlockRange { start: block, end: block + 1 }.bytes(self.size);
-                let (before, after) = &mut self.buffers;
-                if let (Some(base), Some(target)) = (&self.base.data, &self.target.data) {
-                    for part in parts(bytes) {
-                        before.resize(part.len() as usize, 0);
-                        after.resize(part.len() as usize, 0);
-                        self.base.read(base, before, part.start)?;
-                        self.target.read(target, after, part.start)?;
-                        if before != after {
-                            return Ok(true);
-                        }
-                    }
-                    return Ok(false);
-                }
-                // The data of one is gone. If it was hashed before, its hash tells; if not, it equals nothing:
-                // the one case in which too much may be reported.
-                let base = self.base.hash(bytes, before)?.or(base.hash(&self.zeros));
-                let target = self.target.hash(bytes, after)?.or(target.hash(&self.zeros));
-                Ok(base.is_none() || base != target)
+                let (known_base, known_target) = (base.hash(&self.zeros), target.hash(&self.zeros));
+                let mut ahead = std::mem::take(&mut self.ahead);
+                let differ =
+                    ahead.timed(bytes.end, || self.read_and_compare(bytes, known_base, known_target));
+                let size = self.size;
+                let first = segment_range(segment.index).start;
+                let blocks = segment.unhashed.range(within + 1..).map(|within| {
+                    let start = first + u64::from(within);
+                    BlockRange { start, end: start + 1 }.bytes(size)
+                });
+                // As here, so most likely there: a side whose hash is known is not read.
+                let base = self.base.data.iter().filter(|_| known_base.is_none());
+                let target = self.target.data.iter().filter(|_| known_target.is_none());
+                ahead.ask(blocks, base.chain(target));
+                self.ahead = ahead;
+                differ
             }
         }
+    }
+
+    /// Compares a block of which at least one hash is not known. A side whose hash is known is not read.
+    fn read_and_compare(
+        &mut self,
+        bytes: ByteRange,
+        known_base: Option<BlockHash>,
+        known_target: Option<BlockHash>,
+    ) -> Result<bool> {
+        let (before, after) = &mut self.buffers;
+        if let (None, None) = (known_base, known_target)
+            && let (Some(base), Some(target)) = (&self.base.data, &self.target.data)
+        {
+            for part in parts(bytes) {
+                before.resize(part.len() as usize, 0);
+                after.resize(part.len() as usize, 0);
+                self.base.read(base, before, part.start)?;
+                self.target.read(target, after, part.start)?;
+                if before != after {
+                    return Ok(true);
+                }
+            }
+            return Ok(false);
+        }
+        // Where the data of one is gone and its hash is not known, it equals nothing: the one case in which too much
+        // may be reported.
+        let hash = |side: &Side, known: Option<BlockHash>, buffer: &mut Vec<u8>| match known {
+            Some(hash) => Ok(Some(hash)),
+            None => side.hash(bytes, buffer),
+        };
+        let base = hash(&self.base, known_base, before)?;
+        let target = hash(&self.target, known_target, after)?;
+        Ok(base.is_none() || base != target)
     }
 }
 

@@ -8,6 +8,7 @@
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod allocation;
 mod delta;
 mod error;

@@ -8,6 +8,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
+use super::ahead::Ahead;
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
@@ -175,9 +176,14 @@ impl ToHash<'_> {
         let pages = runs_by_page(index, members);
         pages.par_iter().try_for_each_init(Vec::new, |buffer, (number, runs)| {
             let mut page = self.hashes.page_to_update(*number)?;
-            for run in runs {
+            let mut ahead = Ahead::default();
+            for (at, run) in runs.iter().enumerate() {
                 let put = |block, hash: BlockHash| page.set(block, &hash);
-                hash_run(self.data, self.data_path, *run, self.size, buffer, stop, put)?;
+                let end = run.bytes(self.size).end;
+                ahead
+                    .timed(end, || hash_run(self.data, self.data_path, *run, self.size, buffer, stop, put))?;
+                let next = runs[at + 1..].iter().map(|run| run.bytes(self.size));
+                ahead.ask(next, std::iter::once(self.data));
             }
             self.hashes.write_page(*number, &mut page)
         })

@@ -16,6 +16,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability};
+use deltapath::store::VolumeRecord;
 use deltapath::sys::freeze::Root;
 use deltapath::sys::mount::Mount;
 use deltapath::sys::slots;
@@ -424,7 +425,7 @@ pub fn state_of(pool_dir: &Path, volume: &str) -> serde_json::Value {
 /// Records something else, with `fields` over what there is when nothing is done to a volume.
 pub fn set_state(pool_dir: &Path, volume: &str, fields: serde_json::Value) {
     let mut state = serde_json::json!({
-        "version": 1, "attached": null, "staged": null, "published": [], "formatting": false, "frozen": null
+        "version": VolumeRecord::VERSION, "attached": null, "staged": null, "published": [], "formatting": false, "frozen": null
     });
     for (name, value) in fields.as_object().expect("an object") {
         state[name] = value.clone();

@@ -1,0 +1,142 @@
+//! Rows j and k: deltas with nothing in the page cache, as a backup tool asks for them: right after its snapshot, of
+//! volumes that are written past the cache.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use csi_client::Client;
+use fastrand::Rng;
+use proto::GetMetadataDeltaRequest;
+use testkit::Rig;
+
+use crate::{Row, SHARING, Table, host, median, ms, ratio};
+
+const SIZE: u64 = 8 << 30;
+/// The data: 1 GiB, in pieces that are spread evenly.
+const PIECES: u64 = 1024;
+const PIECE: u64 = 1 << 20;
+const BLOCK: u64 = 4096;
+const ROUNDS: usize = 3;
+/// Reads in flight of the bare operation.
+const IN_FLIGHT: usize = 32;
+
+/// The whole stream and its first message, and the bare reads.
+struct Sample {
+    whole: Duration,
+    first: Duration,
+    bare: Duration,
+}
+
+pub async fn run(table: &mut Table) {
+    for pool in SHARING.into_iter().filter(|pool| table.wants_pool(*pool)).collect::<Vec<_>>() {
+        let mut rig = Rig::start_with(pool, &["--pool-size", "48Gi"], "warn").await;
+        let mut random = Rng::with_seed(3);
+        let (volume, device) = rig.block_volume("volume", SIZE as i64).await;
+        let file = File::options().write(true).open(&device).expect("open the device");
+        let mut piece = vec![0; PIECE as usize];
+        for number in 0..PIECES {
+            random.fill(&mut piece);
+            file.write_all_at(&piece, number * (SIZE / PIECES)).expect("write");
+        }
+        file.sync_all().expect("flush");
+        let mut base = rig.snapshot("base", &volume).await;
+        host::hashed(&rig, &base).await;
+        for percent in [1, 10] {
+            let count = PIECES * PIECE / BLOCK / 100 * percent;
+            let (mut at_once, mut unhashed) = (Vec::new(), Vec::new());
+            for round in 0..ROUNDS {
+                let mut offsets: Vec<u64> = (0..count)
+                    .map(|_| random.u64(0..PIECES) * (SIZE / PIECES) + random.u64(0..PIECE / BLOCK) * BLOCK)
+                    .collect();
+                host::write_blocks(&device, &mut random, &offsets);
+                offsets.sort_unstable();
+                offsets.dedup();
+                drop_caches();
+                let target = rig.snapshot(&format!("{percent} {round}"), &volume).await;
+                let (first, whole) = delta(&mut rig.client, &base, &target, offsets.len()).await;
+                host::hashed(&rig, &target).await;
+                at_once.push(Sample { whole, first, bare: read(&rig, &[&target], &offsets) });
+                let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
+                drop_caches();
+                let (first, whole) = delta(&mut rig.client, &base, &target, offsets.len()).await;
+                unhashed.push(Sample { whole, first, bare: read(&rig, &[&base, &target], &offsets) });
+                drop(forgotten);
+                base = target;
+            }
+            let name = pool.name();
+            for (id, what, samples, sides) in [
+                ("j", "GetMetadataDelta at once after CreateSnapshot", at_once, "the target's"),
+                ("k", "the same, nothing hashed", unhashed, "both sides'"),
+            ] {
+                let whole = median(&samples.iter().map(|sample| sample.whole).collect::<Vec<_>>());
+                let first = median(&samples.iter().map(|sample| sample.first).collect::<Vec<_>>());
+                let bare = median(&samples.iter().map(|sample| sample.bare).collect::<Vec<_>>());
+                let spare = if id == "j" { Duration::from_millis(20) } else { Duration::ZERO };
+                table.add(Row {
+                    id,
+                    what: format!("{what}, cold, {percent} % of 1 GiB changed, {name}"),
+                    measured: format!("{}, first message {}", ms(whole), ms(first)),
+                    beside: format!(
+                        "{:.2} x reading {sides} blocks, {IN_FLIGHT} in flight, {}",
+                        ratio(whole, bare),
+                        ms(bare)
+                    ),
+                    must: if id == "j" { "1.5 x and 20 ms; first 50 ms" } else { "1.5 x" },
+                    holds: whole <= bare.mul_f64(1.5) + spare
+                        && (id != "j" || first <= Duration::from_millis(50)),
+                });
+            }
+        }
+        rig.detach(&volume).await;
+        rig.finish();
+    }
+}
+
+/// What is clean in the page cache goes: all of the machine's.
+fn drop_caches() {
+    nix::unistd::sync();
+    std::fs::write("/proc/sys/vm/drop_caches", "3").expect("drop the caches");
+}
+
+async fn delta(client: &mut Client, base: &str, target: &str, changed: usize) -> (Duration, Duration) {
+    let request = GetMetadataDeltaRequest {
+        base_snapshot_id: base.to_owned(),
+        target_snapshot_id: target.to_owned(),
+        ..Default::default()
+    };
+    let started = Instant::now();
+    let mut stream = client.metadata.get_metadata_delta(request).await.expect("delta").into_inner();
+    let mut message = stream.message().await.expect("message");
+    let first = started.elapsed();
+    let mut bytes = 0;
+    while let Some(read) = message {
+        bytes += read.block_metadata.iter().map(|tuple| tuple.size_bytes).sum::<i64>();
+        message = stream.message().await.expect("message");
+    }
+    assert_eq!(bytes as u64, changed as u64 * BLOCK, "not what was changed");
+    (first, started.elapsed())
+}
+
+/// Reads these blocks of snapshots, with nothing of them in the cache.
+fn read(rig: &Rig, snapshots: &[&str], offsets: &[u64]) -> Duration {
+    drop_caches();
+    let paths: Vec<PathBuf> = snapshots.iter().map(|id| host::snapshot_dir(rig, id).data()).collect();
+    let files: Vec<File> = paths.iter().map(|path| File::open(path).expect("open")).collect();
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        for number in 0..IN_FLIGHT {
+            let files = &files;
+            scope.spawn(move || {
+                let mut block = vec![0; BLOCK as usize];
+                for offset in offsets.iter().skip(number).step_by(IN_FLIGHT) {
+                    for file in files {
+                        file.read_exact_at(&mut block, *offset).expect("read");
+                    }
+                }
+            });
+        }
+    });
+    started.elapsed()
+}
