@@ -41,6 +41,7 @@ pub async fn run(table: &mut Table) {
             file.write_all_at(&piece, number * (SIZE / PIECES)).expect("write");
         }
         file.sync_all().expect("flush");
+        drop(file);
         let mut base = rig.snapshot("base", &volume).await;
         host::hashed(&rig, &base).await;
         for percent in [1, 10] {

@@ -7,9 +7,11 @@ use std::path::{Path, PathBuf};
 
 use roaring::RoaringBitmap;
 
+use super::ahead::Ahead;
 use super::hash::{BlockHash, UNKNOWN};
 use super::segment::segment_range;
 use super::{Error, Result};
+use base::ByteRange;
 use files::Context;
 use files::change;
 
@@ -195,7 +197,13 @@ impl HashFile {
 pub struct HashReader {
     file: HashFile,
     cached: Option<(u64, Page)>,
+    ahead: Ahead,
+    /// The page that was read last, also when it was given up since.
+    last: Option<u64>,
 }
+
+/// Pages that are asked for at once, where those that are looked at lie no farther apart.
+const DENSE: u64 = 256;
 
 impl std::fmt::Debug for Page {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -206,7 +214,7 @@ impl std::fmt::Debug for Page {
 impl HashReader {
     /// Reads from `file`.
     pub fn new(file: HashFile) -> Self {
-        HashReader { file, cached: None }
+        HashReader { file, cached: None, ahead: Ahead::default(), last: None }
     }
 
     /// Gives up the page that was looked at last.
@@ -222,7 +230,12 @@ impl HashReader {
         {
             return Ok(page.get(block));
         }
-        let page = self.file.page(number)?;
+        let end = (number + 1) * PAGE as u64;
+        let page = self.ahead.timed(end, || self.file.page(number))?;
+        if self.last.replace(number).is_some_and(|last| number.abs_diff(last) <= DENSE) {
+            let next = ByteRange { start: end, end: end + DENSE * PAGE as u64 };
+            self.ahead.ask(std::iter::once(next), std::iter::once(&self.file.file));
+        }
         let hash = page.get(block);
         self.cached = Some((number, page));
         Ok(hash)
