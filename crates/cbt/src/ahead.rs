@@ -35,7 +35,12 @@ impl Ahead {
         done
     }
 
-    /// Asks for the next blocks of files, which will be read in this order, where the last read was slow.
+    /// Whether the last read went to the disk, so that it is time to ask for the next blocks.
+    pub(super) fn is_due(&self) -> bool {
+        self.slow
+    }
+
+    /// Asks for the next blocks of files, which will be read in this order, where it is time.
     pub(super) fn ask<'f>(
         &mut self,
         blocks: impl Iterator<Item = ByteRange>,
@@ -44,9 +49,9 @@ impl Ahead {
         if !std::mem::take(&mut self.slow) {
             return;
         }
-        let (mut bytes, mut ranges) = (0, 0);
-        let mut open: Option<ByteRange> = None;
-        let ask = |range: ByteRange| {
+        let ranges = next_ranges(blocks);
+        self.asked = ranges.last().map_or(self.asked, |range| range.end);
+        for range in ranges {
             for file in files.clone() {
                 // Advice: where the kernel does not take it, the read is as slow as before.
                 let _ = posix_fadvise(
@@ -56,21 +61,62 @@ impl Ahead {
                     PosixFadviseAdvice::POSIX_FADV_WILLNEED,
                 );
             }
-        };
-        for block in blocks {
-            match &mut open {
-                Some(range) if range.end == block.start => range.end = block.end,
-                _ => {
-                    open.replace(block).map(&ask);
-                    ranges += 1;
-                }
-            }
-            self.asked = block.end;
-            bytes += block.len();
-            if bytes >= BYTES || ranges >= RANGES {
-                break;
-            }
         }
-        open.map(&ask);
+    }
+}
+
+/// What is asked for at once of blocks that ascend: adjacent ones as one range.
+fn next_ranges(blocks: impl Iterator<Item = ByteRange>) -> Vec<ByteRange> {
+    let mut ranges: Vec<ByteRange> = Vec::new();
+    let mut bytes = 0;
+    for block in blocks {
+        match ranges.last_mut() {
+            Some(range) if range.end == block.start => range.end = block.end,
+            _ if ranges.len() == RANGES => break,
+            _ => ranges.push(block),
+        }
+        bytes += block.len();
+        if bytes >= BYTES {
+            break;
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KIB4: u64 = 4096;
+
+    /// The ranges that are asked for of blocks of 4 KiB, by their numbers.
+    fn asked(blocks: impl IntoIterator<Item = u64>) -> Vec<(u64, u64)> {
+        let bytes = |block| ByteRange { start: block * KIB4, end: (block + 1) * KIB4 };
+        let ranges = next_ranges(blocks.into_iter().map(bytes));
+        ranges.into_iter().map(|range| (range.start / KIB4, range.end / KIB4)).collect()
+    }
+
+    #[test]
+    fn adjacent_blocks_are_one_range_and_no_more_is_asked_for_than_the_limits() {
+        assert_eq!(asked([]), []);
+        assert_eq!(asked([1, 2, 3, 7, 9, 10]), [(1, 4), (7, 8), (9, 11)]);
+        assert_eq!(asked(0..1 << 20), [(0, BYTES / KIB4)]);
+        let scattered = asked((0..1000).map(|block| 2 * block));
+        assert_eq!((scattered.len(), scattered.last()), (RANGES, Some(&(510, 511))));
+        // A block larger than the limit is asked for all the same.
+        let large = ByteRange { start: 0, end: 2 * BYTES };
+        assert_eq!(next_ranges([large, large].into_iter()), [large]);
+    }
+
+    #[test]
+    fn only_a_read_behind_what_was_asked_for_shows_that_more_is_due() {
+        let mut ahead = Ahead { slow: false, asked: 100 };
+        let slow = || std::thread::sleep(2 * SLOW);
+        ahead.timed(50, slow);
+        assert!(!ahead.is_due(), "it is on its way");
+        ahead.timed(200, slow);
+        assert!(ahead.is_due());
+        ahead.timed(300, || ());
+        assert!(!ahead.is_due(), "it was cached");
     }
 }

@@ -381,16 +381,18 @@ impl Sides {
                 let mut ahead = std::mem::take(&mut self.ahead);
                 let differ =
                     ahead.timed(bytes.end, || self.read_and_compare(bytes, known_base, known_target));
-                let size = self.size;
-                let first = segment_range(segment.index).start;
-                let blocks = segment.unhashed.range(within + 1..).map(|within| {
-                    let start = first + u64::from(within);
-                    BlockRange { start, end: start + 1 }.bytes(size)
-                });
-                // As here, so most likely there: a side whose hash is known is not read.
-                let base = self.base.data.iter().filter(|_| known_base.is_none());
-                let target = self.target.data.iter().filter(|_| known_target.is_none());
-                ahead.ask(blocks, base.chain(target));
+                if ahead.is_due() {
+                    let size = self.size;
+                    let first = segment_range(segment.index).start;
+                    let blocks = segment.unhashed.range(within + 1..).map(|within| {
+                        let start = first + u64::from(within);
+                        BlockRange { start, end: start + 1 }.bytes(size)
+                    });
+                    // As here, so most likely there: a side whose hash is known is not read.
+                    let base = self.base.data.iter().filter(|_| known_base.is_none());
+                    let target = self.target.data.iter().filter(|_| known_target.is_none());
+                    ahead.ask(blocks, base.chain(target));
+                }
                 self.ahead = ahead;
                 differ
             }
