@@ -70,9 +70,10 @@ fn next_ranges(blocks: impl Iterator<Item = ByteRange>) -> Vec<ByteRange> {
     let mut ranges: Vec<ByteRange> = Vec::new();
     let mut bytes = 0;
     for block in blocks {
+        let count = ranges.len();
         match ranges.last_mut() {
             Some(range) if range.end == block.start => range.end = block.end,
-            _ if ranges.len() == RANGES => break,
+            _ if count == RANGES => break,
             _ => ranges.push(block),
         }
         bytes += block.len();
