@@ -13,7 +13,10 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt, registry};
 
 use crate::pool::PoolRequest;
 use base::{PoolKind, Quantity};
@@ -90,15 +93,17 @@ impl Cli {
     /// Sends the log to standard error.
     pub fn start_tracing(&self) {
         let default = match self.command {
-            Command::Driver(_) => "info",
-            Command::Demo(_) | Command::Verify(_) | Command::Check(_) => "warn",
+            Command::Driver(_) => LevelFilter::INFO,
+            Command::Demo(_) | Command::Verify(_) | Command::Check(_) => LevelFilter::WARN,
         };
-        let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-        let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-        match self.log_format {
-            LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).init(),
-            LogFormat::Json => log.json().init(),
-        }
+        let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
+        let levels = asked.unwrap_or_else(|| Targets::new().with_default(default));
+        let log = fmt::layer().with_writer(std::io::stderr);
+        let log = match self.log_format {
+            LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
+            LogFormat::Json => log.json().boxed(),
+        };
+        registry().with(log.with_filter(levels)).init();
     }
 }
 
