@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use base::{BlockRange, BlockSize, ObjectDir, Stop};
+use base::{BlockRange, BlockSize, ObjectDir, Stop, Urgent};
 use cbt::{
     AllocatedScan, Allocation, DeltaScan, Found, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side,
     ToHash, Tuples,
@@ -52,7 +52,8 @@ fn snapshot(dir: &Path, step: u64, fill: u8) -> ObjectDir {
 }
 
 fn hash_all(data: &File, data_path: &Path, allocated: &MapFile, hashes: &HashFile) {
-    let to_hash = ToHash { data, data_path, size: SIZE, hashes };
+    let urgent = Urgent::default();
+    let to_hash = ToHash { data, data_path, size: SIZE, hashes, urgent: &urgent };
     for index in allocated.indexes() {
         let members = allocated.segment(index).expect("segment");
         to_hash.hash_segment(index, members, &Stop::default()).expect("hash");

@@ -97,7 +97,11 @@ impl Cli {
             Command::Demo(_) | Command::Verify(_) | Command::Check(_) => LevelFilter::WARN,
         };
         let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
-        let levels = asked.unwrap_or_else(|| Targets::new().with_default(default));
+        let mut levels = asked.unwrap_or_else(|| Targets::new().with_default(default));
+        // The block maps are a member of their own, and part of the driver to whoever reads its log.
+        if let Some((_, level)) = levels.clone().into_iter().find(|(target, _)| target == "deltapath") {
+            levels = levels.with_target("cbt", level);
+        }
         let log = fmt::layer().with_writer(std::io::stderr);
         let log = match self.log_format {
             LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),

@@ -125,7 +125,8 @@ impl Inspection {
             false => cbt::check_maps(&dir, record.block_size, record.capacity, false),
         };
         match found {
-            Err(cbt::Error::Sys(error)) if error.is_not_found() && !dir.path().exists() => Ok(None),
+            // Deleted meanwhile.
+            Err(cbt::Error::Sys(error)) if error.is_not_found() && self.store.is_gone(&record) => Ok(None),
             found => Ok(Some(found?)),
         }
     }

@@ -58,6 +58,8 @@ pub struct MetadataStream {
     /// `None` once all has been sent.
     tuples: Option<Tuples>,
     first: bool,
+    /// Whether it may read data.
+    reads: bool,
     streams: Arc<Streams>,
     /// The segment it was in, between two turns.
     parked: Option<Place>,
@@ -82,7 +84,8 @@ impl MetadataStream {
     /// Works until a message is full or [`PACE`] has passed. There is always a first message, which tells type and
     /// capacity also where there is no tuple.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
-        let _urgent = self.streams.urgent().begin();
+        // A delta may read data, for which hashing gives way.
+        let _urgent = self.reads.then(|| self.streams.urgent().begin());
         let first = std::mem::take(&mut self.first);
         let (mut share, most) = self.streams.share(self.most);
         let mut found = Vec::new();
@@ -216,6 +219,7 @@ impl Driver {
             style,
             capacity: record.capacity,
             most: position.most,
+            reads: matches!(source, Some(RunSource::Delta(_))),
             tuples: source.map(|source| Tuples::new(source, record.block_size, fixed)),
             first: true,
             streams: self.streams.clone(),

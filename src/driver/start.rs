@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use super::capacity::Reserved;
 use super::locks::{Key, OpLocks};
-use super::streams::Streams;
 use super::{Config, Driver, Error, Result, hashing};
 use crate::pool::{Known, OpenPool, PoolRequest};
 use crate::store::{Claim, Manifest, SnapshotRecord, Store};
@@ -61,7 +60,6 @@ impl Driver {
         if let Some(cached) = cached {
             tracing::warn!("{cached}");
         }
-        let streams = Arc::new(Streams::default());
         let driver = Driver {
             config,
             open_pool,
@@ -70,8 +68,8 @@ impl Driver {
             locks: OpLocks::default(),
             promised: Reserved::default(),
             attaching: Reserved::default(),
-            hashing: hashing::Hashing::giving_way_to(streams.urgent()),
-            streams,
+            hashing: hashing::Hashing::default(),
+            streams: Arc::default(),
             _claim: claim,
         };
         driver.thaw_leftovers();

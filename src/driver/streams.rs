@@ -46,8 +46,8 @@ struct Held {
 
 impl Streams {
     /// What streams do while their clients wait.
-    pub(super) fn urgent(&self) -> Urgent {
-        self.urgent.clone()
+    pub(super) fn urgent(&self) -> &Urgent {
+        &self.urgent
     }
 
     /// Keeps a segment for the stream's next turn, as long as there is room.

@@ -74,9 +74,11 @@ impl OpenPool {
             }
             // A start that was cut short after making it.
             (None, true)
-                if request.kind.is_some_and(|kind| {
-                    Format::of_image(&image).is_ok_and(|format| format.kind() != kind)
-                }) =>
+                if {
+                    // Also for `auto`: an image that nobody knows is not replaced.
+                    let format = Format::of_image(&image)?;
+                    request.kind.is_some_and(|kind| kind != format.kind())
+                } =>
             {
                 Err(Error::ImageUnwanted { image, choice: request.name() })
             }

@@ -115,10 +115,12 @@ impl Store {
                 Err(error) => damaged.push(Damage { path, error }),
             }
         }
+        // One that cannot be looked at is there: what was deleted does not come back.
+        let is_there = |path: std::path::PathBuf| path.try_exists().unwrap_or(true);
         let snapshots = entries(&dir.snapshots())?.into_iter().map(ObjectDir::new);
         let groups = entries(&dir.groups())?.into_iter().map(GroupDir::new);
-        let (deleted, snapshots): (Vec<_>, Vec<_>) = snapshots.partition(|dir| dir.deleted().exists());
-        let (deleted_groups, groups): (Vec<_>, Vec<_>) = groups.partition(|dir| dir.deleted().exists());
+        let (deleted, snapshots): (Vec<_>, Vec<_>) = snapshots.partition(|dir| is_there(dir.deleted()));
+        let (deleted_groups, groups): (Vec<_>, Vec<_>) = groups.partition(|dir| is_there(dir.deleted()));
         for path in snapshots.iter().map(|dir| dir.path().to_owned()) {
             match read_named::<SnapshotRecord>(&path, |record| record.id.as_str()) {
                 Ok(record) if index.has_sequence(&record) => {

@@ -13,6 +13,13 @@ use files::Context;
 use files::durable;
 
 impl Store {
+    /// Whether a snapshot is deleted on disk, by whatever process: retained, or gone for good.
+    pub fn is_gone(&self, record: &SnapshotRecord) -> bool {
+        let dir = self.snapshot_dir(record);
+        let group = record.group.as_ref().map(|group| self.dir.group(group).deleted());
+        !dir.path().exists() || dir.deleted().exists() || group.is_some_and(|deleted| deleted.exists())
+    }
+
     /// Makes a snapshot cease to exist for all but deltas from it. Its `deleted.json` is the commit.
     pub fn retain_snapshot(&self, record: &SnapshotRecord) -> Result<()> {
         let at = mark(&self.dir.snapshot(&record.id).deleted(), record.created)?;

@@ -94,7 +94,8 @@ fn case(name: &'static str, severity: &'static str, path: PathBuf) -> Case {
 
 /// Breaks a file, which comes back as it was.
 fn broken(name: &'static str, path: PathBuf, break_it: impl FnOnce(&Path)) -> Case {
-    let aside = std::env::temp_dir().join(format!("deltapath-test-{}-{name}", std::process::id()));
+    let aside = tempfile::Builder::new().prefix("deltapath-test-").tempfile().expect("temp file");
+    let aside = aside.into_temp_path().keep().expect("it stays until it is put back");
     fs::copy(&path, &aside).expect("keep a copy");
     break_it(&path);
     let undo = {

@@ -16,6 +16,7 @@ mod pool;
 mod quantity;
 mod report;
 mod stop;
+mod urgent;
 
 pub use block::{BlockRange, BlockSize, BlockSizeError, ByteRange};
 pub use endpoint::Endpoint;
@@ -25,4 +26,5 @@ pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
 pub use pool::PoolKind;
 pub use quantity::{Quantity, QuantityError};
 pub use report::report;
-pub use stop::{Stop, Stopped, Urgent, UrgentWork};
+pub use stop::{Stop, Stopped};
+pub use urgent::{Urgent, UrgentWork};

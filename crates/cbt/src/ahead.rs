@@ -15,6 +15,8 @@ const SLOW: Duration = Duration::from_micros(30);
 /// Bytes that are asked for at once, in how many ranges at most.
 const BYTES: u64 = 8 << 20;
 const RANGES: usize = 256;
+/// Bytes of a call: of more the kernel may take a part alone (its readahead or the disk's largest request).
+const PIECE: u64 = 128 << 10;
 
 /// How far ahead the kernel was asked.
 #[derive(Debug, Default)]
@@ -51,13 +53,19 @@ impl Ahead {
         }
         let ranges = next_ranges(blocks);
         self.asked = ranges.last().map_or(self.asked, |range| range.end);
-        for range in ranges {
+        let pieces = ranges.iter().flat_map(|range| {
+            let end = move |start| range.end.min(start + PIECE);
+            (range.start..range.end)
+                .step_by(PIECE as usize)
+                .map(move |start| ByteRange { start, end: end(start) })
+        });
+        for piece in pieces {
             for file in files.clone() {
                 // Advice: where the kernel does not take it, the read is as slow as before.
                 let _ = posix_fadvise(
                     file,
-                    range.start as i64,
-                    range.len() as i64,
+                    piece.start as i64,
+                    piece.len() as i64,
                     PosixFadviseAdvice::POSIX_FADV_WILLNEED,
                 );
             }

@@ -202,8 +202,9 @@ pub struct HashReader {
     last: Option<u64>,
 }
 
-/// Pages that are asked for at once, where those that are looked at lie no farther apart.
-const DENSE: u64 = 256;
+/// Pages that are asked for at once, where those that are looked at lie no farther apart than the second number.
+const AT_ONCE: u64 = 256;
+const NEAR: u64 = 8;
 
 impl std::fmt::Debug for Page {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -232,8 +233,8 @@ impl HashReader {
         }
         let end = (number + 1) * PAGE as u64;
         let page = self.ahead.timed(end, || self.file.page(number))?;
-        if self.last.replace(number).is_some_and(|last| number.abs_diff(last) <= DENSE) {
-            let next = ByteRange { start: end, end: end + DENSE * PAGE as u64 };
+        if self.last.replace(number).is_some_and(|last| number.abs_diff(last) <= NEAR) {
+            let next = ByteRange { start: end, end: end + AT_ONCE * PAGE as u64 };
             self.ahead.ask(std::iter::once(next), std::iter::once(&self.file.file));
         }
         let hash = page.get(block);

@@ -13,7 +13,7 @@ use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
 use super::{BlockHash, Result};
-use base::{BlockRange, BlockSize, ByteRange, Stop};
+use base::{BlockRange, BlockSize, ByteRange, Stop, Urgent};
 use files::Context;
 
 /// Bytes read at once for hashing: enough to fill all lanes twice, and still in the core's own cache when
@@ -168,25 +168,54 @@ pub struct ToHash<'h> {
     pub size: BlockSize,
     /// Takes the hashes; the caller syncs it.
     pub hashes: &'h HashFile,
+    /// Gives way to this, between two reads.
+    pub urgent: &'h Urgent,
 }
 
 impl ToHash<'_> {
     /// Hashes blocks of a segment, on all cores of the pool that the caller runs in.
     pub fn hash_segment(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
         let pages = runs_by_page(index, members);
-        pages.par_iter().try_for_each_init(Vec::new, |buffer, (number, runs)| {
-            let mut page = self.hashes.page_to_update(*number)?;
-            let mut ahead = Ahead::default();
-            for (at, run) in runs.iter().enumerate() {
-                let put = |block, hash: BlockHash| page.set(block, &hash);
-                let end = run.bytes(self.size).end;
-                ahead
-                    .timed(end, || hash_run(self.data, self.data_path, *run, self.size, buffer, stop, put))?;
-                let next = runs[at + 1..].iter().map(|run| run.bytes(self.size));
-                ahead.ask(next, std::iter::once(self.data));
-            }
-            self.hashes.write_page(*number, &mut page)
-        })
+        let all = pages.par_iter().enumerate();
+        all.try_for_each_init(
+            Default::default,
+            |(buffer, ahead): &mut (Vec<u8>, Ahead), (at, (number, runs))| {
+                let mut page = self.hashes.page_to_update(*number)?;
+                for (within, run) in runs.iter().enumerate() {
+                    let put = |block, hash: BlockHash| page.set(block, &hash);
+                    self.hash_run(*run, buffer, ahead, stop, put)?;
+                    let later = pages[at + 1..].iter().flat_map(|(_, runs)| runs);
+                    let next = runs[within + 1..].iter().chain(later).map(|run| run.bytes(self.size));
+                    ahead.ask(next, std::iter::once(self.data));
+                }
+                self.hashes.write_page(*number, &mut page)
+            },
+        )
+    }
+
+    fn hash_run(
+        &self,
+        run: BlockRange,
+        buffer: &mut Vec<u8>,
+        ahead: &mut Ahead,
+        stop: &Stop,
+        mut put: impl FnMut(u64, BlockHash),
+    ) -> Result<()> {
+        let size = self.size;
+        let at_once = (READ / size.bytes()).max(1);
+        let mut block = run.start;
+        while block < run.end {
+            stop.check()?;
+            self.urgent.give_way(stop);
+            let count = at_once.min(run.end - block);
+            let bytes = BlockRange { start: block, end: block + count }.bytes(size);
+            buffer.resize(bytes.len() as usize, 0);
+            let read = ahead.timed(bytes.end, || self.data.read_exact_at(buffer, bytes.start));
+            read.context("read", self.data_path)?;
+            hash_each(buffer, size, |number, hash| put(block + number, hash));
+            block += count;
+        }
+        Ok(())
     }
 
     /// Forgets the hashes of blocks that hold no data any more.
@@ -246,28 +275,6 @@ fn runs_by_page(index: u32, members: RoaringBitmap) -> Vec<(u64, Vec<BlockRange>
         }
     }
     pages
-}
-
-fn hash_run(
-    data: &File,
-    data_path: &Path,
-    run: BlockRange,
-    size: BlockSize,
-    buffer: &mut Vec<u8>,
-    stop: &Stop,
-    mut put: impl FnMut(u64, BlockHash),
-) -> Result<()> {
-    let at_once = (READ / size.bytes()).max(1);
-    let mut block = run.start;
-    while block < run.end {
-        stop.check()?;
-        let count = at_once.min(run.end - block);
-        buffer.resize((count * size.bytes()) as usize, 0);
-        data.read_exact_at(buffer, block * size.bytes()).context("read", data_path)?;
-        hash_each(buffer, size, |number, hash| put(block + number, hash));
-        block += count;
-    }
-    Ok(())
 }
 
 /// Takes the bytes of a copy as they pass and hashes them, so that the data is read once.

@@ -116,15 +116,22 @@ impl Driver {
 
     /// Does a step of the work on a snapshot; tells whether it was the last.
     fn work_on(&self, work: &Work, helpers: &rayon::ThreadPool) -> Result<bool> {
-        let Some(record) = self.store.read(|index| index.known(&work.id)) else { return Ok(true) };
-        match work.part {
-            Part::Changes => self.compare_changes(&record, helpers),
+        let known = || self.store.read(|index| index.known(&work.id));
+        let Some(record) = known() else { return Ok(true) };
+        let done = self.work_on_part(work.part, &record, helpers);
+        // It went meanwhile, for good.
+        if known().is_none() { Ok(true) } else { done }
+    }
+
+    fn work_on_part(&self, part: Part, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
+        match part {
+            Part::Changes => self.compare_changes(record, helpers),
             Part::Rest => {
-                if !self.hash_snapshot(&record, None, helpers)? {
+                if !self.hash_snapshot(record, None, helpers)? {
                     return Ok(false);
                 }
-                self.check_allocated(&record)?;
-                self.free_when_sound(&record)?;
+                self.check_allocated(record)?;
+                self.free_when_sound(record)?;
                 Ok(true)
             }
         }
@@ -270,7 +277,8 @@ impl Driver {
         let allocated = Allocation::new(allocated, Some(also), &path);
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let size = record.block_size;
-        let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes };
+        let to_hash =
+            ToHash { data: &data, data_path: &path, size, hashes: &hashes, urgent: self.streams.urgent() };
         let mut parent = self.hashed_parent(&dir);
         let (mut done, mut is_last) = (0, true);
         let mut indexes = wanted.into_iter();

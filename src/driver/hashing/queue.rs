@@ -11,7 +11,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::store::SnapshotRecord;
-use base::{SnapshotId, Stop, Urgent, VolumeId};
+use base::{SnapshotId, Stop, VolumeId};
 
 /// How often retained snapshots are looked at for their age.
 pub(super) const TURN: Duration = Duration::from_secs(600);
@@ -130,11 +130,6 @@ impl State {
 }
 
 impl Hashing {
-    /// An empty queue, whose work gives way to what is urgent.
-    pub(in super::super) fn giving_way_to(urgent: Urgent) -> Self {
-        Hashing { stop: Stop::giving_way_to(urgent), ..Hashing::default() }
-    }
-
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
