@@ -1,5 +1,5 @@
 //! The fuzz targets: what reads bytes that the driver did not just make itself, each with what must hold
-//! whatever they are. Compiled for tests, and for cargo-fuzz (`cfg(fuzzing)`), alone.
+//! whatever they are. Compiled for tests, and for cargo-fuzz (the feature `fuzz`), alone.
 //!
 //! A target is a function of bytes that panics where something does not hold. It stands in the room that it is
 //! about, in a file `fuzz.rs`; here is the list. `make fuzz` runs each under libFuzzer, which looks for new ways

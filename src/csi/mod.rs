@@ -4,7 +4,7 @@
 mod authority;
 mod controller;
 mod decode;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzz"))]
 pub(crate) mod fuzz;
 mod group_controller;
 mod identity;

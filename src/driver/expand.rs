@@ -27,7 +27,7 @@ impl Driver {
     /// were taken with.
     ///
     /// 1. Extend the file and sync it: after a crash the record still says the old size, and the next use
-    ///    cuts the file back to it ([`Driver::fit`]). No device shows the new part yet.
+    ///    cuts the file back to it ([`Driver::truncate_to_record`]). No device shows the new part yet.
     /// 2. Replace the record: this is the commit.
     /// 3. Grow the device: a crash before it leaves a device that stage, publish, a retry and
     ///    `NodeExpandVolume` grow.

@@ -81,7 +81,7 @@ impl MetadataStream {
         self.tuples.as_ref().map_or(0, Tuples::work_bytes)
     }
 
-    /// Works until a message is full or [`PACE`] has passed. There is always a first message, which tells type and
+    /// Works until a message is full or `PACE` has passed. There is always a first message, which tells type and
     /// capacity also where there is no tuple.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
         // A delta may read data, for which hashing gives way.

@@ -10,7 +10,7 @@ mod condition;
 mod error;
 mod expand;
 mod fill;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzz"))]
 pub(crate) mod fuzz;
 mod groups;
 mod hashing;

@@ -26,7 +26,7 @@ impl Driver {
     /// 7. Undo what a copy that was cut short left set on volumes (`quiesce.rs`).
     /// 8. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
     ///
-    /// Afterwards the hashing thread takes up what is not hashed ([`Driver::take_up_hashing`]), and calls are served. What
+    /// Afterwards the hashing thread takes up what is not hashed (`take_up_hashing`), and calls are served. What
     /// an expansion that was cut short left is undone when the volume is used next (`expand.rs`, `truncate_to_record`);
     /// devices and mounts are looked up by each call.
     pub fn open(mut config: Config) -> Result<Self> {

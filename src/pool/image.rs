@@ -6,7 +6,7 @@ use super::format::Format;
 use super::{Error, Result};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
-use crate::sys::space;
+use crate::sys::{Space, space};
 use files::durable::{FileLock, LOCK_PATIENCE};
 
 /// An image that is attached and mounted.
@@ -22,7 +22,7 @@ pub(super) struct Image {
 
 impl Image {
     /// The space of the filesystem that the image file lies on.
-    pub(super) fn host(&self) -> Result<crate::sys::Space> {
+    pub(super) fn host(&self) -> Result<Space> {
         let parent = self.mount_point.parent().unwrap_or(&self.mount_point);
         Ok(space(parent)?)
     }

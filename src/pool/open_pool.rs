@@ -66,48 +66,45 @@ impl OpenPool {
                 Err(error.into())
             }
         };
-        match (known, image.exists()) {
-            (Some(Known { in_image: true, .. }), false) => Err(Error::ImageMissing(image)),
-            (Some(Known { in_image: true, .. }), true) => in_image(dir),
-            (Some(Known { kind, in_image: false }), _) => {
-                Ok(OpenPool { pool: in_place(kind, &dir)?, dir, image: None })
+        let is_made = image.exists();
+        match known {
+            Some(Known { in_image: true, .. }) if !is_made => return Err(Error::ImageMissing(image)),
+            Some(Known { in_image: true, .. }) => return in_image(dir),
+            Some(Known { kind, in_image: false }) => {
+                return Ok(OpenPool { pool: in_place(kind, &dir)?, dir, image: None });
             }
-            // A start that was cut short after making it.
-            (None, true)
-                if {
-                    // Also for `auto`: an image that nobody knows is not replaced.
-                    let format = Format::of_image(&image)?;
-                    request.kind.is_some_and(|kind| kind != format.kind())
-                } =>
-            {
-                Err(Error::ImageUnwanted { image, choice: request.name() })
+            None => {}
+        }
+        if is_made {
+            // A start was cut short after making it. One of an unknown format is never replaced.
+            let made = Format::of_image(&image)?.kind();
+            if request.kind.is_some_and(|kind| kind != made) {
+                return Err(Error::ImageUnwanted { image, choice: request.name() });
             }
-            (None, is_made) => {
-                // It may be mounted: what the directory is on says nothing then.
-                match is_made.then(|| in_image(dir.clone())) {
-                    Some(Ok(open_pool)) => return tried(open_pool),
-                    Some(Err(error)) if !untried.exists() => return Err(error),
-                    _ => {}
-                }
-                let (first, second) = match choose(data_dir, &dir, request)? {
-                    Chosen::InPlace(pool) => return Ok(OpenPool { pool, dir, image: None }),
-                    Chosen::Image(first, second) => (first, second),
-                };
-                if !is_made {
-                    make_image(data_dir, request.size, first)?;
-                }
-                match (in_image(dir.clone()), second) {
-                    // mkfs may know more than the kernel, which then refuses what it made.
-                    (Err(error), Some(second)) => {
-                        let (first, second_name) = (first.name(), second.name());
-                        tracing::warn!(%error, "no {first} image, trying {second_name}");
-                        durable::remove(&image)?;
-                        make_image(data_dir, request.size, second)?;
-                        tried(in_image(dir)?)
-                    }
-                    (open_pool, _) => tried(open_pool?),
-                }
+            // It may be mounted: what the directory is on says nothing then.
+            match in_image(dir.clone()) {
+                Ok(open_pool) => return tried(open_pool),
+                Err(error) if !untried.exists() => return Err(error),
+                Err(_) => {}
             }
+        }
+        let (first, second) = match choose(data_dir, &dir, request)? {
+            Chosen::InPlace(pool) => return Ok(OpenPool { pool, dir, image: None }),
+            Chosen::Image(first, second) => (first, second),
+        };
+        if !is_made {
+            make_image(data_dir, request.size, first)?;
+        }
+        match (in_image(dir.clone()), second) {
+            // mkfs may know more than the kernel, which then refuses what it made.
+            (Err(error), Some(second)) => {
+                let (first, second_name) = (first.name(), second.name());
+                tracing::warn!(%error, "no {first} image, trying {second_name}");
+                durable::remove(&image)?;
+                make_image(data_dir, request.size, second)?;
+                tried(in_image(dir)?)
+            }
+            (open_pool, _) => tried(open_pool?),
         }
     }
 

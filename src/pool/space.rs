@@ -4,12 +4,13 @@ use super::{OpenPool, Result};
 use crate::sys::{Space, space};
 use base::Quantity;
 
-/// Less than this share of a filesystem, or than so many bytes, is a shortage.
+/// A filesystem with less than a fiftieth of its size left is short of space; a large one with less than a GiB.
 const LOW_SHARE: u64 = 50;
 const LOW_BYTES: u64 = 1 << 30;
 /// With less than this on the disk under an image nothing new is made: its filesystem believes that it has room,
 /// and a btrfs that finds out otherwise turns read-only.
 const LEAST_HOST: u64 = 16 << 20;
+
 impl OpenPool {
     /// Bytes that can still be written: free in the pool, or on the host where a sparse image has less
     /// behind it than it shows.
@@ -21,7 +22,7 @@ impl OpenPool {
         })
     }
 
-    /// What is wrong with the room that is left, if anything: a pool, or the host of a sparse image, that
+    /// What is wrong with the space that is left, if anything: a pool, or the host of a sparse image, that
     /// is about to be full breaks all volumes at once.
     pub fn shortage(&self) -> Result<Option<String>> {
         let low = |space: &Space| space.available < LOW_BYTES.min(space.total / LOW_SHARE);

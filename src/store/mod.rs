@@ -3,7 +3,7 @@
 //! This room knows no byte of any block.
 
 mod error;
-#[cfg(any(test, fuzzing))]
+#[cfg(any(test, feature = "fuzz"))]
 pub(crate) mod fuzz;
 mod groups;
 mod index;

@@ -8,7 +8,7 @@ pub mod age;
 mod block;
 mod endpoint;
 mod extent;
-#[cfg(any(test, fuzzing, feature = "fuzz"))]
+#[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod ids;
 mod layout;

@@ -1,7 +1,7 @@
-//! Asking the kernel for blocks before they are read, so that many reads are in flight: changed blocks lie scattered,
-//! which no readahead of the kernel's own foresees.
+//! Asking the kernel for blocks before they are read, so that many reads are in flight. Changed blocks are scattered, so
+//! the kernel's own readahead does not find them.
 //!
-//! Only a read that went to the disk shows that it is worth the calls, so blocks that are cached cost nothing more.
+//! The kernel is asked only after a read that went to the disk: for blocks that are cached the calls would be wasted.
 
 use std::fs::File;
 use std::time::{Duration, Instant};
@@ -32,26 +32,25 @@ impl Ahead {
     pub(super) fn timed<T>(&mut self, end: u64, read: impl FnOnce() -> T) -> T {
         let started = Instant::now();
         let done = read();
-        // What was asked for may still be on its way: the next blocks are, too.
-        self.slow = started.elapsed() > SLOW && end >= self.asked;
+        self.took(end, started.elapsed());
         done
     }
 
-    /// Whether the last read went to the disk, so that it is time to ask for the next blocks.
-    pub(super) fn is_due(&self) -> bool {
-        self.slow
+    fn took(&mut self, end: u64, time: Duration) {
+        // What was asked for may still be on its way, and the blocks after it too.
+        self.slow = time > SLOW && end >= self.asked;
     }
 
-    /// Asks for the next blocks of files, which will be read in this order, where it is time.
-    pub(super) fn ask<'f>(
+    /// After a read that went to the disk, asks for the next blocks of files, which will be read in this order.
+    pub(super) fn ask<'f, B: Iterator<Item = ByteRange>>(
         &mut self,
-        blocks: impl Iterator<Item = ByteRange>,
+        blocks: impl FnOnce() -> B,
         files: impl Iterator<Item = &'f File> + Clone,
     ) {
         if !std::mem::take(&mut self.slow) {
             return;
         }
-        let ranges = next_ranges(blocks);
+        let ranges = next_ranges(blocks());
         self.asked = ranges.last().map_or(self.asked, |range| range.end);
         let pieces = ranges.iter().flat_map(|range| {
             let end = move |start| range.end.min(start + PIECE);
@@ -118,14 +117,11 @@ mod tests {
     }
 
     #[test]
-    fn only_a_read_behind_what_was_asked_for_shows_that_more_is_due() {
+    fn the_next_blocks_are_asked_for_after_a_slow_read_of_what_was_not_asked_for() {
         let mut ahead = Ahead { slow: false, asked: 100 };
-        let slow = || std::thread::sleep(2 * SLOW);
-        ahead.timed(50, slow);
-        assert!(!ahead.is_due(), "it is on its way");
-        ahead.timed(200, slow);
-        assert!(ahead.is_due());
-        ahead.timed(300, || ());
-        assert!(!ahead.is_due(), "it was cached");
+        for (end, time, slow) in [(50, 2 * SLOW, false), (200, 2 * SLOW, true), (300, SLOW / 2, false)] {
+            ahead.took(end, time);
+            assert_eq!(ahead.slow, slow, "up to {end} in {time:?}");
+        }
     }
 }

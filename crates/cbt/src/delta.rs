@@ -381,18 +381,17 @@ impl Sides {
                 let mut ahead = std::mem::take(&mut self.ahead);
                 let differ =
                     ahead.timed(bytes.end, || self.read_and_compare(bytes, known_base, known_target));
-                if ahead.is_due() {
-                    let size = self.size;
-                    let first = segment_range(segment.index).start;
-                    let blocks = segment.unhashed.range(within + 1..).map(|within| {
+                let (size, first) = (self.size, segment_range(segment.index).start);
+                let next = || {
+                    segment.unhashed.range(within + 1..).map(|within| {
                         let start = first + u64::from(within);
                         BlockRange { start, end: start + 1 }.bytes(size)
-                    });
-                    // As here, so most likely there: a side whose hash is known is not read.
-                    let base = self.base.data.iter().filter(|_| known_base.is_none());
-                    let target = self.target.data.iter().filter(|_| known_target.is_none());
-                    ahead.ask(blocks, base.chain(target));
-                }
+                    })
+                };
+                // Most likely the same side is read of those: one whose hash is known is not.
+                let base = self.base.data.iter().filter(|_| known_base.is_none());
+                let target = self.target.data.iter().filter(|_| known_target.is_none());
+                ahead.ask(next, base.chain(target));
                 self.ahead = ahead;
                 differ
             }
@@ -438,7 +437,7 @@ fn parts(bytes: ByteRange) -> impl Iterator<Item = ByteRange> {
     (bytes.start..bytes.end).step_by(AT_ONCE).map(move |start| ByteRange { start, end: end(start) })
 }
 
-#[cfg(any(test, fuzzing, feature = "fuzz"))]
+#[cfg(any(test, feature = "fuzz"))]
 pub(super) mod fuzz;
 #[cfg(test)]
 mod tests;

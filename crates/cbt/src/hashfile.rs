@@ -202,9 +202,11 @@ pub struct HashReader {
     last: Option<u64>,
 }
 
-/// Pages that are asked for at once, where those that are looked at lie no farther apart than the second number.
-const AT_ONCE: u64 = 256;
+/// The next pages are asked for where the last two that were looked at are no farther apart than this: what is asked for
+/// is then mostly needed.
 const NEAR: u64 = 8;
+/// How many are asked for.
+const AT_ONCE: u64 = 256;
 
 impl std::fmt::Debug for Page {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -235,7 +237,7 @@ impl HashReader {
         let page = self.ahead.timed(end, || self.file.page(number))?;
         if self.last.replace(number).is_some_and(|last| number.abs_diff(last) <= NEAR) {
             let next = ByteRange { start: end, end: end + AT_ONCE * PAGE as u64 };
-            self.ahead.ask(std::iter::once(next), std::iter::once(&self.file.file));
+            self.ahead.ask(|| std::iter::once(next), std::iter::once(&self.file.file));
         }
         let hash = page.get(block);
         self.cached = Some((number, page));
@@ -266,7 +268,7 @@ impl HashReader {
     }
 }
 
-#[cfg(any(test, fuzzing, feature = "fuzz"))]
+#[cfg(any(test, feature = "fuzz"))]
 pub(super) mod fuzz;
 
 #[cfg(test)]

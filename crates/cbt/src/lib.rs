@@ -36,7 +36,7 @@ pub use walk::Found;
 pub use written::{NewMaps, write_written};
 
 /// Fuzz targets of this room; each stands beside the format that it is about.
-#[cfg(any(test, fuzzing, feature = "fuzz"))]
+#[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz {
     pub use super::delta::fuzz::delta;
     pub use super::hashfile::fuzz::hashes;

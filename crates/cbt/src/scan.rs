@@ -184,8 +184,10 @@ impl ToHash<'_> {
                 for (within, run) in runs.iter().enumerate() {
                     let put = |block, hash: BlockHash| page.set(block, &hash);
                     self.hash_run(*run, buffer, ahead, stop, put)?;
-                    let later = pages[at + 1..].iter().flat_map(|(_, runs)| runs);
-                    let next = runs[within + 1..].iter().chain(later).map(|run| run.bytes(self.size));
+                    let next = || {
+                        let later = pages[at + 1..].iter().flat_map(|(_, runs)| runs);
+                        runs[within + 1..].iter().chain(later).map(|run| run.bytes(self.size))
+                    };
                     ahead.ask(next, std::iter::once(self.data));
                 }
                 self.hashes.write_page(*number, &mut page)

@@ -477,7 +477,7 @@ pub(super) fn locate(block: u64) -> (u32, u32) {
     ((block / SEGMENT_BLOCKS) as u32, (block % SEGMENT_BLOCKS) as u32)
 }
 
-#[cfg(any(test, fuzzing, feature = "fuzz"))]
+#[cfg(any(test, feature = "fuzz"))]
 pub(super) mod fuzz;
 #[cfg(test)]
 mod tests;

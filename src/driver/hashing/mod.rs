@@ -197,7 +197,7 @@ impl Driver {
     /// Keeps in `changed` what differs from the parent.
     ///
     /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
-    /// 2. Rename it over the old one: both tell the same changes, one more than there are.
+    /// 2. Rename it over the old one, which holds what changed as well, and perhaps more.
     fn compare(&self, record: &SnapshotRecord, parent: &SnapshotRecord) -> Result<()> {
         let dir = self.store.snapshot_dir(record);
         // Read again: a deletion may have merged another map into it meanwhile, and queued it again.

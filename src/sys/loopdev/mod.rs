@@ -246,7 +246,7 @@ impl LoopDevice {
     }
 
     /// Whether it passes requests to `backing`, its file, past the page cache, from now on. What the cache holds is
-    /// written first. Through the cache, requests are cut into pages: see [`queue::cut_into_pages`].
+    /// written first. Through the cache, requests are cut into pages: see `queue::cut_into_pages`.
     pub fn set_direct_io(&self, direct: bool, backing: &File) -> Result<()> {
         let node = Node::open(self.number, Access::ReadOnly)?;
         if direct == self.is_direct_io()? {
