@@ -1,0 +1,296 @@
+//! Certificates that look after themselves (`--manage-certificates`): the elected replica keeps a CA and a serving
+//! certificate in a Secret, and the SnapshotMetadataService object up to date; every replica shows what the Secret holds.
+
+mod issue;
+mod plan;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base64::Engine;
+use jiff::Timestamp;
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::Secret;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{DynamicObject, PostParams};
+use kube::core::{ApiResource, GroupVersionKind};
+use kube::{Api, Client};
+use metrics::gauge;
+use serde_json::json;
+use serve::certificate::Certificate;
+use tokio::time::{sleep, timeout};
+
+use issue::Authority;
+pub use plan::Lifetimes;
+use plan::{Announced, Former, State, Step, signed};
+
+/// Marks a SnapshotMetadataService that this gateway wrote; one without it is a person's, and left alone.
+const OURS: (&str, &str) = ("app.kubernetes.io/managed-by", "deltapath-gateway");
+/// The key of the Secret under which everything is kept; `tls.crt`, `tls.key` and `ca.crt` repeat parts of it for other tools.
+const KEPT: &str = "certificates.json";
+/// How long one step may take at the API server.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Why a step failed; it is tried again.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{0}")]
+    Api(&'static str, #[source] kube::Error),
+    #[error("make a certificate")]
+    Issue(#[from] rcgen::Error),
+    #[error("the Secret's {KEPT} cannot be read: delete it from the Secret, and new certificates are made")]
+    Kept(#[source] serde_json::Error),
+    #[error("the API server does not answer")]
+    Late,
+}
+
+/// What the certificates are for and where they are kept.
+#[derive(Clone)]
+pub struct Certificates {
+    /// The cluster.
+    pub client: Client,
+    /// The Secret's namespace.
+    pub namespace: String,
+    /// The Secret's name.
+    pub secret: String,
+    /// The SnapshotMetadataService's name: the driver's.
+    pub driver: String,
+    /// `spec.address` of it: host and port.
+    pub address: String,
+    /// `spec.audience` of it.
+    pub audience: String,
+    /// `spec.requireBaseSnapshotForDelta` of it, where the CRD has the field.
+    pub require_base: bool,
+    /// How long certificates live.
+    pub lifetimes: Lifetimes,
+}
+
+impl Certificates {
+    /// How often things are looked at: often enough to meet every time in [`Lifetimes`].
+    fn every(&self) -> Duration {
+        let shortest = self.lifetimes.overlap.min(self.lifetimes.leaf / 3);
+        (shortest / 8).clamp(Duration::from_millis(50), Duration::from_secs(10))
+    }
+
+    /// The names in the serving certificate.
+    fn hosts(&self) -> Vec<String> {
+        let host = self.address.rsplit_once(':').map_or(self.address.as_str(), |(host, _)| host);
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        match host.ends_with(".svc") {
+            true => vec![format!("{host}.cluster.local"), host],
+            false => vec![host],
+        }
+    }
+
+    /// Shows what the Secret holds, now and whenever it changes; for ever.
+    pub async fn follow(self, shown: Arc<Certificate>) {
+        let mut current = None;
+        let mut said = String::new();
+        loop {
+            match timeout(PATIENCE, self.read()).await.unwrap_or(Err(Error::Late)) {
+                Ok((_, Some(state))) if current.as_ref() != Some(&state.leaf) => {
+                    match shown.replace(state.leaf.certificate.as_bytes(), state.leaf.key.as_bytes()) {
+                        Ok(()) => tracing::info!(ends = %state.leaf.ends, "a new certificate is in use"),
+                        Err(error) => tracing::error!(error = base::report(&error), "show the certificate"),
+                    }
+                    gauge!("deltapath_gateway_certificate_not_after_seconds")
+                        .set(state.leaf.ends.as_second() as f64);
+                    current = Some(state.leaf);
+                }
+                Ok(_) => said.clear(),
+                Err(error) => {
+                    let error = base::report(&error);
+                    if error != said {
+                        tracing::warn!(error, "read the certificate's Secret");
+                    }
+                    said = error;
+                }
+            }
+            sleep(self.every()).await;
+        }
+    }
+
+    /// The elected replica's work; for ever.
+    pub async fn manage(&self) {
+        let mut has_warned = false;
+        loop {
+            match timeout(PATIENCE, self.step(&mut has_warned)).await.unwrap_or(Err(Error::Late)) {
+                // Perhaps there is more to do.
+                Ok(true) => continue,
+                Ok(false) => {}
+                Err(error) => tracing::warn!(error = base::report(&error), "look after the certificates"),
+            }
+            sleep(self.every()).await;
+        }
+    }
+
+    /// Does what is due, if anything. Each change is written in this order:
+    /// 1. the object names every authority of the new state, and at a change of authorities those of the old one;
+    /// 2. the Secret holds the new state, and servers show it.
+    ///
+    /// So a crash in between leaves an object that names one authority too many, and never one too few.
+    async fn step(&self, has_warned: &mut bool) -> Result<bool, Error> {
+        let now = Timestamp::now();
+        let (secret, state) = self.read().await?;
+        let Some(state) = state else {
+            let former = self
+                .named()
+                .await?
+                .map(|certificates| Former { certificates, until: now + signed(self.lifetimes.overlap) });
+            let current = Authority::new(now, self.lifetimes.authority)?;
+            let leaf = current.issue(&self.hosts(), now, self.lifetimes.leaf)?;
+            let state = State { current, next: None, former, leaf };
+            tracing::info!("making the first certificates");
+            self.name_authorities(&state, has_warned).await?;
+            self.write(secret, &state).await?;
+            return Ok(true);
+        };
+        let due = state.due(now, &self.lifetimes, &self.hosts());
+        let state = match due {
+            None => state,
+            Some(step) => {
+                tracing::info!(?step, "certificates");
+                self.after(step, state, now)?
+            }
+        };
+        self.name_authorities(&state, has_warned).await?;
+        if due.is_some() {
+            self.write(secret, &state).await?;
+        }
+        Ok(due.is_some())
+    }
+
+    /// The state after a step.
+    fn after(&self, step: Step, state: State, now: Timestamp) -> Result<State, Error> {
+        let overlap = signed(self.lifetimes.overlap);
+        Ok(match step {
+            Step::Forget => State { former: None, ..state },
+            Step::Announce => {
+                let authority = Authority::new(now, self.lifetimes.authority)?;
+                State { next: Some(Announced { authority, since: now }), ..state }
+            }
+            Step::Promote => match state.next {
+                None => state,
+                Some(Announced { authority, .. }) => State {
+                    leaf: authority.issue(&self.hosts(), now, self.lifetimes.leaf)?,
+                    former: Some(Former { certificates: state.current.certificate, until: now + overlap }),
+                    current: authority,
+                    next: None,
+                },
+            },
+            Step::Renew => {
+                State { leaf: state.current.issue(&self.hosts(), now, self.lifetimes.leaf)?, ..state }
+            }
+        })
+    }
+
+    fn secrets(&self) -> Api<Secret> {
+        Api::namespaced(self.client.clone(), &self.namespace)
+    }
+
+    async fn read(&self) -> Result<(Option<Secret>, Option<State>), Error> {
+        let secret = self
+            .secrets()
+            .get_opt(&self.secret)
+            .await
+            .map_err(|error| Error::Api("read the Secret", error))?;
+        let kept = secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(KEPT));
+        let state = kept.map(|kept| serde_json::from_slice(&kept.0)).transpose().map_err(Error::Kept)?;
+        Ok((secret, state))
+    }
+
+    /// Writes the state, unless the Secret has changed since it was read: then another replica is elected.
+    async fn write(&self, secret: Option<Secret>, state: &State) -> Result<(), Error> {
+        let kept = serde_json::to_vec(state).map_err(Error::Kept)?;
+        let data = [
+            (KEPT, kept),
+            ("tls.crt", state.leaf.certificate.clone().into_bytes()),
+            ("tls.key", state.leaf.key.clone().into_bytes()),
+            ("ca.crt", state.bundle().into_bytes()),
+        ];
+        let data: BTreeMap<_, _> = data.map(|(key, value)| (key.to_owned(), ByteString(value))).into();
+        let failed = |error| Error::Api("write the Secret", error);
+        match secret {
+            Some(secret) => {
+                let secret = Secret { data: Some(data), ..secret };
+                self.secrets()
+                    .replace(&self.secret, &PostParams::default(), &secret)
+                    .await
+                    .map_err(failed)?;
+            }
+            None => {
+                let metadata = ObjectMeta { name: Some(self.secret.clone()), ..ObjectMeta::default() };
+                let secret = Secret { metadata, data: Some(data), ..Secret::default() };
+                self.secrets().create(&PostParams::default(), &secret).await.map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn services(&self) -> (Api<DynamicObject>, ApiResource) {
+        let kind = GroupVersionKind::gvk("cbt.storage.k8s.io", "v1beta1", "SnapshotMetadataService");
+        let resource = ApiResource::from_gvk_with_plural(&kind, "snapshotmetadataservices");
+        (Api::all_with(self.client.clone(), &resource), resource)
+    }
+
+    /// The authorities that the object names now, if it is ours.
+    async fn named(&self) -> Result<Option<String>, Error> {
+        let failed = |error| Error::Api("read the SnapshotMetadataService", error);
+        let object = self.services().0.get_opt(&self.driver).await.map_err(failed)?;
+        let named = object.filter(is_ours).and_then(|object| {
+            let named = object.data.pointer("/spec/caCert")?.as_str()?;
+            String::from_utf8(base64::engine::general_purpose::STANDARD.decode(named).ok()?).ok()
+        });
+        Ok(named)
+    }
+
+    /// Makes the object say what it should, if it is ours or there is none.
+    async fn name_authorities(&self, state: &State, has_warned: &mut bool) -> Result<(), Error> {
+        let (services, resource) = self.services();
+        let bundle = base64::engine::general_purpose::STANDARD.encode(state.bundle());
+        let wanted = json!({
+            "address": self.address,
+            "audience": self.audience,
+            "caCert": bundle,
+            "requireBaseSnapshotForDelta": self.require_base,
+        });
+        let found = services.get_opt(&self.driver).await;
+        let found = found.map_err(|error| Error::Api("read the SnapshotMetadataService", error))?;
+        let failed = |error| Error::Api("write the SnapshotMetadataService", error);
+        let Some(mut object) = found else {
+            let mut object = DynamicObject::new(&self.driver, &resource).data(json!({"spec": wanted}));
+            object.metadata.labels = Some([(OURS.0.to_owned(), OURS.1.to_owned())].into());
+            services.create(&PostParams::default(), &object).await.map_err(failed)?;
+            tracing::info!(name = self.driver, "made the SnapshotMetadataService");
+            return Ok(());
+        };
+        if !is_ours(&object) {
+            if !std::mem::replace(has_warned, true) {
+                tracing::warn!(
+                    name = self.driver,
+                    "the SnapshotMetadataService has no label {}={}: it is left alone, and its caCert must be ca.crt of the Secret {}",
+                    OURS.0,
+                    OURS.1,
+                    self.secret
+                );
+            }
+            return Ok(());
+        }
+        let spec = object.data["spec"].clone();
+        // A CRD that does not know the last field drops it, so it does not make a difference by itself.
+        let same = ["address", "audience", "caCert"].iter().all(|field| spec[field] == wanted[field]);
+        let base = &spec["requireBaseSnapshotForDelta"];
+        if same && (base.is_null() || *base == wanted["requireBaseSnapshotForDelta"]) {
+            return Ok(());
+        }
+        object.data["spec"] = wanted;
+        services.replace(&self.driver, &PostParams::default(), &object).await.map_err(failed)?;
+        tracing::info!(name = self.driver, "updated the SnapshotMetadataService");
+        Ok(())
+    }
+}
+
+fn is_ours(object: &DynamicObject) -> bool {
+    object.metadata.labels.as_ref().and_then(|labels| labels.get(OURS.0)).is_some_and(|label| label == OURS.1)
+}

@@ -1,0 +1,228 @@
+//! `deltapath-gateway`: the Kubernetes SnapshotMetadata API (KEP-3314) in front of any CSI driver. Flags are here, the two
+//! calls in `service`.
+#![forbid(unsafe_code)]
+
+mod certificates;
+mod driver;
+mod objects;
+mod record;
+mod resolve;
+mod reviews;
+mod server;
+mod service;
+mod stream;
+
+use std::io::IsTerminal;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt, registry};
+
+/// The Kubernetes SnapshotMetadata API (KEP-3314) in front of any CSI driver.
+///
+/// Backup applications ask it which blocks of a VolumeSnapshot hold data and which changed since another. It checks who they
+/// are and what they may read, and passes the CSI driver's answer on as it is. It writes one audit line (JSON) a call to
+/// standard output and its log to standard error.
+///
+/// On SIGTERM and SIGINT it takes no new calls, lets streams end for up to --drain, and exits with 0. Exit codes: 0 stopped,
+/// 1 failed (the reason is on standard error), 2 wrong usage.
+#[derive(Debug, Parser)]
+#[command(name = "deltapath-gateway", version, max_term_width = 100, args_override_self = true)]
+struct Arguments {
+    /// Socket of the CSI driver, which may come and go.
+    #[arg(long, value_name = "PATH", default_value = "/run/csi/socket", value_parser = socket)]
+    csi_address: PathBuf,
+    /// Port for the API, over TLS.
+    #[arg(long, default_value_t = 50051)]
+    port: u16,
+    /// IP address to listen on.
+    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
+    bind_address: IpAddr,
+    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    http_endpoint: SocketAddr,
+    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// Audience that tokens must be for. Default: the one in the driver's SnapshotMetadataService, which is watched.
+    #[arg(long, value_name = "NAME", required_if_eq("manage_certificates", "true"))]
+    audience: Option<String>,
+
+    /// Certificate chain, in PEM. The file is watched: a new one is used without a restart.
+    #[arg(
+        long,
+        env = "TLS_CERT_PATH",
+        value_name = "FILE",
+        requires = "tls_key",
+        required_unless_present = "manage_certificates"
+    )]
+    tls_cert: Option<PathBuf>,
+    /// Its key, in PEM.
+    #[arg(long, env = "TLS_KEY_PATH", value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// Make a CA and certificates, keep them in a Secret, renew them, and keep the driver's SnapshotMetadataService up to
+    /// date. One elected replica does it, all of them use the certificates.
+    #[arg(long, conflicts_with_all = ["tls_cert", "tls_key"], requires_all = ["service_address", "namespace"])]
+    manage_certificates: bool,
+    /// Host and port at which clients reach this API: `address` of the SnapshotMetadataService.
+    #[arg(long, value_name = "HOST:PORT", value_parser = service_address)]
+    service_address: Option<String>,
+    /// `requireBaseSnapshotForDelta` of the SnapshotMetadataService: whether clients must keep a base snapshot until they
+    /// have asked for the delta. `false` is for drivers that keep deleted snapshots as a base.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
+    require_base_snapshot: bool,
+    /// Namespace of the Secret and of the Lease.
+    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
+    namespace: Option<String>,
+    /// Name of this replica in the election.
+    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
+    pod_name: String,
+    /// Secret in which certificates are kept.
+    #[arg(long, value_name = "NAME", default_value = "deltapath-snapshot-metadata-tls")]
+    certificate_secret: String,
+    /// Lease of the elected replica.
+    #[arg(long, value_name = "NAME", default_value = "deltapath-gateway")]
+    lease: String,
+    /// How long a CA is valid, such as 3650d. The next one comes after two thirds of it.
+    #[arg(long, value_name = "AGE", default_value = "3650d", value_parser = age)]
+    ca_lifetime: Duration,
+    /// How long a serving certificate is valid. The next one comes after two thirds of it.
+    #[arg(long, value_name = "AGE", default_value = "90d", value_parser = age)]
+    certificate_lifetime: Duration,
+    /// How long a new CA is published before it signs, and an old one after.
+    #[arg(long, value_name = "AGE", default_value = "1h", value_parser = age)]
+    ca_overlap: Duration,
+
+    /// Maximum number of streams at once.
+    #[arg(long, value_name = "COUNT", default_value_t = 2048)]
+    max_streams: usize,
+    /// Maximum number of streams of one user at once.
+    #[arg(long, value_name = "COUNT", default_value_t = 256)]
+    max_streams_per_client: usize,
+    /// How long a client may leave a stream unread before it is ended. There is no limit to the time of a stream that is read.
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = age)]
+    idle_timeout: Duration,
+    /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
+    #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
+    review_cache: Duration,
+    /// How long streams may go on after SIGTERM.
+    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
+    drain: Duration,
+    /// Format of the log on standard error. RUST_LOG sets the level (default: info).
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LogFormat {
+    /// A readable line an event.
+    Text,
+    /// A JSON object an event.
+    Json,
+}
+
+fn socket(text: &str) -> Result<PathBuf, String> {
+    let path = PathBuf::from(text.strip_prefix("unix://").or(text.strip_prefix("unix:")).unwrap_or(text));
+    match path.is_absolute() {
+        true => Ok(path),
+        false => Err("the path of a UNIX socket starts with /".into()),
+    }
+}
+
+fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
+    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
+    text.parse()
+        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
+}
+
+fn service_address(text: &str) -> Result<String, String> {
+    let (host, port) = text.rsplit_once(':').unwrap_or_default();
+    match !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) {
+        true => Ok(text.to_owned()),
+        false => Err("an address is a host and a port, such as snapshot-metadata.backup.svc:6443".into()),
+    }
+}
+
+fn age(text: &str) -> Result<Duration, String> {
+    match base::age::parse(text) {
+        Some(age) if !age.is_zero() => Ok(age),
+        _ => Err("a length of time is a number above 0 and a unit (s, m, h, d), such as 90d".into()),
+    }
+}
+
+fn review_cache(text: &str) -> Result<Duration, String> {
+    let age = base::age::parse(text).filter(|age| *age <= Duration::from_secs(10));
+    age.ok_or_else(|| "reviews are believed for 0s to 10s".into())
+}
+
+fn host_name() -> String {
+    nix::unistd::gethostname()
+        .ok()
+        .and_then(|name| name.into_string().ok())
+        .unwrap_or_else(|| "gateway".into())
+}
+
+fn start_tracing(format: LogFormat) {
+    let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
+    let levels = asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
+    let log = fmt::layer().with_writer(std::io::stderr);
+    let log = match format {
+        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
+        LogFormat::Json => log.json().boxed(),
+    };
+    registry().with(log.with_filter(levels)).init();
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    start_tracing(arguments.log_format);
+    // A connection is a descriptor; more of them than the limit are refused anyway.
+    if let Ok((_, hard)) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE) {
+        let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard);
+    }
+    let served = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(Box::<dyn std::error::Error>::from)
+        .and_then(|runtime| runtime.block_on(server::run(arguments)));
+    match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("deltapath-gateway: {}", base::report(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn flags_fit_together() {
+        Arguments::command().debug_assert();
+        let parse = |line: &str| Arguments::try_parse_from(line.split(' ')).is_ok();
+        assert!(parse("gateway --tls-cert c --tls-key k"));
+        assert!(parse(
+            "gateway --manage-certificates --audience a --namespace n --service-address a.svc:6443"
+        ));
+        for wrong in [
+            "gateway",
+            "gateway --tls-cert c",
+            "gateway --manage-certificates --namespace n --service-address a.svc:6443",
+            "gateway --manage-certificates --audience a --namespace n --service-address a.svc",
+            "gateway --tls-cert c --tls-key k --review-cache 11s",
+            "gateway --tls-cert c --tls-key k --idle-timeout 0s",
+            "gateway --tls-cert c --tls-key k --csi-address csi.sock",
+        ] {
+            assert!(!parse(wrong), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,501 @@
+//! The cluster's objects as this gateway sees them: VolumeSnapshots, their contents, and snapshot classes, with the few
+//! fields that it uses. They are watched, so that a call asks the API server for none.
+
+use std::collections::{HashMap, HashSet};
+use std::hash::Hash;
+use std::sync::{Arc, RwLock};
+use std::time::Duration;
+
+use futures_util::{StreamExt, TryStreamExt};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::runtime::watcher::{self, Event};
+use kube::runtime::{WatchStreamExt, watcher as watch};
+use kube::{Api, Client, Resource};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::watch as flag;
+use tokio::task::JoinSet;
+
+/// How long one answer of the API server may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
+const WATCH_SECONDS: u32 = 120;
+
+/// Declares an object of an API group as the API server sends it.
+macro_rules! object {
+    ($name:ident, $kind:literal, $plural:literal, $version:literal, $group:literal, $scope:ty, { $($field:ident: $type:ty),* $(,)? }) => {
+        #[derive(Clone, Debug, Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct $name {
+            metadata: ObjectMeta,
+            $(#[serde(default)] $field: $type,)*
+        }
+
+        impl Resource for $name {
+            type DynamicType = ();
+            type Scope = $scope;
+
+            fn kind(_: &()) -> std::borrow::Cow<'_, str> {
+                $kind.into()
+            }
+
+            fn group(_: &()) -> std::borrow::Cow<'_, str> {
+                $group.into()
+            }
+
+            fn version(_: &()) -> std::borrow::Cow<'_, str> {
+                $version.into()
+            }
+
+            fn plural(_: &()) -> std::borrow::Cow<'_, str> {
+                $plural.into()
+            }
+
+            fn meta(&self) -> &ObjectMeta {
+                &self.metadata
+            }
+
+            fn meta_mut(&mut self) -> &mut ObjectMeta {
+                &mut self.metadata
+            }
+        }
+    };
+}
+
+/// The API group of snapshots.
+pub const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
+
+object!(ApiSnapshot, "VolumeSnapshot", "volumesnapshots", "v1", "snapshot.storage.k8s.io", k8s_openapi::NamespaceResourceScope, {
+    spec: ApiSnapshotSpec,
+    status: Option<ApiSnapshotStatus>,
+});
+object!(ApiContent, "VolumeSnapshotContent", "volumesnapshotcontents", "v1", "snapshot.storage.k8s.io", k8s_openapi::ClusterResourceScope, {
+    spec: ApiContentSpec,
+    status: Option<ApiContentStatus>,
+});
+object!(ApiClass, "VolumeSnapshotClass", "volumesnapshotclasses", "v1", "snapshot.storage.k8s.io", k8s_openapi::ClusterResourceScope, {
+    driver: String,
+    parameters: HashMap<String, String>,
+});
+object!(ApiService, "SnapshotMetadataService", "snapshotmetadataservices", "v1beta1", "cbt.storage.k8s.io", k8s_openapi::ClusterResourceScope, {
+    spec: ApiServiceSpec,
+});
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiSnapshotSpec {
+    volume_snapshot_class_name: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiSnapshotStatus {
+    bound_volume_snapshot_content_name: Option<String>,
+    ready_to_use: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiContentSpec {
+    driver: String,
+    volume_snapshot_class_name: Option<String>,
+    volume_snapshot_ref: ApiReference,
+    source: ApiContentSource,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiReference {
+    name: String,
+    namespace: String,
+    uid: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiContentSource {
+    volume_handle: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiContentStatus {
+    snapshot_handle: Option<String>,
+    ready_to_use: Option<bool>,
+    creation_time: Option<i64>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct ApiServiceSpec {
+    audience: String,
+}
+
+/// A VolumeSnapshot's place.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct SnapshotName {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name there.
+    pub name: String,
+}
+
+/// A VolumeSnapshot.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// `metadata.uid`.
+    pub uid: String,
+    /// `spec.volumeSnapshotClassName`.
+    pub class: Option<String>,
+    /// `status.boundVolumeSnapshotContentName`.
+    pub content: Option<String>,
+    /// `status.readyToUse`.
+    pub is_ready: bool,
+}
+
+/// A VolumeSnapshotContent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Content {
+    /// `spec.driver`.
+    pub driver: String,
+    /// `spec.volumeSnapshotClassName`.
+    pub class: Option<String>,
+    /// `spec.volumeSnapshotRef`, without the uid.
+    pub snapshot: SnapshotName,
+    /// The uid in it; none before the two are bound.
+    pub snapshot_uid: Option<String>,
+    /// `spec.source.volumeHandle`; none where the snapshot was there before its content.
+    pub volume: Option<String>,
+    /// `status.snapshotHandle`.
+    pub handle: Option<String>,
+    /// `status.readyToUse`.
+    pub is_ready: bool,
+    /// `status.creationTime`, in nanoseconds since 1970.
+    pub created: Option<i64>,
+}
+
+/// A VolumeSnapshotClass: its parameters.
+pub type Class = HashMap<String, String>;
+
+/// All that is watched.
+#[derive(Debug, Default)]
+pub struct Objects {
+    tables: RwLock<Tables>,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    snapshots: Table<SnapshotName, Snapshot>,
+    contents: Table<String, Content>,
+    /// The contents of this driver with a handle. Two may have the same one: nothing keeps an administrator from it.
+    by_handle: HashMap<String, HashSet<String>>,
+    classes: Table<String, Class>,
+    audience: Table<String, String>,
+}
+
+/// Objects by name. While a watch lists all of them anew, the earlier ones count until it is done.
+#[derive(Debug)]
+struct Table<K, V> {
+    known: HashMap<K, V>,
+    listing: Option<HashMap<K, V>>,
+    is_complete: bool,
+}
+
+impl<K, V> Default for Table<K, V> {
+    fn default() -> Self {
+        Table { known: HashMap::new(), listing: None, is_complete: false }
+    }
+}
+
+impl<K: Eq + Hash, V> Table<K, V> {
+    /// Takes an event of a watch.
+    fn take<T>(&mut self, event: Event<T>, keep: impl FnOnce(T) -> (K, V)) {
+        match event {
+            Event::Init => self.listing = Some(HashMap::new()),
+            Event::InitApply(object) => {
+                let (key, value) = keep(object);
+                self.listing.get_or_insert_default().insert(key, value);
+            }
+            Event::InitDone => {
+                self.known = self.listing.take().unwrap_or_default();
+                self.known.shrink_to_fit();
+                self.is_complete = true;
+            }
+            Event::Apply(object) => {
+                let (key, value) = keep(object);
+                self.known.insert(key, value);
+            }
+            Event::Delete(object) => {
+                self.known.remove(&keep(object).0);
+            }
+        }
+    }
+}
+
+impl Objects {
+    /// Watches for ever, in tasks of `tasks`. The returned receiver turns true when everything has been listed once.
+    pub fn watch(
+        self: &Arc<Self>,
+        client: &Client,
+        driver: &str,
+        with_audience: bool,
+        tasks: &mut JoinSet<()>,
+    ) -> flag::Receiver<bool> {
+        let (complete, is_complete) = flag::channel(false);
+        let complete = Arc::new(complete);
+        let all = watch::Config { timeout: Some(WATCH_SECONDS), ..watch::Config::default() };
+        let one = all.clone().fields(&format!("metadata.name={driver}"));
+        let mut follow = Follow { objects: self.clone(), complete, with_audience, tasks };
+        follow.spawn(Api::all(client.clone()), all.clone(), |tables, event: Event<ApiSnapshot>| {
+            tables.snapshots.take(event, keep_snapshot);
+        });
+        let own = driver.to_owned();
+        follow.spawn(Api::all(client.clone()), all.clone(), move |tables, event: Event<ApiContent>| {
+            tables.take_content(event, &own);
+        });
+        let own = driver.to_owned();
+        follow.spawn(Api::all(client.clone()), all, move |tables, event: Event<ApiClass>| {
+            tables.classes.take(event, |class| {
+                // Classes of others are of no use here; their names alone do no harm.
+                let parameters = if class.driver == own { class.parameters } else { HashMap::new() };
+                (class.metadata.name.unwrap_or_default(), parameters)
+            });
+        });
+        if with_audience {
+            follow.spawn(Api::all(client.clone()), one, |tables, event: Event<ApiService>| {
+                tables.audience.take(event, |service| {
+                    (service.metadata.name.unwrap_or_default(), service.spec.audience)
+                });
+            });
+        }
+        is_complete
+    }
+
+    /// A snapshot and the content that its status names, as far as they are known.
+    pub fn snapshot(&self, name: &SnapshotName) -> (Option<Snapshot>, Option<Content>) {
+        let tables = self.read();
+        let snapshot = tables.snapshots.known.get(name).cloned();
+        let content = snapshot.as_ref().and_then(|snapshot| snapshot.content.as_ref());
+        let content = content.and_then(|content| tables.contents.known.get(content)).cloned();
+        (snapshot, content)
+    }
+
+    /// This driver's contents with that handle.
+    pub fn with_handle(&self, handle: &str) -> Vec<Content> {
+        let tables = self.read();
+        let names = tables.by_handle.get(handle).into_iter().flatten();
+        names.filter_map(|name| tables.contents.known.get(name).cloned()).collect()
+    }
+
+    /// The parameters of a class of this driver.
+    pub fn class(&self, name: &str) -> Option<Class> {
+        self.read().classes.known.get(name).cloned()
+    }
+
+    /// The audience in the SnapshotMetadataService object of that name.
+    pub fn audience(&self, name: &str) -> Option<String> {
+        self.read().audience.known.get(name).filter(|audience| !audience.is_empty()).cloned()
+    }
+
+    /// How many snapshots and contents are known.
+    pub fn counts(&self) -> (usize, usize) {
+        let tables = self.read();
+        (tables.snapshots.known.len(), tables.contents.known.len())
+    }
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
+        // Nothing panics while it holds the lock for writing; a table is whole at any time.
+        self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl Tables {
+    fn take_content(&mut self, event: Event<ApiContent>, driver: &str) {
+        let changed = match &event {
+            Event::Apply(content) | Event::Delete(content) => content.metadata.name.clone(),
+            _ => None,
+        };
+        let is_listed = matches!(event, Event::InitDone);
+        if let Some(name) = &changed {
+            self.forget_handle(name);
+        }
+        self.contents.take(event, keep_content);
+        let contents = &self.contents.known;
+        let indexed = |name: &String, content: &Content| {
+            let handle = content.handle.clone().filter(|_| content.driver == driver)?;
+            Some((handle, name.clone()))
+        };
+        if is_listed {
+            self.by_handle.clear();
+            for (handle, name) in contents.iter().filter_map(|(name, content)| indexed(name, content)) {
+                self.by_handle.entry(handle).or_default().insert(name);
+            }
+        } else if let Some(name) = changed
+            && let Some((handle, name)) = contents.get(&name).and_then(|content| indexed(&name, content))
+        {
+            self.by_handle.entry(handle).or_default().insert(name);
+        }
+    }
+
+    fn forget_handle(&mut self, name: &str) {
+        let handle = self.contents.known.get(name).and_then(|content| content.handle.clone());
+        if let Some(handle) = handle
+            && let Some(names) = self.by_handle.get_mut(&handle)
+        {
+            names.remove(name);
+            if names.is_empty() {
+                self.by_handle.remove(&handle);
+            }
+        }
+    }
+
+    fn is_complete(&self, with_audience: bool) -> bool {
+        self.snapshots.is_complete
+            && self.contents.is_complete
+            && self.classes.is_complete
+            && (self.audience.is_complete || !with_audience)
+    }
+}
+
+struct Follow<'t> {
+    objects: Arc<Objects>,
+    complete: Arc<flag::Sender<bool>>,
+    with_audience: bool,
+    tasks: &'t mut JoinSet<()>,
+}
+
+impl Follow<'_> {
+    fn spawn<K>(
+        &mut self,
+        api: Api<K>,
+        config: watcher::Config,
+        mut take: impl FnMut(&mut Tables, Event<K>) + Send + 'static,
+    ) where
+        K: Resource<DynamicType = ()> + Clone + DeserializeOwned + std::fmt::Debug + Send + 'static,
+    {
+        let (objects, complete, with_audience) =
+            (self.objects.clone(), self.complete.clone(), self.with_audience);
+        let plural = K::plural(&()).into_owned();
+        self.tasks.spawn(async move {
+            let mut events = watch::watcher(api, config).default_backoff().boxed();
+            loop {
+                let event = match events.try_next().await {
+                    Ok(Some(event)) => event,
+                    Ok(None) => return,
+                    Err(error) => {
+                        tracing::warn!(objects = plural, %error, "the watch is begun again");
+                        continue;
+                    }
+                };
+                let mut tables = objects.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+                take(&mut tables, event);
+                if tables.is_complete(with_audience) {
+                    complete.send_if_modified(|complete| !std::mem::replace(complete, true));
+                }
+            }
+        });
+    }
+}
+
+/// A snapshot and its content from the API server itself, for where the watch may lag behind.
+pub async fn fetch(
+    client: &Client,
+    name: &SnapshotName,
+) -> kube::Result<(Option<Snapshot>, Option<Content>)> {
+    let fetch = async {
+        let snapshots: Api<ApiSnapshot> = Api::namespaced(client.clone(), &name.namespace);
+        let snapshot = snapshots.get_opt(&name.name).await?.map(|snapshot| keep_snapshot(snapshot).1);
+        let content = match snapshot.as_ref().and_then(|snapshot| snapshot.content.as_ref()) {
+            None => None,
+            Some(content) => {
+                let contents: Api<ApiContent> = Api::all(client.clone());
+                contents.get_opt(content).await?.map(|content| keep_content(content).1)
+            }
+        };
+        Ok((snapshot, content))
+    };
+    tokio::time::timeout(PATIENCE, fetch).await.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
+}
+
+fn keep_snapshot(object: ApiSnapshot) -> (SnapshotName, Snapshot) {
+    let ObjectMeta { name, namespace, uid, .. } = object.metadata;
+    let status = object.status.unwrap_or_default();
+    let name = SnapshotName { namespace: namespace.unwrap_or_default(), name: name.unwrap_or_default() };
+    let snapshot = Snapshot {
+        uid: uid.unwrap_or_default(),
+        class: object.spec.volume_snapshot_class_name,
+        content: status.bound_volume_snapshot_content_name.filter(|name| !name.is_empty()),
+        is_ready: status.ready_to_use.unwrap_or(false),
+    };
+    (name, snapshot)
+}
+
+fn keep_content(object: ApiContent) -> (String, Content) {
+    let ApiContentSpec { driver, volume_snapshot_class_name: class, volume_snapshot_ref, source } =
+        object.spec;
+    let ApiReference { name, namespace, uid } = volume_snapshot_ref;
+    let status = object.status.unwrap_or_default();
+    let content = Content {
+        driver,
+        class,
+        snapshot: SnapshotName { namespace, name },
+        snapshot_uid: uid.filter(|uid| !uid.is_empty()),
+        volume: source.volume_handle,
+        handle: status.snapshot_handle.filter(|handle| !handle.is_empty()),
+        is_ready: status.ready_to_use.unwrap_or(false),
+        created: status.creation_time,
+    };
+    (object.metadata.name.unwrap_or_default(), content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn content(name: &str, handle: &str, driver: &str) -> ApiContent {
+        let object = serde_json::json!({
+            "metadata": {"name": name},
+            "spec": {"driver": driver, "volumeSnapshotRef": {"name": "s", "namespace": "n"}, "source": {}},
+            "status": {"snapshotHandle": handle, "readyToUse": true},
+        });
+        serde_json::from_value(object).expect("a content")
+    }
+
+    #[test]
+    fn contents_are_found_by_handle_through_every_event() {
+        let mut tables = Tables::default();
+        let with = |tables: &Tables, handle: &str| tables.by_handle.get(handle).map_or(0, HashSet::len);
+        let mut take = |event| {
+            tables.take_content(event, "ours");
+            (with(&tables, "h1"), with(&tables, "h2"))
+        };
+        assert_eq!(take(Event::Init), (0, 0));
+        assert_eq!(
+            take(Event::InitApply(content("a", "h1", "ours"))),
+            (0, 0),
+            "a list counts when it is whole"
+        );
+        assert_eq!(take(Event::InitApply(content("b", "h1", "theirs"))), (0, 0));
+        assert_eq!(take(Event::InitDone), (1, 0), "another driver's handle is none of ours");
+        assert_eq!(take(Event::Apply(content("c", "h1", "ours"))), (2, 0));
+        assert_eq!(take(Event::Apply(content("c", "h2", "ours"))), (1, 1), "the old handle is forgotten");
+        assert_eq!(take(Event::Delete(content("c", "h2", "ours"))), (1, 0));
+        assert_eq!(take(Event::Init), (1, 0), "the old list counts until the new one is whole");
+        assert_eq!(take(Event::InitApply(content("d", "h2", "ours"))), (1, 0));
+        assert_eq!(take(Event::InitDone), (0, 1));
+    }
+
+    #[test]
+    fn objects_without_a_status_are_neither_ready_nor_bound() {
+        let object = serde_json::json!({"metadata": {"name": "s", "namespace": "n", "uid": "u"}, "spec": {"source": {}}});
+        let (name, snapshot) = keep_snapshot(serde_json::from_value(object).expect("a snapshot"));
+        assert_eq!(name, SnapshotName { namespace: "n".into(), name: "s".into() });
+        assert_eq!(snapshot, Snapshot { uid: "u".into(), ..Snapshot::default() });
+        let object = serde_json::json!({
+            "metadata": {"name": "c"},
+            "spec": {"driver": "d", "volumeSnapshotRef": {"name": "s", "namespace": "n"}, "source": {"volumeHandle": "v"}},
+        });
+        let (_, content) = keep_content(serde_json::from_value(object).expect("a content"));
+        assert_eq!((content.handle, content.is_ready, content.volume.as_deref()), (None, false, Some("v")));
+    }
+}

@@ -1,0 +1,247 @@
+//! Who calls, and whether they may: TokenReview and SubjectAccessReview.
+//!
+//! A positive answer is kept for a few seconds and never longer than the token itself; a negative one never is. So rights
+//! that are taken away end within that time. A token is kept only as a keyed hash.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use base64::Engine;
+use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
+use kube::api::PostParams;
+use kube::{Api, Client};
+use moka::Expiry;
+use moka::future::Cache;
+use tokio::sync::Semaphore;
+use tonic::Status;
+
+use crate::objects::{SNAPSHOTS, SnapshotName};
+
+/// Answers kept at once, of each kind.
+const CACHED: u64 = 20_000;
+/// Reviews under way at once: whoever tries tokens out does not take the API server with them.
+const AT_ONCE: usize = 64;
+/// How long one review may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A keyed hash of what a review was about.
+type Key = [u8; blake3::OUT_LEN];
+
+/// Asks the API server, or its own memory.
+pub struct Reviews {
+    client: Client,
+    /// Made when the process starts, and kept nowhere.
+    secret: Key,
+    keep: Duration,
+    callers: Cache<Key, Arc<Caller>>,
+    rights: Cache<Key, Allowed>,
+    under_way: Semaphore,
+}
+
+/// Who a token belongs to.
+#[derive(Clone, Debug)]
+pub struct Caller {
+    user: UserInfo,
+    /// Of the token; for the keys of what it may do.
+    token: Key,
+    ends: Instant,
+}
+
+impl Caller {
+    /// The user's name.
+    pub fn name(&self) -> &str {
+        self.user.username.as_deref().unwrap_or_default()
+    }
+}
+
+/// A right that was granted, and until when that is believed.
+#[derive(Clone, Copy)]
+struct Allowed {
+    ends: Instant,
+}
+
+/// Answers end on their own.
+struct Ends;
+
+impl Expiry<Key, Arc<Caller>> for Ends {
+    fn expire_after_create(&self, _: &Key, caller: &Arc<Caller>, now: Instant) -> Option<Duration> {
+        Some(caller.ends.saturating_duration_since(now))
+    }
+}
+
+impl Expiry<Key, Allowed> for Ends {
+    fn expire_after_create(&self, _: &Key, allowed: &Allowed, now: Instant) -> Option<Duration> {
+        Some(allowed.ends.saturating_duration_since(now))
+    }
+}
+
+impl Reviews {
+    /// Positive answers are kept for `keep`.
+    pub fn new(client: Client, keep: Duration) -> Result<Self, getrandom::Error> {
+        let mut secret = Key::default();
+        getrandom::fill(&mut secret)?;
+        Ok(Reviews {
+            client,
+            secret,
+            keep,
+            callers: Cache::builder().max_capacity(CACHED).expire_after(Ends).build(),
+            rights: Cache::builder().max_capacity(CACHED).expire_after(Ends).build(),
+            under_way: Semaphore::new(AT_ONCE),
+        })
+    }
+
+    fn key(&self, parts: &[&[u8]]) -> Key {
+        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
+        for part in parts {
+            // With its length, or two lists of parts could be one text.
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        *hasher.finalize().as_bytes()
+    }
+
+    /// The caller with this token, if it is valid for the audience.
+    pub async fn caller(&self, token: &str, audience: &str) -> Result<Arc<Caller>, Status> {
+        let key = self.key(&[token.as_bytes(), audience.as_bytes()]);
+        if let Some(caller) = self.callers.get(&key).await {
+            counted("TokenReview", "cached");
+            return Ok(caller);
+        }
+        // Calls with the same token at the same time wait for one review.
+        let reviewed = self.callers.try_get_with(key, self.review_token(key, token, audience)).await;
+        reviewed.map_err(|status| Status::clone(&status))
+    }
+
+    async fn review_token(&self, key: Key, token: &str, audience: &str) -> Result<Arc<Caller>, Status> {
+        let review = TokenReview {
+            spec: TokenReviewSpec { token: token.to_owned(), audiences: Some(vec![audience.to_owned()]) },
+            ..TokenReview::default()
+        };
+        let asked = Instant::now();
+        let status = self.post(review, "TokenReview").await?.status.unwrap_or_default();
+        let is_for_us =
+            status.audiences.as_ref().is_some_and(|audiences| audiences.iter().any(|one| one == audience));
+        if status.authenticated != Some(true) || !is_for_us {
+            counted("TokenReview", "denied");
+            // What the API server says of the token is for its log, not for whoever holds it.
+            return Err(Status::unauthenticated(
+                "the security token is not valid, or not for the audience of the SnapshotMetadataService",
+            ));
+        }
+        counted("TokenReview", "allowed");
+        let kept = seconds_left(token).map_or(self.keep, |left| left.min(self.keep));
+        let user = status.user.unwrap_or_default();
+        Ok(Arc::new(Caller { user, token: key, ends: asked + kept }))
+    }
+
+    /// Whether the caller may get that VolumeSnapshot.
+    pub async fn may_get(&self, caller: &Caller, snapshot: &SnapshotName) -> Result<(), Status> {
+        let SnapshotName { namespace, name } = snapshot;
+        let key = self.key(&[&caller.token, namespace.as_bytes(), name.as_bytes()]);
+        if self.rights.get(&key).await.is_some() {
+            counted("SubjectAccessReview", "cached");
+            return Ok(());
+        }
+        let reviewed = self.rights.try_get_with(key, self.review_right(caller, snapshot)).await;
+        reviewed.map(drop).map_err(|status| Status::clone(&status))
+    }
+
+    async fn review_right(&self, caller: &Caller, snapshot: &SnapshotName) -> Result<Allowed, Status> {
+        let SnapshotName { namespace, name } = snapshot;
+        let UserInfo { username, uid, groups, extra } = caller.user.clone();
+        let extra = extra.map(|extra| extra.into_iter().collect::<BTreeMap<_, _>>());
+        let review = SubjectAccessReview {
+            spec: SubjectAccessReviewSpec {
+                user: username,
+                uid,
+                groups,
+                extra,
+                resource_attributes: Some(ResourceAttributes {
+                    verb: Some("get".into()),
+                    group: Some(SNAPSHOTS.into()),
+                    version: Some("v1".into()),
+                    resource: Some("volumesnapshots".into()),
+                    namespace: Some(namespace.clone()),
+                    name: Some(name.clone()),
+                    ..ResourceAttributes::default()
+                }),
+                ..SubjectAccessReviewSpec::default()
+            },
+            ..SubjectAccessReview::default()
+        };
+        let asked = Instant::now();
+        let status = self.post(review, "SubjectAccessReview").await?.status.unwrap_or_default();
+        if !status.allowed || status.denied == Some(true) {
+            counted("SubjectAccessReview", "denied");
+            return Err(Status::permission_denied("the caller may not get this VolumeSnapshot"));
+        }
+        counted("SubjectAccessReview", "allowed");
+        Ok(Allowed { ends: (asked + self.keep).min(caller.ends) })
+    }
+
+    /// Creates a review, which answers it.
+    async fn post<K>(&self, review: K, kind: &'static str) -> Result<K, Status>
+    where
+        K: kube::Resource<DynamicType = ()>
+            + Clone
+            + std::fmt::Debug
+            + serde::Serialize
+            + serde::de::DeserializeOwned,
+    {
+        let away = |error: &dyn std::fmt::Display| {
+            counted(kind, "failed");
+            tracing::warn!(review = kind, %error, "the API server did not answer a review");
+            Status::unavailable("the Kubernetes API server does not answer: try again")
+        };
+        let _place = self.under_way.acquire().await.map_err(|error| away(&error))?;
+        let asked = Instant::now();
+        let api: Api<K> = Api::all(self.client.clone());
+        let answer = tokio::time::timeout(PATIENCE, api.create(&PostParams::default(), &review)).await;
+        metrics::histogram!("deltapath_gateway_api_seconds", "call" => kind).record(asked.elapsed());
+        match answer {
+            Ok(Ok(review)) => Ok(review),
+            // Its display names what failed, and not the token in the request.
+            Ok(Err(error)) => Err(away(&error)),
+            Err(late) => Err(away(&late)),
+        }
+    }
+}
+
+fn counted(review: &'static str, outcome: &'static str) {
+    metrics::counter!("deltapath_gateway_reviews_total", "review" => review, "outcome" => outcome)
+        .increment(1);
+}
+
+/// How long a token still lives, by its `exp` claim. The API server has judged the token; this only shortens what is kept,
+/// so nothing is verified here. `None` where it is no JWT.
+fn seconds_left(token: &str) -> Option<Duration> {
+    #[derive(serde::Deserialize)]
+    struct Claims {
+        exp: u64,
+    }
+    let claims = token.split('.').nth(1)?;
+    let claims = base64::engine::general_purpose::URL_SAFE_NO_PAD.decode(claims).ok()?;
+    let Claims { exp } = serde_json::from_slice(&claims).ok()?;
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?;
+    Some(Duration::from_secs(exp).saturating_sub(now))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_tells_how_long_it_lives() {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970").as_secs();
+        let token = |claims: &str| {
+            format!("head.{}.signature", base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(claims))
+        };
+        let left = seconds_left(&token(&format!("{{\"exp\":{}}}", now + 100))).expect("a time");
+        assert!(left > Duration::from_secs(90) && left <= Duration::from_secs(100), "{left:?}");
+        assert_eq!(seconds_left(&token("{\"exp\":1}")), Some(Duration::ZERO));
+        for other in ["", "opaque", "a.b.c", &token("{}"), &token("[]")] {
+            assert_eq!(seconds_left(other), None, "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,455 @@
+//! The two calls of the SnapshotMetadata API. The order of the checks is that of [`Gateway::ask_driver`].
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use k8s_openapi::api::core::v1::Secret;
+use kube::{Api, Client};
+use serve::listen::Line;
+use serve::relay::{deadline, frame, unframe};
+use tokio::sync::Semaphore;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{self, HeaderValue, Method, Request, Response};
+use tonic::server::NamedService;
+use tower::{Service, ServiceExt};
+use tracing::Instrument;
+
+use crate::driver::{self, Driver};
+use crate::objects::{self, Objects, SnapshotName};
+use crate::record::Record;
+use crate::resolve::{self, SecretName, Usable};
+use crate::reviews::{Caller, Reviews};
+use crate::stream::{Call, Streams};
+use proto::kubernetes;
+
+/// Longest request, in bytes. A token has a few thousand.
+const MAX_REQUEST: usize = 32 << 10;
+/// How long a client may take to send its request.
+const REQUEST_TIME: Duration = Duration::from_secs(10);
+/// How long the API server may take to give a secret.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Calls whose caller is not known yet, at once.
+const MAX_UNKNOWN: usize = 1024;
+
+/// Answers backup applications.
+pub struct Gateway {
+    /// The name of the driver behind it, and of the SnapshotMetadataService object.
+    pub driver_name: String,
+    /// The driver.
+    pub driver: Driver,
+    /// The cluster's objects.
+    pub objects: Arc<Objects>,
+    /// Who may do what.
+    pub reviews: Reviews,
+    /// For what the watches may not know yet, and for secrets.
+    pub client: Client,
+    /// The audience that tokens must be for; none: that of the SnapshotMetadataService object.
+    pub audience: Option<String>,
+    /// Answers under way.
+    pub streams: Arc<Streams>,
+    /// Places of calls whose caller is not known yet.
+    pub unknown: Semaphore,
+}
+
+impl Gateway {
+    /// Places for calls whose caller is not known yet.
+    pub fn unknown() -> Semaphore {
+        Semaphore::new(MAX_UNKNOWN)
+    }
+}
+
+/// The gateway as a gRPC service.
+#[derive(Clone)]
+pub struct SnapshotMetadata(pub Arc<Gateway>);
+
+impl NamedService for SnapshotMetadata {
+    const NAME: &'static str = "snapshotmetadata.SnapshotMetadata";
+}
+
+impl Service<Request<Body>> for SnapshotMetadata {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let gateway = self.0.clone();
+        Box::pin(async move { Ok(gateway.answer(request).await) })
+    }
+}
+
+/// What a client asks, of either call.
+struct Question {
+    token: String,
+    target: SnapshotName,
+    /// `base_snapshot_id`, for a delta.
+    base: Option<String>,
+    starting_offset: i64,
+    max_results: i32,
+}
+
+impl From<kubernetes::GetMetadataAllocatedRequest> for Question {
+    fn from(request: kubernetes::GetMetadataAllocatedRequest) -> Self {
+        let kubernetes::GetMetadataAllocatedRequest {
+            security_token,
+            namespace,
+            snapshot_name: name,
+            starting_offset,
+            max_results,
+        } = request;
+        let target = SnapshotName { namespace, name };
+        Question { token: security_token, target, base: None, starting_offset, max_results }
+    }
+}
+
+impl From<kubernetes::GetMetadataDeltaRequest> for Question {
+    fn from(request: kubernetes::GetMetadataDeltaRequest) -> Self {
+        let kubernetes::GetMetadataDeltaRequest {
+            security_token,
+            namespace,
+            base_snapshot_id,
+            target_snapshot_name: name,
+            starting_offset,
+            max_results,
+        } = request;
+        let target = SnapshotName { namespace, name };
+        Question { token: security_token, target, base: Some(base_snapshot_id), starting_offset, max_results }
+    }
+}
+
+impl Question {
+    /// All arguments, before anybody is asked about them.
+    fn check(&self) -> Result<(), Status> {
+        let SnapshotName { namespace, name } = &self.target;
+        let snapshot = if self.base.is_some() { "target_snapshot_name" } else { "snapshot_name" };
+        for (field, value) in [
+            ("security_token", &self.token),
+            ("namespace", namespace),
+            (snapshot, name),
+            ("base_snapshot_id", self.base.as_ref().unwrap_or(name)),
+        ] {
+            if value.is_empty() {
+                return Err(Status::invalid_argument(format!("{field} is missing")));
+            }
+        }
+        // They become parts of paths of the Kubernetes API.
+        for (field, value, max) in [("namespace", namespace, 63), (snapshot, name, 253)] {
+            if !is_object_name(value, max) {
+                return Err(Status::invalid_argument(format!(
+                    "{field} is not the name of a Kubernetes object"
+                )));
+            }
+        }
+        if self.max_results < 0 {
+            let what = format!("max_results must be 0 or more, got {}", self.max_results);
+            return Err(Status::invalid_argument(what));
+        }
+        if self.starting_offset < 0 {
+            let what = format!("starting_offset must be 0 or more, got {}", self.starting_offset);
+            return Err(Status::out_of_range(what));
+        }
+        Ok(())
+    }
+}
+
+/// A DNS name in lower case (RFC 1123), as names of objects are.
+fn is_object_name(name: &str, max: usize) -> bool {
+    let edge = |c: Option<u8>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
+    name.len() <= max
+        && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'-' | b'.'))
+        && edge(name.bytes().next())
+        && edge(name.bytes().last())
+}
+
+impl Gateway {
+    async fn answer(self: Arc<Self>, request: Request<Body>) -> Response<Body> {
+        let (head, body) = request.into_parts();
+        let delta = match head.uri.path() {
+            "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated" => false,
+            "/snapshotmetadata.SnapshotMetadata/GetMetadataDelta" => true,
+            _ => return Status::unimplemented("the service has no such call").into_http(),
+        };
+        let mut call = Call {
+            record: Record::new(if delta { "GetMetadataDelta" } else { "GetMetadataAllocated" }),
+            deadline: deadline(&head.headers),
+            on_line: head.extensions.get::<Line>().map(Line::enter),
+            place: None,
+        };
+        let span = call.record.span().clone();
+        let until = call.deadline;
+        let ask = async {
+            let question = read_question(delta, body).await?;
+            self.ask_driver(question, &mut call).await
+        };
+        let answer = match until {
+            None => ask.instrument(span).await,
+            Some(until) => tokio::time::timeout_at(until.into(), ask.instrument(span))
+                .await
+                .unwrap_or_else(|_| Err(Status::deadline_exceeded("the deadline of the call has passed"))),
+        };
+        match answer {
+            Ok(answer) => self.streams.pass_on(answer, call),
+            Err(status) => call.fail(status),
+        }
+    }
+
+    /// The checks in their order, and then the call to the driver.
+    async fn ask_driver(&self, question: Question, call: &mut Call) -> Result<Response<Body>, Status> {
+        call.record.about(&question.target.namespace, &question.target.name, question.base.as_deref());
+        // 1. All arguments.
+        question.check()?;
+        // 2. Who calls.
+        let caller = {
+            let busy = |_| Status::unavailable("too many callers are being authenticated: try again");
+            let _place = self.unknown.try_acquire().map_err(busy)?;
+            self.reviews.caller(&question.token, &self.audience()?).await?
+        };
+        call.record.by(caller.name());
+        call.place = Some(self.streams.enter(caller.name())?);
+        // 3. Whether they may, for the target; the base, which needs no object, is looked at meanwhile.
+        let base = question.base.as_deref().unwrap_or_default();
+        let (may, base) = tokio::join!(
+            self.reviews.may_get(&caller, &question.target),
+            self.find_base(&caller, &question.target.namespace, base)
+        );
+        may?;
+        // 4. The target's objects.
+        let target = self.find_target(&question.target).await?;
+        // 5. The base, and both together.
+        let base = match &question.base {
+            None => None,
+            Some(_) => Some(base?.against(&target)?),
+        };
+        // 6. The secrets of the class.
+        let secrets = self.secrets(&question.target, &target).await?;
+        // 7. The driver.
+        let Question { starting_offset, max_results, .. } = question;
+        let (path, body) = match base {
+            None => {
+                let snapshot_id = target.handle;
+                let request =
+                    proto::GetMetadataAllocatedRequest { snapshot_id, starting_offset, max_results, secrets };
+                ("/csi.v1.SnapshotMetadata/GetMetadataAllocated", frame(&request))
+            }
+            Some(base_snapshot_id) => {
+                let request = proto::GetMetadataDeltaRequest {
+                    base_snapshot_id,
+                    target_snapshot_id: target.handle,
+                    starting_offset,
+                    max_results,
+                    secrets,
+                };
+                ("/csi.v1.SnapshotMetadata/GetMetadataDelta", frame(&request))
+            }
+        };
+        self.call(path, body, call.deadline).await
+    }
+
+    async fn call(
+        &self,
+        path: &'static str,
+        body: bytes::Bytes,
+        deadline: Option<std::time::Instant>,
+    ) -> Result<Response<Body>, Status> {
+        let uri = http::Uri::builder().scheme("http").authority("localhost").path_and_query(path);
+        let internal = |error: http::Error| Status::internal(format!("address the CSI driver: {error}"));
+        let mut request = Request::builder()
+            .method(Method::POST)
+            .version(http::Version::HTTP_2)
+            .uri(uri.build().map_err(internal)?)
+            .header(http::header::TE, HeaderValue::from_static("trailers"))
+            .header(http::header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"))
+            .body(Body::new(Full::new(body)))
+            .map_err(internal)?;
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            // At most eight digits (gRPC over HTTP/2, "Timeout").
+            let timeout = match left.as_millis() {
+                millis @ 0..=99_999_999 => format!("{millis}m"),
+                millis => format!("{}S", (millis / 1000).min(99_999_999)),
+            };
+            let timeout = HeaderValue::from_str(&timeout).map_err(|error| internal(error.into()))?;
+            request.headers_mut().insert("grpc-timeout", timeout);
+        }
+        let mut channel = self.driver.channel();
+        let ready = channel.ready().await.map_err(|error| driver::away(&error))?;
+        ready.call(request).await.map_err(|error| driver::away(&error))
+    }
+
+    fn audience(&self) -> Result<String, Status> {
+        let audience = self.audience.clone().or_else(|| self.objects.audience(&self.driver_name));
+        audience.ok_or_else(|| {
+            let name = &self.driver_name;
+            Status::unavailable(format!(
+                "the SnapshotMetadataService {name} does not exist, or has no audience"
+            ))
+        })
+    }
+
+    /// The target as the watches know it; where they do not know it as usable, as the API server does, for a client may be
+    /// quicker than a watch.
+    async fn find_target(&self, name: &SnapshotName) -> Result<Usable, Status> {
+        let (snapshot, content) = self.objects.snapshot(name);
+        if let Ok(usable) = resolve::usable(name, snapshot, content, &self.driver_name) {
+            return Ok(usable);
+        }
+        let fetched = objects::fetch(&self.client, name).await.map_err(|error| {
+            tracing::warn!(%error, "the API server did not give a snapshot");
+            Status::unavailable("the Kubernetes API server does not answer: try again")
+        })?;
+        resolve::usable(name, fetched.0, fetched.1, &self.driver_name)
+            .map_err(|refusal| refusal.status(name, &self.driver_name))
+    }
+
+    /// What `base_snapshot_id` means: a handle of this driver that the cluster knows, else the name of a VolumeSnapshot
+    /// in the namespace, else the handle of a snapshot that was deleted.
+    async fn find_base(&self, caller: &Caller, namespace: &str, base: &str) -> Result<Base, Status> {
+        let contents = self.objects.with_handle(base);
+        if !contents.is_empty() {
+            let mut refused = None;
+            for content in contents {
+                match self.reviews.may_get(caller, &content.snapshot).await {
+                    Ok(()) => return Ok(Base { handle: base.to_owned(), content: Some(content) }),
+                    Err(status) => refused = Some(status),
+                }
+            }
+            // Which VolumeSnapshot it is stays unsaid: it may be another tenant's.
+            return Err(match refused {
+                Some(status) if status.code() != tonic::Code::PermissionDenied => status,
+                _ => {
+                    Status::permission_denied("the caller may not get the VolumeSnapshot of base_snapshot_id")
+                }
+            });
+        }
+        let name = SnapshotName { namespace: namespace.to_owned(), name: base.to_owned() };
+        let (snapshot, content) = self.objects.snapshot(&name);
+        if snapshot.is_none() {
+            return Ok(Base { handle: base.to_owned(), content: None });
+        }
+        self.reviews.may_get(caller, &name).await?;
+        let usable = resolve::usable(&name, snapshot, content.clone(), &self.driver_name)
+            .map_err(|refusal| refusal.status(&name, &self.driver_name))?;
+        Ok(Base { handle: usable.handle, content })
+    }
+
+    /// The secrets that the snapshot's class names. Without a class, or where the class is gone, none.
+    async fn secrets(
+        &self,
+        snapshot: &SnapshotName,
+        usable: &Usable,
+    ) -> Result<HashMap<String, String>, Status> {
+        let class = usable.class.as_ref().and_then(|class| self.objects.class(class));
+        let Some(class) = class else { return Ok(HashMap::new()) };
+        let Some(SecretName { namespace, name }) = resolve::secret_of(&class, snapshot, &usable.content)?
+        else {
+            return Ok(HashMap::new());
+        };
+        let secrets: Api<Secret> = Api::namespaced(self.client.clone(), &namespace);
+        let asked = std::time::Instant::now();
+        let answer = tokio::time::timeout(PATIENCE, secrets.get_opt(&name)).await;
+        metrics::histogram!("deltapath_gateway_api_seconds", "call" => "Secret").record(asked.elapsed());
+        // The name is the administrator's business, so it goes to the log.
+        let unusable = |why: &str| {
+            tracing::warn!(namespace, name, why, "the secret of the VolumeSnapshotClass cannot be used");
+            Status::failed_precondition(format!("the secret that the VolumeSnapshotClass names {why}"))
+        };
+        let secret = match answer {
+            Ok(Ok(Some(secret))) => secret,
+            Ok(Ok(None)) => return Err(unusable("does not exist")),
+            Ok(Err(kube::Error::Api(status))) if status.code == 403 => {
+                return Err(unusable("may not be read by this service"));
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "the API server did not give a secret");
+                return Err(Status::unavailable("the Kubernetes API server does not answer: try again"));
+            }
+            Err(_) => {
+                return Err(Status::unavailable("the Kubernetes API server does not answer: try again"));
+            }
+        };
+        let data = secret.data.unwrap_or_default().into_iter();
+        let data = data.map(|(key, value)| Ok((key, String::from_utf8(value.0)?)));
+        data.collect::<Result<_, std::string::FromUtf8Error>>()
+            .map_err(|_| unusable("holds bytes that are not UTF-8"))
+    }
+}
+
+/// What a delta starts from.
+struct Base {
+    handle: String,
+    /// None where the cluster has forgotten it.
+    content: Option<objects::Content>,
+}
+
+impl Base {
+    /// Its handle, if it fits to the target.
+    fn against(self, target: &Usable) -> Result<String, Status> {
+        if let Some(content) = &self.content {
+            resolve::in_order(content, target)?;
+        }
+        Ok(self.handle)
+    }
+}
+
+/// The request, if it comes whole and in time.
+async fn read_question(delta: bool, body: Body) -> Result<Question, Status> {
+    let collected = tokio::time::timeout(REQUEST_TIME, Limited::new(body, MAX_REQUEST).collect()).await;
+    let bytes = match collected {
+        Ok(Ok(body)) => body.to_bytes(),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => {
+            return Err(Status::invalid_argument(format!("the request is larger than {MAX_REQUEST} bytes")));
+        }
+        Ok(Err(error)) => return Err(Status::cancelled(format!("the request did not arrive: {error}"))),
+        Err(_) => return Err(Status::deadline_exceeded("the request did not arrive in time")),
+    };
+    match delta {
+        false => unframe::<kubernetes::GetMetadataAllocatedRequest>(bytes).map(Question::from),
+        true => unframe::<kubernetes::GetMetadataDeltaRequest>(bytes).map(Question::from),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tonic::Code;
+
+    #[test]
+    fn arguments_are_checked_before_anybody_is_asked() {
+        let good = || Question {
+            token: "t".into(),
+            target: SnapshotName { namespace: "shop".into(), name: "monday".into() },
+            base: Some("snap-1".into()),
+            starting_offset: 0,
+            max_results: 0,
+        };
+        assert!(good().check().is_ok());
+        let table: [(fn(&mut Question), Code, &str); 9] = [
+            (|q| q.token.clear(), Code::InvalidArgument, "security_token"),
+            (|q| q.target.namespace.clear(), Code::InvalidArgument, "namespace"),
+            (|q| q.target.name.clear(), Code::InvalidArgument, "target_snapshot_name"),
+            (|q| q.base = Some(String::new()), Code::InvalidArgument, "base_snapshot_id"),
+            (|q| q.target.name = "../secrets".into(), Code::InvalidArgument, "target_snapshot_name"),
+            (|q| q.target.namespace = "a/b".into(), Code::InvalidArgument, "namespace"),
+            (|q| q.target.name = "a?b".into(), Code::InvalidArgument, "target_snapshot_name"),
+            (|q| q.max_results = -1, Code::InvalidArgument, "max_results"),
+            (|q| q.starting_offset = -1, Code::OutOfRange, "starting_offset"),
+        ];
+        for (spoil, code, field) in table {
+            let mut question = good();
+            spoil(&mut question);
+            let status = question.check().expect_err(field);
+            assert_eq!(status.code(), code, "{field}");
+            assert!(status.message().contains(field), "{}", status.message());
+        }
+    }
+}

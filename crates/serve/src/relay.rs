@@ -1,0 +1,228 @@
+//! Answers that are passed on as they are: the body of a gRPC stream goes from one connection to the other frame by
+//! frame, with its trailers, and no message is put together or decoded. What passes is counted by [`Tuples`].
+
+use std::time::{Duration, Instant};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use prost::Message;
+use tonic::Status;
+use tonic::codegen::http::HeaderMap;
+
+/// Length of the prefix of a gRPC message: a flag and a big-endian length ("Length-Prefixed-Message" in gRPC over HTTP/2).
+const PREFIX: usize = 5;
+
+/// A message with its prefix, as the body of a unary request.
+pub fn frame(message: &impl Message) -> Bytes {
+    let mut body = BytesMut::with_capacity(PREFIX + message.encoded_len());
+    body.put_u8(0);
+    body.put_u32(message.encoded_len() as u32);
+    body.put_slice(&message.encode_to_vec());
+    body.freeze()
+}
+
+/// The one message of a unary request's body.
+pub fn unframe<M: Message + Default>(mut body: Bytes) -> Result<M, Status> {
+    let broken = |what: &str| Status::invalid_argument(format!("the request is {what}"));
+    if body.len() < PREFIX {
+        return Err(broken("empty or cut short"));
+    }
+    let prefix = body.split_to(PREFIX);
+    if prefix[0] != 0 {
+        return Err(Status::unimplemented("the request is compressed: send it without grpc-encoding"));
+    }
+    let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]);
+    if length as usize != body.len() {
+        return Err(broken("not one whole message"));
+    }
+    M::decode(body).map_err(|_| broken("not a message of this call"))
+}
+
+/// The moment at which the caller gives up, from the `grpc-timeout` header (gRPC over HTTP/2, "Requests").
+pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
+    let text = headers.get("grpc-timeout")?.to_str().ok()?;
+    let (value, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let value: u64 = value.parse().ok()?;
+    let timeout = match unit {
+        "H" => Duration::from_secs(value.checked_mul(3600)?),
+        "M" => Duration::from_secs(value.checked_mul(60)?),
+        "S" => Duration::from_secs(value),
+        "m" => Duration::from_millis(value),
+        "u" => Duration::from_micros(value),
+        "n" => Duration::from_nanos(value),
+        _ => return None,
+    };
+    Instant::now().checked_add(timeout)
+}
+
+/// Counts the block metadata tuples in the body of a stream, however it is cut into pieces: the embedded messages in field
+/// 3 of each message (`block_metadata`). After bytes that are no such message it counts no more.
+#[derive(Debug, Default)]
+pub struct Tuples {
+    counted: u64,
+    state: State,
+    /// Bytes of the message under way that are still to come.
+    message: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// In the prefix of a message: how much of it was seen, and its length so far.
+    Prefix { seen: usize, length: u32 },
+    /// Before a field.
+    Tag,
+    /// In a varint: its value and bits so far, and what it is.
+    Varint { value: u64, bits: u32, kind: Varint },
+    /// In bytes that are not looked at.
+    Skip(u64),
+    /// What comes is not understood.
+    Lost,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Varint {
+    /// The value of a field.
+    Value,
+    /// The length of an embedded message, string or the like.
+    Length { is_tuple: bool },
+}
+
+impl Default for State {
+    fn default() -> Self {
+        State::Prefix { seen: 0, length: 0 }
+    }
+}
+
+impl Tuples {
+    /// How many were seen.
+    pub fn count(&self) -> u64 {
+        self.counted
+    }
+
+    /// Takes the next bytes of the body.
+    pub fn take(&mut self, mut bytes: &[u8]) {
+        /// Field 3, length-delimited.
+        const TUPLE: u8 = 3 << 3 | 2;
+        while let Some((&byte, rest)) = bytes.split_first() {
+            // Skipped bytes go at once, the others one by one.
+            let taken = match self.state {
+                State::Skip(left) => left.min(bytes.len() as u64) as usize,
+                _ => 1,
+            };
+            if !matches!(self.state, State::Prefix { .. }) {
+                match self.message.checked_sub(taken as u64) {
+                    Some(left) => self.message = left,
+                    // A field that is longer than its message.
+                    None => self.state = State::Lost,
+                }
+            }
+            self.state = match self.state {
+                State::Prefix { seen, .. } if seen == 0 && byte != 0 => State::Lost,
+                State::Prefix { seen, length } => {
+                    let length = if seen == 0 { 0 } else { length << 8 | u32::from(byte) };
+                    match seen + 1 == PREFIX {
+                        true => {
+                            self.message = u64::from(length);
+                            State::Tag
+                        }
+                        false => State::Prefix { seen: seen + 1, length },
+                    }
+                }
+                // A field number above 15 takes more than one byte; none of ours does.
+                State::Tag if byte >= 0x80 => State::Lost,
+                State::Tag => match byte & 7 {
+                    0 => State::Varint { value: 0, bits: 0, kind: Varint::Value },
+                    1 => State::Skip(8),
+                    2 => {
+                        State::Varint { value: 0, bits: 0, kind: Varint::Length { is_tuple: byte == TUPLE } }
+                    }
+                    5 => State::Skip(4),
+                    _ => State::Lost,
+                },
+                State::Varint { bits, .. } if bits > 63 => State::Lost,
+                State::Varint { value, bits, kind } => {
+                    let value = value | u64::from(byte & 0x7f) << bits;
+                    match (byte & 0x80 == 0, kind) {
+                        (false, _) => State::Varint { value, bits: bits + 7, kind },
+                        (true, Varint::Value) => State::Tag,
+                        (true, Varint::Length { is_tuple }) => {
+                            self.counted += u64::from(is_tuple);
+                            State::Skip(value)
+                        }
+                    }
+                }
+                State::Skip(left) => State::Skip(left - taken as u64),
+                State::Lost => return,
+            };
+            if matches!(self.state, State::Skip(0)) {
+                self.state = State::Tag;
+            }
+            if matches!(self.state, State::Tag) && self.message == 0 {
+                self.state = State::default();
+            }
+            bytes = if taken == 1 { rest } else { &bytes[taken..] };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message with type, capacity and `tuples` tuples, framed.
+    fn message(tuples: u64) -> Vec<u8> {
+        let mut fields = vec![0x08, 2, 0x10, 0x80, 0x80, 0x40];
+        for tuple in 0..tuples {
+            match tuple % 3 {
+                0 => fields.extend([0x1a, 0]),
+                1 => fields.extend([0x1a, 2, 0x10, 1]),
+                _ => fields.extend([0x1a, 5, 0x08, 0x80, 0x20, 0x10, 1]),
+            }
+        }
+        let mut framed = vec![0];
+        framed.extend((fields.len() as u32).to_be_bytes());
+        framed.extend(fields);
+        framed
+    }
+
+    #[test]
+    fn tuples_are_counted_however_the_body_is_cut() {
+        let empty = [0, 0, 0, 0, 0];
+        let body = [message(1000), message(0), empty.to_vec(), message(7)].concat();
+        for piece in [1, 2, 3, 5, 7, 64, 4096, body.len()] {
+            let mut tuples = Tuples::default();
+            body.chunks(piece).for_each(|piece| tuples.take(piece));
+            assert_eq!(tuples.count(), 1007, "in pieces of {piece}");
+        }
+    }
+
+    #[test]
+    fn a_body_that_is_none_counts_no_more_and_harms_nobody() {
+        for broken in [
+            &[1, 0, 0, 0, 4][..],                       // compressed
+            &[0, 0, 0, 0, 2, 0x1a, 9],                  // a tuple longer than its message
+            &[0, 0, 0, 0, 1, 0x07],                     // no such wire type
+            &[0, 0, 0, 0, 9, 0x1a, 255, 255, 255, 255], // a length without an end
+            &[0; 11],
+        ] {
+            let mut tuples = Tuples::default();
+            tuples.take(broken);
+            tuples.take(&message(5));
+            assert!(tuples.count() <= 6, "{broken:?}");
+        }
+    }
+
+    #[test]
+    fn a_request_is_one_whole_message() {
+        let sent = "a token".to_owned();
+        assert_eq!(unframe::<String>(frame(&sent)).expect("whole"), sent);
+        let whole = frame(&sent);
+        let code = |body: &[u8]| {
+            unframe::<String>(Bytes::copy_from_slice(body)).map_err(|status| status.code()).unwrap_err()
+        };
+        assert_eq!(code(&whole[..3]), tonic::Code::InvalidArgument);
+        assert_eq!(code(&whole[..whole.len() - 1]), tonic::Code::InvalidArgument);
+        assert_eq!(code(&[&whole[..], &whole[..]].concat()), tonic::Code::InvalidArgument);
+        assert_eq!(code(&[1, 0, 0, 0, 0]), tonic::Code::Unimplemented);
+        assert_eq!(code(&[0, 0, 0, 0, 1, 0xff]), tonic::Code::InvalidArgument);
+    }
+}
