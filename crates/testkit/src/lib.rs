@@ -3,6 +3,7 @@
 #![allow(clippy::disallowed_methods)]
 #![allow(missing_docs)]
 
+pub mod api_server;
 pub mod broken;
 pub mod content;
 pub mod disk;
@@ -460,4 +461,10 @@ pub fn names(dir: &Path) -> Vec<String> {
         .collect();
     names.sort();
     names
+}
+
+/// A TCP port that nobody listens on now.
+pub fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+    listener.local_addr().expect("address").port()
 }

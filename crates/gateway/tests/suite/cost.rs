@@ -1,0 +1,132 @@
+//! Promise: the API server is asked as little as can be, and a moment without it is survived.
+
+use std::time::Duration;
+
+use tonic::Code;
+
+use crate::driver::Driver;
+use crate::world::{World, code};
+
+pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    for (name, handle) in [("first", "plain-1"), ("second", "plain-2")] {
+        world.snapshot(&ns, name, handle).await;
+    }
+    let token = world.reader("reader").await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let user = format!("system:serviceaccount:{ns}:gateway");
+    let asked = || {
+        let calls = world.api.calls_of(&user);
+        // Watches and their lists are for no call in particular.
+        calls.into_iter().filter(|(call, _)| call.starts_with("create") || call.starts_with("get ")).collect::<Vec<_>>()
+    };
+    // The log is written behind the answer.
+    let settled = async || tokio::time::sleep(Duration::from_millis(500)).await;
+    settled().await;
+    assert_eq!(asked(), []);
+    assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
+    settled().await;
+    let review = |kind: &str, times| (format!("create {kind}"), times);
+    let cold = vec![review("subjectaccessreviews", 1), review("tokenreviews", 1)];
+    assert_eq!(asked(), cold);
+    for _ in 0..50 {
+        assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
+    }
+    settled().await;
+    assert_eq!(asked(), cold, "a warm call asks nothing");
+    // A delta looks at its base too: one right more, once.
+    for _ in 0..50 {
+        assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), Code::Ok);
+    }
+    settled().await;
+    assert_eq!(asked(), [review("subjectaccessreviews", 2), review("tokenreviews", 1)]);
+    // Many at once with one new token wait for one review.
+    let fresh = world.api.token(&ns, "reader", crate::world::AUDIENCE).await;
+    let calls = (0..40).map(|_| {
+        let (mut client, fresh, ns) = (client.clone(), fresh.clone(), ns.clone());
+        tokio::spawn(async move { code(&client.allocated(&fresh, &ns, "second").await) })
+    });
+    for call in calls.collect::<Vec<_>>() {
+        assert_eq!(call.await.expect("a call"), Code::Ok);
+    }
+    settled().await;
+    assert_eq!(asked(), [review("subjectaccessreviews", 3), review("tokenreviews", 2)]);
+}
+
+/// The API server serves the other tests as well, so this gateway is cut off from it by a kubeconfig that leads through a
+/// go-between.
+pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let config = world.gateway_kubeconfig("gateway").await;
+    let text = std::fs::read_to_string(&config).expect("a kubeconfig");
+    let at = text.find("https://127.0.0.1:").expect("an address") + "https://127.0.0.1:".len();
+    let digits = text[at..].chars().take_while(char::is_ascii_digit).count();
+    let real: u16 = text[at..at + digits].parse().expect("a port");
+    let bridge = Bridge::start(real).await;
+    let through = world.dir.path().join("through.kubeconfig");
+    std::fs::write(&through, format!("{}{}{}", &text[..at], bridge.port, &text[at + digits..])).expect("write");
+    let files = crate::world::Files::make(world.dir.path());
+    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
+    let arguments = ["--audience", crate::world::AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
+    let mut gateway = crate::world::Gateway::start(&world, &through, "gateway", &arguments, Some(files));
+    gateway.ready().await;
+    let mut client = gateway.client().await;
+    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
+    bridge.cut();
+    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok, "what is remembered serves on");
+    let fresh = world.api.token(&ns, "reader", crate::world::AUDIENCE).await;
+    let answer = client.allocated(&fresh, &ns, "monday").await;
+    assert_eq!(code(&answer), Code::Unavailable, "{answer:?}");
+    world.snapshot(&ns, "tuesday", "plain-2").await;
+    bridge.mend();
+    // The watch begins again by itself; until then a look at the API server helps.
+    let deadline = std::time::Instant::now() + Duration::from_secs(60);
+    while code(&client.allocated(&fresh, &ns, "tuesday").await) != Code::Ok {
+        assert!(std::time::Instant::now() < deadline, "it does not come back:\n{}", gateway.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(gateway.is_alive());
+}
+
+/// Passes connections on to a port, unless it is cut.
+struct Bridge {
+    port: u16,
+    is_cut: tokio::sync::watch::Sender<bool>,
+}
+
+impl Bridge {
+    async fn start(to: u16) -> Self {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("bind");
+        let port = listener.local_addr().expect("address").port();
+        let (is_cut, cut) = tokio::sync::watch::channel(false);
+        tokio::spawn(async move {
+            while let Ok((mut near, _)) = listener.accept().await {
+                let mut cut = cut.clone();
+                tokio::spawn(async move {
+                    if *cut.borrow() {
+                        return;
+                    }
+                    let Ok(mut far) = tokio::net::TcpStream::connect(("127.0.0.1", to)).await else { return };
+                    tokio::select! {
+                        _ = tokio::io::copy_bidirectional(&mut near, &mut far) => {}
+                        _ = cut.wait_for(|cut| *cut) => {}
+                    }
+                });
+            }
+        });
+        Bridge { port, is_cut }
+    }
+
+    fn cut(&self) {
+        let _ = self.is_cut.send(true);
+    }
+
+    fn mend(&self) {
+        let _ = self.is_cut.send(false);
+    }
+}

@@ -1,0 +1,88 @@
+//! The gateway as clients and the cluster see it: the real program, a real API server with real RBAC, CSI drivers on real
+//! sockets. One API server serves all tests; each has a namespace, a driver and a gateway of its own.
+//!
+//! The harness is libtest-mimic, so that the API server ends with the tests.
+#![allow(clippy::disallowed_methods)]
+
+mod certificates;
+mod community;
+mod cost;
+mod driver;
+mod hostile;
+mod rights;
+mod streams;
+mod world;
+
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use libtest_mimic::{Arguments, Trial};
+use testkit::api_server::ApiServer;
+use tokio::runtime::Runtime;
+
+use world::World;
+
+/// A test: its name and what it does.
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((stringify!($module), stringify!($name), (|world| Box::pin($module::$name(world))) as Test)),*]
+    };
+}
+
+type Test = fn(World) -> std::pin::Pin<Box<dyn Future<Output = ()>>>;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let runtime = Arc::new(Runtime::new().expect("a runtime"));
+    let server = Arc::new(Mutex::new(None));
+    let tests = tests![
+        rights::a_caller_gets_what_its_rights_allow,
+        rights::a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace,
+        rights::objects_that_are_not_whole_get_an_answer,
+        rights::tokens_of_every_wrong_kind_are_refused,
+        rights::secrets_of_the_class_reach_the_driver,
+        rights::rights_that_are_taken_away_end_within_the_time_of_the_cache,
+        streams::messages_pass_through_as_the_driver_sends_them,
+        streams::the_drivers_own_codes_and_messages_pass,
+        streams::a_client_that_stops_reading_is_ended_and_disturbs_nobody,
+        streams::cancel_and_deadline_reach_the_driver,
+        streams::streams_are_bounded_for_all_and_for_each,
+        streams::a_driver_may_go_and_come_back,
+        streams::a_driver_without_the_service_is_told,
+        streams::a_stop_lets_streams_end,
+        cost::a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice,
+        cost::calls_go_on_while_the_api_server_is_away,
+        certificates::the_elected_replica_makes_renews_and_publishes,
+        certificates::another_replica_takes_over,
+        certificates::an_object_that_a_person_wrote_is_left_alone,
+        certificates::files_are_loaded_again_when_they_change,
+        // hostile::plaintext_old_tls_and_garbage_are_refused,
+        // hostile::requests_that_are_too_large_or_too_slow_end,
+        // hostile::no_token_and_no_secret_is_written_anywhere,
+        // community::the_communitys_iterator_reads_through_the_gateway,
+        // community::the_communitys_sidecar_has_the_faults_that_these_tests_look_for,
+    ];
+    let is_root = nix::unistd::geteuid().is_root();
+    let trials = tests.into_iter().map(|(module, name, test)| {
+        let (runtime, server) = (runtime.clone(), server.clone());
+        let trial = Trial::test(format!("{module}::{name}"), move || {
+            let shared = {
+                // The first test starts it; the others wait.
+                let mut server = server.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let start = || runtime.block_on(ApiServer::start()).map(Arc::new);
+                server.get_or_insert_with(start).clone()
+            };
+            match shared {
+                Some(api) => runtime.block_on(async { test(World::new(api, name).await).await }),
+                None => return Err("skipped: no API server".into()),
+            }
+            Ok(())
+        });
+        // The drivers of some of them attach loop devices.
+        trial.with_ignored_flag(!is_root)
+    });
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    // Before the process ends: the API server ends with it.
+    drop(server.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take());
+    conclusion.exit_code()
+}

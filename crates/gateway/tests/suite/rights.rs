@@ -1,0 +1,407 @@
+//! Promise: a caller gets what it may read, and an answer that says why not; never anything of another tenant.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use rcgen::KeyPair;
+use serde_json::{Value, json};
+use tonic::Code;
+
+use crate::driver::{Driver, MESSAGES, TUPLES};
+use crate::world::{AUDIENCE, World, code, eventually};
+
+const OK: Code = Code::Ok;
+
+fn get_snapshots(names: &[&str]) -> Value {
+    let mut rule = json!({"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]});
+    if !names.is_empty() {
+        rule["resourceNames"] = json!(names);
+    }
+    json!([rule])
+}
+
+pub async fn a_caller_gets_what_its_rights_allow(world: World) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    for (name, handle) in [("monday", "plain-1"), ("tuesday", "plain-2"), ("other", "plain-3")] {
+        world.snapshot(&ns, name, handle).await;
+    }
+    world.api.account(&ns, "whole", get_snapshots(&[])).await;
+    world.api.account(&ns, "two", get_snapshots(&["monday", "tuesday"])).await;
+    world.api.account(&ns, "target-only", get_snapshots(&["tuesday"])).await;
+    world.api.account(&ns, "nothing", json!([])).await;
+    let lists = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["list", "watch"]}]);
+    world.api.account(&ns, "lister", lists).await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    for (account, allocated, other, delta) in [
+        ("whole", OK, OK, OK),
+        ("two", OK, Code::PermissionDenied, OK),
+        // The base is somebody's snapshot too.
+        ("target-only", OK, Code::PermissionDenied, Code::PermissionDenied),
+        ("nothing", Code::PermissionDenied, Code::PermissionDenied, Code::PermissionDenied),
+        ("lister", Code::PermissionDenied, Code::PermissionDenied, Code::PermissionDenied),
+    ] {
+        let token = world.api.token(&ns, account, AUDIENCE).await;
+        // Twice: once reviewed, once remembered.
+        for round in 0..2 {
+            assert_eq!(code(&client.allocated(&token, &ns, "tuesday").await), allocated, "{account} {round}");
+            assert_eq!(code(&client.allocated(&token, &ns, "other").await), other, "{account} {round}");
+            assert_eq!(code(&client.delta(&token, &ns, "plain-1", "tuesday").await), delta, "{account} {round}");
+        }
+    }
+    let token = world.api.token(&ns, "whole", AUDIENCE).await;
+    let (messages, tuples) = client.allocated(&token, &ns, "monday").await.expect("allowed");
+    assert_eq!((messages as i64, tuples.len() as i64), (MESSAGES, MESSAGES * TUPLES));
+    let asked = driver.seen.allocated.lock().unwrap();
+    assert_eq!(asked.last().map(|request| request.snapshot_id.as_str()), Some("plain-1"));
+    // Who asked for what, and with which result, is on record.
+    let audit = gateway.audit();
+    let user = |account: &str| json!(format!("system:serviceaccount:{ns}:{account}"));
+    assert!(
+        audit.iter().any(|line| line["user"] == user("target-only")
+            && line["method"] == "GetMetadataDelta"
+            && line["base"] == "plain-1"
+            && line["code"] == "PermissionDenied"),
+        "{audit:?}"
+    );
+    let done = audit.iter().rfind(|line| line["user"] == user("whole")).expect("a line");
+    assert_eq!((&done["code"], &done["tuples"]), (&json!("Ok"), &json!(MESSAGES * TUPLES)));
+    assert_eq!((&done["namespace"], &done["snapshot"]), (&json!(ns), &json!("monday")));
+}
+
+pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace(world: World) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
+    let taken_at = |second: i64| {
+        move |_: &mut Value, content: &mut Value| {
+            content["status"]["creationTime"] = json!(second * 1_000_000_000);
+        }
+    };
+    world.snapshot_with(&ns, "first", "plain-1", taken_at(100)).await;
+    world.snapshot_with(&ns, "second", "plain-2", taken_at(200)).await;
+    world.snapshot(&other, "theirs", "plain-3").await;
+    // Its name is the handle of another: the handle wins.
+    world.snapshot(&ns, "plain-1", "plain-4").await;
+    world
+        .snapshot_with(&ns, "of-another-volume", "plain-5", |_, content| {
+            content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
+        })
+        .await;
+    world
+        .snapshot_with(&ns, "unready", "plain-6", |snapshot, content| {
+            snapshot["status"]["readyToUse"] = json!(false);
+            content["status"]["readyToUse"] = json!(false);
+        })
+        .await;
+    // The same handle under another driver's content: none of this gateway's business.
+    world
+        .snapshot_with(&other, "foreign", "deleted-1", |_, content| content["spec"]["driver"] = json!("other.csi.test"))
+        .await;
+    let token = world.reader("reader").await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    for (base, target, code, handle) in [
+        ("plain-1", "second", OK, "plain-1"),
+        ("first", "second", OK, "plain-1"),
+        ("second", "second", OK, "plain-2"),
+        // Deleted snapshots: the driver decides.
+        ("deleted-1", "second", OK, "deleted-1"),
+        ("a/b..c", "second", OK, "a/b..c"),
+        ("forgotten", "second", Code::NotFound, "forgotten"),
+        ("plain-3", "second", Code::PermissionDenied, ""),
+        ("plain-5", "second", Code::InvalidArgument, ""),
+        ("plain-2", "first", Code::InvalidArgument, ""),
+        ("unready", "second", Code::Unavailable, ""),
+    ] {
+        driver.seen.deltas.lock().unwrap().clear();
+        let answer = client.delta(&token, &ns, base, target).await;
+        assert_eq!(crate::world::code(&answer), code, "{base} {target}: {answer:?}");
+        let asked = driver.seen.deltas.lock().unwrap().pop().map(|request| request.base_snapshot_id);
+        assert_eq!(asked.unwrap_or_default(), handle, "{base} {target}");
+        if let Err((_, message)) = answer {
+            assert!(!message.contains(&other) && !message.contains("theirs"), "{message}");
+        }
+    }
+    // A handle that two contents have: one that may be read is enough.
+    world.snapshot(&other, "twin", "plain-1").await;
+    eventually("the twin is known", async || gateway.log().contains("twin") || {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        true
+    })
+    .await;
+    assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), OK);
+}
+
+pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    let mut gateway = world.gateway(&[]).await;
+    let gone = |object: &mut Value, field: &str| {
+        object.as_object_mut().expect("an object").remove(field);
+    };
+    world.snapshot_with(&ns, "no-status", "plain-1", |snapshot, _| gone(snapshot, "status")).await;
+    world
+        .snapshot_with(&ns, "unbound", "plain-2", |snapshot, _| snapshot["status"] = json!({"readyToUse": false}))
+        .await;
+    world.snapshot_with(&ns, "content-without-status", "plain-3", |_, content| gone(content, "status")).await;
+    world
+        .snapshot_with(&ns, "no-handle", "plain-4", |_, content| content["status"] = json!({"readyToUse": true}))
+        .await;
+    world
+        .snapshot_with(&ns, "not-ready", "plain-5", |snapshot, _| snapshot["status"]["readyToUse"] = json!(false))
+        .await;
+    world
+        .snapshot_with(&ns, "no-content", "plain-6", |snapshot, _| {
+            snapshot["status"]["boundVolumeSnapshotContentName"] = json!("content-that-is-nowhere");
+        })
+        .await;
+    world
+        .snapshot_with(&ns, "stolen", "plain-7", |_, content| {
+            content["spec"]["volumeSnapshotRef"]["name"] = json!("another");
+        })
+        .await;
+    world
+        .snapshot_with(&ns, "other-uid", "plain-8", |_, content| {
+            content["spec"]["volumeSnapshotRef"]["uid"] = json!("00000000-0000-0000-0000-000000000000");
+        })
+        .await;
+    world
+        .snapshot_with(&ns, "other-driver", "plain-9", |_, content| content["spec"]["driver"] = json!("x.csi.test"))
+        .await;
+    world
+        .snapshot_with(&ns, "class-is-gone", "plain-10", |snapshot, _| {
+            snapshot["spec"]["volumeSnapshotClassName"] = json!("a-class-that-was-deleted");
+        })
+        .await;
+    world.snapshot(&ns, "whole", "plain-11").await;
+    let token = world.reader("reader").await;
+    let mut client = gateway.client().await;
+    for (name, expected, words) in [
+        ("no-status", Code::Unavailable, "is not bound to a VolumeSnapshotContent yet"),
+        ("unbound", Code::Unavailable, "is not bound to a VolumeSnapshotContent yet"),
+        ("content-without-status", Code::Unavailable, "is not ready to use yet"),
+        ("no-handle", Code::Unavailable, "has no snapshot handle yet"),
+        ("not-ready", Code::Unavailable, "is not ready to use yet"),
+        ("no-content", Code::NotFound, "VolumeSnapshotContent of VolumeSnapshot"),
+        ("stolen", Code::FailedPrecondition, "are not bound to each other"),
+        ("other-uid", Code::FailedPrecondition, "are not bound to each other"),
+        ("other-driver", Code::InvalidArgument, "was not taken by the CSI driver"),
+        ("missing", Code::NotFound, "does not exist"),
+        ("class-is-gone", OK, ""),
+        ("whole", OK, ""),
+    ] {
+        for answer in [
+            client.allocated(&token, &ns, name).await,
+            client.delta(&token, &ns, "plain-0", name).await,
+        ] {
+            assert_eq!(code(&answer), expected, "{name}: {answer:?}");
+            if let Err((_, message)) = answer {
+                assert!(message.contains(words) && message.contains(name), "{name}: {message}");
+            }
+        }
+        assert!(gateway.is_alive(), "{name}");
+    }
+    // A namespace that is gone, or never was, has no snapshots; and nobody has rights in it.
+    let answer = client.allocated(&token, "nowhere", "whole").await;
+    assert_eq!(code(&answer), Code::PermissionDenied);
+    // What becomes ready is served at once: a client may be quicker than a watch.
+    let status = json!({"status": {"readyToUse": true, "boundVolumeSnapshotContentName": format!("content-{ns}-no-status")}});
+    let snapshots = world.api.objects("VolumeSnapshot", Some(&ns));
+    let patch = kube::api::Patch::Merge(status);
+    snapshots.patch_status("no-status", &kube::api::PatchParams::default(), &patch).await.expect("patch");
+    assert_eq!(code(&client.allocated(&token, &ns, "no-status").await), OK);
+}
+
+pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "monday", "plain-1").await;
+    let good = world.reader("reader").await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("after 1970").as_secs();
+    // One that ended an hour ago, signed by the cluster's own key; and the same with an hour to go, as the control.
+    let account = world.api.objects("ServiceAccount", Some(&ns)).get("reader").await.expect("the account");
+    let uid = account.metadata.uid.expect("a uid");
+    let signed = |begins: u64, ends: u64| sign(&world.api.signing_key(), &ns, "reader", &uid, begins, ends);
+    let expired = signed(now - 7200, now - 3600);
+    let control = signed(now - 7200, now + 3600);
+    let foreign = sign(&KeyPair::generate().expect("a key").serialize_pem(), &ns, "reader", &uid, now - 60, now + 3600);
+    let other_audience = world.api.token(&ns, "reader", "another-audience").await;
+    let for_the_api = world.api.token(&ns, "reader", "https://kubernetes.default.svc").await;
+    let tampered = format!("{}x", good);
+    for (what, token, expected) in [
+        ("none", "", Code::InvalidArgument),
+        ("good", &good, OK),
+        ("control", &control, OK),
+        ("expired", &expired, Code::Unauthenticated),
+        ("signed by another key", &foreign, Code::Unauthenticated),
+        ("another audience", &other_audience, Code::Unauthenticated),
+        ("for the API server", &for_the_api, Code::Unauthenticated),
+        ("tampered with", &tampered, Code::Unauthenticated),
+        ("garbage", "garbage", Code::Unauthenticated),
+        ("line breaks", "a\r\nb: c", Code::Unauthenticated),
+    ] {
+        let answers = [
+            client.allocated(token, &ns, "monday").await,
+            client.delta(token, &ns, "plain-0", "monday").await,
+        ];
+        for answer in answers {
+            assert_eq!(code(&answer), expected, "{what}: {answer:?}");
+            if let Err((_, message)) = answer {
+                assert!(token.is_empty() || !message.contains(token), "{what}: {message}");
+            }
+        }
+    }
+    // A token whose account is gone is not believed for longer than the cache says.
+    world.api.objects("ServiceAccount", Some(&ns)).delete("reader", &Default::default()).await.expect("delete");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while code(&client.allocated(&good, &ns, "monday").await) == OK {
+        assert!(Instant::now() < deadline, "a deleted account's token is still believed");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(driver.seen.allocated.lock().unwrap().len() >= 2);
+}
+
+/// A token of a service account, signed with `key` (ES256).
+fn sign(key: &str, namespace: &str, account: &str, uid: &str, begins: u64, ends: u64) -> String {
+    use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
+    let pair = KeyPair::from_pem(key).expect("a key");
+    let random = ring::rand::SystemRandom::new();
+    let signer = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &pair.serialize_der(), &random);
+    let claims = json!({
+        "iss": "https://kubernetes.default.svc", "aud": [AUDIENCE], "exp": ends, "nbf": begins, "iat": begins,
+        "sub": format!("system:serviceaccount:{namespace}:{account}"),
+        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": account, "uid": uid}},
+    });
+    let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+    let text = format!("{}.{}", encode(&json!({"alg": "ES256", "typ": "JWT"})), encode(&claims));
+    let signature = signer.expect("a signer").sign(&random, text.as_bytes()).expect("a signature");
+    format!("{text}.{}", URL_SAFE_NO_PAD.encode(signature.as_ref()))
+}
+
+pub async fn secrets_of_the_class_reach_the_driver(world: World) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    let class = |name: &str, secret: &str, namespace: &str| {
+        json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+            "metadata": {"name": format!("{ns}-{name}")}, "driver": world.driver, "deletionPolicy": "Delete",
+            "parameters": {
+                "csi.storage.k8s.io/snapshotter-secret-name": secret,
+                "csi.storage.k8s.io/snapshotter-secret-namespace": namespace,
+            },
+        })
+    };
+    world.api.make(class("fixed", "one", &ns)).await;
+    world.api.make(class("template", "for-${volumesnapshot.name}", "${volumesnapshot.namespace}")).await;
+    world.api.make(class("missing", "nowhere", &ns)).await;
+    world.api.make(class("wrong", "${pvc.name}", &ns)).await;
+    world.api.make(class("forbidden", "one", "kube-system")).await;
+    for (name, value) in [("one", "aGVsbG8="), ("for-templated", "d29ybGQ="), ("binary", "/w==")] {
+        let metadata = json!({"name": name, "namespace": ns});
+        world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"key": value}})).await;
+    }
+    world.api.make(class("binary", "binary", &ns)).await;
+    for name in ["fixed", "templated", "missing", "wrong", "forbidden", "binary", "none"] {
+        let class = match name {
+            "none" => None,
+            "templated" => Some(format!("{ns}-template")),
+            name => Some(format!("{ns}-{name}")),
+        };
+        world
+            .snapshot_with(&ns, name, &format!("plain-{name}"), |snapshot, content| {
+                if let Some(class) = class {
+                    // Either of the two may name it.
+                    let object = if name == "fixed" { content } else { snapshot };
+                    object["spec"]["volumeSnapshotClassName"] = json!(class);
+                }
+            })
+            .await;
+    }
+    let token = world.reader("reader").await;
+    let gateway = world.gateway(&[]).await;
+    // The manifests grant it one Secret by name; here they are in the test's own namespace.
+    let rules = json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"],
+        "resourceNames": ["one", "for-templated", "nowhere", "binary"]}]);
+    let metadata = json!({"name": "secrets", "namespace": ns});
+    world.api.make(json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules})).await;
+    world
+        .api
+        .make(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "secrets"},
+            "subjects": [{"kind": "ServiceAccount", "name": "gateway", "namespace": ns}],
+        }))
+        .await;
+    let mut client = gateway.client().await;
+    // Until the API server's own cache of roles has it.
+    let first = client.allocated(&token, &ns, "fixed").await;
+    if code(&first) != OK {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    for (name, expected, secret) in [
+        ("fixed", OK, Some("hello")),
+        ("templated", OK, Some("world")),
+        ("none", OK, None),
+        ("missing", Code::FailedPrecondition, None),
+        ("wrong", Code::FailedPrecondition, None),
+        ("forbidden", Code::FailedPrecondition, None),
+        ("binary", Code::FailedPrecondition, None),
+    ] {
+        for delta in [false, true] {
+            driver.seen.allocated.lock().unwrap().clear();
+            driver.seen.deltas.lock().unwrap().clear();
+            let answer = match delta {
+                false => client.allocated(&token, &ns, name).await,
+                true => client.delta(&token, &ns, "deleted", name).await,
+            };
+            assert_eq!(code(&answer), expected, "{name}: {answer:?}");
+            let allocated = driver.seen.allocated.lock().unwrap().pop().map(|request| request.secrets);
+            let changed = driver.seen.deltas.lock().unwrap().pop().map(|request| request.secrets);
+            let sent = allocated.or(changed).unwrap_or_default();
+            assert_eq!(sent.get("key").map(String::as_str), secret, "{name}");
+            if let Err((_, message)) = answer {
+                assert!(!message.contains("kube-system") && !message.contains("nowhere"), "{message}");
+            }
+        }
+    }
+}
+
+pub async fn rights_that_are_taken_away_end_within_the_time_of_the_cache(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let gateway = world.gateway(&["--review-cache=3s"]).await;
+    let mut client = gateway.client().await;
+    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), OK);
+    world.api.objects("RoleBinding", Some(&ns)).delete("reader", &Default::default()).await.expect("delete");
+    let taken = Instant::now();
+    let mut answers = Vec::new();
+    loop {
+        let answer = code(&client.allocated(&token, &ns, "monday").await);
+        answers.push(answer);
+        if answer == Code::PermissionDenied {
+            break;
+        }
+        // The API server needs a moment of its own to forget the role.
+        assert!(taken.elapsed() < Duration::from_secs(30), "{answers:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(answers.len() > 1 && answers[0] == OK, "nothing was remembered: {answers:?}");
+    // A refusal is never remembered.
+    let binding = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": {"name": "again", "namespace": ns},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "reader"},
+        "subjects": [{"kind": "ServiceAccount", "name": "reader", "namespace": ns}],
+    });
+    world.api.make(binding).await;
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while code(&client.allocated(&token, &ns, "monday").await) != OK {
+        assert!(Instant::now() < deadline, "rights that are given back are not seen");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}

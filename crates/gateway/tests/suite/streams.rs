@@ -1,0 +1,282 @@
+//! Promise: what the driver sends arrives as it is, and no client or driver holds anything up but itself.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataAllocatedResponse};
+use tonic::{Code, Request, Streaming};
+
+use crate::driver::{Driver, MESSAGES, TUPLES};
+use crate::world::{Client, World, code, eventually, said};
+
+/// A request about a snapshot.
+fn about(token: &str, namespace: &str, name: &str) -> GetMetadataAllocatedRequest {
+    GetMetadataAllocatedRequest {
+        security_token: token.to_owned(),
+        namespace: namespace.to_owned(),
+        snapshot_name: name.to_owned(),
+        ..Default::default()
+    }
+}
+
+async fn open(
+    client: &mut Client,
+    token: &str,
+    namespace: &str,
+    name: &str,
+) -> Result<Streaming<GetMetadataAllocatedResponse>, (Code, String)> {
+    let answer = client.0.get_metadata_allocated(about(token, namespace, name)).await;
+    answer.map(tonic::Response::into_inner).map_err(said)
+}
+
+/// A world with one snapshot of that handle, and a token that may read it.
+async fn with_snapshot(world: &World, handle: &str) -> (Driver, String) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    world.snapshot(&world.namespace, "snapshot", handle).await;
+    (driver, world.reader("reader").await)
+}
+
+pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
+    let (driver, token) = with_snapshot(&world, "plain-1").await;
+    let ns = &world.namespace;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let request = GetMetadataAllocatedRequest { starting_offset: 77, max_results: 5, ..about(&token, ns, "snapshot") };
+    let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
+    let mut numbers = 0;
+    while let Some(message) = stream.message().await.expect("a message") {
+        assert_eq!(message.block_metadata_type, 2);
+        assert_eq!(message.volume_capacity_bytes, 1 << 40);
+        for tuple in message.block_metadata {
+            assert_eq!((tuple.byte_offset, tuple.size_bytes), (numbers * 8192, 4096));
+            numbers += 1;
+        }
+    }
+    assert_eq!(numbers, MESSAGES * TUPLES);
+    let asked = driver.seen.allocated.lock().unwrap().pop().expect("a request");
+    assert_eq!((asked.starting_offset, asked.max_results), (77, 5));
+    let (messages, tuples) = client.delta(&token, ns, "deleted", "snapshot").await.expect("a delta");
+    assert_eq!((messages as i64, tuples.len() as i64), (MESSAGES, MESSAGES * TUPLES));
+    let counted = gateway.metric(r#"deltapath_gateway_stream_tuples_total{method="GetMetadataDelta"}"#).await;
+    assert_eq!(counted, (MESSAGES * TUPLES) as f64);
+    let rpcs = gateway.metric(r#"deltapath_gateway_rpc_total{method="GetMetadataDelta",code="Ok"}"#).await;
+    assert_eq!(rpcs, 1.0, "a delta is counted as a delta");
+    // An empty target and a bad offset never reach the driver.
+    for (offset, results, expected) in [(-1, 0, Code::OutOfRange), (0, -1, Code::InvalidArgument)] {
+        let request =
+            GetMetadataAllocatedRequest { starting_offset: offset, max_results: results, ..about(&token, ns, "snapshot") };
+        assert_eq!(client.0.get_metadata_allocated(request).await.expect_err("refused").code(), expected);
+    }
+    assert!(driver.seen.allocated.lock().unwrap().is_empty());
+}
+
+pub async fn the_drivers_own_codes_and_messages_pass(world: World) {
+    let (_driver, token) = with_snapshot(&world, "midway-1").await;
+    let ns = &world.namespace;
+    world.snapshot(ns, "unknown", "unknown-1").await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let mut stream = open(&mut client, &token, ns, "snapshot").await.expect("a stream");
+    for _ in 0..MESSAGES {
+        assert!(stream.message().await.expect("a message").is_some());
+    }
+    let status = stream.message().await.expect_err("the driver's error");
+    assert_eq!((status.code(), status.message()), (Code::DataLoss, "block 7 is gone: ünreadable"));
+    assert_eq!(status.details(), b"detail");
+    let answer = client.allocated(&token, ns, "unknown").await;
+    assert_eq!(answer, Err((Code::NotFound, "snapshot unknown-1 does not exist".into())));
+    let line = gateway.audit().into_iter().find(|line| line["code"] == "DataLoss").expect("an audit line");
+    assert_eq!(line["tuples"], MESSAGES * TUPLES);
+}
+
+pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: World) {
+    let (driver, token) = with_snapshot(&world, "endless-1").await;
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "quick", "plain-1").await;
+    world.snapshot(&ns, "slow", "slow-1").await;
+    let gateway = world.gateway(&["--idle-timeout=3s"]).await;
+    const STALLED: usize = 50;
+    let mut stalled = Vec::new();
+    for _ in 0..STALLED {
+        let mut client = gateway.client().await;
+        let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
+        assert!(stream.message().await.expect("a message").is_some());
+        stalled.push((client, stream));
+    }
+    // One whose driver has nothing to say waits longer than that, and is not the client's fault.
+    let mut waiting = gateway.client().await;
+    let mut patient = open(&mut waiting, &token, &ns, "slow").await.expect("a stream");
+    assert!(patient.message().await.expect("a message").is_some());
+    let patient = tokio::spawn(async move { patient.message().await.map(|_| ()) });
+    let before = gateway.memory();
+    // One that reads on is never ended, however long it takes.
+    let reading = {
+        let (mut client, token, ns) = (gateway.client().await, token.clone(), ns.clone());
+        tokio::spawn(async move {
+            let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
+            let until = Instant::now() + Duration::from_secs(8);
+            let mut messages = 0u64;
+            while Instant::now() < until {
+                assert!(stream.message().await.expect("a message of a stream that is read").is_some());
+                messages += 1;
+            }
+            messages
+        })
+    };
+    let mut client = gateway.client().await;
+    for _ in 0..20 {
+        assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok);
+    }
+    eventually("stalled streams are ended", async || {
+        *driver.seen.open.lock().unwrap() <= 2 && gateway.metric("deltapath_gateway_open_streams").await <= 2.0
+    })
+    .await;
+    let grown = gateway.memory().saturating_sub(before);
+    assert!(grown < 32 << 20, "{STALLED} streams that nobody reads took {grown} bytes");
+    let ended = gateway.audit().iter().filter(|line| line["code"] == "Aborted").count();
+    assert_eq!(ended, STALLED);
+    // What had been sent is there; then comes the end, not an OK.
+    for (_client, mut stream) in stalled {
+        let status = loop {
+            match stream.message().await {
+                Ok(Some(_)) => {}
+                Ok(None) => panic!("a stream that was cut ended with OK"),
+                Err(status) => break status,
+            }
+        };
+        assert!(status.code() != Code::Ok, "{status:?}");
+    }
+    assert!(reading.await.expect("the reader") > 100);
+    assert!(!patient.is_finished(), "a stream was ended whose client waits for the driver");
+    patient.abort();
+}
+
+pub async fn cancel_and_deadline_reach_the_driver(world: World) {
+    let (driver, token) = with_snapshot(&world, "slow-1").await;
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "endless", "endless-1").await;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let open_now = || *driver.seen.open.lock().unwrap();
+    for name in ["snapshot", "endless"] {
+        // The client goes, before or after the first message.
+        let mut stream = open(&mut client, &token, &ns, name).await.expect("a stream");
+        assert!(stream.message().await.expect("a message").is_some());
+        drop(stream);
+        let gone = Instant::now();
+        eventually("the driver's stream is cancelled", async || open_now() == 0).await;
+        assert!(gone.elapsed() < Duration::from_secs(5), "{:?}", gone.elapsed());
+    }
+    // A deadline that passes in the middle, and one that passes before the first message.
+    for (millis, first) in [(1800, true), (300, false)] {
+        driver.seen.timeouts.lock().unwrap().clear();
+        let mut request = Request::new(about(&token, &ns, "snapshot"));
+        request.set_timeout(Duration::from_millis(millis));
+        let outcome = async {
+            let mut stream = client.0.get_metadata_allocated(request).await?.into_inner();
+            let mut messages = 0;
+            while stream.message().await.inspect(|_| messages += 1)?.is_some() {}
+            Ok::<_, tonic::Status>(messages)
+        };
+        let status = outcome.await.expect_err("the deadline passes");
+        assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?} {first}");
+        eventually("the driver's stream is ended", async || open_now() == 0).await;
+        let told = driver.seen.timeouts.lock().unwrap().pop().expect("a timeout");
+        let left: u64 = told.trim_end_matches('m').parse().unwrap_or_else(|_| panic!("{told:?}"));
+        assert!(left > 0 && left <= millis, "the driver was given {told} of {millis} ms");
+    }
+    // The gateway keeps the deadline itself too: gRPC clients that do not are not trusted.
+    eventually("both are on record", async || {
+        gateway.audit().iter().filter(|line| line["code"] == "DeadlineExceeded").count() >= 1
+    })
+    .await;
+}
+
+pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
+    let (driver, token) = with_snapshot(&world, "endless-1").await;
+    let ns = world.namespace.clone();
+    let others = [world.reader("second").await, world.reader("third").await];
+    let gateway = world.gateway(&["--max-streams=5", "--max-streams-per-client=2"]).await;
+    let mut client = gateway.client().await;
+    let mut streams = Vec::new();
+    for token in [&token, &token, &others[0], &others[0], &others[1]] {
+        streams.push(open(&mut client, token, &ns, "snapshot").await.expect("a stream"));
+    }
+    let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
+    assert_eq!(refused.0, Code::ResourceExhausted);
+    let refused = open(&mut client, &others[1], &ns, "snapshot").await.map(drop).expect_err("too many");
+    assert!(refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams)"), "{refused:?}");
+    // Who has no stream of its own left is told that, whatever room the others have.
+    streams.drain(2..).for_each(drop);
+    eventually("their places are free", async || *driver.seen.open.lock().unwrap() == 2).await;
+    let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
+    assert!(refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams-per-client"), "{refused:?}");
+    streams.clear();
+    eventually("all places are free", async || *driver.seen.open.lock().unwrap() == 0).await;
+    assert!(open(&mut client, &token, &ns, "snapshot").await.is_ok());
+}
+
+pub async fn a_driver_may_go_and_come_back(world: World) {
+    let (driver, token) = with_snapshot(&world, "slow-1").await;
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "quick", "plain-1").await;
+    let mut gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    for round in 0..3 {
+        assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok, "{round}");
+    }
+    let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
+    assert!(stream.message().await.expect("a message").is_some());
+    drop(driver);
+    let status = stream.message().await.expect_err("the driver is gone, and that is no OK");
+    assert_eq!(status.code(), Code::Unavailable, "{status:?}");
+    let answer = client.allocated(&token, &ns, "quick").await;
+    assert_eq!(code(&answer), Code::Unavailable, "{answer:?}");
+    gateway.until("/readyz", "unready", |(status, why)| *status == 503 && why.contains("CSI driver")).await;
+    let _driver = Driver::start(&world.driver, &world.socket());
+    gateway.ready().await;
+    assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok);
+    assert!(gateway.is_alive());
+}
+
+pub async fn a_driver_without_the_service_is_told(world: World) {
+    let _driver = Driver::start_with(&world.driver, &world.socket(), false);
+    world.snapshot(&world.namespace, "snapshot", "plain-1").await;
+    let token = world.reader("reader").await;
+    let mut gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let answer = client.allocated(&token, &world.namespace, "snapshot").await;
+    assert_eq!(code(&answer), Code::Unimplemented, "{answer:?}");
+    assert!(gateway.is_alive());
+}
+
+pub async fn a_stop_lets_streams_end(world: World) {
+    let (driver, token) = with_snapshot(&world, "endless-1").await;
+    let ns = world.namespace.clone();
+    let mut gateway = world.gateway(&["--drain=30s"]).await;
+    let mut client = gateway.client().await;
+    let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
+    assert!(stream.message().await.expect("a message").is_some());
+    gateway.signal(Signal::SIGTERM);
+    gateway.until("/readyz", "unready", |(status, _)| *status == 503).await;
+    for _ in 0..100 {
+        assert!(stream.message().await.expect("a stream goes on while the gateway stops").is_some());
+    }
+    assert!(gateway.is_alive());
+    drop(stream);
+    drop(client);
+    assert_eq!(gateway.ended().await, Some(0));
+    assert_eq!(*driver.seen.open.lock().unwrap(), 0);
+    // And where a client does not end its stream, the time is over at some point.
+    let config = world.gateway_kubeconfig("second-gateway").await;
+    let files = crate::world::Files::make(world.dir.path());
+    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
+    let arguments =
+        ["--audience", crate::world::AUDIENCE, "--tls-cert", &chain, "--tls-key", &key, "--drain=1s"];
+    let mut gateway = crate::world::Gateway::start(&world, &config, "second", &arguments, Some(files));
+    gateway.ready().await;
+    let mut client = gateway.client().await;
+    let _stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
+    gateway.signal(Signal::SIGTERM);
+    assert_eq!(gateway.ended().await, Some(0));
+}

@@ -1,0 +1,368 @@
+//! What a test lives in: a namespace of the shared API server, a gateway, and clients of it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
+use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use serde_json::{Value, json};
+use testkit::api_server::ApiServer;
+use testkit::free_port;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig};
+use tonic::{Code, Status};
+
+pub const AUDIENCE: &str = "test-audience";
+/// The only name in the certificates of [`Files`].
+pub const HOST: &str = "snapshot-metadata.test";
+
+/// A namespace, and a driver's name that no other test has.
+pub struct World {
+    pub api: Arc<ApiServer>,
+    pub namespace: String,
+    pub driver: String,
+    pub dir: tempfile::TempDir,
+}
+
+/// What a client is told: a code and a message, or how many messages and tuples.
+pub type Answer = Result<(usize, Vec<(i64, i64)>), (Code, String)>;
+
+impl World {
+    pub async fn new(api: Arc<ApiServer>, test: &str) -> Self {
+        let short: String = test.split('_').filter_map(|word| word.chars().next()).collect();
+        let namespace = format!("{short}-{}", &test.replace('_', "-")[..12].trim_end_matches('-'));
+        api.namespace(&namespace).await;
+        let dir = tempfile::Builder::new().prefix("deltapath-gateway-").tempdir().expect("temp dir");
+        World { driver: format!("{short}.csi.test"), namespace, api, dir }
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.dir.path().join("csi.sock")
+    }
+
+    /// Another namespace of this test.
+    pub async fn other_namespace(&self) -> String {
+        let name = format!("{}-other", self.namespace);
+        self.api.namespace(&name).await;
+        name
+    }
+
+    /// Makes a VolumeSnapshot and its content, ready, and bound to each other.
+    pub async fn snapshot(&self, namespace: &str, name: &str, handle: &str) {
+        self.snapshot_with(namespace, name, handle, |_, _| {}).await;
+    }
+
+    /// The same with a change to both objects first.
+    pub async fn snapshot_with(
+        &self,
+        namespace: &str,
+        name: &str,
+        handle: &str,
+        change: impl FnOnce(&mut Value, &mut Value),
+    ) {
+        let content_name = format!("content-{namespace}-{name}");
+        let mut snapshot = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"source": {"persistentVolumeClaimName": "data"}},
+            "status": {"readyToUse": true, "boundVolumeSnapshotContentName": content_name},
+        });
+        let mut content = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotContent",
+            "metadata": {"name": content_name},
+            "spec": {
+                "driver": self.driver, "deletionPolicy": "Retain", "source": {"volumeHandle": "volume-1"},
+                "volumeSnapshotRef": {"name": name, "namespace": namespace},
+            },
+            "status": {"readyToUse": true, "snapshotHandle": handle},
+        });
+        change(&mut snapshot, &mut content);
+        self.api.make(content).await;
+        self.api.make(snapshot).await;
+    }
+
+    /// A service account that may get all VolumeSnapshots of its namespace, and a token of it for the gateway.
+    pub async fn reader(&self, name: &str) -> String {
+        let rules = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]}]);
+        self.api.account(&self.namespace, name, rules).await;
+        self.api.token(&self.namespace, name, AUDIENCE).await
+    }
+
+    /// A kubeconfig of a gateway's service account, with the rights in deploy/base/gateway.yaml and no others.
+    pub async fn gateway_kubeconfig(&self, account: &str) -> PathBuf {
+        let metadata = json!({"name": account, "namespace": self.namespace});
+        self.api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
+        let subjects = json!([{"kind": "ServiceAccount", "name": account, "namespace": self.namespace}]);
+        for mut rule in manifests("deploy/base/gateway.yaml") {
+            let kind = rule["kind"].as_str().unwrap_or_default().to_owned();
+            if !kind.contains("Role") {
+                continue;
+            }
+            let name = format!("{}-{account}", self.namespace);
+            rule["metadata"] = match kind.starts_with("Cluster") {
+                true => json!({"name": name}),
+                false => json!({"name": name, "namespace": self.namespace}),
+            };
+            if kind.ends_with("Binding") {
+                rule["roleRef"]["name"] = json!(name);
+                rule["subjects"] = subjects.clone();
+            }
+            // The names that the manifests give to the driver, the Secret and the lease, as this test has them.
+            for rule in rule["rules"].as_array_mut().into_iter().flatten() {
+                for named in rule["resourceNames"].as_array_mut().into_iter().flatten() {
+                    if named == "deltapath.csi.dev" {
+                        *named = json!(self.driver);
+                    }
+                }
+            }
+            self.api.make(rule).await;
+        }
+        self.api.kubeconfig_of(&self.namespace, account).await
+    }
+
+    /// Starts a gateway with files as certificate.
+    pub async fn gateway(&self, more: &[&str]) -> Gateway {
+        let gateway = self.gateway_unready(more).await;
+        gateway.ready().await;
+        gateway
+    }
+
+    /// The same without waiting for it.
+    pub async fn gateway_unready(&self, more: &[&str]) -> Gateway {
+        let files = Files::make(self.dir.path());
+        let config = self.gateway_kubeconfig("gateway").await;
+        let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
+        let mut arguments = vec!["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
+        arguments.extend(more);
+        Gateway::start(self, &config, "gateway", &arguments, Some(files))
+    }
+}
+
+/// A CA, and a certificate in files.
+pub struct Files {
+    pub ca: String,
+    pub chain: PathBuf,
+    pub key: PathBuf,
+}
+
+impl Files {
+    /// Makes them, over those of before.
+    pub fn make(dir: &Path) -> Self {
+        let mut ca = CertificateParams::new(Vec::new()).expect("params");
+        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let ca_key = KeyPair::generate().expect("a key");
+        let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
+        let issuer = Issuer::new(ca, ca_key);
+        let key = KeyPair::generate().expect("a key");
+        let leaf = CertificateParams::new(vec![HOST.to_owned()]).expect("params");
+        let leaf = leaf.signed_by(&key, &issuer).expect("a certificate");
+        let files = Files { ca: ca_pem, chain: dir.join("tls.crt"), key: dir.join("tls.key") };
+        std::fs::write(&files.chain, leaf.pem()).expect("write");
+        std::fs::write(&files.key, key.serialize_pem()).expect("write");
+        files
+    }
+}
+
+/// A gateway's process.
+pub struct Gateway {
+    child: Child,
+    pub port: u16,
+    pub http: u16,
+    pub files: Option<Files>,
+    log: PathBuf,
+    audit: PathBuf,
+}
+
+impl Gateway {
+    pub fn start(world: &World, kubeconfig: &Path, name: &str, more: &[&str], files: Option<Files>) -> Self {
+        let (port, http) = (free_port(), free_port());
+        let (log, audit) =
+            (world.dir.path().join(format!("{name}.log")), world.dir.path().join(format!("{name}.audit")));
+        let file = |path| std::fs::OpenOptions::new().create(true).append(true).open(path).expect("a file");
+        let child = Command::new(env!("CARGO_BIN_EXE_deltapath-gateway"))
+            .arg(format!("--csi-address={}", world.socket().display()))
+            .arg(format!("--kubeconfig={}", kubeconfig.display()))
+            .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
+            .arg(format!("--http-endpoint=127.0.0.1:{http}"))
+            .args(more)
+            .env("RUST_LOG", "debug,h2=info,hyper=info,tower=info,rustls=info")
+            .env_remove("TLS_CERT_PATH")
+            .stdin(Stdio::null())
+            .stdout(file(&audit))
+            .stderr(file(&log))
+            .spawn()
+            .expect("start the gateway");
+        Gateway { child, port, http, files, log, audit }
+    }
+
+    /// Waits until it says that it is ready.
+    pub async fn ready(&self) {
+        self.until("/readyz", "ready", |(status, _)| *status == 200).await;
+    }
+
+    /// Waits for an answer over HTTP.
+    pub async fn until(&self, path: &str, what: &str, is_it: impl Fn(&(u16, String)) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let answer = self.get(path).await;
+            if answer.as_ref().is_some_and(&is_it) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "not {what} in a minute: {answer:?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// GET over plain HTTP.
+    pub async fn get(&self, path: &str) -> Option<(u16, String)> {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.http)).await.ok()?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.ok()?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.ok()?;
+        let status = answer.split(' ').nth(1)?.parse().ok()?;
+        Some((status, answer.split_once("\r\n\r\n")?.1.to_owned()))
+    }
+
+    /// The value of a metric; 0 where it was never counted.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let (_, text) = self.get("/metrics").await.expect("metrics");
+        let line = text.lines().find(|line| line.starts_with(name) && !line.starts_with('#'));
+        line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0)
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Resident memory, in bytes.
+    pub fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("a status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal).expect("kill");
+    }
+
+    /// The exit code, waited for.
+    pub async fn ended(&mut self) -> Option<i32> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = self.child.try_wait().expect("wait") {
+                return status.code();
+            }
+            assert!(Instant::now() < deadline, "it does not end:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub fn is_alive(&mut self) -> bool {
+        self.child.try_wait().expect("wait").is_none()
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// The audit lines so far.
+    pub fn audit(&self) -> Vec<BTreeMap<String, Value>> {
+        let text = std::fs::read_to_string(&self.audit).unwrap_or_default();
+        text.lines().map(|line| serde_json::from_str(line).expect("a JSON object")).collect()
+    }
+
+    /// A client that trusts the files' CA.
+    pub async fn client(&self) -> Client {
+        let ca = &self.files.as_ref().expect("files").ca;
+        Client::connect(self.port, HOST, ca).await.expect("connect")
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- the gateway's log\n{}", self.log());
+        }
+    }
+}
+
+/// A client of the API.
+#[derive(Clone)]
+pub struct Client(pub SnapshotMetadataClient<Channel>);
+
+impl Client {
+    pub async fn connect(port: u16, host: &str, ca: &str) -> Result<Self, tonic::transport::Error> {
+        let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca)).domain_name(host);
+        let endpoint = Channel::from_shared(format!("https://127.0.0.1:{port}")).expect("an address").tls_config(tls)?;
+        Ok(Client(SnapshotMetadataClient::new(endpoint.connect().await?)))
+    }
+
+    /// All that is allocated.
+    pub async fn allocated(&mut self, token: &str, namespace: &str, snapshot: &str) -> Answer {
+        let request = GetMetadataAllocatedRequest {
+            security_token: token.to_owned(),
+            namespace: namespace.to_owned(),
+            snapshot_name: snapshot.to_owned(),
+            ..Default::default()
+        };
+        let stream = self.0.get_metadata_allocated(request).await.map_err(said)?;
+        let mut stream = stream.into_inner();
+        let (mut messages, mut tuples) = (0, Vec::new());
+        while let Some(message) = stream.message().await.map_err(said)? {
+            messages += 1;
+            tuples.extend(message.block_metadata.iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)));
+        }
+        Ok((messages, tuples))
+    }
+
+    /// All that changed.
+    pub async fn delta(&mut self, token: &str, namespace: &str, base: &str, target: &str) -> Answer {
+        let request = GetMetadataDeltaRequest {
+            security_token: token.to_owned(),
+            namespace: namespace.to_owned(),
+            base_snapshot_id: base.to_owned(),
+            target_snapshot_name: target.to_owned(),
+            ..Default::default()
+        };
+        let stream = self.0.get_metadata_delta(request).await.map_err(said)?;
+        let mut stream = stream.into_inner();
+        let (mut messages, mut tuples) = (0, Vec::new());
+        while let Some(message) = stream.message().await.map_err(said)? {
+            messages += 1;
+            tuples.extend(message.block_metadata.iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)));
+        }
+        Ok((messages, tuples))
+    }
+}
+
+pub fn said(status: Status) -> (Code, String) {
+    (status.code(), status.message().to_owned())
+}
+
+/// The code of an answer.
+pub fn code(answer: &Answer) -> Code {
+    answer.as_ref().map_or_else(|(code, _)| *code, |_| Code::Ok)
+}
+
+/// The objects in a file of the project.
+pub fn manifests(path: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(Path::new(testkit::HOME).join(path)).expect(path);
+    let documents = text.split("\n---\n").map(|document| serde_saphyr::from_str(document).expect(path));
+    documents.collect()
+}
+
+/// Waits until something holds.
+pub async fn eventually(what: &str, holds: impl AsyncFn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds().await {
+        assert!(Instant::now() < deadline, "not in a minute: {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}

@@ -1,0 +1,351 @@
+//! A real Kubernetes API server with its etcd, in a temporary directory: objects, RBAC, tokens and reviews as in any
+//! cluster, and no node. The programs are those of hack/kube-programs.sh.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::{DynamicObject, Patch, PatchParams, PostParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::core::{ApiResource, GroupVersionKind};
+use kube::{Api, Client, Config};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Kills a program when the test's process ends in whatever way: the test holds the pipe at its standard input.
+const KEEPER: &str = r#""$@" </dev/null & pid=$!; read -r _; kill -9 $pid; wait $pid 2>/dev/null"#;
+
+/// An API server, until it is dropped.
+pub struct ApiServer {
+    /// A client with all rights.
+    pub client: Client,
+    /// A kubeconfig file with all rights.
+    pub kubeconfig: PathBuf,
+    dir: TempDir,
+    port: u16,
+    etcd_port: u16,
+    programs: PathBuf,
+    etcd: Option<Child>,
+    server: Option<Child>,
+}
+
+/// The directory with these programs of Kubernetes; `None`, with a reason on standard error, where they cannot be had. Under
+/// CI that is a failure.
+pub fn kube_programs(programs: &[&str]) -> Option<PathBuf> {
+    let script = Path::new(super::HOME).join("hack/kube-programs.sh");
+    let output = Command::new(script).args(programs).stderr(Stdio::inherit()).output().expect("kube-programs.sh");
+    if !output.status.success() {
+        eprintln!("skipped: needs {programs:?}, which hack/kube-programs.sh builds where go is installed");
+        assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs {programs:?}");
+        return None;
+    }
+    Some(String::from_utf8(output.stdout).expect("a path").trim().into())
+}
+
+impl ApiServer {
+    /// Starts one, with the CRDs of snapshots and of the SnapshotMetadataService; `None` where its programs cannot be had.
+    pub async fn start() -> Option<Self> {
+        let programs = kube_programs(&["etcd", "kube-apiserver"])?;
+        let dir = super::temp_dir();
+        let [port, etcd_port] = [(); 2].map(|()| super::free_port());
+        make_certificates(dir.path());
+        let kubeconfig = write_kubeconfig(dir.path(), port);
+        let config = Kubeconfig::read_from(&kubeconfig).expect("kubeconfig");
+        let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
+        let client = Client::try_from(config.expect("a config")).expect("a client");
+        let mut server =
+            ApiServer { client, kubeconfig, dir, port, etcd_port, programs, etcd: None, server: None };
+        server.start_etcd();
+        server.start_server();
+        server.ready().await;
+        server.install_crds().await;
+        Some(server)
+    }
+
+    fn spawn(&self, program: &str, arguments: &[String]) -> Child {
+        let log = std::fs::OpenOptions::new().create(true).append(true).open(self.dir.path().join(program));
+        let log = log.expect("a log");
+        Command::new("sh")
+            .args(["-c", KEEPER, program])
+            .arg(self.programs.join(program))
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(log.try_clone().expect("dup"))
+            .stderr(log)
+            .spawn()
+            .expect("sh")
+    }
+
+    fn start_etcd(&mut self) {
+        let (dir, port, peer) = (self.dir.path().join("etcd.data"), self.etcd_port, super::free_port());
+        self.etcd = Some(self.spawn(
+            "etcd",
+            &[
+                format!("--data-dir={}", dir.display()),
+                format!("--listen-client-urls=http://127.0.0.1:{port}"),
+                format!("--advertise-client-urls=http://127.0.0.1:{port}"),
+                format!("--listen-peer-urls=http://127.0.0.1:{peer}"),
+                "--unsafe-no-fsync".into(),
+                "--log-level=warn".into(),
+            ],
+        ));
+    }
+
+    /// Starts the API server, also again after [`ApiServer::stop_server`].
+    pub fn start_server(&mut self) {
+        let file = |name: &str| self.dir.path().join(name).display().to_string();
+        let arguments = [
+            format!("--etcd-servers=http://127.0.0.1:{}", self.etcd_port),
+            format!("--secure-port={}", self.port),
+            "--bind-address=127.0.0.1".into(),
+            "--advertise-address=127.0.0.1".into(),
+            "--endpoint-reconciler-type=none".into(),
+            "--service-cluster-ip-range=10.96.0.0/16".into(),
+            format!("--cert-dir={}", file("run")),
+            format!("--client-ca-file={}", file("ca.crt")),
+            format!("--tls-cert-file={}", file("server.crt")),
+            format!("--tls-private-key-file={}", file("server.key")),
+            format!("--service-account-key-file={}", file("accounts.pub")),
+            format!("--service-account-signing-key-file={}", file("accounts.key")),
+            "--service-account-issuer=https://kubernetes.default.svc".into(),
+            "--authorization-mode=RBAC".into(),
+            // Every review and read that the tests count.
+            format!("--audit-policy-file={}", file("audit.yaml")),
+            format!("--audit-log-path={}", file("audit.log")),
+        ];
+        std::fs::write(
+            self.dir.path().join("audit.yaml"),
+            "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules: [{level: Metadata}]\n",
+        )
+        .expect("write");
+        self.server = Some(self.spawn("kube-apiserver", &arguments));
+    }
+
+    /// Kills the API server; etcd goes on.
+    pub fn stop_server(&mut self) {
+        end(&mut self.server);
+    }
+
+    /// Waits until it answers.
+    pub async fn ready(&mut self) {
+        let deadline = Instant::now() + Duration::from_secs(90);
+        let namespaces: Api<Namespace> = Api::all(self.client.clone());
+        // The default namespace is made when the server's own controllers have begun.
+        while namespaces.get("default").await.is_err() {
+            let log = || std::fs::read_to_string(self.dir.path().join("kube-apiserver")).unwrap_or_default();
+            let gone = self.server.as_mut().and_then(|server| server.try_wait().expect("wait"));
+            assert!(gone.is_none() && Instant::now() < deadline, "no API server ({gone:?}):\n{}", log());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    async fn install_crds(&self) {
+        let from = Path::new(super::HOME).join(".deps/manifests/crds");
+        let crds: Api<CustomResourceDefinition> = Api::all(self.client.clone());
+        let mut names = Vec::new();
+        for file in super::names(&from) {
+            let text = std::fs::read_to_string(from.join(&file)).expect("a CRD");
+            let crd: CustomResourceDefinition =
+                serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{file}: {error}"));
+            crds.create(&PostParams::default(), &crd).await.unwrap_or_else(|error| panic!("{file}: {error}"));
+            names.push(crd.metadata.name.expect("a name"));
+        }
+        assert!(!names.is_empty(), "no CRDs in {}: run `make test-deps`", from.display());
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for name in names {
+            loop {
+                let status = crds.get(&name).await.expect("a CRD").status.unwrap_or_default();
+                let conditions = status.conditions.unwrap_or_default();
+                if conditions.iter().any(|c| c.type_ == "Established" && c.status == "True") {
+                    break;
+                }
+                assert!(Instant::now() < deadline, "the CRD {name} is not established");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+
+    /// Objects of that kind, in a namespace or in the whole cluster.
+    pub fn objects(&self, kind: &str, namespace: Option<&str>) -> Api<DynamicObject> {
+        let resource = resource(kind);
+        match namespace {
+            None => Api::all_with(self.client.clone(), &resource),
+            Some(namespace) => Api::namespaced_with(self.client.clone(), namespace, &resource),
+        }
+    }
+
+    /// Makes an object from its JSON, with its status where it has one.
+    pub async fn make(&self, object: Value) {
+        let text = |at: &str| object.pointer(at).and_then(Value::as_str).map(str::to_owned);
+        let kind = text("/kind").expect("a kind");
+        let name = text("/metadata/name").expect("a name");
+        let api = self.objects(&kind, text("/metadata/namespace").as_deref());
+        let made: DynamicObject = serde_json::from_value(object.clone()).expect("an object");
+        api.create(&PostParams::default(), &made).await.unwrap_or_else(|error| panic!("make {object}: {error}"));
+        if let Some(status) = object.get("status") {
+            let patch = Patch::Merge(json!({"status": status}));
+            let done = api.patch_status(&name, &PatchParams::default(), &patch).await;
+            done.unwrap_or_else(|error| panic!("the status of {object}: {error}"));
+        }
+    }
+
+    /// Makes a namespace.
+    pub async fn namespace(&self, name: &str) {
+        self.make(json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})).await;
+    }
+
+    /// Makes a service account with a role of these rules in its namespace.
+    pub async fn account(&self, namespace: &str, name: &str, rules: Value) {
+        let metadata = json!({"name": name, "namespace": namespace});
+        self.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
+        self.make(json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules}))
+            .await;
+        self.make(json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+        }))
+        .await;
+    }
+
+    /// A token of a service account for an audience, good for an hour.
+    pub async fn token(&self, namespace: &str, account: &str, audience: &str) -> String {
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), namespace);
+        let request = TokenRequest {
+            metadata: ObjectMeta::default(),
+            spec: Some(TokenRequestSpec {
+                audiences: Some(vec![audience.to_owned()]),
+                expiration_seconds: Some(3600),
+                ..TokenRequestSpec::default()
+            }),
+            status: None,
+        };
+        let made = accounts.create_token_request(account, &PostParams::default(), &request).await;
+        made.expect("a token").status.expect("a status").token.expect("a token")
+    }
+
+    /// A kubeconfig of a service account, whose token is for the API server itself.
+    pub async fn kubeconfig_of(&self, namespace: &str, account: &str) -> PathBuf {
+        let token = self.token(namespace, account, "https://kubernetes.default.svc").await;
+        let path = self.dir.path().join(format!("{namespace}.{account}.kubeconfig"));
+        let config = kubeconfig(self.dir.path(), self.port, json!({"token": token}));
+        std::fs::write(&path, config.to_string()).expect("write");
+        path
+    }
+
+    /// How often each resource was asked for, with which verb, since [`ApiServer`] began: from its audit log. Watches count
+    /// when they end.
+    pub fn calls_of(&self, user: &str) -> BTreeMap<String, usize> {
+        let log = std::fs::read_to_string(self.dir.path().join("audit.log")).unwrap_or_default();
+        let mut calls = BTreeMap::new();
+        for line in log.lines() {
+            let Ok(event) = serde_json::from_str::<Value>(line) else { continue };
+            if event.pointer("/user/username").and_then(Value::as_str) == Some(user) {
+                let text = |at: &str| event.pointer(at).and_then(Value::as_str).unwrap_or("-").to_owned();
+                *calls.entry(format!("{} {}", text("/verb"), text("/objectRef/resource"))).or_default() += 1;
+            }
+        }
+        calls
+    }
+
+    /// The key that signs tokens of accounts, in PEM.
+    pub fn signing_key(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("accounts.key")).expect("the key")
+    }
+
+    /// What the API server has logged.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("kube-apiserver")).unwrap_or_default()
+    }
+}
+
+impl Drop for ApiServer {
+    fn drop(&mut self) {
+        end(&mut self.server);
+        end(&mut self.etcd);
+    }
+}
+
+fn end(child: &mut Option<Child>) {
+    if let Some(mut child) = child.take() {
+        if let Some(mut stdin) = child.stdin.take() {
+            let _ = stdin.write_all(b"\n");
+        }
+        let _ = child.wait();
+    }
+}
+
+fn resource(kind: &str) -> ApiResource {
+    let (group, version, plural) = match kind {
+        "Namespace" => ("", "v1", "namespaces"),
+        "ServiceAccount" => ("", "v1", "serviceaccounts"),
+        "Secret" => ("", "v1", "secrets"),
+        "Lease" => ("coordination.k8s.io", "v1", "leases"),
+        "Role" => ("rbac.authorization.k8s.io", "v1", "roles"),
+        "RoleBinding" => ("rbac.authorization.k8s.io", "v1", "rolebindings"),
+        "ClusterRole" => ("rbac.authorization.k8s.io", "v1", "clusterroles"),
+        "ClusterRoleBinding" => ("rbac.authorization.k8s.io", "v1", "clusterrolebindings"),
+        "VolumeSnapshot" => ("snapshot.storage.k8s.io", "v1", "volumesnapshots"),
+        "VolumeSnapshotContent" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotcontents"),
+        "VolumeSnapshotClass" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotclasses"),
+        "SnapshotMetadataService" => ("cbt.storage.k8s.io", "v1beta1", "snapshotmetadataservices"),
+        _ => panic!("the kind {kind} is not in the test kit's list"),
+    };
+    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural)
+}
+
+/// A CA, the server's certificate, an administrator's, and the key that signs tokens of accounts.
+fn make_certificates(dir: &Path) {
+    let write = |name: &str, text: String| std::fs::write(dir.join(name), text).expect("write");
+    let mut ca = CertificateParams::new(Vec::new()).expect("params");
+    ca.distinguished_name.push(DnType::CommonName, "test CA");
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+    let ca_key = KeyPair::generate().expect("a key");
+    write("ca.crt", ca.self_signed(&ca_key).expect("a CA").pem());
+    let issuer = Issuer::new(ca, ca_key);
+    for (name, subject, organization) in
+        [("server", "kube-apiserver", None), ("admin", "admin", Some("system:masters"))]
+    {
+        let names = vec!["127.0.0.1".to_owned(), "localhost".to_owned()];
+        let mut params = CertificateParams::new(names).expect("params");
+        params.distinguished_name.push(DnType::CommonName, subject);
+        if let Some(organization) = organization {
+            params.distinguished_name.push(DnType::OrganizationName, organization);
+        }
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate().expect("a key");
+        write(&format!("{name}.crt"), params.signed_by(&key, &issuer).expect("a certificate").pem());
+        write(&format!("{name}.key"), key.serialize_pem());
+    }
+    let accounts = KeyPair::generate().expect("a key");
+    write("accounts.key", accounts.serialize_pem());
+    write("accounts.pub", accounts.public_key_pem());
+}
+
+fn kubeconfig(dir: &Path, port: u16, user: Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {
+            "server": format!("https://127.0.0.1:{port}"), "certificate-authority": dir.join("ca.crt"),
+        }}],
+        "users": [{"name": "test", "user": user}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+    })
+}
+
+fn write_kubeconfig(dir: &Path, port: u16) -> PathBuf {
+    let path = dir.join("kubeconfig");
+    let user = json!({"client-certificate": dir.join("admin.crt"), "client-key": dir.join("admin.key")});
+    std::fs::write(&path, kubeconfig(dir, port, user).to_string()).expect("write");
+    path
+}
