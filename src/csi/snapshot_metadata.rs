@@ -16,7 +16,6 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::{JoinError, JoinHandle};
 use tonic::body::Body;
 use tonic::codegen::http;
-use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Response, Status, async_trait};
 use tower::util::MapResponseLayer;
 use tracing::Span;
@@ -31,6 +30,7 @@ use crate::driver::{
 use crate::sys::memory;
 use base::{ByteRange, Stop};
 use proto::snapshot_metadata_server::SnapshotMetadata;
+use serve::relay::deadline;
 
 /// Streams open at once; each holds a few files.
 const MAX_STREAMS: usize = 1024;
@@ -257,23 +257,6 @@ fn encode_tuples(tuples: Vec<ByteRange>) -> Vec<proto::BlockMetadata> {
     tuples.into_iter().map(encode).collect()
 }
 
-/// The client's deadline, from the `grpc-timeout` header (gRPC over HTTP/2, "Requests").
-fn deadline(metadata: &MetadataMap) -> Option<Instant> {
-    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
-    let (value, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
-    let value: u64 = value.parse().ok()?;
-    let timeout = match unit {
-        "H" => Duration::from_secs(value.checked_mul(3600)?),
-        "M" => Duration::from_secs(value.checked_mul(60)?),
-        "S" => Duration::from_secs(value),
-        "m" => Duration::from_millis(value),
-        "u" => Duration::from_micros(value),
-        "n" => Duration::from_nanos(value),
-        _ => return None,
-    };
-    Instant::now().checked_add(timeout)
-}
-
 #[async_trait]
 impl SnapshotMetadata for SnapshotMetadataService {
     type GetMetadataAllocatedStream = Messages<proto::GetMetadataAllocatedResponse>;
@@ -283,7 +266,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         &self,
         request: Request<proto::GetMetadataAllocatedRequest>,
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let deadline = deadline(request.metadata());
+        let deadline = deadline(request.metadata().as_ref());
         let request = request.into_inner();
         let rpc = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
         let position =
@@ -303,7 +286,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         &self,
         request: Request<proto::GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let deadline = deadline(request.metadata());
+        let deadline = deadline(request.metadata().as_ref());
         let request = request.into_inner();
         let rpc = rpc_span!(
             "GetMetadataDelta",

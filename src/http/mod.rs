@@ -1,35 +1,23 @@
 //! Metrics and health over HTTP, for Prometheus and for probes (`--metrics-address`).
 //!
 //! What calls count is counted where they end (`csi`); what the driver holds is asked of it at each
-//! scrape.
+//! scrape. Connections are the business of `serve::http`.
 
-use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Duration;
 
-use http_body_util::Full;
-use hyper::body::{Bytes, Incoming};
-use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
-use hyper_util::rt::{TokioIo, TokioTimer};
+use axum::Router;
+use axum::http::StatusCode;
+use axum::response::Response;
+use axum::routing::get;
 use metrics::{Unit, describe_counter, describe_gauge, describe_histogram, gauge};
-use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use metrics_exporter_prometheus::{BuildError, PrometheusHandle};
+use serve::http::text;
 use tokio::net::TcpListener;
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 
 use crate::driver::Driver;
-
-/// Upper bounds of the latency histogram's buckets, in seconds: from a look-up in memory to a long copy.
-const BUCKETS: [f64; 14] =
-    [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0];
-/// How often samples are folded into the histograms.
-const UPKEEP: Duration = Duration::from_secs(5);
-/// How long a client may take to send its request's head.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Connections at once; further ones wait.
-const MAX_CONNECTIONS: usize = 64;
 
 /// Why metrics cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +27,7 @@ pub enum Error {
     Listen(SocketAddr, #[source] std::io::Error),
     /// Something else in the process counts already.
     #[error("install the metrics recorder")]
-    Install(#[source] Box<dyn std::error::Error + Send + Sync>),
+    Install(#[source] BuildError),
 }
 
 /// A listener, bound before the driver serves: a taken address stops the start.
@@ -52,8 +40,7 @@ impl Server {
     /// Binds `address` and starts to count.
     pub async fn bind(address: SocketAddr) -> Result<Self, Error> {
         let listener = TcpListener::bind(address).await.map_err(|error| Error::Listen(address, error))?;
-        let install = || PrometheusBuilder::new().set_buckets(&BUCKETS)?.install_recorder();
-        let counted = install().map_err(|error| Error::Install(error.into()))?;
+        let counted = serve::http::install_metrics().map_err(Error::Install)?;
         describe();
         if let Ok(address) = listener.local_addr() {
             tracing::info!(%address, "serving metrics");
@@ -63,46 +50,17 @@ impl Server {
 
     /// Serves until dropped.
     pub async fn serve(self, driver: Arc<Driver>) {
-        let mut upkeep = tokio::time::interval(UPKEEP);
-        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         let counted = self.counted.clone();
         let asks = answering(move |is_scrape| driver_says(&driver, is_scrape, &counted));
-        let accept = async || {
-            let place = connections.clone().acquire_owned().await.expect("it is never closed");
-            (self.listener.accept().await, place)
-        };
-        loop {
-            let (accepted, place) = tokio::select! {
-                accepted = accept() => accepted,
-                // Samples are folded into the histograms also where nobody scrapes.
-                _ = upkeep.tick() => {
-                    self.counted.run_upkeep();
-                    continue;
-                }
-            };
-            let stream = match accepted {
-                Ok((stream, _)) => stream,
-                Err(error) => {
-                    // Out of descriptors, perhaps: the driver goes on, and so does this.
-                    tracing::warn!(%error, "accept a metrics connection");
-                    tokio::time::sleep(Duration::from_secs(1)).await;
-                    continue;
-                }
-            };
+        let ask = |is_scrape| {
             let asks = asks.clone();
-            tokio::spawn(async move {
-                let _place = place;
-                let service = service_fn(move |request| answer(asks.clone(), request));
-                let served = hyper::server::conn::http1::Builder::new()
-                    .timer(TokioTimer::new())
-                    .header_read_timeout(PATIENCE)
-                    .serve_connection(TokioIo::new(stream), service)
-                    .await;
-                if let Err(error) = served {
-                    tracing::debug!(%error, "a metrics connection ended");
-                }
-            });
-        }
+            get(async move || ask(asks, is_scrape).await)
+        };
+        let router = Router::new()
+            .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
+            .route("/readyz", ask(false))
+            .route("/metrics", ask(true));
+        tokio::join!(serve::http::upkeep(self.counted), serve::http::serve(self.listener, router));
     }
 }
 
@@ -137,7 +95,7 @@ fn describe() {
 /// What the driver is asked for, and where the answer goes.
 struct Ask {
     is_scrape: bool,
-    answer: oneshot::Sender<Response<Full<Bytes>>>,
+    answer: oneshot::Sender<Response>,
 }
 
 /// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more
@@ -153,7 +111,7 @@ fn answering(say: impl Fn(bool) -> Result<String, String> + Send + 'static) -> m
             let answer = match catch_unwind(AssertUnwindSafe(|| say(ask.is_scrape))) {
                 Ok(Ok(body)) => text(StatusCode::OK, body),
                 Ok(Err(body)) => text(StatusCode::SERVICE_UNAVAILABLE, body),
-                Err(_) => text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n".into()),
+                Err(_) => text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n"),
             };
             let _ = ask.answer.send(answer);
         }
@@ -161,42 +119,18 @@ fn answering(say: impl Fn(bool) -> Result<String, String> + Send + 'static) -> m
     asks
 }
 
+async fn ask(asks: mpsc::Sender<Ask>, is_scrape: bool) -> Response {
+    let (answer, answered) = oneshot::channel();
+    let _ = asks.send(Ask { is_scrape, answer }).await;
+    let lost = |_| text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n");
+    answered.await.unwrap_or_else(lost)
+}
+
 fn driver_says(driver: &Driver, is_scrape: bool, counted: &PrometheusHandle) -> Result<String, String> {
     if is_scrape {
         return Ok(scrape(driver, counted));
     }
     driver.ready().map(|()| "ok\n".into()).map_err(|error| format!("{}\n", base::report(&error)))
-}
-
-async fn answer(
-    asks: mpsc::Sender<Ask>,
-    request: Request<Incoming>,
-) -> Result<Response<Full<Bytes>>, Infallible> {
-    if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        return Ok(text(StatusCode::METHOD_NOT_ALLOWED, "use GET\n".into()));
-    }
-    let is_scrape = match request.uri().path() {
-        "/metrics" => true,
-        "/readyz" => false,
-        "/healthz" => return Ok(text(StatusCode::OK, "ok\n".into())),
-        _ => {
-            let known = "there is /metrics, /healthz and /readyz\n";
-            return Ok(text(StatusCode::NOT_FOUND, known.into()));
-        }
-    };
-    let (answer, answered) = oneshot::channel();
-    let _ = asks.send(Ask { is_scrape, answer }).await;
-    Ok(answered
-        .await
-        .unwrap_or_else(|_| text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n".into())))
-}
-
-fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
-    let mut response = Response::new(Full::new(body.into()));
-    *response.status_mut() = status;
-    let kind = hyper::header::HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-    response.headers_mut().insert(hyper::header::CONTENT_TYPE, kind);
-    response
 }
 
 /// The gauges as of now, and all that was counted.

@@ -169,3 +169,27 @@ fn a_difference_is_named_with_its_block() {
     );
     assert_eq!(wanted.diff(&wanted), "");
 }
+
+/// The gateway passes the driver's messages on as bytes: it may, because both contracts have the same fields in them.
+#[test]
+fn the_kubernetes_api_has_the_same_answers_under_the_same_numbers() {
+    let csi = DescriptorPool::decode(FILE_DESCRIPTOR_SET).expect("CSI");
+    let kubernetes =
+        DescriptorPool::decode(proto::kubernetes::FILE_DESCRIPTOR_SET).expect("the Kubernetes API");
+    let fields = |pool: &DescriptorPool, package: &str, message: &str| -> BTreeSet<String> {
+        let message = pool.get_message_by_name(&format!("{package}.{message}")).expect(message);
+        message.fields().map(|field| field_line(&field).replace(&format!("{package}."), "")).collect()
+    };
+    for message in ["GetMetadataAllocatedResponse", "GetMetadataDeltaResponse", "BlockMetadata"] {
+        let (ours, theirs) =
+            (fields(&kubernetes, "snapshotmetadata", message), fields(&csi, PACKAGE, message));
+        assert!(!ours.is_empty() && ours == theirs, "{message}: {ours:?}, in CSI {theirs:?}");
+    }
+    let values = |pool: &DescriptorPool, name: &str| -> BTreeSet<(i32, String)> {
+        let kind = pool.get_enum_by_name(name).expect(name);
+        kind.values().map(|value| (value.number(), value.name().to_owned())).collect()
+    };
+    let (ours, theirs) =
+        (values(&kubernetes, "snapshotmetadata.BlockMetadataType"), values(&csi, "csi.v1.BlockMetadataType"));
+    assert_eq!(ours, theirs);
+}

@@ -8,7 +8,6 @@ mod check;
 mod cluster_classes;
 mod cluster_docs;
 mod cluster_image;
-mod cluster_metadata;
 mod cluster_rbac;
 mod cluster_rules;
 mod cluster_scripts;

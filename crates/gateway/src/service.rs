@@ -433,7 +433,8 @@ mod tests {
             max_results: 0,
         };
         assert!(good().check().is_ok());
-        let table: [(fn(&mut Question), Code, &str); 9] = [
+        type Spoil = fn(&mut Question);
+        let table: [(Spoil, Code, &str); 9] = [
             (|q| q.token.clear(), Code::InvalidArgument, "security_token"),
             (|q| q.target.namespace.clear(), Code::InvalidArgument, "namespace"),
             (|q| q.target.name.clear(), Code::InvalidArgument, "target_snapshot_name"),

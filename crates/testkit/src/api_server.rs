@@ -16,7 +16,8 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client, Config};
 use rcgen::{
-    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -42,7 +43,8 @@ pub struct ApiServer {
 /// CI that is a failure.
 pub fn kube_programs(programs: &[&str]) -> Option<PathBuf> {
     let script = Path::new(super::HOME).join("hack/kube-programs.sh");
-    let output = Command::new(script).args(programs).stderr(Stdio::inherit()).output().expect("kube-programs.sh");
+    let output =
+        Command::new(script).args(programs).stderr(Stdio::inherit()).output().expect("kube-programs.sh");
     if !output.status.success() {
         eprintln!("skipped: needs {programs:?}, which hack/kube-programs.sh builds where go is installed");
         assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs {programs:?}");
@@ -190,7 +192,9 @@ impl ApiServer {
         let name = text("/metadata/name").expect("a name");
         let api = self.objects(&kind, text("/metadata/namespace").as_deref());
         let made: DynamicObject = serde_json::from_value(object.clone()).expect("an object");
-        api.create(&PostParams::default(), &made).await.unwrap_or_else(|error| panic!("make {object}: {error}"));
+        api.create(&PostParams::default(), &made)
+            .await
+            .unwrap_or_else(|error| panic!("make {object}: {error}"));
         if let Some(status) = object.get("status") {
             let patch = Patch::Merge(json!({"status": status}));
             let done = api.patch_status(&name, &PatchParams::default(), &patch).await;
@@ -322,7 +326,8 @@ fn make_certificates(dir: &Path) {
         if let Some(organization) = organization {
             params.distinguished_name.push(DnType::OrganizationName, organization);
         }
-        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let key = KeyPair::generate().expect("a key");
         write(&format!("{name}.crt"), params.signed_by(&key, &issuer).expect("a certificate").pem());
         write(&format!("{name}.key"), key.serialize_pem());

@@ -1,6 +1,6 @@
 //! Promise: certificates and the SnapshotMetadataService look after themselves, and no client notices.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -17,15 +17,23 @@ use crate::driver::Driver;
 use crate::world::{AUDIENCE, Client, Files, Gateway, World, code, eventually};
 
 /// A gateway that manages certificates, which live for seconds.
-async fn start(world: &World, name: &str, config: &PathBuf, address: &str, lifetimes: [&str; 3]) -> Gateway {
+async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
     let [ca, leaf, overlap] = lifetimes;
     let (ca, leaf) = (format!("--ca-lifetime={ca}"), format!("--certificate-lifetime={leaf}"));
     let overlap = format!("--ca-overlap={overlap}");
     let (namespace, pod) = (format!("--namespace={}", world.namespace), format!("--pod-name={name}"));
     let address = format!("--service-address={address}");
     let arguments = [
-        "--manage-certificates", "--audience", AUDIENCE, "--require-base-snapshot=false",
-        &ca, &leaf, &overlap, &namespace, &pod, &address,
+        "--manage-certificates",
+        "--audience",
+        AUDIENCE,
+        "--require-base-snapshot=false",
+        &ca,
+        &leaf,
+        &overlap,
+        &namespace,
+        &pod,
+        &address,
     ];
     Gateway::start(world, config, name, &arguments, None)
 }
@@ -68,7 +76,10 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     assert_eq!(spec(&object, "address"), "127.0.0.1:1");
     let mut trusting = Client::connect(one.port, "127.0.0.1", &bundle(&object)).await.expect("connect");
     let long = trusting.0.get_metadata_allocated(proto::kubernetes::GetMetadataAllocatedRequest {
-        security_token: token.clone(), namespace: ns.clone(), snapshot_name: "long".into(), ..Default::default()
+        security_token: token.clone(),
+        namespace: ns.clone(),
+        snapshot_name: "long".into(),
+        ..Default::default()
     });
     let mut long = long.await.expect("a stream").into_inner();
     assert!(long.message().await.expect("a message").is_some());
@@ -80,7 +91,8 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let clients: Vec<_> = [one.port, two.port]
         .into_iter()
         .map(|port| {
-            let (world, stop, calls, token, ns) = (world.clone(), stop.clone(), calls.clone(), token.clone(), ns.clone());
+            let (world, stop, calls, token, ns) =
+                (world.clone(), stop.clone(), calls.clone(), token.clone(), ns.clone());
             tokio::spawn(async move {
                 while !stop.load(Ordering::Relaxed) {
                     let object = service(&world).await.expect("there is an object at any time");
@@ -88,7 +100,8 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
                     assert!(bundle.contains("BEGIN CERTIFICATE"), "an object without a CA");
                     assert!(!bundle.contains("PRIVATE KEY"));
                     let client = Client::connect(port, "127.0.0.1", &bundle).await;
-                    let mut client = client.unwrap_or_else(|error| panic!("{error:?}: the CA of the object does not do"));
+                    let mut client =
+                        client.unwrap_or_else(|error| panic!("{error:?}: the CA of the object does not do"));
                     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
                     calls.fetch_add(1, Ordering::Relaxed);
                     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -103,13 +116,16 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     while named.len() < 11 {
         let object = service(&world).await.expect("there is an object at any time");
         let bundle = bundle(&object);
-        let certificates: Vec<_> = bundle.split_inclusive("-----END CERTIFICATE-----\n").map(str::to_owned).collect();
+        let certificates: Vec<_> =
+            bundle.split_inclusive("-----END CERTIFICATE-----\n").map(str::to_owned).collect();
         assert!(certificates.len() <= 3, "{} authorities are named at once", certificates.len());
         named.extend(certificates);
-        let secret = world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
+        let secret =
+            world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
         keys.insert(secret.data["data"]["tls.key"].to_string());
         // Two keys of authorities at most, and one of a server: those of the past are gone.
-        let kept = STANDARD.decode(secret.data["data"]["certificates.json"].as_str().expect("it")).expect("base64");
+        let kept =
+            STANDARD.decode(secret.data["data"]["certificates.json"].as_str().expect("it")).expect("base64");
         let kept: Value = serde_json::from_slice(&kept).expect("JSON");
         let private = kept.to_string().matches("BEGIN PRIVATE KEY").count();
         assert!(private <= 3, "{private} private keys are kept");
@@ -127,7 +143,8 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let next = tokio::time::timeout(Duration::from_millis(100), long.message()).await;
     assert!(next.is_err(), "the stream was lost: {next:?}");
     assert_eq!(*driver.seen.open.lock().unwrap(), 1);
-    let elected = [&one, &two].iter().filter(|gateway| gateway.log().contains("making the first certificates")).count();
+    let elected =
+        [&one, &two].iter().filter(|gateway| gateway.log().contains("making the first certificates")).count();
     assert_eq!(elected, 1);
 }
 
@@ -138,7 +155,8 @@ pub async fn another_replica_takes_over(world: World) {
     empty_secret(&world).await;
     let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
-    let lifetimes = ["3650d", "12s", "1h"];
+    // Long enough for the other to be elected (15 s) before the certificate ends.
+    let lifetimes = ["3650d", "45s", "1h"];
     let one = start(&world, "one", &config, "127.0.0.1:1", lifetimes).await;
     one.ready().await;
     let two = start(&world, "two", &config, "127.0.0.1:1", lifetimes).await;
@@ -149,7 +167,8 @@ pub async fn another_replica_takes_over(world: World) {
     };
     assert_eq!(holder().await, "one");
     let secret = async || {
-        let secret = world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
+        let secret =
+            world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
         secret.data["data"]["tls.crt"].to_string()
     };
     let before = secret().await;
@@ -219,7 +238,11 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
         Client::connect(gateway.port, crate::world::HOST, &renewed.ca).await.is_ok()
     })
     .await;
-    assert!(Client::connect(gateway.port, crate::world::HOST, &gateway.files.as_ref().expect("files").ca).await.is_err());
+    assert!(
+        Client::connect(gateway.port, crate::world::HOST, &gateway.files.as_ref().expect("files").ca)
+            .await
+            .is_err()
+    );
     assert_eq!(code(&early.allocated(&token, &ns, "monday").await), Code::Ok, "an open connection goes on");
     gateway.files = Some(renewed);
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);

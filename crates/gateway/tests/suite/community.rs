@@ -1,1 +1,325 @@
-//! x
+//! Promise: what exists works with it. The community's iterator (in deploy/backup, as a backup tool would use it) reads
+//! through the gateway from the real driver; and the faults that these tests look for are there in the community's sidecar.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use csi_client::from_snapshot;
+use serde_json::json;
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, free_port};
+use tonic::Code;
+
+use crate::driver::Driver;
+use crate::world::{Files, Gateway, HOST, World, code};
+
+/// A program of .deps/backup; `None`, with a reason, where it cannot be had. Under CI that is a failure.
+fn program(name: &str) -> Option<PathBuf> {
+    let path = Path::new(testkit::HOME).join(".deps/backup").join(name);
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("skipped: needs {name}, which `make test-deps` builds where go is installed");
+    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs {name}");
+    None
+}
+
+pub async fn a_backup_tool_of_the_community_works_on_btrfs(world: World) {
+    a_backup_tool_works(world, PoolKind::Btrfs).await;
+}
+
+pub async fn a_backup_tool_of_the_community_works_on_xfs(world: World) {
+    a_backup_tool_works(world, PoolKind::Xfs).await;
+}
+
+pub async fn a_backup_tool_of_the_community_works_on_dir(world: World) {
+    a_backup_tool_works(world, PoolKind::Dir).await;
+}
+
+/// Lists, copies and verifies with the example tool, which is the community's iterator, first through the gateway and then
+/// through the community's sidecar: both give the same.
+async fn a_backup_tool_works(world: World, pool: PoolKind) {
+    let (Some(example), Some(sidecar)) = (program("cbt-backup"), program("csi-snapshot-metadata")) else {
+        return;
+    };
+    let ns = world.namespace.clone();
+    const SIZE: i64 = 64 * MIB;
+    let mut rig = Rig::start_with(pool, &[&format!("--driver-name={}", world.driver)], "info").await;
+    let (raw, device) = rig.block_volume("block", SIZE).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 300, 1);
+    content.write(&device, 9000, 40, 2);
+    let first = rig.snapshot("block-1", &raw).await;
+    content.write(&device, 5000, 7, 3);
+    content.discard(&device, 9010, 3);
+    let second = rig.snapshot("block-2", &raw).await;
+    let (_, old) = rig.volume_from("old", SIZE, from_snapshot(&first)).await;
+    let (_, new) = rig.volume_from("new", SIZE, from_snapshot(&second)).await;
+    world.snapshot(&ns, "block-1", &first).await;
+    world.snapshot(&ns, "block-2", &second).await;
+    // The sidecar finds no secret without a class.
+    let class = json!({
+        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+        "metadata": {"name": format!("{ns}-default"), "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"}},
+        "driver": world.driver, "deletionPolicy": "Delete",
+    });
+    world.api.make(class).await;
+    let caller = backup_account(&world).await;
+
+    let walk = |through: &str, says: &dyn Fn() -> String| {
+        let image = world.dir.path().join(format!("{through}.img"));
+        let run = |what: &str, more: &[&str]| -> (bool, String) {
+            let mut command = Command::new(&example);
+            command.arg(what).args(more);
+            if what != "verify" {
+                command.args(["-namespace", &ns, "-service-account=backup", "-kubeconfig"]).arg(&caller);
+            }
+            if what != "list" {
+                command.arg("-image").arg(&image);
+            }
+            let output = command.output().expect("run cbt-backup");
+            let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+            (output.status.success(), text.concat())
+        };
+        let done = |what: &str, more: &[&str]| -> String {
+            let (ok, text) = run(what, more);
+            assert!(ok, "{through}: {what} {more:?}: {text}\n{}", says());
+            text
+        };
+        let (old, new) = (format!("-device={}", old.display()), format!("-device={}", new.display()));
+        let all = blocks(&done("list", &["-snapshot=block-1"]));
+        assert_eq!(all, [(0, 300 * 4096), (9000 * 4096, 40 * 4096)], "{through}");
+        assert_eq!(blocks(&done("list", &["-snapshot=block-2", "-base=block-1"])), CHANGED, "{through}");
+        let full = done("copy", &["-snapshot=block-1", &old]);
+        assert!(full.contains(&format!("copied 2 tuples, {} bytes", 340 * 4096)), "{full}");
+        done("verify", &[&old]);
+        let (ok, text) = run("verify", &[&new]);
+        assert!(
+            !ok && text.contains("differ between"),
+            "the image of the old snapshot passes for the new one: {text}"
+        );
+        let incremental = done("copy", &["-snapshot=block-2", "-base=block-1", &new]);
+        assert!(incremental.contains(&format!("copied 2 tuples, {} bytes", 10 * 4096)), "{incremental}");
+        done("verify", &[&new]);
+        let (ok, text) = run("list", &["-snapshot=block-1", "-base=block-2"]);
+        assert!(!ok && text.contains("InvalidArgument"), "the wrong way round: {text}");
+    };
+
+    // The certificate and the SnapshotMetadataService are the gateway's own work.
+    let metadata = json!({"name": "deltapath-snapshot-metadata-tls", "namespace": ns});
+    world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})).await;
+    let config = world.gateway_kubeconfig("gateway").await;
+    let port = free_port();
+    let own = [
+        format!("--csi-address={}", rig.socket().display()),
+        format!("--service-address=127.0.0.1:{port}"),
+        format!("--namespace={ns}"),
+        format!("--port={port}"),
+    ];
+    let mut arguments = vec![
+        "--manage-certificates",
+        "--audience=community",
+        "--require-base-snapshot=false",
+        "--pod-name=one",
+    ];
+    arguments.extend(own.iter().map(String::as_str));
+    let gateway = Gateway::start(&world, &config, "gateway", &arguments, None);
+    gateway.ready().await;
+    let services = world.api.objects("SnapshotMetadataService", None);
+    let object = services.get(&world.driver).await.expect("it is there before the gateway is ready");
+    walk("gateway", &|| gateway.log());
+    drop(gateway);
+
+    services.delete(&world.driver, &Default::default()).await.expect("delete");
+    let files = Files::make(world.dir.path());
+    let front = Sidecar::start(&sidecar, &world, &rig.socket(), &files).await;
+    let ca = STANDARD.encode(&files.ca);
+    let service = json!({
+        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService", "metadata": {"name": world.driver},
+        "spec": {"address": format!("127.0.0.1:{}", front.port), "audience": "community", "caCert": ca},
+    });
+    world.api.make(service).await;
+    walk("sidecar", &|| front.log());
+    drop(front);
+
+    // A deleted base: the handle is all that is left of it.
+    let gateway = Gateway::start(&world, &config, "gateway", &arguments, None);
+    gateway.ready().await;
+    rig.client.delete_snapshot(&first).await.expect("delete");
+    world
+        .api
+        .objects("VolumeSnapshot", Some(&ns))
+        .delete("block-1", &Default::default())
+        .await
+        .expect("delete");
+    let content = format!("content-{ns}-block-1");
+    world
+        .api
+        .objects("VolumeSnapshotContent", None)
+        .delete(&content, &Default::default())
+        .await
+        .expect("delete");
+    let token = world.api.token(&ns, "backup", "community").await;
+    let ca = STANDARD.decode(object.data["spec"]["caCert"].as_str().expect("a CA")).expect("base64");
+    let ca = String::from_utf8(ca).expect("PEM");
+    let mut client = crate::world::Client::connect(port, "127.0.0.1", &ca).await.expect("connect");
+    let (_, tuples) =
+        client.delta(&token, &ns, &first, "block-2").await.expect("a delta from a deleted base");
+    let tuples: Vec<_> = tuples.into_iter().map(|(offset, size)| (offset as u64, size as u64)).collect();
+    assert_eq!(tuples, CHANGED);
+    let volumes = rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
+    for entry in volumes.expect("list").into_inner().entries {
+        let id = entry.volume.expect("a volume").volume_id;
+        rig.detach(&id).await;
+        rig.client.delete_volume(&id).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// What differs between the two snapshots.
+const CHANGED: [(u64, u64); 2] = [(5000 * 4096, 7 * 4096), (9010 * 4096, 3 * 4096)];
+
+/// The pairs of numbers that the tool lists.
+fn blocks(text: &str) -> Vec<(u64, u64)> {
+    let pair = |line: &str| {
+        let mut words = line.split_whitespace().map(str::parse);
+        Some((words.next()?.ok()?, words.next()?.ok()?))
+    };
+    text.lines().filter_map(pair).collect()
+}
+
+/// A kubeconfig of an account with what deploy/base/rbac-clients.yaml gives to backup applications.
+async fn backup_account(world: &World) -> PathBuf {
+    let ns = &world.namespace;
+    let rules = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["serviceaccounts/token"], "verbs": ["create"]}]);
+    world.api.account(ns, "backup", rules).await;
+    let objects = crate::world::manifests("deploy/base/rbac-clients.yaml");
+    let role = objects.into_iter().find(|object| object["metadata"]["name"] == "deltapath-backup-client");
+    let (mut role, name) = (role.expect("the role of backup applications"), format!("{ns}-client"));
+    role["metadata"]["name"] = json!(name);
+    for rule in role["rules"].as_array_mut().expect("rules") {
+        if rule["resourceNames"] == json!(["deltapath.csi.dev"]) {
+            rule["resourceNames"] = json!([world.driver]);
+        }
+    }
+    world.api.make(role).await;
+    let binding = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": "backup", "namespace": ns}],
+    });
+    world.api.make(binding).await;
+    world.api.kubeconfig_of(ns, "backup").await
+}
+
+/// The community's sidecar.
+struct Sidecar {
+    child: Child,
+    port: u16,
+    log: PathBuf,
+}
+
+impl Sidecar {
+    async fn start(program: &Path, world: &World, socket: &Path, files: &Files) -> Self {
+        let (port, http) = (free_port(), free_port());
+        let log = world.dir.path().join("sidecar.log");
+        let child = Command::new(program)
+            .arg(format!("--csi-address={}", socket.display()))
+            .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
+            .arg(format!("--tls-cert={}", files.chain.display()))
+            .arg(format!("--tls-key={}", files.key.display()))
+            .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
+            .stdin(Stdio::null())
+            .stderr(std::fs::File::create(&log).expect("a log"))
+            .spawn()
+            .expect("start the sidecar");
+        let sidecar = Sidecar { child, port, log };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
+            assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.log());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        sidecar
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Sidecar {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(world: World) {
+    let Some(sidecar) = program("csi-snapshot-metadata") else { return };
+    let driver = Driver::start(&world.driver, &world.socket());
+    let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
+    let class = json!({
+        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+        "metadata": {"name": format!("{ns}-default"), "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"}},
+        "driver": world.driver, "deletionPolicy": "Delete",
+    });
+    world.api.make(class).await;
+    for (name, handle) in [("first", "plain-1"), ("second", "plain-2")] {
+        world.snapshot(&ns, name, handle).await;
+    }
+    world.snapshot(&other, "theirs", "plain-3").await;
+    world
+        .snapshot_with(&ns, "no-status", "plain-4", |snapshot, _| {
+            snapshot.as_object_mut().expect("an object").remove("status");
+        })
+        .await;
+    world
+        .snapshot_with(&ns, "stolen", "plain-5", |_, content| {
+            content["spec"]["volumeSnapshotRef"] = json!({"name": "theirs", "namespace": other});
+        })
+        .await;
+    let service = json!({
+        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
+        "metadata": {"name": world.driver},
+        "spec": {"address": "sidecar.test:1", "audience": crate::world::AUDIENCE, "caCert": "YQ=="},
+    });
+    world.api.make(service).await;
+    let token = world.reader("reader").await;
+    let files = Files::make(world.dir.path());
+    let mut process = Sidecar::start(&sidecar, &world, &world.socket(), &files).await;
+    let mut client = crate::world::Client::connect(process.port, HOST, &files.ca).await.expect("connect");
+    assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
+    // 1. Another tenant's base is passed to the driver.
+    assert_eq!(code(&client.delta(&token, &ns, "plain-3", "second").await), Code::Ok);
+    let asked = driver.seen.deltas.lock().unwrap().pop().map(|request| request.base_snapshot_id);
+    assert_eq!(asked.as_deref(), Some("plain-3"));
+    // 2. A content that belongs to another VolumeSnapshot is read.
+    assert_eq!(code(&client.allocated(&token, &ns, "stolen").await), Code::Ok);
+    // 3. It makes its calls to the API server five a second, so callers wait for each other.
+    let begun = Instant::now();
+    let calls = (0..10).map(|_| {
+        let (mut client, token, ns) = (client.clone(), token.clone(), ns.clone());
+        tokio::spawn(async move { code(&client.allocated(&token, &ns, "second").await) })
+    });
+    for call in calls.collect::<Vec<_>>() {
+        assert_eq!(call.await.expect("a call"), Code::Ok);
+    }
+    assert!(begun.elapsed() > Duration::from_secs(5), "ten calls took {:?}", begun.elapsed());
+    // 4. A VolumeSnapshot without a status ends the process.
+    assert!(process.child.try_wait().expect("wait").is_none());
+    let answer = client.allocated(&token, &ns, "no-status").await;
+    assert!(answer.is_err(), "{answer:?}");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let status = loop {
+        if let Some(status) = process.child.try_wait().expect("wait") {
+            break status;
+        }
+        assert!(Instant::now() < deadline, "it lives: has it been mended?");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    assert_eq!(status.code(), Some(2));
+}

@@ -20,7 +20,10 @@ pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world:
     let asked = || {
         let calls = world.api.calls_of(&user);
         // Watches and their lists are for no call in particular.
-        calls.into_iter().filter(|(call, _)| call.starts_with("create") || call.starts_with("get ")).collect::<Vec<_>>()
+        calls
+            .into_iter()
+            .filter(|(call, _)| call.starts_with("create") || call.starts_with("get "))
+            .collect::<Vec<_>>()
     };
     // The log is written behind the answer.
     let settled = async || tokio::time::sleep(Duration::from_millis(500)).await;
@@ -69,7 +72,8 @@ pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
     let real: u16 = text[at..at + digits].parse().expect("a port");
     let bridge = Bridge::start(real).await;
     let through = world.dir.path().join("through.kubeconfig");
-    std::fs::write(&through, format!("{}{}{}", &text[..at], bridge.port, &text[at + digits..])).expect("write");
+    std::fs::write(&through, format!("{}{}{}", &text[..at], bridge.port, &text[at + digits..]))
+        .expect("write");
     let files = crate::world::Files::make(world.dir.path());
     let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
     let arguments = ["--audience", crate::world::AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
@@ -78,7 +82,11 @@ pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
     let mut client = gateway.client().await;
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     bridge.cut();
-    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok, "what is remembered serves on");
+    assert_eq!(
+        code(&client.allocated(&token, &ns, "monday").await),
+        Code::Ok,
+        "what is remembered serves on"
+    );
     let fresh = world.api.token(&ns, "reader", crate::world::AUDIENCE).await;
     let answer = client.allocated(&fresh, &ns, "monday").await;
     assert_eq!(code(&answer), Code::Unavailable, "{answer:?}");

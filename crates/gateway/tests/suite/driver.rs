@@ -152,7 +152,11 @@ fn answer(
             holding(Box::pin(stream::once(first).chain(stream::pending())))
         }
         "midway" => {
-            let status = Status::with_details(Code::DataLoss, "block 7 is gone: ünreadable", b"detail".to_vec().into());
+            let status = Status::with_details(
+                Code::DataLoss,
+                "block 7 is gone: ünreadable",
+                b"detail".to_vec().into(),
+            );
             holding(Box::pin(whole().chain(stream::iter([Err(status)]))))
         }
         // It does not know the snapshot.
@@ -169,7 +173,8 @@ impl SnapshotMetadata for Metadata {
         &self,
         request: Request<GetMetadataAllocatedRequest>,
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
-        let timeout = request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
+        let timeout =
+            request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
         let request = request.into_inner();
         self.0.allocated.lock().unwrap().push(request.clone());
         answer(&self.0, &request.snapshot_id, timeout.as_deref()).map(Response::new)
@@ -179,7 +184,8 @@ impl SnapshotMetadata for Metadata {
         &self,
         request: Request<GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        let timeout = request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
+        let timeout =
+            request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
         let request = request.into_inner();
         self.0.deltas.lock().unwrap().push(request.clone());
         // A base that is unknown here too, as after its time is over.

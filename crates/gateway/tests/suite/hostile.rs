@@ -1,1 +1,231 @@
-//! x
+//! Promise: whoever sends whatever costs a bounded amount, and the process lives.
+
+use std::time::{Duration, Instant};
+
+use bytes::{BufMut, Bytes, BytesMut};
+use http_body_util::Full;
+use proto::kubernetes::GetMetadataAllocatedRequest;
+use rustls::pki_types::ServerName;
+use rustls::pki_types::pem::PemObject;
+use rustls::{ClientConfig, RootCertStore};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tonic::{Code, Status};
+use tower::{Service, ServiceExt};
+
+use crate::driver::Driver;
+use crate::world::{AUDIENCE, Gateway, HOST, World, code};
+
+/// A TLS connection that the test speaks on byte by byte.
+async fn tls(gateway: &Gateway) -> tokio_rustls::client::TlsStream<TcpStream> {
+    let mut roots = RootCertStore::empty();
+    let ca = &gateway.files.as_ref().expect("files").ca;
+    roots.add(rustls::pki_types::CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
+    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    let mut config = config.expect("versions").with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let stream = TcpStream::connect(("127.0.0.1", gateway.port)).await.expect("connect");
+    let name = ServerName::try_from(HOST).expect("a name");
+    tokio_rustls::TlsConnector::from(std::sync::Arc::new(config))
+        .connect(name, stream)
+        .await
+        .expect("a handshake")
+}
+
+/// Sends bytes on a fresh TCP connection and waits for its end; how long it took.
+async fn until_closed(gateway: &Gateway, bytes: &[u8]) -> Duration {
+    let mut stream = TcpStream::connect(("127.0.0.1", gateway.port)).await.expect("connect");
+    let begun = Instant::now();
+    let _ = stream.write_all(bytes).await;
+    let mut rest = Vec::new();
+    let _ = tokio::time::timeout(Duration::from_secs(60), stream.read_to_end(&mut rest))
+        .await
+        .expect("it is closed");
+    begun.elapsed()
+}
+
+pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    world.snapshot(&world.namespace, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let mut gateway = world.gateway(&[]).await;
+    // HTTP/2 without TLS.
+    let plain = format!("http://127.0.0.1:{}", gateway.port);
+    let channel = tonic::transport::Channel::from_shared(plain).expect("an address").connect().await;
+    if let Ok(channel) = channel {
+        let mut client = proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient::new(channel);
+        let answer = client.get_metadata_allocated(GetMetadataAllocatedRequest::default()).await;
+        assert!(matches!(
+            answer.expect_err("refused").code(),
+            Code::Unavailable | Code::Internal | Code::Unknown
+        ));
+    }
+    until_closed(&gateway, b"GET / HTTP/1.1\r\n\r\n").await;
+    // A ClientHello of TLS 1.1 that offers nothing later.
+    let mut hello = vec![0x16, 0x03, 0x01, 0x00, 0x2f, 0x01, 0x00, 0x00, 0x2b, 0x03, 0x02];
+    hello.extend([7; 32]);
+    hello.extend([0x00, 0x00, 0x04, 0xc0, 0x13, 0x00, 0x2f, 0x01, 0x00]);
+    let took = until_closed(&gateway, &hello).await;
+    assert!(took < Duration::from_secs(5), "an old version waits for {took:?}");
+    // Bytes without sense, in TLS and before it.
+    let mut random = vec![0; 64 << 10];
+    fastrand::Rng::with_seed(7).fill(&mut random);
+    for round in 0..50 {
+        until_closed(&gateway, &random[round * 100..round * 100 + 1000]).await;
+        let mut stream = tls(&gateway).await;
+        let _ = stream.write_all(&random[round * 1000..round * 1000 + 1000]).await;
+        let mut rest = Vec::new();
+        let closed = tokio::time::timeout(Duration::from_secs(30), stream.read_to_end(&mut rest)).await;
+        assert!(closed.is_ok(), "garbage after the handshake keeps the connection");
+    }
+    // Whoever connects and says nothing is sent away, before the handshake and after it.
+    let silent = tokio::join!(until_closed(&gateway, b""), async {
+        let mut stream = tls(&gateway).await;
+        let begun = Instant::now();
+        let mut rest = Vec::new();
+        let _ = tokio::time::timeout(Duration::from_secs(60), stream.read_to_end(&mut rest))
+            .await
+            .expect("closed");
+        begun.elapsed()
+    });
+    assert!(silent.0 < Duration::from_secs(20) && silent.1 < Duration::from_secs(20), "{silent:?}");
+    assert!(gateway.is_alive());
+    assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+}
+
+/// A gRPC call whose body is what the test says.
+async fn call(gateway: &Gateway, path: &str, body: tonic::body::Body) -> Status {
+    let ca = tonic::transport::Certificate::from_pem(&gateway.files.as_ref().expect("files").ca);
+    let tls = tonic::transport::ClientTlsConfig::new().ca_certificate(ca).domain_name(HOST);
+    let endpoint = tonic::transport::Channel::from_shared(format!("https://127.0.0.1:{}", gateway.port));
+    let mut channel =
+        endpoint.expect("address").tls_config(tls).expect("tls").connect().await.expect("connect");
+    let request = tonic::codegen::http::Request::post(format!("https://{HOST}{path}"))
+        .header("te", "trailers")
+        .header("content-type", "application/grpc")
+        .body(body)
+        .expect("a request");
+    let response = channel.ready().await.expect("ready").call(request).await;
+    match response {
+        Err(error) => Status::unavailable(error.to_string()),
+        Ok(response) => Status::from_header_map(response.headers()).unwrap_or_else(|| Status::ok("a body")),
+    }
+}
+
+const ALLOCATED: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated";
+
+pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    world.snapshot(&world.namespace, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let mut gateway = world.gateway(&[]).await;
+    let before = gateway.memory();
+    // A token of 100 MB, by four clients at once.
+    let huge = || {
+        let size = 100 << 20;
+        let mut body = BytesMut::with_capacity(size + 16);
+        body.put_u8(0);
+        body.put_u32(size as u32 + 5);
+        body.put_slice(&[0x0a, 0x80, 0x80, 0x80, 0x32]);
+        body.put_bytes(b'x', size);
+        tonic::body::Body::new(Full::new(body.freeze()))
+    };
+    for _ in 0..4 {
+        let status = call(&gateway, ALLOCATED, huge()).await;
+        assert!(matches!(status.code(), Code::InvalidArgument | Code::Unavailable), "{status:?}");
+    }
+    // Bodies that are none, whatever they claim.
+    let mut random = fastrand::Rng::with_seed(11);
+    for round in 0..300 {
+        let mut body = vec![0u8; random.usize(0..200)];
+        random.fill(&mut body);
+        if round % 2 == 0 && body.len() >= 5 {
+            // With an honest prefix, so that the message itself is what is wrong.
+            let length = (body.len() - 5) as u32;
+            body[0] = 0;
+            body[1..5].copy_from_slice(&length.to_be_bytes());
+        }
+        let status = call(&gateway, ALLOCATED, tonic::body::Body::new(Full::new(Bytes::from(body)))).await;
+        let refused = [Code::InvalidArgument, Code::Unimplemented, Code::Unauthenticated, Code::OutOfRange];
+        assert!(refused.contains(&status.code()), "{round}: {status:?}");
+    }
+    let none = || tonic::body::Body::new(Full::new(Bytes::new()));
+    for path in ["/snapshotmetadata.SnapshotMetadata/Nothing", "/csi.v1.Controller/CreateVolume", "/"] {
+        let status = call(&gateway, path, none()).await;
+        assert_eq!(status.code(), Code::Unimplemented, "{path}");
+    }
+    // A request of which the head arrives and nothing more.
+    let begun = Instant::now();
+    let body = tonic::body::Body::new(http_body_util::StreamBody::new(futures_util::stream::pending::<
+        Result<http_body::Frame<Bytes>, Status>,
+    >()));
+    let status = call(&gateway, ALLOCATED, body).await;
+    assert!(
+        status.code() == Code::DeadlineExceeded && begun.elapsed() < Duration::from_secs(20),
+        "{status:?}"
+    );
+    let grown = gateway.memory().saturating_sub(before);
+    assert!(grown < 32 << 20, "it took {grown} bytes");
+    assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
+    assert!(gateway.is_alive());
+    assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+}
+
+pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    let class = serde_json::json!({
+        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+        "metadata": {"name": format!("{ns}-secret")}, "driver": world.driver, "deletionPolicy": "Delete",
+        "parameters": {
+            "csi.storage.k8s.io/snapshotter-secret-name": "deltapath-snapshotter",
+            "csi.storage.k8s.io/snapshotter-secret-namespace": ns,
+        },
+    });
+    world.api.make(class).await;
+    let metadata = serde_json::json!({"name": "deltapath-snapshotter", "namespace": ns});
+    let secret = "the-drivers-own-password";
+    world
+        .api
+        .make(serde_json::json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"password": secret}}))
+        .await;
+    world
+        .snapshot_with(&ns, "monday", "plain-1", |snapshot, _| {
+            snapshot["spec"]["volumeSnapshotClassName"] = serde_json::json!(format!("{ns}-secret"));
+        })
+        .await;
+    let token = world.reader("reader").await;
+    // Everything that can be logged is; other crates at their most talkative too.
+    let gateway = world.gateway(&[]).await;
+    let rules = serde_json::json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]);
+    let metadata = serde_json::json!({"name": "secrets", "namespace": ns});
+    world.api.make(serde_json::json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules})).await;
+    world
+        .api
+        .make(serde_json::json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "secrets"},
+            "subjects": [{"kind": "ServiceAccount", "name": "gateway", "namespace": ns}],
+        }))
+        .await;
+    let wrong = world.api.token(&ns, "reader", "another-audience").await;
+    let mut client = gateway.client().await;
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while code(&client.allocated(&token, &ns, "monday").await) != Code::Ok {
+        assert!(Instant::now() < deadline, "{}", gateway.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(code(&client.allocated(&wrong, &ns, "monday").await), Code::Unauthenticated);
+    assert_eq!(code(&client.delta(&token, &ns, "plain-1", "nothing").await), Code::NotFound);
+    assert!(!AUDIENCE.is_empty());
+    let written =
+        [gateway.log(), format!("{:?}", gateway.audit()), gateway.get("/metrics").await.expect("metrics").1];
+    for text in written {
+        for hidden in [&token, &wrong, secret] {
+            // Also no part of it that would do: the signature.
+            let tail = hidden.rsplit('.').next().unwrap_or(hidden);
+            assert!(!text.contains(tail), "{hidden} was written:\n{text}");
+        }
+    }
+}

@@ -14,7 +14,8 @@ use crate::world::{AUDIENCE, World, code, eventually};
 const OK: Code = Code::Ok;
 
 fn get_snapshots(names: &[&str]) -> Value {
-    let mut rule = json!({"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]});
+    let mut rule =
+        json!({"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]});
     if !names.is_empty() {
         rule["resourceNames"] = json!(names);
     }
@@ -48,7 +49,11 @@ pub async fn a_caller_gets_what_its_rights_allow(world: World) {
         for round in 0..2 {
             assert_eq!(code(&client.allocated(&token, &ns, "tuesday").await), allocated, "{account} {round}");
             assert_eq!(code(&client.allocated(&token, &ns, "other").await), other, "{account} {round}");
-            assert_eq!(code(&client.delta(&token, &ns, "plain-1", "tuesday").await), delta, "{account} {round}");
+            assert_eq!(
+                code(&client.delta(&token, &ns, "plain-1", "tuesday").await),
+                delta,
+                "{account} {round}"
+            );
         }
     }
     let token = world.api.token(&ns, "whole", AUDIENCE).await;
@@ -97,7 +102,9 @@ pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace
         .await;
     // The same handle under another driver's content: none of this gateway's business.
     world
-        .snapshot_with(&other, "foreign", "deleted-1", |_, content| content["spec"]["driver"] = json!("other.csi.test"))
+        .snapshot_with(&other, "foreign", "deleted-1", |_, content| {
+            content["spec"]["driver"] = json!("other.csi.test")
+        })
         .await;
     let token = world.reader("reader").await;
     let gateway = world.gateway(&[]).await;
@@ -126,9 +133,11 @@ pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace
     }
     // A handle that two contents have: one that may be read is enough.
     world.snapshot(&other, "twin", "plain-1").await;
-    eventually("the twin is known", async || gateway.log().contains("twin") || {
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        true
+    eventually("the twin is known", async || {
+        gateway.log().contains("twin") || {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            true
+        }
     })
     .await;
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), OK);
@@ -143,14 +152,20 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
     };
     world.snapshot_with(&ns, "no-status", "plain-1", |snapshot, _| gone(snapshot, "status")).await;
     world
-        .snapshot_with(&ns, "unbound", "plain-2", |snapshot, _| snapshot["status"] = json!({"readyToUse": false}))
+        .snapshot_with(&ns, "unbound", "plain-2", |snapshot, _| {
+            snapshot["status"] = json!({"readyToUse": false})
+        })
         .await;
     world.snapshot_with(&ns, "content-without-status", "plain-3", |_, content| gone(content, "status")).await;
     world
-        .snapshot_with(&ns, "no-handle", "plain-4", |_, content| content["status"] = json!({"readyToUse": true}))
+        .snapshot_with(&ns, "no-handle", "plain-4", |_, content| {
+            content["status"] = json!({"readyToUse": true})
+        })
         .await;
     world
-        .snapshot_with(&ns, "not-ready", "plain-5", |snapshot, _| snapshot["status"]["readyToUse"] = json!(false))
+        .snapshot_with(&ns, "not-ready", "plain-5", |snapshot, _| {
+            snapshot["status"]["readyToUse"] = json!(false)
+        })
         .await;
     world
         .snapshot_with(&ns, "no-content", "plain-6", |snapshot, _| {
@@ -168,7 +183,9 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
         })
         .await;
     world
-        .snapshot_with(&ns, "other-driver", "plain-9", |_, content| content["spec"]["driver"] = json!("x.csi.test"))
+        .snapshot_with(&ns, "other-driver", "plain-9", |_, content| {
+            content["spec"]["driver"] = json!("x.csi.test")
+        })
         .await;
     world
         .snapshot_with(&ns, "class-is-gone", "plain-10", |snapshot, _| {
@@ -192,10 +209,9 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
         ("class-is-gone", OK, ""),
         ("whole", OK, ""),
     ] {
-        for answer in [
-            client.allocated(&token, &ns, name).await,
-            client.delta(&token, &ns, "plain-0", name).await,
-        ] {
+        for answer in
+            [client.allocated(&token, &ns, name).await, client.delta(&token, &ns, "plain-0", name).await]
+        {
             assert_eq!(code(&answer), expected, "{name}: {answer:?}");
             if let Err((_, message)) = answer {
                 assert!(message.contains(words) && message.contains(name), "{name}: {message}");
@@ -228,7 +244,8 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     let signed = |begins: u64, ends: u64| sign(&world.api.signing_key(), &ns, "reader", &uid, begins, ends);
     let expired = signed(now - 7200, now - 3600);
     let control = signed(now - 7200, now + 3600);
-    let foreign = sign(&KeyPair::generate().expect("a key").serialize_pem(), &ns, "reader", &uid, now - 60, now + 3600);
+    let foreign =
+        sign(&KeyPair::generate().expect("a key").serialize_pem(), &ns, "reader", &uid, now - 60, now + 3600);
     let other_audience = world.api.token(&ns, "reader", "another-audience").await;
     let for_the_api = world.api.token(&ns, "reader", "https://kubernetes.default.svc").await;
     let tampered = format!("{}x", good);
@@ -256,7 +273,12 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
         }
     }
     // A token whose account is gone is not believed for longer than the cache says.
-    world.api.objects("ServiceAccount", Some(&ns)).delete("reader", &Default::default()).await.expect("delete");
+    world
+        .api
+        .objects("ServiceAccount", Some(&ns))
+        .delete("reader", &Default::default())
+        .await
+        .expect("delete");
     let deadline = Instant::now() + Duration::from_secs(30);
     while code(&client.allocated(&good, &ns, "monday").await) == OK {
         assert!(Instant::now() < deadline, "a deleted account's token is still believed");
@@ -302,7 +324,10 @@ pub async fn secrets_of_the_class_reach_the_driver(world: World) {
     world.api.make(class("forbidden", "one", "kube-system")).await;
     for (name, value) in [("one", "aGVsbG8="), ("for-templated", "d29ybGQ="), ("binary", "/w==")] {
         let metadata = json!({"name": name, "namespace": ns});
-        world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"key": value}})).await;
+        world
+            .api
+            .make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": {"key": value}}))
+            .await;
     }
     world.api.make(class("binary", "binary", &ns)).await;
     for name in ["fixed", "templated", "missing", "wrong", "forbidden", "binary", "none"] {

@@ -41,7 +41,8 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
     let ns = &world.namespace;
     let gateway = world.gateway(&[]).await;
     let mut client = gateway.client().await;
-    let request = GetMetadataAllocatedRequest { starting_offset: 77, max_results: 5, ..about(&token, ns, "snapshot") };
+    let request =
+        GetMetadataAllocatedRequest { starting_offset: 77, max_results: 5, ..about(&token, ns, "snapshot") };
     let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
     let mut numbers = 0;
     while let Some(message) = stream.message().await.expect("a message") {
@@ -63,8 +64,11 @@ pub async fn messages_pass_through_as_the_driver_sends_them(world: World) {
     assert_eq!(rpcs, 1.0, "a delta is counted as a delta");
     // An empty target and a bad offset never reach the driver.
     for (offset, results, expected) in [(-1, 0, Code::OutOfRange), (0, -1, Code::InvalidArgument)] {
-        let request =
-            GetMetadataAllocatedRequest { starting_offset: offset, max_results: results, ..about(&token, ns, "snapshot") };
+        let request = GetMetadataAllocatedRequest {
+            starting_offset: offset,
+            max_results: results,
+            ..about(&token, ns, "snapshot")
+        };
         assert_eq!(client.0.get_metadata_allocated(request).await.expect_err("refused").code(), expected);
     }
     assert!(driver.seen.allocated.lock().unwrap().is_empty());
@@ -128,7 +132,8 @@ pub async fn a_client_that_stops_reading_is_ended_and_disturbs_nobody(world: Wor
         assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok);
     }
     eventually("stalled streams are ended", async || {
-        *driver.seen.open.lock().unwrap() <= 2 && gateway.metric("deltapath_gateway_open_streams").await <= 2.0
+        *driver.seen.open.lock().unwrap() <= 2
+            && gateway.metric("deltapath_gateway_open_streams").await <= 2.0
     })
     .await;
     let grown = gateway.memory().saturating_sub(before);
@@ -210,7 +215,10 @@ pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
     streams.drain(2..).for_each(drop);
     eventually("their places are free", async || *driver.seen.open.lock().unwrap() == 2).await;
     let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
-    assert!(refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams-per-client"), "{refused:?}");
+    assert!(
+        refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams-per-client"),
+        "{refused:?}"
+    );
     streams.clear();
     eventually("all places are free", async || *driver.seen.open.lock().unwrap() == 0).await;
     assert!(open(&mut client, &token, &ns, "snapshot").await.is_ok());

@@ -16,7 +16,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig};
 use tonic::{Code, Status};
 
 pub const AUDIENCE: &str = "test-audience";
-/// The only name in the certificates of [`Files`].
+/// A name in the certificates of [`Files`].
 pub const HOST: &str = "snapshot-metadata.test";
 
 /// A namespace, and a driver's name that no other test has.
@@ -157,7 +157,7 @@ impl Files {
         let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
         let issuer = Issuer::new(ca, ca_key);
         let key = KeyPair::generate().expect("a key");
-        let leaf = CertificateParams::new(vec![HOST.to_owned()]).expect("params");
+        let leaf = CertificateParams::new(vec![HOST.to_owned(), "127.0.0.1".to_owned()]).expect("params");
         let leaf = leaf.signed_by(&key, &issuer).expect("a certificate");
         let files = Files { ca: ca_pem, chain: dir.join("tls.crt"), key: dir.join("tls.key") };
         std::fs::write(&files.chain, leaf.pem()).expect("write");
@@ -300,7 +300,8 @@ pub struct Client(pub SnapshotMetadataClient<Channel>);
 impl Client {
     pub async fn connect(port: u16, host: &str, ca: &str) -> Result<Self, tonic::transport::Error> {
         let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca)).domain_name(host);
-        let endpoint = Channel::from_shared(format!("https://127.0.0.1:{port}")).expect("an address").tls_config(tls)?;
+        let endpoint =
+            Channel::from_shared(format!("https://127.0.0.1:{port}")).expect("an address").tls_config(tls)?;
         Ok(Client(SnapshotMetadataClient::new(endpoint.connect().await?)))
     }
 
