@@ -115,12 +115,16 @@ impl Drop for OpenStream {
 
 /// Message `number` of an answer.
 fn message(number: i64) -> GetMetadataAllocatedResponse {
-    let first = number * TUPLES;
+    message_of(number, TUPLES)
+}
+
+fn message_of(number: i64, tuples: i64) -> GetMetadataAllocatedResponse {
+    let first = number * tuples;
     let tuple = |at| BlockMetadata { byte_offset: at * 8192, size_bytes: 4096 };
     GetMetadataAllocatedResponse {
         block_metadata_type: BlockMetadataType::VariableLength.into(),
         volume_capacity_bytes: 1 << 40,
-        block_metadata: (first..first + TUPLES).map(tuple).collect(),
+        block_metadata: (first..first + tuples).map(tuple).collect(),
     }
 }
 
@@ -141,6 +145,8 @@ fn answer(
     let whole = || stream::iter((0..MESSAGES).map(|number| Ok(message(number))));
     Ok(match handle.split('-').next().unwrap_or_default() {
         "plain" => holding(Box::pin(whole())),
+        // What the bench measures: as many messages and tuples as its bare server sends.
+        "long" => holding(Box::pin(stream::iter((0..4096).map(|number| Ok(message_of(number, 4096)))))),
         // Never ends, and is always quicker than its reader.
         "endless" => holding(Box::pin(stream::iter((0i64..).map(|number| Ok(message(number)))))),
         // The first message comes after a second, and no second one ever.
