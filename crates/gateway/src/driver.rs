@@ -1,58 +1,85 @@
 //! The CSI driver behind the gateway: any one, on its socket.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use hyper_util::rt::TokioIo;
+use serve::upstream::{self, Room};
 use tokio::net::UnixStream;
+use tonic::codegen::http::{self, HeaderValue, Request, response};
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use proto::identity_client::IdentityClient;
 use proto::{GetPluginInfoRequest, ProbeRequest};
 
-/// What one stream may send ahead of its reader, in bytes: a reader that stops costs this and no more.
-const STREAM_WINDOW: u32 = 64 << 10;
+/// What drivers see as the address of the call: a socket has no host.
+const ORIGIN: &str = "http://localhost";
 /// How long an answer about the driver itself may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it is asked while it is away, and later whether it is still there.
 const EVERY: Duration = Duration::from_secs(1);
-/// Between two pings, and until a connection that does not answer one is given up.
-const KEEPALIVE: Duration = Duration::from_secs(20);
 
-/// A connection to the driver that is made when it is used, and made again when it was lost.
-#[derive(Clone, Debug)]
+/// Memory for what fast streams may have sent ahead, in bytes.
+const ROOM: usize = 16 << 20;
+
+/// The driver on its socket.
+#[derive(Clone)]
 pub struct Driver {
+    path: PathBuf,
+    /// For calls about the driver itself. It is made when it is used, and made again when it was lost.
     channel: Channel,
+    room: Arc<Room>,
 }
 
+/// The body of a driver's answer.
+pub type Answer = upstream::Answer<UnixStream>;
+
 impl Driver {
-    /// The driver on the socket at `path`, with room for `streams` at once.
-    pub fn at(path: PathBuf, streams: usize) -> Self {
+    /// The driver on the socket at `path`.
+    pub fn at(path: PathBuf) -> Self {
+        let socket = path.clone();
         let connector = tower::service_fn(move |_: Uri| {
-            let path = path.clone();
-            async move { UnixStream::connect(path).await.map(TokioIo::new) }
+            let socket = socket.clone();
+            async move { UnixStream::connect(socket).await.map(TokioIo::new) }
         });
-        // Readers that stop fill their own windows and never the connection's: it has room for all of them.
-        let window = u64::from(STREAM_WINDOW) * (streams as u64 + 1);
-        let endpoint = Endpoint::from_static("http://localhost")
-            .initial_stream_window_size(STREAM_WINDOW)
-            .initial_connection_window_size(
-                u32::try_from(window).map_or(i32::MAX as u32, |w| w.min(i32::MAX as u32)),
-            )
-            .http2_keep_alive_interval(KEEPALIVE)
-            .keep_alive_timeout(KEEPALIVE);
-        Driver { channel: endpoint.connect_with_connector_lazy(connector) }
+        let channel = Endpoint::from_static(ORIGIN).connect_with_connector_lazy(connector);
+        Driver { path, channel, room: Room::new(ROOM) }
     }
 
-    /// The connection.
-    pub fn channel(&self) -> Channel {
-        self.channel.clone()
+    /// Opens a stream: the head of the answer, and its body.
+    pub async fn open(
+        &self,
+        path: &'static str,
+        body: Bytes,
+        deadline: Option<Instant>,
+    ) -> Result<(response::Parts, Answer), Status> {
+        let internal = |error: http::Error| Status::internal(format!("address the CSI driver: {error}"));
+        let mut request = Request::post(format!("{ORIGIN}{path}"))
+            .version(http::Version::HTTP_2)
+            .header(http::header::TE, "trailers")
+            .header(http::header::CONTENT_TYPE, "application/grpc")
+            .body(())
+            .map_err(internal)?;
+        if let Some(deadline) = deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // At most eight digits (gRPC over HTTP/2, "Timeout").
+            let timeout = match left.as_millis() {
+                millis @ 0..=99_999_999 => format!("{millis}m"),
+                millis => format!("{}S", (millis / 1000).min(99_999_999)),
+            };
+            let timeout = HeaderValue::from_str(&timeout).map_err(|error| internal(error.into()))?;
+            request.headers_mut().insert("grpc-timeout", timeout);
+        }
+        let socket = UnixStream::connect(&self.path).await.map_err(|error| away(&error))?;
+        upstream::call(socket, request, body, self.room.clone()).await.map_err(|error| away(&error))
     }
 
     /// The driver's name, as soon as it says it.
     pub async fn name(&self) -> String {
-        let mut identity = IdentityClient::new(self.channel());
+        let mut identity = IdentityClient::new(self.channel.clone());
         let mut has_said = None;
         loop {
             let asked =
@@ -73,7 +100,7 @@ impl Driver {
 
     /// Whether the driver is there and ready, over and over.
     pub async fn watch(&self, tell: impl Fn(bool)) {
-        let mut identity = IdentityClient::new(self.channel());
+        let mut identity = IdentityClient::new(self.channel.clone());
         let mut was_ready = false;
         loop {
             let probe = tokio::time::timeout(PATIENCE, identity.probe(ProbeRequest {})).await;

@@ -24,6 +24,10 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt, registry};
 
+/// Thousands of connections come and go, and the image has no other good allocator: it is built for musl.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 /// The Kubernetes SnapshotMetadata API (KEP-3314) in front of any CSI driver.
 ///
 /// Backup applications ask it which blocks of a VolumeSnapshot hold data and which changed since another. It checks who they

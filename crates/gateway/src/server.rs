@@ -102,7 +102,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         .route("/metrics", get(async move || text(StatusCode::OK, metrics.render())));
     tasks.spawn(serve::http::serve(http, probes));
 
-    let driver = Driver::at(arguments.csi_address.clone(), arguments.max_streams);
+    let driver = Driver::at(arguments.csi_address.clone());
     let mut stopped = stop.clone();
     let driver_name = tokio::select! {
         name = driver.name() => name,

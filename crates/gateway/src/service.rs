@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
 use serve::listen::Line;
@@ -16,9 +16,9 @@ use serve::relay::{deadline, frame, unframe};
 use tokio::sync::Semaphore;
 use tonic::Status;
 use tonic::body::Body;
-use tonic::codegen::http::{self, HeaderValue, Method, Request, Response};
+use tonic::codegen::http::{Request, Response, response};
 use tonic::server::NamedService;
-use tower::{Service, ServiceExt};
+use tower::Service;
 use tracing::Instrument;
 
 use crate::driver::{self, Driver};
@@ -204,7 +204,11 @@ impl Gateway {
     }
 
     /// The checks in their order, and then the call to the driver.
-    async fn ask_driver(&self, question: Question, call: &mut Call) -> Result<Response<Body>, Status> {
+    async fn ask_driver(
+        &self,
+        question: Question,
+        call: &mut Call,
+    ) -> Result<(response::Parts, driver::Answer), Status> {
         call.record.about(&question.target.namespace, &question.target.name, question.base.as_deref());
         // 1. All arguments.
         question.check()?;
@@ -252,38 +256,7 @@ impl Gateway {
                 ("/csi.v1.SnapshotMetadata/GetMetadataDelta", frame(&request))
             }
         };
-        self.call(path, body, call.deadline).await
-    }
-
-    async fn call(
-        &self,
-        path: &'static str,
-        body: bytes::Bytes,
-        deadline: Option<std::time::Instant>,
-    ) -> Result<Response<Body>, Status> {
-        let uri = http::Uri::builder().scheme("http").authority("localhost").path_and_query(path);
-        let internal = |error: http::Error| Status::internal(format!("address the CSI driver: {error}"));
-        let mut request = Request::builder()
-            .method(Method::POST)
-            .version(http::Version::HTTP_2)
-            .uri(uri.build().map_err(internal)?)
-            .header(http::header::TE, HeaderValue::from_static("trailers"))
-            .header(http::header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"))
-            .body(Body::new(Full::new(body)))
-            .map_err(internal)?;
-        if let Some(deadline) = deadline {
-            let left = deadline.saturating_duration_since(std::time::Instant::now());
-            // At most eight digits (gRPC over HTTP/2, "Timeout").
-            let timeout = match left.as_millis() {
-                millis @ 0..=99_999_999 => format!("{millis}m"),
-                millis => format!("{}S", (millis / 1000).min(99_999_999)),
-            };
-            let timeout = HeaderValue::from_str(&timeout).map_err(|error| internal(error.into()))?;
-            request.headers_mut().insert("grpc-timeout", timeout);
-        }
-        let mut channel = self.driver.channel();
-        let ready = channel.ready().await.map_err(|error| driver::away(&error))?;
-        ready.call(request).await.map_err(|error| driver::away(&error))
+        self.driver.open(path, body, call.deadline).await
     }
 
     fn audience(&self) -> Result<String, Status> {

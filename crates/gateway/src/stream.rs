@@ -85,8 +85,11 @@ impl Streams {
     }
 
     /// Takes the driver's answer over, and makes of it the one to the client.
-    pub fn pass_on(self: &Arc<Self>, answer: http::Response<Body>, call: Call) -> http::Response<Body> {
-        let (head, body) = answer.into_parts();
+    pub fn pass_on(
+        self: &Arc<Self>,
+        (head, body): (http::response::Parts, driver::Answer),
+        call: Call,
+    ) -> http::Response<Body> {
         // An answer without a message has its status in the head ("Trailers-Only" in gRPC over HTTP/2).
         if let Some(status) = Status::from_header_map(&head.headers) {
             return call.fail(passed_on(status));
@@ -154,7 +157,7 @@ enum State {
 
 #[derive(Debug)]
 struct Live {
-    body: Body,
+    body: driver::Answer,
     call: Call,
     tuples: Tuples,
     /// When the client last took something.
@@ -212,7 +215,7 @@ impl http_body::Body for Passing {
             let status = Status::deadline_exceeded("the deadline of the call has passed");
             return Poll::Ready(Some(Ok(end(&mut state, &status))));
         }
-        let status = match Pin::new(&mut live.body).poll_frame(context) {
+        let status = match live.body.poll_frame(context) {
             Poll::Pending => {
                 live.waits = true;
                 return Poll::Pending;
