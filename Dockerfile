@@ -21,6 +21,13 @@ RUN cargo build --release --locked --package deltapath --package cbt-lab \
  && install -D target/release/deltapath /out/deltapath/usr/local/bin/deltapath \
  && install -D target/release/cbt-lab /out/cbt-lab/usr/local/bin/cbt-lab
 
+# One file that needs no other. The target is named so that the flag is not for build scripts.
+FROM build AS static
+RUN host=$(rustc -vV | sed -n 's/^host: //p') \
+ && RUSTFLAGS="$RUSTFLAGS -C target-feature=+crt-static" \
+        cargo build --release --locked --package deltapath-gateway --target "$host" \
+ && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway
+
 # Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
 # them, with the libraries that they are linked to.
 FROM debian:bookworm-slim AS programs
@@ -38,6 +45,20 @@ RUN apt-get update \
  && install -D -m 0644 /etc/mke2fs.conf /out/etc/mke2fs.conf \
  && rm -f /out/usr/lib/deltapath/libc.so.* /out/usr/lib/deltapath/ld-linux* /out/usr/lib/deltapath/libm.so.* \
  && install -d /out/etc/ld.so.conf.d && echo /usr/lib/deltapath > /out/etc/ld.so.conf.d/deltapath.conf
+
+# The gateway, for `make gateway-image`: no shell, no libraries, no root.
+FROM scratch AS gateway
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="deltapath-gateway" \
+      org.opencontainers.image.description="The Kubernetes SnapshotMetadata API in front of any CSI driver" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+COPY --from=static /out/gateway /
+USER 65532:65532
+ENTRYPOINT ["/deltapath-gateway"]
+CMD ["--help"]
 
 # The conformance suite for any driver, for `make lab-image`: it makes no filesystem.
 FROM debian:bookworm-slim AS lab

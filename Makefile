@@ -21,7 +21,7 @@ COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image backup-image image-rootfs test-deps clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -29,8 +29,8 @@ help: ## Say what there is
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
 
-build: ## Build target/release/deltapath and target/release/cbt-lab
-	$(CARGO) build --release --locked --package deltapath --package cbt-lab
+build: ## Build the programs: deltapath, deltapath-gateway and cbt-lab in target/release
+	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package cbt-lab
 
 demo: deps build ## Play a full and an incremental backup on a real loop device
 	target/release/deltapath demo
@@ -51,8 +51,9 @@ test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit 
 unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 	$(CARGO) test --locked --workspace --lib --bins
 
-bench: deps ## What things cost, each beside the bare operation in the same run, in one table
+bench: deps test-deps ## What things cost, each beside the bare operation in the same run, in one table
 	$(CARGO) bench --locked --bench table
+	$(CARGO) bench --locked --package deltapath-gateway --bench gateway
 
 bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 	$(CARGO) bench --locked --bench core
@@ -82,6 +83,10 @@ image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 lab-image: ## Build the image of the conformance suite, cbt-lab:VERSION
 	$(ENGINE) build --target lab --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 		--tag cbt-lab:$(VERSION) .
+
+gateway-image: ## Build the image of the gateway, deltapath-gateway:VERSION
+	$(ENGINE) build --target gateway --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+		--tag deltapath-gateway:$(VERSION) .
 
 backup-image: ## Build the image of the example backup program, deltapath-backup:VERSION
 	$(ENGINE) build --tag deltapath-backup:$(VERSION) deploy/backup

@@ -16,7 +16,7 @@ rootfs=$deps/rootfs
 # What the image is made of.
 inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates src)
 state=$(find "${inputs[@]}" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
-if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ]; then
+if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ] && [ -x "$deps/gateway/deltapath-gateway" ]; then
     exit 0
 fi
 
@@ -71,22 +71,29 @@ echo "image-rootfs: building the Dockerfile"
 toolchain=$(rustc --print sysroot)
 registry=${CARGO_HOME:-$HOME/.cargo}/registry
 mkdir -p "$registry" "$deps/target"
-b bud --pull-never --layers --quiet --tag deltapath:test \
-    --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
-    --volume "$deps/target:/src/target" --volume /etc/ssl/certs:/etc/ssl/certs:ro \
-    --file Dockerfile . >"$deps/build.log" 2>&1 || {
-    tail -n 20 "$deps/build.log" >&2
-    exit 1
+build() { # TAG [FLAG...]
+    b bud --pull-never --layers --quiet --tag "$@" \
+        --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
+        --volume "$deps/target:/src/target" --volume /etc/ssl/certs:/etc/ssl/certs:ro \
+        --file Dockerfile . >"$deps/build.log" 2>&1 || {
+        tail -n 20 "$deps/build.log" >&2
+        exit 1
+    }
 }
-
-rm -rf "$rootfs.new"
-mkdir -p "$rootfs.new"
-container=$(b from --pull-never localhost/deltapath:test)
-mounted=$(b mount "$container")
-cp -a "$mounted/." "$rootfs.new/"
-b umount "$container" >/dev/null
-b rm "$container" >/dev/null
-rm -rf "$rootfs"
-mv "$rootfs.new" "$rootfs"
+unpack() { # TAG DIRECTORY
+    rm -rf "$2.new"
+    mkdir -p "$2.new"
+    container=$(b from --pull-never "localhost/$1")
+    mounted=$(b mount "$container")
+    cp -a "$mounted/." "$2.new/"
+    b umount "$container" >/dev/null
+    b rm "$container" >/dev/null
+    rm -rf "$2"
+    mv "$2.new" "$2"
+}
+build deltapath:test
+unpack deltapath:test "$rootfs"
+build deltapath-gateway:test --target gateway
+unpack deltapath-gateway:test "$deps/gateway"
 echo "$state" >"$deps/state"
 echo "image-rootfs: $(du -sh --apparent-size "$rootfs" | cut -f 1) in $rootfs"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A kind cluster with deltapath in it: cluster, snapshot CRDs and controller, the CBT CRD, images, driver, certificate.
+# A kind cluster with deltapath in it: cluster, snapshot CRDs and controller, the CBT CRD, images, driver, gateway.
 # Run again, it brings an existing cluster up to date. The cluster's name is CLUSTER (default: deltapath).
 set -euo pipefail
 # shellcheck source=hack/lib.sh
@@ -7,7 +7,7 @@ set -euo pipefail
 
 usage="usage: kind-up.sh [--distributed] [--no-build]
   --distributed  two worker nodes with a driver each, instead of one node
-  --no-build     take the images $image and $backup_image as they are"
+  --no-build     take the images $image, $gateway_image and $backup_image as they are"
 overlay=kind controller=base nodes=1 build=yes
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -47,10 +47,10 @@ else
 fi
 
 if [ "$build" = yes ]; then
-    say "building $image and $backup_image"
-    make --no-print-directory -C "$root" image backup-image ENGINE="$engine"
+    say "building $image, $gateway_image and $backup_image"
+    make --no-print-directory -C "$root" image gateway-image backup-image ENGINE="$engine"
 fi
-for loaded in "$image" "$backup_image"; do
+for loaded in "$image" "$gateway_image" "$backup_image"; do
     say "loading $loaded into the nodes"
     if [ "$engine" = docker ]; then
         kind load docker-image --name "$CLUSTER" "$loaded"
@@ -80,13 +80,13 @@ kube apply --server-side --kustomize "$root/deploy/snapshot-controller/$controll
 
 say "installing deltapath, overlay $overlay"
 kube apply --server-side --kustomize "$root/deploy/overlays/$overlay"
-"$root/hack/tls.sh" --context "kind-$CLUSTER"
 
 say "waiting until all of it runs"
 kube rollout status --namespace kube-system deployment/snapshot-controller --timeout 180s
-workload=statefulset/deltapath-plugin
-[ "$overlay" = kind ] || workload=daemonset/deltapath-plugin
-if ! kube rollout status --namespace "$namespace" "$workload" --timeout 300s; then
+driver=statefulset/deltapath-plugin gateway=deployment/deltapath-gateway
+[ "$overlay" = kind ] || driver=daemonset/deltapath-plugin gateway=daemonset/deltapath-gateway
+runs() { kube rollout status --namespace "$namespace" "$1" --timeout 300s; }
+if ! runs "$driver" || ! runs "$gateway"; then
     kube get pods --namespace "$namespace" --output wide
     kube describe pods --namespace "$namespace" | tail -n 40
     fail "deltapath does not run; docs/troubleshooting.md says where to look"

@@ -11,6 +11,7 @@ snapshot_metadata_version=v1.1.0
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -n 1)
 image=deltapath:$version
+gateway_image=deltapath-gateway:$version
 backup_image=deltapath-backup:$version
 namespace=deltapath
 : "${CLUSTER:=deltapath}"

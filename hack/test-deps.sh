@@ -47,3 +47,6 @@ if ! fresh backup "$state"; then
     (cd hack/sidecar && go build -o "$root/.deps/backup/" github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata)
     echo "$state" >.deps/backup/state
 fi
+
+# The Kubernetes API server, with its etcd, that the gateway is tested against.
+hack/kube-programs.sh etcd kube-apiserver >/dev/null

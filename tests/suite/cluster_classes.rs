@@ -6,27 +6,43 @@ use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
 use serde_json::Value;
 
 use crate::cluster_rules::plugins;
-use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, read};
+use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, strings};
 
 #[test]
-fn the_metadata_service_is_where_its_object_says() {
-    let Some(base) = objects_of("deploy/base") else { return };
-    let cr = objects_of("deploy/cbt/snapshotmetadataservice.yaml").expect("the checker is there")[0];
-    assert_eq!(cr.name(), DRIVER, "clients look it up by the driver's name");
-    let service = base.iter().find(|found| found.kind() == "Service").expect("a Service");
-    let (namespace, port) =
-        (&service.object["metadata"]["namespace"], &service.object["spec"]["ports"][0]["port"]);
-    let address = format!("{}.{}.svc:{port}", service.name(), namespace.as_str().expect("a namespace"));
-    assert_eq!(cr.object["spec"]["address"], address);
-    let plugin = base.iter().find(|found| found.kind() == "StatefulSet").expect("the driver");
-    let pod = pod_spec(&plugin.object).expect("a pod");
-    let tls =
-        list(&pod["volumes"]).find(|volume| volume["name"] == "tls").expect("a volume for the certificate");
-    let secret = tls["secret"]["secretName"].as_str().expect("a secret");
-    assert!(
-        read("hack/tls.sh").contains(&format!("secret={secret}\n")),
-        "hack/tls.sh makes another secret than {secret}"
-    );
+fn the_gateway_tells_clients_where_its_service_is() {
+    let Some(plugins) = plugins() else { return };
+    for (source, objects, _) in plugins {
+        let gateway = objects
+            .iter()
+            .find(|found| found.name() == "deltapath-gateway" && pod_spec(&found.object).is_some());
+        let gateway = gateway.unwrap_or_else(|| panic!("{source} has no gateway"));
+        let pod = pod_spec(&gateway.object).expect("a pod");
+        let arguments = strings(&pod["containers"][0]["args"]);
+        let flag = |name: &str| {
+            let value = arguments.iter().find_map(|argument| argument.strip_prefix(name)?.strip_prefix('='));
+            value.unwrap_or_else(|| panic!("{source}: the gateway has no {name}"))
+        };
+        let service = objects.iter().find(|found| found.kind() == "Service").expect("a Service");
+        let (namespace, port) =
+            (&service.object["metadata"]["namespace"], &service.object["spec"]["ports"][0]["port"]);
+        let address = format!("{}.{}.svc:{port}", service.name(), namespace.as_str().expect("a namespace"));
+        assert_eq!(flag("--service-address"), address, "{source}");
+        // The Secret and the lease that it may write, and the object of its driver, are those in its roles.
+        let secret = objects.iter().find(|found| found.kind() == "Secret").expect("the empty Secret");
+        let named: Vec<&Value> = objects
+            .iter()
+            .filter(|found| found.name() == "deltapath-gateway" && found.kind().ends_with("Role"))
+            .flat_map(|found| list(&found.object["rules"]))
+            .flat_map(|rule| list(&rule["resourceNames"]))
+            .collect();
+        assert_eq!(named, [DRIVER, secret.name(), "deltapath-gateway"], "{source}");
+        assert!(
+            secret.object.get("data").is_none(),
+            "{source}: applying it again would take the certificate away"
+        );
+        // Clients may delete base snapshots only where the driver keeps them.
+        assert_eq!(flag("--require-base-snapshot"), "false", "{source}");
+    }
 }
 
 fn parameters(found: &Found) -> HashMap<String, String> {
@@ -72,10 +88,7 @@ fn classes_are_this_drivers_and_take_their_parameters() {
                 _ => {}
             }
         }
-        assert_eq!(
-            defaults, 1,
-            "{source}: csi-snapshot-metadata wants exactly one default VolumeSnapshotClass"
-        );
+        assert_eq!(defaults, 1, "{source}: csi-snapshotter wants exactly one default VolumeSnapshotClass");
     }
 }
 

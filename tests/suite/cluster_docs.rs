@@ -104,7 +104,8 @@ fn scripts_and_manifests_are_of_the_same_releases() {
     };
     let plugin = read("deploy/base/plugin.yaml");
     assert!(plugin.contains(&format!("csi-snapshotter:{}\n", of("snapshotter_version"))));
-    assert!(plugin.contains(&format!("csi-snapshot-metadata:{}\n", of("snapshot_metadata_version"))));
+    let community = read("deploy/components/community-sidecar/kustomization.yaml");
+    assert!(community.contains(&format!("csi-snapshot-metadata:{}\n", of("snapshot_metadata_version"))));
     let checker = read("hack/manifests/go.mod");
     assert!(checker.contains(&format!("external-snapshotter/client/v8 {}\n", of("snapshotter_version"))));
     let node = of("node_image");

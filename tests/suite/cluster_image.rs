@@ -334,3 +334,21 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
         assert!(!said.contains("not found"), "{program} lacks a library:\n{said}");
     }
 }
+
+/// One static file, and nothing else: run as the pod's user, with no other file there.
+#[test_with::root]
+#[test]
+fn the_gateways_image_is_one_program_that_needs_nothing() {
+    let Some(rootfs) = rootfs() else { return };
+    let gateway = rootfs.with_file_name("gateway");
+    assert_eq!(testkit::names(&gateway), ["deltapath-gateway"]);
+    let output = Command::new("chroot")
+        .args(["--userspec=65532:65532", "--groups="])
+        .arg(&gateway)
+        .args(["/deltapath-gateway", "--version"])
+        .output()
+        .expect("run chroot");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let version = format!("deltapath-gateway {}\n", env!("CARGO_PKG_VERSION"));
+    assert_eq!(said, version, "{}", String::from_utf8_lossy(&output.stderr));
+}

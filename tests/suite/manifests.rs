@@ -9,9 +9,10 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// What kustomize can build.
-pub const KUSTOMIZATIONS: [&str; 7] = [
+pub const KUSTOMIZATIONS: [&str; 8] = [
     "deploy/base",
     "deploy/overlays/attach",
+    "deploy/overlays/community-sidecar",
     "deploy/overlays/distributed",
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
@@ -19,9 +20,10 @@ pub const KUSTOMIZATIONS: [&str; 7] = [
     "deploy/snapshot-controller/distributed",
 ];
 /// Those of them that hold a driver.
-pub const OVERLAYS: [&str; 5] = [
+pub const OVERLAYS: [&str; 6] = [
     "deploy/base",
     "deploy/overlays/attach",
+    "deploy/overlays/community-sidecar",
     "deploy/overlays/distributed",
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
@@ -74,7 +76,7 @@ pub fn files(dir: &str, extension: &str) -> Vec<String> {
 }
 
 fn plain_files() -> Vec<String> {
-    files("deploy/examples", "yaml").into_iter().chain(files("deploy/cbt", "yaml")).collect()
+    files("deploy/examples", "yaml")
 }
 
 /// The checker, run in the repository.
@@ -188,7 +190,7 @@ fn the_checker_refuses_what_an_api_server_would() {
         let arguments = [
             "-test-driver".to_owned(),
             file.path().display().to_string(),
-            "deploy/cbt/snapshotmetadataservice.yaml".to_owned(),
+            "deploy/examples/snapshot.yaml".to_owned(),
         ];
         let output = check(&arguments).expect("it ran above");
         assert!(!output.status.success(), "a wrong name in a test driver passes");
