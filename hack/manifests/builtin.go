@@ -15,6 +15,12 @@ import (
 	"k8s.io/kubernetes/pkg/apis/core"
 	_ "k8s.io/kubernetes/pkg/apis/core/install"
 	core_validation "k8s.io/kubernetes/pkg/apis/core/validation"
+	"k8s.io/kubernetes/pkg/apis/networking"
+	_ "k8s.io/kubernetes/pkg/apis/networking/install"
+	networking_validation "k8s.io/kubernetes/pkg/apis/networking/validation"
+	"k8s.io/kubernetes/pkg/apis/policy"
+	_ "k8s.io/kubernetes/pkg/apis/policy/install"
+	policy_validation "k8s.io/kubernetes/pkg/apis/policy/validation"
 	"k8s.io/kubernetes/pkg/apis/rbac"
 	_ "k8s.io/kubernetes/pkg/apis/rbac/install"
 	rbac_validation "k8s.io/kubernetes/pkg/apis/rbac/validation"
@@ -89,6 +95,12 @@ func validate(object runtime.Object) field.ErrorList {
 	case *core.PersistentVolumeClaim:
 		return core_validation.ValidatePersistentVolumeClaim(
 			object, core_validation.ValidationOptionsForPersistentVolumeClaimCreate())
+	case *core.Secret:
+		return core_validation.ValidateSecret(object)
+	case *networking.NetworkPolicy:
+		return networking_validation.ValidateNetworkPolicy(object, networking_validation.NetworkPolicyValidationOptions{})
+	case *policy.PodDisruptionBudget:
+		return policy_validation.ValidatePodDisruptionBudget(object, policy_validation.PodDisruptionBudgetValidationOptions{})
 	case *core.Pod:
 		return core_validation.ValidatePodCreate(object, pods)
 	case *apps.StatefulSet:

@@ -6,7 +6,7 @@ use deltapath::driver::{SnapshotParameters, VolumeParameters, parse_tuning};
 use serde_json::Value;
 
 use crate::cluster_rules::plugins;
-use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, strings};
+use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, read, strings};
 
 #[test]
 fn the_gateway_tells_clients_where_its_service_is() {
