@@ -18,9 +18,6 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-/// Bytes of TLS records that wait for a socket without room, at most.
-const UNSENT: usize = 16 << 10;
-
 /// What connections may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -64,12 +61,7 @@ pub fn tls(
             let _ = stream.set_nodelay(true);
             let (acceptor, ready) = (acceptor.clone(), ready.clone());
             tokio::spawn(async move {
-                match timeout(
-                    limits.greeting,
-                    acceptor.accept_with(stream, |tls| tls.set_buffer_limit(Some(UNSENT))),
-                )
-                .await
-                {
+                match timeout(limits.greeting, acceptor.accept(stream)).await {
                     Ok(Ok(stream)) => {
                         let _ = ready.send(Ok(Connection::new(stream, limits, place))).await;
                     }

@@ -84,11 +84,12 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let mut long = long.await.expect("a stream").into_inner();
     assert!(long.message().await.expect("a message").is_some());
 
-    // Clients that come all the time, with the CA that the object names when they come.
+    // Clients that come all the time, with what the object named a second ago: less than the overlap.
     let stop = Arc::new(AtomicBool::new(false));
     let calls = Arc::new(AtomicUsize::new(0));
     let world = Arc::new(world);
     let clients: Vec<_> = [one.port, two.port]
+        .repeat(4)
         .into_iter()
         .map(|port| {
             let (world, stop, calls, token, ns) =
@@ -99,12 +100,12 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
                     let bundle = bundle(&object);
                     assert!(bundle.contains("BEGIN CERTIFICATE"), "an object without a CA");
                     assert!(!bundle.contains("PRIVATE KEY"));
+                    tokio::time::sleep(Duration::from_secs(1)).await;
                     let client = Client::connect(port, "127.0.0.1", &bundle).await;
                     let mut client =
                         client.unwrap_or_else(|error| panic!("{error:?}: the CA of the object does not do"));
                     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
                     calls.fetch_add(1, Ordering::Relaxed);
-                    tokio::time::sleep(Duration::from_millis(20)).await;
                 }
             })
         })
