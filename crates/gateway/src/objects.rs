@@ -414,7 +414,10 @@ pub async fn fetch(
         };
         Ok((snapshot, content))
     };
-    tokio::time::timeout(PATIENCE, fetch).await.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
+    let asked = std::time::Instant::now();
+    let fetched = tokio::time::timeout(PATIENCE, fetch).await;
+    metrics::histogram!("deltapath_gateway_api_seconds", "call" => "VolumeSnapshot").record(asked.elapsed());
+    fetched.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
 }
 
 fn keep_snapshot(object: ApiSnapshot) -> (SnapshotName, Snapshot) {

@@ -229,3 +229,26 @@ pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
         }
     }
 }
+
+pub async fn calls_are_served_when_nobody_reads_the_audit(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    world.snapshot(&world.namespace, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let config = world.gateway_kubeconfig("gateway").await;
+    let files = crate::world::Files::make(world.dir.path());
+    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
+    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let mut gateway = Gateway::start_to(&world, &config, "gateway", &arguments, Some(files), writer.into());
+    gateway.ready().await;
+    let mut client = gateway.client().await;
+    for _ in 0..3 {
+        assert_eq!(code(&client.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+    }
+    assert!(gateway.is_alive());
+    assert_eq!(
+        gateway.metric(r#"deltapath_gateway_rpc_total{method="GetMetadataAllocated",code="Ok"}"#).await,
+        3.0
+    );
+}

@@ -59,6 +59,7 @@ fn main() -> ExitCode {
         hostile::plaintext_old_tls_and_garbage_are_refused,
         hostile::requests_that_are_too_large_or_too_slow_end,
         hostile::no_token_and_no_secret_is_written_anywhere,
+        hostile::calls_are_served_when_nobody_reads_the_audit,
         community::a_backup_tool_of_the_community_works_on_btrfs,
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,

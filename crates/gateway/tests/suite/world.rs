@@ -178,6 +178,20 @@ pub struct Gateway {
 
 impl Gateway {
     pub fn start(world: &World, kubeconfig: &Path, name: &str, more: &[&str], files: Option<Files>) -> Self {
+        let audit = world.dir.path().join(format!("{name}.audit"));
+        let audit = std::fs::OpenOptions::new().create(true).append(true).open(audit).expect("a file");
+        Self::start_to(world, kubeconfig, name, more, files, audit.into())
+    }
+
+    /// The same with another standard output.
+    pub fn start_to(
+        world: &World,
+        kubeconfig: &Path,
+        name: &str,
+        more: &[&str],
+        files: Option<Files>,
+        audit_to: Stdio,
+    ) -> Self {
         let (port, http) = (free_port(), free_port());
         let (log, audit) =
             (world.dir.path().join(format!("{name}.log")), world.dir.path().join(format!("{name}.audit")));
@@ -191,7 +205,7 @@ impl Gateway {
             .env("RUST_LOG", "debug,h2=info,hyper=info,tower=info,rustls=info")
             .env_remove("TLS_CERT_PATH")
             .stdin(Stdio::null())
-            .stdout(file(&audit))
+            .stdout(audit_to)
             .stderr(file(&log))
             .spawn()
             .expect("start the gateway");
