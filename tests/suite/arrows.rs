@@ -10,15 +10,15 @@ const MAY_USE: [(&str, &[&str]); 8] = [
     ("store", &["sys"]),
     ("pool", &["sys"]),
     ("driver", &["sys", "store", "pool", "cbt"]),
-    ("csi", &["sys", "store", "pool", "cbt", "driver", "proto", "tonic", "prost"]),
-    ("http", &["driver"]),
+    ("csi", &["sys", "store", "pool", "cbt", "driver", "proto", "serve", "tonic", "prost"]),
+    ("http", &["driver", "serve", "axum"]),
     ("cli", &["sys", "store", "pool", "cbt", "driver", "csi", "http", "proto", "csi_client", "clap"]),
     // Compiled for tests and cargo-fuzz alone.
     ("fuzz", &["store", "cbt", "driver", "csi"]),
 ];
 
 /// Members and crates that not every room may use.
-const OUTSIDE: [&str; 6] = ["cbt", "proto", "csi_client", "clap", "tonic", "prost"];
+const OUTSIDE: [&str; 8] = ["cbt", "proto", "serve", "csi_client", "clap", "tonic", "prost", "axum"];
 
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(dir).expect("read_dir") {
@@ -107,5 +107,24 @@ fn unsafe_stands_in_sys_alone() {
     for file in files.iter().filter(|file| !file.starts_with(src.join("sys"))) {
         let text = std::fs::read_to_string(file).expect("read");
         assert!(!text.contains("allow(unsafe_code)"), "{} allows unsafe code", file.display());
+    }
+}
+
+/// The driver runs with all rights: what it links is what it needs.
+#[test]
+fn the_driver_links_no_code_of_the_other_programs() {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = std::process::Command::new(cargo)
+        .args(["tree", "--locked", "--package", "deltapath", "--edges", "normal", "--prefix", "none"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .expect("cargo tree");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let tree = String::from_utf8(output.stdout).expect("utf-8");
+    let linked: Vec<&str> = tree.lines().filter_map(|line| line.split(' ').next()).collect();
+    assert!(linked.contains(&"tonic"), "{tree}");
+    for unwanted in ["kube", "k8s-openapi", "rustls", "regex", "quick-junit", "serde-saphyr", "object_store"]
+    {
+        assert!(!linked.contains(&unwanted), "the driver links {unwanted}");
     }
 }
