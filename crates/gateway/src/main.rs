@@ -229,4 +229,22 @@ mod tests {
             assert!(!parse(wrong), "{wrong}");
         }
     }
+
+    /// The page with all flags (docs/reference.md) names all of them, and no other.
+    #[test]
+    fn the_reference_has_every_flag() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
+        let page = std::fs::read_to_string(page).expect("the reference");
+        let section = page.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-gateway`"));
+        let section = section.expect("a section of flags");
+        let command = Arguments::command();
+        let flags: Vec<_> = command.get_arguments().filter_map(|argument| argument.get_long()).collect();
+        for flag in flags.iter().filter(|flag| !["help", "version"].contains(flag)) {
+            assert!(section.contains(&format!("`--{flag}`")), "--{flag} is not in the reference");
+        }
+        for named in section.split("`--").skip(1) {
+            let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+            assert!(flags.contains(&named.as_str()), "the reference names --{named}, which is no flag");
+        }
+    }
 }
