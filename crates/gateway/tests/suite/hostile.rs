@@ -46,7 +46,7 @@ async fn until_closed(gateway: &Gateway, bytes: &[u8]) -> Duration {
 }
 
 pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
-    let _driver = Driver::start(&world.driver, &world.socket());
+    let driver = Driver::start(&world.driver, &world.socket());
     world.snapshot(&world.namespace, "monday", "plain-1").await;
     let token = world.reader("reader").await;
     let mut gateway = world.gateway(&[]).await;
@@ -56,10 +56,8 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
     if let Ok(channel) = channel {
         let mut client = proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient::new(channel);
         let answer = client.get_metadata_allocated(GetMetadataAllocatedRequest::default()).await;
-        assert!(matches!(
-            answer.expect_err("refused").code(),
-            Code::Unavailable | Code::Internal | Code::Unknown
-        ));
+        // Which code that is, is the client's own business: it sees a connection that ends.
+        assert!(answer.is_err(), "a call without TLS was answered");
     }
     until_closed(&gateway, b"GET / HTTP/1.1\r\n\r\n").await;
     // A ClientHello of TLS 1.1 that offers nothing later.
@@ -90,6 +88,7 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
         begun.elapsed()
     });
     assert!(silent.0 < Duration::from_secs(20) && silent.1 < Duration::from_secs(20), "{silent:?}");
+    assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
     assert!(gateway.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }
