@@ -32,7 +32,8 @@ deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like)
 build: ## Build the programs: deltapath, deltapath-gateway and cbt-lab in target/release
 	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package cbt-lab
 
-demo: deps build ## Play a full and an incremental backup on a real loop device
+demo: deps ## Play a full and an incremental backup on a real loop device
+	$(CARGO) build --release --locked --package deltapath
 	target/release/deltapath demo
 
 fmt: ## Format the code

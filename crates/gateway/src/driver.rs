@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
-use serve::upstream::{self, Room};
+use serve::upstream::{self, WideWindows};
 use tokio::net::UnixStream;
 use tonic::codegen::http::{self, HeaderValue, Request, response};
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -22,8 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it is asked while it is away, and later whether it is still there.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// Memory for what fast streams may have sent ahead, in bytes.
-const ROOM: usize = 16 << 20;
+/// What fast streams together may have sent ahead, in bytes.
+const WIDE_WINDOWS: usize = 16 << 20;
 
 /// The driver on its socket.
 #[derive(Clone)]
@@ -31,7 +31,7 @@ pub struct Driver {
     path: PathBuf,
     /// For calls about the driver itself. It is made when it is used, and made again when it was lost.
     channel: Channel,
-    room: Arc<Room>,
+    windows: Arc<WideWindows>,
 }
 
 /// The body of a driver's answer.
@@ -46,7 +46,7 @@ impl Driver {
             async move { UnixStream::connect(socket).await.map(TokioIo::new) }
         });
         let channel = Endpoint::from_static(ORIGIN).connect_with_connector_lazy(connector);
-        Driver { path, channel, room: Room::new(ROOM) }
+        Driver { path, channel, windows: WideWindows::of(WIDE_WINDOWS) }
     }
 
     /// Opens a stream: the head of the answer, and its body.
@@ -74,7 +74,7 @@ impl Driver {
             request.headers_mut().insert("grpc-timeout", timeout);
         }
         let socket = UnixStream::connect(&self.path).await.map_err(|error| away(&error))?;
-        upstream::call(socket, request, body, self.room.clone()).await.map_err(|error| away(&error))
+        upstream::call(socket, request, body, self.windows.clone()).await.map_err(|error| away(&error))
     }
 
     /// The driver's name, as soon as it says it.
@@ -101,15 +101,10 @@ impl Driver {
     /// Whether the driver is there and ready, over and over.
     pub async fn watch(&self, tell: impl Fn(bool)) {
         let mut identity = IdentityClient::new(self.channel.clone());
-        let mut was_ready = false;
         loop {
             let probe = tokio::time::timeout(PATIENCE, identity.probe(ProbeRequest {})).await;
             // A driver that says nothing about itself is ready (CSI spec, "Probe").
             let is_ready = matches!(probe, Ok(Ok(answer)) if answer.get_ref().ready != Some(false));
-            if is_ready != was_ready {
-                tracing::info!(is_ready, "the CSI driver");
-                was_ready = is_ready;
-            }
             tell(is_ready);
             tokio::time::sleep(EVERY).await;
         }

@@ -2,6 +2,7 @@
 //! calls in `service`.
 #![forbid(unsafe_code)]
 
+mod api;
 mod certificates;
 mod driver;
 mod objects;

@@ -17,14 +17,15 @@ use moka::future::Cache;
 use tokio::sync::Semaphore;
 use tonic::Status;
 
+use crate::api;
 use crate::objects::{SNAPSHOTS, SnapshotName};
 
 /// Answers kept at once, of each kind.
 const CACHED: u64 = 20_000;
 /// Reviews under way at once: whoever tries tokens out does not take the API server with them.
 const AT_ONCE: usize = 64;
-/// How long one review may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Tokens that wait for their review at once.
+const MAX_WAITING: usize = 1024;
 
 /// A keyed hash of what a review was about.
 type Key = [u8; blake3::OUT_LEN];
@@ -38,6 +39,7 @@ pub struct Reviews {
     callers: Cache<Key, Arc<Caller>>,
     rights: Cache<Key, Allowed>,
     under_way: Semaphore,
+    waiting: Semaphore,
 }
 
 /// Who a token belongs to.
@@ -89,6 +91,7 @@ impl Reviews {
             callers: Cache::builder().max_capacity(CACHED).expire_after(Ends).build(),
             rights: Cache::builder().max_capacity(CACHED).expire_after(Ends).build(),
             under_way: Semaphore::new(AT_ONCE),
+            waiting: Semaphore::new(MAX_WAITING),
         })
     }
 
@@ -114,6 +117,8 @@ impl Reviews {
     }
 
     async fn review_token(&self, key: Key, token: &str, audience: &str) -> Result<Arc<Caller>, Status> {
+        let busy = |_| Status::unavailable("too many tokens are being reviewed: try again");
+        let _place = self.waiting.try_acquire().map_err(busy)?;
         let review = TokenReview {
             spec: TokenReviewSpec { token: token.to_owned(), audiences: Some(vec![audience.to_owned()]) },
             ..TokenReview::default()
@@ -189,22 +194,18 @@ impl Reviews {
             + serde::Serialize
             + serde::de::DeserializeOwned,
     {
-        let away = |error: &dyn std::fmt::Display| {
-            counted(kind, "failed");
-            tracing::warn!(review = kind, %error, "the API server did not answer a review");
-            Status::unavailable("the Kubernetes API server does not answer: try again")
-        };
-        let _place = self.under_way.acquire().await.map_err(|error| away(&error))?;
-        let asked = Instant::now();
         let api: Api<K> = Api::all(self.client.clone());
-        let answer = tokio::time::timeout(PATIENCE, api.create(&PostParams::default(), &review)).await;
-        metrics::histogram!("deltapath_gateway_api_seconds", "call" => kind).record(asked.elapsed());
-        match answer {
-            Ok(Ok(review)) => Ok(review),
-            // Its display names what failed, and not the token in the request.
-            Ok(Err(error)) => Err(away(&error)),
-            Err(late) => Err(away(&late)),
-        }
+        let params = PostParams::default();
+        let create = async {
+            // Nobody closes the semaphore.
+            let _place = self.under_way.acquire().await;
+            api::ask(kind, api.create(&params, &review)).await
+        };
+        // What an error displays names what failed, and not the token in the request.
+        create.await.map_err(|error| {
+            counted(kind, "failed");
+            api::away(&error)
+        })
     }
 }
 

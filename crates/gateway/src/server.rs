@@ -140,8 +140,17 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     tasks.spawn({
         let ready = ready.clone();
         async move {
+            let mut was_missing = Some("it is starting");
             loop {
-                let status = match ready.missing() {
+                let missing = ready.missing();
+                if missing != was_missing {
+                    match missing {
+                        None => tracing::info!("ready"),
+                        Some(reason) => tracing::warn!(reason, "not ready"),
+                    }
+                    was_missing = missing;
+                }
+                let status = match missing {
                     None => ServingStatus::Serving,
                     Some(_) => ServingStatus::NotServing,
                 };
@@ -163,7 +172,6 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         client,
         audience: arguments.audience,
         streams,
-        unknown: Gateway::unknown(),
     };
     let connections = listen::tls(listener, ready.certificate.clone().server_config(), Limits::default());
     let (mut shutdown, mut overdue) = (stop.clone(), stop);

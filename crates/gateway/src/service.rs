@@ -11,9 +11,8 @@ use std::time::Duration;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
-use serve::listen::Line;
+use serve::listen::Calls;
 use serve::relay::{deadline, frame, unframe};
-use tokio::sync::Semaphore;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, response};
@@ -21,6 +20,7 @@ use tonic::server::NamedService;
 use tower::Service;
 use tracing::Instrument;
 
+use crate::api;
 use crate::driver::{self, Driver};
 use crate::objects::{self, Objects, SnapshotName};
 use crate::record::Record;
@@ -33,10 +33,6 @@ use proto::kubernetes;
 const MAX_REQUEST: usize = 32 << 10;
 /// How long a client may take to send its request.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
-/// How long the API server may take to give a secret.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Calls whose caller is not known yet, at once.
-const MAX_UNKNOWN: usize = 1024;
 
 /// Answers backup applications.
 pub struct Gateway {
@@ -54,15 +50,6 @@ pub struct Gateway {
     pub audience: Option<String>,
     /// Answers under way.
     pub streams: Arc<Streams>,
-    /// Places of calls whose caller is not known yet.
-    pub unknown: Semaphore,
-}
-
-impl Gateway {
-    /// Places for calls whose caller is not known yet.
-    pub fn unknown() -> Semaphore {
-        Semaphore::new(MAX_UNKNOWN)
-    }
 }
 
 /// The gateway as a gRPC service.
@@ -132,12 +119,10 @@ impl Question {
     fn check(&self) -> Result<(), Status> {
         let SnapshotName { namespace, name } = &self.target;
         let snapshot = if self.base.is_some() { "target_snapshot_name" } else { "snapshot_name" };
-        for (field, value) in [
-            ("security_token", &self.token),
-            ("namespace", namespace),
-            (snapshot, name),
-            ("base_snapshot_id", self.base.as_ref().unwrap_or(name)),
-        ] {
+        let asked_for = [("security_token", &self.token), ("namespace", namespace), (snapshot, name)];
+        for (field, value) in
+            asked_for.into_iter().chain(self.base.as_ref().map(|base| ("base_snapshot_id", base)))
+        {
             if value.is_empty() {
                 return Err(Status::invalid_argument(format!("{field} is missing")));
             }
@@ -182,7 +167,7 @@ impl Gateway {
         let mut call = Call {
             record: Record::new(if delta { "GetMetadataDelta" } else { "GetMetadataAllocated" }),
             deadline: deadline(&head.headers),
-            on_line: head.extensions.get::<Line>().map(Line::enter),
+            on_connection: head.extensions.get::<Calls>().map(Calls::open),
             place: None,
         };
         let span = call.record.span().clone();
@@ -213,27 +198,19 @@ impl Gateway {
         // 1. All arguments.
         question.check()?;
         // 2. Who calls.
-        let caller = {
-            let busy = |_| Status::unavailable("too many callers are being authenticated: try again");
-            let _place = self.unknown.try_acquire().map_err(busy)?;
-            self.reviews.caller(&question.token, &self.audience()?).await?
-        };
+        let caller = self.reviews.caller(&question.token, &self.audience()?).await?;
         call.record.by(caller.name());
         call.place = Some(self.streams.enter(caller.name())?);
-        // 3. Whether they may, for the target; the base, which needs no object, is looked at meanwhile.
-        let base = question.base.as_deref().unwrap_or_default();
+        // 3. Whether they may get the target; what the base is, and whether they may get that, is asked meanwhile.
         let (may, base) = tokio::join!(
             self.reviews.may_get(&caller, &question.target),
-            self.find_base(&caller, &question.target.namespace, base)
+            self.find_base(&caller, &question.target.namespace, question.base.as_deref())
         );
         may?;
         // 4. The target's objects.
         let target = self.find_target(&question.target).await?;
         // 5. The base, and both together.
-        let base = match &question.base {
-            None => None,
-            Some(_) => Some(base?.against(&target)?),
-        };
+        let base = base?.map(|base| base.against(&target)).transpose()?;
         // 6. The secrets of the class.
         let secrets = self.secrets(&question.target, &target).await?;
         // 7. The driver.
@@ -276,23 +253,27 @@ impl Gateway {
         if let Ok(usable) = resolve::usable(name, snapshot, content, &self.driver_name) {
             return Ok(usable);
         }
-        let fetched = objects::fetch(&self.client, name).await.map_err(|error| {
-            tracing::warn!(%error, "the API server did not give a snapshot");
-            Status::unavailable("the Kubernetes API server does not answer: try again")
-        })?;
-        resolve::usable(name, fetched.0, fetched.1, &self.driver_name)
+        let (snapshot, content) =
+            objects::fetch(&self.client, name).await.map_err(|error| api::away(&error))?;
+        resolve::usable(name, snapshot, content, &self.driver_name)
             .map_err(|refusal| refusal.status(name, &self.driver_name))
     }
 
     /// What `base_snapshot_id` means: a handle of this driver that the cluster knows, else the name of a VolumeSnapshot
     /// in the namespace, else the handle of a snapshot that was deleted.
-    async fn find_base(&self, caller: &Caller, namespace: &str, base: &str) -> Result<Base, Status> {
+    async fn find_base(
+        &self,
+        caller: &Caller,
+        namespace: &str,
+        base: Option<&str>,
+    ) -> Result<Option<Base>, Status> {
+        let Some(base) = base else { return Ok(None) };
         let contents = self.objects.with_handle(base);
         if !contents.is_empty() {
             let mut refused = None;
             for content in contents {
                 match self.reviews.may_get(caller, &content.snapshot).await {
-                    Ok(()) => return Ok(Base { handle: base.to_owned(), content: Some(content) }),
+                    Ok(()) => return Ok(Some(Base { handle: base.to_owned(), content: Some(content) })),
                     Err(status) => refused = Some(status),
                 }
             }
@@ -307,12 +288,12 @@ impl Gateway {
         let name = SnapshotName { namespace: namespace.to_owned(), name: base.to_owned() };
         let (snapshot, content) = self.objects.snapshot(&name);
         if snapshot.is_none() {
-            return Ok(Base { handle: base.to_owned(), content: None });
+            return Ok(Some(Base { handle: base.to_owned(), content: None }));
         }
         self.reviews.may_get(caller, &name).await?;
         let usable = resolve::usable(&name, snapshot, content.clone(), &self.driver_name)
             .map_err(|refusal| refusal.status(&name, &self.driver_name))?;
-        Ok(Base { handle: usable.handle, content })
+        Ok(Some(Base { handle: usable.handle, content }))
     }
 
     /// The secrets that the snapshot's class names. Without a class, or where the class is gone, none.
@@ -328,27 +309,18 @@ impl Gateway {
             return Ok(HashMap::new());
         };
         let secrets: Api<Secret> = Api::namespaced(self.client.clone(), &namespace);
-        let asked = std::time::Instant::now();
-        let answer = tokio::time::timeout(PATIENCE, secrets.get_opt(&name)).await;
-        metrics::histogram!("deltapath_gateway_api_seconds", "call" => "Secret").record(asked.elapsed());
         // The name is the administrator's business, so it goes to the log.
         let unusable = |why: &str| {
             tracing::warn!(namespace, name, why, "the secret of the VolumeSnapshotClass cannot be used");
             Status::failed_precondition(format!("the secret that the VolumeSnapshotClass names {why}"))
         };
-        let secret = match answer {
-            Ok(Ok(Some(secret))) => secret,
-            Ok(Ok(None)) => return Err(unusable("does not exist")),
-            Ok(Err(kube::Error::Api(status))) if status.code == 403 => {
+        let secret = match api::ask("Secret", secrets.get_opt(&name)).await {
+            Ok(Some(secret)) => secret,
+            Ok(None) => return Err(unusable("does not exist")),
+            Err(kube::Error::Api(status)) if status.code == 403 => {
                 return Err(unusable("may not be read by this service"));
             }
-            Ok(Err(error)) => {
-                tracing::warn!(%error, "the API server did not give a secret");
-                return Err(Status::unavailable("the Kubernetes API server does not answer: try again"));
-            }
-            Err(_) => {
-                return Err(Status::unavailable("the Kubernetes API server does not answer: try again"));
-            }
+            Err(error) => return Err(api::away(&error)),
         };
         let data = secret.data.unwrap_or_default().into_iter();
         let data = data.map(|(key, value)| Ok((key, String::from_utf8(value.0)?)));

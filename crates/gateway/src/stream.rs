@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use serve::listen::OnLine;
+use serve::listen::OpenCall;
 use serve::relay::Tuples;
 use tokio::time::Sleep;
 use tonic::Status;
@@ -130,8 +130,8 @@ pub struct Call {
     pub record: Record,
     /// When its caller gives up.
     pub deadline: Option<Instant>,
-    /// Its place on its connection; none where that is not one of ours.
-    pub on_line: Option<OnLine>,
+    /// The same call as its connection counts it; none where the connection is not one of `serve::listen`.
+    pub on_connection: Option<OpenCall>,
     /// Its place among the streams, when its caller is known.
     pub place: Option<Place>,
 }
@@ -178,12 +178,12 @@ impl Open {
             idle.as_secs_f64()
         ));
         live.call.record.end(&status);
-        let on_line = live.call.on_line.take();
+        let on_connection = live.call.on_connection.take();
         // What the driver's side holds goes here; what the transport holds for the client goes with the connection.
         *state = State::Ended(Some(status));
         drop(state);
-        if let Some(on_line) = on_line {
-            on_line.leave_and_hang_up();
+        if let Some(call) = on_connection {
+            call.end_and_close();
         }
     }
 }

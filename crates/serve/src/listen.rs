@@ -1,4 +1,4 @@
-//! Connections over TLS: accepted, shaken hands with in time, counted, and ended when nobody uses them.
+//! Connections over TLS: accepted, given a time for the handshake, counted, and closed when nobody uses them.
 
 use std::io;
 use std::pin::Pin;
@@ -74,12 +74,12 @@ pub fn tls(
     ReceiverStream::new(connections)
 }
 
-/// A connection. It ends when its [`Line`] is hung up, and when no call uses it for long.
+/// A connection. It ends when its [`Calls`] close it, and when no call uses it for long.
 #[derive(Debug)]
 pub struct Connection {
     stream: TlsStream<TcpStream>,
-    line: Line,
-    hung_up: Pin<Box<WaitForCancellationFutureOwned>>,
+    calls: Calls,
+    closed: Pin<Box<WaitForCancellationFutureOwned>>,
     /// When it is looked whether the connection is still used.
     look: Pin<Box<Sleep>>,
     unused: Duration,
@@ -87,49 +87,53 @@ pub struct Connection {
     _place: OwnedSemaphorePermit,
 }
 
-/// A connection, as seen by the calls on it.
+/// The calls on a connection. Each request has them among its extensions.
 #[derive(Clone, Debug, Default)]
-pub struct Line {
-    hang_up: CancellationToken,
-    calls: Arc<AtomicUsize>,
+pub struct Calls {
+    close: CancellationToken,
+    open: Arc<AtomicUsize>,
 }
 
-/// A call on a connection, until it is dropped.
+/// A call that is open on a connection, until it is dropped.
 #[derive(Debug)]
-pub struct OnLine(Line);
+pub struct OpenCall(Calls);
 
-impl Line {
+impl Calls {
     /// Counts a call.
-    pub fn enter(&self) -> OnLine {
-        self.calls.fetch_add(1, Ordering::Relaxed);
-        OnLine(self.clone())
+    pub fn open(&self) -> OpenCall {
+        self.open.fetch_add(1, Ordering::Relaxed);
+        OpenCall(self.clone())
+    }
+
+    fn are_none(&self) -> bool {
+        self.open.load(Ordering::Relaxed) == 0
     }
 }
 
-impl OnLine {
-    /// Ends the call's place, and the connection too if no other call uses it.
-    pub fn leave_and_hang_up(self) {
-        let line = self.0.clone();
+impl OpenCall {
+    /// Ends the call, and closes the connection if it has no other.
+    pub fn end_and_close(self) {
+        let calls = self.0.clone();
         drop(self);
-        if line.calls.load(Ordering::Relaxed) == 0 {
-            line.hang_up.cancel();
+        if calls.are_none() {
+            calls.close.cancel();
         }
     }
 }
 
-impl Drop for OnLine {
+impl Drop for OpenCall {
     fn drop(&mut self) {
-        self.0.calls.fetch_sub(1, Ordering::Relaxed);
+        self.0.open.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl Connection {
     fn new(stream: TlsStream<TcpStream>, limits: Limits, place: OwnedSemaphorePermit) -> Self {
-        let line = Line::default();
+        let calls = Calls::default();
         Connection {
             stream,
-            hung_up: Box::pin(line.hang_up.clone().cancelled_owned()),
-            line,
+            closed: Box::pin(calls.close.clone().cancelled_owned()),
+            calls,
             look: Box::pin(sleep(limits.greeting)),
             unused: limits.unused,
             has_spoken: false,
@@ -139,10 +143,10 @@ impl Connection {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = Line;
+    type ConnectInfo = Calls;
 
-    fn connect_info(&self) -> Line {
-        self.line.clone()
+    fn connect_info(&self) -> Calls {
+        self.calls.clone()
     }
 }
 
@@ -154,11 +158,11 @@ impl AsyncRead for Connection {
     ) -> Poll<io::Result<()>> {
         let ended =
             |why: &str| Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionAborted, why.to_owned())));
-        if self.hung_up.as_mut().poll(context).is_ready() {
+        if self.closed.as_mut().poll(context).is_ready() {
             return ended("its only call was ended");
         }
         while self.look.as_mut().poll(context).is_ready() {
-            if !self.has_spoken || self.line.calls.load(Ordering::Relaxed) == 0 {
+            if !self.has_spoken || self.calls.are_none() {
                 return ended("nobody uses it");
             }
             let next = Instant::now() + self.unused;

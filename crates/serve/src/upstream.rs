@@ -2,8 +2,8 @@
 //!
 //! Each call has a connection of its own, which is driven where the answer is read, and by no task: while a client takes
 //! nothing, nothing is read for it. What the server behind may have sent ahead is its window. It is small at first, and
-//! large for streams that have shown that they are read, as long as [`Room`] has some left: so any number of clients that
-//! stop reading cost a known amount of memory, and a few that read fast are fast.
+//! large for streams that have shown that they are read, as long as the [`WideWindows`] of all calls allow it: so any number of
+//! clients that stop reading cost a known amount of memory, and a few that read fast are fast.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -30,25 +30,26 @@ const PROVEN: u64 = 256 << 10;
 /// Between two pings, and how long an answer to one may take.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
-/// Room for wide windows, in bytes, shared by all calls.
-pub struct Room(AtomicUsize);
+/// How many bytes of wide windows there may be, shared by all calls.
+pub struct WideWindows(AtomicUsize);
 
-impl Room {
-    /// So much of it.
-    pub fn new(bytes: usize) -> Arc<Self> {
-        Arc::new(Room(AtomicUsize::new(bytes)))
+impl WideWindows {
+    /// At most `bytes` together.
+    pub fn of(bytes: usize) -> Arc<Self> {
+        Arc::new(WideWindows(AtomicUsize::new(bytes)))
     }
 
-    fn take(self: &Arc<Self>) -> Option<Taken> {
+    fn take(self: &Arc<Self>) -> Option<WideWindow> {
         let taken =
             self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(WIDE as usize));
-        taken.is_ok().then(|| Taken(self.clone()))
+        taken.is_ok().then(|| WideWindow(self.clone()))
     }
 }
 
-struct Taken(Arc<Room>);
+/// One of them; given back when it is dropped.
+struct WideWindow(Arc<WideWindows>);
 
-impl Drop for Taken {
+impl Drop for WideWindow {
     fn drop(&mut self) {
         self.0.0.fetch_add(WIDE as usize, Ordering::Relaxed);
     }
@@ -68,19 +69,24 @@ pub enum Error {
     Silent,
 }
 
-/// The body of an answer, and the connection that it comes by.
-pub struct Answer<T> {
+/// A connection with one call on it, and what shows that its other end is alive.
+struct Link<T> {
     connection: Connection<T, Bytes>,
     /// The connection is closed when the last of these goes.
     _sender: SendRequest<Bytes>,
-    body: RecvStream,
     is_closed: bool,
-    passed: u64,
-    room: Arc<Room>,
-    wide: Option<Taken>,
     pings: Option<PingPong>,
     ping: Pin<Box<Sleep>>,
     is_waiting_for_pong: bool,
+}
+
+/// The body of an answer, and the connection that it comes by.
+pub struct Answer<T> {
+    link: Link<T>,
+    body: RecvStream,
+    passed: u64,
+    windows: Arc<WideWindows>,
+    wide: Option<WideWindow>,
 }
 
 impl<T> fmt::Debug for Answer<T> {
@@ -94,7 +100,7 @@ pub async fn call<T>(
     io: T,
     request: Request<()>,
     body: Bytes,
-    room: Arc<Room>,
+    windows: Arc<WideWindows>,
 ) -> Result<(response::Parts, Answer<T>), Error>
 where
     T: AsyncRead + AsyncWrite + Unpin,
@@ -109,48 +115,27 @@ where
     let (mut answer, mut stream) = sender.send_request(request, false)?;
     // A request is far smaller than any window.
     stream.send_data(body, true)?;
+    let mut link = Link {
+        pings: connection.ping_pong(),
+        connection,
+        _sender: sender,
+        is_closed: false,
+        ping: Box::pin(sleep(KEEPALIVE)),
+        is_waiting_for_pong: false,
+    };
     let head: Response<RecvStream> = poll_fn(|context| {
-        if let Poll::Ready(answer) = Pin::new(&mut answer).poll(context) {
-            return Poll::Ready(answer.map_err(Error::from));
-        }
-        match Pin::new(&mut connection).poll(context) {
-            // What was read before it ended may hold the answer.
-            Poll::Ready(ended) => Poll::Ready(match Pin::new(&mut answer).poll(context) {
-                Poll::Ready(answer) => answer.map_err(Error::from),
-                Poll::Pending => Err(ended.map_or_else(Error::from, |()| Error::Closed)),
-            }),
-            Poll::Pending => Pin::new(&mut answer).poll(context).map_err(Error::from),
+        link.drive(context);
+        match Pin::new(&mut answer).poll(context) {
+            Poll::Ready(answer) => Poll::Ready(answer.map_err(Error::from)),
+            Poll::Pending => link.alive(context),
         }
     })
     .await?;
     let (head, body) = head.into_parts();
-    let pings = connection.ping_pong();
-    let answer = Answer {
-        connection,
-        _sender: sender,
-        body,
-        is_closed: false,
-        passed: 0,
-        room,
-        wide: None,
-        pings,
-        ping: Box::pin(sleep(KEEPALIVE)),
-        is_waiting_for_pong: false,
-    };
-    Ok((head, answer))
+    Ok((head, Answer { link, body, passed: 0, windows, wide: None }))
 }
 
-impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
-    /// The next piece: data, or the trailers at the end.
-    pub fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        self.drive(context);
-        match self.poll_body(context) {
-            Poll::Pending if self.is_closed => Poll::Ready(Some(Err(Error::Closed))),
-            Poll::Pending => self.keep_alive(context).map(|silent| Some(Err(silent))),
-            ready => ready,
-        }
-    }
-
+impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
     /// Reads and writes what the connection can.
     fn drive(&mut self, context: &mut Context<'_>) {
         if !self.is_closed
@@ -164,14 +149,46 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
         }
     }
 
+    /// Pending while more may come: pings a server that has been quiet for a while.
+    fn alive<R>(&mut self, context: &mut Context<'_>) -> Poll<Result<R, Error>> {
+        if self.is_closed {
+            return Poll::Ready(Err(Error::Closed));
+        }
+        let Some(pings) = &mut self.pings else { return Poll::Pending };
+        if self.is_waiting_for_pong && pings.poll_pong(context).is_ready() {
+            self.is_waiting_for_pong = false;
+        }
+        while self.ping.as_mut().poll(context).is_ready() {
+            if self.is_waiting_for_pong {
+                return Poll::Ready(Err(Error::Silent));
+            }
+            self.is_waiting_for_pong = pings.send_ping(Ping::opaque()).is_ok();
+            self.ping.as_mut().reset(Instant::now() + KEEPALIVE);
+            // Written when the connection is driven the next time.
+            context.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
+    /// The next piece: data, or the trailers at the end.
+    pub fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        self.link.drive(context);
+        match self.poll_body(context) {
+            Poll::Pending => self.link.alive(context).map(Some),
+            ready => ready,
+        }
+    }
+
     fn poll_body(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match ready!(self.body.poll_data(context)) {
             Some(Ok(bytes)) => {
                 self.body.flow_control().release_capacity(bytes.len())?;
                 self.passed += bytes.len() as u64;
                 self.widen();
-                // A piece holds on to the whole buffer that it was read into. Where a client stops reading, it stays for
-                // long; so it is cut out while the window is narrow.
+                // A piece keeps the whole buffer that it was read into. Where a client stops reading, that would be for long,
+                // so a stream with a narrow window passes on copies.
                 let bytes = if self.wide.is_some() { bytes } else { Bytes::copy_from_slice(&bytes) };
                 Poll::Ready(Some(Ok(Frame::data(bytes))))
             }
@@ -186,29 +203,74 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
 
     fn widen(&mut self) {
         if self.wide.is_none() && self.passed >= PROVEN {
-            self.wide = self.room.take();
+            self.wide = self.windows.take();
             // Refused while earlier settings are not acknowledged: tried again with the next piece.
-            if self.wide.is_some() && self.connection.set_initial_window_size(WIDE).is_err() {
+            if self.wide.is_some() && self.link.connection.set_initial_window_size(WIDE).is_err() {
                 self.wide = None;
             }
         }
     }
+}
 
-    /// Pings a server that has been quiet for a while; ready when it does not answer.
-    fn keep_alive(&mut self, context: &mut Context<'_>) -> Poll<Error> {
-        let Some(pings) = &mut self.pings else { return Poll::Pending };
-        if self.is_waiting_for_pong && pings.poll_pong(context).is_ready() {
-            self.is_waiting_for_pong = false;
-        }
-        while self.ping.as_mut().poll(context).is_ready() {
-            if self.is_waiting_for_pong {
-                return Poll::Ready(Error::Silent);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{DuplexStream, duplex};
+
+    fn ask(io: DuplexStream) -> impl Future<Output = Result<(response::Parts, Answer<DuplexStream>), Error>> {
+        let request = Request::post("http://localhost/a").body(()).expect("a request");
+        call(io, request, Bytes::from_static(b"question"), WideWindows::of(0))
+    }
+
+    async fn next(answer: &mut Answer<DuplexStream>) -> Option<Result<Frame<Bytes>, Error>> {
+        poll_fn(|context| answer.poll_frame(context)).await
+    }
+
+    /// The time of these tests is tokio's: it goes on at once where all wait for it.
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_says_nothing_is_given_up() {
+        let (ours, _theirs) = duplex(64 << 10);
+        let started = Instant::now();
+        let error = ask(ours).await.expect_err("nobody answers");
+        assert!(matches!(error, Error::Silent), "{error}");
+        assert_eq!(started.elapsed().as_secs(), 2 * KEEPALIVE.as_secs());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_server_that_answers_pings_is_waited_for_and_a_frozen_one_is_not() {
+        let slow = Duration::from_secs(600);
+        let (ours, theirs) = duplex(64 << 10);
+        let server = tokio::spawn(async move {
+            let mut connection = h2::server::handshake(theirs).await.expect("handshake");
+            let (_request, mut answer) = connection.accept().await.expect("a call").expect("a call");
+            // Driven, it answers pings; then it sends the head and a piece, and freezes.
+            tokio::select! {
+                _ = connection.accept() => panic!("there is one call"),
+                () = sleep(slow) => {}
             }
-            self.is_waiting_for_pong = pings.send_ping(Ping::opaque()).is_ok();
-            self.ping.as_mut().reset(Instant::now() + KEEPALIVE);
-            // Written when the connection is driven the next time.
-            context.waker().wake_by_ref();
-        }
-        Poll::Pending
+            let mut body = answer.send_response(Response::new(()), false).expect("head");
+            body.send_data(Bytes::from_static(b"first"), false).expect("data");
+            tokio::select! {
+                _ = connection.accept() => panic!("there is one call"),
+                () = sleep(slow) => {}
+            }
+            (connection, body)
+        });
+        let started = Instant::now();
+        let (_, mut answer) = ask(ours).await.expect("a head");
+        let first = next(&mut answer).await.expect("a piece").expect("a piece").into_data().expect("data");
+        assert_eq!(first, "first");
+        assert!(started.elapsed() >= slow);
+        let error = next(&mut answer).await.expect("an end").expect_err("it freezes");
+        assert!(matches!(error, Error::Silent), "{error}");
+        assert!(started.elapsed() >= 2 * slow, "not while it answered pings");
+        drop(server.await.expect("the server"));
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_is_closed_ends_the_call() {
+        let (ours, theirs) = duplex(64 << 10);
+        drop(theirs);
+        ask(ours).await.expect_err("nobody answers");
     }
 }

@@ -102,8 +102,7 @@ impl ApiServer {
         ));
     }
 
-    /// Starts the API server, also again after [`ApiServer::stop_server`].
-    pub fn start_server(&mut self) {
+    fn start_server(&mut self) {
         let file = |name: &str| self.dir.path().join(name).display().to_string();
         let arguments = [
             format!("--etcd-servers=http://127.0.0.1:{}", self.etcd_port),
@@ -130,11 +129,6 @@ impl ApiServer {
         )
         .expect("write");
         self.server = Some(self.spawn("kube-apiserver", &arguments));
-    }
-
-    /// Kills the API server; etcd goes on.
-    pub fn stop_server(&mut self) {
-        end(&mut self.server);
     }
 
     /// Waits until it answers.
@@ -211,12 +205,18 @@ impl ApiServer {
     pub async fn account(&self, namespace: &str, name: &str, rules: Value) {
         let metadata = json!({"name": name, "namespace": namespace});
         self.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
+        self.allow(namespace, namespace, name, rules).await;
+    }
+
+    /// Gives a service account of `home` a role of these rules in a namespace.
+    pub async fn allow(&self, namespace: &str, home: &str, account: &str, rules: Value) {
+        let metadata = json!({"name": account, "namespace": namespace});
         self.make(json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules}))
             .await;
         self.make(json!({
             "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "RoleBinding", "metadata": metadata,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
+            "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": home}],
         }))
         .await;
     }
@@ -264,11 +264,6 @@ impl ApiServer {
     /// The key that signs tokens of accounts, in PEM.
     pub fn signing_key(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("accounts.key")).expect("the key")
-    }
-
-    /// What the API server has logged.
-    pub fn log(&self) -> String {
-        std::fs::read_to_string(self.dir.path().join("kube-apiserver")).unwrap_or_default()
     }
 }
 

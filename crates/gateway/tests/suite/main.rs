@@ -38,6 +38,7 @@ fn main() -> ExitCode {
     let tests = tests![
         rights::a_caller_gets_what_its_rights_allow,
         rights::a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace,
+        rights::the_audience_is_the_one_of_the_snapshot_metadata_service,
         rights::objects_that_are_not_whole_get_an_answer,
         rights::tokens_of_every_wrong_kind_are_refused,
         rights::secrets_of_the_class_reach_the_driver,

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use tonic::Code;
 
 use crate::driver::{Driver, MESSAGES, TUPLES};
-use crate::world::{AUDIENCE, World, code, eventually};
+use crate::world::{AUDIENCE, Files, Gateway, World, code, eventually};
 
 const OK: Code = Code::Ok;
 
@@ -131,16 +131,54 @@ pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace
             assert!(!message.contains(&other) && !message.contains("theirs"), "{message}");
         }
     }
-    // A handle that two contents have: one that may be read is enough.
+    // Whoever may read another VolumeSnapshot of the same handle may use it as a base.
+    world.api.account(&ns, "other-reader", get_snapshots(&["second"])).await;
+    let token = world.api.token(&ns, "other-reader", AUDIENCE).await;
+    world.api.allow(&other, &ns, "other-reader", get_snapshots(&["twin"])).await;
+    assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), Code::PermissionDenied);
     world.snapshot(&other, "twin", "plain-1").await;
-    eventually("the twin is known", async || {
-        gateway.log().contains("twin") || {
-            tokio::time::sleep(Duration::from_millis(300)).await;
-            true
-        }
+    eventually("the twin is a base too", async || {
+        code(&client.clone().delta(&token, &ns, "plain-1", "second").await) == OK
     })
     .await;
-    assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), OK);
+}
+
+pub async fn the_audience_is_the_one_of_the_snapshot_metadata_service(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "monday", "plain-1").await;
+    let service = |audience: &str| {
+        json!({
+            "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
+            "metadata": {"name": world.driver},
+            "spec": {"address": "nowhere:1", "audience": audience, "caCert": "YQ=="},
+        })
+    };
+    let before = world.reader("reader").await;
+    let after = world.api.token(&ns, "reader", "another-audience").await;
+    let files = Files::make(world.dir.path());
+    let config = world.gateway_kubeconfig("gateway").await;
+    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
+    let gateway =
+        Gateway::start(&world, &config, "gateway", &["--tls-cert", &chain, "--tls-key", &key], Some(files));
+    gateway.ready().await;
+    let mut client = gateway.client().await;
+    let (code, message) = client.allocated(&before, &ns, "monday").await.expect_err("there is none yet");
+    assert_eq!(code, Code::Unavailable);
+    assert!(message.contains(&world.driver), "{message}");
+    for (audience, good, bad) in [(AUDIENCE, &before, &after), ("another-audience", &after, &before)] {
+        match audience {
+            AUDIENCE => world.api.make(service(audience)).await,
+            _ => {
+                let change = kube::api::Patch::Merge(json!({"spec": {"audience": audience}}));
+                let services = world.api.objects("SnapshotMetadataService", None);
+                services.patch(&world.driver, &Default::default(), &change).await.expect("a change");
+            }
+        }
+        eventually(audience, async || client.clone().allocated(good, &ns, "monday").await.is_ok()).await;
+        let (code, message) = client.allocated(bad, &ns, "monday").await.expect_err("for another audience");
+        assert_eq!(code, Code::Unauthenticated, "{message}");
+    }
 }
 
 pub async fn objects_that_are_not_whole_get_an_answer(world: World) {

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
-use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
+use proto::kubernetes::{BlockMetadata, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
 use testkit::free_port;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig};
-use tonic::{Code, Status};
+use tonic::{Code, Response, Status, Streaming};
 
 pub const AUDIENCE: &str = "test-audience";
 /// A name in the certificates of [`Files`].
@@ -327,14 +327,8 @@ impl Client {
             snapshot_name: snapshot.to_owned(),
             ..Default::default()
         };
-        let stream = self.0.get_metadata_allocated(request).await.map_err(said)?;
-        let mut stream = stream.into_inner();
-        let (mut messages, mut tuples) = (0, Vec::new());
-        while let Some(message) = stream.message().await.map_err(said)? {
-            messages += 1;
-            tuples.extend(message.block_metadata.iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)));
-        }
-        Ok((messages, tuples))
+        let answer = self.0.get_metadata_allocated(request).await;
+        collect(answer, |message| message.block_metadata).await
     }
 
     /// All that changed.
@@ -346,15 +340,22 @@ impl Client {
             target_snapshot_name: target.to_owned(),
             ..Default::default()
         };
-        let stream = self.0.get_metadata_delta(request).await.map_err(said)?;
-        let mut stream = stream.into_inner();
-        let (mut messages, mut tuples) = (0, Vec::new());
-        while let Some(message) = stream.message().await.map_err(said)? {
-            messages += 1;
-            tuples.extend(message.block_metadata.iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)));
-        }
-        Ok((messages, tuples))
+        let answer = self.0.get_metadata_delta(request).await;
+        collect(answer, |message| message.block_metadata).await
     }
+}
+
+async fn collect<M>(
+    answer: Result<Response<Streaming<M>>, Status>,
+    tuples_of: impl Fn(M) -> Vec<BlockMetadata>,
+) -> Answer {
+    let mut stream = answer.map_err(said)?.into_inner();
+    let (mut messages, mut tuples) = (0, Vec::new());
+    while let Some(message) = stream.message().await.map_err(said)? {
+        messages += 1;
+        tuples.extend(tuples_of(message).iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)));
+    }
+    Ok((messages, tuples))
 }
 
 pub fn said(status: Status) -> (Code, String) {

@@ -4,132 +4,24 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 use std::sync::{Arc, RwLock};
-use std::time::Duration;
 
 use futures_util::{StreamExt, TryStreamExt};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
-use kube::runtime::{WatchStreamExt, watcher as watch};
 use kube::{Api, Client, Resource};
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use tokio::sync::watch as flag;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-/// How long one answer of the API server may take.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
-const WATCH_SECONDS: u32 = 120;
+use crate::api;
+use wire::{ApiClass, ApiContent, ApiService, ApiSnapshot, keep_content, keep_snapshot};
 
-/// Declares an object of an API group as the API server sends it.
-macro_rules! object {
-    ($name:ident, $kind:literal, $plural:literal, $version:literal, $group:literal, $scope:ty, { $($field:ident: $type:ty),* $(,)? }) => {
-        #[derive(Clone, Debug, Deserialize)]
-        #[serde(rename_all = "camelCase")]
-        struct $name {
-            metadata: ObjectMeta,
-            $(#[serde(default)] $field: $type,)*
-        }
-
-        impl Resource for $name {
-            type DynamicType = ();
-            type Scope = $scope;
-
-            fn kind(_: &()) -> std::borrow::Cow<'_, str> {
-                $kind.into()
-            }
-
-            fn group(_: &()) -> std::borrow::Cow<'_, str> {
-                $group.into()
-            }
-
-            fn version(_: &()) -> std::borrow::Cow<'_, str> {
-                $version.into()
-            }
-
-            fn plural(_: &()) -> std::borrow::Cow<'_, str> {
-                $plural.into()
-            }
-
-            fn meta(&self) -> &ObjectMeta {
-                &self.metadata
-            }
-
-            fn meta_mut(&mut self) -> &mut ObjectMeta {
-                &mut self.metadata
-            }
-        }
-    };
-}
+mod wire;
 
 /// The API group of snapshots.
 pub const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
-
-object!(ApiSnapshot, "VolumeSnapshot", "volumesnapshots", "v1", "snapshot.storage.k8s.io", k8s_openapi::NamespaceResourceScope, {
-    spec: ApiSnapshotSpec,
-    status: Option<ApiSnapshotStatus>,
-});
-object!(ApiContent, "VolumeSnapshotContent", "volumesnapshotcontents", "v1", "snapshot.storage.k8s.io", k8s_openapi::ClusterResourceScope, {
-    spec: ApiContentSpec,
-    status: Option<ApiContentStatus>,
-});
-object!(ApiClass, "VolumeSnapshotClass", "volumesnapshotclasses", "v1", "snapshot.storage.k8s.io", k8s_openapi::ClusterResourceScope, {
-    driver: String,
-    parameters: HashMap<String, String>,
-});
-object!(ApiService, "SnapshotMetadataService", "snapshotmetadataservices", "v1beta1", "cbt.storage.k8s.io", k8s_openapi::ClusterResourceScope, {
-    spec: ApiServiceSpec,
-});
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiSnapshotSpec {
-    volume_snapshot_class_name: Option<String>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiSnapshotStatus {
-    bound_volume_snapshot_content_name: Option<String>,
-    ready_to_use: Option<bool>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiContentSpec {
-    driver: String,
-    volume_snapshot_class_name: Option<String>,
-    volume_snapshot_ref: ApiReference,
-    source: ApiContentSource,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiReference {
-    name: String,
-    namespace: String,
-    uid: Option<String>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiContentSource {
-    volume_handle: Option<String>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiContentStatus {
-    snapshot_handle: Option<String>,
-    ready_to_use: Option<bool>,
-    creation_time: Option<i64>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase", default)]
-struct ApiServiceSpec {
-    audience: String,
-}
+/// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
+const WATCH_SECONDS: u32 = 120;
 
 /// A VolumeSnapshot's place.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -240,21 +132,21 @@ impl Objects {
         driver: &str,
         with_audience: bool,
         tasks: &mut JoinSet<()>,
-    ) -> flag::Receiver<bool> {
-        let (complete, is_complete) = flag::channel(false);
+    ) -> watch::Receiver<bool> {
+        let (complete, is_complete) = watch::channel(false);
         let complete = Arc::new(complete);
-        let all = watch::Config { timeout: Some(WATCH_SECONDS), ..watch::Config::default() };
+        let all = watcher::Config { timeout: Some(WATCH_SECONDS), ..watcher::Config::default() };
         let one = all.clone().fields(&format!("metadata.name={driver}"));
-        let mut follow = Follow { objects: self.clone(), complete, with_audience, tasks };
-        follow.spawn(Api::all(client.clone()), all.clone(), |tables, event: Event<ApiSnapshot>| {
+        let mut watches = Watches { objects: self.clone(), complete, with_audience, tasks };
+        watches.spawn(Api::all(client.clone()), all.clone(), |tables, event: Event<ApiSnapshot>| {
             tables.snapshots.take(event, keep_snapshot);
         });
         let own = driver.to_owned();
-        follow.spawn(Api::all(client.clone()), all.clone(), move |tables, event: Event<ApiContent>| {
+        watches.spawn(Api::all(client.clone()), all.clone(), move |tables, event: Event<ApiContent>| {
             tables.take_content(event, &own);
         });
         let own = driver.to_owned();
-        follow.spawn(Api::all(client.clone()), all, move |tables, event: Event<ApiClass>| {
+        watches.spawn(Api::all(client.clone()), all, move |tables, event: Event<ApiClass>| {
             tables.classes.take(event, |class| {
                 // Classes of others are of no use here; their names alone do no harm.
                 let parameters = if class.driver == own { class.parameters } else { HashMap::new() };
@@ -262,7 +154,7 @@ impl Objects {
             });
         });
         if with_audience {
-            follow.spawn(Api::all(client.clone()), one, |tables, event: Event<ApiService>| {
+            watches.spawn(Api::all(client.clone()), one, |tables, event: Event<ApiService>| {
                 tables.audience.take(event, |service| {
                     (service.metadata.name.unwrap_or_default(), service.spec.audience)
                 });
@@ -357,14 +249,15 @@ impl Tables {
     }
 }
 
-struct Follow<'t> {
+/// Starts the watches.
+struct Watches<'t> {
     objects: Arc<Objects>,
-    complete: Arc<flag::Sender<bool>>,
+    complete: Arc<watch::Sender<bool>>,
     with_audience: bool,
     tasks: &'t mut JoinSet<()>,
 }
 
-impl Follow<'_> {
+impl Watches<'_> {
     fn spawn<K>(
         &mut self,
         api: Api<K>,
@@ -377,7 +270,7 @@ impl Follow<'_> {
             (self.objects.clone(), self.complete.clone(), self.with_audience);
         let plural = K::plural(&()).into_owned();
         self.tasks.spawn(async move {
-            let mut events = watch::watcher(api, config).default_backoff().boxed();
+            let mut events = watcher::watcher(api, config).default_backoff().boxed();
             loop {
                 let event = match events.try_next().await {
                     Ok(Some(event)) => event,
@@ -414,41 +307,7 @@ pub async fn fetch(
         };
         Ok((snapshot, content))
     };
-    let asked = std::time::Instant::now();
-    let fetched = tokio::time::timeout(PATIENCE, fetch).await;
-    metrics::histogram!("deltapath_gateway_api_seconds", "call" => "VolumeSnapshot").record(asked.elapsed());
-    fetched.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
-}
-
-fn keep_snapshot(object: ApiSnapshot) -> (SnapshotName, Snapshot) {
-    let ObjectMeta { name, namespace, uid, .. } = object.metadata;
-    let status = object.status.unwrap_or_default();
-    let name = SnapshotName { namespace: namespace.unwrap_or_default(), name: name.unwrap_or_default() };
-    let snapshot = Snapshot {
-        uid: uid.unwrap_or_default(),
-        class: object.spec.volume_snapshot_class_name,
-        content: status.bound_volume_snapshot_content_name.filter(|name| !name.is_empty()),
-        is_ready: status.ready_to_use.unwrap_or(false),
-    };
-    (name, snapshot)
-}
-
-fn keep_content(object: ApiContent) -> (String, Content) {
-    let ApiContentSpec { driver, volume_snapshot_class_name: class, volume_snapshot_ref, source } =
-        object.spec;
-    let ApiReference { name, namespace, uid } = volume_snapshot_ref;
-    let status = object.status.unwrap_or_default();
-    let content = Content {
-        driver,
-        class,
-        snapshot: SnapshotName { namespace, name },
-        snapshot_uid: uid.filter(|uid| !uid.is_empty()),
-        volume: source.volume_handle,
-        handle: status.snapshot_handle.filter(|handle| !handle.is_empty()),
-        is_ready: status.ready_to_use.unwrap_or(false),
-        created: status.creation_time,
-    };
-    (object.metadata.name.unwrap_or_default(), content)
+    api::ask("VolumeSnapshot", fetch).await
 }
 
 #[cfg(test)]

@@ -1,0 +1,22 @@
+//! A question to the Kubernetes API server: bounded in time, measured, and what a client hears where no answer comes.
+
+use std::time::{Duration, Instant};
+
+use tonic::Status;
+
+/// How long an answer may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Waits for the answer. `call` names it among the metrics.
+pub async fn ask<T>(call: &'static str, question: impl Future<Output = kube::Result<T>>) -> kube::Result<T> {
+    let asked = Instant::now();
+    let answer = tokio::time::timeout(PATIENCE, question).await;
+    metrics::histogram!("deltapath_gateway_api_seconds", "call" => call).record(asked.elapsed());
+    answer.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
+}
+
+/// The status for a client whose call needed the answer.
+pub fn away(error: &kube::Error) -> Status {
+    tracing::warn!(%error, "the Kubernetes API server did not answer");
+    Status::unavailable("the Kubernetes API server does not answer: try again")
+}
