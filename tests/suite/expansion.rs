@@ -290,7 +290,7 @@ async fn overcommit_bounds_what_is_promised() {
     // The pool's image is sparse: on a disk with less left than the pool has free, that is all there is behind it.
     let free = || {
         let available = |path: std::path::PathBuf| sys::space(&path).expect("statvfs").available as i64;
-        available(&rig.pool_dir()).min(available(rig.data_dir()))
+        available(rig.pool_dir()).min(available(rig.data_dir()))
     };
     let before = free();
     let room = capacity(&rig).get_capacity(ask).await.expect("capacity").into_inner();

@@ -1,4 +1,4 @@
-//! Flags, outputs and what cannot run.
+//! Flags and outputs.
 
 use super::{all_cases, bare, conformance, run, run_broken, said};
 use testkit::broken::{Fault, serve};
@@ -95,33 +95,6 @@ async fn focus_skip_junit_and_text() {
     let xml = std::fs::read_to_string(&junit).expect("JUnit");
     assert!(xml.contains("failures=\"1\"") && xml.contains("does not start after"), "{xml}");
     rig.finish();
-}
-
-#[tokio::test]
-async fn what_can_not_run_says_so_and_exits_with_2() {
-    let dir = tempfile::tempdir().expect("temp dir");
-    let nobody = dir.path().join("none.sock");
-    let secrets = dir.path().join("secrets.yaml");
-    std::fs::write(&secrets, "hunter2").expect("write");
-    for (arguments, part) in [
-        (&["--focus", "no-such-case"][..], "--list"),
-        (&["--focus", "("], "regex"),
-        (&["--volume-size", "1Mi"], "64Mi"),
-        (&["--parameter", "lonely"], "key=value"),
-        (&["--timeout", "0"], "--timeout"),
-        (&["--secrets", "/no/such/file"], "/no/such/file"),
-        (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
-        (&[], "nobody answers"),
-    ] {
-        if !deltapath::sys::is_root() && !part.starts_with("--") {
-            continue;
-        }
-        let output = bare(&nobody, arguments).output().await.expect("run");
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", said(&output));
-        assert!(output.stdout.is_empty(), "{arguments:?}: {}", said(&output));
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert!(told.contains(part) && !told.contains("hunter2"), "{arguments:?}: {told}");
-    }
 }
 
 /// In a cluster the node's plugin is another process than the controller's.
