@@ -87,7 +87,7 @@ const CALLS: [(&str, &str, &str, &str, When); 58] = [
     ("gateway", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get list watch", Always),
     ("gateway", "snapshot.storage.k8s.io", "volumesnapshotclasses", "list watch", Always),
     // Its certificate, its object and its election; and the one secret that a class may name.
-    ("gateway", "cbt.storage.k8s.io", "snapshotmetadataservices", "create get update", Always),
+    ("gateway", "cbt.storage.k8s.io", "snapshotmetadataservices", "create get list update watch", Always),
     ("gateway", "", "secrets", "get update", Always),
     ("gateway", "coordination.k8s.io", "leases", "create get update", Always),
     // The audience that a token must be for.
