@@ -26,14 +26,13 @@ use proto::kubernetes::{
     BlockMetadata, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
     GetMetadataDeltaResponse,
 };
-use serde_json::json;
 use testkit::api_server::ApiServer;
 use testkit::free_port;
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status, async_trait};
 
 use driver::Driver;
-use world::{AUDIENCE, Client, Files, Gateway, HOST, World};
+use world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World};
 
 /// Messages of the long stream, and tuples in each.
 const MESSAGES: u64 = 4096;
@@ -120,7 +119,7 @@ struct Bench {
     gateway: Gateway,
     token: String,
     files: Files,
-    sidecar: Option<(Process, u16)>,
+    sidecar: Option<Sidecar>,
     _driver: Process,
 }
 
@@ -129,32 +128,29 @@ impl Bench {
         let world = World::new(api.clone(), "rows_a_to_d_of_the_bench").await;
         let driver = this_bench(&[DRIVER, &world.driver, &world.socket().display().to_string()]);
         let ns = world.namespace.clone();
-        let class = json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
-            "metadata": {"name": "bench", "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"}},
-            "driver": world.driver, "deletionPolicy": "Delete",
-        });
-        world.api.make(class).await;
+        world.default_class().await;
         for (name, handle) in [("long", "long-1"), ("short", "plain-1"), ("endless", "endless-1")] {
             world.snapshot(&ns, name, handle).await;
         }
         let token = world.reader("reader").await;
         let gateway = world.gateway(&[]).await;
-        let files = Files::make(&testkit_dir(&world));
-        let service = json!({
-            "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
-            "metadata": {"name": world.driver},
-            "spec": {"address": "sidecar.test:1", "audience": AUDIENCE, "caCert": "YQ=="},
-        });
-        world.api.make(service).await;
-        let sidecar = start_sidecar(&world, &files).await;
+        let files = Files::make(&other_dir(&world));
+        world.service("sidecar.test:1", AUDIENCE, "YQ==").await;
+        let program = Path::new(testkit::HOME).join(".deps/backup/csi-snapshot-metadata");
+        let sidecar = match program.exists() {
+            true => Some(Sidecar::start(&program, &world, &world.socket(), &files).await),
+            false => {
+                eprintln!("no {}: `make test-deps` builds it", program.display());
+                None
+            }
+        };
         Bench { world, gateway, token, files, sidecar, _driver: driver }
     }
 
     /// A client of the community's sidecar, if it is there.
     async fn sidecar(&self) -> Option<Client> {
-        let (_, port) = self.sidecar.as_ref()?;
-        Some(Client::connect(*port, HOST, &self.files.ca).await.expect("connect"))
+        let port = self.sidecar.as_ref()?.port;
+        Some(Client::connect(port, HOST, &self.files.ca).await.expect("connect"))
     }
 
     async fn long_stream(&self) {
@@ -220,13 +216,7 @@ impl Bench {
         let (mut owns, mut ours, mut theirs) = (Vec::new(), Vec::new(), Vec::new());
         let mut sidecar = self.sidecar().await;
         for round in 0..201 {
-            let begun = Instant::now();
-            let request =
-                proto::GetMetadataAllocatedRequest { snapshot_id: "plain-1".into(), ..Default::default() };
-            let mut stream =
-                own.metadata.get_metadata_allocated(request).await.expect("a stream").into_inner();
-            stream.message().await.expect("a message").expect("one");
-            owns.push(begun.elapsed());
+            owns.push(first_of_driver(&mut own).await);
             ours.push(self.first(&mut through).await);
             // It is given the time between its calls that its limit of five a second wants.
             if round % 10 == 0
@@ -352,13 +342,7 @@ impl Bench {
             .expect("connect");
         let (mut owns, mut ours) = (Vec::new(), Vec::new());
         for _ in 0..51 {
-            let begun = Instant::now();
-            let request =
-                proto::GetMetadataAllocatedRequest { snapshot_id: "plain-1".into(), ..Default::default() };
-            let mut stream =
-                own.metadata.get_metadata_allocated(request).await.expect("a stream").into_inner();
-            stream.message().await.expect("a message").expect("one");
-            owns.push(begun.elapsed());
+            owns.push(first_of_driver(&mut own).await);
             ours.push(self.first(&mut other).await);
         }
         let delayed = median(&ours).saturating_sub(median(&owns));
@@ -378,6 +362,15 @@ impl Bench {
     }
 }
 
+/// The time to the driver's own first message, without a gateway.
+async fn first_of_driver(driver: &mut csi_client::Client) -> Duration {
+    let begun = Instant::now();
+    let request = proto::GetMetadataAllocatedRequest { snapshot_id: "plain-1".into(), ..Default::default() };
+    let mut stream = driver.metadata.get_metadata_allocated(request).await.expect("a stream").into_inner();
+    stream.message().await.expect("a message").expect("one");
+    begun.elapsed()
+}
+
 async fn first(client: &mut Client, token: &str, namespace: &str, snapshot: &str) -> Duration {
     let begun = Instant::now();
     let request = GetMetadataAllocatedRequest {
@@ -394,33 +387,10 @@ async fn first(client: &mut Client, token: &str, namespace: &str, snapshot: &str
 }
 
 /// Where the files of bare server and sidecar are.
-fn testkit_dir(world: &World) -> PathBuf {
+fn other_dir(world: &World) -> PathBuf {
     let dir = world.dir.path().join("other");
     std::fs::create_dir_all(&dir).expect("mkdir");
     dir
-}
-
-async fn start_sidecar(world: &World, files: &Files) -> Option<(Process, u16)> {
-    let program = Path::new(testkit::HOME).join(".deps/backup/csi-snapshot-metadata");
-    if !program.exists() {
-        eprintln!("no {}: `make test-deps` builds it", program.display());
-        return None;
-    }
-    let (port, http) = (free_port(), free_port());
-    let child = Command::new(program)
-        .arg(format!("--csi-address={}", world.socket().display()))
-        .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
-        .arg(format!("--tls-cert={}", files.chain.display()))
-        .arg(format!("--tls-key={}", files.key.display()))
-        .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
-        .stdin(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("start the sidecar");
-    while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    Some((Process(child), port))
 }
 
 async fn many_snapshots(api: &Arc<ApiServer>) {

@@ -2,7 +2,7 @@
 //! through the gateway from the real driver; and the faults that these tests look for are there in the community's sidecar.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use base64::Engine;
@@ -14,7 +14,7 @@ use testkit::{MIB, PoolKind, Rig, free_port};
 use tonic::Code;
 
 use crate::driver::Driver;
-use crate::world::{Files, Gateway, HOST, World, code};
+use crate::world::{AUDIENCE, Files, Gateway, HOST, Sidecar, World, code};
 
 /// A program of .deps/backup; `None`, with a reason, where it cannot be had. Under CI that is a failure.
 fn program(name: &str) -> Option<PathBuf> {
@@ -61,12 +61,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     world.snapshot(&ns, "block-1", &first).await;
     world.snapshot(&ns, "block-2", &second).await;
     // The sidecar finds no secret without a class.
-    let class = json!({
-        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
-        "metadata": {"name": format!("{ns}-default"), "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"}},
-        "driver": world.driver, "deletionPolicy": "Delete",
-    });
-    world.api.make(class).await;
+    world.default_class().await;
     let caller = backup_account(&world).await;
 
     let walk = |through: &str, says: &dyn Fn() -> String| {
@@ -216,58 +211,11 @@ async fn backup_account(world: &World) -> PathBuf {
     world.api.kubeconfig_of(ns, "backup").await
 }
 
-/// The community's sidecar.
-struct Sidecar {
-    child: Child,
-    port: u16,
-    log: PathBuf,
-}
-
-impl Sidecar {
-    async fn start(program: &Path, world: &World, socket: &Path, files: &Files) -> Self {
-        let (port, http) = (free_port(), free_port());
-        let log = world.dir.path().join("sidecar.log");
-        let child = Command::new(program)
-            .arg(format!("--csi-address={}", socket.display()))
-            .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
-            .arg(format!("--tls-cert={}", files.chain.display()))
-            .arg(format!("--tls-key={}", files.key.display()))
-            .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
-            .stdin(Stdio::null())
-            .stderr(std::fs::File::create(&log).expect("a log"))
-            .spawn()
-            .expect("start the sidecar");
-        let sidecar = Sidecar { child, port, log };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
-            assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.log());
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-        sidecar
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
-    }
-}
-
-impl Drop for Sidecar {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(world: World) {
     let Some(sidecar) = program("csi-snapshot-metadata") else { return };
     let driver = Driver::start(&world.driver, &world.socket());
     let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
-    let class = json!({
-        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
-        "metadata": {"name": format!("{ns}-default"), "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"}},
-        "driver": world.driver, "deletionPolicy": "Delete",
-    });
-    world.api.make(class).await;
+    world.default_class().await;
     for (name, handle) in [("first", "plain-1"), ("second", "plain-2")] {
         world.snapshot(&ns, name, handle).await;
     }
@@ -282,12 +230,7 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
             content["spec"]["volumeSnapshotRef"] = json!({"name": "theirs", "namespace": other});
         })
         .await;
-    let service = json!({
-        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
-        "metadata": {"name": world.driver},
-        "spec": {"address": "sidecar.test:1", "audience": crate::world::AUDIENCE, "caCert": "YQ=="},
-    });
-    world.api.make(service).await;
+    world.service("sidecar.test:1", AUDIENCE, "YQ==").await;
     let token = world.reader("reader").await;
     let files = Files::make(world.dir.path());
     let mut process = Sidecar::start(&sidecar, &world, &world.socket(), &files).await;
@@ -310,16 +253,16 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
     }
     assert!(begun.elapsed() > Duration::from_secs(5), "ten calls took {:?}", begun.elapsed());
     // 4. A VolumeSnapshot without a status ends the process.
-    assert!(process.child.try_wait().expect("wait").is_none());
+    assert_eq!(process.ended(), None);
     let answer = client.allocated(&token, &ns, "no-status").await;
     assert!(answer.is_err(), "{answer:?}");
     let deadline = Instant::now() + Duration::from_secs(10);
-    let status = loop {
-        if let Some(status) = process.child.try_wait().expect("wait") {
-            break status;
+    let code = loop {
+        if let Some(code) = process.ended() {
+            break code;
         }
         assert!(Instant::now() < deadline, "it lives: has it been mended?");
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
-    assert_eq!(status.code(), Some(2));
+    assert_eq!(code, Some(2));
 }

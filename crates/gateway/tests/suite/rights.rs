@@ -147,13 +147,6 @@ pub async fn the_audience_is_the_one_of_the_snapshot_metadata_service(world: Wor
     let _driver = Driver::start(&world.driver, &world.socket());
     let ns = world.namespace.clone();
     world.snapshot(&ns, "monday", "plain-1").await;
-    let service = |audience: &str| {
-        json!({
-            "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
-            "metadata": {"name": world.driver},
-            "spec": {"address": "nowhere:1", "audience": audience, "caCert": "YQ=="},
-        })
-    };
     let before = world.reader("reader").await;
     let after = world.api.token(&ns, "reader", "another-audience").await;
     let files = Files::make(world.dir.path());
@@ -168,7 +161,7 @@ pub async fn the_audience_is_the_one_of_the_snapshot_metadata_service(world: Wor
     assert!(message.contains(&world.driver), "{message}");
     for (audience, good, bad) in [(AUDIENCE, &before, &after), ("another-audience", &after, &before)] {
         match audience {
-            AUDIENCE => world.api.make(service(audience)).await,
+            AUDIENCE => world.service("nowhere:1", audience, "YQ==").await,
             _ => {
                 let change = kube::api::Patch::Merge(json!({"spec": {"audience": audience}}));
                 let services = world.api.objects("SnapshotMetadataService", None);

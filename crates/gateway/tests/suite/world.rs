@@ -91,6 +91,29 @@ impl World {
         self.api.token(&self.namespace, name, AUDIENCE).await
     }
 
+    /// The driver's class, as the default one.
+    pub async fn default_class(&self) {
+        let class = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+            "metadata": {
+                "name": format!("{}-default", self.namespace),
+                "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"},
+            },
+            "driver": self.driver, "deletionPolicy": "Delete",
+        });
+        self.api.make(class).await;
+    }
+
+    /// The driver's SnapshotMetadataService, as a person would write it. `ca` is base64.
+    pub async fn service(&self, address: &str, audience: &str, ca: &str) {
+        let service = json!({
+            "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
+            "metadata": {"name": self.driver},
+            "spec": {"address": address, "audience": audience, "caCert": ca},
+        });
+        self.api.make(service).await;
+    }
+
     /// A kubeconfig of a gateway's service account, with the rights in deploy/base/gateway.yaml and no others.
     pub async fn gateway_kubeconfig(&self, account: &str) -> PathBuf {
         let metadata = json!({"name": account, "namespace": self.namespace});
@@ -304,6 +327,54 @@ impl Drop for Gateway {
         if std::thread::panicking() {
             eprintln!("--- the gateway's log\n{}", self.log());
         }
+    }
+}
+
+/// The community's sidecar.
+pub struct Sidecar {
+    child: Child,
+    pub port: u16,
+    log: PathBuf,
+}
+
+impl Sidecar {
+    /// In front of a driver's socket. It finds no secret without a default class, and its audience in the object.
+    pub async fn start(program: &Path, world: &World, socket: &Path, files: &Files) -> Self {
+        let (port, http) = (free_port(), free_port());
+        let log = world.dir.path().join("sidecar.log");
+        let child = Command::new(program)
+            .arg(format!("--csi-address={}", socket.display()))
+            .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
+            .arg(format!("--tls-cert={}", files.chain.display()))
+            .arg(format!("--tls-key={}", files.key.display()))
+            .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
+            .stdin(Stdio::null())
+            .stderr(std::fs::File::create(&log).expect("a log"))
+            .spawn()
+            .expect("start the sidecar");
+        let sidecar = Sidecar { child, port, log };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
+            assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.log());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        sidecar
+    }
+
+    /// Whether its process has not ended, else with which code.
+    pub fn ended(&mut self) -> Option<Option<i32>> {
+        self.child.try_wait().expect("wait").map(|status| status.code())
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Sidecar {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
