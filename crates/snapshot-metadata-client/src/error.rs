@@ -1,0 +1,208 @@
+//! What can go wrong, and what to do about it.
+
+use std::fmt;
+use std::time::Duration;
+
+use tonic::{Code, Status};
+
+use crate::answer::Violation;
+
+/// The call of the SnapshotMetadata service that failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    /// GetMetadataAllocated.
+    Allocated,
+    /// GetMetadataDelta.
+    Delta,
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Call::Allocated => "GetMetadataAllocated",
+            Call::Delta => "GetMetadataDelta",
+        })
+    }
+}
+
+/// What a backup tool does after an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// The same call may succeed later: keep the base, and run the backup again.
+    Retry,
+    /// This answer cannot be had, now or later, but the snapshot can be backed up without it. After a delta: ask for the
+    /// allocated blocks. After that too: read the whole device.
+    FullBackup,
+    /// A person has to look: the request is wrong, rights are missing, or the data is damaged.
+    Stop,
+}
+
+/// Why there is no answer, or no whole one. [`Error::advice`] says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The text is not the address of a socket. Advice: stop.
+    #[error("{0:?} is not an endpoint of a CSI driver: write it as unix:///run/csi/csi.sock")]
+    Endpoint(String),
+    /// There is no connection to the server: nobody listens, or its certificate is not trusted. Tried again by itself.
+    /// Advice: retry.
+    #[error("cannot connect to {to}: {}", causes(&**source))]
+    Connect {
+        /// The socket or the address.
+        to: String,
+        /// What the transport says.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The server ended the call with an error of its own. The advice depends on the code:
+    ///
+    /// | Code | Meaning, in the CSI specification or KEP-3314 | By itself | Advice |
+    /// | --- | --- | --- | --- |
+    /// | `UNAVAILABLE` | the server, the driver or an object is not there yet | tried again | retry |
+    /// | `RESOURCE_EXHAUSTED` | the server is busy | tried again | retry |
+    /// | `ABORTED` | another operation is under way, or the client read too slowly | tried again | retry |
+    /// | `CANCELLED`, `DEADLINE_EXCEEDED` | the server's time for one stream is over | tried again | retry |
+    /// | `UNAUTHENTICATED` | the token is not valid, or the rights are missing | once, with a new token | stop |
+    /// | `PERMISSION_DENIED` | the caller may not read the snapshot | no | stop |
+    /// | `NOT_FOUND` | a snapshot does not exist: of a delta, most likely the base | no | full backup; stop where the allocated blocks were asked for |
+    /// | `FAILED_PRECONDITION` | there is no change tracking for this volume or pair | no | full backup |
+    /// | `UNIMPLEMENTED` | the driver does not have this call | no | full backup |
+    /// | `INVALID_ARGUMENT` | the request is wrong: snapshots of two volumes, in the wrong order, of another driver | no | stop |
+    /// | `OUT_OF_RANGE` | the offset is not in the volume, or a message is larger than 16 MiB | no | stop |
+    /// | `DATA_LOSS` | the driver cannot read what it kept | no | full backup; stop where the allocated blocks were asked for |
+    /// | `INTERNAL`, `UNKNOWN` | the server failed, or ended the stream without a status | tried again | full backup; stop where the allocated blocks were asked for |
+    /// | `ALREADY_EXISTS`, `OK` | no meaning here | no | stop |
+    #[error("{call}: the server answered {:?}: {}", status.code(), status.message())]
+    Server {
+        /// The call.
+        call: Call,
+        /// The server's answer.
+        status: Box<Status>,
+    },
+    /// The connection was lost in the middle. Tried again by itself. Advice: retry.
+    #[error("{call}: the connection was lost: {}", causes(&**status))]
+    Lost {
+        /// The call.
+        call: Call,
+        /// What the transport says.
+        status: Box<Status>,
+    },
+    /// No message came for too long ([`Policy::idle`](crate::Policy::idle)). Tried again by itself. Advice: retry.
+    #[error("{call}: no message came for {} s", idle.as_secs_f64())]
+    Silent {
+        /// The call.
+        call: Call,
+        /// How long it was.
+        idle: Duration,
+    },
+    /// The answer breaks the contract, so nothing in it can be trusted. Advice: full backup, or stop where the allocated
+    /// blocks were asked for. Report it to whoever makes the driver.
+    #[error("{call}: the answer of the server is not valid: {violation}")]
+    Invalid {
+        /// The call.
+        call: Call,
+        /// What is wrong.
+        violation: Violation,
+    },
+    /// The call failed several times in a row without any progress. The advice is that of the last error.
+    #[error("{call} failed {tries} times in a row at byte {at}, the last time with: {source}")]
+    GaveUp {
+        /// The call.
+        call: Call,
+        /// Up to which byte everything is known.
+        at: u64,
+        /// How often it failed there.
+        tries: u32,
+        /// The last error.
+        source: Box<Error>,
+    },
+}
+
+impl Error {
+    /// What a backup tool does now.
+    pub fn advice(&self) -> Advice {
+        match self {
+            Error::Endpoint(_) => Advice::Stop,
+            Error::Connect { .. } | Error::Lost { .. } | Error::Silent { .. } => Advice::Retry,
+            Error::Server { call, status } => of_code(*call, status.code()),
+            Error::Invalid { call, .. } => without_delta(*call),
+            Error::GaveUp { source, .. } => source.advice(),
+        }
+    }
+
+    /// The gRPC code of the server's answer, where that is the reason.
+    pub fn code(&self) -> Option<Code> {
+        match self {
+            Error::Server { status, .. } => Some(status.code()),
+            Error::GaveUp { source, .. } => source.code(),
+            _ => None,
+        }
+    }
+
+    /// A call that ended with this status.
+    pub(crate) fn of_status(call: Call, status: Status) -> Self {
+        let status = Box::new(status);
+        // A status with a cause was made here, from an error of the transport. What a server sends has none.
+        match std::error::Error::source(&*status) {
+            Some(_) => Error::Lost { call, status },
+            None => Error::Server { call, status },
+        }
+    }
+
+    /// Whether the same call may succeed in a moment.
+    pub(crate) fn is_passing(&self) -> bool {
+        match self {
+            Error::Connect { .. } | Error::Lost { .. } | Error::Silent { .. } => true,
+            Error::Server { status, .. } => matches!(
+                status.code(),
+                Code::Unavailable
+                    | Code::ResourceExhausted
+                    | Code::Aborted
+                    | Code::Cancelled
+                    | Code::DeadlineExceeded
+                    | Code::Internal
+                    | Code::Unknown
+            ),
+            Error::Endpoint(_) | Error::Invalid { .. } | Error::GaveUp { .. } => false,
+        }
+    }
+}
+
+fn of_code(call: Call, code: Code) -> Advice {
+    match code {
+        Code::Unavailable
+        | Code::ResourceExhausted
+        | Code::Aborted
+        | Code::Cancelled
+        | Code::DeadlineExceeded => Advice::Retry,
+        Code::FailedPrecondition | Code::Unimplemented => Advice::FullBackup,
+        Code::NotFound | Code::DataLoss | Code::Internal | Code::Unknown => without_delta(call),
+        Code::Unauthenticated
+        | Code::PermissionDenied
+        | Code::InvalidArgument
+        | Code::OutOfRange
+        | Code::AlreadyExists
+        | Code::Ok => Advice::Stop,
+    }
+}
+
+/// A delta can be done without. The allocated blocks come from the snapshot itself, so there something is wrong with it.
+fn without_delta(call: Call) -> Advice {
+    match call {
+        Call::Delta => Advice::FullBackup,
+        Call::Allocated => Advice::Stop,
+    }
+}
+
+/// An error with its causes, each once.
+fn causes(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let said = cause.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        next = cause.source();
+    }
+    text
+}
