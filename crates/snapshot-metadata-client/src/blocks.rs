@@ -169,7 +169,8 @@ impl Blocks {
     /// Waits until it is time for another try, or gives up.
     async fn failed(&mut self, error: Error) -> Result<(), Error> {
         self.part = None;
-        let renews = error.code() == Some(Code::Unauthenticated) && !self.is_renewed && self.opener.renew();
+        let is_refused = error.code() == Some(Code::Unauthenticated);
+        let renews = is_refused && !self.is_renewed && self.opener.renew().await;
         self.is_renewed |= renews;
         if !renews && !error.is_passing() {
             return Err(error);

@@ -28,8 +28,14 @@ mod blocks;
 mod client;
 mod csi;
 mod error;
+#[cfg(feature = "kubernetes")]
+mod kubernetes;
 
 pub use answer::{Range, Style, Violation};
 pub use blocks::Blocks;
 pub use client::{Client, Policy, Query};
 pub use error::{Advice, Call, Error};
+#[cfg(feature = "kubernetes")]
+pub use kube;
+#[cfg(feature = "kubernetes")]
+pub use kubernetes::{Options, Token};
