@@ -264,3 +264,16 @@ message_from!(
     proto::kubernetes::GetMetadataAllocatedResponse,
     proto::kubernetes::GetMetadataDeltaResponse
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest() {
+        let policy = Policy::default();
+        let pauses: Vec<u128> = (1..=9).map(|failed| policy.pause(failed).as_millis()).collect();
+        assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 12800, 25600, 30000]);
+        assert_eq!(policy.pause(u32::MAX), policy.max_backoff);
+    }
+}

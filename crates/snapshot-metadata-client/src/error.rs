@@ -280,3 +280,63 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_has_an_advice_for_each_call() {
+        use Advice::{FullBackup, Retry, Stop};
+        // The code, whether it is tried again, and the advice for a delta and for allocated blocks.
+        for (code, passes, delta, allocated) in [
+            (Code::Ok, false, Stop, Stop),
+            (Code::Cancelled, true, Retry, Retry),
+            (Code::Unknown, true, FullBackup, Stop),
+            (Code::InvalidArgument, false, Stop, Stop),
+            (Code::DeadlineExceeded, true, Retry, Retry),
+            (Code::NotFound, false, FullBackup, Stop),
+            (Code::AlreadyExists, false, Stop, Stop),
+            (Code::PermissionDenied, false, Stop, Stop),
+            (Code::ResourceExhausted, true, Retry, Retry),
+            (Code::FailedPrecondition, false, FullBackup, FullBackup),
+            (Code::Aborted, true, Retry, Retry),
+            (Code::OutOfRange, false, Stop, Stop),
+            (Code::Unimplemented, false, FullBackup, FullBackup),
+            (Code::Internal, true, FullBackup, Stop),
+            (Code::Unavailable, true, Retry, Retry),
+            (Code::DataLoss, false, FullBackup, Stop),
+            (Code::Unauthenticated, false, Stop, Stop),
+        ] {
+            for (call, advice) in [(Call::Delta, delta), (Call::Allocated, allocated)] {
+                let error = Error::of_status(call, Status::new(code, "said"));
+                assert_eq!((error.advice(), error.is_passing()), (advice, passes), "{code:?} {call}");
+                let error = Error::GaveUp { call, at: 0, tries: 3, source: Box::new(error) };
+                assert_eq!((error.advice(), error.is_passing(), error.code()), (advice, false, Some(code)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_broken_connection_is_no_answer_of_the_server() {
+        let broken = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
+        let error = Error::of_status(Call::Delta, Status::from_error(broken.into()));
+        assert!(matches!(error, Error::Lost { .. }), "{error:?}");
+        assert_eq!((error.advice(), error.is_passing(), error.code()), (Advice::Retry, true, None));
+    }
+
+    #[test]
+    fn the_api_server_is_asked_again_where_that_helps() {
+        for (code, advice) in [
+            (None, Advice::Retry),
+            (Some(429), Advice::Retry),
+            (Some(503), Advice::Retry),
+            (Some(401), Advice::Stop),
+            (Some(403), Advice::Stop),
+            (Some(422), Advice::Stop),
+        ] {
+            let error = Error::Api { what: "it".into(), code, source: "no".into() };
+            assert_eq!((error.advice(), error.is_passing()), (advice, advice == Advice::Retry), "{code:?}");
+        }
+    }
+}
