@@ -268,3 +268,44 @@ async fn ask<T>(what: &str, call: impl Future<Output = Result<T, kube::Error>>) 
         Err(_) => Err(failed(None, format!("no answer within {} s", PATIENCE.as_secs()).into())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_service_is_used_only_where_everything_is_there() {
+        let pem = "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n";
+        let object = |change: fn(&mut serde_json::Value)| {
+            let mut spec = serde_json::json!({
+                "address": "host:1", "audience": "it", "caCert": STANDARD.encode(pem), "requireBaseSnapshotForDelta": false,
+            });
+            change(&mut spec);
+            let data = serde_json::json!({"spec": spec});
+            DynamicObject { types: None, metadata: Default::default(), data }
+        };
+        let read = |change| Service::read("driver", &object(change)).map_err(|error| error.to_string());
+        let service = read(|_| {}).expect("a service");
+        assert_eq!(
+            (service.address.as_str(), service.audience.as_str(), service.ca.as_str()),
+            ("host:1", "it", pem)
+        );
+        assert!(!service.needs_base);
+        for (change, needs) in [
+            ((|spec| spec["requireBaseSnapshotForDelta"] = true.into()) as fn(&mut serde_json::Value), true),
+            (|spec| drop(spec.as_object_mut().map(|spec| spec.remove("requireBaseSnapshotForDelta"))), true),
+        ] {
+            assert_eq!(read(change).ok().map(|service| service.needs_base), Some(needs));
+        }
+        for (change, words) in [
+            ((|spec| spec["address"] = "".into()) as fn(&mut serde_json::Value), "address is missing"),
+            (|spec| spec["audience"] = "".into(), "audience is missing"),
+            (|spec| spec["caCert"] = "".into(), "caCert is missing"),
+            (|spec| spec["caCert"] = "???".into(), "caCert is not a certificate in PEM"),
+            (|spec| spec["caCert"] = "bm9uZQ==".into(), "caCert is not a certificate in PEM"),
+        ] {
+            let error = read(change).err().expect("it cannot be used");
+            assert_eq!(error, format!("the SnapshotMetadataService driver cannot be used: {words}"));
+        }
+    }
+}
