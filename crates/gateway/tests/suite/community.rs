@@ -1,5 +1,6 @@
 //! Promise: what exists works with it. The community's iterator (in deploy/backup, as a backup tool would use it) reads
-//! through the gateway from the real driver; and the faults that these tests look for are there in the community's sidecar.
+//! through the gateway from the real driver, and the client library reads through the gateway, the community's sidecar and the
+//! driver's socket; and the faults that these tests look for are there in the community's sidecar.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,6 +15,7 @@ use testkit::{MIB, PoolKind, Rig, free_port};
 use tonic::Code;
 
 use crate::driver::Driver;
+use crate::library;
 use crate::world::{AUDIENCE, Files, Gateway, HOST, Sidecar, World, code};
 
 /// A program of .deps/backup; `None`, with a reason, where it cannot be had. Under CI that is a failure.
@@ -63,6 +65,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     // The sidecar finds no secret without a class.
     world.default_class().await;
     let caller = backup_account(&world).await;
+    let socket = rig.socket();
 
     let walk = |through: &str, says: &dyn Fn() -> String| {
         let image = world.dir.path().join(format!("{through}.img"));
@@ -126,6 +129,13 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     let services = world.api.objects("SnapshotMetadataService", None);
     let object = services.get(&world.driver).await.expect("it is there before the gateway is ready");
     walk("gateway", &|| gateway.log());
+    let told = || library::told(&caller, &ns, &socket, ("block-1", "block-2"), (&first, &second));
+    let expected = library::Told {
+        capacity: SIZE as u64,
+        allocated: vec![(0, 300 * 4096), (9000 * 4096, 40 * 4096)],
+        delta: CHANGED.to_vec(),
+    };
+    assert_eq!(told().await, expected);
     drop(gateway);
 
     services.delete(&world.driver, &Default::default()).await.expect("delete");
@@ -138,6 +148,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     });
     world.api.make(service).await;
     walk("sidecar", &|| front.log());
+    assert_eq!(told().await, expected);
     drop(front);
 
     // A deleted base: the handle is all that is left of it.
@@ -187,7 +198,7 @@ fn blocks(text: &str) -> Vec<(u64, u64)> {
 }
 
 /// A kubeconfig of an account with what deploy/base/rbac-clients.yaml gives to backup applications.
-async fn backup_account(world: &World) -> PathBuf {
+pub async fn backup_account(world: &World) -> PathBuf {
     let ns = &world.namespace;
     let rules = json!([{"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["serviceaccounts/token"], "verbs": ["create"]}]);

@@ -17,6 +17,7 @@ use snapshot_metadata_client::{Advice, Blocks, Client, Error, Options, Policy, T
 use tonic::Code;
 use tonic::codegen::http::{Request, Response};
 
+use crate::community::backup_account;
 use crate::driver::{Driver, MESSAGES, STEADY_MESSAGES, TUPLES};
 use crate::world::{AUDIENCE, Files, Gateway, World, eventually};
 
@@ -35,14 +36,10 @@ fn hasty() -> Policy {
     Policy { retries: 2, ..patient() }
 }
 
-/// The driver's SnapshotMetadataService, as it is for this gateway.
-fn service(world: &World, gateway: &Gateway) -> Value {
-    let ca = &gateway.files.as_ref().expect("files").ca;
-    json!({
-        "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
-        "metadata": {"name": world.driver},
-        "spec": {"address": format!("127.0.0.1:{}", gateway.port), "audience": AUDIENCE, "caCert": STANDARD.encode(ca)},
-    })
+/// Makes the driver's SnapshotMetadataService, as it is for this gateway.
+async fn publish_first(world: &World, gateway: &Gateway) {
+    let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
+    world.service(&format!("127.0.0.1:{}", gateway.port), AUDIENCE, &ca).await;
 }
 
 /// Changes the object.
@@ -62,41 +59,49 @@ async fn start(world: &World, config: &Path, name: &str) -> Gateway {
     gateway
 }
 
-/// Makes a service account with what a backup application needs, and returns a client of the API server that uses it.
-async fn application(world: &World, account: &str) -> kube::Client {
-    let ns = &world.namespace;
-    let rules = json!([
-        {"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]},
-        {"apiGroups": [""], "resources": ["serviceaccounts/token"], "verbs": ["create"]},
-    ]);
-    world.api.account(ns, account, rules).await;
-    // The names of the manifest's role for backup applications, which names a driver.
-    let role = format!("{ns}-{account}");
-    world
-        .api
-        .make(json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": {"name": role},
-            "rules": [
-                {"apiGroups": ["cbt.storage.k8s.io"], "resources": ["snapshotmetadataservices"], "verbs": ["get"]},
-                {"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshotcontents"], "verbs": ["get"]},
-            ],
-        }))
-        .await;
-    world
-        .api
-        .make(json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": role},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
-            "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": ns}],
-        }))
-        .await;
-    client_of(&world.api.kubeconfig_of(ns, account).await).await
+/// A client of the API server with the rights of a backup application.
+async fn application(world: &World) -> kube::Client {
+    client_of(&backup_account(world).await).await
 }
 
 async fn client_of(kubeconfig: &Path) -> kube::Client {
     let config = Kubeconfig::read_from(kubeconfig).expect("kubeconfig");
     let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
     kube::Client::try_from(config.expect("a config")).expect("a client")
+}
+
+/// What the library is told about two snapshots, by whoever serves the cluster and by the driver itself.
+pub async fn told(
+    kubeconfig: &Path,
+    namespace: &str,
+    socket: &Path,
+    (first, second): (&str, &str),
+    handles: (&str, &str),
+) -> Told {
+    let cluster = Client::kubernetes(client_of(kubeconfig).await, namespace, Options::default());
+    let base = cluster.snapshot_handle(first).await.expect("a handle");
+    assert_eq!(base, handles.0);
+    let driver = Client::csi(&format!("unix://{}", socket.display())).expect("an endpoint");
+    let mut all = Vec::new();
+    for (client, first, second) in [(&cluster, first, second), (&driver, handles.0, handles.1)] {
+        let blocks = client.allocated(first).await.expect("allocated");
+        let capacity = blocks.capacity();
+        let delta = client.delta(&base, second).await.expect("a delta");
+        assert_eq!(delta.capacity(), capacity);
+        all.push(Told { capacity, allocated: rest(blocks).await, delta: rest(delta).await });
+        let error = client.delta(handles.1, first).await.expect_err("the wrong way round");
+        assert_eq!((error.code(), error.advice()), (Some(Code::InvalidArgument), Advice::Stop), "{error}");
+    }
+    assert_eq!(all[0], all[1], "the driver says something else");
+    all.remove(0)
+}
+
+/// The answers about two snapshots.
+#[derive(Debug, PartialEq)]
+pub struct Told {
+    pub capacity: u64,
+    pub allocated: Vec<(u64, u64)>,
+    pub delta: Vec<(u64, u64)>,
 }
 
 /// All ranges that are left.
@@ -116,8 +121,8 @@ pub async fn a_client_finds_all_it_needs(world: World) {
     world.snapshot(ns, "monday", "plain-1").await;
     world.snapshot(ns, "tuesday", "plain-2").await;
     let gateway = world.gateway(&[]).await;
-    world.api.make(service(&world, &gateway)).await;
-    let client = Client::kubernetes(application(&world, "backup").await, ns, Options::default());
+    publish_first(&world, &gateway).await;
+    let client = Client::kubernetes(application(&world).await, ns, Options::default());
     let base = client.snapshot_handle("monday").await.expect("a handle");
     assert_eq!(base, "plain-1");
     let blocks = client.allocated("monday").await.expect("allocated");
@@ -146,7 +151,7 @@ pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
         })
         .await;
     let gateway = world.gateway(&[]).await;
-    let api = application(&world, "backup").await;
+    let api = application(&world).await;
     let with = |api: &kube::Client, token| {
         let options = Options { token, ..Options::default() };
         Client::kubernetes(api.clone(), ns, options).with_policy(hasty())
@@ -159,7 +164,7 @@ pub async fn what_is_missing_is_an_error_that_says_what_to_do(world: World) {
     let error = failed(&client, "monday").await;
     assert!(matches!(&error, Error::NoService { driver } if *driver == world.driver), "{error:?}");
     assert_eq!(error.advice(), Advice::FullBackup);
-    world.api.make(service(&world, &gateway)).await;
+    publish_first(&world, &gateway).await;
     assert_eq!(rest(client.allocated("monday").await.expect("allocated")).await, listed(MESSAGES));
 
     for (snapshot, advice, words) in [
@@ -214,8 +219,8 @@ pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(wor
     world.snapshot(ns, "monday", "steady-1").await;
     let config = world.gateway_kubeconfig("gateway").await;
     let first = start(&world, &config, "first").await;
-    world.api.make(service(&world, &first)).await;
-    let api = application(&world, "backup").await;
+    publish_first(&world, &first).await;
+    let api = application(&world).await;
     let client = Client::kubernetes(api, ns, Options::default()).with_policy(patient());
     let mut blocks = client.delta("gone", "monday").await.expect("a delta");
     let mut got = Vec::new();
@@ -280,8 +285,8 @@ pub async fn tokens_are_renewed_before_they_end_and_when_they_are_refused(world:
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "plain-1").await;
     let gateway = world.gateway(&[]).await;
-    world.api.make(service(&world, &gateway)).await;
-    let api = application(&world, "backup").await;
+    publish_first(&world, &gateway).await;
+    let api = application(&world).await;
     let spoil = |object: &mut Value| object["status"]["token"] = json!("spoiled");
     // What is done to which token, how many are asked for by two streams, and how they end.
     for (what, change, expected, is_ok) in [
@@ -326,7 +331,7 @@ pub async fn a_token_in_a_file_is_followed(world: World) {
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "steady-1").await;
     let gateway = world.gateway(&[]).await;
-    world.api.make(service(&world, &gateway)).await;
+    publish_first(&world, &gateway).await;
     let (first, second) = (world.reader("first").await, world.reader("second").await);
     let path = world.dir.path().join("token");
     std::fs::write(&path, format!("{first}\n")).expect("write");
@@ -362,11 +367,11 @@ pub async fn an_api_server_that_is_away_does_not_end_a_stream(world: World) {
     let ns = &world.namespace;
     world.snapshot(ns, "monday", "steady-1").await;
     let gateway = world.gateway(&[]).await;
-    world.api.make(service(&world, &gateway)).await;
+    publish_first(&world, &gateway).await;
     // It is away for this client alone: the other tests need it.
     let is_away = Arc::<AtomicBool>::default();
     let api = {
-        let (inner, is_away) = (application(&world, "backup").await, is_away.clone());
+        let (inner, is_away) = (application(&world).await, is_away.clone());
         let service = tower::service_fn(move |request: Request<Body>| {
             let (inner, is_away) = (inner.clone(), is_away.clone());
             async move {
