@@ -21,7 +21,7 @@ COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image backup-image image-rootfs test-deps clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,6 +47,7 @@ lint: ## Formatting and clippy, warnings are errors
 check: lint
 
 test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
+	hack/no-leaks.sh hack/cluster.sh smoke --if-built
 	DELTAPATH_PROGRAMS_ARE_BUILT=yes hack/no-leaks.sh $(CARGO) test --locked --workspace --features failpoints
 
 unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
@@ -94,6 +95,15 @@ backup-image: ## Build the image of the example backup program, deltapath-backup
 
 test-deps: ## Install and build what only the tests need: shellcheck, the checker of the manifests, a sidecar
 	@hack/test-deps.sh
+
+cluster-deps: ## Build once what a real Kubernetes cluster needs, into ~/.cache/deltapath (half an hour the first time)
+	@hack/cluster-deps.sh
+
+cluster-smoke: cluster-deps ## A real cluster: install, claims, two snapshots, the listed delta
+	hack/no-leaks.sh hack/cluster.sh smoke
+
+cluster-test: cluster-deps ## Every manifest, example and page in real clusters, and nothing left behind
+	hack/cluster-test.sh
 
 image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
 	@hack/image-rootfs.sh

@@ -2,7 +2,15 @@
 # Builds the Dockerfile with buildah and unpacks the image into a directory, for the tests that run the driver in it.
 # The base images are made by debootstrap and the toolchain is this machine's, so no image registry is asked; what
 # is tested is every instruction of the Dockerfile and what comes out of them. Does nothing when nothing changed.
+#
+# With --archives it also writes the images of driver, gateway and example backup program to .deps/image/archives, under
+# the names that the manifests use, for hack/cluster.sh.
 set -euo pipefail
+case "${1-}" in
+    "") archives=no ;;
+    --archives) archives=yes ;;
+    *) echo "image-rootfs: unknown argument $1" >&2 && exit 1 ;;
+esac
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 deps=$root/.deps/image
@@ -16,9 +24,20 @@ rootfs=$deps/rootfs
 # What the image is made of.
 inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates src)
 state=$(find "${inputs[@]}" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+unpacked=no
 if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ] && [ -x "$deps/gateway/deltapath-gateway" ]; then
-    exit 0
+    unpacked=yes
 fi
+archives_state=$state-$(find deploy/backup -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+if [ "$archives" = no ] || [ "$(cat "$deps/archives/state" 2>/dev/null)" = "$archives_state" ]; then
+    archives=no
+    [ "$unpacked" = no ] || exit 0
+fi
+
+# Two at once would remove each other's containers.
+mkdir -p "$deps"
+exec {lock}>"$deps/lock"
+flock "$lock"
 
 for program in buildah debootstrap; do
     command -v "$program" >/dev/null || missing="${missing:-}$program "
@@ -31,7 +50,6 @@ if [ -n "${missing:-}" ]; then
     apt-get install -y -qq --no-install-recommends $missing >/dev/null
 fi
 
-mkdir -p "$deps"
 store=(--root "$deps/store" --runroot "$deps/run")
 b() { buildah "${store[@]}" "$@"; }
 export BUILDAH_ISOLATION=chroot
@@ -67,7 +85,6 @@ b inspect --type image "$rust" >/dev/null 2>&1 || {
     b commit -q --rm "$container" "$rust" >/dev/null
 }
 
-echo "image-rootfs: building the Dockerfile"
 toolchain=$(rustc --print sysroot)
 registry=${CARGO_HOME:-$HOME/.cargo}/registry
 mkdir -p "$registry" "$deps/target"
@@ -91,9 +108,38 @@ unpack() { # TAG DIRECTORY
     rm -rf "$2"
     mv "$2.new" "$2"
 }
-build deltapath:test
-unpack deltapath:test "$rootfs"
-build deltapath-gateway:test --target gateway
-unpack deltapath-gateway:test "$deps/gateway"
-echo "$state" >"$deps/state"
-echo "image-rootfs: $(du -sh --apparent-size "$rootfs" | cut -f 1) in $rootfs"
+if [ "$unpacked" = no ]; then
+    echo "image-rootfs: building the Dockerfile"
+    build deltapath:test
+    unpack deltapath:test "$rootfs"
+    build deltapath-gateway:test --target gateway
+    unpack deltapath-gateway:test "$deps/gateway"
+    echo "$state" >"$deps/state"
+    echo "image-rootfs: $(du -sh --apparent-size "$rootfs" | cut -f 1) in $rootfs"
+fi
+[ "$archives" = yes ] || exit 0
+
+# The example backup program has a Dockerfile of its own; its Go toolchain and modules are this machine's too.
+golang=docker.io/library/golang:1.26-bookworm
+b inspect --type image "$golang" >/dev/null 2>&1 || {
+    container=$(b from --pull-never "$debian")
+    b config --env PATH=/usr/local/go/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+        --env GOPROXY=off --env GOTOOLCHAIN=local --env GOPATH=/go --env GOCACHE=/go/build "$container"
+    b commit -q --rm "$container" "$golang" >/dev/null
+}
+(cd deploy/backup && go mod download)
+mkdir -p "$deps/gobuild" "$deps/archives"
+rm -f "$deps/archives/state"
+b bud --pull-never --quiet --tag deltapath-backup:test \
+    --volume "$(go env GOROOT):/usr/local/go:ro" --volume "$(go env GOMODCACHE):/go/pkg/mod" --volume "$deps/gobuild:/go/build" \
+    deploy/backup >"$deps/build.log" 2>&1 || {
+    tail -n 20 "$deps/build.log" >&2
+    exit 1
+}
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+for name in deltapath deltapath-gateway deltapath-backup; do
+    echo "image-rootfs: writing the archive of $name:$version"
+    rm -f "$deps/archives/$name.tar"
+    b push --quiet "localhost/$name:test" "docker-archive:$deps/archives/$name.tar:docker.io/library/$name:$version"
+done
+echo "$archives_state" >"$deps/archives/state"

@@ -8,10 +8,10 @@ set -euo pipefail
 usage="usage: kind-up.sh [--distributed] [--no-build]
   --distributed  two worker nodes with a driver each, instead of one node
   --no-build     take the images $image, $gateway_image and $backup_image as they are"
-overlay=kind controller=base nodes=1 build=yes
+install=() nodes=1 build=yes
 while [ $# -gt 0 ]; do
     case "$1" in
-        --distributed) overlay=kind-distributed controller=distributed nodes=3 ;;
+        --distributed) install=(--distributed) nodes=3 ;;
         --no-build) build=no ;;
         -h | --help) echo "$usage" && exit 0 ;;
         *) fail "unknown argument $1
@@ -64,31 +64,5 @@ for loaded in "$image" "$gateway_image" "$backup_image"; do
     fi
 done
 
-say "installing the CRDs of snapshots $snapshotter_version and of the CBT service $snapshot_metadata_version"
-kube apply --server-side --kustomize \
-    "https://github.com/kubernetes-csi/external-snapshotter/client/config/crd?ref=$snapshotter_version"
-kube apply --server-side --filename \
-    "https://raw.githubusercontent.com/kubernetes-csi/external-snapshot-metadata/$snapshot_metadata_version/client/config/crd/cbt.storage.k8s.io_snapshotmetadataservices.yaml"
-kube wait --for condition=established --timeout 60s \
-    crd/volumesnapshots.snapshot.storage.k8s.io crd/volumesnapshotclasses.snapshot.storage.k8s.io \
-    crd/volumesnapshotcontents.snapshot.storage.k8s.io \
-    crd/volumegroupsnapshotclasses.groupsnapshot.storage.k8s.io \
-    crd/snapshotmetadataservices.cbt.storage.k8s.io
-
-say "installing the snapshot controller"
-kube apply --server-side --kustomize "$root/deploy/snapshot-controller/$controller"
-
-say "installing deltapath, overlay $overlay"
-kube apply --server-side --kustomize "$root/deploy/overlays/$overlay"
-
-say "waiting until all of it runs"
-kube rollout status --namespace kube-system deployment/snapshot-controller --timeout 180s
-driver=statefulset/deltapath-plugin gateway=deployment/deltapath-gateway
-[ "$overlay" = kind ] || driver=daemonset/deltapath-plugin gateway=daemonset/deltapath-gateway
-runs() { kube rollout status --namespace "$namespace" "$1" --timeout 300s; }
-if ! runs "$driver" || ! runs "$gateway"; then
-    kube get pods --namespace "$namespace" --output wide
-    kube describe pods --namespace "$namespace" | tail -n 40
-    fail "deltapath does not run; docs/troubleshooting.md says where to look"
-fi
+"$root/hack/install.sh" "${install[@]}"
 say "done: kubectl --context kind-$CLUSTER get pods --namespace $namespace; next: hack/e2e.sh"

@@ -38,8 +38,9 @@ container_engine() {
     esac
 }
 
-# kubectl, on this cluster and on no other.
-kube() { kubectl --context "kind-$CLUSTER" "$@"; }
+# kubectl, on this cluster and on no other. hack/cluster.sh sets the context for what it runs.
+: "${KUBE_CONTEXT:=kind-$CLUSTER}"
+kube() { kubectl --context "$KUBE_CONTEXT" "$@"; }
 
 # Tries a command until it succeeds: await SECONDS WHAT COMMAND...
 await() {

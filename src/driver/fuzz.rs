@@ -68,7 +68,7 @@ pub(crate) fn parameters(bytes: &[u8]) {
         assert!(parsed.fs_type.is_none_or(|name| ["ext4", "xfs", "btrfs"].contains(&name.as_str())));
     }
     if let Some(parsed) = accepted(SnapshotParameters::parse(&pairs)) {
-        knows(&["blockMetadataType"]);
+        knows(&["blockMetadataType", "deletionPolicy"]);
         assert_eq!(parsed.tuple_style.is_some(), pairs.contains_key("blockMetadataType"));
     }
     if let Some(parsed) = accepted(parse_tuning(&pairs)) {

@@ -122,6 +122,11 @@ impl SnapshotParameters {
                     let styles = [("variable", TupleStyle::Variable), ("fixed", TupleStyle::Fixed)];
                     parsed.tuple_style = Some(choose("blockMetadataType", value, styles)?);
                 }
+                // A field of the class, which the sidecars act on. Kubernetes' own storage tests write it among the
+                // parameters of a group's class too; there it can change nothing, so it stops nothing.
+                "deletionPolicy" => {
+                    choose("deletionPolicy", value, [("Delete", ()), ("Retain", ())])?;
+                }
                 _ => return Err(unknown(name, "blockMetadataType")),
             }
         }
@@ -227,5 +232,14 @@ mod tests {
             assert!(error.to_string().contains(said), "{error}");
         }
         assert!(SnapshotParameters::parse(&map(&[("blockMetadataType", "FIXED")])).is_err());
+        assert!(SnapshotParameters::parse(&map(&[("deletionPolicy", "Keep")])).is_err());
+        assert!(VolumeParameters::parse(&map(&[("deletionPolicy", "Delete")])).is_err());
+    }
+
+    #[test]
+    fn a_field_of_the_snapshot_class_among_its_parameters_changes_nothing() {
+        let pairs = [("deletionPolicy", "Delete"), ("blockMetadataType", "fixed")];
+        let parsed = SnapshotParameters::parse(&map(&pairs)).expect("valid");
+        assert_eq!(parsed, SnapshotParameters { tuple_style: Some(TupleStyle::Fixed) });
     }
 }

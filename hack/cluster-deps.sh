@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Builds once what hack/cluster.sh runs: Kubernetes and etcd, the container runtime, CoreDNS, the CSI sidecars, and the
+# images of all that runs in pods. The programs go into a cache outside the tree, keyed by the versions in hack/cluster;
+# the images of this tree into .deps. What is there already is not built again. Prints the cache's directory.
+set -euo pipefail
+# shellcheck source=hack/cluster/lib.sh
+. "$(dirname "$0")/cluster/lib.sh"
+
+usage="usage: cluster-deps.sh [--check]
+  --check  build nothing; succeed where the programs are built already"
+check=no
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --check) check=yes ;;
+        -h | --help) echo "$usage" && exit 0 ;;
+        *) fail "unknown argument $1
+$usage" ;;
+    esac
+    shift
+done
+if [ "$check" = yes ]; then
+    built || fail "not built yet: make cluster-deps builds them, once"
+    exit 0
+fi
+[ "$(id -u)" -eq 0 ] || fail "needs root, to build images"
+
+packages=()
+while read -r program package; do
+    PATH=$PATH:/usr/sbin:/usr/lib/cni command -v "$program" >/dev/null || packages+=("$package")
+done <<'P'
+runc runc
+ptp containernetworking-plugins
+nft nftables
+ip iproute2
+buildah buildah
+openssl openssl
+curl curl
+perl perl-base
+P
+# The one that is linked to nothing, for an image that holds nothing else.
+if ! [ -x /bin/busybox ] || ldd /bin/busybox >/dev/null 2>&1; then packages+=(busybox-static); fi
+if [ "${#packages[@]}" -gt 0 ]; then
+    say "installing ${packages[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+fi
+need go
+
+mkdir -p "$cluster_cache/bin" "$cluster_cache/images"
+exec {lock}>"$cluster_cache/lock"
+flock --nonblock "$lock" || { say "waiting for another build" && flock "$lock"; }
+
+"$root/hack/kube-programs.sh" "${kubernetes_programs[@]}" >/dev/null
+
+# Whole or not at all: what is killed halfway leaves only a .part.
+number=0
+for line in "${other_programs[@]}"; do
+    group=${line%% *} package=${line#* }
+    program=$(basename "$package")
+    number=$((number + 1))
+    [ -x "$cluster_cache/bin/$program" ] && continue
+    say "building $program, $number of ${#other_programs[@]}"
+    started=$SECONDS stamp="-s -w"
+    [ "$group" != cluster/containerd ] ||
+        stamp="$stamp -X github.com/containerd/containerd/v2/version.Version=$(module_version "$group" github.com/containerd/containerd/v2)"
+    (
+        cd "$root/hack/$group"
+        CGO_ENABLED=0 go build -trimpath -tags no_btrfs,no_devmapper,no_zfs -ldflags "$stamp" \
+            -o "$cluster_cache/bin/$program.part" "$package"
+    )
+    mv "$cluster_cache/bin/$program.part" "$cluster_cache/bin/$program"
+    say "$program took $((SECONDS - started)) s"
+done
+
+# Writes an archive as docker save does: image NAME DIRECTORY ARCHIVE CONFIG, of one layer.
+scratch=$(mktemp -d "${TMPDIR:-/tmp}/deltapath-images-XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
+image() {
+    local work=$scratch/archive digest
+    mkdir -p "$work"
+    tar --sort=name --owner=0 --group=0 --numeric-owner --mtime=@0 -C "$2" -cf "$work/layer.tar" .
+    digest=$(sha256sum "$work/layer.tar" | cut -d ' ' -f 1)
+    printf '{"architecture":"%s","os":"linux","config":%s,"rootfs":{"type":"layers","diff_ids":["sha256:%s"]}}' \
+        "$(go env GOARCH)" "$4" "$digest" >"$work/config.json"
+    printf '[{"Config":"config.json","RepoTags":["%s"],"Layers":["layer.tar"]}]' "$1" >"$work/manifest.json"
+    tar -C "$work" -cf "$3.part" manifest.json config.json layer.tar
+    mv "$3.part" "$3"
+    rm -r "$work"
+}
+for line in "${program_images[@]}"; do
+    program=${line%% *}
+    archive=$cluster_cache/images/$program.tar
+    [ -e "$archive" ] && continue
+    say "making the image ${line#* }"
+    rm -rf "$scratch/root"
+    mkdir -p "$scratch/root"
+    cp "$cluster_cache/bin/$program" "$scratch/root/$program"
+    image "${line#* }" "$scratch/root" "$archive" "{\"Entrypoint\":[\"/$program\"]}"
+done
+if ! [ -e "$cluster_cache/images/busybox.tar" ]; then
+    say "making the image $busybox_image"
+    rm -rf "$scratch/root"
+    mkdir -p "$scratch/root"/{bin,etc,home,root,tmp,usr/bin,var/tmp}
+    chmod 1777 "$scratch/root/tmp" "$scratch/root/var/tmp"
+    cp --dereference /bin/busybox "$scratch/root/bin/busybox"
+    for applet in $(/bin/busybox --list); do
+        [ "$applet" = busybox ] || ln -s busybox "$scratch/root/bin/$applet"
+    done
+    echo "root:x:0:0:root:/root:/bin/sh" >"$scratch/root/etc/passwd"
+    echo "root:x:0:" >"$scratch/root/etc/group"
+    image "$busybox_image" "$scratch/root" "$cluster_cache/images/busybox.tar" \
+        '{"Cmd":["/bin/sh"],"Env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]}'
+fi
+if ! [ -e "$cluster_cache/crds" ]; then
+    mkdir -p "$scratch/crds"
+    for module in external-snapshotter/client/v8 external-snapshot-metadata/client; do
+        (cd "$root/hack/manifests" && go mod download "github.com/kubernetes-csi/$module")
+        cp "$(cd "$root/hack/manifests" && go list -m -f '{{.Dir}}' "github.com/kubernetes-csi/$module")"/config/crd/*.io_*.yaml "$scratch/crds"
+    done
+    cp -r "$scratch/crds" "$cluster_cache/crds.part"
+    mv "$cluster_cache/crds.part" "$cluster_cache/crds"
+fi
+flock --unlock "$lock"
+
+"$root/hack/image-rootfs.sh" --archives
+echo "$cluster_cache"

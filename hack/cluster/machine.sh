@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Prints what a cluster must leave alone on the machine, to compare before and after: sysctls, packet filters, network,
+# cgroups, mounts, loop devices, device nodes. Numbers that count what goes on are left out, and so is what
+# other tests on this machine have in /tmp.
+set -euo pipefail
+shopt -s nullglob
+
+find /proc/sys -type f ! -path '*/random/*' ! -path '*-state' ! -path '*-nr' ! -path '*/nf_conntrack_count' \
+    ! -path '*/ns_last_pid' ! -path '*/pty/nr' ! -path '*/sched_domain/*' ! -path '*/stat_refresh' \
+    ! -path '*/binfmt_misc/*' ! -path '*/perf_event_max_sample_rate' ! -path '*/slabs*' ! -path '*/quota/*' -print0 |
+    sort -z | xargs -0 grep -sH '' || true
+for program in iptables-save ip6tables-save; do
+    if command -v "$program" >/dev/null; then { "$program" 2>/dev/null || true; } | sed -n "/^[^#:]/s/^/$program: /p"; fi
+done
+nft list ruleset 2>/dev/null | sed 's/^/nft: /' || true
+ip -brief link | awk '{ print "link: " $1 }'
+ip route show table all | sed 's/^/route: /'
+for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/*; do
+    find "$hierarchy" -mindepth 1 -type d ! -path '/sys/fs/cgroup' -printf 'cgroup: %p\n'
+done | sort -u
+awk '$5 !~ "^/tmp/" { print "mount: " $5 }' /proc/self/mountinfo
+find /dev -maxdepth 1 ! -name 'loop*' ! -name dev -printf 'device: %p %M\n' | sort
+# A file that is there, or was in /tmp, is of another test. Files of a cluster are in mounts of its own.
+for file in /sys/block/loop*/loop/backing_file; do
+    name=$(cat "$file" 2>/dev/null) || continue
+    [ -f "$name" ] || [[ $name = /tmp/* ]] || echo "loop device: ${file%/loop/backing_file} $name"
+done
+for directory in /var/lib/{deltapath,kubelet,containerd,etcd,cni} /run/containerd /etc/cni /var/log/pods; do
+    [ ! -e "$directory" ] || echo "directory: $directory"
+done

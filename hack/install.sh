@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Installs deltapath into a cluster whose nodes have the images, as docs/install.md says: the CRDs, the snapshot
+# controller, driver and gateway. Run again, it brings them up to date. hack/kind-up.sh and hack/cluster.sh call it.
+set -euo pipefail
+# shellcheck source=hack/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+usage="usage: install.sh [--distributed] [--overlay NAME]
+  --distributed   a driver on each node, instead of one driver on one node
+  --overlay NAME  another directory of deploy/overlays than kind or kind-distributed
+The environment: KUBE_CONTEXT names the cluster (kind-\$CLUSTER), and DELTAPATH_CRDS a directory with the CRDs, where they
+are not to be fetched."
+overlay=kind controller=base
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --distributed) overlay=kind-distributed controller=distributed ;;
+        --overlay) overlay=${2:?$usage} && shift ;;
+        -h | --help) echo "$usage" && exit 0 ;;
+        *) fail "unknown argument $1
+$usage" ;;
+    esac
+    shift
+done
+need kubectl
+[ -d "$root/deploy/overlays/$overlay" ] || fail "deploy/overlays has no $overlay"
+
+say "installing the CRDs of snapshots $snapshotter_version and of the CBT service $snapshot_metadata_version"
+if [ -n "${DELTAPATH_CRDS-}" ]; then
+    kube apply --server-side --filename "$DELTAPATH_CRDS"
+else
+    kube apply --server-side --kustomize \
+        "https://github.com/kubernetes-csi/external-snapshotter/client/config/crd?ref=$snapshotter_version"
+    kube apply --server-side --filename \
+        "https://raw.githubusercontent.com/kubernetes-csi/external-snapshot-metadata/$snapshot_metadata_version/client/config/crd/cbt.storage.k8s.io_snapshotmetadataservices.yaml"
+fi
+kube wait --for condition=established --timeout 60s \
+    crd/volumesnapshots.snapshot.storage.k8s.io crd/volumesnapshotclasses.snapshot.storage.k8s.io \
+    crd/volumesnapshotcontents.snapshot.storage.k8s.io \
+    crd/volumegroupsnapshotclasses.groupsnapshot.storage.k8s.io \
+    crd/snapshotmetadataservices.cbt.storage.k8s.io
+
+say "installing the snapshot controller"
+kube apply --server-side --kustomize "$root/deploy/snapshot-controller/$controller"
+
+say "installing deltapath, overlay $overlay"
+kube apply --server-side --kustomize "$root/deploy/overlays/$overlay"
+
+say "waiting until all of it runs"
+kube rollout status --namespace kube-system deployment/snapshot-controller --timeout 180s
+kind=statefulset gateway=deployment
+case "$overlay" in *distributed) kind=daemonset gateway=daemonset ;; esac
+runs() { kube rollout status --namespace "$namespace" "$1" --timeout 300s; }
+if ! runs "$kind/deltapath-plugin" || ! runs "$gateway/deltapath-gateway"; then
+    kube get pods --namespace "$namespace" --output wide
+    kube describe pods --namespace "$namespace" | tail -n 40
+    fail "deltapath does not run; docs/troubleshooting.md says where to look"
+fi
