@@ -223,3 +223,220 @@ impl Part {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CAPACITY: i64 = 1 << 20;
+
+    fn message(tuples: &[(i64, i64)]) -> Message {
+        Message { style: 2, capacity: CAPACITY, tuples: tuples.to_vec() }
+    }
+
+    fn ranges(pairs: &[(u64, u64)]) -> Vec<Range> {
+        pairs.iter().map(|&(offset, length)| Range { offset, length }).collect()
+    }
+
+    /// An answer whose first part was cut after these tuples.
+    fn cut_after(tuples: &[(i64, i64)]) -> Answer {
+        let mut answer = Answer::from(0);
+        assert_eq!(answer.begin_part(), 0);
+        answer.accept(message(tuples)).expect("a valid part");
+        answer
+    }
+
+    #[test]
+    fn the_next_part_begins_after_the_last_range_or_at_it() {
+        for (what, tuples, asked) in [
+            ("nothing came", vec![], 0),
+            ("an aligned end", vec![(0, 4096), (8192, 8192)], 16384),
+            ("an end inside a block", vec![(0, 4096), (8192, 1000)], 8192),
+            ("the end of the volume", vec![(0, 4096), (CAPACITY - 8192, 8192)], CAPACITY as u64 - 8192),
+            ("the whole volume", vec![(0, CAPACITY)], 0),
+        ] {
+            assert_eq!(cut_after(&tuples).begin_part(), asked, "{what}");
+        }
+        assert_eq!(Answer::from(12288).begin_part(), 12288);
+    }
+
+    #[test]
+    fn what_is_known_is_cut_off_and_nothing_else() {
+        for (what, tuples, new) in [
+            ("after it", vec![(20480, 4096)], vec![(20480, 4096)]),
+            ("at it", vec![(16384, 4096)], vec![(16384, 4096)]),
+            ("all of it again", vec![(0, 4096), (8192, 8192), (32768, 1)], vec![(32768, 1)]),
+            ("across it", vec![(8192, 16384), (32768, 4096)], vec![(16384, 8192), (32768, 4096)]),
+            ("only what is known", vec![(8192, 8192)], vec![]),
+        ] {
+            let mut answer = cut_after(&[(0, 4096), (8192, 8192)]);
+            assert_eq!(answer.begin_part(), 16384);
+            assert_eq!(answer.accept(message(&tuples)), Ok(ranges(&new)), "{what}");
+            assert_eq!(answer.finish_part(), Ok(Ended::Whole), "{what}");
+        }
+        // The same where the caller knows a part already.
+        let mut answer = Answer::from(10000);
+        assert_eq!(answer.begin_part(), 10000);
+        let new = answer.accept(message(&[(0, 4096), (8192, 4096), (16384, 1)]));
+        assert_eq!(new, Ok(ranges(&[(10000, 2288), (16384, 1)])));
+    }
+
+    #[test]
+    fn a_part_that_breaks_the_contract_is_refused() {
+        let tuples = |tuples: &[(i64, i64)]| message(tuples);
+        for (what, message, violation) in [
+            ("no style", Message { style: 0, ..message(&[]) }, Violation::Style(0)),
+            ("a style of the future", Message { style: 3, ..message(&[]) }, Violation::Style(3)),
+            (
+                "another style",
+                Message { style: 1, ..message(&[]) },
+                Violation::StyleChanged(Style::VariableLength, Style::FixedLength),
+            ),
+            ("no capacity", Message { capacity: -1, ..message(&[]) }, Violation::Capacity(-1)),
+            (
+                "another capacity",
+                Message { capacity: 4096, ..message(&[]) },
+                Violation::CapacityChanged(1 << 20, 4096),
+            ),
+            ("an empty range", tuples(&[(20480, 0)]), Violation::Range(20480, 0, 1 << 20)),
+            ("a negative length", tuples(&[(20480, -1)]), Violation::Range(20480, -1, 1 << 20)),
+            ("a negative offset", tuples(&[(-4096, 4096)]), Violation::Range(-4096, 4096, 1 << 20)),
+            ("past the end", tuples(&[(CAPACITY - 1, 2)]), Violation::Range(CAPACITY - 1, 2, 1 << 20)),
+            (
+                "past every number",
+                tuples(&[(i64::MAX, i64::MAX)]),
+                Violation::Range(i64::MAX, i64::MAX, 1 << 20),
+            ),
+            ("overlapping", tuples(&[(20480, 4096), (20481, 4096)]), Violation::Order(20481, 24576)),
+            ("backwards", tuples(&[(20480, 4096), (0, 4096)]), Violation::Order(0, 24576)),
+        ] {
+            // In the part that goes on, and in the first one after a message.
+            for begins_again in [true, false] {
+                let mut answer = cut_after(&[(0, 4096)]);
+                if begins_again {
+                    answer.begin_part();
+                }
+                assert_eq!(answer.accept(message.clone()), Err(violation.clone()), "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_end_without_a_message_is_not_believed() {
+        let mut answer = Answer::from(0);
+        answer.begin_part();
+        assert_eq!(answer.finish_part(), Err(Violation::NoMessage));
+        // With an empty message it is an empty answer.
+        let mut answer = cut_after(&[]);
+        assert_eq!(answer.finish_part(), Ok(Ended::Whole));
+        // What goes on is asked for once more, from a range on that has to be there.
+        let mut answer = cut_after(&[(0, 4096), (8192, 8192)]);
+        assert_eq!(answer.begin_part(), 16384);
+        assert_eq!(answer.finish_part(), Ok(Ended::AskAgain));
+        assert_eq!(answer.begin_part(), 8192);
+        assert_eq!(answer.accept(message(&[(8192, 8192)])), Ok(vec![]));
+        assert_eq!(answer.finish_part(), Ok(Ended::Whole));
+    }
+
+    #[test]
+    fn a_range_that_was_told_has_to_be_told_again() {
+        let forgotten = |offset, length| Err(Violation::Forgotten(Range { offset, length }));
+        for (what, tuples, accepted, finished) in [
+            ("it is", vec![(8192, 8192)], Ok(vec![]), Ok(Ended::Whole)),
+            ("in two", vec![(8192, 4096), (12288, 4096)], Ok(vec![]), Ok(Ended::Whole)),
+            ("in a larger one", vec![(4096, 16384)], Ok(ranges(&[(16384, 4096)])), Ok(Ended::Whole)),
+            ("cut short", vec![(8192, 4096)], Ok(vec![]), forgotten(12288, 4096).map(|()| Ended::Whole)),
+            (
+                "its front is missing",
+                vec![(12288, 4096)],
+                forgotten(8192, 8192).map(|()| vec![]),
+                Ok(Ended::Whole),
+            ),
+            (
+                "a hole in it",
+                vec![(8192, 100), (8392, 7992)],
+                forgotten(8292, 8092).map(|()| vec![]),
+                Ok(Ended::Whole),
+            ),
+            ("none", vec![], Ok(vec![]), forgotten(8192, 8192).map(|()| Ended::Whole)),
+            ("one before it", vec![(0, 8192)], Ok(vec![]), forgotten(8192, 8192).map(|()| Ended::Whole)),
+            ("one after it", vec![(32768, 4096)], forgotten(8192, 8192).map(|()| vec![]), Ok(Ended::Whole)),
+        ] {
+            let mut answer = cut_after(&[(0, 4096), (8192, 8192)]);
+            answer.begin_part();
+            assert_eq!(answer.finish_part(), Ok(Ended::AskAgain));
+            assert_eq!(answer.begin_part(), 8192);
+            let is_accepted = accepted.is_ok();
+            assert_eq!(answer.accept(message(&tuples)), accepted, "{what}");
+            if is_accepted {
+                assert_eq!(answer.finish_part(), finished, "{what}");
+            }
+        }
+    }
+
+    /// Any stream, cut anywhere, with servers that round the offset down: the same bytes, each once, in order.
+    #[test]
+    fn cuts_lose_nothing_and_double_nothing() {
+        let mut random = fastrand::Rng::with_seed(7);
+        for _ in 0..2000 {
+            let (unit, capacity) = ([512, 4096, 65536][random.usize(..3)], 4_000_000 + random.i64(0..70_000));
+            let mut all = Vec::new();
+            let mut at = 0;
+            while at < capacity && all.len() < 40 {
+                let length = (unit * random.i64(1..5)).min(capacity - at);
+                if random.bool() {
+                    all.push((at, length));
+                }
+                at += length;
+            }
+            let mut answer = Answer::from(0);
+            let mut got = Vec::new();
+            'parts: loop {
+                let asked = answer.begin_part() as i64;
+                let from = asked / unit * unit;
+                let listed = all.iter().filter_map(|&(offset, length): &(i64, i64)| {
+                    let begin = offset.max(from);
+                    (offset + length > from).then_some((begin, offset + length - begin))
+                });
+                let cut = random.usize(..12);
+                let mut sent = 0;
+                for tuple in listed {
+                    if sent == cut {
+                        continue 'parts;
+                    }
+                    let message = Message { style: 2, capacity, tuples: vec![tuple] };
+                    got.extend(answer.accept(message).expect("it is valid"));
+                    sent += 1;
+                }
+                // Cut at the end, before the server could say OK.
+                if random.u8(..4) == 0 {
+                    continue;
+                }
+                if sent == 0 && random.bool() {
+                    answer.accept(Message { style: 2, capacity, tuples: vec![] }).expect("it is valid");
+                }
+                match answer.finish_part() {
+                    Ok(Ended::Whole) => break,
+                    Ok(Ended::AskAgain) => {}
+                    Err(violation) => {
+                        assert_eq!((violation, all.len()), (Violation::NoMessage, 0));
+                        break;
+                    }
+                }
+            }
+            assert!(got.windows(2).all(|pair| pair[0].end() <= pair[1].offset), "{got:?}");
+            let joined = |pairs: Vec<(i64, i64)>| {
+                let mut joined: Vec<(i64, i64)> = Vec::new();
+                for (offset, length) in pairs {
+                    match joined.last_mut().filter(|last| last.0 + last.1 == offset) {
+                        Some(last) => last.1 += length,
+                        None => joined.push((offset, length)),
+                    }
+                }
+                joined
+            };
+            let got = got.iter().map(|range| (range.offset as i64, range.length as i64)).collect();
+            assert_eq!(joined(got), joined(all));
+        }
+    }
+}

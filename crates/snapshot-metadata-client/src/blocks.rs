@@ -3,7 +3,7 @@
 use std::fmt;
 
 use futures_util::StreamExt;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use tonic::Code;
 
 use crate::answer::{Answer, Ended, Range, Style};
@@ -26,6 +26,8 @@ pub struct Blocks {
     style: Style,
     capacity: u64,
     part: Option<Messages>,
+    /// Since when a message is waited for, also over several calls.
+    waits: Option<Instant>,
     first: Option<Vec<Range>>,
     /// How often it failed in a row.
     failed: u32,
@@ -61,6 +63,7 @@ impl Blocks {
             style: Style::VariableLength,
             capacity: 0,
             part: None,
+            waits: None,
             first: None,
             failed: 0,
             is_renewed: false,
@@ -143,7 +146,10 @@ impl Blocks {
                 }
                 continue;
             };
-            match timeout(idle, part.next()).await {
+            let until = *self.waits.get_or_insert_with(Instant::now) + idle;
+            let next = timeout_at(until, part.next()).await;
+            self.waits = None;
+            match next {
                 Ok(Some(Ok(message))) => {
                     let before = self.answer.end();
                     let is_first = self.answer.shape().is_none();
@@ -169,7 +175,8 @@ impl Blocks {
     /// Waits until it is time for another try, or gives up.
     async fn failed(&mut self, error: Error) -> Result<(), Error> {
         self.part = None;
-        let renews = error.code() == Some(Code::Unauthenticated) && !self.is_renewed && self.opener.renew();
+        let is_refused = error.code() == Some(Code::Unauthenticated);
+        let renews = is_refused && !self.is_renewed && self.opener.renew().await;
         self.is_renewed |= renews;
         if !renews && !error.is_passing() {
             return Err(error);

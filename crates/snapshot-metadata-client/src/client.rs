@@ -13,6 +13,8 @@ use crate::answer::Message;
 use crate::blocks::Blocks;
 use crate::csi::Socket;
 use crate::error::{Call, Error};
+#[cfg(feature = "kubernetes")]
+use crate::kubernetes::{Cluster, Options};
 
 /// Longest message that is taken, in bytes. Other clients take 4 MiB, so drivers keep to that.
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
@@ -40,6 +42,15 @@ pub enum Query {
 }
 
 impl Query {
+    /// The snapshot whose driver is asked.
+    #[cfg(feature = "kubernetes")]
+    pub(crate) fn target(&self) -> &str {
+        match self {
+            Query::Allocated { snapshot } => snapshot,
+            Query::Delta { target, .. } => target,
+        }
+    }
+
     pub(crate) fn call(&self) -> Call {
         match self {
             Query::Allocated { .. } => Call::Allocated,
@@ -101,6 +112,8 @@ pub struct Client {
 #[derive(Debug)]
 enum Source {
     Csi(Socket),
+    #[cfg(feature = "kubernetes")]
+    Kubernetes(Box<Cluster>),
 }
 
 impl Client {
@@ -114,6 +127,17 @@ impl Client {
     pub fn csi_with_secrets(endpoint: &str, secrets: HashMap<String, String>) -> Result<Self, Error> {
         let source = Source::Csi(Socket::new(endpoint, secrets)?);
         Ok(Client { source: Arc::new(source), policy: Policy::default() })
+    }
+
+    /// A client for the VolumeSnapshots of a namespace, which are called by their names. `kube::Client::try_default` makes
+    /// the client of the Kubernetes API from the kubeconfig, or in a pod from its service account.
+    ///
+    /// That client has to be allowed to get `volumesnapshots` in the namespace, `volumesnapshotcontents` and
+    /// `snapshotmetadataservices`, and where tokens are requested to create `serviceaccounts/token`.
+    #[cfg(feature = "kubernetes")]
+    pub fn kubernetes(client: kube::Client, namespace: &str, options: Options) -> Self {
+        let source = Source::Kubernetes(Box::new(Cluster::new(client, namespace, options)));
+        Client { source: Arc::new(source), policy: Policy::default() }
     }
 
     /// The same client with another policy.
@@ -137,13 +161,30 @@ impl Client {
     /// An answer from an offset on, for a backup that goes on after it was interrupted. Nothing before `offset` is told;
     /// a range that begins before it is cut there. At or past the capacity a server answers OUT_OF_RANGE.
     pub async fn query(&self, query: Query, offset: u64) -> Result<Blocks, Error> {
-        Blocks::open(Opener { source: self.source.clone() }, query, offset, self.policy.clone()).await
+        let opener = Opener {
+            source: self.source.clone(),
+            #[cfg(feature = "kubernetes")]
+            driver: None,
+        };
+        Blocks::open(opener, query, offset, self.policy.clone()).await
     }
 
     /// The CSI handle of a snapshot, to keep as the base of the next delta. On a driver's socket it is the name itself.
     pub async fn snapshot_handle(&self, snapshot: &str) -> Result<String, Error> {
         match &*self.source {
             Source::Csi(_) => Ok(snapshot.to_owned()),
+            #[cfg(feature = "kubernetes")]
+            Source::Kubernetes(cluster) => cluster.handle(snapshot).await,
+        }
+    }
+
+    /// Whether the VolumeSnapshot of a base has to stay until the delta to this snapshot was asked for, which is so unless
+    /// the SnapshotMetadataService of its driver says otherwise. A socket does not say it.
+    #[cfg(feature = "kubernetes")]
+    pub async fn needs_base_snapshot(&self, snapshot: &str) -> Result<bool, Error> {
+        match &*self.source {
+            Source::Csi(_) => Ok(true),
+            Source::Kubernetes(cluster) => cluster.needs_base(snapshot).await,
         }
     }
 }
@@ -152,6 +193,9 @@ impl Client {
 #[derive(Debug)]
 pub(crate) struct Opener {
     source: Arc<Source>,
+    /// The driver of the snapshot, once it is known.
+    #[cfg(feature = "kubernetes")]
+    driver: Option<String>,
 }
 
 impl Opener {
@@ -161,13 +205,20 @@ impl Opener {
         let offset = i64::try_from(offset).unwrap_or(i64::MAX);
         match &*self.source {
             Source::Csi(socket) => socket.open(query, offset, policy).await,
+            #[cfg(feature = "kubernetes")]
+            Source::Kubernetes(cluster) => cluster.open(query, offset, &mut self.driver, policy).await,
         }
     }
 
-    /// Whether another try has a chance after the server did not accept who called.
-    pub fn renew(&mut self) -> bool {
+    /// After the server did not accept who called: whether another try can bring something else.
+    pub async fn renew(&self) -> bool {
         match &*self.source {
             Source::Csi(_) => false,
+            #[cfg(feature = "kubernetes")]
+            Source::Kubernetes(cluster) => {
+                cluster.renew().await;
+                true
+            }
         }
     }
 }
@@ -213,3 +264,16 @@ message_from!(
     proto::kubernetes::GetMetadataAllocatedResponse,
     proto::kubernetes::GetMetadataDeltaResponse
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest() {
+        let policy = Policy::default();
+        let pauses: Vec<u128> = (1..=9).map(|failed| policy.pause(failed).as_millis()).collect();
+        assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 12800, 25600, 30000]);
+        assert_eq!(policy.pause(u32::MAX), policy.max_backoff);
+    }
+}

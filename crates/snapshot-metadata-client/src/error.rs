@@ -1,6 +1,7 @@
 //! What can go wrong, and what to do about it.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use tonic::{Code, Status};
@@ -103,6 +104,61 @@ pub enum Error {
         /// What is wrong.
         violation: Violation,
     },
+    /// An object of Kubernetes does not exist. Advice: stop.
+    #[error("{what} does not exist")]
+    Missing {
+        /// The object.
+        what: String,
+    },
+    /// An object of Kubernetes is not ready to be used. Advice: retry.
+    #[error("{what} cannot be used: {why}")]
+    NotReady {
+        /// The object.
+        what: String,
+        /// What it lacks.
+        why: &'static str,
+    },
+    /// There is no SnapshotMetadataService for the driver: in this cluster it has no metadata. Advice: full backup, of the
+    /// whole device.
+    #[error("there is no SnapshotMetadataService for the CSI driver {driver}")]
+    NoService {
+        /// The driver.
+        driver: String,
+    },
+    /// The SnapshotMetadataService of the driver cannot be used. Advice: stop.
+    #[error("the SnapshotMetadataService {driver} cannot be used: {problem}")]
+    BadService {
+        /// The driver.
+        driver: String,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// The Kubernetes API server refused, or did not answer. It is tried again by itself where it did not answer, was busy
+    /// or failed, and then the advice is to retry. Otherwise rights are missing: stop.
+    #[error("the Kubernetes API server did not give {what}: {}", causes(&**source))]
+    Api {
+        /// The object.
+        what: String,
+        /// The HTTP status, if there was an answer.
+        code: Option<u16>,
+        /// What it said, or what the transport says.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The caller is no service account, so it can have no token of its own. Advice: stop.
+    #[error("{user:?} is not a service account: name one whose tokens are to be used")]
+    NoAccount {
+        /// The caller, as the API server calls it.
+        user: String,
+    },
+    /// The file with the token cannot be read, or is empty. Advice: stop.
+    #[error("cannot read the token in {}: {source}", path.display())]
+    TokenFile {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
     /// The call failed several times in a row without any progress. The advice is that of the last error.
     #[error("{call} failed {tries} times in a row at byte {at}, the last time with: {source}")]
     GaveUp {
@@ -121,8 +177,17 @@ impl Error {
     /// What a backup tool does now.
     pub fn advice(&self) -> Advice {
         match self {
-            Error::Endpoint(_) => Advice::Stop,
-            Error::Connect { .. } | Error::Lost { .. } | Error::Silent { .. } => Advice::Retry,
+            Error::Endpoint(_)
+            | Error::Missing { .. }
+            | Error::BadService { .. }
+            | Error::NoAccount { .. }
+            | Error::TokenFile { .. } => Advice::Stop,
+            Error::Connect { .. } | Error::Lost { .. } | Error::Silent { .. } | Error::NotReady { .. } => {
+                Advice::Retry
+            }
+            Error::NoService { .. } => Advice::FullBackup,
+            Error::Api { .. } if self.is_passing() => Advice::Retry,
+            Error::Api { .. } => Advice::Stop,
             Error::Server { call, status } => of_code(*call, status.code()),
             Error::Invalid { call, .. } => without_delta(*call),
             Error::GaveUp { source, .. } => source.advice(),
@@ -162,7 +227,16 @@ impl Error {
                     | Code::Internal
                     | Code::Unknown
             ),
-            Error::Endpoint(_) | Error::Invalid { .. } | Error::GaveUp { .. } => false,
+            Error::Api { code, .. } => code.is_none_or(|code| matches!(code, 408 | 429 | 500..)),
+            Error::Endpoint(_)
+            | Error::Invalid { .. }
+            | Error::Missing { .. }
+            | Error::NotReady { .. }
+            | Error::NoService { .. }
+            | Error::BadService { .. }
+            | Error::NoAccount { .. }
+            | Error::TokenFile { .. }
+            | Error::GaveUp { .. } => false,
         }
     }
 }
@@ -205,4 +279,64 @@ fn causes(error: &(dyn std::error::Error + 'static)) -> String {
         next = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_has_an_advice_for_each_call() {
+        use Advice::{FullBackup, Retry, Stop};
+        // The code, whether it is tried again, and the advice for a delta and for allocated blocks.
+        for (code, passes, delta, allocated) in [
+            (Code::Ok, false, Stop, Stop),
+            (Code::Cancelled, true, Retry, Retry),
+            (Code::Unknown, true, FullBackup, Stop),
+            (Code::InvalidArgument, false, Stop, Stop),
+            (Code::DeadlineExceeded, true, Retry, Retry),
+            (Code::NotFound, false, FullBackup, Stop),
+            (Code::AlreadyExists, false, Stop, Stop),
+            (Code::PermissionDenied, false, Stop, Stop),
+            (Code::ResourceExhausted, true, Retry, Retry),
+            (Code::FailedPrecondition, false, FullBackup, FullBackup),
+            (Code::Aborted, true, Retry, Retry),
+            (Code::OutOfRange, false, Stop, Stop),
+            (Code::Unimplemented, false, FullBackup, FullBackup),
+            (Code::Internal, true, FullBackup, Stop),
+            (Code::Unavailable, true, Retry, Retry),
+            (Code::DataLoss, false, FullBackup, Stop),
+            (Code::Unauthenticated, false, Stop, Stop),
+        ] {
+            for (call, advice) in [(Call::Delta, delta), (Call::Allocated, allocated)] {
+                let error = Error::of_status(call, Status::new(code, "said"));
+                assert_eq!((error.advice(), error.is_passing()), (advice, passes), "{code:?} {call}");
+                let error = Error::GaveUp { call, at: 0, tries: 3, source: Box::new(error) };
+                assert_eq!((error.advice(), error.is_passing(), error.code()), (advice, false, Some(code)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_broken_connection_is_no_answer_of_the_server() {
+        let broken = std::io::Error::from(std::io::ErrorKind::ConnectionReset);
+        let error = Error::of_status(Call::Delta, Status::from_error(broken.into()));
+        assert!(matches!(error, Error::Lost { .. }), "{error:?}");
+        assert_eq!((error.advice(), error.is_passing(), error.code()), (Advice::Retry, true, None));
+    }
+
+    #[test]
+    fn the_api_server_is_asked_again_where_that_helps() {
+        for (code, advice) in [
+            (None, Advice::Retry),
+            (Some(429), Advice::Retry),
+            (Some(503), Advice::Retry),
+            (Some(401), Advice::Stop),
+            (Some(403), Advice::Stop),
+            (Some(422), Advice::Stop),
+        ] {
+            let error = Error::Api { what: "it".into(), code, source: "no".into() };
+            assert_eq!((error.advice(), error.is_passing()), (advice, advice == Advice::Retry), "{code:?}");
+        }
+    }
 }

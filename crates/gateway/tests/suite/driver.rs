@@ -18,6 +18,9 @@ use tonic::{Code, Request, Response, Status, async_trait};
 /// Messages in the answer about a handle `plain-*`, and tuples in each.
 pub const MESSAGES: i64 = 3;
 pub const TUPLES: i64 = 100;
+/// Messages in the answer about a handle `steady-*`, and the time before each.
+pub const STEADY_MESSAGES: i64 = 60;
+const STEADY_PAUSE: Duration = Duration::from_millis(30);
 
 /// A driver on a socket, until it is dropped.
 pub struct Driver {
@@ -131,6 +134,7 @@ fn message_of(number: i64, tuples: i64) -> GetMetadataAllocatedResponse {
 fn answer(
     seen: &Arc<Seen>,
     handle: &str,
+    offset: i64,
     timeout: Option<&str>,
 ) -> Result<Messages<GetMetadataAllocatedResponse>, Status> {
     seen.timeouts.lock().unwrap().push(timeout.unwrap_or_default().to_owned());
@@ -147,6 +151,15 @@ fn answer(
         "plain" => holding(Box::pin(whole())),
         // What the bench measures: as many messages and tuples as its bare server sends.
         "long" => holding(Box::pin(stream::iter((0..4096).map(|number| Ok(message_of(number, 4096)))))),
+        // A message now and then, from the one with the offset on.
+        "steady" => {
+            let first = offset / (TUPLES * 8192);
+            let paced = stream::unfold(first, async |number| {
+                tokio::time::sleep(STEADY_PAUSE).await;
+                (number < STEADY_MESSAGES).then(|| (Ok(message(number)), number + 1))
+            });
+            holding(Box::pin(paced))
+        }
         // Never ends, and is always quicker than its reader.
         "endless" => holding(Box::pin(stream::iter((0i64..).map(|number| Ok(message(number)))))),
         // The first message comes after a second, and no second one ever.
@@ -183,7 +196,7 @@ impl SnapshotMetadata for Metadata {
             request.metadata().get("grpc-timeout").and_then(|text| text.to_str().ok()).map(str::to_owned);
         let request = request.into_inner();
         self.0.allocated.lock().unwrap().push(request.clone());
-        answer(&self.0, &request.snapshot_id, timeout.as_deref()).map(Response::new)
+        answer(&self.0, &request.snapshot_id, request.starting_offset, timeout.as_deref()).map(Response::new)
     }
 
     async fn get_metadata_delta(
@@ -198,7 +211,8 @@ impl SnapshotMetadata for Metadata {
         if request.base_snapshot_id == "forgotten" {
             return Err(Status::not_found("snapshot forgotten does not exist"));
         }
-        let messages = answer(&self.0, &request.target_snapshot_id, timeout.as_deref())?;
+        let messages =
+            answer(&self.0, &request.target_snapshot_id, request.starting_offset, timeout.as_deref())?;
         Ok(Response::new(Box::pin(messages.map(|message| {
             message.map(|message| GetMetadataDeltaResponse {
                 block_metadata_type: message.block_metadata_type,

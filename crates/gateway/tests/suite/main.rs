@@ -9,6 +9,7 @@ mod community;
 mod cost;
 mod driver;
 mod hostile;
+mod library;
 mod rights;
 mod streams;
 mod world;
@@ -60,6 +61,12 @@ fn main() -> ExitCode {
         hostile::requests_that_are_too_large_or_too_slow_end,
         hostile::no_token_and_no_secret_is_written_anywhere,
         hostile::calls_are_served_when_nobody_reads_the_audit,
+        library::a_client_finds_all_it_needs,
+        library::what_is_missing_is_an_error_that_says_what_to_do,
+        library::a_gateway_may_go_and_come_back_elsewhere_with_another_authority,
+        library::tokens_are_renewed_before_they_end_and_when_they_are_refused,
+        library::a_token_in_a_file_is_followed,
+        library::an_api_server_that_is_away_does_not_end_a_stream,
         community::a_backup_tool_of_the_community_works_on_btrfs,
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,
