@@ -226,7 +226,7 @@ struct ShowArguments {
 
 /// Serve a backup as a read-only block device (NBD on a UNIX socket), to fetch single files out of it.
 ///
-/// For instance, as root: `nbd-client -unix SOCKET /dev/nbd0` or `qemu-nbd --connect=/dev/nbd0 --read-only
+/// For instance, as root: `nbd-client -unix SOCKET /dev/nbd0` or `qemu-nbd -r -c /dev/nbd0
 /// 'nbd+unix:///?socket=SOCKET'`, then `mount -o ro,noload /dev/nbd0 /mnt` (ext4) or `mount -o ro,norecovery,nouuid
 /// /dev/nbd0 /mnt` (xfs). It runs until Ctrl-C, and no prune can run meanwhile.
 #[derive(Debug, Args)]
@@ -565,14 +565,14 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
             match &arguments.backup {
                 Some(backup) => {
                     let index = repository.find(backup, volume)?;
-                    (index.about.volume.clone(), vec![show::of_backup(&index)])
+                    (index.about.volume.clone(), vec![show::of_backup(&repository, &index)?])
                 }
                 None => {
                     let mut pictures = Vec::new();
                     for id in repository.ids()? {
                         let index = repository.index(&id)?;
                         if volume.is_none_or(|volume| index.about.volume == volume) {
-                            pictures.push(show::of_backup(&index));
+                            pictures.push(show::of_backup(&repository, &index)?);
                         }
                     }
                     (volume.unwrap_or("Backups").to_owned(), pictures)
@@ -581,7 +581,10 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
         }
     };
     if let Some(file) = &arguments.html {
-        files::durable::replace(&absolute(file)?, show::html(&title, &pictures).as_bytes())?;
+        let file = absolute(file)?;
+        files::durable::replace(&file, show::html(&title, &pictures).as_bytes())?;
+        // For others to read, as pages are.
+        files::change::set_mode(&file, 0o644)?;
     }
     let has_colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     context.print(&pictures, || match pictures.as_slice() {

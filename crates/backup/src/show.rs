@@ -1,5 +1,5 @@
-//! Maps of volumes, for the terminal and as one HTML file: what holds data, what changed, and a history of both. Pure but
-//! for [`of_snapshots`], which asks a driver.
+//! Maps of volumes, for the terminal and as one HTML file: what holds data, what changed, and a history of both. They are
+//! read from a repository or asked of a driver; the drawing is pure.
 
 use std::fmt::Write;
 
@@ -11,8 +11,9 @@ use tokio::runtime::Handle;
 
 use crate::error::{Error, Result};
 use crate::repository::index::{CELLS, Cells};
+use crate::repository::pack::Packs;
 use crate::repository::writer::filled;
-use crate::repository::{Index, Kind};
+use crate::repository::{BLOCK, Index, Kind, Repository, SEGMENT};
 
 /// The maps of one backup, or of two snapshots.
 #[derive(Debug, Serialize)]
@@ -32,11 +33,19 @@ pub struct Picture {
 }
 
 /// The maps of a backup.
-pub fn of_backup(index: &Index) -> Picture {
+pub fn of_backup(repository: &Repository, index: &Index) -> Result<Picture> {
     let about = &index.about;
     let mut allocated = Cells::new(about.size);
-    for (start, end) in index.segments.iter().flat_map(filled) {
-        allocated.add(start, end);
+    for of in &index.segments {
+        // What the index says of each sixteenth is fine enough where a cell is as large; a smaller volume has few maps.
+        if about.size / CELLS as u64 >= SEGMENT / of.fill.len() as u64 {
+            filled(of).for_each(|(start, end)| allocated.add(start, end));
+            continue;
+        }
+        for extent in repository.segment(index, of, &mut Packs::default())?.extents {
+            let start = u64::from(of.number) * SEGMENT + u64::from(extent.start) * BLOCK;
+            allocated.add(start, start + u64::from(extent.blocks) * BLOCK);
+        }
     }
     let time =
         Timestamp::from_second(about.created).map(|time| time.strftime("%Y-%m-%d %H:%M:%S UTC").to_string());
@@ -52,14 +61,14 @@ pub fn of_backup(index: &Index) -> Picture {
     ];
     facts.extend(about.base.as_ref().map(|base| format!("over {base}")));
     facts.extend(about.why.as_ref().map(|why| format!("full because {why}")));
-    Picture {
+    Ok(Picture {
         title: format!("{} {}", about.volume, about.id),
         facts,
         size: about.size,
         allocated: allocated.finish(),
         changed: (about.kind == Kind::Incremental).then(|| index.changed.clone()),
         cost: Some(about.added),
-    }
+    })
 }
 
 /// The maps of two snapshots of a driver, or of one.

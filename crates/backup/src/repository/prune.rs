@@ -1,8 +1,8 @@
 //! Removing backups that are not to be kept, and then whatever nothing needs.
 //!
 //! The order: indexes are removed, and that is made durable. What the others need is marked. Packs that nothing names are
-//! removed. Of packs in which too much is unused the rest is copied into new ones; the indexes are replaced, one by one,
-//! each as one step; then the old packs are removed. So at each moment every index that is there names packs that are
+//! removed. Of packs in which too much is unused the rest is copied into new ones, and the indexes are replaced, one by one,
+//! each as one step; then nothing names the old packs, and they are removed as before. So at each moment every index that is there names packs that are
 //! there, and a prune that was killed is gone on with by the next.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -114,57 +114,60 @@ pub fn prune(
         |prefix: &str, ids: &[String]| ids.iter().map(|id| format!("{prefix}/{id}")).collect::<Vec<_>>();
     repository.store.remove(&names("backups", &pruned.removed))?;
     repository.store.settle("backups")?;
-    let partials = partials(repository, &pruned.kept, &of_volume)?;
+    remove_partials(repository, &pruned.kept, &of_volume)?;
     for object in repository.store.list("damaged")? {
         if !object.location.filename().is_some_and(|id| pruned.kept.iter().any(|kept| kept == id)) {
             repository.store.remove(&[object.location.to_string()])?;
         }
     }
     remove_drafts(repository)?;
-    let mut named = HashSet::new();
-    for id in &pruned.kept {
-        named.extend(repository.index(id)?.packs.into_iter().map(|pack| pack_name(&pack)));
-    }
-    named.extend(partials.iter().flat_map(|(_, partial)| &partial.packs).map(pack_name));
-    let mut unused = Vec::new();
-    for object in repository.store.list("packs")? {
-        if !named.contains(object.location.as_ref()) {
-            pruned.freed += object.size;
-            unused.push(object.location.to_string());
-        }
-    }
-    repository.store.remove(&unused)?;
     // Packs that are damaged are not touched.
     let mut left = HashSet::new();
-    while let Some(moved) = repack(repository, &pruned.kept, max_unused, &mut left, stop)? {
-        pruned.freed += moved.freed;
-        pruned.moved += moved.moved;
-    }
-    Ok(pruned)
-}
-
-/// What was interrupted and may still be gone on with; the rest is removed.
-fn partials(repository: &Repository, kept: &[String], abouts: &[About]) -> Result<Vec<(String, Partial)>> {
-    let now = Timestamp::now().as_second();
-    let mut partials = Vec::new();
-    for (name, partial) in repository.partials()? {
-        match partial {
-            Ok(partial)
-                if now - partial.about.created < PARTIAL_DAYS * 86400
-                    && partial.about.base.as_ref().is_none_or(|base| kept.contains(base))
-                    && !abouts.iter().any(|about| {
-                        about.volume == partial.about.volume && about.created >= partial.about.created
-                    }) =>
-            {
-                partials.push((name, partial));
-            }
-            Ok(_) => repository.store.remove(&[name])?,
-            Err(error) if error.is_damage() => repository.store.remove(&[name])?,
-            Err(error) => return Err(error),
+    loop {
+        pruned.freed += sweep(repository, &pruned.kept)?;
+        match repack(repository, &pruned.kept, max_unused, &mut left, stop)? {
+            Some(moved) => pruned.moved += moved,
+            None => return Ok(pruned),
         }
     }
-    repository.store.settle("partial")?;
-    Ok(partials)
+}
+
+/// Removes packs that nothing names: the bytes of them.
+fn sweep(repository: &Repository, kept: &[String]) -> Result<u64> {
+    let mut named = HashSet::new();
+    for id in kept {
+        named.extend(repository.index(id)?.packs.iter().map(pack_name));
+    }
+    for (_, partial) in repository.partials()? {
+        named.extend(partial?.packs.iter().map(pack_name));
+    }
+    let mut unused = repository.store.list("packs")?;
+    unused.retain(|object| !named.contains(object.location.as_ref()));
+    let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
+    repository.store.remove(&names)?;
+    Ok(unused.iter().map(|object| object.size).sum())
+}
+
+/// Removes what was interrupted and cannot be gone on with any more, or is old.
+fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -> Result<()> {
+    let now = Timestamp::now().as_second();
+    for (name, partial) in repository.partials()? {
+        let is_needed = match &partial {
+            Ok(Partial { about, .. }) => {
+                let is_over = |of: &About| of.volume == about.volume && of.created >= about.created;
+                now - about.created < PARTIAL_DAYS * 86400
+                    && about.base.as_ref().is_none_or(|base| kept.contains(base))
+                    && !abouts.iter().any(is_over)
+            }
+            Err(error) if error.is_damage() => false,
+            Err(_) => true,
+        };
+        if !is_needed {
+            repository.store.remove(&[name])?;
+        }
+        partial.map(drop).or_else(|error| if error.is_damage() { Ok(()) } else { Err(error) })?;
+    }
+    repository.store.settle("partial")
 }
 
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
@@ -200,19 +203,15 @@ struct Uses {
     maps: HashMap<[u8; 32], Use>,
 }
 
-struct Moved {
-    freed: u64,
-    moved: u64,
-}
-
-/// Moves what is used out of packs that are not used enough; `None` where there are none.
+/// Moves what is used out of packs that are not used enough: the bytes that were written for it; `None` where there are no
+/// such packs. The old ones stay, with no name left to them.
 fn repack(
     repository: &Repository,
     kept: &[String],
     max_unused: u64,
     left: &mut HashSet<[u8; 32]>,
     stop: &Stop,
-) -> Result<Option<Moved>> {
+) -> Result<Option<u64>> {
     let mut uses = Uses::default();
     let mut seen = HashSet::new();
     let partials: Vec<(String, Partial)> = repository
@@ -333,9 +332,7 @@ fn repack(
         };
         repository.store.replace(&name, bytes)?;
     }
-    let gone: Vec<String> = victims.values().map(pack_name).collect();
-    repository.store.remove(&gone)?;
-    Ok(Some(Moved { freed: victims.values().map(|pack| u64::from(pack.bytes)).sum(), moved: written.added }))
+    Ok(Some(written.added))
 }
 
 fn mark(

@@ -127,13 +127,18 @@ fn an_interrupted_backup_goes_on() {
     place.restores(&id(&made), &image, 400 * MIB);
     assert_eq!(place.repository().join("partial").read_dir().map_or(0, Iterator::count), 0);
     let verified = place.ok(&["verify"]);
-    assert_eq!(verified["unused"].as_u64(), Some(0), "what was stored before is in use: {verified}");
+    let unused = verified["unused"].as_u64().expect("a number");
+    assert!(
+        unused < 2100 * BLOCK,
+        "but for a part of one segment, what was stored before is in use: {verified}"
+    );
 }
 
 #[test]
 fn a_prune_and_others_keep_apart() {
     let place = Place::new();
-    some_data(&place, 400 * MIB);
+    let mut image = some_data(&place, 400 * MIB);
+    image.write(&place.open_image(400 * MIB), 128 * MIB / BLOCK, 2000, 2).expect("write");
     place.full();
     let path = place.image();
     let slow = ["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "64Ki"];
