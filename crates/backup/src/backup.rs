@@ -518,7 +518,9 @@ impl<'r> Run<'r> {
         if done.contains(&listed.number) {
             return Ok(());
         }
-        plan::widen(&mut listed, size);
+        if self.base.is_some() {
+            plan::widen(&mut listed, size);
+        }
         let of = |base: &'r Index| {
             let place = base.segments.binary_search_by_key(&listed.number, |segment| segment.number);
             place.ok().map(|place| &base.segments[place])
