@@ -29,8 +29,8 @@ help: ## Say what there is
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
 
-build: ## Build the programs: deltapath, deltapath-gateway and cbt-lab in target/release
-	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package cbt-lab
+build: ## Build the programs: deltapath, deltapath-gateway, cbt-backup and cbt-lab in target/release
+	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package cbt-backup --package cbt-lab
 
 demo: deps ## Play a full and an incremental backup on a real loop device
 	$(CARGO) build --release --locked --package deltapath

@@ -1,0 +1,65 @@
+//! What can go wrong, as one enum. A message says what was wrong, with which value, and what to do.
+
+use object_store::path::Path as Name;
+
+/// A command that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file or device.
+    #[error(transparent)]
+    File(#[from] files::Error),
+    /// The repository's storage.
+    #[error("{operation} {name} in the repository")]
+    Store {
+        /// What was attempted, such as `read`.
+        operation: &'static str,
+        /// The object.
+        name: Name,
+        /// What the storage said.
+        source: object_store::Error,
+    },
+    /// Bytes of the repository are not as they were written.
+    #[error("{what} is damaged: {why}")]
+    Damaged {
+        /// The object, or the part of it.
+        what: String,
+        /// How that shows.
+        why: String,
+    },
+    /// What is asked cannot be done as things are.
+    #[error("{0}")]
+    Refused(String),
+    /// Ctrl-C, or a lock that was lost.
+    #[error("interrupted")]
+    Stopped,
+}
+
+/// What everything here returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// A reason in words.
+    pub fn refused(why: impl Into<String>) -> Self {
+        Error::Refused(why.into())
+    }
+
+    /// Bytes that are not as they were written.
+    pub fn damaged(what: impl Into<String>, why: impl Into<String>) -> Self {
+        Error::Damaged { what: what.into(), why: why.into() }
+    }
+
+    /// Whether the repository's content is at fault, and not its storage or its user.
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Error::Damaged { .. } => true,
+            Error::Store { source, .. } => matches!(source, object_store::Error::NotFound { .. }),
+            _ => false,
+        }
+    }
+}
+
+impl From<base::Stopped> for Error {
+    fn from(_: base::Stopped) -> Self {
+        Error::Stopped
+    }
+}

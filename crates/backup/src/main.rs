@@ -1,0 +1,605 @@
+//! `cbt-backup`: backs volumes up by their changed blocks. Flags and what is printed are here; a command is a module.
+#![forbid(unsafe_code)]
+
+mod backup;
+mod device;
+mod error;
+mod nbd;
+mod plan;
+mod progress;
+mod repository;
+mod restore;
+mod show;
+
+use std::io::IsTerminal;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use base::{Quantity, Stop};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use files::Context as _;
+use indicatif::HumanBytes;
+use nix::sys::signal::{SigSet, Signal};
+use serde::Serialize;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt, registry};
+
+use backup::{Request, Wish};
+use error::{Error, Result};
+use repository::lock::{Lock, Mode};
+use repository::prune::{self, Keep};
+use repository::{About, Index, Repository, verify};
+
+/// Back up volumes by their changed blocks, into a directory or an S3 bucket.
+///
+/// A backup reads a block device, or an image, that holds a snapshot. The CSI driver's SnapshotMetadata service says which
+/// blocks hold data, and which changed since the last backup; nothing else is read. Every backup can be restored by itself:
+/// an incremental one shares with earlier ones what did not change.
+///
+/// Reading needs no root beyond opening the device. Data is not encrypted: use a storage that does it.
+///
+/// Exit codes: 0 done, 1 failed or damage found (on standard error or in the output), 2 wrong usage, 130 interrupted.
+#[derive(Debug, Parser)]
+#[command(name = "cbt-backup", version, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Where the backups are: a directory, or s3://BUCKET/PREFIX. For S3 the usual AWS_ variables of the environment say
+    /// how to reach it: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT, AWS_ALLOW_HTTP. The first
+    /// backup makes it.
+    #[arg(long, short, global = true, env = "CBT_BACKUP_REPOSITORY", value_name = "DIR|URL")]
+    repository: Option<String>,
+    /// What is printed on standard output.
+    #[arg(long, global = true, value_enum, default_value_t = Output::Text)]
+    output: Output,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Back up everything that holds data.
+    Full(Source),
+    /// Back up what changed since the last backup of the volume, or since the one of --base; fails where that cannot be.
+    Incremental(Source),
+    /// Make an incremental backup where that can be, else a full one, and say why.
+    ///
+    /// A full one is made where there is no earlier backup, where that one is damaged or of another size, or where the
+    /// driver has no deltas or has forgotten the base. What may pass by itself, such as a driver that does not answer, is
+    /// an error.
+    Auto(Source),
+    Restore(RestoreArguments),
+    Verify(VerifyArguments),
+    /// List the backups, the oldest first.
+    List(ListArguments),
+    Prune(PruneArguments),
+    Show(ShowArguments),
+    Mount(MountArguments),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// For people.
+    Text,
+    /// One JSON document at the end.
+    Json,
+}
+
+#[derive(Debug, Args)]
+struct Source {
+    /// Name of the volume in the repository. Backups of one name belong together.
+    #[arg(long, value_name = "NAME")]
+    volume: String,
+    /// Block device or image to read. It must hold the snapshot and not change meanwhile: a volume restored from it, or an
+    /// image at rest.
+    #[arg(long, value_name = "PATH")]
+    device: PathBuf,
+    /// Socket of the CSI driver, such as unix:///csi/csi.sock. Without it all of the device is read, of an image what is no
+    /// hole.
+    #[arg(long, value_name = "SOCKET", requires = "snapshot")]
+    endpoint: Option<String>,
+    /// CSI handle of the snapshot that the device holds.
+    #[arg(long, value_name = "HANDLE")]
+    snapshot: Option<String>,
+    /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
+    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    base: Option<String>,
+    /// Read at most so many bytes a second, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = positive)]
+    limit_rate: Option<Quantity>,
+    /// Go on with an interrupted backup of the same snapshot, where there is one. Without --snapshot it is that of the same
+    /// device, which must not have changed.
+    #[arg(long)]
+    resume: bool,
+    /// Reads at once.
+    #[arg(long, value_name = "NUMBER", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
+    in_flight: u8,
+    /// Level of zstd: 1 is quick, 19 small.
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=19))]
+    compression: i32,
+}
+
+/// Restore a backup to a device or file.
+///
+/// Every chunk is checked before it is written. A file comes into being as a whole, sparse. A device must be at least as
+/// large as the backup; what the backup has as zeros is discarded there.
+#[derive(Debug, Args)]
+struct RestoreArguments {
+    /// The backup: its id, the beginning of it, or `latest`.
+    #[arg(value_name = "BACKUP")]
+    backup: String,
+    /// Device or file to write.
+    #[arg(long, value_name = "PATH")]
+    to: PathBuf,
+    /// Volume of which `latest` is meant.
+    #[arg(long, value_name = "NAME")]
+    volume: Option<String>,
+    /// Write only what differs from this backup. The device or file must hold it, unchanged; `verify BACKUP --against`
+    /// tells.
+    #[arg(long, value_name = "BACKUP", conflicts_with = "overwrite")]
+    onto_base: Option<String>,
+    /// Replace a file that exists.
+    #[arg(long)]
+    overwrite: bool,
+    /// Segments of 128 MiB at once.
+    #[arg(long, value_name = "NUMBER", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=32))]
+    in_flight: u8,
+}
+
+/// Read everything back and check it.
+///
+/// Damage is told by backup and byte range, and noted in the repository, so that no incremental backup is made over it.
+/// Exit codes: 0 all is sound, 1 damage, a difference, or a failure, 2 wrong usage, 130 interrupted.
+#[derive(Debug, Args)]
+struct VerifyArguments {
+    /// Backups to check: ids, beginnings of them, or `latest`. Default: everything in the repository.
+    #[arg(value_name = "BACKUP")]
+    backups: Vec<String>,
+    /// Volume of which `latest` is meant.
+    #[arg(long, value_name = "NAME")]
+    volume: Option<String>,
+    /// Compare one backup with this device or file, byte by byte.
+    #[arg(long, value_name = "PATH", requires = "backups")]
+    against: Option<PathBuf>,
+    /// Packs at once, of 16 MiB.
+    #[arg(long, value_name = "NUMBER", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=8))]
+    in_flight: u8,
+}
+
+#[derive(Debug, Args)]
+struct ListArguments {
+    /// Only backups of this volume.
+    #[arg(long, value_name = "NAME")]
+    volume: Option<String>,
+}
+
+/// Remove backups that are not to be kept, and all that nothing needs.
+///
+/// The rules add up, volume by volume, in UTC. Without any no backup is removed. It needs the repository alone.
+#[derive(Debug, Args)]
+struct PruneArguments {
+    /// Keep the last so many.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    keep_last: Option<u16>,
+    /// Keep the last one of each of the last so many days that have one.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    keep_daily: Option<u16>,
+    /// Keep the last one of each of the last so many weeks that have one; weeks begin on Monday.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    keep_weekly: Option<u16>,
+    /// Only remove backups of this volume.
+    #[arg(long, value_name = "NAME")]
+    volume: Option<String>,
+    /// Write a pack anew when more than so many percent of it are unused.
+    #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
+    max_unused: u8,
+    /// Say which backups would be removed, and do nothing.
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// Draw what holds data and what changed.
+///
+/// Without a backup it is the history of a volume, a line each; with one, its map. With --endpoint it is that of two
+/// snapshots of a CSI driver, and needs no repository.
+#[derive(Debug, Args)]
+struct ShowArguments {
+    /// The backup: its id, the beginning of it, or `latest`. Default: all of them, as a history.
+    #[arg(value_name = "BACKUP", conflicts_with = "endpoint")]
+    backup: Option<String>,
+    /// Only backups of this volume.
+    #[arg(long, value_name = "NAME", conflicts_with = "endpoint")]
+    volume: Option<String>,
+    /// Write one HTML file that needs no other, with all maps.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Socket of a CSI driver, such as unix:///csi/csi.sock.
+    #[arg(long, value_name = "SOCKET", requires = "target")]
+    endpoint: Option<String>,
+    /// CSI handle of the earlier snapshot: what changed since is shown.
+    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    base: Option<String>,
+    /// CSI handle of the snapshot.
+    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    target: Option<String>,
+}
+
+/// Serve a backup as a read-only block device (NBD on a UNIX socket), to fetch single files out of it.
+///
+/// For instance, as root: `nbd-client -unix SOCKET /dev/nbd0` or `qemu-nbd -r -c /dev/nbd0
+/// 'nbd+unix:///?socket=SOCKET'`, then `mount -o ro,noload /dev/nbd0 /mnt` (ext4) or `mount -o ro,norecovery,nouuid
+/// /dev/nbd0 /mnt` (xfs). It runs until Ctrl-C, and no prune can run meanwhile.
+#[derive(Debug, Args)]
+struct MountArguments {
+    /// The backup: its id, the beginning of it, or `latest`.
+    #[arg(value_name = "BACKUP")]
+    backup: String,
+    /// Volume of which `latest` is meant.
+    #[arg(long, value_name = "NAME")]
+    volume: Option<String>,
+    /// Socket to listen at.
+    #[arg(long, value_name = "PATH")]
+    socket: PathBuf,
+    /// Bytes of a sector: 4096 for a filesystem that was made on a device with sectors of 4096.
+    #[arg(long, value_name = "BYTES", default_value = "512", value_parser = ["512", "4096"])]
+    sector_size: String,
+}
+
+fn positive(text: &str) -> Result<Quantity, String> {
+    match text.parse::<Quantity>() {
+        Ok(Quantity(0)) => Err("0 would never end".into()),
+        Ok(size) => Ok(size),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let levels = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
+    let levels = levels.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
+    let log = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
+    registry().with(log.without_time().with_target(false).with_filter(levels)).init();
+    match start(cli) {
+        Ok(code) => code,
+        Err(Error::Stopped) => {
+            eprintln!("cbt-backup: interrupted");
+            ExitCode::from(130)
+        }
+        Err(error) => {
+            eprintln!("cbt-backup: {}", base::report(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What all commands need.
+struct Context {
+    url: Option<String>,
+    is_json: bool,
+    runtime: tokio::runtime::Runtime,
+    stop: Stop,
+}
+
+impl Context {
+    fn url(&self) -> Result<&str> {
+        self.url.as_deref().ok_or_else(|| {
+            Error::refused("no repository is named: add --repository DIR, or set CBT_BACKUP_REPOSITORY")
+        })
+    }
+
+    fn open(&self) -> Result<Repository> {
+        Repository::open(self.url()?, self.runtime.handle())
+    }
+
+    fn lock(&self, repository: &Repository, mode: Mode, command: &str) -> Result<Lock> {
+        Lock::take(&repository.store, mode, command, &self.stop)
+    }
+
+    /// Prints what a command found: as JSON, or by `text`.
+    fn print(&self, value: &impl Serialize, text: impl FnOnce()) -> Result<()> {
+        if self.is_json {
+            let json = serde_json::to_string_pretty(value);
+            println!("{}", json.map_err(|error| Error::refused(format!("write JSON: {error}")))?);
+        } else {
+            text();
+        }
+        Ok(())
+    }
+}
+
+fn start(cli: Cli) -> Result<ExitCode> {
+    let started = |error: std::io::Error| Error::refused(format!("start: {error}"));
+    // Before there are threads: the signals are for one of them alone.
+    let stop = stop_on_signals().map_err(started)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(started)?;
+    let context = Context { url: cli.repository, is_json: cli.output == Output::Json, runtime, stop };
+    match cli.command {
+        Command::Full(source) => back_up(&context, source, Wish::Full),
+        Command::Incremental(source) => back_up(&context, source, Wish::Incremental),
+        Command::Auto(source) => back_up(&context, source, Wish::Auto),
+        Command::Restore(arguments) => restore(&context, &arguments),
+        Command::Verify(arguments) => verify(&context, &arguments),
+        Command::List(arguments) => list(&context, &arguments),
+        Command::Prune(arguments) => prune(&context, &arguments),
+        Command::Show(arguments) => show(&context, &arguments),
+        Command::Mount(arguments) => mount(&context, &arguments),
+    }
+}
+
+/// From here on a signal asks for an end instead of making it. A second one makes it.
+fn stop_on_signals() -> std::io::Result<Stop> {
+    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+    signals.thread_block()?;
+    let stop = Stop::default();
+    std::thread::Builder::new().name("signals".into()).spawn({
+        let stop = stop.clone();
+        move || {
+            while signals.wait().is_ok() {
+                if stop.check().is_err() {
+                    std::process::exit(130);
+                }
+                stop.cancel();
+            }
+        }
+    })?;
+    Ok(stop)
+}
+
+fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
+    let request = Request {
+        volume: source.volume,
+        device: source.device,
+        endpoint: source.endpoint,
+        snapshot: source.snapshot,
+        base: source.base,
+        wish,
+        limit: source.limit_rate.map(|rate| rate.0),
+        resume: source.resume,
+        in_flight: source.in_flight.into(),
+        level: source.compression,
+    };
+    // Nothing is made where there is nothing to read.
+    device::Device::open(&request.device)?;
+    let repository = Repository::open_or_create(context.url()?, context.runtime.handle())?;
+    let _lock = context.lock(&repository, Mode::Shared, "backup")?;
+    let made = backup::run(&repository, &request, &context.stop)?.about;
+    context.print(&made, || {
+        let About { id, kind, listed, read, added, milliseconds, .. } = &made;
+        println!(
+            "{id}: {kind}, {} listed, {} read, {} added to the repository, {:.1} s",
+            HumanBytes(*listed),
+            HumanBytes(*read),
+            HumanBytes(*added),
+            *milliseconds as f64 / 1e3
+        );
+        if let Some(why) = &made.why {
+            println!("full because {why}");
+        }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A file that is made needs a directory that has a name.
+fn absolute(path: &Path) -> Result<PathBuf> {
+    Ok(std::path::absolute(path).context("find", path)?)
+}
+
+fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> {
+    let repository = context.open()?;
+    let _lock = context.lock(&repository, Mode::Shared, "restore")?;
+    let volume = arguments.volume.as_deref();
+    let index = repository.find(&arguments.backup, volume)?;
+    let threads = arguments.in_flight.into();
+    let to = &absolute(&arguments.to)?;
+    let restored = match &arguments.onto_base {
+        Some(base) => {
+            let base = repository.find(base, volume)?;
+            restore::onto(&repository, &index, &base, to, threads, &context.stop)?
+        }
+        None => restore::run(&repository, &index, to, arguments.overwrite, threads, &context.stop)?,
+    };
+    context.print(&restored, || {
+        println!(
+            "{} is in {}: {} written, {} cleared",
+            restored.id,
+            restored.to.display(),
+            HumanBytes(restored.written),
+            HumanBytes(restored.cleared)
+        );
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
+    let repository = context.open()?;
+    let _lock = context.lock(&repository, Mode::Shared, "verify")?;
+    let volume = arguments.volume.as_deref();
+    let threads = arguments.in_flight.into();
+    if let Some(device) = &arguments.against {
+        let [backup] = arguments.backups.as_slice() else {
+            return Err(Error::refused("one backup is compared with a device: name one"));
+        };
+        let index = repository.find(backup, volume)?;
+        let compared = restore::compare(&repository, &index, device, threads, &context.stop)?;
+        context.print(&compared, || {
+            for range in &compared.differing {
+                println!("bytes {} to {} differ", range.start, range.end);
+            }
+            let verdict = match compared.differing_bytes {
+                0 => "equal".to_owned(),
+                bytes => format!("{} differ", HumanBytes(bytes)),
+            };
+            println!(
+                "{} and {}: {} compared, {verdict}",
+                compared.id,
+                device.display(),
+                HumanBytes(compared.bytes)
+            );
+        })?;
+        return Ok(verdict(compared.differing_bytes == 0));
+    }
+    let ids = |wanted: &String| {
+        // An index that is damaged cannot be found by its content.
+        let exact = repository.ids()?.into_iter().find(|id| id == wanted);
+        exact.map_or_else(|| Ok(repository.find(wanted, volume)?.about.id), Ok)
+    };
+    let chosen: Option<Vec<String>> = match arguments.backups.as_slice() {
+        [] => None,
+        wanted => Some(wanted.iter().map(ids).collect::<Result<_>>()?),
+    };
+    let report = verify::verify(&repository, chosen.as_deref(), threads, &context.stop)?;
+    context.print(&report, || {
+        for damage in &report.damage {
+            let backup = damage.backup.as_deref().unwrap_or("no backup");
+            let place = match (damage.start, damage.end) {
+                (Some(start), Some(end)) => format!(", bytes {start} to {end}"),
+                _ => String::new(),
+            };
+            println!("{backup}{place}: {}", damage.what);
+        }
+        let unused = match report.unused {
+            None | Some(0) => String::new(),
+            Some(bytes) => format!(" ({} of it unused)", HumanBytes(bytes)),
+        };
+        let found = match report.damage.len() {
+            0 => "all sound".to_owned(),
+            count => format!("{count} damaged"),
+        };
+        println!(
+            "{} backups, {} packs, {}{unused}: {found}",
+            report.backups,
+            report.packs,
+            HumanBytes(report.bytes)
+        );
+    })?;
+    Ok(verdict(report.damage.is_empty()))
+}
+
+fn verdict(is_good: bool) -> ExitCode {
+    if is_good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
+    let repository = context.open()?;
+    let _lock = context.lock(&repository, Mode::Shared, "list")?;
+    let (mut backups, mut damaged): (Vec<Index>, Vec<String>) = (Vec::new(), Vec::new());
+    for id in repository.ids()? {
+        match repository.index(&id) {
+            Ok(index) => backups.push(Index { packs: Vec::new(), segments: Vec::new(), ..index }),
+            Err(error) if error.is_damage() => damaged.push(base::report(&error)),
+            Err(error) => return Err(error),
+        }
+    }
+    backups.retain(|index| arguments.volume.as_ref().is_none_or(|volume| index.about.volume == *volume));
+    let abouts: Vec<&About> = backups.iter().map(|index| &index.about).collect();
+    context.print(&abouts, || {
+        let widths = abouts.iter().map(|about| about.volume.chars().count()).max().unwrap_or(0).max(6);
+        println!(
+            "{:<27}  {:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
+            "BACKUP", "VOLUME", "KIND", "SIZE", "DATA", "ADDED"
+        );
+        for About { id, volume, kind, size, data, added, .. } in &abouts {
+            let human = |bytes: &u64| HumanBytes(*bytes).to_string();
+            println!(
+                "{id:<27}  {volume:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
+                kind.to_string(),
+                human(size),
+                human(data),
+                human(added)
+            );
+        }
+    })?;
+    for damaged in &damaged {
+        eprintln!("cbt-backup: {damaged}");
+    }
+    Ok(verdict(damaged.is_empty()))
+}
+
+fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
+    let repository = context.open()?;
+    let _lock = context.lock(&repository, Mode::Exclusive, "prune")?;
+    let number = |of: Option<u16>| of.map(usize::from);
+    let keep = Keep {
+        last: number(arguments.keep_last),
+        daily: number(arguments.keep_daily),
+        weekly: number(arguments.keep_weekly),
+    };
+    let pruned = prune::prune(
+        &repository,
+        keep,
+        arguments.volume.as_deref(),
+        arguments.max_unused.into(),
+        arguments.dry_run,
+        &context.stop,
+    )?;
+    context.print(&pruned, || {
+        let would = if arguments.dry_run { "would be " } else { "" };
+        for id in &pruned.removed {
+            println!("{id} {would}removed");
+        }
+        println!(
+            "{} backups {would}removed, {} kept; {} freed, {} of them written anew",
+            pruned.removed.len(),
+            pruned.kept.len(),
+            HumanBytes(pruned.freed),
+            HumanBytes(pruned.moved)
+        );
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
+    let (title, pictures) = match (&arguments.endpoint, &arguments.target) {
+        (Some(endpoint), Some(target)) => {
+            let base = arguments.base.as_deref();
+            (target.clone(), vec![show::of_snapshots(context.runtime.handle(), endpoint, base, target)?])
+        }
+        _ => {
+            let repository = context.open()?;
+            let _lock = context.lock(&repository, Mode::Shared, "show")?;
+            let volume = arguments.volume.as_deref();
+            match &arguments.backup {
+                Some(backup) => {
+                    let index = repository.find(backup, volume)?;
+                    (index.about.volume.clone(), vec![show::of_backup(&repository, &index)?])
+                }
+                None => {
+                    let mut pictures = Vec::new();
+                    for id in repository.ids()? {
+                        let index = repository.index(&id)?;
+                        if volume.is_none_or(|volume| index.about.volume == volume) {
+                            pictures.push(show::of_backup(&repository, &index)?);
+                        }
+                    }
+                    (volume.unwrap_or("Backups").to_owned(), pictures)
+                }
+            }
+        }
+    };
+    if let Some(file) = &arguments.html {
+        let file = absolute(file)?;
+        files::durable::replace(&file, show::html(&title, &pictures).as_bytes())?;
+        // For others to read, as pages are.
+        files::change::set_mode(&file, 0o644)?;
+    }
+    let has_colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    context.print(&pictures, || match pictures.as_slice() {
+        [one] => print!("{}", one.text(has_colour)),
+        several => print!("{}", show::history(several, has_colour)),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn mount(context: &Context, arguments: &MountArguments) -> Result<ExitCode> {
+    let repository = context.open()?;
+    let _lock = context.lock(&repository, Mode::Shared, "mount")?;
+    let index = repository.find(&arguments.backup, arguments.volume.as_deref())?;
+    repository.check_packs(&index)?;
+    let sector = if arguments.sector_size == "4096" { 4096 } else { 512 };
+    nbd::serve(nbd::Export::new(repository, index, sector), &arguments.socket, &context.stop)?;
+    Ok(ExitCode::SUCCESS)
+}

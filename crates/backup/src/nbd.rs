@@ -1,0 +1,336 @@
+//! A backup as a block device that can be read: an NBD server on a UNIX socket, in the fixed newstyle of the protocol, with
+//! simple replies. It knows no writes.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use base::Stop;
+use files::Context;
+
+use crate::error::{Error, Result};
+use crate::repository::pack::Packs;
+use crate::repository::{BLOCK, Index, Piece, Repository, SEGMENT, Segment, pieces};
+
+const MAGIC: u64 = 0x4e42_444d_4147_4943;
+const OPTION: u64 = 0x4948_4156_454f_5054;
+const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
+const REQUEST: u32 = 0x2560_9513;
+const REPLY: u32 = 0x6744_6698;
+/// Handshake: fixed newstyle, no zeros behind the answer to EXPORT_NAME.
+const HANDSHAKE: u16 = 0b11;
+/// Export: there are flags, it is read-only, and several connections see the same.
+const EXPORT: u16 = 1 | 1 << 1 | 1 << 8;
+/// The longest read that is answered.
+const LONGEST: u32 = 32 << 20;
+/// The longest option that is read: a name of 4096 bytes is the longest that the protocol has.
+const LONGEST_OPTION: u32 = 8192;
+/// Connections at once.
+const CONNECTIONS: usize = 16;
+/// Maps of segments that are remembered, and parts of 256 KiB with their bytes: 64 MiB.
+const SEGMENTS: usize = 64;
+const PART: u64 = 256 << 10;
+const PARTS: usize = 256;
+
+/// What is served.
+pub struct Export {
+    repository: Repository,
+    index: Index,
+    sector: u32,
+    segments: Mutex<VecDeque<(u32, Arc<Vec<Piece>>)>>,
+    parts: Mutex<VecDeque<(u64, Arc<Vec<u8>>)>>,
+}
+
+/// Looks for something among what was used last, and makes it where it is not there.
+fn remembered<K: Copy + PartialEq, V>(
+    queue: &Mutex<VecDeque<(K, Arc<V>)>>,
+    key: K,
+    most: usize,
+    make: impl FnOnce() -> Result<V>,
+) -> Result<Arc<V>> {
+    let lock = || queue.lock().unwrap_or_else(PoisonError::into_inner);
+    {
+        let mut queue = lock();
+        let place = queue.iter().position(|(of, _)| *of == key);
+        if let Some((_, value)) = place.and_then(|place| queue.remove(place)) {
+            queue.push_back((key, value.clone()));
+            return Ok(value);
+        }
+    }
+    let value = Arc::new(make()?);
+    let mut queue = lock();
+    queue.push_back((key, value.clone()));
+    if queue.len() > most {
+        queue.pop_front();
+    }
+    Ok(value)
+}
+
+impl Export {
+    /// A backup with sectors of 512 or 4096 bytes.
+    pub fn new(repository: Repository, index: Index, sector: u32) -> Self {
+        Export { repository, index, sector, segments: Mutex::default(), parts: Mutex::default() }
+    }
+
+    /// Whole sectors. Behind the end of the volume there are zeros.
+    fn size(&self) -> u64 {
+        self.index.about.size.next_multiple_of(self.sector.into())
+    }
+
+    fn segment(&self, number: u32) -> Result<Arc<Vec<Piece>>> {
+        remembered(&self.segments, number, SEGMENTS, || {
+            let mut packs = Packs::default();
+            let place = self.index.segments.binary_search_by_key(&number, |segment| segment.number);
+            let segment = match place {
+                Ok(place) => self.repository.segment(&self.index, &self.index.segments[place], &mut packs)?,
+                Err(_) => Segment::default(),
+            };
+            Ok(pieces(number, &segment.extents, &packs))
+        })
+    }
+
+    fn part(&self, number: u64) -> Result<Arc<Vec<u8>>> {
+        remembered(&self.parts, number, PARTS, || {
+            let (start, end) = (number * PART, (number + 1) * PART);
+            let segment = self.segment((start / SEGMENT) as u32)?;
+            let last = |piece: &Piece| piece.offset + u64::from(piece.blocks) * BLOCK;
+            let first = segment.partition_point(|piece| last(piece) <= start);
+            let inside = segment[first..].iter().take_while(|piece| piece.offset < end).map(|piece| {
+                let (from, to) = (piece.offset.max(start), last(piece).min(end));
+                Piece {
+                    offset: from,
+                    blocks: ((to - from) / BLOCK) as u32,
+                    skip: piece.skip + ((from - piece.offset) / BLOCK) as u32,
+                    ..*piece
+                }
+            });
+            let mut bytes = vec![0; PART as usize];
+            self.repository.fetch(inside.collect(), &mut |piece, content| {
+                let at = (piece.offset - start) as usize;
+                bytes[at..at + content.len()].copy_from_slice(content);
+                Ok(())
+            })?;
+            Ok(bytes)
+        })
+    }
+
+    fn read(&self, offset: u64, length: u32) -> Result<Vec<u8>> {
+        let end = offset + u64::from(length);
+        let mut bytes = Vec::with_capacity(length as usize);
+        let mut position = offset;
+        while position < end {
+            let part = self.part(position / PART)?;
+            let from = (position % PART) as usize;
+            let to = (from as u64 + (end - position)).min(PART) as usize;
+            bytes.extend_from_slice(&part[from..to]);
+            position += (to - from) as u64;
+        }
+        Ok(bytes)
+    }
+}
+
+/// Serves until it is told to stop. The socket is made, and removed in the end.
+pub fn serve(export: Export, socket: &Path, stop: &Stop) -> Result<()> {
+    let listener = listen(socket)?;
+    let _gone = Socket(socket.to_owned());
+    files::change::set_mode(socket, 0o600)?;
+    listener.set_nonblocking(true).context("listen at", socket)?;
+    eprintln!(
+        "cbt-backup: {} is served, read-only, at nbd+unix:///?socket={}; Ctrl-C ends it",
+        export.index.about.id,
+        socket.display()
+    );
+    let export = Arc::new(export);
+    let open = Arc::new(AtomicUsize::new(0));
+    while stop.check().is_ok() {
+        match listener.accept() {
+            Ok((stream, _)) if open.load(Ordering::Relaxed) < CONNECTIONS => {
+                let (export, open) = (export.clone(), open.clone());
+                open.fetch_add(1, Ordering::Relaxed);
+                let talk = move || {
+                    match stream.set_nonblocking(false).and_then(|()| talk(&export, stream)) {
+                        Err(error) if error.kind() != ErrorKind::UnexpectedEof => {
+                            tracing::warn!("a client's connection ended: {error}");
+                        }
+                        _ => {}
+                    }
+                    open.fetch_sub(1, Ordering::Relaxed);
+                };
+                let spawned = std::thread::Builder::new().name("nbd".into()).spawn(talk);
+                spawned.context("start a thread for", socket)?;
+            }
+            Ok((stream, _)) => drop(stream),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                std::thread::sleep(Duration::from_millis(20))
+            }
+            Err(error) => return Err(error).context("accept at", socket).map_err(Error::from),
+        }
+    }
+    Ok(())
+}
+
+struct Socket(PathBuf);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = files::change::remove_file(&self.0);
+    }
+}
+
+/// Listens; a socket that a process has left which is gone is replaced.
+fn listen(socket: &Path) -> Result<UnixListener> {
+    use std::os::unix::fs::FileTypeExt;
+    let is_socket = std::fs::symlink_metadata(socket).is_ok_and(|found| found.file_type().is_socket());
+    if is_socket
+        && UnixStream::connect(socket).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
+    {
+        files::change::remove_file(socket)?;
+    }
+    Ok(files::step("listen at", socket, || UnixListener::bind(socket))?)
+}
+
+fn number<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn garbage(what: &str) -> std::io::Error {
+    std::io::Error::new(ErrorKind::InvalidData, what.to_owned())
+}
+
+/// One client: the handshake, then its requests.
+fn talk(export: &Export, mut stream: UnixStream) -> std::io::Result<()> {
+    stream.write_all(
+        &[MAGIC.to_be_bytes().as_slice(), &OPTION.to_be_bytes(), &HANDSHAKE.to_be_bytes()].concat(),
+    )?;
+    let flags = u32::from_be_bytes(number(&mut stream)?);
+    if flags & 1 == 0 {
+        return Err(garbage("it does not speak the fixed newstyle of the protocol"));
+    }
+    match shake(export, &mut stream, flags & 2 != 0)? {
+        true => requests(export, &mut stream),
+        false => Ok(()),
+    }
+}
+
+/// Options until one begins the transmission.
+fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::Result<bool> {
+    const ACK: u32 = 1;
+    const SERVER: u32 = 2;
+    const INFO: u32 = 3;
+    const UNSUPPORTED: u32 = 0x8000_0001;
+    const INVALID: u32 = 0x8000_0003;
+    const UNKNOWN: u32 = 0x8000_0006;
+    let name = export.index.about.id.clone();
+    let is_known = |asked: &[u8]| asked.is_empty() || asked == name.as_bytes();
+    loop {
+        if u64::from_be_bytes(number(stream)?) != OPTION {
+            return Err(garbage("what should be an option is none"));
+        }
+        let option = u32::from_be_bytes(number(stream)?);
+        let length = u32::from_be_bytes(number(stream)?);
+        if length > LONGEST_OPTION {
+            return Err(garbage("an option is too long"));
+        }
+        let mut content = vec![0; length as usize];
+        stream.read_exact(&mut content)?;
+        let mut reply = |kind: u32, content: &[u8]| {
+            let head =
+                [OPTION_REPLY.to_be_bytes().as_slice(), &option.to_be_bytes(), &kind.to_be_bytes()].concat();
+            stream.write_all(&[&head, (content.len() as u32).to_be_bytes().as_slice(), content].concat())
+        };
+        match option {
+            // EXPORT_NAME: it has no way to say no but the end of the connection.
+            1 if is_known(&content) => {
+                let zeros = [0; 124];
+                let zeros = if no_zeros { &zeros[..0] } else { &zeros[..] };
+                stream.write_all(
+                    &[export.size().to_be_bytes().as_slice(), &EXPORT.to_be_bytes(), zeros].concat(),
+                )?;
+                return Ok(true);
+            }
+            1 => return Err(garbage("it asks for an export of another name")),
+            // ABORT
+            2 => {
+                reply(ACK, &[])?;
+                return Ok(false);
+            }
+            // LIST
+            3 => {
+                reply(SERVER, &[(name.len() as u32).to_be_bytes().as_slice(), name.as_bytes()].concat())?;
+                reply(ACK, &[])?;
+            }
+            // INFO and GO
+            6 | 7 => {
+                let asked = content.split_first_chunk::<4>();
+                let asked = asked.and_then(|(length, rest)| rest.get(..u32::from_be_bytes(*length) as usize));
+                match asked {
+                    None => reply(INVALID, b"the option is cut short")?,
+                    Some(asked) if !is_known(asked) => reply(UNKNOWN, b"there is no such export")?,
+                    Some(_) => {
+                        let (kind, size, flags) =
+                            (0u16.to_be_bytes(), export.size().to_be_bytes(), EXPORT.to_be_bytes());
+                        reply(INFO, &[kind.as_slice(), &size, &flags].concat())?;
+                        let blocks = [export.sector, PART as u32, LONGEST].map(u32::to_be_bytes).concat();
+                        reply(INFO, &[3u16.to_be_bytes().as_slice(), &blocks].concat())?;
+                        reply(ACK, &[])?;
+                        if option == 7 {
+                            return Ok(true);
+                        }
+                    }
+                }
+            }
+            _ => reply(UNSUPPORTED, &[])?,
+        }
+    }
+}
+
+fn requests(export: &Export, stream: &mut UnixStream) -> std::io::Result<()> {
+    const NOT_PERMITTED: u32 = 1;
+    const IO: u32 = 5;
+    const INVALID: u32 = 22;
+    loop {
+        if u32::from_be_bytes(number(stream)?) != REQUEST {
+            return Err(garbage("what should be a request is none"));
+        }
+        let _flags: [u8; 2] = number(stream)?;
+        let command = u16::from_be_bytes(number(stream)?);
+        let cookie: [u8; 8] = number(stream)?;
+        let offset = u64::from_be_bytes(number(stream)?);
+        let length = u32::from_be_bytes(number(stream)?);
+        let (error, content) = match command {
+            // READ
+            0 => {
+                let end = offset.checked_add(length.into()).filter(|end| *end <= export.size());
+                let sector = u64::from(export.sector);
+                let is_aligned = offset.is_multiple_of(sector) && u64::from(length).is_multiple_of(sector);
+                match end {
+                    Some(_) if is_aligned && length <= LONGEST => match export.read(offset, length) {
+                        Ok(bytes) => (0, bytes),
+                        Err(error) => {
+                            eprintln!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
+                            (IO, Vec::new())
+                        }
+                    },
+                    _ => (INVALID, Vec::new()),
+                }
+            }
+            // DISCONNECT
+            2 => return Ok(()),
+            // WRITE brings its bytes along.
+            1 => {
+                std::io::copy(&mut stream.take(length.into()), &mut std::io::sink())?;
+                (NOT_PERMITTED, Vec::new())
+            }
+            _ => (INVALID, Vec::new()),
+        };
+        let head = [REPLY.to_be_bytes().as_slice(), &error.to_be_bytes(), &cookie].concat();
+        stream.write_all(&head)?;
+        stream.write_all(&content)?;
+    }
+}

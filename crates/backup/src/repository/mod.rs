@@ -1,0 +1,346 @@
+//! The repository: what is where in it, and how it is read. [`writer`] adds to it, [`prune`] removes, [`verify`] checks.
+//!
+//! ```text
+//! repository         what this is: format and identity; written when the first backup begins
+//! backups/ID         the index of a backup: it is there, or the backup does not exist
+//! partial/ID         how far a backup came that was interrupted
+//! damaged/ID         what a verify has found wrong with a backup, so that none is made over it
+//! packs/XX/NAME      chunks: data, and the maps of segments. XX are the first digits of NAME
+//! lock, locks/ID     see `lock`
+//! ```
+//!
+//! Everything is a tree of checksums: an index has one of itself and names packs by the BLAKE3 of their tables, a table
+//! has that of each chunk, and a chunk may be the map of a segment, which names packs and chunks in turn. Objects never
+//! change, but for indexes when a prune has moved chunks, and those are replaced as one step.
+//!
+//! The order of writes of a backup: packs with data, packs with the maps that name them, the index. Each is durable before
+//! the next is begun that names it, so whatever ends the backup leaves packs that nothing names, which a prune removes.
+
+pub mod index;
+pub mod lock;
+pub mod pack;
+pub mod prune;
+pub mod segment;
+pub mod store;
+pub mod verify;
+pub mod writer;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Handle;
+
+pub use index::{About, Index, Kind, SegmentRef};
+use pack::{PackRef, Packs, Row, read_table};
+pub use segment::{BLOCK, Extent, SEGMENT, SEGMENT_BLOCKS, Segment};
+use store::Store;
+
+use crate::error::{Error, Result};
+
+/// The object that makes a directory a repository.
+const CONFIG: &str = "repository";
+/// Parts of a pack that are read at once, and what may lie between them unused.
+const SPAN: u64 = 4 << 20;
+const SPAN_GAP: u64 = 128 << 10;
+/// Rows of tables that are remembered: 25 MB of them.
+const REMEMBERED_ROWS: usize = 1 << 19;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Config {
+    id: String,
+    created: i64,
+}
+
+/// How far a backup came that was interrupted: segments whose data and maps are stored.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Partial {
+    /// What it was to be. Figures are those up to here.
+    pub about: About,
+    /// As in [`Index`].
+    pub packs: Vec<PackRef>,
+    /// Those of them that hold data.
+    pub segments: Vec<SegmentRef>,
+    /// All that are done.
+    pub done: Vec<u32>,
+}
+
+/// Blocks of a volume and where they are stored.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// First byte in the volume.
+    pub offset: u64,
+    /// Number of blocks.
+    pub blocks: u32,
+    /// The pack.
+    pub pack: PackRef,
+    /// The chunk.
+    pub chunk: u32,
+    /// Blocks of the chunk before the first that is meant.
+    pub skip: u32,
+}
+
+/// An open repository.
+#[derive(Debug)]
+pub struct Repository {
+    /// Where it lies.
+    pub store: Store,
+    tables: Mutex<HashMap<[u8; 32], Arc<Vec<Row>>>>,
+}
+
+impl Repository {
+    /// Opens a repository that is there.
+    pub fn open(url: &str, runtime: &Handle) -> Result<Self> {
+        let store = Store::open(url, false, runtime)?;
+        match store.get(CONFIG) {
+            Ok(bytes) => index::open::<Config>(&bytes, CONFIG)?,
+            Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => {
+                return Err(Error::refused(format!(
+                    "{url} is no repository of cbt-backup: the first backup makes one, in an empty place"
+                )));
+            }
+            Err(error) => return Err(error),
+        };
+        Ok(Repository { store, tables: Mutex::default() })
+    }
+
+    /// The same, and makes one where there is nothing yet.
+    pub fn open_or_create(url: &str, runtime: &Handle) -> Result<Self> {
+        let store = Store::open(url, true, runtime)?;
+        if let Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) = store.get(CONFIG) {
+            if let Some(first) = store.list("")?.into_iter().find(|object| object.location.as_ref() != "lock")
+            {
+                return Err(Error::refused(format!(
+                    "{url} is no repository and not empty: it holds {}; name an empty place",
+                    first.location
+                )));
+            }
+            let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };
+            // Whoever was quicker has made it.
+            store.create(CONFIG, index::envelope(&config))?;
+        }
+        Self::open(url, runtime)
+    }
+
+    /// The ids of all backups, the oldest first.
+    pub fn ids(&self) -> Result<Vec<String>> {
+        let of = |object: object_store::ObjectMeta| object.location.filename().map(str::to_owned);
+        Ok(self.store.list("backups")?.into_iter().filter_map(of).collect())
+    }
+
+    /// The index of a backup.
+    pub fn index(&self, id: &str) -> Result<Index> {
+        let name = format!("backups/{id}");
+        let index = Index::decode(&self.store.get(&name)?, &name)?;
+        match index.about.id == id {
+            true => Ok(index),
+            false => Err(Error::damaged(name, format!("it is that of {}", index.about.id))),
+        }
+    }
+
+    /// The backup that a person means: an id, the beginning of one, or `latest`, of one volume or of all.
+    pub fn find(&self, wanted: &str, volume: Option<&str>) -> Result<Index> {
+        let mut ids = self.ids()?;
+        if wanted != "latest" {
+            ids.retain(|id| id.starts_with(wanted));
+            return match ids.as_slice() {
+                [id] => self.index(id),
+                [] => {
+                    Err(Error::refused(format!("there is no backup {wanted}: `cbt-backup list` names all")))
+                }
+                several => Err(Error::refused(format!(
+                    "{wanted} may be {} or {}: write more of it",
+                    several[0], several[1]
+                ))),
+            };
+        }
+        for id in ids.iter().rev() {
+            let index = self.index(id)?;
+            if volume.is_none_or(|volume| index.about.volume == volume) {
+                return Ok(index);
+            }
+        }
+        let of = volume.map(|volume| format!(" of {volume}")).unwrap_or_default();
+        Err(Error::refused(format!("there is no backup{of} yet")))
+    }
+
+    /// What was interrupted.
+    pub fn partials(&self) -> Result<Vec<(String, Result<Partial>)>> {
+        let list = self.store.list("partial")?.into_iter().map(|object| object.location.to_string());
+        Ok(list
+            .map(|name| (name.clone(), self.store.get(&name).and_then(|bytes| index::open(&bytes, &name))))
+            .collect())
+    }
+
+    /// What a verify has found wrong with a backup.
+    pub fn known_damage(&self, id: &str) -> Result<Option<String>> {
+        let name = format!("damaged/{id}");
+        match self.store.get(&name).and_then(|bytes| index::open(&bytes, &name)) {
+            Ok(what) => Ok(Some(what)),
+            Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => Ok(None),
+            // That there is a mark says enough.
+            Err(error) if error.is_damage() => Ok(Some("the note about it cannot be read".into())),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// An error where a pack of a backup is not there in its length.
+    pub fn check_packs(&self, index: &Index) -> Result<()> {
+        let there: HashMap<String, u64> = self
+            .store
+            .list("packs")?
+            .into_iter()
+            .map(|object| (object.location.to_string(), object.size))
+            .collect();
+        for pack in &index.packs {
+            let name = pack_name(pack);
+            match there.get(&name) {
+                Some(size) if *size == u64::from(pack.bytes) => {}
+                Some(size) => {
+                    return Err(Error::damaged(
+                        name,
+                        format!("it has {size} bytes instead of {}", pack.bytes),
+                    ));
+                }
+                None => {
+                    return Err(Error::damaged(name, format!("it is gone, and {} needs it", index.about.id)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The table of a pack.
+    pub fn table(&self, pack: &PackRef) -> Result<Arc<Vec<Row>>> {
+        let lock = || self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(table) = lock().get(&pack.id) {
+            return Ok(table.clone());
+        }
+        let table = Arc::new(read_table(pack, &self.store.get_range(&pack_name(pack), pack.table())?)?);
+        let mut tables = lock();
+        if tables.values().map(|table| table.len()).sum::<usize>() > REMEMBERED_ROWS {
+            tables.clear();
+        }
+        tables.insert(pack.id, table.clone());
+        Ok(table)
+    }
+
+    /// A whole chunk.
+    pub fn chunk(&self, pack: &PackRef, chunk: u32) -> Result<Vec<u8>> {
+        let table = self.table(pack)?;
+        let row = row(pack, &table, chunk)?;
+        let stored = self.store.get_range(&pack_name(pack), row.range())?;
+        row.open(&stored).map_err(|error| in_pack(error, pack, chunk))
+    }
+
+    /// The map of a segment, with places in `packs`.
+    pub fn segment(&self, index: &Index, of: &SegmentRef, packs: &mut Packs) -> Result<Segment> {
+        let bytes = self.chunk(&index.packs[of.pack as usize], of.chunk)?;
+        let segment = Segment::decode(&bytes, packs)?;
+        match segment.blocks() == u64::from(of.blocks) {
+            true => Ok(segment),
+            false => Err(Error::damaged("the map of a segment", "it holds more or less than the index says")),
+        }
+    }
+
+    /// Reads pieces and hands their bytes on, checked, in the order of the packs. An extent beyond its chunk is damage.
+    pub fn fetch(
+        &self,
+        mut pieces: Vec<Piece>,
+        emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        pieces.sort_unstable_by_key(|piece| (piece.pack.id, piece.chunk));
+        for pieces in pieces.chunk_by(|a, b| a.pack == b.pack) {
+            let pack = &pieces[0].pack;
+            let table = self.table(pack)?;
+            let mut rest = pieces;
+            while let Some(first) = rest.first() {
+                let mut span = row(pack, &table, first.chunk)?.range();
+                let mut count = 0;
+                for piece in rest {
+                    let next = row(pack, &table, piece.chunk)?.range();
+                    if next.start > span.end + SPAN_GAP || next.end - span.start > SPAN && count > 0 {
+                        break;
+                    }
+                    span.end = span.end.max(next.end);
+                    count += 1;
+                }
+                let (now, later) = rest.split_at(count);
+                let bytes = self.store.get_range(&pack_name(pack), span.clone())?;
+                emit_span(pack, &table, now, &bytes, span.start, emit)?;
+                rest = later;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn emit_span(
+    pack: &PackRef,
+    table: &[Row],
+    pieces: &[Piece],
+    bytes: &[u8],
+    start: u64,
+    emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
+) -> Result<()> {
+    for pieces in pieces.chunk_by(|a, b| a.chunk == b.chunk) {
+        let chunk = pieces[0].chunk;
+        let row = row(pack, table, chunk)?;
+        let range = row.range();
+        let stored = &bytes[(range.start - start) as usize..(range.end - start) as usize];
+        let raw = row.open(stored).map_err(|error| in_pack(error, pack, chunk))?;
+        for piece in pieces {
+            let part: Range<usize> = blocks(piece.skip)..blocks(piece.skip + piece.blocks);
+            let part = raw
+                .get(part)
+                .ok_or_else(|| Error::damaged("the map of a segment", "a chunk is too short for it"))?;
+            emit(piece, part)?;
+        }
+    }
+    Ok(())
+}
+
+fn blocks(count: u32) -> usize {
+    count as usize * BLOCK as usize
+}
+
+fn row<'t>(pack: &PackRef, table: &'t [Row], chunk: u32) -> Result<&'t Row> {
+    let row = table.get(chunk as usize);
+    row.ok_or_else(|| {
+        Error::damaged("the map of a segment", format!("pack {} has no chunk {chunk}", pack.name()))
+    })
+}
+
+/// Says in which pack a chunk is damaged.
+fn in_pack(error: Error, pack: &PackRef, chunk: u32) -> Error {
+    match error {
+        Error::Damaged { why, .. } => Error::damaged(format!("chunk {chunk} of pack {}", pack.name()), why),
+        error => error,
+    }
+}
+
+/// Where a pack lies.
+pub fn pack_name(pack: &PackRef) -> String {
+    let name = pack.name();
+    format!("packs/{}/{name}", &name[..2])
+}
+
+/// Random hexadecimal digits.
+pub fn random_digits(count: usize) -> Result<String> {
+    let mut bytes = vec![0; count.div_ceil(2)];
+    getrandom::fill(&mut bytes).map_err(|error| Error::refused(format!("no random numbers: {error}")))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()[..count].to_owned())
+}
+
+/// The parts of a segment's extents as pieces of the volume.
+pub fn pieces(number: u32, extents: &[Extent], packs: &Packs) -> Vec<Piece> {
+    let piece = |extent: &Extent| Piece {
+        offset: u64::from(number) * SEGMENT + u64::from(extent.start) * BLOCK,
+        blocks: extent.blocks,
+        pack: *packs.get(extent.pack),
+        chunk: extent.chunk,
+        skip: extent.skip,
+    };
+    extents.iter().map(piece).collect()
+}

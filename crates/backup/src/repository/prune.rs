@@ -1,0 +1,455 @@
+//! Removing backups that are not to be kept, and then whatever nothing needs.
+//!
+//! The order: indexes are removed, and that is made durable. What the others need is marked. Packs that nothing names are
+//! removed. Of packs in which too much is unused the rest is copied into new ones, and the indexes are replaced, one by one,
+//! each as one step; then nothing names the old packs, and they are removed as before. So at each moment every index that is there names packs that are
+//! there, and a prune that was killed is gone on with by the next.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+
+use base::Stop;
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+use serde::Serialize;
+
+use super::index::envelope;
+use super::pack::{Chunk, PackRef, Packs, read_table};
+use super::verify::{Use, as_index};
+use super::writer::{Writer, gather};
+use super::{About, Index, Partial, Repository, SegmentRef, pack_name};
+use crate::error::{Error, Result};
+
+/// Chunks that are moved in one go: 64 MB of memory.
+const MOVED: usize = 1 << 20;
+/// What was interrupted is kept so long.
+const PARTIAL_DAYS: i64 = 7;
+
+/// Which backups are kept. With nothing said all are.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Keep {
+    /// So many of the last ones of each volume.
+    pub last: Option<usize>,
+    /// The last one of a day, for so many days that have one.
+    pub daily: Option<usize>,
+    /// The last one of a week, for so many weeks that have one.
+    pub weekly: Option<usize>,
+}
+
+/// What a prune did.
+#[derive(Debug, Default, Serialize)]
+pub struct Pruned {
+    /// Backups that are gone.
+    pub removed: Vec<String>,
+    /// Backups that are kept.
+    pub kept: Vec<String>,
+    /// Bytes of packs that are gone.
+    pub freed: u64,
+    /// Bytes that were copied into new packs for it.
+    pub moved: u64,
+}
+
+/// The ids of the backups that are kept. Pure.
+pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
+    let is_all = keep.last.is_none() && keep.daily.is_none() && keep.weekly.is_none();
+    let mut kept = BTreeSet::new();
+    let mut volumes: BTreeMap<&str, Vec<&About>> = BTreeMap::new();
+    for about in backups {
+        volumes.entry(&about.volume).or_default().push(about);
+    }
+    for backups in volumes.values_mut() {
+        backups.sort_by_key(|about| std::cmp::Reverse((about.created, &about.id)));
+        let day = |about: &About| {
+            Timestamp::from_second(about.created).unwrap_or_default().to_zoned(TimeZone::UTC).date()
+        };
+        let mut first_of = |limit: Option<usize>, name: &dyn Fn(&About) -> (i64, i64)| {
+            let mut seen = BTreeSet::new();
+            for about in backups.iter() {
+                if seen.len() < limit.unwrap_or(0) && seen.insert(name(about)) {
+                    kept.insert(about.id.clone());
+                }
+            }
+        };
+        first_of(keep.daily, &|about| (day(about).year().into(), day(about).day_of_year().into()));
+        first_of(keep.weekly, &|about| {
+            let week = day(about).iso_week_date();
+            (week.year().into(), week.week().into())
+        });
+        let last = if is_all { backups.len() } else { keep.last.unwrap_or(0) };
+        kept.extend(backups.iter().take(last).map(|about| about.id.clone()));
+    }
+    kept
+}
+
+/// Prunes. The caller has the repository alone. Packs of which more than `max_unused` percent are unused are written anew.
+pub fn prune(
+    repository: &Repository,
+    keep: Keep,
+    volume: Option<&str>,
+    max_unused: u64,
+    is_dry: bool,
+    stop: &Stop,
+) -> Result<Pruned> {
+    let mut abouts = Vec::new();
+    for id in repository.ids()? {
+        let index = repository.index(&id).map_err(|error| {
+            Error::refused(format!(
+                "{}: prune cannot know what that backup needs. It cannot be restored any more: remove backups/{id} from the \
+                 repository to go on without it",
+                base::report(&error)
+            ))
+        })?;
+        abouts.push(index.about);
+    }
+    let (of_volume, others): (Vec<_>, Vec<_>) =
+        abouts.into_iter().partition(|about| volume.is_none_or(|volume| about.volume == volume));
+    let mut keeps = kept(&of_volume, keep);
+    keeps.extend(others.iter().map(|about| about.id.clone()));
+    let gone: Vec<String> =
+        of_volume.iter().map(|about| about.id.clone()).filter(|id| !keeps.contains(id)).collect();
+    let mut pruned = Pruned { removed: gone, kept: keeps.into_iter().collect(), ..Pruned::default() };
+    if is_dry {
+        return Ok(pruned);
+    }
+    let names =
+        |prefix: &str, ids: &[String]| ids.iter().map(|id| format!("{prefix}/{id}")).collect::<Vec<_>>();
+    repository.store.remove(&names("backups", &pruned.removed))?;
+    repository.store.settle("backups")?;
+    remove_partials(repository, &pruned.kept, &of_volume)?;
+    for object in repository.store.list("damaged")? {
+        if !object.location.filename().is_some_and(|id| pruned.kept.iter().any(|kept| kept == id)) {
+            repository.store.remove(&[object.location.to_string()])?;
+        }
+    }
+    remove_drafts(repository)?;
+    // Packs that are damaged are not touched.
+    let mut left = HashSet::new();
+    loop {
+        pruned.freed += sweep(repository, &pruned.kept)?;
+        match repack(repository, &pruned.kept, max_unused, &mut left, stop)? {
+            Some(moved) => pruned.moved += moved,
+            None => return Ok(pruned),
+        }
+    }
+}
+
+/// Removes packs that nothing names: the bytes of them.
+fn sweep(repository: &Repository, kept: &[String]) -> Result<u64> {
+    let mut named = HashSet::new();
+    for id in kept {
+        named.extend(repository.index(id)?.packs.iter().map(pack_name));
+    }
+    for (_, partial) in repository.partials()? {
+        named.extend(partial?.packs.iter().map(pack_name));
+    }
+    let mut unused = repository.store.list("packs")?;
+    unused.retain(|object| !named.contains(object.location.as_ref()));
+    let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
+    repository.store.remove(&names)?;
+    Ok(unused.iter().map(|object| object.size).sum())
+}
+
+/// Removes what was interrupted and cannot be gone on with any more, or is old.
+fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -> Result<()> {
+    let now = Timestamp::now().as_second();
+    for (name, partial) in repository.partials()? {
+        let is_needed = match &partial {
+            Ok(Partial { about, .. }) => {
+                let is_over = |of: &About| of.volume == about.volume && of.created >= about.created;
+                now - about.created < PARTIAL_DAYS * 86400
+                    && about.base.as_ref().is_none_or(|base| kept.contains(base))
+                    && !abouts.iter().any(is_over)
+            }
+            Err(error) if error.is_damage() => false,
+            Err(_) => true,
+        };
+        if !is_needed {
+            repository.store.remove(&[name])?;
+        }
+        partial.map(drop).or_else(|error| if error.is_damage() { Ok(()) } else { Err(error) })?;
+    }
+    repository.store.settle("partial")
+}
+
+/// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
+fn remove_drafts(repository: &Repository) -> Result<()> {
+    fn walk(dir: &std::path::Path, depth: usize) -> Result<()> {
+        use files::Context;
+        for entry in std::fs::read_dir(dir).context("list", dir)? {
+            let path = entry.context("list", dir)?.path();
+            if path.is_dir() && depth > 0 {
+                walk(&path, depth - 1)?;
+                continue;
+            }
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let is_draft = name.rsplit_once('#').is_some_and(|(_, digits)| {
+                !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+            });
+            if is_draft {
+                files::change::remove_file(&path)?;
+            }
+        }
+        Ok(())
+    }
+    match repository.store.dir() {
+        Some(dir) => walk(dir, 2),
+        None => Ok(()),
+    }
+}
+
+/// What is in use of each pack: data, and maps of segments.
+#[derive(Default)]
+struct Uses {
+    data: HashMap<[u8; 32], Use>,
+    maps: HashMap<[u8; 32], Use>,
+}
+
+/// Moves what is used out of packs that are not used enough: the bytes that were written for it; `None` where there are no
+/// such packs. The old ones stay, with no name left to them.
+fn repack(
+    repository: &Repository,
+    kept: &[String],
+    max_unused: u64,
+    left: &mut HashSet<[u8; 32]>,
+    stop: &Stop,
+) -> Result<Option<u64>> {
+    let mut uses = Uses::default();
+    let mut seen = HashSet::new();
+    let partials: Vec<(String, Partial)> = repository
+        .partials()?
+        .into_iter()
+        .map(|(name, partial)| Ok((name, partial?)))
+        .collect::<Result<_>>()?;
+    type Named<'p> = Result<(String, Index, Option<&'p Partial>)>;
+    let indexes = || {
+        let backup =
+            |id: &String| -> Named<'_> { Ok((format!("backups/{id}"), repository.index(id)?, None)) };
+        let backups = kept.iter().map(backup);
+        let partials =
+            partials.iter().map(|(name, partial)| Ok((name.clone(), as_index(partial), Some(partial))));
+        backups.chain(partials)
+    };
+    for index in indexes() {
+        let (_, index, _) = index?;
+        mark(repository, &index, &mut uses, &mut seen, stop)?;
+    }
+    let mut victims: HashMap<[u8; 32], PackRef> = HashMap::new();
+    let mut chunks = 0;
+    let packs: BTreeMap<[u8; 32], PackRef> =
+        uses.data.iter().chain(&uses.maps).map(|(id, of)| (*id, of.pack)).collect();
+    for (id, pack) in packs {
+        if left.contains(&id) || chunks + pack.rows as usize > MOVED && chunks > 0 {
+            continue;
+        }
+        let table = match repository.table(&pack) {
+            Ok(table) => table,
+            Err(error) if error.is_damage() => {
+                left.insert(id);
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let is_used = |chunk| {
+            [&uses.data, &uses.maps].iter().any(|of| of.get(&id).is_some_and(|of| of.is_marked(chunk)))
+        };
+        let unused: u64 = (0..)
+            .zip(table.iter())
+            .filter(|(chunk, _)| !is_used(*chunk))
+            .map(|(_, row)| u64::from(row.stored))
+            .sum();
+        if unused * 100 > max_unused * u64::from(pack.bytes) {
+            chunks += pack.rows as usize;
+            victims.insert(id, pack);
+        }
+    }
+    if victims.is_empty() {
+        return Ok(None);
+    }
+    let writer = Writer::new(repository, &[], &[]);
+    let mut places: HashMap<([u8; 32], u32), (u32, u32)> = HashMap::new();
+    for (id, pack) in victims.clone() {
+        stop.check()?;
+        match copy(repository, &pack, uses.data.get(&id), &writer)? {
+            Some(copied) => places.extend(copied.into_iter().map(|(chunk, place)| ((id, chunk), place))),
+            None => {
+                tracing::warn!("pack {} is damaged and stays as it is: run `cbt-backup verify`", pack.name());
+                left.insert(id);
+                victims.remove(&id);
+            }
+        }
+    }
+    // The maps that name a victim or lie in one, each once.
+    let mut tokens: HashMap<([u8; 32], u32), u32> = HashMap::new();
+    let key = |index: &Index, of: &SegmentRef| (index.packs[of.pack as usize].id, of.chunk);
+    for index in indexes() {
+        let (_, index, _) = index?;
+        for of in &index.segments {
+            stop.check()?;
+            let touches = |pack: &u32| victims.contains_key(&index.packs[*pack as usize].id);
+            if !touches(&of.pack) && !of.packs.iter().any(touches) || tokens.contains_key(&key(&index, of)) {
+                continue;
+            }
+            let mut segment = writer.read(&index.packs, of)?;
+            for extent in &mut segment.extents {
+                let moved = writer.id(extent.pack).and_then(|id| places.get(&(id, extent.chunk)));
+                if let Some((pack, chunk)) = moved {
+                    (extent.pack, extent.chunk) = (*pack, *chunk);
+                }
+            }
+            let token = tokens.len() as u32;
+            tokens.insert(key(&index, of), token);
+            writer.segment(token, segment)?;
+        }
+    }
+    let written = writer.finish()?;
+    stop.check()?;
+    let mut new_packs = Packs::default();
+    for pack in &written.packs {
+        new_packs.intern(*pack);
+    }
+    for index in indexes() {
+        let (name, index, partial) = index?;
+        let old_packs = index.table();
+        let segments: Vec<(bool, SegmentRef)> = index
+            .segments
+            .iter()
+            .map(|of| match tokens.get(&key(&index, of)) {
+                // Every token was given to a segment that holds data, so each has one.
+                Some(token) => {
+                    (true, SegmentRef { number: of.number, ..written.segments[*token as usize].clone() })
+                }
+                None => (false, of.clone()),
+            })
+            .collect();
+        if segments.iter().all(|(is_new, _)| !is_new) {
+            continue;
+        }
+        let of =
+            segments.iter().map(|(is_new, segment)| (if *is_new { &new_packs } else { &old_packs }, segment));
+        let (packs, segments) = gather(of);
+        let bytes = match partial {
+            Some(partial) => envelope(&Partial { packs, segments, ..partial.clone() }),
+            None => envelope(&Index { packs, segments, ..index }),
+        };
+        repository.store.replace(&name, bytes)?;
+    }
+    Ok(Some(written.added))
+}
+
+fn mark(
+    repository: &Repository,
+    index: &Index,
+    uses: &mut Uses,
+    seen: &mut HashSet<([u8; 32], u32)>,
+    stop: &Stop,
+) -> Result<()> {
+    for of in &index.segments {
+        stop.check()?;
+        let map = index.packs[of.pack as usize];
+        if !seen.insert((map.id, of.chunk)) {
+            continue;
+        }
+        uses.maps.entry(map.id).or_insert_with(|| Use::new(map)).mark(of.chunk);
+        let mut packs = Packs::default();
+        let segment = repository.segment(index, of, &mut packs).map_err(|error| match error.is_damage() {
+            true => Error::refused(format!(
+                "{}: run `cbt-backup verify`; unused parts of packs stay until then",
+                base::report(&error)
+            )),
+            false => error,
+        })?;
+        for extent in &segment.extents {
+            let pack = *packs.get(extent.pack);
+            if extent.chunk >= pack.rows {
+                return Err(Error::damaged("the map of a segment", "it names a chunk that no pack has"));
+            }
+            uses.data.entry(pack.id).or_insert_with(|| Use::new(pack)).mark(extent.chunk);
+        }
+    }
+    Ok(())
+}
+
+/// Copies the data in use; `None` where some of it is damaged.
+fn copy(
+    repository: &Repository,
+    pack: &PackRef,
+    used: Option<&Use>,
+    writer: &Writer<'_>,
+) -> Result<Option<Vec<(u32, (u32, u32))>>> {
+    let Some(used) = used else { return Ok(Some(Vec::new())) };
+    let bytes = repository.store.get(&pack_name(pack));
+    let read = bytes.and_then(|bytes| {
+        let table = bytes.get(pack.table().start as usize..).unwrap_or_default();
+        let rows = read_table(pack, table)?;
+        let mut chunks = Vec::new();
+        for (chunk, row) in (0..).zip(&rows).filter(|(chunk, _)| used.is_marked(*chunk)) {
+            let stored = &bytes[row.start as usize..row.range().end as usize];
+            row.open(stored)?;
+            chunks.push((chunk, Chunk::copied(row, stored.to_vec())));
+        }
+        Ok(chunks)
+    });
+    match read {
+        Ok(chunks) => chunks
+            .iter()
+            .map(|(number, chunk)| Ok((*number, writer.chunk(chunk)?)))
+            .collect::<Result<_>>()
+            .map(Some),
+        Err(error) if error.is_damage() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::repository::Kind;
+
+    fn about(volume: &str, time: &str) -> About {
+        About {
+            id: time.to_owned(),
+            volume: volume.to_owned(),
+            created: time.parse::<Timestamp>().expect("a time").as_second(),
+            kind: Kind::Full,
+            base: None,
+            why: None,
+            snapshot: None,
+            device: String::new(),
+            size: 0,
+            data: 0,
+            listed: 0,
+            read: 0,
+            added: 0,
+            milliseconds: 0,
+        }
+    }
+
+    #[test]
+    fn what_is_kept_is_the_last_of_its_day_or_week_and_the_last_ones() {
+        // Sunday the 4th and Monday the 5th of January 2026 are of two weeks; the year begins in week 1.
+        let times = [
+            "2025-12-28T10:00:00Z",
+            "2025-12-29T10:00:00Z",
+            "2026-01-04T10:00:00Z",
+            "2026-01-04T22:00:00Z",
+            "2026-01-05T10:00:00Z",
+            "2026-01-06T09:00:00Z",
+            "2026-01-06T10:00:00Z",
+        ];
+        let backups: Vec<About> = times.iter().map(|time| about("a", time)).collect();
+        let case = |last, daily, weekly, wanted: &[usize]| {
+            let kept = kept(&backups, Keep { last, daily, weekly });
+            let wanted: BTreeSet<String> = wanted.iter().map(|place| times[*place].to_owned()).collect();
+            assert_eq!(kept, wanted, "{last:?} {daily:?} {weekly:?}");
+        };
+        case(None, None, None, &[0, 1, 2, 3, 4, 5, 6]);
+        case(Some(1), None, None, &[6]);
+        case(Some(0), None, None, &[]);
+        case(None, Some(2), None, &[6, 4]);
+        case(None, Some(9), None, &[6, 4, 3, 1, 0]);
+        case(None, None, Some(2), &[6, 3]);
+        case(None, None, Some(3), &[6, 3, 0]);
+        case(Some(2), Some(1), Some(2), &[6, 5, 3]);
+        let both = [about("a", times[0]), about("b", times[1])];
+        assert_eq!(kept(&both, Keep { last: Some(1), ..Keep::default() }).len(), 2, "each volume by itself");
+    }
+}

@@ -1,0 +1,157 @@
+//! The storage below a repository: a directory or a bucket, through one interface. Calls block; they are made by plain
+//! threads. Nothing here knows what an object is for.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures_util::TryStreamExt;
+use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as Name;
+use object_store::prefix::PrefixStore;
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
+use tokio::runtime::Handle;
+
+use crate::error::{Error, Result};
+
+/// A directory or a bucket.
+#[derive(Clone, Debug)]
+pub struct Store {
+    inner: Arc<dyn ObjectStore>,
+    runtime: Handle,
+    /// Where it is a directory.
+    dir: Option<PathBuf>,
+}
+
+impl Store {
+    /// Opens `DIR` or `s3://BUCKET/PREFIX`. A directory that is missing is made if `create`.
+    pub fn open(url: &str, create: bool, runtime: &Handle) -> Result<Self> {
+        let wrong = |why: String| Error::refused(format!("the repository {url:?}: {why}"));
+        if let Some(place) = url.strip_prefix("s3://") {
+            let (bucket, prefix) = place.split_once('/').unwrap_or((place, ""));
+            if bucket.is_empty() {
+                return Err(wrong("write s3://BUCKET/PREFIX".into()));
+            }
+            // reqwest takes the provider of the process.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+            let _entered = runtime.enter();
+            let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
+            let s3 = builder.with_conditional_put(S3ConditionalPut::ETagMatch).build();
+            let s3 = s3.map_err(|error| wrong(error.to_string()))?;
+            let inner: Arc<dyn ObjectStore> = match prefix.trim_matches('/') {
+                "" => Arc::new(s3),
+                prefix => Arc::new(PrefixStore::new(s3, prefix)),
+            };
+            return Ok(Store { inner, runtime: runtime.clone(), dir: None });
+        }
+        if url.contains("://") {
+            return Err(wrong("write a directory or s3://BUCKET/PREFIX".into()));
+        }
+        let dir = Path::new(url);
+        if create {
+            files::change::create_dir_all(dir)?;
+        } else if !dir.is_dir() {
+            return Err(wrong("there is no such directory; the first backup makes it".into()));
+        }
+        // An object is a file that is written beside, synced, renamed, and its directory synced.
+        let local = LocalFileSystem::new_with_prefix(dir).map_err(|error| wrong(error.to_string()))?;
+        let inner = Arc::new(local.with_fsync(true));
+        Ok(Store { inner, runtime: runtime.clone(), dir: Some(dir.to_owned()) })
+    }
+
+    /// The directory, where it is one.
+    pub fn dir(&self) -> Option<&Path> {
+        self.dir.as_deref()
+    }
+
+    /// The runtime on which requests are made.
+    pub fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
+    /// Writes an object, durably and as one step: under its name there is nothing of it, or all. One that is there
+    /// already is replaced.
+    pub async fn put(&self, name: &str, parts: Vec<Bytes>) -> Result<()> {
+        let name = Name::from(name);
+        let done = self.inner.put(&name, PutPayload::from_iter(parts)).await;
+        done.map(drop).map_err(failed("write", &name))
+    }
+
+    /// The same, and `false` where the name is taken.
+    pub fn create(&self, name: &str, bytes: Vec<u8>) -> Result<bool> {
+        let name = Name::from(name);
+        let done = self.runtime.block_on(self.inner.put_opts(&name, bytes.into(), PutMode::Create.into()));
+        match done {
+            Ok(_) => Ok(true),
+            Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+            Err(error) => Err(failed("write", &name)(error)),
+        }
+    }
+
+    /// [`Store::put`] of one part.
+    pub fn replace(&self, name: &str, bytes: Vec<u8>) -> Result<()> {
+        self.runtime.block_on(self.put(name, vec![bytes.into()]))
+    }
+
+    /// A whole object.
+    pub fn get(&self, name: &str) -> Result<Vec<u8>> {
+        let name = Name::from(name);
+        let get = async { self.inner.get(&name).await?.bytes().await };
+        self.runtime.block_on(get).map(Into::into).map_err(failed("read", &name))
+    }
+
+    /// Part of an object; an error where it is shorter.
+    pub fn get_range(&self, name: &str, range: Range<u64>) -> Result<Bytes> {
+        let name = Name::from(name);
+        if range.is_empty() {
+            return Ok(Bytes::new());
+        }
+        let bytes = self.runtime.block_on(self.inner.get_range(&name, range.clone()));
+        let bytes = bytes.map_err(|error| match error {
+            // The local store says so of a range past the end; S3 sends what there is.
+            object_store::Error::Generic { source, .. } => Error::damaged(
+                name.to_string(),
+                format!("bytes {} to {} cannot be read: {source}", range.start, range.end),
+            ),
+            error => failed("read", &name)(error),
+        })?;
+        match bytes.len() as u64 == range.end - range.start {
+            true => Ok(bytes),
+            false => Err(Error::damaged(name.to_string(), "it is shorter than it was")),
+        }
+    }
+
+    /// The objects below a prefix, which ends at a slash.
+    pub fn list(&self, prefix: &str) -> Result<Vec<ObjectMeta>> {
+        let name = Name::from(prefix);
+        let list = self.inner.list(Some(&name)).try_collect();
+        let mut found: Vec<ObjectMeta> = self.runtime.block_on(list).map_err(failed("list", &name))?;
+        found.sort_by(|a, b| a.location.cmp(&b.location));
+        Ok(found)
+    }
+
+    /// Removes objects; one that is gone already is none of its errors.
+    pub fn remove(&self, names: &[String]) -> Result<()> {
+        for name in names.iter().map(|name| Name::from(name.as_str())) {
+            match self.runtime.block_on(self.inner.delete(&name)) {
+                Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
+                Err(error) => return Err(failed("remove", &name)(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes removals below a prefix durable, before something that relies on them.
+    pub fn settle(&self, prefix: &str) -> Result<()> {
+        match self.dir().map(|dir| dir.join(prefix)) {
+            Some(dir) if dir.is_dir() => Ok(files::durable::sync_dir(&dir)?),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn failed(operation: &'static str, name: &Name) -> impl Fn(object_store::Error) -> Error {
+    move |source| Error::Store { operation, name: name.clone(), source }
+}

@@ -1,0 +1,392 @@
+//! Reading everything back against its checksums, and saying which backups damage hurts and where.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use base::Stop;
+use serde::Serialize;
+
+use super::index::{self, envelope};
+use super::pack::{PackRef, Packs, read_table};
+use super::{BLOCK, CONFIG, Config, Index, Repository, SEGMENT, Segment, SegmentRef, pack_name};
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+
+/// What a verify has found.
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    /// Backups that were looked at.
+    pub backups: usize,
+    /// Packs that were read.
+    pub packs: usize,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of packs that no backup needs: prune removes them. Only where all backups are looked at.
+    pub unused: Option<u64>,
+    /// What is wrong.
+    pub damage: Vec<Damage>,
+}
+
+/// Something that is not as it was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Damage {
+    /// The backup that cannot be restored; none where no backup needs it.
+    pub backup: Option<String>,
+    /// What, and how it shows.
+    pub what: String,
+    /// The bytes of the volume that it is about, where it is about some alone.
+    pub start: Option<u64>,
+    /// The byte after the last of them.
+    pub end: Option<u64>,
+}
+
+impl Damage {
+    fn of(backup: Option<&str>, error: &Error) -> Self {
+        Damage { backup: backup.map(str::to_owned), what: base::report(error), start: None, end: None }
+    }
+}
+
+/// Which chunks of a pack are in use.
+#[derive(Clone, Debug)]
+pub struct Use {
+    /// The pack.
+    pub pack: PackRef,
+    chunks: Vec<u64>,
+}
+
+impl Use {
+    /// Of none.
+    pub fn new(pack: PackRef) -> Self {
+        Use { pack, chunks: vec![0; (pack.rows as usize).div_ceil(64)] }
+    }
+
+    /// Marks a chunk, which the table has.
+    pub fn mark(&mut self, chunk: u32) {
+        self.chunks[chunk as usize / 64] |= 1 << (chunk % 64);
+    }
+
+    /// Whether a chunk is in use.
+    pub fn is_marked(&self, chunk: u32) -> bool {
+        self.chunks.get(chunk as usize / 64).is_some_and(|word| word & 1 << (chunk % 64) != 0)
+    }
+}
+
+/// The maps of segments that several backups share, each looked at once.
+type Seen = HashMap<([u8; 32], u32), Option<Damage>>;
+
+/// Checks some backups, or all of them and all else in the repository.
+pub fn verify(
+    repository: &Repository,
+    ids: Option<&[String]>,
+    threads: usize,
+    stop: &Stop,
+) -> Result<Report> {
+    let mut report = Report::default();
+    let all = repository.ids()?;
+    let chosen: &[String] = ids.unwrap_or(&all);
+    let mut uses: BTreeMap<[u8; 32], Use> = BTreeMap::new();
+    let mut seen = Seen::new();
+    for id in chosen {
+        stop.check()?;
+        report.backups += 1;
+        let found =
+            repository.index(id).and_then(|index| look(repository, &index, &mut uses, &mut seen, stop));
+        match found {
+            Ok(damage) => report.damage.extend(damage),
+            Err(error) if error.is_damage() => report.damage.push(Damage::of(Some(id), &error)),
+            Err(error) => return Err(error),
+        }
+    }
+    if ids.is_none() {
+        others(repository, &mut report, &mut uses, &mut seen, stop)?;
+    }
+    let packs: Vec<Use> = uses.into_values().collect();
+    let total = packs.iter().map(|of| u64::from(of.pack.bytes)).sum();
+    let broken = read_packs(repository, &packs, total, threads, stop)?;
+    report.packs = packs.len();
+    report.bytes = total;
+    if ids.is_none() {
+        let mut unused: u64 = broken.unused;
+        let known: std::collections::HashSet<String> = packs.iter().map(|of| pack_name(&of.pack)).collect();
+        let there = repository.store.list("packs")?;
+        unused +=
+            there.iter().filter(|of| !known.contains(of.location.as_ref())).map(|of| of.size).sum::<u64>();
+        report.unused = Some(unused);
+    }
+    if !broken.chunks.is_empty() {
+        for id in chosen {
+            if let Ok(index) = repository.index(id) {
+                report.damage.extend(hurt(repository, &index, &broken.chunks)?);
+            }
+        }
+        // What hurts no backup is damage all the same.
+        for ((pack, _), why) in &broken.chunks {
+            let is_told = report.damage.iter().any(|damage| damage.what.contains(why.as_str()));
+            if !is_told {
+                let pack = blake3::Hash::from(*pack).to_hex();
+                report.damage.push(Damage {
+                    backup: None,
+                    what: format!("pack {pack}: {why}"),
+                    start: None,
+                    end: None,
+                });
+            }
+        }
+    }
+    note(repository, chosen, &report);
+    Ok(report)
+}
+
+/// The maps of a backup.
+fn look(
+    repository: &Repository,
+    index: &Index,
+    uses: &mut BTreeMap<[u8; 32], Use>,
+    seen: &mut Seen,
+    stop: &Stop,
+) -> Result<Vec<Damage>> {
+    for pack in &index.packs {
+        uses.entry(pack.id).or_insert_with(|| Use::new(*pack));
+    }
+    let mut damage = Vec::new();
+    for segment in &index.segments {
+        stop.check()?;
+        let key = (index.packs[segment.pack as usize].id, segment.chunk);
+        if !seen.contains_key(&key) {
+            let found = match mark(repository, index, segment, uses) {
+                Ok(()) => None,
+                Err(error) if error.is_damage() => {
+                    let start = u64::from(segment.number) * SEGMENT;
+                    Some(Damage {
+                        start: Some(start),
+                        end: Some(start + SEGMENT),
+                        ..Damage::of(None, &error)
+                    })
+                }
+                Err(error) => return Err(error),
+            };
+            seen.insert(key, found);
+        }
+        damage.extend(seen[&key].clone().map(|of| Damage { backup: Some(index.about.id.clone()), ..of }));
+    }
+    Ok(damage)
+}
+
+/// Marks what a segment uses, and checks that it is there.
+fn mark(
+    repository: &Repository,
+    index: &Index,
+    of: &SegmentRef,
+    uses: &mut BTreeMap<[u8; 32], Use>,
+) -> Result<()> {
+    let mut packs = Packs::default();
+    let segment = repository.segment(index, of, &mut packs)?;
+    let used = |uses: &mut BTreeMap<[u8; 32], Use>, pack: &PackRef, chunk: u32| match uses.get_mut(&pack.id) {
+        Some(of) if chunk < of.pack.rows && of.pack == *pack => {
+            of.mark(chunk);
+            Ok(())
+        }
+        _ => Err(Error::damaged("the map of a segment", "it names what the index does not")),
+    };
+    used(uses, &index.packs[of.pack as usize], of.chunk)?;
+    for extent in &segment.extents {
+        let pack = *packs.get(extent.pack);
+        used(uses, &pack, extent.chunk)?;
+        let table = repository.table(&pack)?;
+        let needed = u64::from(extent.skip + extent.blocks) * BLOCK;
+        if u64::from(table[extent.chunk as usize].raw) < needed {
+            return Err(Error::damaged("the map of a segment", "a chunk is too short for it"));
+        }
+    }
+    Ok(())
+}
+
+/// What is no backup.
+fn others(
+    repository: &Repository,
+    report: &mut Report,
+    uses: &mut BTreeMap<[u8; 32], Use>,
+    seen: &mut Seen,
+    stop: &Stop,
+) -> Result<()> {
+    let config = repository.store.get(CONFIG).and_then(|bytes| index::open::<Config>(&bytes, CONFIG));
+    report.note(config.map(drop))?;
+    for object in repository.store.list("damaged")? {
+        let name = object.location.to_string();
+        let note = repository.store.get(&name).and_then(|bytes| index::open::<String>(&bytes, &name));
+        report.note(note.map(drop))?;
+    }
+    for (_, partial) in repository.partials()? {
+        match partial {
+            Ok(partial) => {
+                let index = as_index(&partial);
+                report.damage.extend(look(repository, &index, uses, seen, stop)?);
+            }
+            Err(error) => report.note(Err(error))?,
+        }
+    }
+    Ok(())
+}
+
+impl Report {
+    /// Takes damage in; what is none is an error still.
+    fn note(&mut self, found: Result<()>) -> Result<()> {
+        match found {
+            Err(error) if error.is_damage() => {
+                self.damage.push(Damage::of(None, &error));
+                Ok(())
+            }
+            found => found,
+        }
+    }
+}
+
+/// What was interrupted, as if it were a backup.
+pub fn as_index(partial: &super::Partial) -> Index {
+    Index {
+        about: partial.about.clone(),
+        packs: partial.packs.clone(),
+        segments: partial.segments.clone(),
+        changed: Vec::new(),
+    }
+}
+
+#[derive(Default)]
+struct Broken {
+    /// Chunks, and why.
+    chunks: BTreeMap<([u8; 32], u32), String>,
+    /// Bytes of chunks that are not in use.
+    unused: u64,
+}
+
+fn read_packs(
+    repository: &Repository,
+    packs: &[Use],
+    total: u64,
+    threads: usize,
+    stop: &Stop,
+) -> Result<Broken> {
+    let progress = Progress::new("verify", total);
+    let next = AtomicUsize::new(0);
+    let broken = Mutex::new(Broken::default());
+    let failed = Mutex::new(None);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(of) = packs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let read = stop.check().map_err(Error::from).and_then(|()| read_pack(repository, of));
+                    match read {
+                        Ok(found) => {
+                            let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
+                            broken.unused += found.unused;
+                            broken.chunks.extend(found.chunks);
+                        }
+                        Err(error) => {
+                            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                            next.store(packs.len(), Ordering::Relaxed);
+                        }
+                    }
+                    progress.by(of.pack.bytes.into(), of.pack.bytes.into());
+                }
+            });
+        }
+    });
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(broken.into_inner().unwrap_or_else(PoisonError::into_inner)),
+    }
+}
+
+/// Every byte of a pack.
+fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
+    let mut broken = Broken::default();
+    let mut all =
+        |why: String| broken.chunks.extend((0..of.pack.rows).map(|chunk| ((of.pack.id, chunk), why.clone())));
+    let bytes = match repository.store.get(&pack_name(&of.pack)) {
+        Ok(bytes) => bytes,
+        Err(error) if error.is_damage() => {
+            all(base::report(&error));
+            return Ok(broken);
+        }
+        Err(error) => return Err(error),
+    };
+    let table = of.pack.table();
+    let name = of.pack.name();
+    let table = match bytes.get(table.start as usize..).filter(|_| bytes.len() == of.pack.bytes as usize) {
+        Some(table) => read_table(&of.pack, table),
+        None => Err(Error::damaged(
+            format!("pack {name}"),
+            format!("it has {} bytes instead of {}", bytes.len(), of.pack.bytes),
+        )),
+    };
+    match table {
+        Ok(rows) => {
+            for (chunk, row) in (0..).zip(&rows) {
+                if !of.is_marked(chunk) {
+                    broken.unused += u64::from(row.stored);
+                }
+                let stored = &bytes[row.start as usize..row.range().end as usize];
+                if let Err(error) = row.open(stored) {
+                    let error = super::in_pack(error, &of.pack, chunk);
+                    broken.chunks.insert((of.pack.id, chunk), base::report(&error));
+                }
+            }
+        }
+        Err(error) => all(base::report(&error)),
+    }
+    Ok(broken)
+}
+
+/// The bytes of a backup that lie in broken chunks.
+fn hurt(
+    repository: &Repository,
+    index: &Index,
+    broken: &BTreeMap<([u8; 32], u32), String>,
+) -> Result<Vec<Damage>> {
+    let is_broken = |pack: &PackRef| broken.range((pack.id, 0)..=(pack.id, u32::MAX)).next().is_some();
+    let mut damage: Vec<Damage> = Vec::new();
+    for of in &index.segments {
+        if !of.packs.iter().any(|pack| is_broken(&index.packs[*pack as usize])) {
+            continue;
+        }
+        let mut packs = Packs::default();
+        let segment = match repository.segment(index, of, &mut packs) {
+            Ok(segment) => segment,
+            // Told already.
+            Err(error) if error.is_damage() => Segment::default(),
+            Err(error) => return Err(error),
+        };
+        for extent in &segment.extents {
+            let Some(why) = broken.get(&(packs.get(extent.pack).id, extent.chunk)) else { continue };
+            let start = u64::from(of.number) * SEGMENT + u64::from(extent.start) * BLOCK;
+            let end = start + u64::from(extent.blocks) * BLOCK;
+            match damage.last_mut().filter(|last| last.end == Some(start) && last.what == *why) {
+                Some(last) => last.end = Some(end),
+                None => damage.push(Damage {
+                    backup: Some(index.about.id.clone()),
+                    what: why.clone(),
+                    start: Some(start),
+                    end: Some(end),
+                }),
+            }
+        }
+    }
+    Ok(damage)
+}
+
+/// Leaves a note at each damaged backup, so that none is made over it, and takes it away from those that are sound.
+fn note(repository: &Repository, chosen: &[String], report: &Report) {
+    let mark = |id: &String| {
+        let name = format!("damaged/{id}");
+        let what = report.damage.iter().find(|damage| damage.backup.as_ref() == Some(id));
+        match (what, repository.known_damage(id)?) {
+            (Some(damage), _) => repository.store.replace(&name, envelope(&damage.what)),
+            (None, Some(_)) => repository.store.remove(&[name]),
+            (None, None) => Ok(()),
+        }
+    };
+    if let Some(error) = chosen.iter().filter_map(|id| mark(id).err()).next() {
+        tracing::warn!("what was found is not noted in the repository: {}", base::report(&error));
+    }
+}

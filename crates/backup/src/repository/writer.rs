@@ -1,0 +1,255 @@
+//! Adding to a repository: chunks go into packs, packs are sent as they fill, and maps of segments follow the packs they
+//! name. What is written is of no use to anybody before an index names it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
+
+use super::pack::{Chunk, Compressor, OpenPack, PackRef, Packs};
+use super::{BLOCK, Repository, SEGMENT_BLOCKS, Segment, SegmentRef, pack_name};
+use crate::error::{Error, Result};
+
+/// Packs on their way at once: with the two that are open, 100 MB.
+const IN_FLIGHT: usize = 4;
+/// Extents that may wait for their packs: 20 MB of them. A change in every segment of a huge volume would have all maps
+/// wait for one pack.
+const WAITING: usize = 1 << 20;
+/// Parts of a segment in [`SegmentRef::fill`].
+const PARTS: u32 = 16;
+
+/// Where chunks of all threads go.
+pub struct Writer<'r> {
+    repository: &'r Repository,
+    /// Threads that add take the state; a full pack waits for its turn to be sent with the state taken, so that nobody is
+    /// quicker than the storage.
+    state: Mutex<State>,
+    permits: Arc<Semaphore>,
+}
+
+#[derive(Default)]
+struct State {
+    packs: Packs,
+    data: Option<(u32, OpenPack)>,
+    maps: Option<(u32, OpenPack)>,
+    /// Segments whose packs are not all closed.
+    waiting: Vec<(u32, Segment)>,
+    segments: Vec<SegmentRef>,
+    sent: Vec<JoinHandle<Result<()>>>,
+    added: u64,
+}
+
+/// What a writer has written, with packs that are in use alone.
+pub struct Written {
+    /// As in an index.
+    pub packs: Vec<PackRef>,
+    /// As in an index.
+    pub segments: Vec<SegmentRef>,
+    /// Bytes of new packs.
+    pub added: u64,
+}
+
+impl<'r> Writer<'r> {
+    /// A writer that goes on after segments that are stored already.
+    pub fn new(repository: &'r Repository, packs: &[PackRef], segments: &[SegmentRef]) -> Self {
+        let writer =
+            Writer { repository, state: Mutex::default(), permits: Arc::new(Semaphore::new(IN_FLIGHT)) };
+        for segment in segments {
+            writer.keep(packs, segment);
+        }
+        writer
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Names a segment as another index has it.
+    pub fn keep(&self, packs: &[PackRef], segment: &SegmentRef) {
+        let mut state = self.state();
+        let mut place = |of: &u32| state.packs.intern(packs[*of as usize]);
+        let kept = SegmentRef {
+            pack: place(&segment.pack),
+            packs: segment.packs.iter().map(&mut place).collect(),
+            ..segment.clone()
+        };
+        state.segments.push(kept);
+    }
+
+    /// Adds a chunk of data: its pack and number.
+    pub fn chunk(&self, chunk: &Chunk) -> Result<(u32, u32)> {
+        let mut state = self.state();
+        let State { packs, data, .. } = &mut *state;
+        let (place, open) = data.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
+        let place = *place;
+        let number = open.push(chunk);
+        if open.is_full() {
+            self.close_data(&mut state)?;
+        }
+        Ok((place, number))
+    }
+
+    /// Reads the map of a segment of another index, with places of this writer.
+    pub fn read(&self, packs: &[PackRef], segment: &SegmentRef) -> Result<Segment> {
+        let bytes = self.repository.chunk(&packs[segment.pack as usize], segment.chunk)?;
+        Segment::decode(&bytes, &mut self.state().packs)
+    }
+
+    /// Adds the map of a segment; one without data is none.
+    pub fn segment(&self, number: u32, segment: Segment) -> Result<()> {
+        if segment.extents.is_empty() {
+            return Ok(());
+        }
+        let mut state = self.state();
+        state.waiting.push((number, segment));
+        match state.waiting.iter().map(|(_, segment)| segment.extents.len()).sum::<usize>() > WAITING {
+            true => self.close_data(&mut state),
+            false => self.write_maps(&mut state),
+        }
+    }
+
+    /// The name of a pack that is closed.
+    pub fn id(&self, place: u32) -> Option<[u8; 32]> {
+        let state = self.state();
+        state.packs.is_filled(place).then(|| state.packs.get(place).id)
+    }
+
+    fn close_data(&self, state: &mut State) -> Result<()> {
+        if let Some((place, open)) = state.data.take() {
+            self.send(state, place, open)?;
+        }
+        self.write_maps(state)
+    }
+
+    /// Writes the maps whose packs are closed.
+    fn write_maps(&self, state: &mut State) -> Result<()> {
+        let mut compressor = None;
+        let is_ready =
+            |packs: &Packs, segment: &Segment| segment.packs().iter().all(|pack| packs.is_filled(*pack));
+        let waiting = std::mem::take(&mut state.waiting);
+        for (number, segment) in waiting {
+            if !is_ready(&state.packs, &segment) {
+                state.waiting.push((number, segment));
+                continue;
+            }
+            let compressor = match &mut compressor {
+                Some(compressor) => compressor,
+                none => none.insert(Compressor::new(1)?),
+            };
+            let chunk = compressor.chunk(&segment.encode(&state.packs));
+            let State { packs, maps, .. } = &mut *state;
+            let (pack, open) = maps.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
+            let pack = *pack;
+            let chunk = open.push(&chunk);
+            let is_full = open.is_full();
+            state.segments.push(SegmentRef {
+                number,
+                pack,
+                chunk,
+                blocks: segment.blocks() as u32,
+                packs: segment.packs(),
+                fill: fill(&segment),
+            });
+            if is_full {
+                self.close_maps(state)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn close_maps(&self, state: &mut State) -> Result<()> {
+        match state.maps.take() {
+            Some((place, open)) => self.send(state, place, open),
+            None => Ok(()),
+        }
+    }
+
+    fn send(&self, state: &mut State, place: u32, open: OpenPack) -> Result<()> {
+        let store = &self.repository.store;
+        // What failed since the last one.
+        for task in state.sent.extract_if(.., |task| task.is_finished()) {
+            store.runtime().block_on(task).map_err(ended)??;
+        }
+        let (pack, parts) = open.close();
+        state.packs.fill(place, pack);
+        state.added += u64::from(pack.bytes);
+        let permit = store.runtime().block_on(self.permits.clone().acquire_owned());
+        let of = store.clone();
+        let send = async move {
+            let _permit = permit;
+            of.put(&pack_name(&pack), parts.map(Bytes::from).to_vec()).await
+        };
+        state.sent.push(store.runtime().spawn(send));
+        Ok(())
+    }
+
+    /// Closes everything and waits until all of it is durable.
+    pub fn finish(self) -> Result<Written> {
+        {
+            let mut state = self.state();
+            self.close_data(&mut state)?;
+            self.close_maps(&mut state)?;
+        }
+        let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut first = Ok(());
+        for task in state.sent.drain(..) {
+            let done = self.repository.store.runtime().block_on(task).map_err(ended).flatten();
+            first = first.and(done);
+        }
+        first?;
+        let (packs, segments) = gather(state.segments.iter().map(|segment| (&state.packs, segment)));
+        Ok(Written { packs, segments, added: state.added })
+    }
+}
+
+/// Segments with places in one table, which holds what they use, each once. Ascending.
+pub fn gather<'s>(
+    segments: impl Iterator<Item = (&'s Packs, &'s SegmentRef)>,
+) -> (Vec<PackRef>, Vec<SegmentRef>) {
+    let mut table = Packs::default();
+    let mut packs: Vec<PackRef> = Vec::new();
+    let mut gathered: Vec<SegmentRef> = segments
+        .map(|(from, segment)| {
+            let mut place = |old: u32| {
+                let pack = *from.get(old);
+                let place = table.intern(pack);
+                if place as usize == packs.len() {
+                    packs.push(pack);
+                }
+                place
+            };
+            SegmentRef {
+                pack: place(segment.pack),
+                packs: segment.packs.iter().map(|pack| place(*pack)).collect(),
+                ..segment.clone()
+            }
+        })
+        .collect();
+    gathered.sort_unstable_by_key(|segment| segment.number);
+    (packs, gathered)
+}
+
+fn ended(error: tokio::task::JoinError) -> Error {
+    Error::refused(format!("a request ended by itself: {error}"))
+}
+
+/// How much of each sixteenth of a segment holds data: 0 nothing, 255 all.
+fn fill(segment: &Segment) -> [u8; PARTS as usize] {
+    let whole = SEGMENT_BLOCKS / PARTS;
+    std::array::from_fn(|part| {
+        let start = part as u32 * whole;
+        let held: u32 = segment.within(&(start..start + whole)).iter().map(|extent| extent.blocks).sum();
+        (held * 255).div_ceil(whole) as u8
+    })
+}
+
+/// The ranges of the volume that [`SegmentRef::fill`] stands for, as if each part were filled from its start.
+pub fn filled(segment: &SegmentRef) -> impl Iterator<Item = (u64, u64)> + '_ {
+    let whole = u64::from(SEGMENT_BLOCKS / PARTS) * BLOCK;
+    let start = u64::from(segment.number) * super::SEGMENT;
+    (0..).zip(&segment.fill).map(move |(part, fill)| {
+        let start = start + part * whole;
+        (start, start + whole * u64::from(*fill) / 255)
+    })
+}

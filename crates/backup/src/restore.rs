@@ -1,0 +1,418 @@
+//! A backup back onto a device or into a file: all of it, or what differs from an earlier backup that is there already.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use base::Stop;
+use files::{Context, change, durable};
+use nix::fcntl::OFlag;
+use serde::Serialize;
+
+use crate::device::{Buffer, Device, is_zeros};
+use crate::error::{Error, Result};
+use crate::progress::Progress;
+use crate::repository::pack::Packs;
+use crate::repository::{BLOCK, Index, Repository, SEGMENT, Segment, SegmentRef, pieces};
+
+/// What a restore did.
+#[derive(Debug, Serialize)]
+pub struct Restored {
+    /// The backup.
+    pub id: String,
+    /// Where it is now.
+    pub to: PathBuf,
+    /// Bytes of data that were written.
+    pub written: u64,
+    /// Bytes that were made zeros, where the device held something before.
+    pub cleared: u64,
+}
+
+/// Restores into a file, which comes into being as a whole, or onto a device.
+pub fn run(
+    repository: &Repository,
+    index: &Index,
+    to: &Path,
+    overwrite: bool,
+    threads: usize,
+    stop: &Stop,
+) -> Result<Restored> {
+    let kind = match std::fs::metadata(to) {
+        Ok(metadata) => Some(metadata.file_type()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+        Err(error) => return Err(error).context("look at", to).map_err(Error::from),
+    };
+    match kind {
+        Some(kind) if kind.is_block_device() => {
+            let file = open_device(to, index)?;
+            Job::new(repository, index, None, &file, to, stop).all(threads)
+        }
+        Some(kind) if !kind.is_file() => {
+            Err(Error::refused(format!("{} is neither a block device nor a file", to.display())))
+        }
+        Some(_) if !overwrite => {
+            Err(Error::refused(format!("{} exists: name another file, or add --overwrite", to.display())))
+        }
+        _ => {
+            let name = to
+                .file_name()
+                .ok_or_else(|| Error::refused(format!("{} is no file's name", to.display())))?;
+            let draft = to.with_file_name(format!(".{}.restoring", name.to_string_lossy()));
+            let mut restored = None;
+            durable::replace_with(to, &draft, |draft| {
+                let file = change::create_new(draft)?;
+                change::set_len(&file, draft, index.about.size)?;
+                let job = Job { is_new: true, ..Job::new(repository, index, None, &file, draft, stop) };
+                restored = Some(Restored { to: to.to_owned(), ..job.all(threads)? });
+                Ok::<_, Error>(())
+            })?;
+            restored.ok_or(Error::Stopped)
+        }
+    }
+}
+
+/// Writes what differs from an earlier backup, which the device or file holds.
+pub fn onto(
+    repository: &Repository,
+    index: &Index,
+    base: &Index,
+    to: &Path,
+    threads: usize,
+    stop: &Stop,
+) -> Result<Restored> {
+    if base.about.size != index.about.size {
+        return Err(Error::refused(format!(
+            "{} is of {} bytes and {} of {}: restore it whole, without --onto-base",
+            base.about.id, base.about.size, index.about.id, index.about.size
+        )));
+    }
+    let file = open_device(to, index)?;
+    Job::new(repository, index, Some(base), &file, to, stop).all(threads)
+}
+
+fn open_device(path: &Path, index: &Index) -> Result<File> {
+    // Of a block device that is mounted or in use otherwise, the kernel refuses this; of a file it ignores it.
+    let file = File::options().read(true).write(true).custom_flags(OFlag::O_EXCL.bits()).open(path);
+    let mut file = file.context("open for writing", path)?;
+    let size = std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)).context("find the size of", path)?;
+    match size >= index.about.size {
+        true => Ok(file),
+        false => Err(Error::refused(format!(
+            "{} has {size} bytes, and the backup has {}: it does not fit",
+            path.display(),
+            index.about.size
+        ))),
+    }
+}
+
+struct Job<'r> {
+    repository: &'r Repository,
+    index: &'r Index,
+    base: Option<&'r Index>,
+    file: &'r File,
+    path: &'r Path,
+    /// Everything is a hole before.
+    is_new: bool,
+    stop: &'r Stop,
+    next: AtomicUsize,
+    written: AtomicU64,
+    cleared: AtomicU64,
+    error: Mutex<Option<Error>>,
+}
+
+impl<'r> Job<'r> {
+    fn new(
+        repository: &'r Repository,
+        index: &'r Index,
+        base: Option<&'r Index>,
+        file: &'r File,
+        path: &'r Path,
+        stop: &'r Stop,
+    ) -> Self {
+        Job {
+            repository,
+            index,
+            base,
+            file,
+            path,
+            is_new: false,
+            stop,
+            next: AtomicUsize::new(0),
+            written: AtomicU64::new(0),
+            cleared: AtomicU64::new(0),
+            error: Mutex::new(None),
+        }
+    }
+
+    fn all(self, threads: usize) -> Result<Restored> {
+        let size = self.index.about.size;
+        let progress = Progress::new("restore", size);
+        let count = size.div_ceil(SEGMENT) as usize;
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    loop {
+                        let number = self.next.fetch_add(1, Ordering::Relaxed);
+                        if number >= count {
+                            return;
+                        }
+                        let done = self.stop.check().map_err(Error::from);
+                        if let Err(error) = done.and_then(|()| self.segment(number as u32, &progress)) {
+                            self.error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                            self.next.store(count, Ordering::Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        if let Some(error) = self.error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(match self.is_new {
+                true => error,
+                false => {
+                    eprintln!(
+                        "cbt-backup: {} holds neither what it held before nor the backup",
+                        self.path.display()
+                    );
+                    error
+                }
+            });
+        }
+        change::sync(self.file, self.path)?;
+        Ok(Restored {
+            id: self.index.about.id.clone(),
+            to: self.path.to_owned(),
+            written: self.written.into_inner(),
+            cleared: self.cleared.into_inner(),
+        })
+    }
+
+    fn segment(&self, number: u32, progress: &Progress) -> Result<()> {
+        let start = u64::from(number) * SEGMENT;
+        let end = self.index.about.size.min(start + SEGMENT);
+        let whole = 0..(end - start).div_ceil(BLOCK) as u32;
+        let of = |index: &'r Index| {
+            let place = index.segments.binary_search_by_key(&number, |segment| segment.number);
+            place.ok().map(|place| &index.segments[place])
+        };
+        let wanted = of(self.index);
+        let mut packs = Packs::default();
+        let mut read = |index: &Index, segment: Option<&SegmentRef>| match segment {
+            Some(segment) => self.repository.segment(index, segment, &mut packs),
+            None => Ok(Segment::default()),
+        };
+        let mut written = 0;
+        let (target, ranges): (Segment, Vec<Range<u32>>) = match self.base {
+            None if wanted.is_none() && self.is_new => (Segment::default(), Vec::new()),
+            None => (read(self.index, wanted)?, vec![whole.clone()]),
+            Some(base) => {
+                let held = of(base);
+                let name = |index: &Index, of: Option<&SegmentRef>| {
+                    of.map(|of| (index.packs[of.pack as usize].id, of.chunk))
+                };
+                if name(base, held) == name(self.index, wanted) {
+                    progress.by(end - start, 0);
+                    return Ok(());
+                }
+                let (held, target) = (read(base, held)?, read(self.index, wanted)?);
+                let ranges = held.differing(&target);
+                (target, ranges)
+            }
+        };
+        for range in &ranges {
+            let extents = target.within(range);
+            if !self.is_new {
+                let mut position = range.start;
+                for extent in &extents {
+                    self.clear(start, position..extent.start)?;
+                    position = extent.end();
+                }
+                self.clear(start, position..range.end)?;
+            }
+        }
+        let extents: Vec<_> = ranges.iter().flat_map(|range| target.within(range)).collect();
+        self.repository.fetch(pieces(number, &extents, &packs), &mut |piece, bytes| {
+            let length = (bytes.len() as u64).min(self.index.about.size - piece.offset) as usize;
+            written += self.write(piece.offset, &bytes[..length])?;
+            self.stop.check()?;
+            Ok(())
+        })?;
+        self.written.fetch_add(written, Ordering::Relaxed);
+        progress.by(end - start, written);
+        Ok(())
+    }
+
+    /// Writes what is not a hole already, and says how many bytes that were.
+    fn write(&self, offset: u64, bytes: &[u8]) -> Result<u64> {
+        if !self.is_new {
+            change::write_at(self.file, self.path, bytes, offset)?;
+            return Ok(bytes.len() as u64);
+        }
+        let (mut written, mut start, mut end) = (0, 0, 0);
+        let mut flush = |start: usize, end: usize| match start < end {
+            true => {
+                written += (end - start) as u64;
+                change::write_at(self.file, self.path, &bytes[start..end], offset + start as u64)
+            }
+            false => Ok(()),
+        };
+        for block in bytes.chunks(BLOCK as usize) {
+            let next = end + block.len();
+            if is_zeros(block) {
+                flush(start, end)?;
+                start = next;
+            }
+            end = next;
+        }
+        flush(start, end)?;
+        Ok(written)
+    }
+
+    /// Makes blocks zeros.
+    fn clear(&self, start: u64, blocks: Range<u32>) -> Result<()> {
+        let (offset, end) = (start + u64::from(blocks.start) * BLOCK, start + u64::from(blocks.end) * BLOCK);
+        let end = end.min(self.index.about.size);
+        if offset >= end {
+            return Ok(());
+        }
+        self.cleared.fetch_add(end - offset, Ordering::Relaxed);
+        match change::punch_hole(self.file, self.path, offset, end - offset) {
+            Ok(()) => Ok(()),
+            // It cannot: then they are written.
+            Err(error) if matches!(error.errno(), Some(nix::libc::EOPNOTSUPP | nix::libc::EINVAL)) => {
+                let zeros = vec![0; 1 << 20];
+                for position in (offset..end).step_by(zeros.len()) {
+                    let length = (end - position).min(zeros.len() as u64) as usize;
+                    change::write_at(self.file, self.path, &zeros[..length], position)?;
+                }
+                Ok(())
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// How a device compares with a backup.
+#[derive(Debug, Serialize)]
+pub struct Compared {
+    /// The backup.
+    pub id: String,
+    /// Bytes that were compared: all of the volume.
+    pub bytes: u64,
+    /// Bytes of ranges that differ.
+    pub differing_bytes: u64,
+    /// The first of them, whole blocks.
+    pub differing: Vec<Range<u64>>,
+}
+
+/// Ranges that are told; a device that is another one altogether has millions.
+const TOLD: usize = 100;
+
+/// Compares a device or file with a backup, every byte of it. What the device has beyond the backup does not count.
+pub fn compare(
+    repository: &Repository,
+    index: &Index,
+    with: &Path,
+    threads: usize,
+    stop: &Stop,
+) -> Result<Compared> {
+    let device = Device::open(with)?;
+    let size = index.about.size;
+    if device.size() < size {
+        return Err(Error::refused(format!(
+            "{} has {} bytes, and the backup has {size}",
+            with.display(),
+            device.size()
+        )));
+    }
+    let progress = Progress::new("compare", size);
+    let count = size.div_ceil(SEGMENT) as usize;
+    let next = AtomicUsize::new(0);
+    let found: Mutex<Result<Vec<Range<u64>>>> = Mutex::new(Ok(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    if number >= count {
+                        return;
+                    }
+                    let compared = compare_segment(repository, index, &device, number as u32, stop);
+                    let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+                    match (compared, &mut *found) {
+                        (Ok(ranges), Ok(found)) => found.extend(ranges),
+                        (Err(error), Ok(_)) => {
+                            *found = Err(error);
+                            next.store(count, Ordering::Relaxed);
+                        }
+                        (_, Err(_)) => {}
+                    }
+                    progress.by(SEGMENT, SEGMENT);
+                }
+            });
+        }
+    });
+    let mut ranges = found.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut differing: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match differing.last_mut().filter(|last| last.end == range.start) {
+            Some(last) => last.end = range.end,
+            None => differing.push(range),
+        }
+    }
+    let differing_bytes = differing.iter().map(|range| range.end - range.start).sum();
+    differing.truncate(TOLD);
+    Ok(Compared { id: index.about.id.clone(), bytes: size, differing_bytes, differing })
+}
+
+fn compare_segment(
+    repository: &Repository,
+    index: &Index,
+    device: &Device,
+    number: u32,
+    stop: &Stop,
+) -> Result<Vec<Range<u64>>> {
+    let start = u64::from(number) * SEGMENT;
+    let end = index.about.size.min(start + SEGMENT);
+    let mut packs = Packs::default();
+    let place = index.segments.binary_search_by_key(&number, |segment| segment.number);
+    let segment = match place {
+        Ok(place) => repository.segment(index, &index.segments[place], &mut packs)?,
+        Err(_) => Segment::default(),
+    };
+    let mut differing = Vec::new();
+    let mut buffer = Buffer::new(WINDOW as usize);
+    // What the backup has as zeros, in windows that hold nothing of it as well.
+    for start_of_window in (start..end).step_by(WINDOW as usize) {
+        stop.check()?;
+        let window = start_of_window..end.min(start_of_window + WINDOW);
+        let first = ((window.start - start) / BLOCK) as u32;
+        let blocks = first..(window.end - start).div_ceil(BLOCK) as u32;
+        let length = ((blocks.end - blocks.start) as u64 * BLOCK) as usize;
+        let found = buffer.part(length);
+        device.read(window.start, found)?;
+        // A device may go on behind the volume.
+        found[(window.end - window.start) as usize..].fill(0);
+        let mut wanted = vec![0; length];
+        repository.fetch(pieces(number, &segment.within(&blocks), &packs), &mut |piece, bytes| {
+            let at = (piece.offset - window.start) as usize;
+            wanted[at..at + bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        })?;
+        for (at, (found, wanted)) in
+            found.chunks(BLOCK as usize).zip(wanted.chunks(BLOCK as usize)).enumerate()
+        {
+            if found != wanted {
+                let offset = window.start + at as u64 * BLOCK;
+                differing.push(offset..window.end.min(offset + BLOCK));
+            }
+        }
+    }
+    Ok(differing)
+}
+
+/// Bytes that are compared at once, by each thread.
+const WINDOW: u64 = 4 << 20;

@@ -1,0 +1,187 @@
+//! What is not as it was written is found: by `verify`, by `restore` before anybody relies on the result, and by `auto`,
+//! which then makes a full backup.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use fastrand::Rng;
+use files::pattern::Image;
+
+use crate::driver::{Driver, Fault};
+use crate::tool::{BLOCK, MIB, Place, arg, id};
+
+const SIZE: u64 = 140 * MIB;
+
+/// Two backups over a driver, the second one incremental, and what the volume was.
+fn two(place: &Place, driver: &Driver) -> [(String, Image); 2] {
+    let file = place.open_image(SIZE);
+    let mut image = Image::default();
+    image.write(&file, 3, 40, 1).expect("write");
+    image.write(&file, 128 * MIB / BLOCK - 5, 10, 2).expect("write");
+    driver.snapshot("one", &image, SIZE);
+    let first = id(&back_up(place, driver, "auto", "one"));
+    let before = image.clone();
+    image.write(&file, 10, 2, 3).expect("write");
+    image.punch(&file, 20, 4).expect("punch");
+    driver.snapshot("two", &image, SIZE);
+    let second = back_up(place, driver, "incremental", "two");
+    assert_eq!(
+        (second["kind"].as_str(), second["base"].as_str()),
+        (Some("incremental"), Some(first.as_str()))
+    );
+    [(first, before), (id(&second), image)]
+}
+
+fn back_up(place: &Place, driver: &Driver, wish: &str, handle: &str) -> serde_json::Value {
+    let image = place.image();
+    let endpoint = driver.endpoint();
+    place.ok(&[wish, "--volume", "v", "--device", arg(&image), "--endpoint", &endpoint, "--snapshot", handle])
+}
+
+#[test]
+fn a_flipped_bit_is_found_by_verify_and_by_restore() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let backups = two(&place, &driver);
+    let mut random = Rng::with_seed(7);
+    let (mut in_packs, mut refused) = (0, 0);
+    for path in place.objects() {
+        let whole = std::fs::read(&path).expect("read");
+        // The ends, where lengths and checksums are, and some between.
+        let mut bits = vec![0, 8 * 13, 8 * whole.len() - 1, 8 * (whole.len() - 40)];
+        bits.extend(std::iter::repeat_with(|| random.usize(..8 * whole.len())).take(4));
+        for bit in bits {
+            let mut flipped = whole.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            std::fs::write(&path, &flipped).expect("write");
+            let said = place.fails(1, &["verify"]);
+            assert!(
+                said.contains("damaged") || said.contains("format"),
+                "bit {bit} of {}: {said}",
+                path.display()
+            );
+            in_packs += usize::from(path.to_string_lossy().contains("/packs/"));
+            let mut is_refused = false;
+            for (id, image) in &backups {
+                let to = place.path("restored");
+                let _ = std::fs::remove_file(&to);
+                let restored = place.run(&["restore", id, "--to", arg(&to)]);
+                is_refused |= !restored.status.success();
+                match restored.status.success() {
+                    true => {
+                        image.compare(&to, SIZE, &base::Stop::default()).expect("what is restored is right")
+                    }
+                    false => {
+                        assert!(!to.exists() && !place.path(".restored.restoring").exists(), "a part is left")
+                    }
+                }
+            }
+            refused += usize::from(is_refused && path.to_string_lossy().contains("/packs/"));
+            std::fs::write(&path, &whole).expect("write");
+        }
+    }
+    assert!(in_packs >= 32, "there are packs with data and with maps of both backups: {in_packs}");
+    assert_eq!(refused, in_packs, "every bit of a pack is needed by one of the backups");
+    let verified = place.ok(&["verify"]);
+    assert_eq!(verified["damage"].as_array().map(Vec::len), Some(0), "all is as it was: {verified}");
+    assert!(!place.repository().join("damaged").read_dir().is_ok_and(|mut notes| notes.next().is_some()));
+}
+
+#[test]
+fn damage_is_told_by_backup_and_bytes_and_a_full_backup_follows() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let [(first, _), (second, image)] = two(&place, &driver);
+    // The largest pack holds the data of the first backup.
+    let largest =
+        place.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len()).expect("packs");
+    let mut bytes = std::fs::read(&largest).expect("read");
+    bytes[100] ^= 1;
+    std::fs::write(&largest, &bytes).expect("write");
+    let output = place.command(&["verify", "--output", "json"]).output().expect("run");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let damage = report["damage"].as_array().expect("a list");
+    let hurt = |id: &str| damage.iter().filter(|of| of["backup"] == id).count();
+    assert!(hurt(&first) == 1 && hurt(&second) >= 1, "{report}");
+    let is_written = |of: &serde_json::Value| {
+        let (start, end) =
+            (of["start"].as_u64().expect("a start") / BLOCK, of["end"].as_u64().expect("an end") / BLOCK);
+        let middle = 128 * MIB / BLOCK;
+        start < end && (start >= 3 && end <= 43 || start >= middle - 5 && end <= middle + 5)
+    };
+    assert!(damage.iter().all(is_written), "{report}");
+
+    driver.snapshot("three", &image, SIZE);
+    let (image_path, endpoint) = (place.image(), driver.endpoint());
+    let source =
+        ["--volume", "v", "--device", arg(&image_path), "--endpoint", &endpoint, "--snapshot", "three"];
+    let said = place.fails(1, &[&["incremental"], &source[..]].concat());
+    assert!(said.contains("damaged"), "{said}");
+    let third = place.ok(&[&["auto"], &source[..]].concat());
+    assert_eq!(third["kind"], "full");
+    assert!(third["why"].as_str().is_some_and(|why| why.contains("damaged")), "{third}");
+    place.restores(&id(&third), &image, SIZE);
+    // Once it is whole again, the note goes.
+    bytes[100] ^= 1;
+    std::fs::write(&largest, &bytes).expect("write");
+    place.ok(&["verify"]);
+    driver.snapshot("four", &image, SIZE);
+    assert_eq!(back_up(&place, &driver, "auto", "four")["kind"], "incremental");
+}
+
+#[test]
+fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let [_, (_, image)] = two(&place, &driver);
+    let pack =
+        place.objects().into_iter().find(|path| path.to_string_lossy().contains("/packs/")).expect("a pack");
+    std::fs::remove_file(&pack).expect("remove");
+    driver.snapshot("three", &image, SIZE);
+    let made = back_up(&place, &driver, "auto", "three");
+    assert!(made["why"].as_str().is_some_and(|why| why.contains("is gone")), "{made}");
+    place.restores(&id(&made), &image, SIZE);
+    let said = place.fails(1, &["verify"]);
+    assert!(said.contains("1 damaged") || said.contains("damaged"), "{said}");
+}
+
+#[test]
+fn auto_says_why_it_is_full() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let file = place.open_image(SIZE);
+    let mut image = Image::default();
+    let next = |image: &Image, size: u64, handle: &str, fault: Option<Fault>| {
+        driver.snapshot(handle, image, size);
+        driver.fault(fault);
+        let made = back_up(&place, &driver, "auto", handle);
+        driver.fault(None);
+        place.restores(&id(&made), image, size);
+        (
+            made["kind"].as_str().expect("a kind").to_owned(),
+            made["why"].as_str().unwrap_or_default().to_owned(),
+        )
+    };
+    image.write(&file, 0, 9, 1).expect("write");
+    let (kind, why) = next(&image, SIZE, "a", None);
+    assert!(kind == "full" && why.contains("no earlier backup"), "{why}");
+    image.write(&file, 5, 1, 2).expect("write");
+    assert_eq!(next(&image, SIZE, "b", Some(Fault::Cut(0))).0, "incremental");
+    let (kind, why) = next(&image, SIZE, "c", Some(Fault::NoDelta));
+    assert!(kind == "full" && why.contains("no deltas"), "{why}");
+    driver.forget("c");
+    let (kind, why) = next(&image, SIZE, "d", None);
+    assert!(kind == "full" && why.contains("does not exist"), "{why}");
+    file.set_len(SIZE + MIB).expect("grow");
+    let (kind, why) = next(&image, SIZE + MIB, "e", None);
+    assert!(kind == "full" && why.contains(&format!("{}", SIZE + MIB)), "{why}");
+    assert_eq!(next(&image, SIZE + MIB, "f", None).0, "incremental");
+    // An index that cannot be read is of a backup that may have been the base.
+    let index = place.repository().join("backups").join(place.list().pop().expect("backups"));
+    let bytes = std::fs::read(&index).expect("read");
+    File::options().write(true).open(&index).expect("open").write_all_at(&[!bytes[20]], 20).expect("write");
+    let said = place.fails(1, &["list"]);
+    assert!(said.contains("checksum"), "{said}");
+    let (kind, _) = next(&image, SIZE + MIB, "g", None);
+    assert_eq!(kind, "incremental", "over the one before");
+}

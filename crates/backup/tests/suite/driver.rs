@@ -1,0 +1,178 @@
+//! A CSI driver whose snapshots are models: it answers from them, and fails when told.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+
+use files::pattern::Image;
+use futures_util::{Stream, stream};
+use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
+use proto::{
+    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
+    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
+};
+use tokio::net::UnixListener;
+use tokio::runtime::Runtime;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status, async_trait};
+
+use crate::tool::BLOCK;
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The next stream is cut after so many messages.
+    Cut(usize),
+    /// The next stream fails for good after so many messages.
+    Breaks(usize),
+    /// It has no deltas.
+    NoDelta,
+}
+
+#[derive(Default)]
+struct State {
+    snapshots: HashMap<String, (Image, u64)>,
+    fault: Option<Fault>,
+}
+
+/// A running driver.
+pub struct Driver {
+    state: Arc<Mutex<State>>,
+    runtime: Option<Runtime>,
+    socket: PathBuf,
+}
+
+impl Driver {
+    pub fn start(socket: &Path) -> Self {
+        let state = Arc::<Mutex<State>>::default();
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let runtime = runtime.expect("a runtime");
+        let listener = {
+            let _entered = runtime.enter();
+            UnixListenerStream::new(UnixListener::bind(socket).expect("bind"))
+        };
+        let service = SnapshotMetadataServer::new(Metadata(state.clone()));
+        runtime.spawn(tonic::transport::Server::builder().add_service(service).serve_with_incoming(listener));
+        Driver { state, runtime: Some(runtime), socket: socket.to_owned() }
+    }
+
+    pub fn endpoint(&self) -> String {
+        format!("unix://{}", self.socket.display())
+    }
+
+    pub fn snapshot(&self, handle: &str, image: &Image, size: u64) {
+        self.state.lock().unwrap().snapshots.insert(handle.to_owned(), (image.clone(), size));
+    }
+
+    pub fn forget(&self, handle: &str) {
+        self.state.lock().unwrap().snapshots.remove(handle);
+    }
+
+    pub fn fault(&self, fault: Option<Fault>) {
+        self.state.lock().unwrap().fault = fault;
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+struct Metadata(Arc<Mutex<State>>);
+
+type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
+
+/// Tuples in a message: a few, so that streams have several.
+const TUPLES: usize = 16;
+
+impl Metadata {
+    fn of(&self, handle: &str) -> Result<(Image, u64), Status> {
+        let missing = || Status::not_found(format!("snapshot {handle} does not exist"));
+        self.0.lock().unwrap().snapshots.get(handle).cloned().ok_or_else(missing)
+    }
+
+    /// Blocks as messages from an offset on, with the fault that is due.
+    fn answer(
+        &self,
+        blocks: &[u64],
+        size: u64,
+        from: i64,
+    ) -> Vec<Result<GetMetadataAllocatedResponse, Status>> {
+        let mut tuples: Vec<BlockMetadata> = Vec::new();
+        for block in blocks {
+            let offset = (block * BLOCK) as i64;
+            match tuples.last_mut().filter(|last| last.byte_offset + last.size_bytes == offset) {
+                Some(last) => last.size_bytes += BLOCK as i64,
+                None => tuples.push(BlockMetadata { byte_offset: offset, size_bytes: BLOCK as i64 }),
+            }
+        }
+        tuples.retain(|tuple| tuple.byte_offset + tuple.size_bytes > from);
+        let message = |block_metadata: &[BlockMetadata]| {
+            Ok(GetMetadataAllocatedResponse {
+                block_metadata_type: BlockMetadataType::VariableLength.into(),
+                volume_capacity_bytes: size as i64,
+                block_metadata: block_metadata.to_vec(),
+            })
+        };
+        let mut messages: Vec<_> = tuples.chunks(TUPLES).map(message).collect();
+        if messages.is_empty() {
+            messages.push(message(&[]));
+        }
+        let mut state = self.0.lock().unwrap();
+        match state.fault {
+            Some(Fault::Cut(at)) => {
+                messages.truncate(at);
+                messages.push(Err(Status::unavailable("the driver restarts")));
+                state.fault = None;
+            }
+            Some(Fault::Breaks(at)) => {
+                messages.truncate(at);
+                messages.push(Err(Status::permission_denied("no more for you")));
+                state.fault = None;
+            }
+            Some(Fault::NoDelta) | None => {}
+        }
+        messages
+    }
+}
+
+#[async_trait]
+impl SnapshotMetadata for Metadata {
+    type GetMetadataAllocatedStream = Messages<GetMetadataAllocatedResponse>;
+    type GetMetadataDeltaStream = Messages<GetMetadataDeltaResponse>;
+
+    async fn get_metadata_allocated(
+        &self,
+        request: Request<GetMetadataAllocatedRequest>,
+    ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
+        let request = request.into_inner();
+        let (image, size) = self.of(&request.snapshot_id)?;
+        let messages = self.answer(&image.allocated(), size, request.starting_offset);
+        Ok(Response::new(Box::pin(stream::iter(messages))))
+    }
+
+    async fn get_metadata_delta(
+        &self,
+        request: Request<GetMetadataDeltaRequest>,
+    ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
+        if self.0.lock().unwrap().fault == Some(Fault::NoDelta) {
+            return Err(Status::unimplemented("this driver has no deltas"));
+        }
+        let request = request.into_inner();
+        let (base, _) = self.of(&request.base_snapshot_id)?;
+        let (target, size) = self.of(&request.target_snapshot_id)?;
+        let messages = self.answer(&target.changed_since(&base), size, request.starting_offset);
+        let messages = messages.into_iter().map(|message| {
+            message.map(|message| GetMetadataDeltaResponse {
+                block_metadata_type: message.block_metadata_type,
+                volume_capacity_bytes: message.volume_capacity_bytes,
+                block_metadata: message.block_metadata,
+            })
+        });
+        Ok(Response::new(Box::pin(stream::iter(messages.collect::<Vec<_>>()))))
+    }
+}

@@ -1,0 +1,11 @@
+//! `cbt-backup` as its users run it: the real program on real files, devices, drivers and servers.
+#![allow(clippy::disallowed_methods)]
+
+mod damage;
+mod driver;
+mod history;
+mod mount;
+mod real;
+mod show;
+mod tool;
+mod usage;

@@ -1,0 +1,148 @@
+//! `mount`: a backup read by the NBD clients that people have.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+
+use crate::tool::{BLOCK, MIB, Place, Running, arg, text};
+
+/// Whether a program is there. Under CI it has to be.
+fn has(program: &str) -> bool {
+    let found = Command::new(program).arg("--version").output().is_ok();
+    assert!(
+        found || std::env::var("CI").as_deref() != Ok("true"),
+        "{program} is missing: run hack/test-deps.sh"
+    );
+    if !found {
+        eprintln!("skipped: {program} is missing: run hack/test-deps.sh");
+    }
+    found
+}
+
+fn run(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output().expect(program);
+    assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// A server of the last backup; its socket.
+fn serve(place: &Place, sector: &str) -> (Running, PathBuf) {
+    let socket = place.path("nbd.sock");
+    let command = place.command(&["mount", "latest", "--socket", arg(&socket), "--sector-size", sector]);
+    let running = Running::start(command);
+    until("the server listens", || std::os::unix::net::UnixStream::connect(&socket).is_ok());
+    (running, socket)
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < deadline, "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn url(socket: &Path) -> String {
+    format!("nbd+unix:///?socket={}", socket.display())
+}
+
+#[test]
+fn nbd_clients_read_a_backup() {
+    if !has("nbdcopy") || !has("nbdinfo") || !has("qemu-img") {
+        return;
+    }
+    let place = Place::new();
+    // Not a whole number of sectors: behind the end there are zeros.
+    let size = 150 * MIB + 700;
+    let file = place.open_image(size);
+    let mut image = Image::default();
+    image.write(&file, 1, 200, 1).expect("write");
+    image.write(&file, 128 * MIB / BLOCK - 3, 6, 2).expect("write");
+    place.full();
+    for sector in ["512", "4096"] {
+        let (mut running, socket) = serve(&place, sector);
+        let info = run("nbdinfo", &[&url(&socket)]);
+        assert!(
+            info.contains("is_read_only: true") && info.contains(&format!("block_size_minimum: {sector}")),
+            "{info}"
+        );
+        for (name, program, arguments) in
+            [("nbdcopy", "nbdcopy", vec![]), ("qemu", "qemu-img", vec!["convert", "-f", "raw", "-O", "raw"])]
+        {
+            let copy = place.path(name);
+            let mut arguments = arguments;
+            let url = url(&socket);
+            arguments.extend([url.as_str(), arg(&copy)]);
+            run(program, &arguments);
+            let length = size.next_multiple_of(sector.parse().expect("a number"));
+            assert_eq!(copy.metadata().expect("copied").len(), length);
+            image.compare(&copy, length, &base::Stop::default()).expect("equal");
+        }
+        // A prune would pull the packs away.
+        assert!(place.fails(1, &["prune"]).contains("wait until they have ended"));
+        running.signal(Signal::SIGTERM);
+        assert!(running.0.wait().expect("wait").success());
+        assert!(!socket.exists());
+    }
+    // The socket of a server that was killed is taken over; that of one that runs is not.
+    let (mut running, socket) = serve(&place, "512");
+    place.fails(1, &["mount", "latest", "--socket", arg(&socket)]);
+    running.0.kill().expect("kill");
+    running.0.wait().expect("wait");
+    assert!(socket.exists());
+    drop(serve(&place, "512"));
+}
+
+/// Unmounts what a test has mounted, the last one first, also when it fails.
+#[derive(Default)]
+struct Mounts(Vec<PathBuf>);
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        for path in self.0.iter().rev() {
+            let _ = Command::new("umount").arg(path).status();
+        }
+    }
+}
+
+#[test_with::root]
+#[test]
+fn files_come_out_of_a_filesystem_in_a_backup() {
+    if !has("nbdfuse") || !Path::new("/dev/fuse").exists() {
+        eprintln!("skipped: needs nbdfuse and /dev/fuse");
+        return;
+    }
+    for (make, options) in
+        [(&["mkfs.ext4", "-q", "-F"][..], "ro,noload"), (&["mkfs.xfs", "-q", "-f"], "ro,norecovery,nouuid")]
+    {
+        let place = Place::new();
+        let mut mounts = Mounts::default();
+        place.open_image(320 * MIB);
+        let (image, mounted) = (place.image(), place.path("mounted"));
+        run(make[0], &[&make[1..], &[arg(&image)]].concat());
+        std::fs::create_dir(&mounted).expect("mkdir");
+        run("mount", &["-o", "loop", arg(&image), arg(&mounted)]);
+        mounts.0.push(mounted.clone());
+        let content: Vec<u8> = (0..3_000_000u32).flat_map(u32::to_le_bytes).collect();
+        std::fs::create_dir(mounted.join("deep")).expect("mkdir");
+        std::fs::write(mounted.join("deep/file"), &content).expect("write");
+        run("umount", &[arg(&mounted)]);
+        mounts.0.clear();
+        place.full();
+        let (_running, socket) = serve(&place, "512");
+        let fuse = place.path("fuse");
+        std::fs::create_dir(&fuse).expect("mkdir");
+        let mut command = Command::new("nbdfuse");
+        command.arg("--readonly").arg(fuse.join("volume")).arg(url(&socket));
+        let _nbdfuse = Running::start(command);
+        mounts.0.push(fuse.clone());
+        until("nbdfuse has mounted", || fuse.join("volume").exists());
+        run("mount", &["-o", &format!("loop,{options}"), arg(&fuse.join("volume")), arg(&mounted)]);
+        mounts.0.push(mounted.clone());
+        assert_eq!(std::fs::read(mounted.join("deep/file")).expect("read"), content);
+        drop(mounts);
+    }
+}

@@ -1,0 +1,155 @@
+//! The program under test, its repository and an image.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use files::pattern::Image;
+use serde_json::Value;
+use tempfile::TempDir;
+
+pub const BLOCK: u64 = 4096;
+pub const MIB: u64 = 1 << 20;
+
+/// A directory with a repository and an image in it. Nothing else is touched.
+pub struct Place {
+    pub dir: TempDir,
+}
+
+impl Place {
+    pub fn new() -> Self {
+        Place { dir: tempfile::Builder::new().prefix("deltapath-backup-").tempdir().expect("temp dir") }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn repository(&self) -> PathBuf {
+        self.path("repository")
+    }
+
+    pub fn image(&self) -> PathBuf {
+        self.path("image")
+    }
+
+    /// The image, made with a size where it is missing.
+    pub fn open_image(&self, size: u64) -> File {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(self.image())
+            .expect("open");
+        file.set_len(size).expect("set the length");
+        file
+    }
+
+    /// A command line of the program, not started.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-backup"));
+        command
+            .arg("--repository")
+            .arg(self.repository())
+            .args(arguments)
+            .env_remove("CBT_BACKUP_REPOSITORY")
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null());
+        command
+    }
+
+    pub fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().expect("run cbt-backup")
+    }
+
+    /// Runs it, and expects it to do what it is told.
+    pub fn ok(&self, arguments: &[&str]) -> Value {
+        let output = self.command(arguments).args(["--output", "json"]).output().expect("run cbt-backup");
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    }
+
+    /// Runs it, and expects it to fail with this exit code: what it says.
+    pub fn fails(&self, code: i32, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert_eq!(
+            output.status.code(),
+            Some(code),
+            "{arguments:?}: {}{}",
+            text(&output.stdout),
+            text(&output.stderr)
+        );
+        text(&output.stderr) + &text(&output.stdout)
+    }
+
+    /// A full backup of the image by its holes: its id.
+    pub fn full(&self) -> String {
+        let image = self.image();
+        id(&self.ok(&["full", "--volume", "v", "--device", arg(&image)]))
+    }
+
+    /// Restores a backup and compares it with a model.
+    pub fn restores(&self, id: &str, model: &Image, size: u64) {
+        let to = self.path("restored");
+        self.ok(&["restore", id, "--to", arg(&to), "--overwrite"]);
+        assert_eq!(std::fs::metadata(&to).expect("restored").len(), size, "{id}");
+        model.compare(&to, size, &base::Stop::default()).unwrap_or_else(|error| panic!("{id}: {error}"));
+    }
+
+    /// The ids of all backups.
+    pub fn list(&self) -> Vec<String> {
+        self.ok(&["list"]).as_array().expect("a list").iter().map(id).collect()
+    }
+
+    /// Every file of the repository, but for the lock.
+    pub fn objects(&self) -> Vec<PathBuf> {
+        fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
+            for entry in std::fs::read_dir(dir).expect("list") {
+                let path = entry.expect("entry").path();
+                match path.is_dir() {
+                    true => walk(&path, found),
+                    false => found.push(path),
+                }
+            }
+        }
+        let mut found = Vec::new();
+        walk(&self.repository(), &mut found);
+        found.retain(|path| path.file_name().is_some_and(|name| name != "lock"));
+        found.sort();
+        found
+    }
+}
+
+pub fn id(backup: &Value) -> String {
+    backup["id"].as_str().expect("an id").to_owned()
+}
+
+pub fn arg(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+pub fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A process that does not outlive the test.
+pub struct Running(pub Child);
+
+impl Running {
+    pub fn start(mut command: Command) -> Self {
+        Running(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("start"))
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
+        nix::sys::signal::kill(pid, signal).expect("signal");
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

@@ -1,0 +1,189 @@
+//! What users get wrong, and what they are told.
+
+use std::process::Command;
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+
+use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+
+fn some_data(place: &Place, size: u64) -> Image {
+    let file = place.open_image(size);
+    let mut image = Image::default();
+    image.write(&file, 7, 90, 1).expect("write");
+    image
+}
+
+#[test]
+fn mistakes_are_named_and_nothing_is_made() {
+    let place = Place::new();
+    let (image, nothing) = (place.image(), place.path("nothing"));
+    for (arguments, wanted) in [
+        (&["list"][..], "the first backup makes it"),
+        (&["full", "--volume", "v", "--device", arg(&nothing)], "open"),
+        (&["full", "--volume", "v", "--device", arg(place.dir.path())], "neither a block device nor a file"),
+    ] {
+        let said = place.fails(1, arguments);
+        assert!(said.contains(wanted), "{arguments:?}: {said}");
+        assert!(!place.repository().exists(), "{arguments:?} has made a repository");
+    }
+    let model = some_data(&place, 20 * MIB);
+    let id = place.full();
+    for (arguments, wanted) in [
+        (&["restore", "no", "--to", arg(&nothing)][..], "there is no backup no"),
+        (&["restore", &id, "--to", arg(&image)], "add --overwrite"),
+        (&["incremental", "--volume", "v", "--device", arg(&image)], "without --endpoint and --snapshot"),
+        (&["restore", "latest", "--volume", "other", "--to", arg(&nothing)], "no backup of other"),
+    ] {
+        let said = place.fails(1, arguments);
+        assert!(said.contains(wanted), "{arguments:?}: {said}");
+    }
+    for arguments in [
+        &["full", "--device", "x"][..],
+        &["full", "--volume", "v", "--device", "x", "--limit-rate", "0"],
+        &["prune", "--keep-last", "0"],
+        &["mount", "latest", "--socket", "x", "--sector-size", "1024"],
+        &["nonsense"],
+    ] {
+        place.fails(2, arguments);
+    }
+    place.restores(&id, &model, 20 * MIB);
+    let other = Place::new();
+    std::fs::create_dir(other.repository()).expect("mkdir");
+    std::fs::write(other.repository().join("thesis.txt"), "mine").expect("write");
+    let said = other.fails(1, &["full", "--volume", "v", "--device", arg(&image)]);
+    assert!(said.contains("thesis.txt"), "{said}");
+}
+
+#[test]
+fn sizes_that_are_no_whole_blocks_come_back() {
+    for size in [1, 511, BLOCK, 3 * BLOCK + 1, 2 * MIB - 1] {
+        let place = Place::new();
+        let content: Vec<u8> = (0..size).map(|at| (at % 251) as u8 + 1).collect();
+        std::fs::write(place.image(), &content).expect("write");
+        let id = place.full();
+        let to = place.path("restored");
+        place.ok(&["restore", &id, "--to", arg(&to)]);
+        assert!(std::fs::read(&to).expect("restored") == content, "{size}");
+        place.ok(&["verify", &id, "--against", arg(&place.image())]);
+    }
+    let place = Place::new();
+    place.open_image(0);
+    let id = place.full();
+    place.restores(&id, &Image::default(), 0);
+}
+
+#[test]
+fn holes_and_zeros_are_neither_stored_nor_written() {
+    use std::os::unix::fs::MetadataExt;
+    let place = Place::new();
+    let size = 8 << 40;
+    let file = place.open_image(size);
+    let mut image = Image::default();
+    image.write(&file, 1000, 10, 1).expect("write");
+    image.write(&file, size / BLOCK - 9, 9, 1).expect("write");
+    image.zero(&file, 40000, 5000).expect("zero");
+    let image_path = place.image();
+    let made = place.ok(&["full", "--volume", "v", "--device", arg(&image_path)]);
+    assert_eq!(made["data"].as_u64(), Some(19 * BLOCK));
+    assert!(made["added"].as_u64().is_some_and(|bytes| bytes < 30 * BLOCK), "{made}");
+    let to = place.path("restored");
+    place.ok(&["restore", &id(&made), "--to", arg(&to)]);
+    let restored = to.metadata().expect("restored");
+    assert_eq!(restored.len(), size);
+    assert!(restored.blocks() * 512 <= 40 * BLOCK, "{} bytes on the disk", restored.blocks() * 512);
+    let ends = |start: u64| {
+        use std::os::unix::fs::FileExt;
+        let mut bytes = [vec![0; 32 * BLOCK as usize], vec![1; 32 * BLOCK as usize]];
+        for (path, bytes) in [&image_path, &to].into_iter().zip(&mut bytes) {
+            std::fs::File::open(path).expect("open").read_exact_at(bytes, start).expect("read");
+        }
+        assert!(bytes[0] == bytes[1], "at {start}");
+    };
+    ends(990 * BLOCK);
+    ends(size - 32 * BLOCK);
+}
+
+#[test]
+fn an_interrupted_backup_goes_on() {
+    let place = Place::new();
+    let file = place.open_image(400 * MIB);
+    let mut image = Image::default();
+    for segment in 0..3 {
+        image.write(&file, segment * 128 * MIB / BLOCK + 50, 2000, segment).expect("write");
+    }
+    let path = place.image();
+    let arguments = ["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "8Mi"];
+    let mut running = Running::start(place.command(&arguments));
+    // The first segment has 8 MB.
+    std::thread::sleep(std::time::Duration::from_millis(1800));
+    running.signal(Signal::SIGINT);
+    assert_eq!(running.0.wait().expect("wait").code(), Some(130));
+    assert_eq!(place.list(), [""; 0]);
+    assert_eq!(place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+    let made = place.ok(&["full", "--volume", "v", "--device", arg(&path), "--resume"]);
+    let read = made["read"].as_u64().expect("a number");
+    assert!(read < 6000 * BLOCK, "all is read again: {read}");
+    place.restores(&id(&made), &image, 400 * MIB);
+    assert_eq!(place.repository().join("partial").read_dir().map_or(0, Iterator::count), 0);
+    let verified = place.ok(&["verify"]);
+    let unused = verified["unused"].as_u64().expect("a number");
+    assert!(
+        unused < 2100 * BLOCK,
+        "but for a part of one segment, what was stored before is in use: {verified}"
+    );
+}
+
+#[test]
+fn a_prune_and_others_keep_apart() {
+    let place = Place::new();
+    let mut image = some_data(&place, 400 * MIB);
+    image.write(&place.open_image(400 * MIB), 128 * MIB / BLOCK, 2000, 2).expect("write");
+    place.full();
+    let path = place.image();
+    let slow = ["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "64Ki"];
+    let running = Running::start(place.command(&slow));
+    let lock = place.repository().join("lock");
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    // It holds the lock as soon as nobody else can have it alone.
+    while std::fs::File::open(&lock).expect("open").try_lock().is_ok() {
+        assert!(std::time::Instant::now() < deadline, "the backup never takes the lock");
+    }
+    assert!(place.fails(1, &["prune"]).contains("other commands use the repository"));
+    place.ok(&["verify"]);
+    // kill -9 frees it.
+    drop(running);
+    place.ok(&["prune"]);
+}
+
+/// The page with all flags (docs/reference.md) names all of them, and no other.
+#[test]
+fn the_reference_has_every_flag() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
+    let page = std::fs::read_to_string(page).expect("the reference");
+    let section = page
+        .split("\n## ")
+        .find(|section| section.starts_with("Flags of `cbt-backup`"))
+        .expect("the section");
+    let mut flags = std::collections::BTreeSet::new();
+    for command in ["full", "incremental", "auto", "restore", "verify", "list", "prune", "show", "mount"] {
+        let help =
+            Command::new(env!("CARGO_BIN_EXE_cbt-backup")).args([command, "--help"]).output().expect("run");
+        let help = text(&help.stdout);
+        let named = help.lines().filter_map(|line| {
+            line.trim_start().strip_prefix("--").or_else(|| line.split_once(", --").map(|of| of.1))
+        });
+        flags.extend(named.map(|line| {
+            line.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap_or_default().to_owned()
+        }));
+        assert!(section.contains(&format!("`{command}`")), "{command} is not in the reference");
+    }
+    flags.remove("help");
+    for flag in &flags {
+        assert!(section.contains(&format!("`--{flag}")), "--{flag} is not in the reference");
+    }
+    for named in section.split("`--").skip(1) {
+        let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+        assert!(flags.contains(&named), "the reference names --{named}, which is no flag");
+    }
+}
