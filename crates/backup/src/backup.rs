@@ -330,7 +330,7 @@ fn store(
         for segment in
             base.iter().flat_map(|base| &base.segments).filter(|of| !seen.touched.contains(&of.number))
         {
-            writer.keep(&base.as_ref().map(|base| base.packs.as_slice()).unwrap_or_default(), segment);
+            writer.keep(base.as_ref().map_or(&[], |base| &base.packs), segment);
         }
     }
     (about.listed, about.read) = (seen.listed, read.into_inner());

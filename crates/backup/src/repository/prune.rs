@@ -368,13 +368,16 @@ fn mark(
     Ok(())
 }
 
+/// Chunks of a pack, and the pack and chunk that each is now.
+type Copies = Vec<(u32, (u32, u32))>;
+
 /// Copies the data in use; `None` where some of it is damaged.
 fn copy(
     repository: &Repository,
     pack: &PackRef,
     used: Option<&Use>,
     writer: &Writer<'_>,
-) -> Result<Option<Vec<(u32, (u32, u32))>>> {
+) -> Result<Option<Copies>> {
     let Some(used) = used else { return Ok(Some(Vec::new())) };
     let bytes = repository.store.get(&pack_name(pack));
     let read = bytes.and_then(|bytes| {

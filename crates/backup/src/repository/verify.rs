@@ -1,5 +1,6 @@
 //! Reading everything back against its checksums, and saying which backups damage hurts and where.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -153,22 +154,22 @@ fn look(
     for segment in &index.segments {
         stop.check()?;
         let key = (index.packs[segment.pack as usize].id, segment.chunk);
-        if !seen.contains_key(&key) {
-            let found = match mark(repository, index, segment, uses) {
-                Ok(()) => None,
-                Err(error) if error.is_damage() => {
-                    let start = u64::from(segment.number) * SEGMENT;
-                    Some(Damage {
-                        start: Some(start),
-                        end: Some(start + SEGMENT),
-                        ..Damage::of(None, &error)
-                    })
-                }
-                Err(error) => return Err(error),
-            };
-            seen.insert(key, found);
-        }
-        damage.extend(seen[&key].clone().map(|of| Damage { backup: Some(index.about.id.clone()), ..of }));
+        let found = match seen.entry(key) {
+            Entry::Occupied(seen) => seen.get().clone(),
+            Entry::Vacant(unseen) => {
+                let found = match mark(repository, index, segment, uses) {
+                    Ok(()) => None,
+                    Err(error) if error.is_damage() => {
+                        let start = u64::from(segment.number) * SEGMENT;
+                        let end = index.about.size.min(start + SEGMENT);
+                        Some(Damage { start: Some(start), end: Some(end), ..Damage::of(None, &error) })
+                    }
+                    Err(error) => return Err(error),
+                };
+                unseen.insert(found).clone()
+            }
+        };
+        damage.extend(found.map(|of| Damage { backup: Some(index.about.id.clone()), ..of }));
     }
     Ok(damage)
 }
