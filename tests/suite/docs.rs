@@ -48,11 +48,13 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
         real.extend(words(&help("deltapath", command), "--"));
     }
     real.extend(words(&help("cbt-lab", "conformance"), "--"));
-    // Its own tests hold this section against its flags.
+    // Their own tests hold these sections against their flags.
     let reference = read("docs/reference.md");
-    let gateway =
-        reference.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-gateway`"));
-    real.extend(words(gateway.expect("the section of the gateway's flags"), "--"));
+    for program in ["deltapath-gateway", "cbt-earlier differential"] {
+        let title = format!("Flags of `{program}`");
+        let section = reference.split("\n## ").find(|section| section.starts_with(&title));
+        real.extend(words(section.unwrap_or_else(|| panic!("no section {title}")), "--"));
+    }
     // Flags of other programs, which the pages mention too.
     let others = ["--help"].map(str::to_owned);
     for flag in words(&pages(), "--") {
