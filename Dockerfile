@@ -21,12 +21,13 @@ RUN cargo build --release --locked --package deltapath --package cbt-lab \
  && install -D target/release/deltapath /out/deltapath/usr/local/bin/deltapath \
  && install -D target/release/cbt-lab /out/cbt-lab/usr/local/bin/cbt-lab
 
-# One file that needs no other. The target is named so that the flag is not for build scripts.
+# Files that need no other. The target is named so that the flag is not for build scripts.
 FROM build AS static
 RUN host=$(rustc -vV | sed -n 's/^host: //p') \
  && RUSTFLAGS="$RUSTFLAGS -C target-feature=+crt-static" \
-        cargo build --release --locked --package deltapath-gateway --target "$host" \
- && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway
+        cargo build --release --locked --package deltapath-gateway --package deltapath-earlier --target "$host" \
+ && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway \
+ && install -D "target/$host/release/cbt-earlier" /out/earlier/cbt-earlier
 
 # Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
 # them, with the libraries that they are linked to.
@@ -58,6 +59,20 @@ LABEL org.opencontainers.image.title="deltapath-gateway" \
 COPY --from=static /out/gateway /
 USER 65532:65532
 ENTRYPOINT ["/deltapath-gateway"]
+CMD ["--help"]
+
+# The earlier designs, for `make earlier-image`, in the same way.
+FROM scratch AS earlier
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="cbt-earlier" \
+      org.opencontainers.image.description="The earlier designs of changed block tracking in Kubernetes, in front of any CSI driver" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+COPY --from=static /out/earlier /
+USER 65532:65532
+ENTRYPOINT ["/cbt-earlier"]
 CMD ["--help"]
 
 # The conformance suite for any driver, for `make lab-image`: it makes no filesystem.

@@ -48,5 +48,5 @@ if ! fresh backup "$state"; then
     echo "$state" >.deps/backup/state
 fi
 
-# The Kubernetes API server, with its etcd, that the gateway is tested against.
+# The Kubernetes API server, with its etcd, that the gateway and the earlier designs are tested against.
 hack/kube-programs.sh etcd kube-apiserver >/dev/null

@@ -10,6 +10,7 @@ import (
 
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/install"
+	definition_validation "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/validation"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/cel"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/pruning"
@@ -92,7 +93,32 @@ func (c customs) check(document []byte, object *unstructured.Unstructured) []err
 	if known, ok := c[object.GroupVersionKind()]; ok {
 		return known.check(object)
 	}
+	if object.GroupVersionKind().Group == apiextensions.GroupName {
+		return checkDefinition(document)
+	}
 	return checkBuiltIn(document, object)
+}
+
+// checkDefinition decodes a CustomResourceDefinition strictly, sets its defaults and validates it.
+func checkDefinition(document []byte) []error {
+	scheme := runtime.NewScheme()
+	install.Install(scheme)
+	decoder := serializer.NewCodecFactory(scheme, serializer.EnableStrict).UniversalDecoder(apiextensions.SchemeGroupVersion)
+	definition := &apiextensions.CustomResourceDefinition{}
+	if err := runtime.DecodeInto(decoder, document, definition); err != nil {
+		return []error{err}
+	}
+	// The API server writes the status.
+	for _, version := range definition.Spec.Versions {
+		if version.Storage {
+			definition.Status.StoredVersions = []string{version.Name}
+		}
+	}
+	var faults []error
+	for _, fault := range definition_validation.ValidateCustomResourceDefinition(context.Background(), definition) {
+		faults = append(faults, fault)
+	}
+	return faults
 }
 
 func (c custom) check(object *unstructured.Unstructured) []error {

@@ -24,7 +24,7 @@ use When::{Always, Attach, Central, Distributed};
 /// What a program calls: its container, an API group and resource, the verbs, and when. Looked up in
 /// the sources of the versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and
 /// snapshot-controller were seen in the audit log of an API server too. What only an informer reads needs no get.
-const CALLS: [(&str, &str, &str, &str, When); 58] = [
+const CALLS: [(&str, &str, &str, &str, When); 65] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
     // Finalizers of claims that are being cloned; the selected node taken back on RESOURCE_EXHAUSTED.
@@ -90,6 +90,14 @@ const CALLS: [(&str, &str, &str, &str, When); 58] = [
     ("gateway", "cbt.storage.k8s.io", "snapshotmetadataservices", "create get list update watch", Always),
     ("gateway", "", "secrets", "get update", Always),
     ("gateway", "coordination.k8s.io", "leases", "create get update", Always),
+    // An earlier design: its objects, and what they name; its tests have these rights alone.
+    ("differential", "authentication.k8s.io", "tokenreviews", "create", Always),
+    ("differential", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
+    ("differential", "differential.cbt.storage.k8s.io", "differentialsnapshots", "get list watch", Always),
+    ("differential", "differential.cbt.storage.k8s.io", "differentialsnapshots/status", "patch", Always),
+    ("differential", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch", Always),
+    ("differential", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    ("differential", "coordination.k8s.io", "leases", "create get update", Always),
     // The audience that a token must be for.
     ("csi-snapshot-metadata", "cbt.storage.k8s.io", "snapshotmetadataservices", "get", Always),
     // Whose token it is, and whether they may get the snapshot.
@@ -171,6 +179,7 @@ fn users(role: &str) -> Vec<&str> {
     match role {
         "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "gateway", "csi-snapshot-metadata"],
         "snapshot-controller" => vec!["snapshot-controller"],
+        "cbt-earlier-differential" => vec!["differential"],
         role => vec![role.strip_prefix("deltapath-").unwrap_or(role)],
     }
 }
@@ -205,13 +214,14 @@ fn applies(when: When, source: &str) -> bool {
     }
 }
 
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     OVERLAYS[0],
     OVERLAYS[1],
     OVERLAYS[2],
     OVERLAYS[3],
     OVERLAYS[4],
     OVERLAYS[5],
+    OVERLAYS[6],
     "deploy/snapshot-controller/base",
     "deploy/snapshot-controller/distributed",
 ];

@@ -226,7 +226,7 @@ fn every_image_is_pinned_and_of_one_version() {
             assert_eq!(before, tag, "{}: {repository} in two versions", found.source);
         }
     }
-    for ours in ["deltapath", "deltapath-backup"] {
+    for ours in ["deltapath", "deltapath-backup", "cbt-earlier"] {
         assert_eq!(versions[ours], env!("CARGO_PKG_VERSION"), "{ours} is not of this version");
     }
     assert!(versions.len() >= 12, "{versions:?}");

@@ -9,10 +9,11 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// What kustomize can build.
-pub const KUSTOMIZATIONS: [&str; 8] = [
+pub const KUSTOMIZATIONS: [&str; 9] = [
     "deploy/base",
     "deploy/overlays/attach",
     "deploy/overlays/community-sidecar",
+    "deploy/overlays/differential",
     "deploy/overlays/distributed",
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
@@ -20,10 +21,11 @@ pub const KUSTOMIZATIONS: [&str; 8] = [
     "deploy/snapshot-controller/distributed",
 ];
 /// Those of them that hold a driver.
-pub const OVERLAYS: [&str; 6] = [
+pub const OVERLAYS: [&str; 7] = [
     "deploy/base",
     "deploy/overlays/attach",
     "deploy/overlays/community-sidecar",
+    "deploy/overlays/differential",
     "deploy/overlays/distributed",
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
@@ -157,6 +159,7 @@ fn the_checker_refuses_what_an_api_server_would() {
     let class = read("deploy/base/snapshotclasses.yaml");
     let group = read("deploy/examples/group-snapshot.yaml");
     let driver = read("deploy/e2e/test-driver.yaml");
+    let definition = read("deploy/components/differential/crd.yaml");
     let wrong = [
         ("unknown field \"spec.containerz\"", pod.replace("containers:", "containerz:")),
         ("spec.volumes[0].csi.driver", pod.replace("driver: deltapath.csi.dev", "driver: \"not a name\"")),
@@ -164,6 +167,8 @@ fn the_checker_refuses_what_an_api_server_would() {
             "volumeMounts[0].name",
             pod.replace("- name: scratch\n          mount", "- name: other\n          mount"),
         ),
+        ("unknown field \"spec.scopes\"", definition.replace("scope:", "scopes:")),
+        ("metadata.name", definition.replace("group: differential", "group: other")),
         ("Unsupported value: \"Keep\"", class.replace("Policy: Delete", "Policy: Keep")),
         ("unknown field parameterz", class.replace("parameters:", "parameterz:")),
         (

@@ -1,22 +1,12 @@
-//! A question to the Kubernetes API server: bounded in time, measured, and what a client hears where no answer comes.
+//! The gateway's questions to the Kubernetes API server, under the names of its metrics.
 
-use std::time::{Duration, Instant};
+pub use serve::questions::{Metrics, away};
 
-use tonic::Status;
-
-/// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// The names of its metrics about them.
+pub const METRICS: Metrics =
+    Metrics { seconds: "deltapath_gateway_api_seconds", reviews: "deltapath_gateway_reviews_total" };
 
 /// Waits for the answer. `call` names it among the metrics.
 pub async fn ask<T>(call: &'static str, question: impl Future<Output = kube::Result<T>>) -> kube::Result<T> {
-    let asked = Instant::now();
-    let answer = tokio::time::timeout(PATIENCE, question).await;
-    metrics::histogram!("deltapath_gateway_api_seconds", "call" => call).record(asked.elapsed());
-    answer.unwrap_or_else(|late| Err(kube::Error::Service(late.into())))
-}
-
-/// The status for a client whose call needed the answer.
-pub fn away(error: &kube::Error) -> Status {
-    tracing::warn!(%error, "the Kubernetes API server did not answer");
-    Status::unavailable("the Kubernetes API server does not answer: try again")
+    serve::questions::ask(METRICS.seconds, call, question).await
 }

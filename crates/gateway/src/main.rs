@@ -8,7 +8,6 @@ mod driver;
 mod objects;
 mod record;
 mod resolve;
-mod reviews;
 mod server;
 mod service;
 mod stream;

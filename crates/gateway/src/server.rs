@@ -15,6 +15,7 @@ use serve::certificate::Certificate;
 use serve::http::text;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
+use serve::reviews::Reviews;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -28,7 +29,6 @@ use crate::certificates::{Certificates, Lifetimes};
 use crate::driver::Driver;
 use crate::objects::Objects;
 use crate::record;
-use crate::reviews::Reviews;
 use crate::service::{Gateway, SnapshotMetadata};
 use crate::stream::Streams;
 
@@ -168,7 +168,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         driver_name,
         driver,
         objects,
-        reviews: Reviews::new(client.clone(), arguments.review_cache)?,
+        reviews: Reviews::new(client.clone(), arguments.review_cache, crate::api::METRICS)?,
         client,
         audience: arguments.audience,
         streams,

@@ -13,6 +13,8 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
 use serve::listen::Calls;
 use serve::relay::{deadline, frame, unframe};
+use serve::reviews::{Caller, Reviews};
+use serve::snapshots::{self, Usable};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, response};
@@ -24,8 +26,7 @@ use crate::api;
 use crate::driver::{self, Driver};
 use crate::objects::{self, Objects, SnapshotName};
 use crate::record::Record;
-use crate::resolve::{self, SecretName, Usable};
-use crate::reviews::{Caller, Reviews};
+use crate::resolve::{self, SecretName};
 use crate::stream::{Call, Streams};
 use proto::kubernetes;
 
@@ -250,12 +251,13 @@ impl Gateway {
     /// quicker than a watch.
     async fn find_target(&self, name: &SnapshotName) -> Result<Usable, Status> {
         let (snapshot, content) = self.objects.snapshot(name);
-        if let Ok(usable) = resolve::usable(name, snapshot, content, &self.driver_name) {
+        if let Ok(usable) = snapshots::usable(name, snapshot, content, &self.driver_name) {
             return Ok(usable);
         }
-        let (snapshot, content) =
-            objects::fetch(&self.client, name).await.map_err(|error| api::away(&error))?;
-        resolve::usable(name, snapshot, content, &self.driver_name)
+        let (snapshot, content) = snapshots::fetch(api::METRICS.seconds, &self.client, name)
+            .await
+            .map_err(|error| api::away(&error))?;
+        snapshots::usable(name, snapshot, content, &self.driver_name)
             .map_err(|refusal| refusal.status(name, &self.driver_name))
     }
 
@@ -291,7 +293,7 @@ impl Gateway {
             return Ok(Some(Base { handle: base.to_owned(), content: None }));
         }
         self.reviews.may_get(caller, &name).await?;
-        let usable = resolve::usable(&name, snapshot, content.clone(), &self.driver_name)
+        let usable = snapshots::usable(&name, snapshot, content.clone(), &self.driver_name)
             .map_err(|refusal| refusal.status(&name, &self.driver_name))?;
         Ok(Some(Base { handle: usable.handle, content }))
     }
@@ -340,7 +342,7 @@ impl Base {
     /// Its handle, if it fits to the target.
     fn against(self, target: &Usable) -> Result<String, Status> {
         if let Some(content) = &self.content {
-            resolve::in_order(content, target)?;
+            snapshots::in_order(content, target)?;
         }
         Ok(self.handle)
     }

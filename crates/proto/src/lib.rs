@@ -1,5 +1,6 @@
-//! The messages, clients and servers of two contracts: CSI v1 here, made from `proto/csi.proto`, and the Kubernetes
-//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`.
+//! The messages, clients and servers of three contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
+//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; and an earlier design of it in
+//! [`differential`], made from `proto/differentialsnapshot.proto`.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, rustdoc::all)]
 
@@ -14,4 +15,9 @@ pub mod kubernetes {
 
     /// The encoded `FileDescriptorSet` of this API.
     pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/snapshotmetadata.bin"));
+}
+
+/// The DifferentialSnapshot service, an earlier design of KEP-3314.
+pub mod differential {
+    tonic::include_proto!("differentialsnapshot.v1alpha1");
 }

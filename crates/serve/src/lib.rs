@@ -1,6 +1,8 @@
 //! What servers share, each thing once: HTTP for probes and metrics ([`http`]), and answers that are fetched and passed on as
 //! bytes ([`upstream`], [`relay`]). As features, for the driver links neither: connections over TLS whose certificate
-//! changes without a restart (`tls`: `certificate`, `listen`), and the lease of an elected replica (`lease`).
+//! changes without a restart (`tls`: `certificate`, `listen`), the lease of an elected replica (`lease`), and what is asked of
+//! the Kubernetes API server: who calls and what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`,
+//! `snapshots`).
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
@@ -11,5 +13,13 @@ pub mod http;
 pub mod lease;
 #[cfg(feature = "tls")]
 pub mod listen;
+#[cfg(feature = "kubernetes")]
+mod object;
+#[cfg(feature = "kubernetes")]
+pub mod questions;
 pub mod relay;
+#[cfg(feature = "kubernetes")]
+pub mod reviews;
+#[cfg(feature = "kubernetes")]
+pub mod snapshots;
 pub mod upstream;

@@ -145,17 +145,27 @@ impl ApiServer {
     }
 
     async fn install_crds(&self) {
-        let from = Path::new(super::HOME).join(".deps/manifests/crds");
+        let from = ".deps/manifests/crds";
+        let files = super::names(&Path::new(super::HOME).join(from));
+        assert!(!files.is_empty(), "no CRDs in {from}: run `make test-deps`");
+        let files: Vec<_> = files.iter().map(|file| format!("{from}/{file}")).collect();
+        self.install(&files).await;
+    }
+
+    /// Makes the CRDs in these files of the project, and waits until they are served.
+    pub async fn install(&self, files: &[impl AsRef<Path>]) {
         let crds: Api<CustomResourceDefinition> = Api::all(self.client.clone());
         let mut names = Vec::new();
-        for file in super::names(&from) {
-            let text = std::fs::read_to_string(from.join(&file)).expect("a CRD");
+        for file in files {
+            let path = Path::new(super::HOME).join(file);
+            let text =
+                std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             let crd: CustomResourceDefinition =
-                serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{file}: {error}"));
-            crds.create(&PostParams::default(), &crd).await.unwrap_or_else(|error| panic!("{file}: {error}"));
+                serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            let made = crds.create(&PostParams::default(), &crd).await;
+            made.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             names.push(crd.metadata.name.expect("a name"));
         }
-        assert!(!names.is_empty(), "no CRDs in {}: run `make test-deps`", from.display());
         let deadline = Instant::now() + Duration::from_secs(60);
         for name in names {
             loop {
@@ -296,6 +306,7 @@ fn resource(kind: &str) -> ApiResource {
         "VolumeSnapshot" => ("snapshot.storage.k8s.io", "v1", "volumesnapshots"),
         "VolumeSnapshotContent" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotcontents"),
         "VolumeSnapshotClass" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotclasses"),
+        "DifferentialSnapshot" => ("differential.cbt.storage.k8s.io", "v1alpha1", "differentialsnapshots"),
         "SnapshotMetadataService" => ("cbt.storage.k8s.io", "v1beta1", "snapshotmetadataservices"),
         _ => panic!("the kind {kind} is not in the test kit's list"),
     };

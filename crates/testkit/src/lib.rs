@@ -466,6 +466,8 @@ pub fn names(dir: &Path) -> Vec<String> {
 
 /// A TCP port that nobody listens on now.
 pub fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
-    listener.local_addr().expect("address").port()
+    // Below the range from which the kernel takes ports for connections: one of those could be given away before the
+    // program under test binds it.
+    let mut ports = std::iter::repeat_with(|| fastrand::u16(10_000..32_768));
+    ports.find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("endless")
 }

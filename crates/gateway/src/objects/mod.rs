@@ -13,58 +13,14 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::api;
 use wire::{ApiClass, ApiContent, ApiService, ApiSnapshot, keep_content, keep_snapshot};
 
 mod wire;
 
-/// The API group of snapshots.
-pub const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
+pub use serve::snapshots::{Content, Snapshot, SnapshotName};
+
 /// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
 const WATCH_SECONDS: u32 = 120;
-
-/// A VolumeSnapshot's place.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct SnapshotName {
-    /// Its namespace.
-    pub namespace: String,
-    /// Its name there.
-    pub name: String,
-}
-
-/// A VolumeSnapshot.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Snapshot {
-    /// `metadata.uid`.
-    pub uid: String,
-    /// `spec.volumeSnapshotClassName`.
-    pub class: Option<String>,
-    /// `status.boundVolumeSnapshotContentName`.
-    pub content: Option<String>,
-    /// `status.readyToUse`.
-    pub is_ready: bool,
-}
-
-/// A VolumeSnapshotContent.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Content {
-    /// `spec.driver`.
-    pub driver: String,
-    /// `spec.volumeSnapshotClassName`.
-    pub class: Option<String>,
-    /// `spec.volumeSnapshotRef`, without the uid.
-    pub snapshot: SnapshotName,
-    /// The uid in it; none before the two are bound.
-    pub snapshot_uid: Option<String>,
-    /// `spec.source.volumeHandle`; none where the snapshot was there before its content.
-    pub volume: Option<String>,
-    /// `status.snapshotHandle`.
-    pub handle: Option<String>,
-    /// `status.readyToUse`.
-    pub is_ready: bool,
-    /// `status.creationTime`, in nanoseconds since 1970.
-    pub created: Option<i64>,
-}
 
 /// A VolumeSnapshotClass: its parameters.
 pub type Class = HashMap<String, String>;
@@ -290,26 +246,6 @@ impl Watches<'_> {
     }
 }
 
-/// A snapshot and its content from the API server itself, for where the watch may lag behind.
-pub async fn fetch(
-    client: &Client,
-    name: &SnapshotName,
-) -> kube::Result<(Option<Snapshot>, Option<Content>)> {
-    let fetch = async {
-        let snapshots: Api<ApiSnapshot> = Api::namespaced(client.clone(), &name.namespace);
-        let snapshot = snapshots.get_opt(&name.name).await?.map(|snapshot| keep_snapshot(snapshot).1);
-        let content = match snapshot.as_ref().and_then(|snapshot| snapshot.content.as_ref()) {
-            None => None,
-            Some(content) => {
-                let contents: Api<ApiContent> = Api::all(client.clone());
-                contents.get_opt(content).await?.map(|content| keep_content(content).1)
-            }
-        };
-        Ok((snapshot, content))
-    };
-    api::ask("VolumeSnapshot", fetch).await
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -345,19 +281,5 @@ mod tests {
         assert_eq!(take(Event::Init), (1, 0), "the old list counts until the new one is whole");
         assert_eq!(take(Event::InitApply(content("d", "h2", "ours"))), (1, 0));
         assert_eq!(take(Event::InitDone), (0, 1));
-    }
-
-    #[test]
-    fn objects_without_a_status_are_neither_ready_nor_bound() {
-        let object = serde_json::json!({"metadata": {"name": "s", "namespace": "n", "uid": "u"}, "spec": {"source": {}}});
-        let (name, snapshot) = keep_snapshot(serde_json::from_value(object).expect("a snapshot"));
-        assert_eq!(name, SnapshotName { namespace: "n".into(), name: "s".into() });
-        assert_eq!(snapshot, Snapshot { uid: "u".into(), ..Snapshot::default() });
-        let object = serde_json::json!({
-            "metadata": {"name": "c"},
-            "spec": {"driver": "d", "volumeSnapshotRef": {"name": "s", "namespace": "n"}, "source": {"volumeHandle": "v"}},
-        });
-        let (_, content) = keep_content(serde_json::from_value(object).expect("a content"));
-        assert_eq!((content.handle, content.is_ready, content.volume.as_deref()), (None, false, Some("v")));
     }
 }

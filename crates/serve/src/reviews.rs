@@ -17,8 +17,8 @@ use moka::future::Cache;
 use tokio::sync::Semaphore;
 use tonic::Status;
 
-use crate::api;
-use crate::objects::{SNAPSHOTS, SnapshotName};
+use crate::questions::{Metrics, ask, away};
+use crate::snapshots::{SNAPSHOTS, SnapshotName};
 
 /// Answers kept at once, of each kind.
 const CACHED: u64 = 20_000;
@@ -30,9 +30,34 @@ const MAX_WAITING: usize = 1024;
 /// A keyed hash of what a review was about.
 type Key = [u8; blake3::OUT_LEN];
 
+/// An object that a caller would get.
+#[derive(Clone, Copy, Debug)]
+pub struct Object<'a> {
+    /// API group.
+    pub group: &'a str,
+    /// Version of the group.
+    pub version: &'a str,
+    /// The plural, as it stands in rules.
+    pub resource: &'a str,
+    /// The kind, for messages.
+    pub kind: &'a str,
+    /// Its namespace.
+    pub namespace: &'a str,
+    /// Its name there.
+    pub name: &'a str,
+}
+
+impl<'a> From<&'a SnapshotName> for Object<'a> {
+    fn from(SnapshotName { namespace, name }: &'a SnapshotName) -> Self {
+        let (group, version, resource) = (SNAPSHOTS, "v1", "volumesnapshots");
+        Object { group, version, resource, kind: "VolumeSnapshot", namespace, name }
+    }
+}
+
 /// Asks the API server, or its own memory.
 pub struct Reviews {
     client: Client,
+    metrics: Metrics,
     /// Made when the process starts, and kept nowhere.
     secret: Key,
     keep: Duration,
@@ -81,11 +106,12 @@ impl Expiry<Key, Allowed> for Ends {
 
 impl Reviews {
     /// Positive answers are kept for `keep`.
-    pub fn new(client: Client, keep: Duration) -> Result<Self, getrandom::Error> {
+    pub fn new(client: Client, keep: Duration, metrics: Metrics) -> Result<Self, getrandom::Error> {
         let mut secret = Key::default();
         getrandom::fill(&mut secret)?;
         Ok(Reviews {
             client,
+            metrics,
             secret,
             keep,
             callers: Cache::builder().max_capacity(CACHED).expire_after(Ends).build(),
@@ -108,7 +134,7 @@ impl Reviews {
     pub async fn caller(&self, token: &str, audience: &str) -> Result<Arc<Caller>, Status> {
         let key = self.key(&[token.as_bytes(), audience.as_bytes()]);
         if let Some(caller) = self.callers.get(&key).await {
-            counted("TokenReview", "cached");
+            self.counted("TokenReview", "cached");
             return Ok(caller);
         }
         // Calls with the same token at the same time wait for one review.
@@ -128,32 +154,34 @@ impl Reviews {
         let is_for_us =
             status.audiences.as_ref().is_some_and(|audiences| audiences.iter().any(|one| one == audience));
         if status.authenticated != Some(true) || !is_for_us {
-            counted("TokenReview", "denied");
+            self.counted("TokenReview", "denied");
             // What the API server says of the token is for its log, not for whoever holds it.
             return Err(Status::unauthenticated(
-                "the security token is not valid, or not for the audience of the SnapshotMetadataService",
+                "the security token is not valid, or not for the audience of this service",
             ));
         }
-        counted("TokenReview", "allowed");
+        self.counted("TokenReview", "allowed");
         let kept = seconds_left(token).map_or(self.keep, |left| left.min(self.keep));
         let user = status.user.unwrap_or_default();
         Ok(Arc::new(Caller { user, token: key, ends: asked + kept }))
     }
 
-    /// Whether the caller may get that VolumeSnapshot.
-    pub async fn may_get(&self, caller: &Caller, snapshot: &SnapshotName) -> Result<(), Status> {
-        let SnapshotName { namespace, name } = snapshot;
-        let key = self.key(&[&caller.token, namespace.as_bytes(), name.as_bytes()]);
+    /// Whether the caller may get that object.
+    pub async fn may_get<'a>(&self, caller: &Caller, object: impl Into<Object<'a>>) -> Result<(), Status> {
+        let object = object.into();
+        let Object { group, resource, namespace, name, .. } = object;
+        let parts =
+            [&caller.token, group.as_bytes(), resource.as_bytes(), namespace.as_bytes(), name.as_bytes()];
+        let key = self.key(&parts);
         if self.rights.get(&key).await.is_some() {
-            counted("SubjectAccessReview", "cached");
+            self.counted("SubjectAccessReview", "cached");
             return Ok(());
         }
-        let reviewed = self.rights.try_get_with(key, self.review_right(caller, snapshot)).await;
+        let reviewed = self.rights.try_get_with(key, self.review_right(caller, object)).await;
         reviewed.map(drop).map_err(|status| Status::clone(&status))
     }
 
-    async fn review_right(&self, caller: &Caller, snapshot: &SnapshotName) -> Result<Allowed, Status> {
-        let SnapshotName { namespace, name } = snapshot;
+    async fn review_right(&self, caller: &Caller, object: Object<'_>) -> Result<Allowed, Status> {
         let UserInfo { username, uid, groups, extra } = caller.user.clone();
         let extra = extra.map(|extra| extra.into_iter().collect::<BTreeMap<_, _>>());
         let review = SubjectAccessReview {
@@ -164,11 +192,11 @@ impl Reviews {
                 extra,
                 resource_attributes: Some(ResourceAttributes {
                     verb: Some("get".into()),
-                    group: Some(SNAPSHOTS.into()),
-                    version: Some("v1".into()),
-                    resource: Some("volumesnapshots".into()),
-                    namespace: Some(namespace.clone()),
-                    name: Some(name.clone()),
+                    group: Some(object.group.to_owned()),
+                    version: Some(object.version.to_owned()),
+                    resource: Some(object.resource.to_owned()),
+                    namespace: Some(object.namespace.to_owned()),
+                    name: Some(object.name.to_owned()),
                     ..ResourceAttributes::default()
                 }),
                 ..SubjectAccessReviewSpec::default()
@@ -178,11 +206,15 @@ impl Reviews {
         let asked = Instant::now();
         let status = self.post(review, "SubjectAccessReview").await?.status.unwrap_or_default();
         if !status.allowed || status.denied == Some(true) {
-            counted("SubjectAccessReview", "denied");
-            return Err(Status::permission_denied("the caller may not get this VolumeSnapshot"));
+            self.counted("SubjectAccessReview", "denied");
+            return Err(Status::permission_denied(format!("the caller may not get this {}", object.kind)));
         }
-        counted("SubjectAccessReview", "allowed");
+        self.counted("SubjectAccessReview", "allowed");
         Ok(Allowed { ends: (asked + self.keep).min(caller.ends) })
+    }
+
+    fn counted(&self, review: &'static str, outcome: &'static str) {
+        metrics::counter!(self.metrics.reviews, "review" => review, "outcome" => outcome).increment(1);
     }
 
     /// Creates a review, which answers it.
@@ -199,19 +231,14 @@ impl Reviews {
         let create = async {
             // Nobody closes the semaphore.
             let _place = self.under_way.acquire().await;
-            api::ask(kind, api.create(&params, &review)).await
+            ask(self.metrics.seconds, kind, api.create(&params, &review)).await
         };
         // What an error displays names what failed, and not the token in the request.
         create.await.map_err(|error| {
-            counted(kind, "failed");
-            api::away(&error)
+            self.counted(kind, "failed");
+            away(&error)
         })
     }
-}
-
-fn counted(review: &'static str, outcome: &'static str) {
-    metrics::counter!("deltapath_gateway_reviews_total", "review" => review, "outcome" => outcome)
-        .increment(1);
 }
 
 /// How long a token still lives, by its `exp` claim. The API server has judged the token; this only shortens what is kept,

@@ -1,0 +1,244 @@
+//! The callback listener: `GET /NAMESPACE/NAME` with a bearer token, answered with a page in JSON.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Path, Query, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use axum::{Extension, Json, Router};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use kube::{Api, Client};
+use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
+use proto::differential::{DifferentialSnapshotRequest, DifferentialSnapshotResponse};
+use serde::{Deserialize, Serialize};
+use serve::listen::Calls;
+use serve::questions::{ask, away};
+use serve::reviews::{Object, Reviews};
+use tokio::sync::Semaphore;
+use tonic::transport::Channel;
+use tonic::{Code, Status};
+
+use super::resource::{self, DifferentialSnapshot, GROUP, METRICS, PLURAL, Pair, Unresolved, VERSION};
+
+/// Answers users.
+pub struct Listener {
+    /// A client of the API server.
+    pub client: Client,
+    /// Who asks, and what they may.
+    pub reviews: Reviews,
+    /// The audience of their tokens.
+    pub audience: String,
+    /// The CSI driver whose snapshots it answers for.
+    pub driver_name: String,
+    /// Where the pages come from.
+    pub pages: DifferentialSnapshotClient<Channel>,
+    /// How long a page may take.
+    pub page_timeout: Duration,
+    /// Requests at once.
+    pub places: Semaphore,
+}
+
+/// What a request says besides its path.
+#[derive(Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Asked {
+    start_offset: Option<String>,
+    max_entries: Option<u64>,
+}
+
+/// A page as the design writes it.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "PascalCase")]
+struct Page {
+    change_block_list: Vec<Block>,
+    next_offset: String,
+    volume_size: u64,
+    timeout: u64,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "PascalCase")]
+struct Block {
+    offset: u64,
+    size: u64,
+    /// Base64.
+    context: String,
+    zero_out: bool,
+}
+
+impl From<DifferentialSnapshotResponse> for Page {
+    fn from(response: DifferentialSnapshotResponse) -> Self {
+        let blocks = response.change_block_list.into_iter().map(|block| Block {
+            offset: block.offset,
+            size: block.size,
+            context: STANDARD.encode(block.context),
+            zero_out: block.zero_out,
+        });
+        Page {
+            change_block_list: blocks.collect(),
+            next_offset: response.next_offset,
+            volume_size: response.volume_size,
+            timeout: response.timeout,
+        }
+    }
+}
+
+/// The routes.
+pub fn router(listener: Arc<Listener>) -> Router {
+    Router::new()
+        .route("/{namespace}/{name}", get(page))
+        .fallback(async || refusal(&Status::not_found("the path is not /NAMESPACE/NAME")))
+        .with_state(listener)
+}
+
+async fn page(
+    State(listener): State<Arc<Listener>>,
+    Extension(calls): Extension<Calls>,
+    Path((namespace, name)): Path<(String, String)>,
+    asked: Result<Query<Asked>, QueryRejection>,
+    headers: HeaderMap,
+) -> Response {
+    let _open = calls.open();
+    let Ok(_place) = listener.places.try_acquire() else {
+        return refusal(&Status::resource_exhausted("too many requests at once: try again"));
+    };
+    let answer = listener.page(&namespace, &name, asked, &headers);
+    let answer = tokio::time::timeout(listener.page_timeout, answer).await;
+    let answer = answer.unwrap_or_else(|_| {
+        Err(Status::deadline_exceeded("the page has taken too long: try again, or ask for fewer entries"))
+    });
+    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
+    metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
+    match answer {
+        Ok(page) => ([(header::CACHE_CONTROL, "no-store")], Json(Page::from(page))).into_response(),
+        Err(status) => refusal(&status),
+    }
+}
+
+impl Listener {
+    /// The checks in their order, and then the page.
+    async fn page(
+        &self,
+        namespace: &str,
+        name: &str,
+        asked: Result<Query<Asked>, QueryRejection>,
+        headers: &HeaderMap,
+    ) -> Result<DifferentialSnapshotResponse, Status> {
+        // 1. Who calls. The design wants 403 where there is no token.
+        let token = headers.get(header::AUTHORIZATION).and_then(bearer).ok_or_else(|| {
+            Status::permission_denied("a token is missing: send the header Authorization: Bearer TOKEN")
+        })?;
+        let caller = self.reviews.caller(token, &self.audience).await?;
+        // 2. Whether they may get the object. The names become parts of a path of the Kubernetes API.
+        if !is_object_name(namespace) || !is_object_name(name) {
+            return Err(Status::not_found("the path does not name a Kubernetes object"));
+        }
+        let object = Object {
+            group: GROUP,
+            version: VERSION,
+            resource: PLURAL,
+            kind: "DifferentialSnapshot",
+            namespace,
+            name,
+        };
+        self.reviews.may_get(&caller, object).await?;
+        let Query(asked) = asked.map_err(|rejection| Status::invalid_argument(rejection.body_text()))?;
+        let objects: Api<DifferentialSnapshot> = Api::namespaced(self.client.clone(), namespace);
+        let found = ask(METRICS.seconds, "DifferentialSnapshot", objects.get_opt(name)).await;
+        let object = found.map_err(|error| away(&error))?.ok_or_else(|| {
+            Status::not_found(format!("DifferentialSnapshot {namespace}/{name} does not exist"))
+        })?;
+        // 3. Whether they may get what it names: whoever may write the object could name any snapshot of the namespace.
+        for snapshot in object.spec.snapshots(namespace) {
+            self.reviews.may_get(&caller, &snapshot).await?;
+        }
+        // 4. The driver's handles, as of now: the status may lag behind.
+        let pair = resource::resolve(&self.client, &self.driver_name, namespace, &object.spec).await;
+        let Pair { base, target } = pair.map_err(|unresolved| match unresolved {
+            Unresolved::NotOurs(status) | Unresolved::NotYet(status) | Unresolved::Never(status) => status,
+            Unresolved::Unknown(error) => away(&error),
+        })?;
+        // 5. The page.
+        let request = DifferentialSnapshotRequest {
+            snapshot_base: base.unwrap_or_default(),
+            snapshot_target: target,
+            mode: object.spec.mode.unwrap_or_default(),
+            start_offset: asked.start_offset.or(object.spec.start_offset).unwrap_or_default(),
+            max_entries: asked.max_entries.unwrap_or(0),
+            parameters: object.spec.parameters.into_iter().collect(),
+        };
+        let page = self.pages.clone().get_differential_snapshot(request).await;
+        page.map(tonic::Response::into_inner)
+    }
+}
+
+/// The token in a header, if it is one of a bearer.
+fn bearer(header: &HeaderValue) -> Option<&str> {
+    let (scheme, token) = header.to_str().ok()?.split_once(' ')?;
+    let token = token.trim();
+    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
+}
+
+/// A DNS name in lower case (RFC 1123), as names of objects are.
+fn is_object_name(name: &str) -> bool {
+    let edge = |c: Option<u8>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
+    name.len() <= 253
+        && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'-' | b'.'))
+        && edge(name.bytes().next())
+        && edge(name.bytes().last())
+}
+
+/// The answer as the Kubernetes API would write it.
+fn refusal(status: &Status) -> Response {
+    let (code, reason) = match status.code() {
+        Code::InvalidArgument | Code::OutOfRange => (StatusCode::BAD_REQUEST, "BadRequest"),
+        Code::Unauthenticated => (StatusCode::UNAUTHORIZED, "Unauthorized"),
+        Code::PermissionDenied => (StatusCode::FORBIDDEN, "Forbidden"),
+        Code::NotFound => (StatusCode::NOT_FOUND, "NotFound"),
+        Code::FailedPrecondition | Code::Aborted | Code::AlreadyExists => (StatusCode::CONFLICT, "Conflict"),
+        Code::ResourceExhausted => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
+        Code::Unimplemented => (StatusCode::NOT_IMPLEMENTED, "NotImplemented"),
+        Code::Unavailable => (StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailable"),
+        Code::DeadlineExceeded => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
+        Code::Ok | Code::Cancelled | Code::Unknown | Code::Internal | Code::DataLoss => {
+            (StatusCode::INTERNAL_SERVER_ERROR, "InternalError")
+        }
+    };
+    let body = serde_json::json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": status.message(), "reason": reason, "code": code.as_u16(),
+    });
+    let mut response = (code, Json(body)).into_response();
+    let more = match code {
+        StatusCode::UNAUTHORIZED => Some((header::WWW_AUTHENTICATE, "Bearer")),
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => Some((header::RETRY_AFTER, "1")),
+        _ => None,
+    };
+    if let Some((name, value)) = more {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_read_from_the_header() {
+        for (header, token) in [
+            ("Bearer abc", Some("abc")),
+            ("bearer  abc", Some("abc")),
+            ("Bearer", None),
+            ("Bearer ", None),
+            ("Basic abc", None),
+            ("abc", None),
+        ] {
+            assert_eq!(bearer(&HeaderValue::from_static(header)), token, "{header:?}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The CSI driver on its socket: its name, whether it is ready, and its streams of tuples, checked as they come.
+
+use std::path::Path;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use proto::identity_client::IdentityClient;
+use proto::snapshot_metadata_client::SnapshotMetadataClient;
+use proto::{
+    BlockMetadata, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
+    GetMetadataDeltaResponse, GetPluginInfoRequest, ProbeRequest,
+};
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Status, Streaming};
+
+/// How long an answer about the driver itself may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How often it is asked while it is away, and later whether it is still there.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// A connection to a socket. It is made when it is used, and made again when it was lost.
+pub fn channel(socket: &Path) -> Channel {
+    let socket = socket.to_owned();
+    let connector = tower::service_fn(move |_: Uri| {
+        let socket = socket.clone();
+        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    // A socket has no host; the connector takes no notice of this one.
+    Endpoint::from_static("http://localhost").connect_with_connector_lazy(connector)
+}
+
+/// Any CSI driver with a SnapshotMetadata service.
+#[derive(Clone)]
+pub struct Driver {
+    channel: Channel,
+}
+
+/// What tuples are asked for.
+#[derive(Clone, Copy, Debug)]
+pub struct Blocks<'a> {
+    /// Handle of the base; without it, all that the target holds.
+    pub base: Option<&'a str>,
+    /// Handle of the target.
+    pub target: &'a str,
+}
+
+/// A range of bytes that a stream lists.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuple {
+    /// First byte.
+    pub offset: u64,
+    /// First byte after it.
+    pub end: u64,
+}
+
+impl Driver {
+    /// The driver on the socket at `path`.
+    pub fn at(path: &Path) -> Self {
+        Driver { channel: channel(path) }
+    }
+
+    /// The driver's name, as soon as it says it.
+    pub async fn name(&self) -> String {
+        let mut identity = IdentityClient::new(self.channel.clone());
+        loop {
+            let asked =
+                tokio::time::timeout(PATIENCE, identity.get_plugin_info(GetPluginInfoRequest {})).await;
+            match asked {
+                Ok(Ok(info)) => return info.into_inner().name,
+                Ok(Err(status)) => {
+                    tracing::warn!(reason = status.message(), "the CSI driver does not answer yet");
+                }
+                Err(_) => tracing::warn!("the CSI driver does not answer in time"),
+            }
+            tokio::time::sleep(EVERY).await;
+        }
+    }
+
+    /// Whether the driver is there and ready, over and over.
+    pub async fn watch(&self, tell: impl Fn(bool)) {
+        let mut identity = IdentityClient::new(self.channel.clone());
+        loop {
+            let probe = tokio::time::timeout(PATIENCE, identity.probe(ProbeRequest {})).await;
+            // A driver that says nothing about itself is ready (CSI spec, "Probe").
+            tell(matches!(probe, Ok(Ok(answer)) if answer.get_ref().ready != Some(false)));
+            tokio::time::sleep(EVERY).await;
+        }
+    }
+
+    /// The tuples from `from` on, in messages of `max_results` at most.
+    pub async fn tuples(&self, blocks: Blocks<'_>, from: u64, max_results: u32) -> Result<Tuples, Status> {
+        let starting_offset = i64::try_from(from)
+            .map_err(|_| Status::out_of_range(format!("no volume is as long as the offset {from}")))?;
+        let max_results = i32::try_from(max_results).unwrap_or(i32::MAX);
+        let mut metadata = SnapshotMetadataClient::new(self.channel.clone());
+        let stream = match blocks.base {
+            None => {
+                let request = GetMetadataAllocatedRequest {
+                    snapshot_id: blocks.target.to_owned(),
+                    starting_offset,
+                    max_results,
+                    ..Default::default()
+                };
+                metadata
+                    .get_metadata_allocated(request)
+                    .await
+                    .map(|answer| Messages::Allocated(answer.into_inner()))
+            }
+            Some(base) => {
+                let request = GetMetadataDeltaRequest {
+                    base_snapshot_id: base.to_owned(),
+                    target_snapshot_id: blocks.target.to_owned(),
+                    starting_offset,
+                    max_results,
+                    ..Default::default()
+                };
+                metadata.get_metadata_delta(request).await.map(|answer| Messages::Delta(answer.into_inner()))
+            }
+        };
+        let messages = stream.map_err(said)?;
+        Ok(Tuples { messages, message: Vec::new().into_iter(), end: 0, capacity: None })
+    }
+}
+
+enum Messages {
+    Allocated(Streaming<GetMetadataAllocatedResponse>),
+    Delta(Streaming<GetMetadataDeltaResponse>),
+}
+
+/// A stream of tuples. Dropped before its end, it tells the driver to stop.
+pub struct Tuples {
+    messages: Messages,
+    message: std::vec::IntoIter<BlockMetadata>,
+    end: u64,
+    capacity: Option<u64>,
+}
+
+impl Tuples {
+    /// The next one; `None` at the end. What the CSI spec rules out is an error here, for whoever pages relies on it.
+    pub async fn next(&mut self) -> Result<Option<Tuple>, Status> {
+        loop {
+            if let Some(tuple) = self.message.next() {
+                return self.check(tuple).map(Some);
+            }
+            let message = match &mut self.messages {
+                Messages::Allocated(stream) => stream
+                    .message()
+                    .await
+                    .map_err(said)?
+                    .map(|message| (message.volume_capacity_bytes, message.block_metadata)),
+                Messages::Delta(stream) => stream
+                    .message()
+                    .await
+                    .map_err(said)?
+                    .map(|message| (message.volume_capacity_bytes, message.block_metadata)),
+            };
+            let Some((capacity, tuples)) = message else { return Ok(None) };
+            let capacity =
+                u64::try_from(capacity).map_err(|_| broken("the capacity of the volume is negative"))?;
+            if *self.capacity.get_or_insert(capacity) != capacity {
+                return Err(broken("the capacity of the volume changes"));
+            }
+            self.message = tuples.into_iter();
+        }
+    }
+
+    /// Bytes in the volume, after the first call of [`Tuples::next`]. `None` where the driver has sent no message.
+    pub fn capacity(&self) -> Option<u64> {
+        self.capacity
+    }
+
+    fn check(&mut self, tuple: BlockMetadata) -> Result<Tuple, Status> {
+        let tuple = match (u64::try_from(tuple.byte_offset), u64::try_from(tuple.size_bytes)) {
+            (Ok(offset), Ok(size)) if size > 0 => Tuple { offset, end: offset.saturating_add(size) },
+            _ => return Err(broken("a tuple has a negative offset or no size")),
+        };
+        if tuple.offset < self.end || self.capacity.is_some_and(|capacity| tuple.end > capacity) {
+            return Err(broken("a tuple is out of order or past the capacity"));
+        }
+        self.end = tuple.end;
+        Ok(tuple)
+    }
+}
+
+/// The driver's status as it is; one of the connection to it as a status that says so.
+fn said(status: Status) -> Status {
+    match std::error::Error::source(&status) {
+        None => status,
+        Some(error) => {
+            tracing::warn!(error, "the CSI driver is away");
+            Status::unavailable("the CSI driver does not answer on its socket: try again")
+        }
+    }
+}
+
+fn broken(what: &str) -> Status {
+    tracing::warn!(what, "the CSI driver's stream breaks the CSI spec");
+    Status::data_loss(format!("the CSI driver's stream breaks the CSI spec: {what}"))
+}

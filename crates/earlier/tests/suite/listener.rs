@@ -1,0 +1,267 @@
+//! Promise: the callback listener gives a page to whoever may read both snapshots, and tells everybody else why not.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use base64::Engine;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use rcgen::KeyPair;
+use serde_json::{Value, json};
+
+use crate::driver::{Driver, Volume};
+use crate::walk::tuples;
+use crate::world::{AUDIENCE, World};
+
+/// Two snapshots, and a DifferentialSnapshot `walk` of them.
+async fn two_snapshots(world: &World) {
+    world.snapshot("monday", "s0").await;
+    world.snapshot("tuesday", "s1").await;
+    world.ask("walk", Some("monday"), "tuesday").await;
+}
+
+pub async fn a_good_token_gets_a_page_and_no_token_gets_403(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let program = world.start(&[]).await;
+    let token = world.user("user").await;
+    let url = world.url("walk").await;
+    let (code, head, page) = program.get(&url, Some(&token)).await;
+    assert_eq!(code, 200, "{page}");
+    assert!(
+        head.contains("content-type: application/json") && head.contains("cache-control: no-store"),
+        "{head}"
+    );
+    let block = |number: u64, zero: bool| json!({"Offset": number * 4096, "Size": 4096, "Context": "", "ZeroOut": zero});
+    let expected = json!({
+        "ChangeBlockList": [block(1, false), block(2, true), block(5, true)],
+        "NextOffset": "", "VolumeSize": 8 * 4096, "Timeout": 0,
+    });
+    assert_eq!(page, expected);
+    let (code, _, body) = program.get(&url, None).await;
+    assert_eq!((code, &body["kind"], &body["reason"]), (403, &json!("Status"), &json!("Forbidden")));
+    let (code, ..) = program
+        .send("GET /a/b HTTP/1.1\r\nHost: x\r\nAuthorization: Basic eDp5\r\nConnection: close\r\n\r\n")
+        .await;
+    assert_eq!(code, 403);
+    // The same over HTTP/2.
+    let stream = program.connect(&["h2", "http/1.1"]).await;
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    let (mut client, connection) = h2::client::handshake(stream).await.expect("a handshake");
+    let connection = tokio::spawn(connection);
+    let request = axum::http::Request::get(&url).header("authorization", format!("Bearer {token}"));
+    let (answer, _) = client.send_request(request.body(()).expect("a request"), true).expect("send");
+    let answer = answer.await.expect("an answer");
+    assert_eq!(answer.status(), 200);
+    let (mut body, mut bytes) = (answer.into_body(), Vec::new());
+    while let Some(data) = body.data().await {
+        bytes.extend(data.expect("data"));
+    }
+    assert_eq!(serde_json::from_slice::<Value>(&bytes).expect("JSON"), expected);
+    connection.abort();
+}
+
+pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let program = world.start(&[]).await;
+    let good = world.user("user").await;
+    let url = world.url("walk").await;
+    let ns = &world.namespace;
+    let account = world.api.objects("ServiceAccount", Some(ns)).get("user").await.expect("the account");
+    let uid = account.metadata.uid.expect("a uid");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
+    let signed = |key: &str, begins: u64, ends: u64| sign(key, ns, &uid, begins, ends);
+    let (ours, theirs) = (world.api.signing_key(), KeyPair::generate().expect("a key").serialize_pem());
+    let expired = signed(&ours, now - 7200, now - 3600);
+    let control = signed(&ours, now - 7200, now + 3600);
+    let forged = signed(&theirs, now - 60, now + 3600);
+    let other_audience = world.api.token(ns, "user", "another-audience").await;
+    let for_the_api = world.api.token(ns, "user", "https://kubernetes.default.svc").await;
+    let tampered = format!("{good}x");
+    for (what, token, expected) in [
+        ("good", &good[..], 200),
+        ("control", &control, 200),
+        ("expired", &expired, 401),
+        ("forged", &forged, 401),
+        ("another audience", &other_audience, 401),
+        ("for the API server", &for_the_api, 401),
+        ("tampered with", &tampered, 401),
+        ("garbage", "garbage", 401),
+    ] {
+        let (code, head, body) = program.get(&url, Some(token)).await;
+        assert_eq!(code, expected, "{what}: {body}");
+        if code == 401 {
+            assert!(head.contains("www-authenticate: bearer"), "{what}: {head}");
+            assert!(!body.to_string().contains(token), "{what}: {body}");
+        }
+    }
+    // No token is in the log, whatever level it has.
+    let log = program.log();
+    assert!(log.contains("url-ready") && !log.contains(&good) && !log.contains("Bearer"), "{log}");
+}
+
+/// A token of the service account `user`, signed with `key` (ES256).
+fn sign(key: &str, namespace: &str, uid: &str, begins: u64, ends: u64) -> String {
+    use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
+    let pair = KeyPair::from_pem(key).expect("a key");
+    let random = ring::rand::SystemRandom::new();
+    let signer = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &pair.serialize_der(), &random);
+    let claims = json!({
+        "iss": "https://kubernetes.default.svc", "aud": [AUDIENCE], "exp": ends, "nbf": begins, "iat": begins,
+        "sub": format!("system:serviceaccount:{namespace}:user"),
+        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": "user", "uid": uid}},
+    });
+    let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
+    let text = format!("{}.{}", encode(&json!({"alg": "ES256", "typ": "JWT"})), encode(&claims));
+    let signature = signer.expect("a signer").sign(&random, text.as_bytes()).expect("a signature");
+    format!("{text}.{}", URL_SAFE_NO_PAD.encode(signature.as_ref()))
+}
+
+pub async fn a_user_gets_what_its_rights_allow(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    world.ask("full", None, "tuesday").await;
+    let other = format!("{}-other", world.namespace);
+    world.api.namespace(&other).await;
+    let program = world.start(&[]).await;
+    world.url("walk").await;
+    let get = |group: &str, resource: &str, names: &[&str]| match names {
+        [] => json!({"apiGroups": [group], "resources": [resource], "verbs": ["get"]}),
+        _ => json!({"apiGroups": [group], "resources": [resource], "verbs": ["get"], "resourceNames": names}),
+    };
+    let object = |names: &[&str]| get("differential.cbt.storage.k8s.io", "differentialsnapshots", names);
+    let snapshots = |names: &[&str]| get("snapshot.storage.k8s.io", "volumesnapshots", names);
+    for (home, account, rules, walk, full) in [
+        (&world.namespace, "whole", json!([object(&[]), snapshots(&[])]), 200, 200),
+        (
+            &world.namespace,
+            "by-name",
+            json!([object(&["walk"]), snapshots(&["monday", "tuesday"])]),
+            200,
+            403,
+        ),
+        // Whoever writes the object may name any snapshot; that alone is no right to read it.
+        (&world.namespace, "no-snapshots", json!([object(&[])]), 403, 403),
+        (&world.namespace, "target-only", json!([object(&[]), snapshots(&["tuesday"])]), 403, 200),
+        (&world.namespace, "base-only", json!([object(&[]), snapshots(&["monday"])]), 403, 403),
+        (&world.namespace, "no-object", json!([snapshots(&[])]), 403, 403),
+        (&world.namespace, "nothing", json!([]), 403, 403),
+        (&other, "elsewhere", json!([object(&[]), snapshots(&[])]), 403, 403),
+    ] {
+        world.api.account(home, account, rules).await;
+        let token = world.api.token(home, account, AUDIENCE).await;
+        // Twice: once reviewed, once remembered.
+        for round in 0..2 {
+            for (name, expected) in [("walk", walk), ("full", full)] {
+                let path = format!("/{}/{name}", world.namespace);
+                let (code, _, body) = program.get(&path, Some(&token)).await;
+                assert_eq!(code, expected, "{account} {name} {round}: {body}");
+            }
+        }
+    }
+    // What does not exist is not told to whoever may not ask.
+    let token = world.api.token(&world.namespace, "nothing", AUDIENCE).await;
+    assert_eq!(program.get(&format!("/{}/nowhere", world.namespace), Some(&token)).await.0, 403);
+}
+
+pub async fn bad_requests_are_told_what_is_wrong(world: World) {
+    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    driver.volume.lock().unwrap().snapshots.insert("s2".into(), vec![9; 8]);
+    two_snapshots(&world).await;
+    world.snapshot("wednesday", "s2").await;
+    world.ask("later", Some("monday"), "wednesday").await;
+    world.ask("full", None, "tuesday").await;
+    let start = json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday", "startOffset": "8192"});
+    world.ask_with("from-8192", start).await;
+    let parameters = json!({"targetVolumeSnapshotName": "tuesday", "parameters": {"speed": "high"}});
+    world.ask_with("unknown-parameter", parameters).await;
+    let program = world.start(&[]).await;
+    let token = world.user("user").await;
+    let url = world.url("walk").await;
+    let get = async |what: &str| {
+        let (code, _, body) = program.get(&url.replace("walk", what), Some(&token)).await;
+        (code, body)
+    };
+    let (_, first) = get("walk?maxEntries=1").await;
+    let next = first["NextOffset"].as_str().expect("a place").to_owned();
+    // The place is good for its own pair, and for no other.
+    let (code, second) = get(&format!("walk?maxEntries=1&startOffset={next}")).await;
+    assert_eq!((code, tuples(&second)), (200, vec![(8192, 4096)]));
+    for (what, expected, message) in [
+        (format!("later?startOffset={next}"), 400, "another base or target"),
+        (format!("full?startOffset={next}"), 400, "another base or target"),
+        ("walk?startOffset=x".into(), 400, "\"x\""),
+        ("walk?startOffset=-1".into(), 400, "\"-1\""),
+        ("walk?startOffset=32769".into(), 400, "32768"),
+        ("walk?startOffset=18446744073709551615".into(), 400, "18446744073709551615"),
+        ("walk?maxEntries=many".into(), 400, "maxEntries"),
+        ("walk?maxEntries=-1".into(), 400, "maxEntries"),
+        ("walk?max_entries=1".into(), 400, "max_entries"),
+        ("unknown-parameter".into(), 400, "\"speed\""),
+        ("nowhere".into(), 404, "nowhere does not exist"),
+        ("Walk%2F..".into(), 404, "does not name"),
+        ("walk/more".into(), 404, "/NAMESPACE/NAME"),
+    ] {
+        let (code, body) = get(&what).await;
+        assert_eq!(code, expected, "{what}: {body}");
+        assert!(body["message"].as_str().is_some_and(|text| text.contains(message)), "{what}: {body}");
+        assert_eq!((&body["kind"], &body["code"]), (&json!("Status"), &json!(expected)), "{what}");
+    }
+    // A number is a place too, and the object may say where to begin.
+    for what in ["walk?startOffset=8192", "from-8192"] {
+        assert_eq!(tuples(&get(what).await.1), [(8192, 4096), (5 * 4096, 4096)], "{what}");
+    }
+    assert_eq!(tuples(&get("from-8192?startOffset=0").await.1).len(), 3);
+    let end = get("walk?startOffset=32768").await;
+    assert_eq!((end.0, tuples(&end.1), &end.1["NextOffset"]), (200, Vec::new(), &json!("")));
+    let request = format!(
+        "POST /{}/walk HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+        world.namespace
+    );
+    assert_eq!(program.send(&request).await.0, 405);
+}
+
+pub async fn a_driver_that_is_away_or_broken_is_told(world: World) {
+    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    for (name, handle) in [("shuffled", "out-of-order"), ("large", "too-long"), ("unknown", "forgotten")] {
+        world.snapshot(name, handle).await;
+        world.ask(name, None, name).await;
+    }
+    let program = world.start(&[]).await;
+    let token = world.user("user").await;
+    let url = world.url("walk").await;
+    let get = async |what: &str| {
+        let (code, _, body) = program.get(&url.replace("walk", what), Some(&token)).await;
+        (code, body["message"].as_str().unwrap_or_default().to_owned())
+    };
+    for what in ["shuffled", "large"] {
+        let (code, message) = get(what).await;
+        assert!(code == 500 && message.contains("breaks the CSI spec"), "{what}: {code} {message}");
+    }
+    let (code, message) = get("unknown").await;
+    assert!(code == 404 && message.contains("forgotten does not exist"), "{code} {message}");
+    drop(driver);
+    let (code, message) = get("walk").await;
+    assert!(code == 503 && message.contains("does not answer on its socket"), "{code} {message}");
+    while program.readiness().await.0 == 200 {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    program.ready().await;
+    assert_eq!(get("walk").await.0, 200);
+}
+
+pub async fn requests_at_once_are_bounded(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    world.snapshot("slow", "slow").await;
+    world.ask("slow", None, "slow").await;
+    let program = world.start(&["--max-requests=1", "--page-timeout=5s"]).await;
+    let token = world.user("user").await;
+    let url = world.url("slow").await;
+    let (one, other) = tokio::join!(program.get(&url, Some(&token)), program.get(&url, Some(&token)));
+    let (done, refused) = if one.0 == 429 { (other, one) } else { (one, other) };
+    assert_eq!((done.0, refused.0), (504, 429), "{done:?} {refused:?}");
+    assert!(refused.1.contains("retry-after: 1"), "{}", refused.1);
+    // The place is free again.
+    assert_eq!(program.get(&url, Some(&token)).await.0, 504);
+}

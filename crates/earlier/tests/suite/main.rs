@@ -1,0 +1,95 @@
+//! The earlier designs as users and the cluster see them: the real program, a real API server with real RBAC, CSI drivers on
+//! real sockets. One API server serves all tests; each has a namespace, a driver and programs of its own.
+//!
+//! The harness is libtest-mimic, so that the API server ends with the tests.
+#![allow(clippy::disallowed_methods)]
+
+mod controller;
+mod driver;
+mod first_draft;
+mod listener;
+mod replicas;
+mod walk;
+mod world;
+
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use libtest_mimic::{Arguments, Trial};
+use testkit::api_server::ApiServer;
+use tokio::runtime::Runtime;
+
+use world::World;
+
+/// A test: its name and what it does.
+macro_rules! tests {
+    ($($module:ident :: $name:ident),* $(,)?) => {
+        [$((stringify!($module), stringify!($name), (|world| Box::pin($module::$name(world))) as Test)),*]
+    };
+}
+
+type Test = fn(World) -> std::pin::Pin<Box<dyn Future<Output = ()>>>;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let runtime = Arc::new(Runtime::new().expect("a runtime"));
+    let server = Arc::new(Mutex::new(None));
+    let tests = tests![
+        controller::snapshots_that_exist_give_a_url,
+        controller::what_does_not_exist_fails_until_it_does,
+        controller::pairs_that_do_not_fit_fail,
+        controller::the_status_follows_another_target_and_a_deletion,
+        controller::snapshots_that_are_not_ready_are_waited_for,
+        controller::bad_specs_are_not_made,
+        listener::a_good_token_gets_a_page_and_no_token_gets_403,
+        listener::tokens_of_every_wrong_kind_are_refused,
+        listener::a_user_gets_what_its_rights_allow,
+        listener::bad_requests_are_told_what_is_wrong,
+        listener::a_driver_that_is_away_or_broken_is_told,
+        listener::requests_at_once_are_bounded,
+        walk::a_user_walks_two_pages_with_kubectl,
+        walk::pages_together_are_the_stream,
+        walk::a_page_begins_where_the_one_before_ended,
+        walk::nothing_of_a_walk_reaches_the_api_server,
+        replicas::the_replica_that_is_not_elected_is_not_ready_and_takes_over,
+        first_draft::changes_between_any_pair_of_snapshots,
+        first_draft::changes_from_a_deleted_snapshot_or_all,
+        first_draft::the_smallest_change_is_a_device_block_and_block_sizes_vary,
+        first_draft::drivers_need_not_serve_it,
+    ];
+    // Some drivers attach loop devices, and Go builds the API server. Under CI nothing is left out.
+    let is_ci = std::env::var("CI").as_deref() == Ok("true");
+    let has_go = std::process::Command::new("go").arg("version").output().is_ok();
+    let is_root = std::process::Command::new("id").arg("-u").output().is_ok_and(|id| id.stdout == b"0\n");
+    let can_run = is_ci || (is_root && has_go);
+    if !can_run {
+        eprintln!("ignored: they need root, and Go to build the Kubernetes API server");
+    }
+    let trials = tests.into_iter().map(|(module, name, test)| {
+        let (runtime, server) = (runtime.clone(), server.clone());
+        let trial = Trial::test(format!("{module}::{name}"), move || {
+            let shared = {
+                // The first test starts it; the others wait.
+                let mut server = server.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                let start = || {
+                    runtime.block_on(async {
+                        let api = ApiServer::start().await?;
+                        api.install(&["deploy/components/differential/crd.yaml"]).await;
+                        Some(Arc::new(api))
+                    })
+                };
+                server.get_or_insert_with(start).clone()
+            };
+            match shared {
+                Some(api) => runtime.block_on(async { test(World::new(api, name).await).await }),
+                None => return Err("skipped: no API server".into()),
+            }
+            Ok(())
+        });
+        trial.with_ignored_flag(!can_run)
+    });
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    // Before the process ends: the API server ends with it.
+    drop(server.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take());
+    conclusion.exit_code()
+}

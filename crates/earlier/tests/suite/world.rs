@@ -1,0 +1,344 @@
+//! What a test lives in: a namespace of the shared API server, programs of the earlier designs, and users of them.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use proto::differential::DifferentialSnapshotRequest;
+use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, RootCertStore};
+use serde_json::{Value, json};
+use testkit::api_server::ApiServer;
+use testkit::free_port;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::transport::Channel;
+
+pub const AUDIENCE: &str = "cbt-earlier";
+/// The host in the certificate.
+const HOST: &str = "differential.test";
+const MANIFEST: &str = "deploy/components/differential/differential.yaml";
+
+/// A namespace, and a driver's name that no other test has.
+pub struct World {
+    pub api: Arc<ApiServer>,
+    pub namespace: String,
+    pub driver: String,
+    pub dir: tempfile::TempDir,
+    /// The CSI driver's socket.
+    pub csi: PathBuf,
+}
+
+impl World {
+    pub async fn new(api: Arc<ApiServer>, test: &str) -> Self {
+        let short: String = test.split('_').filter_map(|word| word.chars().next()).collect();
+        let namespace = format!("{short}-{}", &test.replace('_', "-")[..12].trim_end_matches('-'));
+        api.namespace(&namespace).await;
+        let dir = tempfile::Builder::new().prefix("deltapath-earlier-").tempdir().expect("temp dir");
+        let csi = dir.path().join("csi.sock");
+        World { driver: format!("{short}.csi.test"), namespace, api, dir, csi }
+    }
+
+    /// Makes a VolumeSnapshot and its content, ready, and bound to each other.
+    pub async fn snapshot(&self, name: &str, handle: &str) {
+        self.snapshot_with(name, handle, |_, _| {}).await;
+    }
+
+    /// The same with a change to both objects first.
+    pub async fn snapshot_with(&self, name: &str, handle: &str, change: impl FnOnce(&mut Value, &mut Value)) {
+        let namespace = &self.namespace;
+        let content_name = format!("content-{namespace}-{name}");
+        let mut snapshot = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"source": {"persistentVolumeClaimName": "data"}},
+            "status": {"readyToUse": true, "boundVolumeSnapshotContentName": content_name},
+        });
+        let mut content = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotContent",
+            "metadata": {"name": content_name},
+            "spec": {
+                "driver": self.driver, "deletionPolicy": "Retain", "source": {"volumeHandle": "volume-1"},
+                "volumeSnapshotRef": {"name": name, "namespace": namespace},
+            },
+            "status": {"readyToUse": true, "snapshotHandle": handle},
+        });
+        change(&mut snapshot, &mut content);
+        self.api.make(content).await;
+        self.api.make(snapshot).await;
+    }
+
+    /// Makes a DifferentialSnapshot.
+    pub async fn ask(&self, name: &str, base: Option<&str>, target: &str) {
+        let mut spec = json!({"targetVolumeSnapshotName": target});
+        if let Some(base) = base {
+            spec["baseVolumeSnapshotName"] = json!(base);
+        }
+        self.ask_with(name, spec).await;
+    }
+
+    pub async fn ask_with(&self, name: &str, spec: Value) {
+        self.api.make(self.object(name, spec)).await;
+    }
+
+    pub fn object(&self, name: &str, spec: Value) -> Value {
+        json!({
+            "apiVersion": "differential.cbt.storage.k8s.io/v1alpha1", "kind": "DifferentialSnapshot",
+            "metadata": {"name": name, "namespace": self.namespace}, "spec": spec,
+        })
+    }
+
+    /// A DifferentialSnapshot as it is.
+    pub async fn read(&self, name: &str) -> Value {
+        let objects = self.api.objects("DifferentialSnapshot", Some(&self.namespace));
+        serde_json::to_value(objects.get(name).await.expect("the object")).expect("JSON")
+    }
+
+    /// Waits for a status, and returns it.
+    pub async fn status(&self, name: &str, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let status = self.read(name).await["status"].clone();
+            if is_it(&status) {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "{name} is not {what} in a minute: {status}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Waits until it can be asked about.
+    pub async fn url(&self, name: &str) -> String {
+        let status = self.status(name, "url-ready", |status| status["state"] == "url-ready").await;
+        status["callbackURL"].as_str().expect("a URL").to_owned()
+    }
+
+    /// A user who may get everything that a page needs, and a token.
+    pub async fn user(&self, name: &str) -> String {
+        let get = |group: &str, resource: &str| json!({"apiGroups": [group], "resources": [resource], "verbs": ["get"]});
+        let rules = [
+            get("differential.cbt.storage.k8s.io", "differentialsnapshots"),
+            get("snapshot.storage.k8s.io", "volumesnapshots"),
+        ];
+        self.api.account(&self.namespace, name, json!(rules)).await;
+        self.api.token(&self.namespace, name, AUDIENCE).await
+    }
+
+    /// A kubeconfig of the program's service account, with the rights in the manifest and no others.
+    async fn kubeconfig(&self) -> PathBuf {
+        let account = "differential";
+        let metadata = json!({"name": account, "namespace": self.namespace});
+        self.api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
+        let text = std::fs::read_to_string(Path::new(testkit::HOME).join(MANIFEST)).expect(MANIFEST);
+        for document in text.split("\n---\n") {
+            let mut rule: Value = serde_saphyr::from_str(document).expect(MANIFEST);
+            let kind = rule["kind"].as_str().unwrap_or_default().to_owned();
+            if !kind.contains("Role") {
+                continue;
+            }
+            let name = format!("{}-{account}", self.namespace);
+            rule["metadata"] = match kind.starts_with("Cluster") {
+                true => json!({"name": name}),
+                false => json!({"name": name, "namespace": self.namespace}),
+            };
+            if kind.ends_with("Binding") {
+                rule["roleRef"]["name"] = json!(name);
+                rule["subjects"] =
+                    json!([{"kind": "ServiceAccount", "name": account, "namespace": self.namespace}]);
+            }
+            self.api.make(rule).await;
+        }
+        self.api.kubeconfig_of(&self.namespace, account).await
+    }
+
+    /// Starts `cbt-earlier differential`, and waits until it is ready.
+    pub async fn start(&self, more: &[&str]) -> Program {
+        let program = self.start_unready(more).await;
+        program.ready().await;
+        program
+    }
+
+    pub async fn start_unready(&self, more: &[&str]) -> Program {
+        Program::start(self, "one", &self.kubeconfig().await, more)
+    }
+}
+
+/// A process of the program.
+pub struct Program {
+    child: Child,
+    pub socket: PathBuf,
+    /// What its URLs begin with.
+    pub address: String,
+    port: u16,
+    http: u16,
+    ca: String,
+    log: PathBuf,
+    pub kubeconfig: PathBuf,
+}
+
+impl Program {
+    /// Starts a replica.
+    pub fn start(world: &World, name: &str, kubeconfig: &Path, more: &[&str]) -> Self {
+        let (port, http) = (free_port(), free_port());
+        let dir = world.dir.path();
+        let (ca, chain, key) = certificate(dir, name);
+        let (log, socket) = (dir.join(format!("{name}.log")), dir.join(format!("{name}.sock")));
+        let address = format!("{HOST}:{port}");
+        let child = Command::new(env!("CARGO_BIN_EXE_cbt-earlier"))
+            .arg("differential")
+            .arg(format!("--csi-address={}", world.csi.display()))
+            .arg(format!("--socket={}", socket.display()))
+            .arg(format!("--kubeconfig={}", kubeconfig.display()))
+            .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
+            .arg(format!("--http-endpoint=127.0.0.1:{http}"))
+            .arg(format!("--service-address={address}"))
+            .args([format!("--tls-cert={}", chain.display()), format!("--tls-key={}", key.display())])
+            .args([format!("--namespace={}", world.namespace), format!("--pod-name={name}")])
+            // The name that the role allows.
+            .arg("--lease=cbt-earlier-differential")
+            .args(more)
+            .env("RUST_LOG", "debug,h2=info,hyper=info,tower=info,rustls=info")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).expect("a log"))
+            .spawn()
+            .expect("start the program");
+        Program { child, socket, address, port, http, ca, log, kubeconfig: kubeconfig.to_owned() }
+    }
+
+    /// Waits until it says that it is ready.
+    pub async fn ready(&self) {
+        let deadline = Instant::now() + Duration::from_secs(90);
+        while self.readiness().await.0 != 200 {
+            assert!(Instant::now() < deadline, "not ready: {:?}\n{}", self.readiness().await, self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// What the readiness probe gets; 0 where nobody listens.
+    pub async fn readiness(&self) -> (u16, String) {
+        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.http)).await else {
+            return (0, String::new());
+        };
+        let request = "GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+        let mut answer = String::new();
+        if stream.write_all(request.as_bytes()).await.is_err()
+            || stream.read_to_string(&mut answer).await.is_err()
+        {
+            return (0, String::new());
+        }
+        let (head, body) = answer.split_once("\r\n\r\n").expect("HTTP");
+        (head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code"), body.to_owned())
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().expect("kill");
+        self.child.wait().expect("wait");
+    }
+
+    /// SIGTERM, and the exit code.
+    pub fn stop(&mut self) -> Option<i32> {
+        testkit::signal(&self.child, nix::sys::signal::Signal::SIGTERM);
+        testkit::wait(&mut self.child, Duration::from_secs(60)).code()
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// The gRPC service on its socket.
+    pub async fn grpc(&self) -> DifferentialSnapshotClient<Channel> {
+        let socket = self.socket.clone();
+        let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+            let socket = socket.clone();
+            async move { tokio::net::UnixStream::connect(socket).await.map(hyper_util::rt::TokioIo::new) }
+        });
+        let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
+        DifferentialSnapshotClient::new(endpoint.connect_with_connector(connector).await.expect("connect"))
+    }
+
+    /// A page of two handles.
+    pub async fn page(
+        &self,
+        base: &str,
+        target: &str,
+        start: &str,
+        max_entries: u64,
+    ) -> Result<proto::differential::DifferentialSnapshotResponse, tonic::Status> {
+        let request = DifferentialSnapshotRequest {
+            snapshot_base: base.into(),
+            snapshot_target: target.into(),
+            start_offset: start.into(),
+            max_entries,
+            ..Default::default()
+        };
+        self.grpc().await.get_differential_snapshot(request).await.map(tonic::Response::into_inner)
+    }
+
+    /// A connection over TLS with these protocols on offer.
+    pub async fn connect(&self, protocols: &[&str]) -> TlsStream<TcpStream> {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from_pem_slice(self.ca.as_bytes()).expect("PEM")).expect("a CA");
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+        let mut config = config.expect("versions").with_root_certificates(roots).with_no_client_auth();
+        config.alpn_protocols = protocols.iter().map(|name| name.as_bytes().to_vec()).collect();
+        let stream = TcpStream::connect(("127.0.0.1", self.port)).await.expect("connect");
+        let host = ServerName::try_from(HOST).expect("a name");
+        TlsConnector::from(Arc::new(config)).connect(host, stream).await.expect("a handshake")
+    }
+
+    /// GET of a URL, or of a path: the code, the head and the JSON.
+    pub async fn get(&self, url: &str, token: Option<&str>) -> (u16, String, Value) {
+        let path = url.strip_prefix(&format!("https://{}", self.address)).unwrap_or(url);
+        let authorization =
+            token.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        let request =
+            format!("GET {path} HTTP/1.1\r\nHost: {HOST}\r\n{authorization}Connection: close\r\n\r\n");
+        self.send(&request).await
+    }
+
+    /// The answer to a request as it stands.
+    pub async fn send(&self, request: &str) -> (u16, String, Value) {
+        let mut stream = self.connect(&[]).await;
+        stream.write_all(request.as_bytes()).await.expect("write");
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).await.expect("read");
+        let answer = String::from_utf8(answer).expect("text");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("HTTP");
+        let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code");
+        (code, head.to_ascii_lowercase(), serde_json::from_str(body).unwrap_or(Value::Null))
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- the program's log\n{}", self.log());
+        }
+    }
+}
+
+/// A CA, and the files of a certificate by it.
+fn certificate(dir: &Path, name: &str) -> (String, PathBuf, PathBuf) {
+    let mut ca = CertificateParams::new(Vec::new()).expect("params");
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca_key = KeyPair::generate().expect("a key");
+    let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
+    let issuer = Issuer::new(ca, ca_key);
+    let key = KeyPair::generate().expect("a key");
+    let leaf = CertificateParams::new(vec![HOST.to_owned()]).expect("params");
+    let leaf = leaf.signed_by(&key, &issuer).expect("a certificate");
+    let (chain, key_file) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
+    std::fs::write(&chain, leaf.pem()).expect("write");
+    std::fs::write(&key_file, key.serialize_pem()).expect("write");
+    (ca_pem, chain, key_file)
+}
