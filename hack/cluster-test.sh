@@ -5,12 +5,10 @@ set -euo pipefail
 # shellcheck source=hack/cluster/lib.sh
 . "$(dirname "$0")/cluster/lib.sh"
 
-parts=(kills neighbours single attach distributed)
+parts=(kills single distributed)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
-  neighbours   two clusters beside each other do not meet
   single       one driver on one node: installed twice, every example, the pages backup and uninstall
-  attach       the same examples with attachments
   distributed  a driver on each of two nodes: the examples
 Without a PART all of them."
 for part in "$@"; do
@@ -44,7 +42,7 @@ fi
 
 name=test-$$
 clusters=${DELTAPATH_CLUSTERS:-/var/tmp/deltapath-clusters}
-scratch=$(mktemp -d "${TMPDIR:-/tmp}/deltapath-cluster-test-XXXXXX")
+scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/deltapath-cluster-test-XXXXXX")
 on() { # NAME COMMAND...
     local cluster=$1
     shift
@@ -52,7 +50,6 @@ on() { # NAME COMMAND...
 }
 cleanup() {
     on "$name-a" down
-    on "$name-b" down
     rm -rf "$scratch"
 }
 trap 'cleanup >/dev/null 2>&1' EXIT
@@ -117,23 +114,6 @@ part_kills() {
     done
 }
 
-part_neighbours() {
-    on "$name-a" up &
-    on "$name-b" up
-    wait $!
-    on "$name-a" exec kubectl create namespace only-here
-    if on "$name-b" exec kubectl get namespace only-here 2>/dev/null; then fail "a namespace of one cluster is in the other"; fi
-    on "$name-a" install
-    on "$name-b" install
-    busy "$name-a"
-    busy "$name-b"
-    on "$name-a" down
-    on "$name-b" exec kubectl exec block -- dd if=/dev/volume of=/dev/null bs=1M count=16
-    on "$name-b" exec kubectl wait --for condition=ready --timeout 60s pod/files
-    on "$name-b" down
-    unchanged
-}
-
 examples_are_all_used() {
     local example
     for example in "$root"/deploy/examples/*.yaml; do
@@ -170,31 +150,12 @@ part_single() {
     on "$name-a" down
     unchanged
 }
-# What docs/uninstall.md says to look at.
-left_on() { on "$1" exec sh -c 'losetup --list --noheadings | grep /var/lib; grep deltapath /proc/mounts'; }
+# What docs/uninstall.md says to look at, without the places of the cluster itself.
+left_on() {
+    on "$1" exec losetup --list --noheadings --output BACK-FILE | grep ^/var/lib/ || true
+    on "$1" exec cat /proc/mounts | grep deltapath | grep -v "$clusters" || true
+}
 no_devices() { [ -z "$(left_on "$1")" ]; }
-
-# Nodes whose kernel makes device nodes, as machines have them and containers have not: for the overlays without kind's
-# component.
-as_machines() {
-    local node
-    for node in "${@:2}"; do
-        # shellcheck disable=SC2016
-        on "$1" exec --node "$node" sh -c 'for n in $(seq 0 255); do [ -b /dev/loop$n ] || mknod -m 0660 /dev/loop$n b 7 $n; done'
-    done
-}
-part_attach() {
-    on "$name-a" up
-    as_machines "$name-a" 1
-    on "$name-a" install --overlay attach
-    busy "$name-a"
-    on "$name-a" exec kubectl get volumeattachments
-    [ "$(on "$name-a" exec kubectl get volumeattachments --output 'jsonpath={.items[*].status.attached}')" = "true true" ] ||
-        fail "two volumes in use are to have two attachments"
-    on "$name-a" exec "$root/hack/e2e.sh" "${e2e_flags[@]}"
-    on "$name-a" down
-    unchanged
-}
 
 part_distributed() {
     on "$name-a" up --nodes 2

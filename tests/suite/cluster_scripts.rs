@@ -139,7 +139,8 @@ fn kind_up_makes_a_cluster_and_can_be_run_again() {
 #[test]
 fn every_script_says_why_it_fails() {
     let bare = Stage::new(&[]);
-    for script in ["hack/kind-up.sh", "hack/kind-down.sh", "hack/e2e.sh", "hack/remove.sh"] {
+    for script in ["hack/kind-up.sh", "hack/kind-down.sh", "hack/install.sh", "hack/e2e.sh", "hack/remove.sh"]
+    {
         let (ok, said) = bare.run(script, &[], &[]);
         assert!(!ok && said.contains("is missing: install it"), "{script}: {said}");
         let (ok, said) = bare.run(script, &["--nonsense"], &[]);
