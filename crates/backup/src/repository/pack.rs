@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// A chunk is at most so long, raw: data has [`CELL`], the map of a segment more.
 pub const MAX_CHUNK: usize = 8 << 20;
-/// Raw bytes of a chunk of data. See "The backup tool" in ARCHITECTURE.md for the measurements behind it.
+/// Raw bytes of a chunk of data. "The backup tool" in ARCHITECTURE.md says why.
 pub const CELL: u64 = 64 << 10;
 /// A pack is closed once it holds so many bytes.
 pub const PACK: usize = 16 << 20;
