@@ -4,14 +4,19 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 
-if ! command -v shellcheck >/dev/null; then
+# What is missing of: a program, and the Debian package that has it.
+missing=()
+for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils; do
+    command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
+done
+if [ ${#missing[@]} -gt 0 ]; then
     if [ "$(id -u)" -eq 0 ]; then
-        echo "test-deps: installing shellcheck"
+        echo "test-deps: installing ${missing[*]}"
         export DEBIAN_FRONTEND=noninteractive
         apt-get update -qq
-        apt-get install -y -qq --no-install-recommends "shellcheck=0.9.*" >/dev/null
+        apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
     else
-        echo "test-deps: no shellcheck, so the scripts will not be checked" >&2
+        echo "test-deps: missing ${missing[*]}: what needs them is not tested" >&2
     fi
 fi
 if ! command -v go >/dev/null; then
