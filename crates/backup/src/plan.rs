@@ -153,6 +153,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::single_range_in_vec_init, reason = "lists of one range are meant")]
     fn a_cell_that_is_half_listed_is_stored_anew() {
         let widened = |blocks: &[Range<u32>], size| {
             let mut listed = Listed { number: 0, blocks: blocks.to_vec() };
