@@ -48,7 +48,7 @@ state=$(hash_of deploy/backup/main.go deploy/backup/go.mod deploy/backup/go.sum 
 if ! fresh backup "$state"; then
     echo "test-deps: building the example backup program and csi-snapshot-metadata"
     mkdir -p .deps/backup
-    (cd deploy/backup && go vet . && go build -o "$root/.deps/backup/cbt-backup" .)
+    (cd deploy/backup && go vet . && go build -o "$root/.deps/backup/backup-example" .)
     (cd hack/sidecar && go build -o "$root/.deps/backup/" github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata)
     echo "$state" >.deps/backup/state
 fi

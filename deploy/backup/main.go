@@ -1,10 +1,10 @@
-// cbt-backup is a block backup in one page: it asks which blocks a snapshot holds, or which changed since another,
+// backup-example is a block backup in one page: it asks which blocks a snapshot holds, or which changed since another,
 // and copies those, and no others, from a volume restored from the snapshot into an image file. It speaks the
 // Kubernetes SnapshotMetadata API (KEP-3314), so it works with any CSI driver that serves it.
 //
-//	cbt-backup list   -snapshot NAME [-base NAME]
-//	cbt-backup copy   -snapshot NAME [-base NAME] -device DEVICE -image FILE
-//	cbt-backup verify -device DEVICE -image FILE
+//	backup-example list   -snapshot NAME [-base NAME]
+//	backup-example copy   -snapshot NAME [-base NAME] -device DEVICE -image FILE
+//	backup-example verify -device DEVICE -image FILE
 package main
 
 import (
@@ -32,7 +32,7 @@ type options struct {
 
 func main() {
 	if err := run(os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, "cbt-backup:", err)
+		fmt.Fprintln(os.Stderr, "backup-example:", err)
 		os.Exit(1)
 	}
 }
@@ -42,7 +42,7 @@ func run(arguments []string) error {
 		return fmt.Errorf("say what to do: list, copy or verify")
 	}
 	var o options
-	flags := flag.NewFlagSet("cbt-backup "+arguments[0], flag.ExitOnError)
+	flags := flag.NewFlagSet("backup-example "+arguments[0], flag.ExitOnError)
 	flags.StringVar(&o.namespace, "namespace", os.Getenv("NAMESPACE"), "namespace of the snapshots; also NAMESPACE")
 	flags.StringVar(&o.snapshot, "snapshot", "", "VolumeSnapshot to read")
 	flags.StringVar(&o.base, "base", "", "VolumeSnapshot that the backup holds already; without it, a full backup")

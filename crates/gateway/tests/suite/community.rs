@@ -44,7 +44,7 @@ pub async fn a_backup_tool_of_the_community_works_on_dir(world: World) {
 /// Lists, copies and verifies with the example tool, which is the community's iterator, first through the gateway and then
 /// through the community's sidecar: both give the same.
 async fn a_backup_tool_works(world: World, pool: PoolKind) {
-    let (Some(example), Some(sidecar)) = (program("cbt-backup"), program("csi-snapshot-metadata")) else {
+    let (Some(example), Some(sidecar)) = (program("backup-example"), program("csi-snapshot-metadata")) else {
         return;
     };
     let ns = world.namespace.clone();
@@ -78,7 +78,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
             if what != "list" {
                 command.arg("-image").arg(&image);
             }
-            let output = command.output().expect("run cbt-backup");
+            let output = command.output().expect("run the example");
             let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
             (output.status.success(), text.concat())
         };
