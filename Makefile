@@ -5,6 +5,9 @@ CARGO ?= cargo
 # Rounds of `make crash`, of each kind, over all pools.
 ROUNDS ?= 2000
 
+# Tests at once in `make test`: most of the time they wait for the kernel and for disks.
+THREADS ?= $(shell expr 2 \* $$(nproc))
+
 # Runs containers and builds images: docker or podman.
 ENGINE ?= docker
 
@@ -48,7 +51,7 @@ check: lint
 
 test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit and integration tests, and nothing left behind
 	hack/no-leaks.sh hack/cluster.sh smoke --if-built
-	DELTAPATH_PROGRAMS_ARE_BUILT=yes hack/no-leaks.sh $(CARGO) test --locked --workspace --features failpoints
+	RUST_TEST_THREADS=$(THREADS) DELTAPATH_PROGRAMS_ARE_BUILT=yes hack/no-leaks.sh $(CARGO) test --locked --workspace --features failpoints
 
 unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 	$(CARGO) test --locked --workspace --lib --bins

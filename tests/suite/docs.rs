@@ -55,8 +55,8 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
         let section = reference.split("\n## ").find(|section| section.starts_with(&heading));
         real.extend(words(section.expect("the section of its flags"), "--"));
     }
-    // Flags of other programs, which the pages mention too.
-    let others = ["--help"].map(str::to_owned);
+    // Flags of other programs and of the scripts, which the pages mention too.
+    let others = ["--help", "--no-growth"].map(str::to_owned);
     for flag in words(&pages(), "--") {
         assert!(real.contains(&flag) || others.contains(&flag), "the pages name {flag}, which is not a flag");
     }
