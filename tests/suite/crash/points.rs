@@ -146,7 +146,9 @@ impl Orders {
     /// The points that were passed so far.
     pub fn passed(&self) -> Vec<Point> {
         let log = std::fs::read_to_string(self.file.with_extension("log")).unwrap_or_default();
-        let points = log.lines().filter_map(|line| {
+        // The driver may be in the middle of its last line.
+        let whole = log.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+        let points = whole.filter_map(|line| {
             let fields: Vec<&str> = line.split('\t').collect();
             let [order, number, word, step, path] = fields[..] else { panic!("the log says {line:?}") };
             (order.parse() == Ok(self.number)).then(|| Point {
