@@ -82,9 +82,12 @@ enum Not {
 
 impl From<Error> for Not {
     fn from(error: Error) -> Self {
-        match error.is_damage() {
-            true => Not::Possible(base::report(&error)),
-            false => Not::Failed(error),
+        match error {
+            Error::Driver { error } if error.advice() == Advice::FullBackup => {
+                Not::Possible(format!("the driver's delta ended early: {error}"))
+            }
+            error if error.is_damage() => Not::Possible(base::report(&error)),
+            error => Not::Failed(error),
         }
     }
 }
@@ -187,7 +190,7 @@ fn full(
                     tracing::warn!("all of the device is read: {error}");
                     (Ranges::File, device.size())
                 }
-                Err(error) => return Err(of_driver(error)),
+                Err(error) => return Err(error.into()),
             }
         }
         _ => (Ranges::File, device.size()),
@@ -226,7 +229,7 @@ fn incremental(
         Err(error) if error.advice() == Advice::FullBackup => {
             return Err(Not::Possible(format!("the driver gives no delta from {handle}: {error}")));
         }
-        Err(error) => return Err(Not::Failed(of_driver(error))),
+        Err(error) => return Err(Not::Failed(error.into())),
     };
     let size = blocks.capacity();
     if size != base.about.size {
@@ -275,16 +278,6 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
 
 fn client(endpoint: &str) -> Result<Client, snapshot_metadata_client::Error> {
     Client::csi(endpoint)
-}
-
-/// An error of the driver that ends the backup.
-fn of_driver(error: snapshot_metadata_client::Error) -> Error {
-    let what = match error.advice() {
-        Advice::Retry => "; try again later",
-        Advice::FullBackup => "; make a full backup",
-        Advice::Stop => "",
-    };
-    Error::refused(format!("{error}{what}"))
 }
 
 fn fits(device: &Device, size: u64) -> Result<()> {
@@ -338,7 +331,7 @@ fn store(
         (Ok(()), Ok(written)) => written,
         (Err(error), Ok(written)) => {
             about.added = written.added;
-            if !done.is_empty() && !error.is_damage() {
+            if !done.is_empty() && !error.is_of_increment() {
                 leave(repository, Partial { about, packs: written.packs, segments: written.segments, done });
             }
             return Err(error);
@@ -486,7 +479,7 @@ impl<'r> Run<'r> {
                         Err(_) => self.stop.check()?,
                         Ok(None) => break,
                         Ok(Some(ranges)) => {
-                            for range in ranges.map_err(of_driver)? {
+                            for range in ranges? {
                                 take(
                                     ByteRange { start: range.offset, end: range.offset + range.length },
                                     &mut segments,

@@ -1,6 +1,7 @@
 //! What can go wrong, as one enum. A message says what was wrong, with which value, and what to do.
 
 use object_store::path::Path as Name;
+use snapshot_metadata_client::Advice;
 
 /// A command that failed.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +26,12 @@ pub enum Error {
         what: String,
         /// How that shows.
         why: String,
+    },
+    /// The CSI driver, or the way to it.
+    #[error("{error}{}", to_do(error.advice()))]
+    Driver {
+        /// What the client library says, with its causes.
+        error: snapshot_metadata_client::Error,
     },
     /// What is asked cannot be done as things are.
     #[error("{0}")]
@@ -55,6 +62,30 @@ impl Error {
             Error::Store { source, .. } => matches!(source, object_store::Error::NotFound { .. }),
             _ => false,
         }
+    }
+
+    /// Whether a full backup can be made where an incremental one failed with this: its base is damaged, or the driver
+    /// has no whole delta.
+    pub fn is_of_increment(&self) -> bool {
+        match self {
+            Error::Driver { error } => error.advice() == Advice::FullBackup,
+            _ => self.is_damage(),
+        }
+    }
+}
+
+/// What to do about an error of the driver, as the end of its message.
+fn to_do(advice: Advice) -> &'static str {
+    match advice {
+        Advice::Retry => "; try again later",
+        Advice::FullBackup => "; make a full backup",
+        Advice::Stop => "",
+    }
+}
+
+impl From<snapshot_metadata_client::Error> for Error {
+    fn from(error: snapshot_metadata_client::Error) -> Self {
+        Error::Driver { error }
     }
 }
 

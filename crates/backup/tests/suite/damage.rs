@@ -172,6 +172,12 @@ fn auto_says_why_it_is_full() {
     driver.forget("c");
     let (kind, why) = next(&image, SIZE, "d", None);
     assert!(kind == "full" && why.contains("does not exist"), "{why}");
+    // More ranges than one message has.
+    for block in (0..60).step_by(2) {
+        image.write(&file, block, 1, 3).expect("write");
+    }
+    let (kind, why) = next(&image, SIZE, "lost", Some(Fault::Loses(1)));
+    assert!(kind == "full" && why.contains("a map cannot be read"), "{why}");
     file.set_len(SIZE + MIB).expect("grow");
     let (kind, why) = next(&image, SIZE + MIB, "e", None);
     assert!(kind == "full" && why.contains(&format!("{}", SIZE + MIB)), "{why}");

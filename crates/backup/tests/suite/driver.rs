@@ -26,6 +26,8 @@ pub enum Fault {
     Cut(usize),
     /// The next stream fails for good after so many messages.
     Breaks(usize),
+    /// The next stream ends after so many messages, since the driver has lost what it knew.
+    Loses(usize),
     /// It has no deltas.
     NoDelta,
 }
@@ -132,6 +134,11 @@ impl Metadata {
             Some(Fault::Breaks(at)) => {
                 messages.truncate(at);
                 messages.push(Err(Status::permission_denied("no more for you")));
+                state.fault = None;
+            }
+            Some(Fault::Loses(at)) => {
+                messages.truncate(at);
+                messages.push(Err(Status::data_loss("a map cannot be read")));
                 state.fault = None;
             }
             Some(Fault::NoDelta) | None => {}
