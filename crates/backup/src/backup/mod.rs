@@ -1,0 +1,284 @@
+//! A backup: full or incremental, over which base, after what was interrupted. [`copy`] then reads and stores.
+
+mod copy;
+
+use std::path::PathBuf;
+
+use base::Stop;
+use snapshot_metadata_client::{Advice, Blocks, Client};
+
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::repository::{self, About, Index, Kind, Partial, Repository};
+use copy::store;
+
+/// What a user asks for.
+#[derive(Debug)]
+pub struct Request {
+    /// The volume's name in the repository.
+    pub volume: String,
+    /// What is read.
+    pub device: PathBuf,
+    /// The socket of the CSI driver, where one says what is allocated and changed.
+    pub endpoint: Option<String>,
+    /// The snapshot that the device holds.
+    pub snapshot: Option<String>,
+    /// The snapshot that an incremental backup is made over; without it that of the last backup.
+    pub base: Option<String>,
+    /// What is made.
+    pub wish: Wish,
+    /// Bytes a second that are read.
+    pub limit: Option<u64>,
+    /// Go on with what was interrupted.
+    pub resume: bool,
+    /// Reads at once.
+    pub in_flight: usize,
+    /// Level of zstd.
+    pub level: i32,
+}
+
+/// What kind of backup is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// Full.
+    Full,
+    /// Incremental, or none.
+    Incremental,
+    /// Incremental where that can be, else full.
+    Auto,
+}
+
+/// A backup that is decided.
+struct Job {
+    about: About,
+    base: Option<Index>,
+    ranges: Ranges,
+    done: Option<Partial>,
+}
+
+/// Where the ranges come from that are read.
+enum Ranges {
+    /// The holes of an image.
+    File,
+    /// A driver.
+    Stream(Box<Blocks>),
+}
+
+/// Why there is no incremental backup.
+enum Not {
+    /// A full one can be made.
+    Possible(String),
+    /// Nothing can.
+    Failed(Error),
+}
+
+impl From<Error> for Not {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Driver { error } if error.advice() == Advice::FullBackup => {
+                Not::Possible(format!("the driver's delta ended early: {error}"))
+            }
+            error if error.is_damage() => Not::Possible(base::report(&error)),
+            error => Not::Failed(error),
+        }
+    }
+}
+
+/// Makes a backup, and says what was made.
+pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<Index> {
+    let device = Device::open(&request.device)?;
+    let partial = match request.resume {
+        true => interrupted(repository, request)?,
+        false => None,
+    };
+    let wish = match partial.as_ref().map(|partial| partial.about.kind) {
+        Some(Kind::Full) => Wish::Full,
+        Some(Kind::Incremental) if request.wish == Wish::Full => Wish::Full,
+        _ => request.wish,
+    };
+    let why = match wish {
+        Wish::Full => partial.as_ref().and_then(|partial| partial.about.why.clone()),
+        Wish::Incremental | Wish::Auto => {
+            let made = incremental(repository, request, &device, partial.clone())
+                .and_then(|job| Ok(store(repository, request, &device, job, stop)?));
+            match made {
+                Ok(index) => return Ok(index),
+                Err(Not::Possible(why)) if wish == Wish::Auto => Some(why),
+                Err(Not::Possible(why)) => {
+                    return Err(Error::refused(format!(
+                        "no incremental backup can be made: {why}; make a full one, or use `auto`"
+                    )));
+                }
+                Err(Not::Failed(error)) => return Err(error),
+            }
+        }
+    };
+    if let Some(why) = &why {
+        tracing::warn!("a full backup: {why}");
+    }
+    let partial = partial.filter(|partial| partial.about.kind == Kind::Full);
+    let job = full(repository, request, &device, why, partial)?;
+    store(repository, request, &device, job, stop)
+}
+
+/// What was interrupted of the same backup.
+fn interrupted(repository: &Repository, request: &Request) -> Result<Option<Partial>> {
+    let mut found = None;
+    for (name, partial) in repository.partials()? {
+        match partial {
+            Ok(partial)
+                if partial.about.volume == request.volume && partial.about.snapshot == request.snapshot =>
+            {
+                let is_same = request.snapshot.is_some()
+                    || partial.about.device == request.device.display().to_string();
+                found = is_same.then_some(partial).or(found);
+            }
+            Ok(_) => {}
+            Err(error) if error.is_damage() => tracing::warn!("{name} is left out: {}", base::report(&error)),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(found)
+}
+
+fn about(request: &Request, kind: Kind, size: u64) -> Result<About> {
+    let now = jiff::Timestamp::now();
+    Ok(About {
+        id: format!("{}-{}", now.strftime("%Y%m%dT%H%M%S%.3fZ"), repository::random_digits(6)?),
+        volume: request.volume.clone(),
+        created: now.as_second(),
+        kind,
+        base: None,
+        why: None,
+        snapshot: request.snapshot.clone(),
+        device: request.device.display().to_string(),
+        size,
+        data: 0,
+        listed: 0,
+        read: 0,
+        added: 0,
+        milliseconds: 0,
+    })
+}
+
+fn full(
+    repository: &Repository,
+    request: &Request,
+    device: &Device,
+    why: Option<String>,
+    partial: Option<Partial>,
+) -> Result<Job> {
+    let (ranges, size) = match (&request.endpoint, &request.snapshot) {
+        (Some(endpoint), Some(snapshot)) => {
+            let allocated = client(endpoint)
+                .and_then(|client| repository.store.runtime().block_on(client.allocated(snapshot)));
+            match allocated {
+                Ok(blocks) => {
+                    let capacity = blocks.capacity();
+                    (Ranges::Stream(Box::new(blocks)), capacity)
+                }
+                // A driver that cannot say what is allocated: the device is read whole.
+                Err(error) if error.advice() == Advice::FullBackup => {
+                    tracing::warn!("all of the device is read: {error}");
+                    (Ranges::File, device.size())
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        _ => (Ranges::File, device.size()),
+    };
+    fits(device, size)?;
+    let done = partial.filter(|partial| partial.about.size == size);
+    Ok(Job { about: About { why, ..about(request, Kind::Full, size)? }, base: None, ranges, done })
+}
+
+fn incremental(
+    repository: &Repository,
+    request: &Request,
+    device: &Device,
+    partial: Option<Partial>,
+) -> Result<Job, Not> {
+    let (Some(endpoint), Some(snapshot)) = (&request.endpoint, &request.snapshot) else {
+        return Err(Not::Possible("without --endpoint and --snapshot nobody says what changed".into()));
+    };
+    let base = base_of(repository, request, partial.as_ref())?;
+    let Some(handle) = &base.about.snapshot else {
+        return Err(Not::Possible(format!(
+            "backup {} is of no snapshot that the driver knows",
+            base.about.id
+        )));
+    };
+    if handle == snapshot {
+        return Err(Not::Failed(Error::refused(format!(
+            "snapshot {snapshot} is backed up already, as {}; take a new snapshot",
+            base.about.id
+        ))));
+    }
+    let delta = client(endpoint)
+        .and_then(|client| repository.store.runtime().block_on(client.delta(handle, snapshot)));
+    let blocks = match delta {
+        Ok(blocks) => blocks,
+        Err(error) if error.advice() == Advice::FullBackup => {
+            return Err(Not::Possible(format!("the driver gives no delta from {handle}: {error}")));
+        }
+        Err(error) => return Err(Not::Failed(error.into())),
+    };
+    let size = blocks.capacity();
+    if size != base.about.size {
+        return Err(Not::Possible(format!(
+            "the volume has {size} bytes, and had {} in {}",
+            base.about.size, base.about.id
+        )));
+    }
+    fits(device, size)?;
+    let base_id = Some(base.about.id.clone());
+    let done = partial.filter(|partial| partial.about.base == base_id && partial.about.size == size);
+    let about = About { base: base_id, ..about(request, Kind::Incremental, size)? };
+    Ok(Job { about, base: Some(base), ranges: Ranges::Stream(Box::new(blocks)), done })
+}
+
+/// The backup that an incremental one is made over: of the snapshot that is named, or the last one of the volume.
+fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>) -> Result<Index, Not> {
+    let mut damaged = None;
+    for id in repository.ids()?.iter().rev() {
+        let index = match repository.index(id) {
+            Ok(index) => index,
+            Err(error) if error.is_damage() => {
+                damaged.get_or_insert(base::report(&error));
+                continue;
+            }
+            Err(error) => return Err(Not::Failed(error)),
+        };
+        let of_partial = partial.is_none_or(|partial| partial.about.base.as_ref() == Some(id));
+        let of_base = request.base.is_none() || index.about.snapshot == request.base;
+        if index.about.volume == request.volume && of_base && of_partial {
+            return match repository.known_damage(id)? {
+                Some(what) => Err(Not::Possible(format!("the last backup, {id}, is damaged: {what}"))),
+                None => {
+                    repository.check_packs(&index)?;
+                    Ok(index)
+                }
+            };
+        }
+    }
+    Err(Not::Possible(match (damaged, &request.base) {
+        (Some(damaged), _) => damaged,
+        (None, Some(base)) => format!("no backup of {} is of snapshot {base}", request.volume),
+        (None, None) => format!("there is no earlier backup of {}", request.volume),
+    }))
+}
+
+fn client(endpoint: &str) -> Result<Client, snapshot_metadata_client::Error> {
+    Client::csi(endpoint)
+}
+
+fn fits(device: &Device, size: u64) -> Result<()> {
+    match device.size() >= size {
+        true => Ok(()),
+        false => Err(Error::refused(format!(
+            "{} has {} bytes, and the snapshot has {size}: it is not the device of that snapshot",
+            device.path().display(),
+            device.size()
+        ))),
+    }
+}
