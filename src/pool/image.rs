@@ -1,6 +1,7 @@
 //! A pool image: attaching it to a loop device, and mounting it.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use super::format::Format;
 use super::{Error, Result};
@@ -39,16 +40,18 @@ impl Image {
         let dev = device.dev()?;
         let is_mounted =
             || Ok::<_, Error>(mount::mounted_at(mount_point)?.is_some_and(|mounted| mounted.is_of(&dev)));
-        if is_mounted()? && !takes_writes(mount_point) {
-            revive(mount_point)?;
-        }
-        if !is_mounted()? {
+        let mount = || {
             let (name, options) = (format.name(), format.mount_options());
-            let mounted = mount::mount(&device.path(), mount_point, name, Flags::MS_NOATIME, options);
-            if let Err(error) = mounted {
-                device.detach()?;
-                return Err(error.into());
-            }
+            mount::mount(&device.path(), mount_point, name, Flags::MS_NOATIME, options)
+        };
+        let mounted = match is_mounted()? {
+            true if takes_writes(mount_point) => Ok(()),
+            true => mount_anew(mount_point, mount),
+            false => mount(),
+        };
+        if let Err(error) = mounted {
+            device.detach()?;
+            return Err(error.into());
         }
         let (path, mount_point) = (image.to_owned(), mount_point.to_owned());
         Ok(Image { path, device, mount_point, format, _lock: lock })
@@ -63,18 +66,33 @@ fn takes_writes(mount_point: &Path) -> bool {
     }
 }
 
-/// Unmounts a filesystem that takes no changes any more: mounted anew it may. While volumes on it are in use
-/// that cannot be, and reads go on.
-fn revive(mount_point: &Path) -> Result<()> {
+/// For how long a filesystem that is unmounted here and still dead is mounted once more. A mount namespace made a moment
+/// ago, as for every container that starts, has copies of all mounts until it has given them up; while one is left, a
+/// mount shows the same dead filesystem.
+const COPIES_END: Duration = Duration::from_secs(5);
+
+/// Unmounts a filesystem that takes no changes any more, and mounts it anew. While volumes on it are in use that cannot
+/// be, and reads go on.
+fn mount_anew(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
     let path = mount_point.display();
-    match mount::unmount(mount_point) {
-        Ok(()) => tracing::warn!(%path, "the pool took no writes, it is mounted anew"),
-        Err(error) if error.errno() == Some(libc::EBUSY) => tracing::error!(
-            %path,
-            "the pool takes no writes, and volumes in use keep it from being mounted anew: unpublish and unstage \
-             them, or unmount them and detach their loop devices by hand, and restart the driver"
-        ),
-        Err(error) => return Err(error.into()),
+    let deadline = Instant::now() + COPIES_END;
+    loop {
+        match mount::unmount(mount_point) {
+            Ok(()) => tracing::warn!(%path, "the pool took no writes, it is mounted anew"),
+            Err(error) if error.errno() == Some(libc::EBUSY) => {
+                tracing::error!(
+                    %path,
+                    "the pool takes no writes, and volumes in use keep it from being mounted anew: unpublish and \
+                     unstage them, or unmount them and detach their loop devices by hand, and restart the driver"
+                );
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        }
+        mount()?;
+        if takes_writes(mount_point) || Instant::now() >= deadline {
+            return Ok(());
+        }
+        std::thread::sleep(COPIES_END / 50);
     }
-    Ok(())
 }

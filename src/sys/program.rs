@@ -3,12 +3,14 @@
 //! Everything that is a system call is made as one; these are called because no other code may
 //! claim to know their formats. None outlives the driver: its next start may use the same device.
 
-use std::ffi::OsStr;
+use std::ffi::{CStr, OsStr};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 
@@ -26,16 +28,20 @@ pub fn run<S: AsRef<OsStr>>(
     let mut command = Command::new(program);
     command.args(arguments).arg(subject).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let driver = nix::unistd::getpid();
-    let end_with_driver = move || {
+    let prepare = move || {
         set_pdeathsig(Signal::SIGKILL)?;
-        match nix::unistd::getppid() == driver {
-            true => Ok(()),
+        if nix::unistd::getppid() != driver {
             // It was killed before the kernel knew.
-            false => Err(io::ErrorKind::BrokenPipe.into()),
+            return Err(io::ErrorKind::BrokenPipe.into());
         }
+        if program == "mkfs.btrfs" {
+            // Without the right to, it looks at them and may well succeed.
+            let _ = hide_mounts();
+        }
+        Ok(())
     };
-    // SAFETY: between fork and exec it makes two system calls and allocates nothing.
-    unsafe { command.pre_exec(end_with_driver) };
+    // SAFETY: between fork and exec it makes system calls and allocates nothing.
+    unsafe { command.pre_exec(prepare) };
     let child =
         step("run", program.as_ref(), || command.spawn()).map_err(|error| match error.source.kind() {
             io::ErrorKind::NotFound => Error { operation: "run (install the program on this node)", ..error },
@@ -54,6 +60,16 @@ pub fn run<S: AsRef<OsStr>>(
             Err(io::Error::other(message)).context("run a program on", subject)
         }
     }
+}
+
+/// Shows the calling process an empty table of mounts. mkfs.btrfs asks every loop device in that table for its file, and
+/// gives up when one of them, which may be anybody's, lies on a filesystem that is dead. That the subject is not mounted
+/// it has by other means: an image is new, and a device is opened exclusively.
+#[expect(clippy::disallowed_methods, reason = "in a namespace that ends with the program")]
+fn hide_mounts() -> nix::Result<()> {
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    mount(None::<&CStr>, c"/", None::<&CStr>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&CStr>)?;
+    mount(Some(c"/dev/null"), c"/proc/self/mounts", None::<&CStr>, MsFlags::MS_BIND, None::<&CStr>)
 }
 
 /// Whether `program` is on the path.

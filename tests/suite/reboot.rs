@@ -64,6 +64,22 @@ async fn every_volume_comes_back_after_a_reboot(
     rig.finish();
 }
 
+/// A driver to be run in a mount namespace of its own, after a shell has run `prepare` there. The namespace gives up the
+/// mounts of the tests beside it: a filesystem lives as long as any namespace has it mounted.
+pub fn driver_in_namespace(dir: &Path, pool: PoolKind, prepare: &str) -> Command {
+    let driver = driver_command(dir, pool);
+    let own = dir.display();
+    let script = format!(
+        "grep -o '/[^ ]*/deltapath-test-[^ ]*' /proc/self/mounts | grep -v '^{own}/' | xargs -r umount -l 2>/dev/null || true
+        {prepare}
+        exec \"$@\""
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--propagation", "private", "--", "sh", "-e", "-c", &script, "sh"]);
+    command.arg(driver.get_program()).args(driver.get_args()).env_remove("CSI_ENDPOINT").stdin(Stdio::null());
+    command
+}
+
 /// A driver in a mount namespace of its own, as a container's: killed with its mounts, its devices stay.
 pub struct Secluded {
     dir: PathBuf,
@@ -79,14 +95,7 @@ impl Secluded {
     pub async fn start_after(dir: &Path, pool: PoolKind, prepare: &str) -> (Self, Client) {
         let log =
             std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
-        let driver = driver_command(dir, pool);
-        let child = Command::new("unshare")
-            .args(["--mount", "--propagation", "private", "--", "sh", "-e", "-c"])
-            .args([&format!("{prepare}\nexec \"$@\""), "sh"])
-            .arg(driver.get_program())
-            .args(driver.get_args())
-            .env_remove("CSI_ENDPOINT")
-            .stdin(Stdio::null())
+        let child = driver_in_namespace(dir, pool, prepare)
             .stdout(Stdio::null())
             .stderr(log)
             .spawn()

@@ -8,9 +8,9 @@ use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
-use crate::reboot::{Secluded, SweptOnDrop};
+use crate::reboot::{Secluded, SweptOnDrop, driver_in_namespace};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, MIB, PoolKind, driver_command, temp_dir};
+use testkit::{BLOCK, MIB, PoolKind, temp_dir};
 
 /// Runs a command in the driver's namespace.
 fn within(secluded: &Secluded, command: &[&str]) {
@@ -65,15 +65,10 @@ async fn without_a_loop_device_only_its_user_fails() {
 
 /// Runs a driver in a namespace with another `/dev`, which must end, and returns what it said.
 fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
-    let driver = driver_command(dir, pool);
-    let output = Command::new("timeout")
-        .args(["30", "unshare", "--mount", "--propagation", "private", "--", "sh", "-e", "-c"])
-        .args([&format!("{prepare}\nexec \"$@\""), "sh"])
-        .arg(driver.get_program())
-        .args(driver.get_args())
-        .stdin(Stdio::null())
-        .output()
-        .expect("unshare");
+    let driver = driver_in_namespace(dir, pool, prepare);
+    let mut limited = Command::new("timeout");
+    limited.arg("30").arg(driver.get_program()).args(driver.get_args()).stdin(Stdio::null());
+    let output = limited.output().expect("unshare");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     said

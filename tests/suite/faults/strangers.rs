@@ -11,13 +11,14 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use deltapath::sys::loopdev::{Access, LoopDevice};
-use deltapath::sys::mount;
+use deltapath::sys::{mount, program};
 use fuser::{
     Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
     MountOption, OpenFlags, ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request, Session,
 };
 
-use super::DeadDevices;
+use super::{DeadDevices, Disk};
+use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, temp_dir};
 
@@ -72,6 +73,32 @@ async fn a_dead_loop_device_of_somebodys_stops_nobody() {
         rig.finish();
     }
     dead.detach();
+}
+
+/// Mounted, too: mkfs.btrfs asks each loop device that is mounted anywhere for its file, and one that is dead has none.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
+    let disk = Disk::new("xfs", &["-q"], 320 << 20);
+    let place = temp_dir();
+    let _swept = SweptOnDrop(place.path().to_owned());
+    let image = disk.mount_point.join("image");
+    std::fs::File::create(&image).and_then(|file| file.set_len(16 << 20)).expect("image");
+    program::run("mkfs.ext4", &["-q"], &image, |code| code == 0).expect("mkfs");
+    let mounted_at = place.path().join("mnt");
+    std::fs::create_dir(&mounted_at).expect("mkdir");
+    let mounted =
+        std::process::Command::new("mount").args(["-o", "loop"]).args([&image, &mounted_at]).status();
+    assert!(mounted.expect("mount").success());
+    program::run("xfs_io", &["-x", "-c", "shutdown"], &disk.mount_point, |code| code == 0).expect("shutdown");
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("files", 128 * MIB, mount_capability("btrfs"));
+    let files = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    rig.client.publish(&files, mount_capability("btrfs"), false, &kubelet).await.expect("publish");
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.client.delete_volume(&files).await.expect("DeleteVolume");
+    rig.finish();
 }
 
 /// A filesystem whose files are there and answer nothing any more, once it is told to be silent.
