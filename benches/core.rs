@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use base::{BlockRange, BlockSize, ObjectDir, Stop, Urgent};
+use base::{Block, BlockRange, BlockSize, ObjectDir, Stop, Urgent};
 use cbt::{
     AllocatedScan, Allocation, DeltaScan, Found, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side,
     ToHash, Tuples,
@@ -29,7 +29,7 @@ fn header(blocks: u64) -> MapHeader {
 fn write_map(path: &Path, blocks: u64, ranges: impl Iterator<Item = (u64, u64)>) {
     let mut writer = MapWriter::create(path, header(blocks)).expect("create");
     for (start, end) in ranges {
-        writer.insert(BlockRange { start, end }).expect("insert");
+        writer.insert(BlockRange::new(start, end)).expect("insert");
     }
     writer.finish().expect("finish");
 }
@@ -129,7 +129,7 @@ fn deltas(criterion: &mut Criterion) {
         bencher.iter(|| {
             let side = |object| Side::open(object).expect("open");
             let way = vec![MapFile::open(&changed).expect("map")];
-            let mut scan = DeltaScan::new(side(&base), side(&target), Some(way), 0);
+            let mut scan = DeltaScan::new(side(&base), side(&target), Some(way), Block(0));
             let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
             let mut found = 0;
             while let Found::Run(run) = scan.next_run(&stop, until).expect("scan") {
@@ -151,7 +151,7 @@ fn tuples(criterion: &mut Criterion) {
     group.bench_function("bare pushes to a vector", |bencher| {
         bencher.iter(|| {
             for message in 0..ALTERNATE / 4096 {
-                let range = |block| BlockRange { start: block * 2, end: block * 2 + 1 }.bytes(SIZE);
+                let range = |block| BlockRange::new(block * 2, block * 2 + 1).bytes(SIZE);
                 let tuples: Vec<_> = (message * 4096..(message + 1) * 4096).map(range).collect();
                 black_box(tuples);
             }
@@ -159,8 +159,10 @@ fn tuples(criterion: &mut Criterion) {
     });
     group.bench_function("Tuples from a stored map", |bencher| {
         bencher.iter(|| {
-            let scan =
-                AllocatedScan::new(Allocation::new(MapFile::open(&path).expect("map"), None, &path), 0);
+            let scan = AllocatedScan::new(
+                Allocation::new(MapFile::open(&path).expect("map"), None, &path),
+                Block(0),
+            );
             let mut tuples = Tuples::new(RunSource::Allocated(Box::new(scan)), SIZE, true);
             let until = Instant::now() + Duration::from_secs(60);
             let (mut total, mut more) = (0, true);

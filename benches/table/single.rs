@@ -38,7 +38,7 @@ pub fn hashing(table: &mut Table) {
     let header = MapHeader { block_size: size, blocks, relative_to: None };
     let map = dir.path().join("map");
     let mut writer = MapWriter::create(&map, header).expect("create");
-    writer.insert(BlockRange { start: 0, end: blocks }).expect("insert");
+    writer.insert(BlockRange::new(0, blocks)).expect("insert");
     writer.finish().expect("finish");
     let map = MapFile::open(&map).expect("open");
     let hashes = HashFile::create(&dir.path().join("hashes")).expect("create");

@@ -33,7 +33,7 @@ pub async fn run(table: &mut Table) {
     let snapshot = rig.snapshot("snapshot", &volume).await;
     host::replace_map(&host::snapshot_dir(&rig, &snapshot).allocated(), |writer| {
         for block in 0..TUPLES {
-            writer.insert(BlockRange { start: block * 2, end: block * 2 + 1 }).expect("insert");
+            writer.insert(BlockRange::new(block * 2, block * 2 + 1)).expect("insert");
         }
     });
     let dir = tempfile::tempdir().expect("temp dir");

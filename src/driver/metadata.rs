@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::streams::{Place, Share, Streams};
 use super::{Driver, Error, Result};
 use crate::store::{SnapshotRecord, TupleStyle};
-use base::{BlockSize, ByteRange, Stop};
+use base::{Block, ByteRange, Stop};
 use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples};
 use files::Context;
 
@@ -240,7 +240,7 @@ fn gone_or(error: cbt::Error, record: &SnapshotRecord) -> Error {
 #[derive(Clone, Copy, Debug)]
 struct Position {
     /// The block that holds the starting offset.
-    block: u64,
+    block: Block,
     most: usize,
 }
 
@@ -259,8 +259,7 @@ impl Position {
         };
         match u64::try_from(request.starting_offset) {
             Ok(offset) if offset <= record.capacity => {
-                let size: BlockSize = record.block_size;
-                Ok(Position { block: size.block_of(offset), most })
+                Ok(Position { block: record.block_size.block_of(offset), most })
             }
             _ => Err(Error::OutOfRange {
                 field: "starting_offset",

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
-use cbt::MapFile;
+use cbt::{MapFile, SegmentIndex};
 
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
@@ -119,7 +119,12 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say() {
         let (volume, device) = rig.block_volume("example", 8 * BLOCK as i64).await;
         let mut content = Content::default();
         let members = |path: &Path| -> Vec<u32> {
-            MapFile::open(path).expect("open").segment(0).expect("segment").into_iter().collect()
+            MapFile::open(path)
+                .expect("open")
+                .segment(SegmentIndex(0))
+                .expect("segment")
+                .into_iter()
+                .collect()
         };
         let is_compared = |rig: &Rig, id: &str| {
             let dir = live(rig, id);

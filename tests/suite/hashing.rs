@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt;
 
 use base::BlockRange;
-use cbt::{MapFile, MapWriter};
+use cbt::{MapFile, MapWriter, SegmentIndex};
 
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
@@ -65,8 +65,8 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
             let wrong = path.with_extension("wrong");
             let mut writer = MapWriter::create(&wrong, sound.header().clone()).expect("create");
             let blocks = 1600 * BLOCK / block;
-            writer.insert(BlockRange { start: 0, end: 5 }).expect("insert");
-            writer.insert(BlockRange { start: 6, end: blocks + 2 }).expect("insert");
+            writer.insert(BlockRange::new(0, 5)).expect("insert");
+            writer.insert(BlockRange::new(6, blocks + 2)).expect("insert");
             writer.finish().expect("finish");
             std::fs::rename(&wrong, &path).expect("replace");
         }
@@ -76,8 +76,10 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
         for (id, content) in &taken {
             let expected = content.allocated(block);
             let mended = || {
-                let map =
-                    MapFile::open(&live(&rig, id).allocated()).expect("open").segment(0).expect("segment");
+                let map = MapFile::open(&live(&rig, id).allocated())
+                    .expect("open")
+                    .segment(SegmentIndex(0))
+                    .expect("segment");
                 map.iter().map(u64::from).eq(expected.iter().copied())
             };
             until("mended", mended).await;

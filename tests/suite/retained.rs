@@ -327,7 +327,7 @@ async fn zeroed_space_that_was_read_is_a_hole(
     let header = MapFile::open(&dir.pending()).expect("open").header().clone();
     std::fs::remove_file(dir.allocated()).expect("remove");
     let mut map = MapWriter::create(&dir.allocated(), header).expect("create");
-    map.insert(BlockRange { start: 0, end: 200 }).expect("insert");
+    map.insert(BlockRange::new(0, 200)).expect("insert");
     map.finish().expect("finish");
     let list = rig.client.delta(base, target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), changed, "{pool:?}: the hash of another snapshot counted");

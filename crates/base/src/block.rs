@@ -1,6 +1,7 @@
 //! Positions and lengths, in blocks and in bytes.
 
 use std::fmt;
+use std::ops::{Add, Sub};
 
 use serde::{Deserialize, Serialize};
 
@@ -28,8 +29,8 @@ impl BlockSize {
     }
 
     /// The block that holds byte `offset`.
-    pub const fn block_of(self, offset: u64) -> u64 {
-        offset / self.bytes()
+    pub const fn block_of(self, offset: u64) -> Block {
+        Block(offset / self.bytes())
     }
 
     /// The number of blocks that `bytes` fill, the last one perhaps in part.
@@ -73,6 +74,33 @@ impl fmt::Display for BlockSize {
     }
 }
 
+/// A block of a volume, by its number from the volume's start. Never one of a segment of a map, or of a hash page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Block(pub u64);
+
+impl Add<u64> for Block {
+    type Output = Block;
+
+    fn add(self, blocks: u64) -> Block {
+        Block(self.0 + blocks)
+    }
+}
+
+/// The number of blocks from one to another.
+impl Sub for Block {
+    type Output = u64;
+
+    fn sub(self, earlier: Block) -> u64 {
+        self.0 - earlier.0
+    }
+}
+
+impl fmt::Display for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
 /// A half-open range of bytes, `start..end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ByteRange {
@@ -96,35 +124,50 @@ impl ByteRange {
     /// The blocks it touches, the outer ones perhaps in part.
     pub const fn blocks(self, size: BlockSize) -> BlockRange {
         if self.is_empty() {
-            return BlockRange { start: 0, end: 0 };
+            return BlockRange::new(0, 0);
         }
-        BlockRange { start: size.block_of(self.start), end: size.blocks_in(self.end) }
+        BlockRange { start: size.block_of(self.start), end: Block(size.blocks_in(self.end)) }
     }
 }
 
-/// A half-open range of block indexes, `start..end`.
+/// A half-open range of blocks, `start..end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockRange {
     /// First block.
-    pub start: u64,
+    pub start: Block,
     /// The block after the last one.
-    pub end: u64,
+    pub end: Block,
 }
 
 impl BlockRange {
+    /// The blocks of these numbers.
+    pub const fn new(start: u64, end: u64) -> Self {
+        BlockRange { start: Block(start), end: Block(end) }
+    }
+
+    /// One block.
+    pub const fn one(block: Block) -> Self {
+        BlockRange { start: block, end: Block(block.0 + 1) }
+    }
+
+    /// Each of them, ascending.
+    pub fn blocks(self) -> impl Iterator<Item = Block> {
+        (self.start.0..self.end.0).map(Block)
+    }
+
     /// Number of blocks.
     pub const fn len(self) -> u64 {
-        self.end - self.start
+        self.end.0 - self.start.0
     }
 
     /// Whether it holds no block.
     pub const fn is_empty(self) -> bool {
-        self.start >= self.end
+        self.start.0 >= self.end.0
     }
 
     /// The bytes these blocks cover.
     pub const fn bytes(self, size: BlockSize) -> ByteRange {
-        ByteRange { start: self.start * size.bytes(), end: self.end * size.bytes() }
+        ByteRange { start: self.start.0 * size.bytes(), end: self.end.0 * size.bytes() }
     }
 }
 
@@ -157,9 +200,9 @@ mod tests {
     #[test]
     fn a_byte_range_touches_partial_blocks() {
         let blocks = |start, end| ByteRange { start, end }.blocks(BlockSize::MIN);
-        assert_eq!(blocks(0, 1), BlockRange { start: 0, end: 1 });
-        assert_eq!(blocks(4095, 4097), BlockRange { start: 0, end: 2 });
-        assert_eq!(blocks(4096, 8192), BlockRange { start: 1, end: 2 });
+        assert_eq!(blocks(0, 1), BlockRange::new(0, 1));
+        assert_eq!(blocks(4095, 4097), BlockRange::new(0, 2));
+        assert_eq!(blocks(4096, 8192), BlockRange::new(1, 2));
         assert!(blocks(5000, 5000).is_empty());
     }
 }

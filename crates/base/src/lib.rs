@@ -18,7 +18,7 @@ mod report;
 mod stop;
 mod urgent;
 
-pub use block::{BlockRange, BlockSize, BlockSizeError, ByteRange};
+pub use block::{Block, BlockRange, BlockSize, BlockSizeError, ByteRange};
 pub use endpoint::Endpoint;
 pub use extent::{Extent, Place, Written};
 pub use ids::{GroupId, IdError, SnapshotId, VolumeId};

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 
 use roaring::RoaringBitmap;
 
-use super::segment::{MapFile, MapHeader, MapWriter, segment_range};
+use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex};
 use super::walk::Segments;
 use super::{Error, Result};
-use base::{BlockRange, BlockSize, ByteRange, Stop};
+use base::{Block, BlockRange, BlockSize, Stop};
 use files::DataRanges;
 
 /// Writes the `allocated` map of a file that nobody writes any more; returns the number of its members.
@@ -20,9 +20,9 @@ pub fn scan_allocated(
     stop: &Stop,
 ) -> Result<u64> {
     let size = header.block_size;
-    let within = ByteRange { start: 0, end: header.blocks * size.bytes() };
+    let within = BlockRange::new(0, header.blocks).bytes(size);
     let mut writer = MapWriter::create(map_path, header)?;
-    let (mut next, mut count) = (0, 0);
+    let (mut next, mut count) = (Block(0), 0);
     for range in DataRanges::of(data, data_path, within) {
         stop.check()?;
         let blocks = range?.blocks(size);
@@ -67,7 +67,7 @@ impl Allocation {
     ///
     /// # Errors
     /// [`Error::Lost`] where the data is gone.
-    pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
+    pub fn segment(&self, index: SegmentIndex) -> Result<RoaringBitmap> {
         match (self.map.segment(index), &self.data) {
             (Err(Error::Damaged { path, what }), Some(data)) => {
                 tracing::error!(path = %path.display(), what, "a map is damaged, asking the data instead");
@@ -86,10 +86,10 @@ impl Allocation {
         data_path: &Path,
         size: BlockSize,
         blocks: u64,
-        index: u32,
+        index: SegmentIndex,
     ) -> Result<RoaringBitmap> {
-        let segment = segment_range(index);
-        let within = BlockRange { end: segment.end.min(blocks), ..segment }.bytes(size);
+        let segment = index.blocks();
+        let within = BlockRange { end: segment.end.min(Block(blocks)), ..segment }.bytes(size);
         let mut members = RoaringBitmap::new();
         for range in DataRanges::of(data, data_path, within) {
             let found = range?.blocks(size);
@@ -108,7 +108,7 @@ pub struct AllocatedScan {
 
 /// What is left of the segment that an [`AllocatedScan`] is in.
 pub(super) struct Runs {
-    index: u32,
+    index: SegmentIndex,
     members: roaring::bitmap::IntoIter,
     /// Memory it takes.
     pub(super) bytes: usize,
@@ -116,7 +116,7 @@ pub(super) struct Runs {
 
 impl AllocatedScan {
     /// Starts at block `start`.
-    pub fn new(map: Allocation, start: u64) -> Self {
+    pub fn new(map: Allocation, start: Block) -> Self {
         let segments = Segments::new(map.map().indexes().collect(), start);
         AllocatedScan { map, segments, segment: None }
     }
@@ -127,10 +127,9 @@ impl AllocatedScan {
             if let Some(segment) = &mut self.segment
                 && let Some(run) = segment.members.next_range()
             {
-                let first = segment_range(segment.index).start;
                 let run = BlockRange {
-                    start: first + u64::from(*run.start()),
-                    end: first + u64::from(*run.end()) + 1,
+                    start: segment.index.block(*run.start()),
+                    end: segment.index.block(*run.end()) + 1,
                 };
                 self.segments.next = run.end;
                 return Ok(Some(run));
@@ -143,15 +142,14 @@ impl AllocatedScan {
 
     /// Hands out blocks one by one, ascending, `most` of them or all that are left. `Ok(false)` when no more
     /// will follow.
-    pub fn next_blocks(&mut self, most: usize, stop: &Stop, mut put: impl FnMut(u64)) -> Result<bool> {
+    pub fn next_blocks(&mut self, most: usize, stop: &Stop, mut put: impl FnMut(Block)) -> Result<bool> {
         let mut left = most;
         while left > 0 {
             let before = left;
             if let Some(segment) = &mut self.segment {
-                let first = segment_range(segment.index).start;
                 // Not `next_many`: on a run that ends with its container roaring 0.12.0 overflows in it.
                 for within in segment.members.by_ref().take(before) {
-                    let block = first + u64::from(within);
+                    let block = segment.index.block(within);
                     put(block);
                     self.segments.next = block + 1;
                     left -= 1;
@@ -169,7 +167,7 @@ impl AllocatedScan {
     fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
         stop.check()?;
         if let Some(done) = self.segment.take() {
-            self.segments.next = segment_range(done.index).end;
+            self.segments.next = done.index.blocks().end;
         }
         let Some(index) = self.segments.current() else { return Ok(false) };
         let members = self.segments.not_passed(self.map.segment(index)?, index);

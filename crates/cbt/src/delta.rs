@@ -11,10 +11,10 @@ use super::ahead::Ahead;
 use super::allocation::Allocation;
 use super::hash::zero_hash;
 use super::hashfile::{HashFile, HashReader};
-use super::segment::{MapFile, all_indexes, all_of_a_segment, segment_range};
+use super::segment::{MapFile, SegmentIndex, all_indexes, all_of_a_segment};
 use super::walk::{Found, Segments};
 use super::{BlockHash, Error, Result};
-use base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
+use base::{Block, BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
 use files::Context;
 
 /// One of the two snapshots of a comparison: its maps, its hashes and its bytes, all open, so that
@@ -56,11 +56,11 @@ impl Side {
         })
     }
 
-    fn segment(&self, index: u32) -> Result<SideSegment> {
+    fn segment(&self, index: SegmentIndex) -> Result<SideSegment> {
         Ok(SideSegment { allocated: self.allocated.segment(index)?, pending: self.pending_segment(index)? })
     }
 
-    fn pending_segment(&self, index: u32) -> Result<RoaringBitmap> {
+    fn pending_segment(&self, index: SegmentIndex) -> Result<RoaringBitmap> {
         let sound = self.pending.as_ref().map_or(Ok(None), |map| map.sound_segment(index))?;
         match (sound, &self.data) {
             (Some(members), _) => Ok(members),
@@ -71,7 +71,7 @@ impl Side {
         }
     }
 
-    fn content(&mut self, segment: &SideSegment, within: u32, block: u64) -> Result<Content> {
+    fn content(&mut self, segment: &SideSegment, within: u32, block: Block) -> Result<Content> {
         if !segment.allocated.contains(within) {
             return Ok(Content::Hole);
         }
@@ -190,7 +190,7 @@ struct Sides {
 
 /// The segment that a [`DeltaScan`] is in.
 pub(super) struct Segment {
-    index: u32,
+    index: SegmentIndex,
     /// Memory it takes.
     pub(super) bytes: usize,
     base: SideSegment,
@@ -211,7 +211,7 @@ struct Changed {
 }
 
 /// `None` where a map is damaged, so that every block may have changed.
-fn changed_on_the_way(maps: &[MapFile], index: u32, stop: &Stop) -> Result<Option<Changed>> {
+fn changed_on_the_way(maps: &[MapFile], index: SegmentIndex, stop: &Stop) -> Result<Option<Changed>> {
     let (mut all, mut doubtful) = (RoaringBitmap::new(), RoaringBitmap::new());
     for map in maps {
         stop.check()?;
@@ -227,7 +227,7 @@ fn changed_on_the_way(maps: &[MapFile], index: u32, stop: &Stop) -> Result<Optio
 
 impl DeltaScan {
     /// Compares from block `start` on. Each map of `changed` covers one step of the way.
-    pub fn new(base: Side, target: Side, changed: Option<Vec<MapFile>>, start: u64) -> Self {
+    pub fn new(base: Side, target: Side, changed: Option<Vec<MapFile>>, start: Block) -> Self {
         let size = target.allocated.header().block_size;
         let indexes = match &changed {
             Some(maps) => all_indexes(maps.iter()),
@@ -272,7 +272,7 @@ impl DeltaScan {
                 }
                 continue;
             };
-            let block = segment_range(segment.index).start + u64::from(within);
+            let block = segment.index.block(within);
             if let Some(run) = run
                 && block != run.end
             {
@@ -289,7 +289,7 @@ impl DeltaScan {
             segment.candidates.next();
             self.segments.next = block + 1;
             match (&mut run, differs) {
-                (None, true) => run = Some(BlockRange { start: block, end: block + 1 }),
+                (None, true) => run = Some(BlockRange::one(block)),
                 (Some(run), true) => run.end = block + 1,
                 (Some(run), false) => return Ok(Found::Run(*run)),
                 (None, false) => {}
@@ -301,7 +301,7 @@ impl DeltaScan {
     fn load_next_segment(&mut self, stop: &Stop) -> Result<bool> {
         stop.check()?;
         if let Some(done) = self.segment.take() {
-            self.segments.next = segment_range(done.index).end;
+            self.segments.next = done.index.blocks().end;
         }
         let Some(index) = self.segments.current() else { return Ok(false) };
         let mut found = match &self.changed {
@@ -333,7 +333,7 @@ impl DeltaScan {
         ];
         let bytes = maps.iter().map(|map| map.serialized_size()).sum();
         if candidates.is_empty() {
-            self.segments.next = segment_range(index).end;
+            self.segments.next = index.blocks().end;
             return Ok(true);
         }
         let candidates = candidates.into_iter().peekable();
@@ -365,7 +365,7 @@ impl DeltaScan {
 }
 
 impl Sides {
-    fn differ(&mut self, segment: &Segment, within: u32, block: u64, stop: &Stop) -> Result<bool> {
+    fn differ(&mut self, segment: &Segment, within: u32, block: Block, stop: &Stop) -> Result<bool> {
         if segment.certain.contains(within) {
             return Ok(true);
         }
@@ -376,17 +376,15 @@ impl Sides {
             Verdict::Differs => Ok(true),
             Verdict::Read => {
                 stop.check()?;
-                let bytes = BlockRange { start: block, end: block + 1 }.bytes(self.size);
+                let bytes = BlockRange::one(block).bytes(self.size);
                 let (known_base, known_target) = (base.hash(&self.zeros), target.hash(&self.zeros));
                 let mut ahead = std::mem::take(&mut self.ahead);
                 let differ =
                     ahead.timed(bytes.end, || self.read_and_compare(bytes, known_base, known_target));
-                let (size, first) = (self.size, segment_range(segment.index).start);
+                let size = self.size;
                 let next = || {
-                    segment.unhashed.range(within + 1..).map(|within| {
-                        let start = first + u64::from(within);
-                        BlockRange { start, end: start + 1 }.bytes(size)
-                    })
+                    let later = segment.unhashed.range(within + 1..);
+                    later.map(|within| BlockRange::one(segment.index.block(within)).bytes(size))
                 };
                 // Most likely the same side is read of those: one whose hash is known is not.
                 let base = self.base.data.iter().filter(|_| known_base.is_none());

@@ -9,9 +9,9 @@ use roaring::RoaringBitmap;
 
 use super::ahead::Ahead;
 use super::hash::{BlockHash, UNKNOWN};
-use super::segment::segment_range;
+use super::segment::SegmentIndex;
 use super::{Error, Result};
-use base::ByteRange;
+use base::{Block, ByteRange};
 use files::Context;
 use files::change;
 
@@ -75,28 +75,28 @@ impl Page {
     }
 
     /// The hash of a block of this page; `None` where it is unknown.
-    pub(super) fn get(&self, block: u64) -> Option<BlockHash> {
-        let at = (block % SLOTS) as usize * HASH;
+    pub(super) fn get(&self, block: Block) -> Option<BlockHash> {
+        let at = (block.0 % SLOTS) as usize * HASH;
         let slot: BlockHash = self.bytes[at..at + HASH].try_into().expect("a slot is 32 bytes");
         (slot != UNKNOWN).then_some(slot)
     }
 
     /// Makes the hash of a block unknown; tells whether it was known.
-    pub(super) fn forget(&mut self, block: u64) -> bool {
+    pub(super) fn forget(&mut self, block: Block) -> bool {
         let known = self.get(block).is_some();
         self.set(block, &UNKNOWN);
         known
     }
 
-    pub(super) fn set(&mut self, block: u64, hash: &BlockHash) {
-        let at = (block % SLOTS) as usize * HASH;
+    pub(super) fn set(&mut self, block: Block, hash: &BlockHash) {
+        let at = (block.0 % SLOTS) as usize * HASH;
         self.bytes[at..at + HASH].copy_from_slice(hash);
     }
 }
 
 /// The page of a block.
-pub(super) fn page_of(block: u64) -> u64 {
-    block / SLOTS
+pub(super) fn page_of(block: Block) -> u64 {
+    block.0 / SLOTS
 }
 
 impl HashFile {
@@ -226,7 +226,7 @@ impl HashReader {
     }
 
     /// The hash of `block`; `None` where it is unknown.
-    pub fn get(&mut self, block: u64) -> Result<Option<BlockHash>> {
+    pub fn get(&mut self, block: Block) -> Result<Option<BlockHash>> {
         let number = page_of(block);
         if let Some((cached, page)) = &self.cached
             && *cached == number
@@ -245,11 +245,10 @@ impl HashReader {
     }
 
     /// Those of a segment's blocks whose hash is not there.
-    pub fn unknown(&mut self, index: u32, members: &RoaringBitmap) -> Result<RoaringBitmap> {
-        let start = segment_range(index).start;
+    pub fn unknown(&mut self, index: SegmentIndex, members: &RoaringBitmap) -> Result<RoaringBitmap> {
         let mut unknown = RoaringBitmap::new();
         for block in members {
-            if self.get_if_readable(start + u64::from(block))?.is_none() {
+            if self.get_if_readable(index.block(block))?.is_none() {
                 unknown.insert(block);
             }
         }
@@ -257,7 +256,7 @@ impl HashReader {
     }
 
     /// The same for whoever needs no hash where there is none: `None` also where the disk does not give it back.
-    pub(super) fn get_if_readable(&mut self, block: u64) -> Result<Option<BlockHash>> {
+    pub(super) fn get_if_readable(&mut self, block: Block) -> Result<Option<BlockHash>> {
         match self.get(block) {
             Err(Error::Sys(error)) if error.is_unreadable() => {
                 self.cached = Some((page_of(block), Page::empty()));
@@ -285,8 +284,8 @@ mod tests {
         let path = dir.path().join("hashes");
         let file = HashFile::create(&path).expect("create");
         let mut page = file.page(3).expect("a page past the end is unknown");
-        page.set(3 * SLOTS + 5, &hash(1));
-        page.set(4 * SLOTS - 1, &hash(2));
+        page.set(Block(3 * SLOTS + 5), &hash(1));
+        page.set(Block(4 * SLOTS - 1), &hash(2));
         file.write_page(3, &mut page).expect("write");
         let mut reader = HashReader::new(HashFile::open(&path).expect("open"));
         let expected = [
@@ -297,7 +296,7 @@ mod tests {
             (4 * SLOTS, None),
         ];
         for (block, expected) in expected {
-            assert_eq!(reader.get(block).expect("get"), expected, "block {block}");
+            assert_eq!(reader.get(Block(block)).expect("get"), expected, "block {block}");
         }
     }
 
@@ -307,18 +306,18 @@ mod tests {
         let path = dir.path().join("hashes");
         let file = HashFile::create(&path).expect("create");
         let mut page = file.page(0).expect("page");
-        page.set(7, &hash(1));
+        page.set(Block(7), &hash(1));
         file.write_page(0, &mut page).expect("write");
         let sound = std::fs::read(&path).expect("read");
         for bit in (0..sound.len() * 8).step_by(61) {
             let mut bytes = sound.clone();
             bytes[bit / 8] ^= 1 << (bit % 8);
             std::fs::write(&path, &bytes).expect("write");
-            assert_eq!(file.page(0).expect("page").get(7), None, "bit {bit}");
+            assert_eq!(file.page(0).expect("page").get(Block(7)), None, "bit {bit}");
         }
         let displaced = [vec![0; PAGE], sound].concat();
         std::fs::write(&path, displaced).expect("write");
-        assert_eq!(file.page(1).expect("page").get(SLOTS + 7), None, "a page of another place");
+        assert_eq!(file.page(1).expect("page").get(Block(SLOTS + 7)), None, "a page of another place");
         let checksum = page.checksum(VERSION + 1, 0);
         page.bytes[PAGE - HASH..PAGE - CHECKSUM].copy_from_slice(&(VERSION + 1).to_le_bytes());
         page.bytes[PAGE - CHECKSUM..].copy_from_slice(&checksum);

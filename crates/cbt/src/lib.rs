@@ -31,7 +31,9 @@ pub use physical::PhysicalDiff;
 pub use runs::{Loaded, RunSource, Tuples};
 pub use scan::{Candidates, HashingCopy, ToHash, write_changed};
 pub use scrub::{Finding, Progress, check_maps, scrub};
-pub use segment::{MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, copy_map, write_union};
+pub use segment::{
+    MapFile, MapHeader, MapWriter, Relation, SEGMENT_BLOCKS, SegmentIndex, copy_map, write_union,
+};
 pub use walk::Found;
 pub use written::{NewMaps, write_written};
 

@@ -102,8 +102,7 @@ impl Tuples {
     ) -> Result<bool> {
         match (self.fixed, &mut self.source) {
             (true, RunSource::Allocated(scan)) => {
-                let block = |start| BlockRange { start, end: start + 1 }.bytes(self.size);
-                scan.next_blocks(most, stop, |start| tuples.push(block(start)))
+                scan.next_blocks(most, stop, |block| tuples.push(BlockRange::one(block).bytes(self.size)))
             }
             (true, RunSource::Delta(_)) => self.list(most, tuples, stop, until),
             (false, _) => self.join(most, tuples, stop, until),
@@ -120,8 +119,8 @@ impl Tuples {
         loop {
             if let Some(run) = self.open.take() {
                 let cut = run.end.min(run.start + (most - tuples.len()) as u64);
-                let block = |start| BlockRange { start, end: start + 1 }.bytes(self.size);
-                tuples.extend((run.start..cut).map(block));
+                let listed = BlockRange { end: cut, ..run }.blocks();
+                tuples.extend(listed.map(|block| BlockRange::one(block).bytes(self.size)));
                 if cut < run.end {
                     self.open = Some(BlockRange { start: cut, end: run.end });
                     return Ok(true);
@@ -168,6 +167,8 @@ impl Tuples {
 mod tests {
     use std::time::Duration;
 
+    use base::Block;
+
     use super::*;
     use crate::{Allocation, MapFile, MapHeader, MapWriter, SEGMENT_BLOCKS};
 
@@ -180,11 +181,11 @@ mod tests {
         let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to: None };
         let mut writer = MapWriter::create(&path, header).expect("create");
         for (start, end) in runs {
-            writer.insert(BlockRange { start: *start, end: *end }).expect("insert");
+            writer.insert(BlockRange::new(*start, *end)).expect("insert");
         }
         writer.finish().expect("finish");
         let map = Allocation::new(MapFile::open(&path).expect("open"), None, &path);
-        let scan = AllocatedScan::new(map, start);
+        let scan = AllocatedScan::new(map, Block(start));
         let mut tuples = Tuples::new(RunSource::Allocated(Box::new(scan)), SIZE, fixed);
         let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));
         let mut messages = Vec::new();

@@ -11,9 +11,9 @@ use roaring::RoaringBitmap;
 use super::ahead::Ahead;
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
-use super::segment::{MapFile, MapHeader, MapWriter, all_indexes, locate, segment_range};
+use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex, all_indexes, locate};
 use super::{BlockHash, Result};
-use base::{BlockRange, BlockSize, ByteRange, Stop, Urgent};
+use base::{Block, BlockRange, BlockSize, ByteRange, Stop, Urgent};
 use files::Context;
 
 /// Bytes read at once for hashing: enough to fill all lanes twice, and still in the core's own cache when
@@ -77,15 +77,14 @@ pub fn write_changed<I: Iterator<Item = files::Result<ByteRange>>>(
 
 /// Adds the members of `both` whose hashes differ or are unknown.
 fn differing_hashes(
-    index: u32,
+    index: SegmentIndex,
     both: RoaringBitmap,
     parent: &mut HashReader,
     child: &mut HashReader,
     changed: &mut RoaringBitmap,
 ) -> Result<()> {
-    let start = segment_range(index).start;
     for within in both {
-        let block = start + u64::from(within);
+        let block = index.block(within);
         let (before, after) = (parent.get_if_readable(block)?, child.get(block)?);
         if before.is_none() || before != after {
             changed.insert(within);
@@ -96,9 +95,9 @@ fn differing_hashes(
 
 /// Drops the segments before `index` and takes the one at it: blocks where neither side holds data
 /// cannot have changed.
-fn take_segment<I>(segments: &mut Peekable<I>, index: u32) -> Result<RoaringBitmap>
+fn take_segment<I>(segments: &mut Peekable<I>, index: SegmentIndex) -> Result<RoaringBitmap>
 where
-    I: Iterator<Item = files::Result<(u32, RoaringBitmap)>>,
+    I: Iterator<Item = files::Result<(SegmentIndex, RoaringBitmap)>>,
 {
     while let Some(item) = segments.next_if(|item| !matches!(item, Ok((at, _)) if *at > index)) {
         let (at, members) = item?;
@@ -128,10 +127,10 @@ impl<I: Iterator<Item = files::Result<ByteRange>>> BySegment<I> {
         }
     }
 
-    fn gather(&mut self) -> files::Result<Option<(u32, RoaringBitmap)>> {
+    fn gather(&mut self) -> files::Result<Option<(SegmentIndex, RoaringBitmap)>> {
         let Some(first) = self.next_range()? else { return Ok(None) };
         let (index, _) = locate(first.start);
-        let segment = segment_range(index);
+        let segment = index.blocks();
         let mut members = RoaringBitmap::new();
         self.carry = Some(first);
         while let Some(range) = self.next_range()? {
@@ -151,7 +150,7 @@ impl<I: Iterator<Item = files::Result<ByteRange>>> BySegment<I> {
 }
 
 impl<I: Iterator<Item = files::Result<ByteRange>>> Iterator for BySegment<I> {
-    type Item = files::Result<(u32, RoaringBitmap)>;
+    type Item = files::Result<(SegmentIndex, RoaringBitmap)>;
 
     fn next(&mut self) -> Option<Self::Item> {
         self.gather().transpose()
@@ -174,7 +173,7 @@ pub struct ToHash<'h> {
 
 impl ToHash<'_> {
     /// Hashes blocks of a segment, on all cores of the pool that the caller runs in.
-    pub fn hash_segment(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
+    pub fn hash_segment(&self, index: SegmentIndex, members: RoaringBitmap, stop: &Stop) -> Result<()> {
         let pages = runs_by_page(index, members);
         let all = pages.par_iter().enumerate();
         all.try_for_each_init(
@@ -201,7 +200,7 @@ impl ToHash<'_> {
         buffer: &mut Vec<u8>,
         ahead: &mut Ahead,
         stop: &Stop,
-        mut put: impl FnMut(u64, BlockHash),
+        mut put: impl FnMut(Block, BlockHash),
     ) -> Result<()> {
         let size = self.size;
         let at_once = (READ / size.bytes()).max(1);
@@ -215,17 +214,17 @@ impl ToHash<'_> {
             let read = ahead.timed(bytes.end, || self.data.read_exact_at(buffer, bytes.start));
             read.context("read", self.data_path)?;
             hash_each(buffer, size, |number, hash| put(block + number, hash));
-            block += count;
+            block = block + count;
         }
         Ok(())
     }
 
     /// Forgets the hashes of blocks that hold no data any more.
-    pub fn forget(&self, index: u32, members: RoaringBitmap, stop: &Stop) -> Result<()> {
+    pub fn forget(&self, index: SegmentIndex, members: RoaringBitmap, stop: &Stop) -> Result<()> {
         for (number, runs) in runs_by_page(index, members) {
             stop.check()?;
             let mut page = self.hashes.page_to_update(number)?;
-            let blocks = runs.into_iter().flat_map(|run| run.start..run.end);
+            let blocks = runs.into_iter().flat_map(BlockRange::blocks);
             if blocks.fold(false, |known, block| page.forget(block) | known) {
                 self.hashes.write_page(number, &mut page)?;
             }
@@ -237,7 +236,7 @@ impl ToHash<'_> {
     /// had.
     pub fn take_over(
         &self,
-        index: u32,
+        index: SegmentIndex,
         members: RoaringBitmap,
         from: &mut HashReader,
         stop: &Stop,
@@ -246,7 +245,7 @@ impl ToHash<'_> {
         for (number, runs) in runs_by_page(index, members) {
             stop.check()?;
             let mut page = self.hashes.page_to_update(number)?;
-            for block in runs.into_iter().flat_map(|run| run.start..run.end) {
+            for block in runs.into_iter().flat_map(BlockRange::blocks) {
                 if let Some(hash) = from.get_if_readable(block)? {
                     page.set(block, &hash);
                     taken.insert(locate(block).1);
@@ -259,15 +258,14 @@ impl ToHash<'_> {
 }
 
 /// The runs of a segment's members, cut where the page of their hashes ends.
-fn runs_by_page(index: u32, members: RoaringBitmap) -> Vec<(u64, Vec<BlockRange>)> {
-    let start = segment_range(index).start;
+fn runs_by_page(index: SegmentIndex, members: RoaringBitmap) -> Vec<(u64, Vec<BlockRange>)> {
     let mut pages: Vec<(u64, Vec<BlockRange>)> = Vec::new();
     let mut members = members.into_iter();
     while let Some(run) = members.next_range() {
-        let (mut block, end) = (start + u64::from(*run.start()), start + u64::from(*run.end()) + 1);
+        let (mut block, end) = (index.block(*run.start()), index.block(*run.end()) + 1);
         while block < end {
             let page = page_of(block);
-            let cut = end.min((page + 1) * SLOTS);
+            let cut = end.min(Block((page + 1) * SLOTS));
             let run = BlockRange { start: block, end: cut };
             match pages.last_mut() {
                 Some((last, runs)) if *last == page => runs.push(run),
@@ -314,16 +312,16 @@ impl HashingCopy {
             })
             .collect();
         let first = self.size.block_of(offset);
-        let mut block = first;
-        while block < first + hashed.len() as u64 {
-            let number = page_of(block);
-            let end = ((number + 1) * SLOTS).min(first + hashed.len() as u64);
+        let mut left = BlockRange { start: first, end: first + hashed.len() as u64 };
+        while !left.is_empty() {
+            let number = page_of(left.start);
+            let end = left.end.min(Block((number + 1) * SLOTS));
             let mut page = self.hashes.page_to_update(number)?;
-            for block in block..end {
+            for block in (BlockRange { end, ..left }).blocks() {
                 page.set(block, &hashed[(block - first) as usize]);
             }
             self.hashes.write_page(number, &mut page)?;
-            block = end;
+            left.start = end;
         }
         Ok(())
     }
@@ -335,12 +333,12 @@ mod tests {
 
     #[test]
     fn ranges_gather_by_segment_and_are_cut_at_the_border() {
-        let edge = segment_range(0).end;
+        let edge = crate::SEGMENT_BLOCKS;
         let size = BlockSize::MIN;
-        let bytes = |start: u64, end: u64| Ok(BlockRange { start, end }.bytes(size));
+        let bytes = |start: u64, end: u64| Ok(BlockRange::new(start, end).bytes(size));
         let ranges = vec![bytes(1, 3), bytes(edge - 1, 2 * edge + 1), bytes(2 * edge + 5, 2 * edge + 6)];
         let gathered: Vec<(u32, u64, Option<u32>)> = BySegment::new(ranges.into_iter(), size)
-            .map(|item| item.map(|(index, members)| (index, members.len(), members.max())).expect("no I/O"))
+            .map(|item| item.map(|(index, members)| (index.0, members.len(), members.max())).expect("no I/O"))
             .collect();
         assert_eq!(
             gathered,
@@ -351,8 +349,8 @@ mod tests {
     #[test]
     fn runs_are_cut_at_hash_pages() {
         let members: RoaringBitmap = (125..130).chain([400]).collect();
-        let run = |start, end| BlockRange { start, end };
+        let run = BlockRange::new;
         let expected = vec![(0, vec![run(125, 127)]), (1, vec![run(127, 130)]), (3, vec![run(400, 401)])];
-        assert_eq!(runs_by_page(0, members), expected);
+        assert_eq!(runs_by_page(SegmentIndex(0), members), expected);
     }
 }

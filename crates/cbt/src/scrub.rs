@@ -8,9 +8,9 @@ use roaring::RoaringBitmap;
 use super::allocation::Allocation;
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader};
-use super::segment::{MapFile, all_indexes, locate, segment_range};
+use super::segment::{MapFile, SegmentIndex, all_indexes, locate};
 use super::{Error, Result};
-use base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
+use base::{Block, BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
 use files::Context;
 use files::DataRanges;
 
@@ -46,9 +46,8 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
     for index in segments(&data, dir, length, allocated.as_ref(), size)? {
         stop.check()?;
         let found = Allocation::scan(&data, &path, size, size.blocks_in(length), index)?;
-        let at = |block: u32| segment_range(index).start + u64::from(block);
         if let Some(Ok(claimed)) = allocated.as_ref().map(|map| map.segment(index)) {
-            for run in runs(&claimed ^ &found, at) {
+            for run in runs(index, &claimed ^ &found) {
                 let what = "allocated.map and the data do not agree".to_owned();
                 findings.push(Finding { what, range: Some(run.bytes(size)) });
             }
@@ -59,10 +58,10 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
             _ => found.clone(),
         };
         progress((&found & &unhashed).len() * size.bytes());
-        let wrong = wrong_blocks(&data, dir, &hashes, size, runs(found - unhashed, at), progress, stop)?;
+        let wrong = wrong_blocks(&data, dir, &hashes, size, runs(index, found - unhashed), progress, stop)?;
         for what in [UNREADABLE, UNLIKE, UNHASHED] {
             let such = wrong.iter().filter(|(_, why)| *why == what);
-            for run in runs(such.map(|(block, _)| locate(*block).1).collect(), at) {
+            for run in runs(index, such.map(|(block, _)| locate(*block).1).collect()) {
                 findings.push(Finding { what: what.to_owned(), range: Some(run.bytes(size)) });
             }
         }
@@ -114,7 +113,7 @@ fn sound_map(path: &std::path::Path, findings: &mut Vec<Finding>) -> Result<Opti
         match map.segment(index) {
             Err(Error::Damaged { what, .. }) => {
                 let size = map.header().block_size;
-                tell(what, Some(segment_range(index).bytes(size)));
+                tell(what, Some(index.blocks().bytes(size)));
             }
             segment => drop(segment?),
         }
@@ -129,23 +128,23 @@ fn segments(
     length: u64,
     allocated: Option<&MapFile>,
     size: BlockSize,
-) -> Result<Vec<u32>> {
+) -> Result<Vec<SegmentIndex>> {
     let mut indexes = all_indexes(allocated.into_iter());
     let mut start = 0;
     while let Some(range) = DataRanges::of(data, &dir.data(), ByteRange { start, end: length }).next() {
         let index = locate(size.block_of(range?.start)).0;
         indexes.push(index);
-        start = segment_range(index).bytes(size).end;
+        start = index.blocks().bytes(size).end;
     }
     indexes.sort_unstable();
     indexes.dedup();
     Ok(indexes)
 }
 
-fn runs(members: RoaringBitmap, at: impl Fn(u32) -> u64) -> Vec<BlockRange> {
+fn runs(index: SegmentIndex, members: RoaringBitmap) -> Vec<BlockRange> {
     let mut members = members.into_iter();
     std::iter::from_fn(|| members.next_range())
-        .map(|run| BlockRange { start: at(*run.start()), end: at(*run.end()) + 1 })
+        .map(|run| BlockRange { start: index.block(*run.start()), end: index.block(*run.end()) + 1 })
         .collect()
 }
 
@@ -162,13 +161,13 @@ fn wrong_blocks(
     runs: Vec<BlockRange>,
     progress: Progress<'_>,
     stop: &Stop,
-) -> Result<Vec<(u64, &'static str)>> {
+) -> Result<Vec<(Block, &'static str)>> {
     let at_once = (SHARE / size.bytes()).max(1);
     let shares: Vec<BlockRange> = runs
         .into_iter()
         .flat_map(|run| {
             let share = move |start| BlockRange { start, end: run.end.min(start + at_once) };
-            (run.start..run.end).step_by(at_once as usize).map(share)
+            run.blocks().step_by(at_once as usize).map(share)
         })
         .collect();
     let wrong = shares.par_iter().map_init(Vec::new, |buffer, share| {
@@ -178,7 +177,7 @@ fn wrong_blocks(
         buffer.resize(range.len() as usize, 0);
         if let Err(error) = data.read_exact_at(buffer, range.start) {
             tracing::error!(path = %dir.data().display(), %error, start = range.start, "data cannot be read");
-            return Ok((share.start..share.end).map(|block| (block, UNREADABLE)).collect());
+            return Ok(share.blocks().map(|block| (block, UNREADABLE)).collect());
         }
         let mut reader = HashReader::new(hashes.try_clone()?);
         let mut computed = Vec::new();

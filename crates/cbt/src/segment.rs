@@ -8,12 +8,35 @@ use std::path::{Path, PathBuf};
 use roaring::RoaringBitmap;
 
 use super::{Error, Result};
-use base::{BlockRange, BlockSize, SnapshotId, Stop};
+use base::{Block, BlockRange, BlockSize, SnapshotId, Stop};
 use files::Context;
 use files::change;
 
 /// Blocks a segment covers: 16 GiB at 4 KiB blocks, a bitmap of at most 512 KiB in memory.
 pub const SEGMENT_BLOCKS: u64 = 1 << 22;
+
+/// A segment of a map, by its number from the volume's start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SegmentIndex(pub u32);
+
+impl SegmentIndex {
+    /// The blocks it covers.
+    pub fn blocks(self) -> BlockRange {
+        let start = self.block(0);
+        BlockRange { start, end: start + SEGMENT_BLOCKS }
+    }
+
+    /// The block at a place in it.
+    pub fn block(self, within: u32) -> Block {
+        Block(u64::from(self.0) * SEGMENT_BLOCKS + u64::from(within))
+    }
+}
+
+impl std::fmt::Display for SegmentIndex {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
 
 const MAGIC: [u8; 8] = *b"dpathmap";
 const VERSION: u32 = 2;
@@ -70,7 +93,7 @@ pub struct MapFile {
     header: MapHeader,
     /// The segments of the table's rows. The rows stay on disk: a stream holds all maps of its chain open, and
     /// there may be a thousand streams.
-    indexes: Vec<u32>,
+    indexes: Vec<SegmentIndex>,
     table_at: u64,
     /// The most bytes that are stored of a segment.
     largest: u32,
@@ -78,7 +101,7 @@ pub struct MapFile {
 
 #[derive(Clone, Debug)]
 struct Entry {
-    index: u32,
+    index: SegmentIndex,
     length: u32,
     offset: u64,
     checksum: [u8; CHECKSUM],
@@ -132,11 +155,12 @@ impl MapFile {
         }
         let table_at = trailer_at - table_length;
         let table = || bytes.chunks_exact(ENTRY).map(Entry::decode);
-        let indexes: Vec<u32> = table().map(|entry| entry.index).collect();
+        let indexes: Vec<SegmentIndex> = table().map(|entry| entry.index).collect();
         let largest = table().map(|entry| entry.length).max().unwrap_or(0);
         let fits = |entry: Entry| {
             let end = entry.offset.checked_add(u64::from(entry.length));
-            end.is_some_and(|end| end <= table_at) && u64::from(entry.index) < blocks.div_ceil(SEGMENT_BLOCKS)
+            end.is_some_and(|end| end <= table_at)
+                && u64::from(entry.index.0) < blocks.div_ceil(SEGMENT_BLOCKS)
         };
         if !indexes.is_sorted_by(|row, next| row < next) || !table().all(fits) {
             return Err(Error::damaged(path, "its table holds impossible rows"));
@@ -163,7 +187,7 @@ impl MapFile {
     }
 
     /// The segments that hold members, ascending.
-    pub fn indexes(&self) -> impl Iterator<Item = u32> + '_ {
+    pub fn indexes(&self) -> impl Iterator<Item = SegmentIndex> + '_ {
         self.indexes.iter().copied()
     }
 
@@ -173,12 +197,12 @@ impl MapFile {
     }
 
     /// The members of a segment of such a map; `None` where it is damaged.
-    pub fn sound_segment(&self, index: u32) -> Result<Option<RoaringBitmap>> {
+    pub fn sound_segment(&self, index: SegmentIndex) -> Result<Option<RoaringBitmap>> {
         sound(self.segment(index))
     }
 
     /// The same with all blocks of a damaged one.
-    pub fn segment_or_all(&self, index: u32) -> Result<RoaringBitmap> {
+    pub fn segment_or_all(&self, index: SegmentIndex) -> Result<RoaringBitmap> {
         Ok(self.sound_segment(index)?.unwrap_or_else(all_of_a_segment))
     }
 
@@ -188,7 +212,7 @@ impl MapFile {
     }
 
     /// The row of a segment and the bytes that are stored of it; `None` where nothing is.
-    fn stored(&self, index: u32) -> Result<Option<(Entry, Vec<u8>)>> {
+    fn stored(&self, index: SegmentIndex) -> Result<Option<(Entry, Vec<u8>)>> {
         let Ok(row) = self.indexes.binary_search(&index) else { return Ok(None) };
         let mut bytes = [0; ENTRY];
         read_at(&self.file, &self.path, &mut bytes, self.table_at + (row * ENTRY) as u64)?;
@@ -208,18 +232,16 @@ impl MapFile {
     }
 
     /// One segment's members, counted from its start. Empty where nothing is stored.
-    pub fn segment(&self, index: u32) -> Result<RoaringBitmap> {
+    pub fn segment(&self, index: SegmentIndex) -> Result<RoaringBitmap> {
         let Some((entry, bytes)) = self.stored(index)? else { return Ok(RoaringBitmap::new()) };
         if blake3::hash(&bytes) != entry.checksum {
-            let range = segment_range(index).bytes(self.header.block_size);
+            let range = index.blocks().bytes(self.header.block_size);
             let what = format!("the checksum of bytes {} to {} is wrong", range.start, range.end);
             return Err(Error::damaged(&self.path, what));
         }
         let members = RoaringBitmap::deserialize_from(&bytes[..])
             .map_err(|error| Error::damaged(&self.path, format!("segment {index}: {error}")))?;
-        let range = segment_range(index);
-        let end = range.end.min(self.header.blocks);
-        match members.max().is_some_and(|last| range.start + u64::from(last) >= end) {
+        match members.max().is_some_and(|last| index.block(last) >= Block(self.header.blocks)) {
             true => Err(Error::damaged(&self.path, format!("segment {index} holds blocks past its end"))),
             false => Ok(members),
         }
@@ -263,7 +285,7 @@ impl Entry {
     fn decode(row: &[u8]) -> Self {
         let mut fields = Fields(row);
         Entry {
-            index: u32::from_le_bytes(fields.take()),
+            index: SegmentIndex(u32::from_le_bytes(fields.take())),
             length: u32::from_le_bytes(fields.take()),
             offset: u64::from_le_bytes(fields.take()),
             checksum: fields.take(),
@@ -271,7 +293,7 @@ impl Entry {
     }
 
     fn encode(&self, bytes: &mut Vec<u8>) {
-        bytes.extend(self.index.to_le_bytes());
+        bytes.extend(self.index.0.to_le_bytes());
         bytes.extend(self.length.to_le_bytes());
         bytes.extend(self.offset.to_le_bytes());
         bytes.extend(self.checksum);
@@ -310,7 +332,7 @@ pub struct MapWriter {
     /// Its end, which is not in the file yet.
     waiting: Vec<u8>,
     /// The segment that is being gathered.
-    current: u32,
+    current: SegmentIndex,
     members: RoaringBitmap,
 }
 
@@ -324,7 +346,7 @@ impl MapWriter {
             table: Vec::new(),
             offset: 0,
             waiting: Vec::new(),
-            current: 0,
+            current: SegmentIndex(0),
             members: RoaringBitmap::new(),
         })
     }
@@ -335,7 +357,7 @@ impl MapWriter {
         while start < range.end {
             let (index, within) = locate(start);
             self.turn_to(index)?;
-            let end = range.end.min(segment_range(index).end);
+            let end = range.end.min(index.blocks().end);
             self.members.insert_range(within..within + (end - start) as u32);
             start = end;
         }
@@ -343,7 +365,7 @@ impl MapWriter {
     }
 
     /// Adds a whole segment past those added before.
-    pub fn insert_segment(&mut self, index: u32, members: RoaringBitmap) -> Result<()> {
+    pub fn insert_segment(&mut self, index: SegmentIndex, members: RoaringBitmap) -> Result<()> {
         self.turn_to(index)?;
         if self.members.is_empty() {
             self.members = members;
@@ -355,9 +377,9 @@ impl MapWriter {
 
     /// Adds a whole segment of another map past those added before, as it is stored: a damaged one stays
     /// damaged, under the same checksum. One that cannot be read is an error, and nothing is added.
-    pub fn copy_segment(&mut self, from: &MapFile, index: u32) -> Result<()> {
+    pub fn copy_segment(&mut self, from: &MapFile, index: SegmentIndex) -> Result<()> {
         let Some((entry, bytes)) = from.stored(index)? else { return Ok(()) };
-        self.turn_to(index + 1)?;
+        self.turn_to(SegmentIndex(index.0 + 1))?;
         self.table.push(Entry { offset: self.offset, ..entry });
         self.append(&bytes)
     }
@@ -377,7 +399,7 @@ impl MapWriter {
         Ok(())
     }
 
-    fn turn_to(&mut self, index: u32) -> Result<()> {
+    fn turn_to(&mut self, index: SegmentIndex) -> Result<()> {
         assert!(index >= self.current, "maps are written in ascending order");
         if index > self.current {
             self.flush()?;
@@ -458,23 +480,17 @@ pub fn write_union(path: &Path, header: MapHeader, maps: &[&MapFile], stop: &Sto
 }
 
 /// The segments that any of these maps holds members in, ascending.
-pub(super) fn all_indexes<'m>(maps: impl Iterator<Item = &'m MapFile>) -> Vec<u32> {
-    let mut indexes: Vec<u32> = maps.flat_map(MapFile::indexes).collect();
+pub(super) fn all_indexes<'m>(maps: impl Iterator<Item = &'m MapFile>) -> Vec<SegmentIndex> {
+    let mut indexes: Vec<SegmentIndex> = maps.flat_map(MapFile::indexes).collect();
     indexes.sort_unstable();
     indexes.dedup();
     indexes
 }
 
-/// The blocks that a segment covers.
-pub(super) fn segment_range(index: u32) -> BlockRange {
-    let start = u64::from(index) * SEGMENT_BLOCKS;
-    BlockRange { start, end: start + SEGMENT_BLOCKS }
-}
-
-/// The segment of a block, and its place in it.
-pub(super) fn locate(block: u64) -> (u32, u32) {
+/// The segment of a block, and its place in it, as roaring bitmaps count.
+pub(super) fn locate(block: Block) -> (SegmentIndex, u32) {
     // A volume has at most 2^63 / 4096 = 2^51 blocks, so both parts fit.
-    ((block / SEGMENT_BLOCKS) as u32, (block % SEGMENT_BLOCKS) as u32)
+    (SegmentIndex((block.0 / SEGMENT_BLOCKS) as u32), (block.0 % SEGMENT_BLOCKS) as u32)
 }
 
 #[cfg(any(test, feature = "fuzz"))]

@@ -2,8 +2,8 @@
 
 use roaring::RoaringBitmap;
 
-use super::segment::locate;
-use base::BlockRange;
+use super::segment::{SegmentIndex, locate};
+use base::{Block, BlockRange};
 
 /// What a look for the next run found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,29 +18,29 @@ pub enum Found {
 
 /// The segments that a scan goes through, and how far it is.
 pub(super) struct Segments {
-    indexes: Vec<u32>,
+    indexes: Vec<SegmentIndex>,
     /// All blocks before it were handed out.
-    pub(super) next: u64,
+    pub(super) next: Block,
 }
 
 impl Segments {
     /// From block `start` on through segments, which ascend.
-    pub(super) fn new(indexes: Vec<u32>, start: u64) -> Self {
+    pub(super) fn new(indexes: Vec<SegmentIndex>, start: Block) -> Self {
         Segments { indexes, next: start }
     }
 
     /// The segment that comes next, or that `next` is in.
-    pub(super) fn current(&self) -> Option<u32> {
+    pub(super) fn current(&self) -> Option<SegmentIndex> {
         let first = locate(self.next).0;
         self.indexes.get(self.indexes.partition_point(|index| *index < first)).copied()
     }
 
-    pub(super) fn goes_on_after(&self, index: u32) -> bool {
+    pub(super) fn goes_on_after(&self, index: SegmentIndex) -> bool {
         self.indexes.last().is_some_and(|last| *last > index)
     }
 
     /// The members of a segment that were not handed out.
-    pub(super) fn not_passed(&self, mut members: RoaringBitmap, index: u32) -> RoaringBitmap {
+    pub(super) fn not_passed(&self, mut members: RoaringBitmap, index: SegmentIndex) -> RoaringBitmap {
         let (first, within) = locate(self.next);
         if index == first {
             members.remove_range(..within);

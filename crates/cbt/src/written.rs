@@ -7,9 +7,9 @@ use std::path::Path;
 use roaring::RoaringBitmap;
 
 use super::Result;
-use super::segment::{MapFile, MapHeader, MapWriter, locate, segment_range};
+use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex, locate};
 use base::Written;
-use base::{BlockRange, BlockSize, ByteRange, Stop};
+use base::{Block, BlockRange, BlockSize, ByteRange, Stop};
 use files::DataRanges;
 
 /// Where the two maps go, and what they are about.
@@ -62,16 +62,16 @@ pub fn write_written<I: Iterator<Item = files::Result<Written>>>(
 /// parent holds nothing is passed over: one may reach to the end of the address space.
 fn next_segment<I: Iterator<Item = files::Result<Written>>>(
     parts: &mut Parts<I>,
-    parent: Option<u32>,
+    parent: Option<SegmentIndex>,
     size: BlockSize,
-) -> Result<Option<u32>> {
+) -> Result<Option<SegmentIndex>> {
     loop {
         let Some(part) = parts.peek()? else { return Ok(parent) };
         let at = locate(size.block_of(part.range.start)).0;
         match parent {
             None if !part.data => parts.skip_to(u64::MAX)?,
             Some(parent) if !part.data && at < parent => {
-                parts.skip_to(segment_range(parent).bytes(size).start)?;
+                parts.skip_to(parent.blocks().bytes(size).start)?;
             }
             parent => return Ok(Some(parent.map_or(at, |parent| parent.min(at)))),
         }
@@ -117,7 +117,7 @@ impl<I: Iterator<Item = files::Result<Written>>> Parts<I> {
 /// What was written in one segment.
 struct Segment {
     size: BlockSize,
-    start: u64,
+    index: SegmentIndex,
     bytes: ByteRange,
     /// Blocks of which some byte was written.
     touched: RoaringBitmap,
@@ -129,15 +129,16 @@ struct Segment {
 }
 
 impl Segment {
-    fn new(index: u32, size: BlockSize) -> Self {
-        let blocks = segment_range(index);
+    fn new(index: SegmentIndex, size: BlockSize) -> Self {
+        let bytes = index.blocks().bytes(size);
         let empty = RoaringBitmap::new;
         let (touched, data, holes, partial) = (empty(), empty(), empty(), empty());
-        Segment { size, start: blocks.start, bytes: blocks.bytes(size), touched, data, holes, partial }
+        Segment { size, index, bytes, touched, data, holes, partial }
     }
 
     fn within(&self, blocks: BlockRange) -> std::ops::Range<u32> {
-        (blocks.start - self.start) as u32..(blocks.end - self.start) as u32
+        let first = self.index.block(0);
+        (blocks.start - first) as u32..(blocks.end - first) as u32
     }
 
     fn add(&mut self, part: Written) {
@@ -149,7 +150,7 @@ impl Segment {
             return;
         }
         let whole = BlockRange {
-            start: self.size.blocks_in(part.range.start),
+            start: Block(self.size.blocks_in(part.range.start)),
             end: self.size.block_of(part.range.end),
         };
         if whole.start < whole.end {
@@ -167,8 +168,7 @@ impl Segment {
         held -= &self.holes;
         held |= &self.data;
         for within in &self.partial - &self.data {
-            let start = self.start + u64::from(within);
-            let block = BlockRange { start, end: start + 1 }.bytes(self.size);
+            let block = BlockRange::one(self.index.block(within)).bytes(self.size);
             match DataRanges::of(data, data_path, block).next().transpose()? {
                 Some(_) => held.insert(within),
                 None => held.remove(within),

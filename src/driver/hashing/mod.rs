@@ -21,9 +21,10 @@ use super::history::header;
 use super::{Driver, Error, Result};
 use crate::store::{Index, SnapshotRecord};
 use crate::sys;
-use base::ObjectDir;
+use base::{Block, ObjectDir};
 use cbt::{
-    self, Allocation, DeltaScan, Found, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, ToHash,
+    self, Allocation, DeltaScan, Found, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
+    SegmentIndex, ToHash,
 };
 use files::Context;
 use files::durable;
@@ -230,7 +231,7 @@ impl Driver {
         let mut writer = MapWriter::create(fresh, header)?;
         let stop = &self.hashing.stop;
         let mut scan =
-            DeltaScan::new(self.side(parent, stop)?, self.side(record, stop)?, Some(vec![changed]), 0);
+            DeltaScan::new(self.side(parent, stop)?, self.side(record, stop)?, Some(vec![changed]), Block(0));
         loop {
             match scan.next_run(stop, Instant::now() + TURN)? {
                 Found::Run(run) => writer.insert(run)?,
@@ -254,7 +255,7 @@ impl Driver {
             // Nothing is known to be hashed then.
             None => self.healed(record, stop, || MapFile::open(&dir.allocated()))?,
         };
-        let wanted: Vec<u32> = match only {
+        let wanted: Vec<SegmentIndex> = match only {
             None => pending.indexes().collect(),
             Some(only) => {
                 let mut shared = Vec::new();
@@ -347,7 +348,7 @@ struct HashedParent {
 impl HashedParent {
     /// Those of `members` that did not change since, and whose hash the parent has. A damaged map shares
     /// nothing.
-    fn shares(&self, index: u32, members: &RoaringBitmap) -> Result<RoaringBitmap> {
+    fn shares(&self, index: SegmentIndex, members: &RoaringBitmap) -> Result<RoaringBitmap> {
         let segments =
             (self.changed.segment(index), self.pending.segment(index), self.allocated.segment(index));
         match segments {
@@ -363,7 +364,7 @@ struct Rest {
     /// Bytes that the step hashed.
     done: u64,
     /// Blocks that it took out of `pending`, by segment: those it hashed, and those that are holes, which it forgot.
-    taken: BTreeMap<u32, RoaringBitmap>,
+    taken: BTreeMap<SegmentIndex, RoaringBitmap>,
     is_last: bool,
     /// What was to be hashed before.
     pending: MapFile,
@@ -419,20 +420,20 @@ mod tests {
         let header = MapHeader { block_size: size, blocks: 4 * SEGMENT_BLOCKS, relative_to: None };
         let mut writer = MapWriter::create(&path, header.clone()).expect("create");
         for index in 0..4 {
-            writer.insert_segment(index, RoaringBitmap::from([index, 9])).expect("insert");
+            writer.insert_segment(SegmentIndex(index), RoaringBitmap::from([index, 9])).expect("insert");
         }
         writer.finish().expect("finish");
         let pending = || MapFile::open(&path).expect("open");
         let allocated = Allocation::new(pending(), None, &path);
         // All of segment 0, a part of segment 1, and of segment 2 what is not there.
         let taken = [(0, vec![0, 9]), (1, vec![1]), (2, vec![7])];
-        let taken = taken.map(|(index, members)| (index, members.into_iter().collect()));
+        let taken = taken.map(|(index, members)| (SegmentIndex(index), members.into_iter().collect()));
         let rest =
             Rest { header, done: 0, taken: taken.into(), is_last: false, pending: pending(), allocated };
         let fresh = dir.path().join("fresh");
         rest.write(&fresh).expect("write");
         let fresh = MapFile::open(&fresh).expect("open");
-        let members = |index| fresh.segment(index).expect("segment").into_iter().collect();
+        let members = |index| fresh.segment(SegmentIndex(index)).expect("segment").into_iter().collect();
         let left: Vec<Vec<u32>> = (0..4).map(members).collect();
         assert_eq!(left, [vec![], vec![9], vec![2, 9], vec![3, 9]]);
     }

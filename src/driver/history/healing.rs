@@ -12,7 +12,9 @@ use super::super::{Driver, Result};
 use super::{History, header};
 use crate::store::SnapshotRecord;
 use base::{ObjectDir, Stop};
-use cbt::{self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, scan_allocated};
+use cbt::{
+    self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, SegmentIndex, scan_allocated,
+};
 use files::Context;
 use files::durable;
 
@@ -189,11 +191,11 @@ impl History<'_> {
 }
 
 /// Blocks by segment, ascending.
-type Segments = Vec<(u32, RoaringBitmap)>;
+type Segments = Vec<(SegmentIndex, RoaringBitmap)>;
 
 /// The blocks that only one of two maps holds. A damaged segment of the first holds none.
 fn differing(claimed: &MapFile, found: &MapFile) -> Result<Segments> {
-    let mut indexes: Vec<u32> = claimed.indexes().chain(found.indexes()).collect();
+    let mut indexes: Vec<SegmentIndex> = claimed.indexes().chain(found.indexes()).collect();
     indexes.sort_unstable();
     indexes.dedup();
     let mut differing = Segments::new();

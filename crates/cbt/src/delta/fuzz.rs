@@ -45,9 +45,9 @@ fn write_snapshot(dir: &Path, content: &Content, pending: &BTreeSet<u64>) -> Obj
         let bytes = [*fill; SIZE.bytes() as usize];
         data.write_all_at(&bytes, block * SIZE.bytes()).expect("write");
         let slot = if pending.contains(block) { [0x5a; 32] } else { hash_block(&bytes) };
-        let mut page = hashes.page(page_of(*block)).expect("page");
-        page.set(*block, &slot);
-        hashes.write_page(page_of(*block), &mut page).expect("write");
+        let mut page = hashes.page(page_of(Block(*block))).expect("page");
+        page.set(Block(*block), &slot);
+        hashes.write_page(page_of(Block(*block)), &mut page).expect("write");
     }
     let all: BTreeSet<u64> = content.keys().copied().collect();
     write_map(&object.allocated(), None, &all);
@@ -59,7 +59,7 @@ fn write_map(path: &Path, relative_to: Option<Relation>, blocks: &BTreeSet<u64>)
     let header = MapHeader { block_size: SIZE, blocks: BLOCKS, relative_to };
     let mut writer = MapWriter::create(path, header).expect("map");
     for block in blocks {
-        writer.insert(BlockRange { start: *block, end: block + 1 }).expect("insert");
+        writer.insert(BlockRange::new(*block, block + 1)).expect("insert");
     }
     writer.finish().expect("finish");
 }
@@ -123,7 +123,7 @@ pub fn delta(bytes: &[u8]) {
     }
     let file = &files[usize::from(input.u8()) % files.len()];
     let hashes = File::options().read(true).write(true).open(base_dir.hashes()).expect("open");
-    let page = page_of(place(input.u8())) * 4096;
+    let page = page_of(Block(place(input.u8()))) * 4096;
     let (sound, mut sound_page) = (std::fs::read(file).expect("read"), vec![0; 4096]);
     let length = hashes.read_at(&mut sound_page, page).expect("read");
     sound_page.truncate(length);
@@ -147,14 +147,17 @@ pub fn delta(bytes: &[u8]) {
 /// The blocks of a delta, as the driver asks for one: a map that is damaged as a whole is no way.
 fn run(base: &ObjectDir, target: &ObjectDir, steps: Option<&[PathBuf]>, start: u64) -> Result<BTreeSet<u64>> {
     let way = steps.and_then(|steps| steps.iter().map(|path| MapFile::open(path).ok()).collect());
-    let mut scan = DeltaScan::new(Side::open(base)?, Side::open(target)?, way, start);
-    let (mut found, mut end) = (BTreeSet::new(), start);
+    let mut scan = DeltaScan::new(Side::open(base)?, Side::open(target)?, way, Block(start));
+    let (mut found, mut end) = (BTreeSet::new(), Block(start));
     loop {
         match scan.next_run(&Stop::default(), Instant::now() + Duration::from_secs(60))? {
             Found::Run(run) => {
-                assert!(run.start >= end && run.start < run.end && run.end <= BLOCKS, "{run:?} after {end}");
+                assert!(
+                    run.start >= end && run.start < run.end && run.end <= Block(BLOCKS),
+                    "{run:?} after {end}"
+                );
                 end = run.end;
-                found.extend(run.start..run.end);
+                found.extend(run.start.0..run.end.0);
             }
             Found::Nothing => {}
             Found::End => return Ok(found),

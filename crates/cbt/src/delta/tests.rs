@@ -47,12 +47,12 @@ impl Fake {
         for (block, content) in blocks {
             let Some(content) = content else { continue };
             data.write_all_at(&[*content; 4096], block * 4096).expect("write");
-            allocated.insert(BlockRange { start: *block, end: block + 1 }).expect("insert");
+            allocated.insert(BlockRange::new(*block, block + 1)).expect("insert");
             let slot = if pending.contains(block) { stale } else { Some(*content) };
             if let Some(slot) = slot {
-                let number = super::super::hashfile::page_of(*block);
+                let number = super::super::hashfile::page_of(Block(*block));
                 let mut page = hashes.page(number).expect("page");
-                page.set(*block, &hash_block(&[slot; 4096]));
+                page.set(Block(*block), &hash_block(&[slot; 4096]));
                 hashes.write_page(number, &mut page).expect("write");
             }
         }
@@ -69,7 +69,7 @@ impl Fake {
 fn write_map(path: &std::path::Path, header: &MapHeader, blocks: &[u64]) {
     let mut writer = MapWriter::create(path, header.clone()).expect("map");
     for block in blocks {
-        writer.insert(BlockRange { start: *block, end: block + 1 }).expect("insert");
+        writer.insert(BlockRange::new(*block, block + 1)).expect("insert");
     }
     writer.finish().expect("finish");
 }
@@ -91,7 +91,7 @@ fn runs(scan: &mut DeltaScan) -> Vec<(u64, u64)> {
     let mut runs = Vec::new();
     loop {
         match scan.next_run(&stop, until).expect("scan") {
-            Found::Run(run) => runs.push((run.start, run.end)),
+            Found::Run(run) => runs.push((run.start.0, run.end.0)),
             Found::Nothing => panic!("a minute is over"),
             Found::End => return runs,
         }
@@ -153,7 +153,7 @@ fn only_blocks_of_other_content_are_reported() {
             let (base, target) =
                 (Fake::new(base, &base_pending, stale), Fake::new(target, &target_pending, stale));
             let maps = steps.map(|steps| steps.iter().map(|step| changed(scratch.path(), step)).collect());
-            let mut scan = DeltaScan::new(base.side(), target.side(), maps, 0);
+            let mut scan = DeltaScan::new(base.side(), target.side(), maps, Block(0));
             assert_eq!(runs(&mut scan), *expected, "{name}, {kind}");
         }
     }
@@ -170,7 +170,7 @@ fn a_start_inside_drops_what_lies_before_it() {
         (SEGMENT_BLOCKS + 1, vec![]),
     ] {
         assert_eq!(
-            runs(&mut DeltaScan::new(base.side(), target.side(), None, start)),
+            runs(&mut DeltaScan::new(base.side(), target.side(), None, Block(start))),
             expected,
             "from {start}"
         );
@@ -181,7 +181,7 @@ fn a_start_inside_drops_what_lies_before_it() {
 fn a_cancelled_scan_ends_with_an_error_also_where_nothing_differs() {
     let blocks: Vec<(u64, Option<u8>)> = (0..4000).map(|block| (block, Some(1))).collect();
     let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&blocks, &[], None));
-    let mut scan = DeltaScan::new(base.side(), target.side(), None, 0);
+    let mut scan = DeltaScan::new(base.side(), target.side(), None, Block(0));
     let stop = Stop::default();
     stop.cancel();
     assert!(matches!(scan.next_run(&stop, Instant::now()), Err(Error::Stopped(_))));
@@ -196,12 +196,12 @@ fn a_scan_out_of_time_pauses_and_goes_on_where_it_was() {
     changed[0].1 = Some(2);
     changed[300].1 = Some(2);
     let (base, target) = (Fake::new(&blocks, &[], None), Fake::new(&changed, &[], None));
-    let mut scan = DeltaScan::new(base.side(), target.side(), None, 0);
+    let mut scan = DeltaScan::new(base.side(), target.side(), None, Block(0));
     let (stop, over) = (Stop::default(), Instant::now());
     let (mut runs, mut pauses) = (Vec::new(), 0);
     loop {
         match scan.next_run(&stop, over).expect("scan") {
-            Found::Run(run) => runs.push((run.start, run.end)),
+            Found::Run(run) => runs.push((run.start.0, run.end.0)),
             Found::Nothing => pauses += 1,
             Found::End => break,
         }
@@ -220,9 +220,12 @@ fn a_base_without_its_data_answers_from_hashes() {
     let target = Fake::new(&contents, &[5, 6, 7], None);
     std::fs::remove_file(ObjectDir::new(base.dir.path()).data()).expect("remove");
     let gone = || Side::open(&ObjectDir::new(base.dir.path()));
-    assert_eq!(runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, 0)), [(2, 4), (7, 8)]);
+    assert_eq!(
+        runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, Block(0))),
+        [(2, 4), (7, 8)]
+    );
     std::fs::write(ObjectDir::new(base.dir.path()).hashes(), []).expect("cut short");
-    let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, 0);
+    let mut scan = DeltaScan::new(gone().expect("open"), target.side(), None, Block(0));
     let until = Instant::now() + Duration::from_secs(60);
     assert!(matches!(scan.next_run(&Stop::default(), until), Err(Error::Lost { .. })));
 }
@@ -248,7 +251,7 @@ fn only_what_an_exact_step_alone_says_is_believed() {
     ];
     for (name, steps, expected) in cases {
         let maps = steps.iter().map(|(blocks, exact)| changed_since(base.dir.path(), blocks, Some(*exact)));
-        let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps.collect()), 0);
+        let mut scan = DeltaScan::new(base.side(), target.side(), Some(maps.collect()), Block(0));
         assert_eq!(runs(&mut scan), expected, "{name}");
     }
 }

@@ -30,7 +30,7 @@ pub fn hashes(bytes: &[u8]) {
     for block in 0..4 * SLOTS {
         let at = (block / SLOTS) as usize * PAGE + (block % SLOTS) as usize * HASH;
         let written = sound.get(at..at + HASH);
-        if let Some(found) = reader.get(block).expect("get") {
+        if let Some(found) = reader.get(Block(block)).expect("get") {
             assert_eq!(Some(&found[..]), written, "the hash of block {block} was never written");
         }
     }
@@ -40,7 +40,7 @@ fn check(path: &Path, file: &[u8]) {
     let mut reader = HashReader::new(HashFile::open(path).expect("open"));
     let pages = file.len() / PAGE + 2;
     for block in (0..pages as u64 * SLOTS).chain([u64::from(u32::MAX) * SLOTS]) {
-        let Some(found) = reader.get(block).expect("get") else { continue };
+        let Some(found) = reader.get(Block(block)).expect("get") else { continue };
         let number = block / SLOTS;
         let page = &file[number as usize * PAGE..][..PAGE];
         let mut hasher = blake3::Hasher::new();

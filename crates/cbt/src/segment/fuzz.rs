@@ -22,7 +22,7 @@ pub fn maps(bytes: &[u8]) {
     let Ok(map) = MapFile::open(&path) else { return };
     for (index, payload) in &sealed.payloads {
         let said = RoaringBitmap::deserialize_from(payload.as_slice());
-        if let (Ok(found), Some(Ok(said))) = (map.segment(*index), Some(said)) {
+        if let (Ok(found), Some(Ok(said))) = (map.segment(SegmentIndex(*index)), Some(said)) {
             assert_eq!(found, said, "segment {index} is not what its payload says");
         }
     }
@@ -36,7 +36,7 @@ fn read(map: &MapFile) {
     let mut members = 0;
     for index in map.indexes() {
         if let Ok(segment) = map.segment(index) {
-            let last = segment.max().map(|last| segment_range(index).start + u64::from(last));
+            let last = segment.max().map(|last| index.block(last).0);
             assert!(last.is_none_or(|last| last < blocks), "block {last:?} of {blocks}");
             members += segment.len();
         }
@@ -48,10 +48,10 @@ fn read(map: &MapFile) {
     let written = MapFile::open(&copy).expect("what was just written");
     assert_eq!((written.header(), written.count().expect("count")), (map.header(), members));
     std::fs::remove_file(&copy).expect("remove");
-    let mut scan = AllocatedScan::new(Allocation::new(written, None, &copy), 0);
-    let (mut end, mut found, mut runs) = (0, 0, 0);
+    let mut scan = AllocatedScan::new(Allocation::new(written, None, &copy), Block(0));
+    let (mut end, mut found, mut runs) = (Block(0), 0, 0);
     while let Some(run) = scan.next_run(&Stop::default()).expect("scan") {
-        assert!(run.start >= end && !run.is_empty() && run.end <= blocks, "{run:?} after {end}");
+        assert!(run.start >= end && !run.is_empty() && run.end <= Block(blocks), "{run:?} after {end}");
         let ByteRange { start, end: bytes } = run.bytes(block_size);
         assert!(start < bytes);
         (end, found, runs) = (run.end, found + run.len(), runs + 1);
@@ -84,23 +84,22 @@ pub fn map_damage(bytes: &[u8]) {
     for index in map.indexes() {
         match map.segment(index) {
             Ok(found) => {
-                let range = segment_range(index);
-                let said: BTreeSet<u64> = found.iter().map(|b| range.start + u64::from(b)).collect();
-                let wanted: BTreeSet<u64> = model.range(range.start..range.end).copied().collect();
+                let range = index.blocks();
+                let said: BTreeSet<u64> = found.iter().map(|within| index.block(within).0).collect();
+                let wanted: BTreeSet<u64> = model.range(range.start.0..range.end.0).copied().collect();
                 assert_eq!(said, wanted, "segment {index} lies");
             }
             Err(error) => assert!(matches!(error, Error::Damaged { .. }), "{error}"),
         }
     }
-    let indexes: BTreeSet<u32> = model.iter().map(|block| locate(*block).0).collect();
+    let indexes: BTreeSet<SegmentIndex> = model.iter().map(|block| locate(Block(*block)).0).collect();
     assert!(map.indexes().eq(indexes), "a segment appeared or went");
 }
 
 fn members(map: &MapFile) -> Result<BTreeSet<u64>> {
     let mut all = BTreeSet::new();
     for index in map.indexes() {
-        let start = segment_range(index).start;
-        all.extend(map.segment(index)?.iter().map(|block| start + u64::from(block)));
+        all.extend(map.segment(index)?.iter().map(|within| index.block(within).0));
     }
     Ok(all)
 }
@@ -122,7 +121,7 @@ fn write(path: &Path, input: &mut Input<'_>) -> (MapHeader, BTreeSet<u64>) {
         if at >= end {
             break;
         }
-        writer.insert(BlockRange { start: at, end }).expect("insert");
+        writer.insert(BlockRange::new(at, end)).expect("insert");
         model.extend(at..end);
         at = end;
     }
@@ -189,7 +188,8 @@ impl Sealed {
             };
             let checksum = *blake3::hash(&payload).as_bytes();
             file.extend_from_slice(&payload);
-            Entry { index, length: payload.len() as u32, offset, checksum }.encode(&mut table);
+            Entry { index: SegmentIndex(index), length: payload.len() as u32, offset, checksum }
+                .encode(&mut table);
             payloads.push((index, payload));
         }
         let mut id = [0; ID];

@@ -7,7 +7,7 @@ fn header(blocks: u64) -> MapHeader {
 fn write(path: &Path, header: MapHeader, ranges: &[(u64, u64)]) {
     let mut writer = MapWriter::create(path, header).expect("create");
     for (start, end) in ranges {
-        writer.insert(BlockRange { start: *start, end: *end }).expect("insert");
+        writer.insert(BlockRange::new(*start, *end)).expect("insert");
     }
     writer.finish().expect("finish");
 }
@@ -15,8 +15,7 @@ fn write(path: &Path, header: MapHeader, ranges: &[(u64, u64)]) {
 fn members(map: &MapFile) -> Vec<u64> {
     let mut all = Vec::new();
     for index in map.indexes() {
-        let base = segment_range(index).start;
-        all.extend(map.segment(index).expect("segment").iter().map(|b| base + u64::from(b)));
+        all.extend(map.segment(index).expect("segment").iter().map(|within| index.block(within).0));
     }
     all
 }
@@ -31,10 +30,10 @@ fn a_map_reads_back_what_was_written_across_segments() {
     write(&path, header.clone(), &[(0, 1), (edge - 2, edge + 2), (7 * edge, 7 * edge + 1)]);
     let map = MapFile::open(&path).expect("open");
     assert_eq!(map.header(), &header);
-    assert_eq!(map.indexes().collect::<Vec<_>>(), [0, 1, 7]);
+    assert_eq!(map.indexes().collect::<Vec<_>>(), [0, 1, 7].map(SegmentIndex));
     assert_eq!(members(&map), [0, edge - 2, edge - 1, edge, edge + 1, 7 * edge]);
     assert_eq!(map.count().expect("count"), 6);
-    assert!(map.segment(3).expect("an absent segment is empty").is_empty());
+    assert!(map.segment(SegmentIndex(3)).expect("an absent segment is empty").is_empty());
 }
 
 #[test]

@@ -8,7 +8,7 @@ const KIB: u64 = 1024;
 fn map(path: &Path, header: &MapHeader, blocks: &[(u64, u64)]) -> MapFile {
     let mut writer = MapWriter::create(path, header.clone()).expect("create");
     for (start, end) in blocks {
-        writer.insert(BlockRange { start: *start, end: *end }).expect("insert");
+        writer.insert(BlockRange::new(*start, *end)).expect("insert");
     }
     writer.finish().expect("finish");
     MapFile::open(path).expect("open")
@@ -18,9 +18,8 @@ fn runs(map: &MapFile) -> Vec<(u64, u64)> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     for index in map.indexes() {
         let mut members = map.segment(index).expect("segment").into_iter();
-        let start = segment_range(index).start;
         while let Some(run) = members.next_range() {
-            let (first, end) = (start + u64::from(*run.start()), start + u64::from(*run.end()) + 1);
+            let (first, end) = (index.block(*run.start()).0, index.block(*run.end()).0 + 1);
             match runs.last_mut() {
                 Some(last) if last.1 == first => last.1 = end,
                 _ => runs.push((first, end)),
