@@ -54,6 +54,9 @@ pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
+/// The tag of a tuple: field 3, length-delimited.
+const TUPLE: u8 = 3 << 3 | 2;
+
 /// Counts the block metadata tuples in the body of a stream, however it is cut into pieces: the embedded messages in field
 /// 3 of each message (`block_metadata`). After bytes that are no such message it counts no more.
 #[derive(Debug, Default)]
@@ -100,9 +103,11 @@ impl Tuples {
 
     /// Takes the next bytes of the body.
     pub fn take(&mut self, mut bytes: &[u8]) {
-        /// Field 3, length-delimited.
-        const TUPLE: u8 = 3 << 3 | 2;
-        while let Some((&byte, rest)) = bytes.split_first() {
+        loop {
+            if matches!(self.state, State::Tag) {
+                bytes = self.take_whole(bytes);
+            }
+            let Some((&byte, rest)) = bytes.split_first() else { return };
             // Skipped bytes go at once, the others one by one.
             let taken = match self.state {
                 State::Skip(left) => left.min(bytes.len() as u64) as usize,
@@ -161,6 +166,24 @@ impl Tuples {
             }
             bytes = if taken == 1 { rest } else { &bytes[taken..] };
         }
+    }
+
+    /// Takes tuples of the message under way, nearly all of any answer, while whole ones follow; returns what is left.
+    fn take_whole<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
+        let mut left = self.message;
+        // A length of one byte, as that of every tuple is.
+        while let [TUPLE, length @ 0..0x80, rest @ ..] = bytes
+            && let Some((_, after)) = rest.split_at_checked(usize::from(*length))
+            && let Some(fewer) = left.checked_sub(2 + u64::from(*length))
+        {
+            (bytes, left) = (after, fewer);
+            self.counted += 1;
+        }
+        self.message = left;
+        if left == 0 {
+            self.state = State::default();
+        }
+        bytes
     }
 }
 
