@@ -12,13 +12,13 @@ other_programs=(
     "cluster/containerd github.com/containerd/containerd/v2/cmd/ctr"
     "cluster/coredns ./coredns"
     "cluster/sidecars ./pause"
+    "cluster/sidecars ./standin-csi-external-health-monitor-controller"
     "cluster/sidecars ./standin-csi-node-driver-registrar"
     "cluster/sidecars ./standin-livenessprobe"
     "cluster/sidecars github.com/kubernetes-csi/external-attacher/v4/cmd/csi-attacher"
     "cluster/sidecars github.com/kubernetes-csi/external-resizer/v2/cmd/csi-resizer"
     "cluster/sidecars github.com/kubernetes-csi/external-snapshotter/v8/cmd/csi-snapshotter"
     "cluster/sidecars github.com/kubernetes-csi/external-snapshotter/v8/cmd/snapshot-controller"
-    "cluster/provisioner ./standin-csi-external-health-monitor-controller"
     "cluster/provisioner github.com/kubernetes-csi/external-provisioner/v6/cmd/csi-provisioner"
     "sidecar github.com/kubernetes-csi/external-snapshot-metadata/cmd/csi-snapshot-metadata"
 )
@@ -34,7 +34,7 @@ program_images=(
     "csi-snapshot-metadata $registry/csi-snapshot-metadata:v1.1.0"
     "standin-csi-node-driver-registrar $registry/csi-node-driver-registrar:v2.17.0"
     "standin-livenessprobe $registry/livenessprobe:v2.20.0"
-    "standin-csi-external-health-monitor-controller $registry/csi-external-health-monitor-controller:v0.18.0"
+    "standin-csi-external-health-monitor-controller $registry/csi-external-health-monitor-controller:v0.19.0"
 )
 pause_image=registry.k8s.io/pause:3.10.2
 busybox_image=docker.io/library/busybox:1.37.0

@@ -15,7 +15,7 @@ use proto::controller_service_capability::{Rpc, Type, rpc};
 
 pub(super) struct ControllerService(pub(super) Arc<Driver>);
 
-const CAPABILITIES: [rpc::Type; 12] = [
+const CAPABILITIES: [rpc::Type; 13] = [
     rpc::Type::CreateDeleteVolume,
     rpc::Type::ListVolumes,
     rpc::Type::GetCapacity,
@@ -26,8 +26,9 @@ const CAPABILITIES: [rpc::Type; 12] = [
     rpc::Type::GetSnapshot,
     rpc::Type::ExpandVolume,
     rpc::Type::GetVolume,
-    rpc::Type::VolumeCondition,
     rpc::Type::ModifyVolume,
+    rpc::Type::GetVolumeHealth,
+    rpc::Type::ListVolumeHealth,
 ];
 /// What `--enable-attach` adds.
 const ATTACH_CAPABILITIES: [rpc::Type; 3] =
@@ -49,10 +50,7 @@ impl Controller for ControllerService {
                 parameters: VolumeParameters::parse(&request.parameters)?,
                 tuning: parse_tuning(&request.mutable_parameters)?,
                 source: decode::source(request.volume_content_source)?,
-                requisite: request
-                    .accessibility_requirements
-                    .map(|topology| decode::topologies(topology.requisite))
-                    .unwrap_or_default(),
+                requisite: decode::requisite(request.accessibility_requirements),
             })?;
             let volume = decode::encode_volume(&record, driver.topology());
             Ok(proto::CreateVolumeResponse { volume: Some(volume) })
@@ -134,18 +132,45 @@ impl Controller for ControllerService {
                 max_entries: request.max_entries,
                 starting_token: request.starting_token,
             })?;
-            let conditions = driver.conditions(&page.entries);
-            let entry = |(record, condition): (&Arc<_>, _)| proto::list_volumes_response::Entry {
+            let entry = |record: &Arc<_>| proto::list_volumes_response::Entry {
                 volume: Some(decode::encode_volume(record, driver.topology())),
                 status: Some(proto::list_volumes_response::VolumeStatus {
                     published_node_ids: driver.attached_nodes(record),
-                    volume_condition: Some(decode::encode_condition(condition)),
                 }),
             };
             Ok(proto::ListVolumesResponse {
-                entries: page.entries.iter().zip(conditions).map(entry).collect(),
+                entries: page.entries.iter().map(entry).collect(),
                 next_token: page.next_token,
             })
+        })
+        .await
+    }
+
+    async fn controller_list_volume_health(
+        &self,
+        request: Request<proto::ControllerListVolumeHealthRequest>,
+    ) -> Result<Response<proto::ControllerListVolumeHealthResponse>, Status> {
+        let request = request.into_inner();
+        unary(&self.0, rpc_span!("ControllerListVolumeHealth"), move |driver| {
+            let (entries, next_token) = driver.list_volume_health(&PageRequest {
+                max_entries: request.max_entries,
+                starting_token: request.starting_token,
+            })?;
+            let entries = entries.into_iter().map(decode::encode_health).collect();
+            Ok(proto::ControllerListVolumeHealthResponse { entries, next_token })
+        })
+        .await
+    }
+
+    async fn controller_get_volume_health(
+        &self,
+        request: Request<proto::ControllerGetVolumeHealthRequest>,
+    ) -> Result<Response<proto::ControllerGetVolumeHealthResponse>, Status> {
+        let request = request.into_inner();
+        let span = rpc_span!("ControllerGetVolumeHealth", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            let health = decode::encode_health(driver.volume_health(&request.volume_id)?);
+            Ok(proto::ControllerGetVolumeHealthResponse { volume_health: Some(health) })
         })
         .await
     }
@@ -196,8 +221,11 @@ impl Controller for ControllerService {
             rpc_span!("CreateSnapshot", snapshot_name = request.name, volume_id = request.source_volume_id);
         unary(&self.0, span, move |driver| {
             let parameters = SnapshotParameters::parse(&request.parameters)?;
-            let record = driver.create_snapshot(&request.name, &request.source_volume_id, &parameters)?;
-            Ok(proto::CreateSnapshotResponse { snapshot: Some(decode::encode_snapshot(&record)) })
+            let requisite = decode::requisite(request.accessibility_requirements);
+            let record =
+                driver.create_snapshot(&request.name, &request.source_volume_id, &parameters, &requisite)?;
+            let snapshot = decode::encode_snapshot(&record, driver.topology());
+            Ok(proto::CreateSnapshotResponse { snapshot: Some(snapshot) })
         })
         .await
     }
@@ -234,7 +262,7 @@ impl Controller for ControllerService {
             };
             let page = driver.list_snapshots(&page, &filter)?;
             let entry = |record: &Arc<_>| proto::list_snapshots_response::Entry {
-                snapshot: Some(decode::encode_snapshot(record)),
+                snapshot: Some(decode::encode_snapshot(record, driver.topology())),
             };
             Ok(proto::ListSnapshotsResponse {
                 entries: page.entries.iter().map(entry).collect(),
@@ -252,7 +280,8 @@ impl Controller for ControllerService {
         let span = rpc_span!("GetSnapshot", snapshot_id = request.snapshot_id);
         unary(&self.0, span, move |driver| {
             let record = driver.snapshot(&request.snapshot_id)?;
-            Ok(proto::GetSnapshotResponse { snapshot: Some(decode::encode_snapshot(&record)) })
+            let snapshot = decode::encode_snapshot(&record, driver.topology());
+            Ok(proto::GetSnapshotResponse { snapshot: Some(snapshot) })
         })
         .await
     }
@@ -287,7 +316,16 @@ impl Controller for ControllerService {
     ) -> Result<Response<proto::ControllerGetVolumeResponse>, Status> {
         let request = request.into_inner();
         let span = rpc_span!("ControllerGetVolume", volume_id = request.volume_id);
-        unary(&self.0, span, move |driver| get_volume(driver, &request.volume_id)).await
+        unary(&self.0, span, move |driver| {
+            let record = driver.volume(&request.volume_id)?;
+            Ok(proto::ControllerGetVolumeResponse {
+                volume: Some(decode::encode_volume(&record, driver.topology())),
+                status: Some(proto::controller_get_volume_response::VolumeStatus {
+                    published_node_ids: driver.attached_nodes(&record),
+                }),
+            })
+        })
+        .await
     }
 
     async fn controller_modify_volume(
@@ -302,28 +340,6 @@ impl Controller for ControllerService {
         })
         .await
     }
-}
-
-fn get_volume(driver: &Driver, id: &str) -> DriverResult<proto::ControllerGetVolumeResponse> {
-    let (volume, nodes, condition) = match driver.withheld(id) {
-        // On the disk, and not to be served: that much can be said.
-        Some(condition) => {
-            let volume = proto::Volume { volume_id: id.to_owned(), ..Default::default() };
-            (volume, Vec::new(), condition)
-        }
-        None => {
-            let record = driver.volume(id)?;
-            let condition = driver.conditions(std::slice::from_ref(&record)).remove(0);
-            (decode::encode_volume(&record, driver.topology()), driver.attached_nodes(&record), condition)
-        }
-    };
-    Ok(proto::ControllerGetVolumeResponse {
-        volume: Some(volume),
-        status: Some(proto::controller_get_volume_response::VolumeStatus {
-            published_node_ids: nodes,
-            volume_condition: Some(decode::encode_condition(condition)),
-        }),
-    })
 }
 
 fn validate(

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use crate::driver::{
-    AccessMode, AccessType, Capability, CapacityRange, Condition, Error, MountFlags, Result, SourceRef,
+    AccessMode, AccessType, Capability, CapacityRange, Error, Fault, MountFlags, Result, SourceRef, Trouble,
+    VolumeHealth,
 };
 use crate::store::{self, SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
 use proto::volume_capability::access_mode::Mode;
@@ -62,8 +63,44 @@ pub(super) fn range(range: Option<proto::CapacityRange>) -> Result<CapacityRange
     CapacityRange::new(range.required_bytes, range.limit_bytes)
 }
 
-pub(super) fn encode_condition(condition: Condition) -> proto::VolumeCondition {
-    proto::VolumeCondition { abnormal: condition.abnormal, message: condition.message }
+pub(super) fn encode_health(health: VolumeHealth) -> proto::VolumeHealth {
+    use proto::VolumeHealthErrorType as Wire;
+    let entry = |Fault { reason, message }| {
+        let (name, trouble) = reason.told();
+        let status = match trouble {
+            Trouble::Degraded => Wire::Degraded,
+            Trouble::Inaccessible => Wire::Inaccessible,
+            Trouble::DataLoss => Wire::DataLoss,
+        };
+        proto::volume_health::VolumeHealthEntry { status: status.into(), reason: name.to_owned(), message }
+    };
+    proto::VolumeHealth {
+        volume_id: health.volume_id,
+        health_statuses: health.faults.into_iter().map(entry).collect(),
+    }
+}
+
+pub(super) fn encode_storage_fault(
+    Fault { reason, message }: Fault,
+) -> proto::node_get_storage_health_response::StorageBackendHealth {
+    use proto::StorageHealthErrorType as Wire;
+    let (name, trouble) = reason.told();
+    let status = match trouble {
+        Trouble::Inaccessible => Wire::StorageUnreachable,
+        Trouble::Degraded | Trouble::DataLoss => Wire::StorageDegraded,
+    };
+    proto::node_get_storage_health_response::StorageBackendHealth {
+        status: status.into(),
+        reason: name.to_owned(),
+        message,
+        // The pool serves every use.
+        volume_capability: None,
+    }
+}
+
+/// The topologies one of which must be ours; those that are only preferred change nothing where there is one node.
+pub(super) fn requisite(asked: Option<proto::TopologyRequirement>) -> Vec<BTreeMap<String, String>> {
+    asked.map(|asked| topologies(asked.requisite)).unwrap_or_default()
 }
 
 pub(super) fn source(source: Option<proto::VolumeContentSource>) -> Result<Option<SourceRef>> {
@@ -82,7 +119,7 @@ pub(super) fn source(source: Option<proto::VolumeContentSource>) -> Result<Optio
     }
 }
 
-pub(super) fn topologies(topologies: Vec<proto::Topology>) -> Vec<BTreeMap<String, String>> {
+fn topologies(topologies: Vec<proto::Topology>) -> Vec<BTreeMap<String, String>> {
     topologies.into_iter().map(|topology| topology.segments.into_iter().collect()).collect()
 }
 
@@ -105,7 +142,10 @@ pub(super) fn encode_volume(record: &VolumeRecord, topology: BTreeMap<String, St
     }
 }
 
-pub(super) fn encode_snapshot(record: &SnapshotRecord) -> proto::Snapshot {
+pub(super) fn encode_snapshot(
+    record: &SnapshotRecord,
+    topology: BTreeMap<String, String>,
+) -> proto::Snapshot {
     proto::Snapshot {
         size_bytes: wire_bytes(record.capacity),
         snapshot_id: record.id.to_string(),
@@ -114,6 +154,7 @@ pub(super) fn encode_snapshot(record: &SnapshotRecord) -> proto::Snapshot {
         // A snapshot exists once it is whole.
         ready_to_use: true,
         group_snapshot_id: record.group.as_ref().map(ToString::to_string).unwrap_or_default(),
+        accessible_topology: vec![encode_topology(topology)],
     }
 }
 

@@ -37,7 +37,7 @@ impl GroupController for GroupControllerService {
         unary(&self.0, span, move |driver| {
             let parameters = SnapshotParameters::parse(&request.parameters)?;
             let group = driver.create_group(&request.name, &request.source_volume_ids, &parameters)?;
-            Ok(proto::CreateVolumeGroupSnapshotResponse { group_snapshot: Some(encode(&group)) })
+            Ok(proto::CreateVolumeGroupSnapshotResponse { group_snapshot: Some(encode(driver, &group)) })
         })
         .await
     }
@@ -63,16 +63,20 @@ impl GroupController for GroupControllerService {
         let span = rpc_span!("GetVolumeGroupSnapshot", group_snapshot_id = request.group_snapshot_id);
         unary(&self.0, span, move |driver| {
             let group = driver.group(&request.group_snapshot_id, &request.snapshot_ids)?;
-            Ok(proto::GetVolumeGroupSnapshotResponse { group_snapshot: Some(encode(&group)) })
+            Ok(proto::GetVolumeGroupSnapshotResponse { group_snapshot: Some(encode(driver, &group)) })
         })
         .await
     }
 }
 
-fn encode(group: &Group) -> proto::VolumeGroupSnapshot {
+fn encode(driver: &Driver, group: &Group) -> proto::VolumeGroupSnapshot {
     proto::VolumeGroupSnapshot {
         group_snapshot_id: group.record.id.to_string(),
-        snapshots: group.members.iter().map(|member| decode::encode_snapshot(member)).collect(),
+        snapshots: group
+            .members
+            .iter()
+            .map(|member| decode::encode_snapshot(member, driver.topology()))
+            .collect(),
         creation_time: Some(decode::encode_time(group.record.created)),
         // A group exists once all of it is whole.
         ready_to_use: true,

@@ -33,14 +33,15 @@ impl Identity for IdentityService {
     ) -> Result<Response<proto::GetPluginCapabilitiesResponse>, Status> {
         unary(&self.0, rpc_span!("GetPluginCapabilities"), |_| {
             use service::Type::{
-                ControllerService, GroupControllerService, SnapshotMetadataService,
-                VolumeAccessibilityConstraints,
+                ControllerService, GroupControllerService, SnapshotAccessibilityConstraints,
+                SnapshotMetadataService, VolumeAccessibilityConstraints,
             };
             let services = [
                 ControllerService,
                 VolumeAccessibilityConstraints,
                 GroupControllerService,
                 SnapshotMetadataService,
+                SnapshotAccessibilityConstraints,
             ];
             let service = |kind: service::Type| Type::Service(Service { r#type: kind.into() });
             let expansion =

@@ -12,12 +12,13 @@ use proto::node_service_capability::{Rpc, Type, rpc};
 
 pub(super) struct NodeService(pub(super) Arc<Driver>);
 
-const CAPABILITIES: [rpc::Type; 5] = [
+const CAPABILITIES: [rpc::Type; 6] = [
     rpc::Type::StageUnstageVolume,
     rpc::Type::GetVolumeStats,
     rpc::Type::ExpandVolume,
-    rpc::Type::VolumeCondition,
     rpc::Type::SingleNodeMultiWriter,
+    rpc::Type::GetVolumeHealth,
+    rpc::Type::GetStorageHealth,
 ];
 
 #[async_trait]
@@ -96,19 +97,42 @@ impl Node for NodeService {
         unary(&self.0, span, move |driver| {
             use proto::volume_usage::Unit;
             let stats = driver.stats(&request.volume_id, request.volume_path.as_ref())?;
-            let usage = [(Unit::Bytes, stats.bytes), (Unit::Inodes, stats.inodes)];
-            let encode = |(unit, usage): (Unit, Option<Usage>)| {
-                usage.map(|usage| proto::VolumeUsage {
-                    total: decode::wire_bytes(usage.total),
-                    used: decode::wire_bytes(usage.used),
-                    available: decode::wire_bytes(usage.available),
-                    unit: unit.into(),
-                })
+            let encode = |unit: Unit, usage: Usage| proto::VolumeUsage {
+                total: decode::wire_bytes(usage.total),
+                used: decode::wire_bytes(usage.used),
+                available: decode::wire_bytes(usage.available),
+                unit: unit.into(),
             };
-            Ok(proto::NodeGetVolumeStatsResponse {
-                usage: usage.into_iter().filter_map(encode).collect(),
-                volume_condition: Some(decode::encode_condition(stats.condition)),
-            })
+            let inodes = stats.inodes.map(|inodes| encode(Unit::Inodes, inodes));
+            let usage = [encode(Unit::Bytes, stats.bytes)].into_iter().chain(inodes).collect();
+            Ok(proto::NodeGetVolumeStatsResponse { usage })
+        })
+        .await
+    }
+
+    async fn node_get_volume_health(
+        &self,
+        request: Request<proto::NodeGetVolumeHealthRequest>,
+    ) -> Result<Response<proto::NodeGetVolumeHealthResponse>, Status> {
+        let request = request.into_inner();
+        let span = rpc_span!("NodeGetVolumeHealth", volume_id = request.volume_id);
+        unary(&self.0, span, move |driver| {
+            let (published, staged) = (&request.volume_publish_path, &request.staging_target_path);
+            let health =
+                driver.node_volume_health(&request.volume_id, published.as_ref(), staged.as_ref())?;
+            Ok(proto::NodeGetVolumeHealthResponse { volume_health: Some(decode::encode_health(health)) })
+        })
+        .await
+    }
+
+    async fn node_get_storage_health(
+        &self,
+        _: Request<proto::NodeGetStorageHealthRequest>,
+    ) -> Result<Response<proto::NodeGetStorageHealthResponse>, Status> {
+        unary(&self.0, rpc_span!("NodeGetStorageHealth"), |driver| {
+            let faults = driver.storage_health().into_iter();
+            let backend_health = faults.map(decode::encode_storage_fault).collect();
+            Ok(proto::NodeGetStorageHealthResponse { backend_health })
         })
         .await
     }

@@ -195,7 +195,7 @@ mod tests {
             ("/data/pool/volumes/x", libc::ENOENT, None),
         ] {
             let source = std::io::Error::from_raw_os_error(errno);
-            let error = Error::Sys(files::Error { operation: "open", path: path.into(), source });
+            let error = Error::Sys(files::Error { operation: "open", path: path.into(), at: None, source });
             let said = error.explain(Path::new("/data"));
             let advice = said.strip_prefix(&base::report(&error)).and_then(|rest| rest.strip_prefix(": "));
             assert_eq!(advice.is_some(), expected.is_some(), "{said}");

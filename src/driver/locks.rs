@@ -84,6 +84,11 @@ impl OpLocks {
         }
     }
 
+    /// Whether a call has the object now.
+    pub(super) fn is_held(&self, key: &Key) -> bool {
+        self.held().contains(key)
+    }
+
     /// Takes the object, waiting for whoever has it until the caller gives up.
     pub(super) fn wait_until(&self, key: Key, stop: &Stop) -> Result<OpGuard, Stopped> {
         let mut held = self.held();

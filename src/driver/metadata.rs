@@ -202,7 +202,7 @@ impl Driver {
         // Asked afterwards: bytes are freed after the deletion.
         if side.data.is_none() && self.store.read(|index| index.snapshot(&record.id).is_some()) {
             let source = std::io::ErrorKind::NotFound.into();
-            return Err(files::Error { operation: "open", path: side.data_path, source }.into());
+            return Err(files::Error { operation: "open", path: side.data_path, at: None, source }.into());
         }
         Ok(side)
     }

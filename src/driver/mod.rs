@@ -6,7 +6,6 @@ mod attach;
 mod capability;
 mod capacity;
 mod check;
-mod condition;
 mod error;
 mod expand;
 mod fill;
@@ -14,6 +13,7 @@ mod fill;
 pub(crate) mod fuzz;
 mod groups;
 mod hashing;
+mod health;
 mod history;
 mod inspect;
 mod list;
@@ -31,11 +31,11 @@ pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
 pub use capacity::{AvailableCapacity, CapacityRange};
 pub use check::{Discovery, Severity};
-pub use condition::Condition;
 pub use error::Error;
 pub use expand::Expansion;
 pub use groups::Group;
 pub use hashing::HashingThread;
+pub use health::{Fault, Reason, Trouble, VolumeHealth};
 pub use history::Retention;
 pub use inspect::{Inspected, Inspection};
 pub use list::{Page, PageRequest, SnapshotFilter};
@@ -90,7 +90,7 @@ pub struct Driver {
     config: Config,
     open_pool: OpenPool,
     store: Store,
-    /// What to know of a pool without direct I/O, for conditions of volumes.
+    /// What to know of a pool without direct I/O.
     cached: Option<&'static str>,
     locks: OpLocks,
     /// Bytes of volumes in the making.
@@ -99,6 +99,8 @@ pub struct Driver {
     attaching: Reserved,
     hashing: hashing::Hashing,
     streams: Arc<Streams>,
+    /// Volumes whose data could not be read.
+    suspects: health::Suspects,
     /// Held for its lock; dropped last.
     _claim: Claim,
 }

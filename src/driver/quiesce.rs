@@ -177,6 +177,11 @@ impl Driver {
     }
 
     fn copy_once(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
+        let copied = self.copy_bytes(copy, stop);
+        copied.inspect_err(|error| self.suspects.note(&copy.id, error))
+    }
+
+    fn copy_bytes(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
         let LiveCopy { source, target, block_size, sink: hashing, written, .. } = copy;
         let Some(hashing) = hashing else {
             return Ok(match written {

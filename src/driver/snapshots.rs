@@ -1,5 +1,6 @@
 //! Taking and deleting snapshots.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::error::shown;
@@ -32,17 +33,21 @@ impl Driver {
         }
     }
 
-    /// Takes a snapshot, or finds the one that an earlier call of this name took.
+    /// Takes a snapshot, or finds the one that an earlier call of this name took. One of the `requisite` topologies must
+    /// be ours; none is no demand.
     pub fn create_snapshot(
         &self,
         name: &str,
         source_volume_id: &str,
         parameters: &SnapshotParameters,
+        requisite: &[BTreeMap<String, String>],
     ) -> Result<Arc<SnapshotRecord>> {
         check_name("name", name)?;
         if source_volume_id.is_empty() {
             return Err(Error::Missing { field: "source_volume_id" });
         }
+        // Before the name: what an earlier call made can only be used here as well.
+        self.check_topology(requisite, "a snapshot can be used where its volume is")?;
         let _name = self.locks.take(Key::SnapshotName(name.to_owned()))?;
         if let Some(existing) = self.store.read(|index| index.snapshot_named(name)) {
             let clash = |difference| Error::Clash { kind: "snapshot", name: shown(name), difference };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::capacity::Reserved;
 use super::locks::{Key, OpLocks};
-use super::{Config, Driver, Error, Result, hashing};
+use super::{Config, Driver, Error, Result, hashing, health};
 use crate::pool::{Known, OpenPool, PoolRequest};
 use crate::store::{Claim, Manifest, SnapshotRecord, Store};
 use base::DataDir;
@@ -70,6 +70,7 @@ impl Driver {
             attaching: Reserved::default(),
             hashing: hashing::Hashing::default(),
             streams: Arc::default(),
+            suspects: health::Suspects::default(),
             _claim: claim,
         };
         driver.thaw_leftovers();

@@ -1,5 +1,6 @@
 //! Making and deleting volumes.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::capability::kinds;
@@ -32,7 +33,7 @@ pub struct CreateVolume {
     /// What to fill it with.
     pub source: Option<SourceRef>,
     /// Topologies one of which must be ours; empty for no demand.
-    pub requisite: Vec<std::collections::BTreeMap<String, String>>,
+    pub requisite: Vec<BTreeMap<String, String>>,
 }
 
 /// A content source as a client names it.
@@ -67,7 +68,7 @@ impl Driver {
                 }
             };
         }
-        self.check_topology(request)?;
+        self.check_topology(&request.requisite, "volumes are made where the driver runs")?;
         let (content, _guard) = match &request.source {
             None => (None, None),
             Some(SourceRef::Snapshot(id)) => {
@@ -187,6 +188,7 @@ impl Driver {
     pub(super) fn remove_idle_volume(&self, id: &VolumeId) -> Result<()> {
         self.release_devices(id)?;
         let _removed = self.store.remove_volume(id)?;
+        self.suspects.forget(id);
         self.history([id]).apply_retention(id);
         Ok(())
     }
@@ -213,17 +215,19 @@ impl Driver {
         }))
     }
 
-    fn check_topology(&self, request: &CreateVolume) -> Result<()> {
+    /// Fails where none of the topologies that a client calls requisite is ours; none at all is no demand. `why` says
+    /// what ties us to ours.
+    pub(super) fn check_topology(&self, requisite: &[BTreeMap<String, String>], why: &str) -> Result<()> {
         let ours = self.topology();
         // A topology without our key says nothing about us.
-        let fits = |asked: &std::collections::BTreeMap<String, String>| {
+        let fits = |asked: &BTreeMap<String, String>| {
             ours.iter().all(|(key, value)| asked.get(key).is_none_or(|asked| asked == value))
         };
-        if request.requisite.is_empty() || request.requisite.iter().any(fits) {
+        if requisite.is_empty() || requisite.iter().any(fits) {
             return Ok(());
         }
         Err(Error::Elsewhere(format!(
-            "none of the requisite topologies is this node, {}: volumes are made where the driver runs",
+            "none of the requisite topologies is this node, {}: {why}",
             self.config().node_id
         )))
     }

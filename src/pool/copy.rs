@@ -70,7 +70,7 @@ fn through(
     let ranges: Vec<ByteRange> = DataRanges::of(source, target_path, part).collect::<files::Result<_>>()?;
     for data in &ranges {
         let bytes = &mut buffer[within(*data)];
-        source.read_exact_at(bytes, data.start).context("read the source of", target_path)?;
+        source.read_exact_at(bytes, data.start).context_at("read the source of", target_path, data.start)?;
     }
     sink(part.start, buffer)?;
     for data in &ranges {
@@ -83,7 +83,8 @@ fn through(
 /// Copies a range inside the kernel.
 fn inside(source: &File, target: &File, target_path: &Path, range: ByteRange) -> Result<()> {
     let copied =
-        step("copy into", target_path, || clone::copy_range(source, target, range.start, range.len()))?;
+        step("copy into", target_path, || clone::copy_range(source, target, range.start, range.len()))
+            .map_err(|error| files::Error { at: Some(range.start), ..error })?;
     match copied == range.len() {
         true => Ok(()),
         // Silent zeros would be in the copy.

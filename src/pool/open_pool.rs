@@ -7,7 +7,7 @@ use super::format::Format;
 use super::image::Image;
 use super::{Error, Pool, Result};
 use crate::sys::loopdev::has_direct_io;
-use crate::sys::mount;
+use crate::sys::{blockdev, mount};
 use base::{DataDir, PoolDir, PoolKind};
 use files::Context;
 use files::durable;
@@ -159,6 +159,24 @@ impl OpenPool {
         let file = File::open(&image.path).context("open", &image.path)?;
         Ok((!has_direct_io(&file, &image.path)?)
             .then_some("the filesystem under the pool's image has no direct I/O: writes are slower"))
+    }
+
+    /// What is missing of the image, where its file was cut short below the pool.
+    pub fn image_cut_short(&self) -> Result<Option<String>> {
+        let Some(image) = &self.image else { return Ok(None) };
+        let length = fs::metadata(&image.path).context("stat", &image.path)?.len();
+        let size = blockdev::size(&image.device.path())?;
+        Ok((length < size).then(|| {
+            format!("{} has {length} bytes of {size}: the end of the pool is missing", image.path.display())
+        }))
+    }
+
+    /// How many errors the pool's filesystem has counted, where it does and there are any.
+    pub fn errors(&self) -> Result<Option<u64>> {
+        match mount::holding(self.dir.path())? {
+            Some(mounted) => Ok(mounted.errors()?),
+            None => Ok(None),
+        }
     }
 
     /// Where the bytes lie, for people: `in place`, or the image's loop device.

@@ -92,7 +92,8 @@ impl Frozen {
         let Some(watchdog) = self.watchdog.take() else { return Ok(()) };
         // A watchdog that has ended already has thawed: its outcome says so.
         let _ = self.release.send(Told::Thaw);
-        let failed = |operation, source| Err(Error { operation, path: self.mount_point.clone(), source });
+        let failed =
+            |operation, source| Err(Error { operation, path: self.mount_point.clone(), at: None, source });
         match watchdog.join() {
             Ok(Outcome::InTime(Ok(()))) => Ok(()),
             // Somebody else thawed it: what was read since may be torn.

@@ -53,6 +53,57 @@ impl Mount {
     }
 }
 
+impl Mount {
+    /// How many errors the filesystem has counted; `None` where it has none, or does not count. ext4 does, until its
+    /// check clears them (`Documentation/ABI/testing/sysfs-fs-ext4`: `errors_count`), and so does btrfs for each of its
+    /// devices, until `btrfs device stats -z` does (`sysfs-fs-btrfs`: `devinfo/<id>/error_stats`).
+    pub fn errors(&self) -> Result<Option<u64>> {
+        let Some(dev) = self.device() else { return Ok(None) };
+        let block = Path::new("/sys/dev/block").join(dev);
+        let Some(name) = block.canonicalize().ok().and_then(|path| path.file_name().map(ToOwned::to_owned))
+        else {
+            return Ok(None);
+        };
+        let count = match self.fs_type.as_str() {
+            "ext4" => {
+                let counter = Path::new("/sys/fs/ext4").join(name).join("errors_count");
+                read_if_there(&counter)?.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+            }
+            "btrfs" => btrfs_errors(Path::new("/sys/fs/btrfs"), Path::new(&name))?,
+            _ => 0,
+        };
+        Ok((count > 0).then_some(count))
+    }
+}
+
+/// The errors that the btrfs with a device of this name has counted on all its devices.
+fn btrfs_errors(all: &Path, device: &Path) -> Result<u64> {
+    let entries = |dir: &Path| -> Result<Vec<PathBuf>> {
+        match std::fs::read_dir(dir) {
+            Ok(entries) => Ok(entries.flatten().map(|entry| entry.path()).collect()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(error) => Err(error).context("list", dir),
+        }
+    };
+    let is_on = |of: &PathBuf| of.join("devices").join(device).exists();
+    let Some(filesystem) = entries(all)?.into_iter().find(is_on) else { return Ok(0) };
+    let mut count = 0;
+    for device in entries(&filesystem.join("devinfo"))? {
+        let counters = read_if_there(&device.join("error_stats"))?.unwrap_or_default();
+        // A line each: `read_errs 3`.
+        let numbers = counters.lines().filter_map(|line| line.split(' ').next_back()?.parse::<u64>().ok());
+        count += numbers.sum::<u64>();
+    }
+    Ok(count)
+}
+
+fn read_if_there(path: &Path) -> Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        read => read.map(Some).context("read", path),
+    }
+}
+
 /// All mounts of this process's namespace, in mount order: the last at a path is the one seen.
 pub fn mounts() -> Result<Vec<Mount>> {
     let path = Path::new("/proc/self/mountinfo");
@@ -63,6 +114,13 @@ pub fn mounts() -> Result<Vec<Mount>> {
 /// The mount seen at `path` itself, if it is a mount point.
 pub fn mounted_at(path: &Path) -> Result<Option<Mount>> {
     Ok(mounts()?.into_iter().rev().find(|mount| mount.mount_point == path))
+}
+
+/// The mount that `path`, without links in it, lies on.
+pub fn holding(path: &Path) -> Result<Option<Mount>> {
+    let holds = |mount: &Mount| path.starts_with(&mount.mount_point);
+    // The last at a path is the one seen, and `max_by_key` takes the last of equal ones.
+    Ok(mounts()?.into_iter().filter(holds).max_by_key(|mount| mount.mount_point.as_os_str().len()))
 }
 
 fn parse_line(line: &[u8]) -> Option<Mount> {

@@ -77,9 +77,9 @@ const CALLS: [(&str, &str, &str, &str, When); 65] = [
     ("csi-snapshotter", "", "events", "create patch", Always),
     // The one secret that a class may name.
     ("csi-snapshotter", "", "secrets", "get", Always),
-    ("csi-external-health-monitor-controller", "", "persistentvolumes", "get list watch", Always),
-    ("csi-external-health-monitor-controller", "", "persistentvolumeclaims", "get list watch", Always),
-    ("csi-external-health-monitor-controller", "", "events", "get list watch create patch", Always),
+    ("csi-external-health-monitor-controller", "", "persistentvolumes", "list watch", Always),
+    ("csi-external-health-monitor-controller", "", "persistentvolumeclaims", "list watch", Always),
+    ("csi-external-health-monitor-controller", "", "persistentvolumeclaims/status", "patch", Always),
     // Ours: who calls, whether they may, and what about; its tests have these rights alone.
     ("gateway", "authentication.k8s.io", "tokenreviews", "create", Always),
     ("gateway", "authorization.k8s.io", "subjectaccessreviews", "create", Always),

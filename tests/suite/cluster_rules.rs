@@ -35,7 +35,7 @@ const SIDECARS: [(&str, &[&str]); 9] = [
         "csi-snapshotter:v8.7.0",
         &["csi-address", "extra-create-metadata", "node-deployment", "feature-gates", "timeout", "v"],
     ),
-    ("csi-external-health-monitor-controller:v0.18.0", &["csi-address", "list-volumes-interval", "v"]),
+    ("csi-external-health-monitor-controller:v0.19.0", &["csi-address", "list-volumes-interval", "v"]),
     ("csi-snapshot-metadata:v1.1.0", &["csi-address", "port", "tls-cert", "tls-key", "http-endpoint", "v"]),
     ("snapshot-controller:v8.7.0", &["enable-distributed-snapshotting", "v"]),
 ];

@@ -64,7 +64,10 @@ impl Contract {
         for enumeration in pool.all_enums().filter(|e| ours(&e.parent_file())) {
             contract.block(
                 format!("enum {}", enumeration.full_name()),
-                enumeration.values().map(|value| format!("{} {}", value.number(), value.name())),
+                enumeration.values().map(|value| format!("{} {}", value.number(), value.name())).chain(
+                    // Inclusive at both ends, other than a message's.
+                    enumeration.reserved_ranges().flatten().map(|number| format!("reserved {number}")),
+                ),
             );
         }
         // A map field declares a hidden entry message; the field's own line says what the map holds.
@@ -72,7 +75,10 @@ impl Contract {
         for message in messages {
             contract.block(
                 format!("message {}", message.full_name()),
-                message.fields().map(|field| field_line(&field)),
+                message
+                    .fields()
+                    .map(|field| field_line(&field))
+                    .chain(message.reserved_ranges().flatten().map(|number| format!("reserved {number}"))),
             );
         }
         contract

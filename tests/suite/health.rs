@@ -8,6 +8,10 @@ use deltapath::sys::mount;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
+use crate::volume_health::{
+    StorageHealthErrorType, VolumeHealthErrorType, health as volume_health, node_health, storage,
+    storage_tells, tells,
+};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, status_code};
 
@@ -167,10 +171,19 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let pool = rig.pool_dir();
+    let request = csi_client::new_volume("volume", MIB, csi_client::block_capability());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
     let ready = rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe").into_inner().ready;
     assert_eq!(ready, Some(true));
     let device = mount::mounted_at(&pool).expect("mounts").expect("the pool is mounted").source;
     mount::unmount(&pool).expect("a stranger unmounts it");
+    let told = storage(&rig).await;
+    storage_tells(&told, "PoolNotMounted", StorageHealthErrorType::StorageUnreachable);
+    assert_eq!(told.len(), 1, "{told:?}");
+    for view in [volume_health(&rig, &volume).await, node_health(&rig, &volume).await] {
+        tells(&view, "PoolNotMounted", VolumeHealthErrorType::Inaccessible);
+        assert_eq!(view.len(), 1, "a pool that is not there loses no file: {view:?}");
+    }
     let gone = rig.client.identity.probe(proto::ProbeRequest {}).await;
     assert_eq!(status_code(gone), Code::FailedPrecondition);
     assert_eq!(get(address, "/readyz").await.0, 503);
@@ -181,6 +194,7 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     mount::unmount(&pool).expect("unmount");
     mount::mount(&device, &pool, "xfs", mount::Flags::empty(), "nouuid").expect("mount again");
     rig.client.identity.probe(proto::ProbeRequest {}).await.expect("back");
+    assert_eq!(volume_health(&rig, &volume).await, []);
     assert_eq!(get(address, "/readyz").await.0, 200);
     rig.finish();
 }

@@ -96,6 +96,11 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
         );
         answers!(
             Code::NotFound,
+            controller
+                .controller_get_volume_health(ControllerGetVolumeHealthRequest { volume_id: id.clone() })
+        );
+        answers!(
+            Code::NotFound,
             controller.controller_expand_volume(ControllerExpandVolumeRequest {
                 volume_id: id.clone(),
                 capacity_range: range,
@@ -161,6 +166,10 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
                 volume_id: id.clone(),
                 volume_path: path.clone(),
             })
+        );
+        answers!(
+            Code::NotFound,
+            node.node_get_volume_health(NodeGetVolumeHealthRequest { volume_id: id.clone() })
         );
         answers!(
             Code::NotFound,
@@ -265,6 +274,7 @@ pub fn allowed(method: &str, code: Code) -> bool {
         "DeleteVolume" => &[FailedPrecondition],
         "ControllerPublishVolume" => &[NotFound, AlreadyExists, FailedPrecondition, ResourceExhausted],
         "ControllerUnpublishVolume" | "ValidateVolumeCapabilities" | "ControllerGetVolume" => &[NotFound],
+        "ControllerGetVolumeHealth" | "NodeGetVolumeHealth" => &[NotFound],
         "ControllerModifyVolume" | "GetSnapshot" | "NodeUnpublishVolume" | "NodeGetVolumeStats" => {
             &[NotFound]
         }

@@ -41,6 +41,7 @@ mod snapshots;
 mod startup;
 mod streams;
 mod usage;
+mod volume_health;
 mod volumes;
 
 /// Without root the tests that need it are ignored, and the runner says so. In CI that is a failure.

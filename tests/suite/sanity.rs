@@ -20,13 +20,7 @@ fn csi_sanity() -> Option<PathBuf> {
     None
 }
 
-/// Why csi-sanity may skip a test: what we do not claim, and what the test's own flags leave out. Nothing
-/// that we claim is among them.
-const MAY_SKIP: [&str; 3] = [
-    "SNAPSHOT_ACCESSIBILITY_CONSTRAINTS not supported",
-    "VolumeHealth not supported",
-    "StorageHealth not supported",
-];
+/// Why csi-sanity may skip a test where there are no attachments; where there are, it skips nothing.
 const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
     "ControllerPublishVolume not supported",
     "ControllerPublishVolume.readonly field not supported",
@@ -66,10 +60,8 @@ async fn run(pool: PoolKind, attach: bool) {
             .expect("write");
         assert!(output.status.success(), "csi-sanity, {pool:?}, {access}, attach {attach}:\n{said}");
         assert!(count.contains(" 0 Failed "), "{count}");
-        let may_skip = |line: &str| {
-            let known = |reason: &&str| line.contains(*reason);
-            MAY_SKIP.iter().any(known) || (!attach && MAY_SKIP_WITHOUT_ATTACH.iter().any(known))
-        };
+        let may_skip =
+            |line: &str| !attach && MAY_SKIP_WITHOUT_ATTACH.iter().any(|reason| line.contains(reason));
         let skipped: Vec<&str> = said
             .lines()
             .filter(|line| {
@@ -77,8 +69,10 @@ async fn run(pool: PoolKind, attach: bool) {
             })
             .collect();
         let wrong: Vec<&&str> = skipped.iter().filter(|line| !may_skip(line)).collect();
-        assert!(!skipped.is_empty(), "csi-sanity no longer says what it skips:\n{said}");
         assert!(wrong.is_empty(), "skipped though we claim it: {wrong:#?}");
+        // By the count too, for the lines may come to be worded otherwise.
+        assert_eq!(count.contains(" 0 Skipped"), attach, "{count}");
+        assert_eq!(skipped.is_empty(), attach, "csi-sanity no longer says what it skips:\n{said}");
         let left: Vec<String> = leftovers(dir).into_iter().filter(|left| left.contains("sanity")).collect();
         assert!(left.is_empty(), "left mounted: {left:?}");
     }

@@ -101,6 +101,12 @@ async fn no_secret_is_logged_stored_or_told() {
     rig.client.controller.list_snapshots(list).await.expect("list");
     let get = proto::GetSnapshotRequest { snapshot_id: snapshot.clone(), secrets: secrets() };
     rig.client.controller.get_snapshot(get).await.expect("get");
+    let health = proto::ControllerGetVolumeHealthRequest { volume_id: volume.clone(), secrets: secrets() };
+    rig.client.controller.controller_get_volume_health(health).await.expect("health");
+    let list = proto::ControllerListVolumeHealthRequest { secrets: secrets(), ..Default::default() };
+    rig.client.controller.controller_list_volume_health(list).await.expect("list");
+    let health = proto::NodeGetStorageHealthRequest { secrets: secrets() };
+    rig.client.node.node_get_storage_health(health).await.expect("health");
     let validate = proto::ValidateVolumeCapabilitiesRequest {
         volume_id: volume.clone(),
         volume_capabilities: vec![block_capability()],

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
-use csi_client::{from_snapshot, mount_capability, new_volume};
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of, open_device};
@@ -375,5 +375,88 @@ async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
     let file = target.expect("publish").join("file");
     assert_eq!(std::fs::read(file).expect("read"), b"never synced");
     rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+/// Where a snapshot can be used is told in every answer that holds one; where it must be usable is looked at before
+/// anything is made.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let request = proto::GetPluginCapabilitiesRequest {};
+    let claimed = rig.client.identity.get_plugin_capabilities(request).await.expect("capabilities");
+    use proto::plugin_capability::{Service, Type, service};
+    let kind = service::Type::SnapshotAccessibilityConstraints;
+    let claim = Some(Type::Service(Service { r#type: kind.into() }));
+    assert!(claimed.into_inner().capabilities.iter().any(|capability| capability.r#type == claim));
+    let info = rig.client.node.node_get_info(proto::NodeGetInfoRequest {}).await.expect("info").into_inner();
+    let here = info.accessible_topology.expect("a topology");
+    let only_here = [here.clone()];
+    let (key, value) = here.segments.iter().next().expect("one segment");
+    assert_eq!(value, "node-1");
+    let segment =
+        |key: &str, value: &str| proto::Topology { segments: [(key.to_owned(), value.to_owned())].into() };
+    let elsewhere = segment(key, "node-2");
+    let zone = segment("topology.kubernetes.io/zone", "a");
+
+    let volume = rig.client.create_volume(new_volume("volume", MIB, block_capability())).await;
+    let volume = volume.expect("create").volume_id;
+    let request = |name: &str, requisite: &[&proto::Topology], preferred: &[&proto::Topology]| {
+        let topologies = |all: &[&proto::Topology]| all.iter().map(|one| (*one).clone()).collect();
+        proto::CreateSnapshotRequest {
+            name: name.to_owned(),
+            source_volume_id: volume.clone(),
+            accessibility_requirements: Some(proto::TopologyRequirement {
+                requisite: topologies(requisite),
+                preferred: topologies(preferred),
+            }),
+            ..Default::default()
+        }
+    };
+    let mut controller = rig.client.controller.clone();
+    for refused in [request("refused", &[&elsewhere], &[]), request("refused", &[&elsewhere], &[&elsewhere])]
+    {
+        let status = controller.create_snapshot(refused).await.expect_err("it is made where its volume is");
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+        assert!(status.message().contains("node-1"), "{status}");
+    }
+    assert!(testkit::names(&rig.pool_dir().join("snapshots")).is_empty(), "a refused call made something");
+    assert!(testkit::names(&rig.pool_dir().join("staging")).is_empty(), "a refused call left something");
+    for (name, request) in [
+        ("here", request("here", &[&here], &[&here])),
+        ("here or there", request("here or there", &[&elsewhere, &here], &[&elsewhere])),
+        ("preferred", request("preferred", &[], &[&elsewhere])),
+        ("of another kind", request("of another kind", &[&zone], &[])),
+        ("anywhere", request("anywhere", &[], &[])),
+    ] {
+        for _ in 0..2 {
+            let made = controller.create_snapshot(request.clone()).await.expect(name).into_inner();
+            assert_eq!(made.snapshot.expect(name).accessible_topology, only_here);
+        }
+    }
+    // What an earlier call made is usable here alone, too.
+    let status = controller.create_snapshot(request("here", &[&elsewhere], &[])).await.expect_err("here");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+
+    let group = rig.client.create_group("group", std::slice::from_ref(&volume)).await.expect("group");
+    let get = proto::GetVolumeGroupSnapshotRequest {
+        group_snapshot_id: group.group_snapshot_id.clone(),
+        snapshot_ids: group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect(),
+        ..Default::default()
+    };
+    let again = rig.client.groups.get_volume_group_snapshot(get).await.expect("get").into_inner();
+    let list = controller.list_snapshots(proto::ListSnapshotsRequest::default()).await.expect("list");
+    let list: Vec<_> = list.into_inner().entries.into_iter().filter_map(|entry| entry.snapshot).collect();
+    assert_eq!(list.len(), 6);
+    for snapshot in
+        group.snapshots.iter().chain(&again.group_snapshot.expect("a group").snapshots).chain(&list)
+    {
+        assert_eq!(snapshot.accessible_topology, only_here, "{snapshot:?}");
+        let get =
+            proto::GetSnapshotRequest { snapshot_id: snapshot.snapshot_id.clone(), ..Default::default() };
+        let told = controller.get_snapshot(get).await.expect("get").into_inner();
+        assert_eq!(told.snapshot.expect("a snapshot").accessible_topology, only_here);
+    }
     rig.finish();
 }

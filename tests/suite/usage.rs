@@ -1,37 +1,25 @@
-//! How full volumes are, how they are, and what can be set on them while they are in use.
+//! How full volumes are, and what can be set on them while they are in use.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{self, sweep::devices_below};
+use proto::VolumeUsage;
 use proto::volume_usage::Unit;
-use proto::{VolumeCondition, VolumeUsage};
 use tonic::Code;
 
+use crate::volume_health::node_health;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, set_state, status_code};
 
-async fn stats(
-    rig: &Rig,
-    volume: &str,
-    path: &Path,
-) -> Result<(Vec<VolumeUsage>, VolumeCondition), tonic::Status> {
+async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>, tonic::Status> {
     let request = proto::NodeGetVolumeStatsRequest {
         volume_id: volume.to_owned(),
         volume_path: path.display().to_string(),
         ..Default::default()
     };
-    let answer = rig.client.node.clone().node_get_volume_stats(request).await?.into_inner();
-    Ok((answer.usage, answer.volume_condition.expect("VOLUME_CONDITION is claimed")))
-}
-
-async fn controller_condition(rig: &Rig, volume: &str) -> VolumeCondition {
-    let request = proto::ControllerGetVolumeRequest { volume_id: volume.to_owned() };
-    let answer =
-        rig.client.controller.clone().controller_get_volume(request).await.expect("get").into_inner();
-    assert_eq!(answer.volume.expect("a volume").volume_id, volume);
-    answer.status.expect("a status").volume_condition.expect("VOLUME_CONDITION is claimed")
+    Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
 }
 
 /// Seen elsewhere: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
@@ -47,11 +35,10 @@ async fn stats_are_those_of_the_volume_itself(
     let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
     Content::default().write(&device, 0, 256, 1);
     std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
-    let (usage, condition) = stats(&rig, &raw, &device).await.expect("stats");
+    let usage = stats(&rig, &raw, &device).await.expect("stats");
     let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
     assert_eq!((bytes.unit, bytes.total), (i32::from(Unit::Bytes), 64 * MIB));
     assert_eq!((bytes.used, bytes.available), (MIB, 63 * MIB));
-    assert!(!condition.abnormal, "{condition:?}");
 
     for fs_type in ["ext4", "xfs", "btrfs"] {
         let capability = mount_capability(fs_type);
@@ -61,8 +48,7 @@ async fn stats_are_those_of_the_volume_itself(
         std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
         std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
         for path in [target.clone(), kubelet.join(&volume).join("staging")] {
-            let (usage, condition) = stats(&rig, &volume, &path).await.expect("stats");
-            assert!(!condition.abnormal, "{condition:?}");
+            let usage = stats(&rig, &volume, &path).await.expect("stats");
             let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
             let bytes = of(Unit::Bytes).expect("bytes");
             assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
@@ -110,52 +96,9 @@ async fn a_volume_mounted_with_ro_is_well() {
         }
         let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
         assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
-        let (_, condition) = stats(&rig, &volume, &target).await.expect("stats");
-        assert!(!condition.abnormal, "{condition:?}");
+        assert_eq!(node_health(&rig, &volume).await, []);
         rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     }
-    rig.finish();
-}
-
-/// A condition says what is wrong: a filesystem that the kernel shut down, a mount that somebody took away,
-/// a file cut short, a record that cannot be read.
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_condition_tells_what_is_wrong() {
-    let mut rig = Rig::start(PoolKind::Dir).await;
-    let kubelet = rig.kubelet();
-    let capability = mount_capability("xfs");
-    let request = new_volume("files", 300 * MIB, capability.clone());
-    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-    assert!(!stats(&rig, &volume, &target).await.expect("stats").1.abnormal);
-    assert!(!controller_condition(&rig, &volume).await.abnormal);
-    let shutdown = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-    shutdown.expect("shutdown");
-    let (usage, condition) = stats(&rig, &volume, &target).await.expect("stats");
-    assert!(usage.is_empty() && condition.abnormal, "{usage:?} {condition:?}");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-    sys::mount::unmount(&target).expect("a stranger unmounts it");
-    let (_, condition) = stats(&rig, &volume, &target).await.expect("stats");
-    assert!(condition.abnormal && condition.message.contains("not mounted"), "{condition:?}");
-    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-
-    let dir = rig.pool_dir().join("volumes").join(&volume);
-    let image = std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
-    image.set_len(MIB as u64).expect("cut");
-    let condition = controller_condition(&rig, &volume).await;
-    assert!(condition.abnormal && condition.message.contains("1048576 bytes of 314572800"), "{condition:?}");
-    let list = proto::ListVolumesRequest::default();
-    let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
-    let status = list.entries[0].status.clone().expect("a status");
-    assert_eq!(status.volume_condition, Some(condition));
-    rig.kill();
-    std::fs::write(dir.join("record.json"), "{").expect("write");
-    rig.start_again().await;
-    let condition = controller_condition(&rig, &volume).await;
-    assert!(condition.abnormal && condition.message.contains("record.json"), "{condition:?}");
-    drop(image);
     rig.finish();
 }
 
@@ -286,8 +229,9 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(
         rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     }
     std::fs::write(target.join("file"), "kept").expect("write");
-    let (usage, condition) = stats(&rig, "csi-1234", &target).await.expect("stats");
-    assert!(usage[0].total < 64 * MIB && usage[0].total > 32 * MIB && !condition.abnormal, "{usage:?}");
+    let usage = stats(&rig, "csi-1234", &target).await.expect("stats");
+    assert!(usage[0].total < 64 * MIB && usage[0].total > 32 * MIB, "{usage:?}");
+    assert_eq!(node_health(&rig, "csi-1234").await, []);
     let list = proto::ListVolumesRequest::default();
     let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
     assert!(list.entries.is_empty(), "an ephemeral volume is kubelet's alone");

@@ -79,7 +79,13 @@ impl Device {
                     done = wanted;
                 }
                 Err(source) => {
-                    return Err(files::Error { operation: "read", path: self.path.clone(), source }.into());
+                    return Err(files::Error {
+                        operation: "read",
+                        path: self.path.clone(),
+                        at: None,
+                        source,
+                    }
+                    .into());
                 }
             }
         }

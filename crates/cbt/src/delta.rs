@@ -94,7 +94,9 @@ impl Side {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).context("read", &self.data_path).map_err(Error::Sys),
+                Err(error) => {
+                    return Err(error).context_at("read", &self.data_path, offset).map_err(Error::Sys);
+                }
             }
         }
         buffer[filled..].fill(0);

@@ -192,7 +192,7 @@ mod tests {
     fn an_error_in_either_list_ends_the_walk_with_it() {
         let broken = || {
             let source = std::io::Error::from_raw_os_error(5);
-            Err(files::Error { operation: "list", path: "x".into(), source })
+            Err(files::Error { operation: "list", path: "x".into(), at: None, source })
         };
         let items: Vec<_> =
             PhysicalDiff::new([broken()].into_iter(), [Ok(at(0, 4, 1))].into_iter()).collect();

@@ -212,7 +212,7 @@ impl ToHash<'_> {
             let bytes = BlockRange { start: block, end: block + count }.bytes(size);
             buffer.resize(bytes.len() as usize, 0);
             let read = ahead.timed(bytes.end, || self.data.read_exact_at(buffer, bytes.start));
-            read.context("read", self.data_path)?;
+            read.context_at("read", self.data_path, bytes.start)?;
             hash_each(buffer, size, |number, hash| put(block + number, hash));
             block = block + count;
         }

@@ -150,7 +150,7 @@ impl FileLock {
                 Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return Ok(None),
                 Err(TryLockError::WouldBlock) => {}
                 Err(TryLockError::Error(source)) => {
-                    return Err(Error { operation: "lock", path: path.to_owned(), source });
+                    return Err(Error { operation: "lock", path: path.to_owned(), at: None, source });
                 }
             }
             std::thread::sleep(Duration::from_millis(10));

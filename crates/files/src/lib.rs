@@ -16,12 +16,14 @@ pub use ranges::{DataRanges, punch_hole};
 
 /// A call into the kernel that failed: what was attempted, on which path, and the reason.
 #[derive(Debug, thiserror::Error)]
-#[error("{operation} {}", path.display())]
+#[error("{operation} {}{}", path.display(), at.map(|at| format!(" at byte {at}")).unwrap_or_default())]
 pub struct Error {
     /// What was attempted, such as `open` or `attach a loop device to`.
     pub operation: &'static str,
     /// The file, device or directory it was attempted on.
     pub path: PathBuf,
+    /// Where in the file the bytes begin that it was attempted on, for reads of a volume's or snapshot's data.
+    pub at: Option<u64>,
     /// What the kernel said.
     pub source: io::Error,
 }
@@ -60,11 +62,18 @@ impl Error {
 pub trait Context<T> {
     /// Wraps the error as "`operation` `path`".
     fn context(self, operation: &'static str, path: &Path) -> Result<T>;
+
+    /// The same as "`operation` `path` at byte `offset`".
+    fn context_at(self, operation: &'static str, path: &Path, offset: u64) -> Result<T>;
 }
 
 impl<T, E: Into<io::Error>> Context<T> for std::result::Result<T, E> {
     fn context(self, operation: &'static str, path: &Path) -> Result<T> {
-        self.map_err(|error| Error { operation, path: path.to_owned(), source: error.into() })
+        self.map_err(|error| Error { operation, path: path.to_owned(), at: None, source: error.into() })
+    }
+
+    fn context_at(self, operation: &'static str, path: &Path, offset: u64) -> Result<T> {
+        self.context(operation, path).map_err(|error| Error { at: Some(offset), ..error })
     }
 }
 

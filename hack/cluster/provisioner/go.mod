@@ -1,15 +1,10 @@
 // csi-provisioner: v6.4.0, which the manifests name, needs a library that no registry has, so this is the version before.
-// It wants client-go 0.36 and CSI 1.12, hence a module of its own, and beside it the stand-in that speaks CSI 1.12 too.
+// It wants client-go 0.36 and CSI 1.12, hence a module of its own.
 module deltapath/hack/cluster/provisioner
 
 go 1.26.0
 
 tool github.com/kubernetes-csi/external-provisioner/v6/cmd/csi-provisioner
-
-require (
-	github.com/container-storage-interface/spec v1.12.0
-	google.golang.org/grpc v1.81.1
-)
 
 require (
 	cel.dev/expr v0.25.2 // indirect
@@ -19,6 +14,7 @@ require (
 	github.com/blang/semver/v4 v4.0.0 // indirect
 	github.com/cenkalti/backoff/v5 v5.0.3 // indirect
 	github.com/cespare/xxhash/v2 v2.3.0 // indirect
+	github.com/container-storage-interface/spec v1.12.0 // indirect
 	github.com/coreos/go-semver v0.3.1 // indirect
 	github.com/coreos/go-systemd/v22 v22.7.0 // indirect
 	github.com/davecgh/go-spew v1.1.2-0.20180830191138-d8f796af33cc // indirect
@@ -101,6 +97,7 @@ require (
 	golang.org/x/tools v0.45.0 // indirect
 	google.golang.org/genproto/googleapis/api v0.0.0-20260526163538-3dc84a4a5aaa // indirect
 	google.golang.org/genproto/googleapis/rpc v0.0.0-20260526163538-3dc84a4a5aaa // indirect
+	google.golang.org/grpc v1.81.1 // indirect
 	google.golang.org/protobuf v1.36.12-0.20260120151049-f2248ac996af // indirect
 	gopkg.in/evanphx/json-patch.v4 v4.13.0 // indirect
 	gopkg.in/inf.v0 v0.9.1 // indirect

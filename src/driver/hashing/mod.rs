@@ -92,6 +92,9 @@ impl Driver {
                 }
                 // Deltas read its data instead.
                 Err(error) => {
+                    if let Some(record) = self.store.read(|index| index.known(&work.id)) {
+                        self.suspects.note(&record.volume, &error);
+                    }
                     let error = error.explain(&self.config().data_dir);
                     tracing::warn!(snapshot_id = %work.id, error, "a snapshot could not be hashed, trying again later");
                     self.hashing.put_off(&work);

@@ -7,6 +7,7 @@
 mod ephemeral;
 mod expand;
 mod filesystem;
+mod health;
 mod publish;
 mod stage;
 mod stats;
@@ -191,8 +192,12 @@ fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s
     let path = mount::resolved(volume_path);
     match state.place(&path) {
         Some(staged) => Ok((path, staged)),
-        None => Err(Error::NotFound { kind: "the volume at", id: shown(&volume_path.to_string_lossy()) }),
+        None => Err(no_volume_at(volume_path)),
     }
+}
+
+fn no_volume_at(volume_path: &Path) -> Error {
+    Error::NotFound { kind: "the volume at", id: shown(&volume_path.to_string_lossy()) }
 }
 
 fn in_use(id: &VolumeId, how: &str) -> Error {

@@ -1,14 +1,13 @@
-//! How full a volume is, and how it is, as the node sees it (`NodeGetVolumeStats`).
+//! How full a volume is (`NodeGetVolumeStats`). What is wrong with it is told in `health.rs`.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{place, shows};
-use crate::driver::condition::Condition;
+use super::{no_volume_at, place, shows};
 use crate::driver::{Driver, Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
+use crate::sys;
 use crate::sys::loopdev::LoopDevice;
-use crate::sys::{self, mount};
 use files::Context;
 
 /// A volume's use, in bytes or inodes.
@@ -22,15 +21,13 @@ pub struct Usage {
     pub available: u64,
 }
 
-/// What a look at a volume found.
+/// How full a volume is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stats {
-    /// Bytes; `None` where the filesystem does not answer.
-    pub bytes: Option<Usage>,
+    /// Bytes.
+    pub bytes: Usage,
     /// Inodes; `None` for a Block volume, and for a filesystem that has no limit.
     pub inodes: Option<Usage>,
-    /// How it is.
-    pub condition: Condition,
 }
 
 impl Driver {
@@ -57,64 +54,22 @@ impl Driver {
         let state = self.store.volume_state(&record.id)?;
         let (path, staged) = place(&state, volume_path)?;
         let data = self.volume_data(&record.id);
-        let device = LoopDevice::find(&data)?;
         if staged.access == AccessKind::Block {
             let allocated = std::fs::metadata(&data).context("stat", &data)?.blocks() * 512;
             let used = allocated.min(record.capacity);
             let bytes = Usage { total: record.capacity, used, available: record.capacity - used };
-            let published = state.published.iter().any(|published| published.target == path);
-            let condition = match published && !shows(&path, device.as_ref())? {
-                true => Condition::abnormal(format!("the volume's device is gone from {}", path.display())),
-                false => Condition::normal("the volume's device is there"),
-            };
-            return Ok(Stats { bytes: Some(bytes), inodes: None, condition });
+            return Ok(Stats { bytes, inodes: None });
         }
-        let Some(device) = device else {
-            let condition =
-                Condition::abnormal("the volume has no device: it was lost in a reboot, stage again".into());
-            return Ok(Stats { bytes: None, inodes: None, condition });
-        };
-        if !shows(&path, Some(&device))? {
-            let what = format!("the volume is not mounted at {} any more: publish it again", path.display());
-            return Ok(Stats { bytes: None, inodes: None, condition: Condition::abnormal(what) });
+        // What is there instead is the usage of something else.
+        if !shows(&path, LoopDevice::find(&data)?.as_ref())? {
+            return Err(no_volume_at(volume_path));
         }
         // The root is looked at as well: a filesystem that was shut down still tells its size.
-        let answers = std::fs::metadata(&path).context("stat", &path);
-        let space = match answers.and_then(|_| sys::space(&path)) {
-            Ok(space) => space,
-            Err(error) => {
-                let what = format!("the filesystem does not answer: {}", base::report(&error));
-                return Ok(Stats { bytes: None, inodes: None, condition: Condition::abnormal(what) });
-            }
-        };
+        std::fs::metadata(&path).context("stat", &path)?;
+        let space = sys::space(&path)?;
         let bytes = Usage { total: space.total, used: space.used, available: space.available };
         let sys::Inodes { total, available } = space.inodes;
         let inodes = Usage { total, used: total.saturating_sub(available), available };
-        Ok(Stats {
-            bytes: Some(bytes),
-            inodes: (total > 0).then_some(inodes),
-            condition: filesystem_condition(&device, &staged.path, staged.read_only)?,
-        })
-    }
-}
-
-/// What the kernel found wrong with a mounted filesystem, if anything.
-fn filesystem_condition(device: &LoopDevice, staging: &Path, read_only: bool) -> Result<Condition> {
-    if let Some(mounted) = mount::mounted_at(staging)?
-        && mounted.super_read_only
-        && !read_only
-    {
-        return Ok(Condition::abnormal(
-            "the kernel made the filesystem read-only after an error: see its log".into(),
-        ));
-    }
-    let name = device.path().file_name().map(|name| name.to_owned()).unwrap_or_default();
-    let counter = Path::new("/sys/fs/ext4").join(name).join("errors_count");
-    let errors = std::fs::read_to_string(counter).ok().and_then(|text| text.trim().parse::<u64>().ok());
-    match errors {
-        Some(errors) if errors > 0 => {
-            Ok(Condition::abnormal(format!("ext4 has counted {errors} errors: run fsck")))
-        }
-        _ => Ok(Condition::normal("the volume's filesystem is mounted and answers")),
+        Ok(Stats { bytes, inodes: (total > 0).then_some(inodes) })
     }
 }

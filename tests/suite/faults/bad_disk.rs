@@ -12,7 +12,8 @@ use csi_client::{block_capability, from_snapshot, new_volume};
 use tonic::Code;
 
 use super::{
-    Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe, sync_fs, until,
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, health, is_hashed, listed, live,
+    node_health, probe, storage, storage_tells, sync_fs, tells, until, unwell,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
@@ -229,6 +230,23 @@ async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
     a_bad_block(PoolKind::Xfs).await;
 }
 
+/// Block 120 of a volume cannot be read: its health says which, for as long as that is so.
+async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
+    for _ in 0..2 {
+        for view in [health(rig, volume).await, node_health(rig, volume).await] {
+            let said = tells(&view, "ReadError", Trouble::DataLoss);
+            let place = format!("{} cannot be read at byte {}:", data.display(), 120 * BLOCK);
+            let end = place.rsplit_once("/volumes/").expect("a path").1;
+            assert!(said.contains(end) && said.contains("Input/output error"), "{said}");
+            assert_eq!(view.len(), 1, "{view:?}");
+        }
+    }
+    assert_eq!(unwell(rig, 0).await.len(), 1);
+    // The disk's own count is of no single volume.
+    let said = storage_tells(&storage(rig).await, "PoolIoErrors", StorageTrouble::StorageDegraded);
+    assert!(said.contains("has counted errors, "), "{said}");
+}
+
 /// A block that cannot be read when a snapshot is taken of it. A pool that clones takes it, its hashing neither
 /// spins nor dies, and deltas that need the block fail; a pool that copies does not take it.
 async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
@@ -248,14 +266,17 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             assert!(error.to_string().contains("Input/output error"), "{error}");
             assert_nothing_half_made(&rig);
             assert_eq!(listed(&rig).await.1, Vec::<String>::new());
+            lost_block(&rig, &volume, &data).await;
             // Written anew the block is sound.
             before.write(&device, 120, 1, 2);
+            assert_eq!(health(&rig, &volume).await, []);
             rig.snapshot("base", &volume).await;
         }
         _ => {
             let base = taken.expect("a clone reads nothing").snapshot_id;
             let failures = |rig: &Rig| rig.log().matches("could not be hashed").count();
             until("a failure is told", || failures(&rig) > 0).await;
+            lost_block(&rig, &volume, &data).await;
             let mut after = before.clone();
             after.write(&device, 110, 20, 2);
             let target = rig.snapshot("target", &volume).await;
@@ -278,7 +299,8 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             until("the next one is hashed", || is_hashed(&dir)).await;
         }
     }
-    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(health(&rig, &volume).await, []);
+    assert_eq!(unwell(&rig, 0).await, []);
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
     rig.detach(&volume).await;
@@ -319,6 +341,9 @@ async fn a_cut_image(pool: PoolKind) {
     // Ever shorter, so that data, maps and at last the filesystem's own blocks go.
     for part in [2, 16, 64, 512] {
         image.set_len(length / part).expect("cut");
+        let said = tells(&health(&rig, &lines[0].volume).await, "PoolImageTruncated", Trouble::DataLoss);
+        assert!(said.contains(&format!("has {} bytes of {length}", length / part)), "{said}");
+        storage_tells(&storage(&rig).await, "PoolImageTruncated", StorageTrouble::StorageDegraded);
         for line in &lines {
             for id in [&line.base.0, &line.target.0] {
                 let dir = live(&rig, id);

@@ -9,7 +9,10 @@ use csi_client::{block_capability, mount_capability, new_volume};
 use deltapath::sys::{loopdev::LoopDevice, program};
 use tonic::Code;
 
-use super::{is_hashed, listed, live, probe, until, verify};
+use super::{
+    StorageTrouble, Trouble, health, is_hashed, listed, live, node_health, probe, storage, storage_tells,
+    tells, until, unwell, verify,
+};
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, leftovers};
 
@@ -49,6 +52,9 @@ impl Scene {
     async fn comes_back(mut self) {
         let kubelet = self.rig.kubelet();
         assert!(probe(&self.rig).await.is_err(), "it says that all is well");
+        let said =
+            storage_tells(&storage(&self.rig).await, "PoolShutDown", StorageTrouble::StorageUnreachable);
+        assert!(said.contains("Input/output error"), "{said}");
         for volume in [&self.raw, &self.files] {
             self.rig.client.unpublish(volume, &kubelet).await.expect("the pod ends");
         }
@@ -82,7 +88,15 @@ impl Scene {
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
-    shut_down().await.comes_back().await;
+    let scene = shut_down().await;
+    for volume in [&scene.raw, &scene.files] {
+        for view in [health(&scene.rig, volume).await, node_health(&scene.rig, volume).await] {
+            tells(&view, "PoolShutDown", Trouble::Inaccessible);
+            assert_eq!(view.len(), 1, "nobody has lost a file by that: {view:?}");
+        }
+    }
+    assert_eq!(unwell(&scene.rig, 1).await.len(), 2);
+    scene.comes_back().await;
 }
 
 #[test_with::root]
@@ -102,5 +116,12 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     );
     let list = client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
     assert_eq!(list.expect_err("a list would say that there is nothing").code(), Code::Unavailable);
+    let request = proto::ControllerListVolumeHealthRequest::default();
+    let list = client.controller.controller_list_volume_health(request).await;
+    assert_eq!(list.expect_err("a list would say that all are well").code(), Code::Unavailable);
+    let request =
+        proto::ControllerGetVolumeHealthRequest { volume_id: scene.raw.clone(), ..Default::default() };
+    let told = client.controller.controller_get_volume_health(request).await;
+    assert_eq!(told.expect_err("nothing is known of it").code(), Code::Unavailable);
     scene.comes_back().await;
 }

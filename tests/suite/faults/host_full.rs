@@ -11,8 +11,8 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, assert_nothing_half_made, condition, exact_or_error, is_hashed, listed, live, probe,
-    until, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, exact_or_error, health, is_hashed,
+    listed, live, probe, storage, storage_tells, tells, until, verify,
 };
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, driver_command};
@@ -45,9 +45,8 @@ async fn a_full_host(pool: PoolKind, end: End) {
     let before_it = listed(&rig).await;
 
     let ballast = Ballast::fill(&disk.mount_point);
-    let seen = condition(&rig, &volume).await;
-    let told = seen.message.contains("the disk under the pool's image has ");
-    assert!(seen.abnormal && told, "{seen:?}");
+    let said = tells(&health(&rig, &volume).await, "PoolShortOfSpace", Trouble::Degraded);
+    assert!(said.contains("the disk under the pool's image has "), "{said}");
     // Nothing new is begun, so that no call breaks what is there.
     for _ in 0..3 {
         let create = rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await;
@@ -78,15 +77,18 @@ async fn a_full_host(pool: PoolKind, end: End) {
     let error = rig.client.create_snapshot("third", &volume).await.expect_err("there is no room");
     assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
     exact_or_error(rig.client.delta(&base, &target, 0, 0).await, &after.changed_since(&before, BLOCK));
-    let seen = condition(&rig, &volume).await;
-    assert!(seen.abnormal && seen.message.contains("the disk under the pool's image has "), "{seen:?}");
+    let seen = health(&rig, &volume).await;
+    let said = tells(&seen, "PoolShortOfSpace", Trouble::Degraded);
+    assert!(said.contains("the disk under the pool's image has "), "{said}");
     match (pool, probe(&rig).await) {
         (PoolKind::Btrfs, Err(status)) => {
             assert_eq!(status.code(), Code::FailedPrecondition);
             let told = ["Read-only file system", "the disk under the pool's image has "];
             assert!(told.iter().all(|word| status.message().contains(word)), "{status}");
+            tells(&seen, "PoolReadOnly", Trouble::Degraded);
+            storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
         }
-        (PoolKind::Xfs, Ok(())) => {}
+        (PoolKind::Xfs, Ok(())) => assert_eq!(seen.len(), 1, "{seen:?}"),
         (_, probed) => panic!("another end than the documented one: {probed:?}"),
     }
 
@@ -118,7 +120,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
         }
     }
     probe(&rig).await.expect("well again");
-    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(health(&rig, &volume).await, []);
     assert_eq!(listed(&rig).await, before_it, "what was acknowledged is there");
     let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));

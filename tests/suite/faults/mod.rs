@@ -22,9 +22,12 @@ use std::time::{Duration, Instant};
 use base::ObjectDir;
 use cbt::MapFile;
 use csi_client::BlockList;
-use proto::VolumeCondition;
 use tonic::Code;
 
+use crate::volume_health::{
+    StorageHealthErrorType as StorageTrouble, VolumeHealthErrorType as Trouble, health, node_health, storage,
+    storage_tells, tells, unwell,
+};
 use testkit::content::blocks_of;
 pub use testkit::places::{Ballast, DeadDevices, Disk, sync_fs};
 use testkit::{BLOCK, Rig, names};
@@ -51,13 +54,6 @@ pub async fn until(what: &str, holds: impl Fn() -> bool) {
 /// Whether a snapshot is hashed to the end.
 pub fn is_hashed(dir: &ObjectDir) -> bool {
     MapFile::open(&dir.pending()).and_then(|map| map.count()).is_ok_and(|count| count == 0)
-}
-
-/// How the controller sees a volume.
-pub async fn condition(rig: &Rig, volume: &str) -> VolumeCondition {
-    let request = proto::ControllerGetVolumeRequest { volume_id: volume.to_owned() };
-    let answer = rig.client.controller.clone().controller_get_volume(request).await.expect("get");
-    answer.into_inner().status.expect("a status").volume_condition.expect("VOLUME_CONDITION is claimed")
 }
 
 /// The ids of all volumes and of all snapshots, as the lists tell them.

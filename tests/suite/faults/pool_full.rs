@@ -8,7 +8,8 @@ use csi_client::{Error, block_capability, from_snapshot, from_volume, mount_capa
 use tonic::Code;
 
 use super::{
-    Ballast, Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify,
+    Ballast, Disk, StorageTrouble, Trouble, assert_nothing_half_made, health, is_hashed, listed, live,
+    node_health, probe, storage, storage_tells, tells, until, unwell, verify,
 };
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
@@ -87,14 +88,18 @@ async fn a_full_pool(pool: PoolKind) {
         until("hashed", || is_hashed(&dir)).await;
     }
     let before_it = listed(&rig).await;
-    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(health(&rig, &volume).await, []);
 
     let ballast = Ballast::fill(&rig.pool_dir());
     // Its writer is told, and nobody else. What a write needs was taken by the snapshot or never there.
     write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
     probe(&rig).await.expect("a full pool is well: deletions still work");
-    let seen = condition(&rig, &volume).await;
-    assert!(seen.abnormal && seen.message.contains("writes will fail"), "{seen:?}");
+    for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
+        let said = tells(&view, "PoolShortOfSpace", Trouble::Degraded);
+        assert!(said.contains("the pool has ") && said.contains("writes will fail"), "{said}");
+    }
+    assert_eq!(unwell(&rig, 2).await.len(), 3, "all volumes share the pool");
+    storage_tells(&storage(&rig).await, "PoolShortOfSpace", StorageTrouble::StorageDegraded);
     // What is there is used as ever.
     for _ in 0..3 {
         rig.attach(&idle.volume_id).await;
@@ -135,7 +140,7 @@ async fn a_full_pool(pool: PoolKind) {
 
     // There is room again: nothing has to be restarted, and every call works under the name it had.
     ballast.remove();
-    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(health(&rig, &volume).await, []);
     // What found no room is lost, and who syncs is told once more.
     let _ = open_device(&device).sync_all();
     after.write(&device, 8000, 2000, 3);

@@ -7,7 +7,10 @@ use csi_client::{Error, block_capability, from_snapshot, new_volume};
 use deltapath::sys::mount;
 use tonic::Code;
 
-use super::{Disk, assert_nothing_half_made, condition, is_hashed, listed, live, probe, until, verify};
+use super::{
+    Disk, StorageTrouble, Trouble, assert_nothing_half_made, health, is_hashed, listed, live, node_health,
+    probe, storage, storage_tells, tells, until, unwell, verify,
+};
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
 
@@ -62,8 +65,13 @@ async fn a_read_only_pool(pool: PoolKind) {
     assert!(mount::mounted_at(&place).expect("mounts").is_some());
 
     remount(&place, "ro");
-    let seen = condition(&rig, &volume).await;
-    assert!(seen.abnormal && seen.message.contains("Read-only file system"), "{seen:?}");
+    for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
+        let said = tells(&view, "PoolReadOnly", Trouble::Degraded);
+        assert!(said.contains("Read-only file system") && said.contains("a remount"), "{said}");
+        assert_eq!(view.len(), 1, "{view:?}");
+    }
+    assert_eq!(unwell(&rig, 0).await.len(), 1);
+    storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
     let status = probe(&rig).await.expect_err("nothing can be made");
     assert_eq!(status.code(), Code::FailedPrecondition);
     assert!(status.message().contains("Read-only file system"), "{status}");
@@ -95,7 +103,9 @@ async fn a_read_only_pool(pool: PoolKind) {
 
     remount(&place, "rw");
     probe(&rig).await.expect("writable again");
-    assert!(!condition(&rig, &volume).await.abnormal);
+    assert_eq!(health(&rig, &volume).await, []);
+    assert_eq!(unwell(&rig, 0).await, []);
+    assert!(!storage(&rig).await.iter().any(|told| told.reason == "PoolReadOnly"));
     assert_nothing_half_made(&rig);
     rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await.expect("create");
     let third = rig.snapshot("third", &volume).await;

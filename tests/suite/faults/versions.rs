@@ -10,7 +10,7 @@ use deltapath::sys::slots;
 use files::durable;
 use tonic::Code;
 
-use super::{condition, is_hashed, listed, live, until};
+use super::{Trouble, health, is_hashed, listed, live, tells, until};
 use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
@@ -143,8 +143,8 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     let now: Vec<Vec<u8>> = records.iter().map(|path| std::fs::read(path).expect("read")).collect();
     rig.start_again().await;
 
-    let seen = condition(&rig, &other).await;
-    assert!(seen.abnormal && seen.message.contains("version 7"), "{seen:?}");
+    let said = tells(&health(&rig, &other).await, "RecordUnreadable", Trouble::Inaccessible);
+    assert!(said.contains("version 7"), "{said}");
     withheld(rig.client.delete_volume(&other).await);
     withheld(rig.client.create_snapshot("of it", &other).await);
     withheld(rig.client.delete_snapshot(&spare).await);

@@ -196,6 +196,7 @@ pub enum Question {
     GroupControllerGetCapabilities,
     NodeGetCapabilities,
     NodeGetInfo,
+    NodeGetStorageHealth,
 }
 
 /// A call.
@@ -219,6 +220,8 @@ pub enum Call {
     },
     ListVolumes(Pages),
     GetVolume(Ref),
+    ListHealth(Pages),
+    GetHealth(Ref),
     GetCapacity {
         asked: Option<Use>,
     },
@@ -289,6 +292,10 @@ pub enum Call {
         at: Place,
     },
     Stats {
+        volume: Ref,
+        at: Place,
+    },
+    NodeHealth {
         volume: Ref,
         at: Place,
     },

@@ -50,9 +50,11 @@ const NEEDED: [&str; 6] = [
     "NodePublishVolume",
 ];
 /// The rest of what is called now and then.
-const RARER: [&str; 19] = [
+const RARER: [&str; 22] = [
     "ControllerExpandVolume",
     "ControllerGetVolume",
+    "ControllerGetVolumeHealth",
+    "ControllerListVolumeHealth",
     "ControllerModifyVolume",
     "ControllerPublishVolume",
     "ControllerUnpublishVolume",
@@ -66,6 +68,7 @@ const RARER: [&str; 19] = [
     "ListSnapshots",
     "ListVolumes",
     "NodeExpandVolume",
+    "NodeGetVolumeHealth",
     "NodeGetVolumeStats",
     "NodeUnpublishVolume",
     "NodeUnstageVolume",

@@ -10,7 +10,7 @@ use super::volumes::range;
 use super::wire::{Answer, Reply};
 use super::world::{
     Bytes, EXHAUSTED, EXISTS, Ephemeral, INVALID, MIB, NOT_FOUND, PRECONDITION, Published, RANGE, Rule,
-    Staged, Unfit, Volume, World, check_condition, check_mode, done, kind, kind_of, refused, wrong,
+    Staged, Unfit, Volume, World, check_mode, done, equal, kind, kind_of, refused, wrong,
 };
 use testkit::content::Content;
 
@@ -204,6 +204,17 @@ impl World {
         }
     }
 
+    /// What a call that failed left on record without a mount is told; nothing else is ever wrong here.
+    pub fn node_health(&mut self, id: &str, answer: &Answer) -> Rule {
+        if self.volume(id)?.haunted.is_empty() {
+            return self.get_health(id, answer);
+        }
+        match done(answer)? {
+            Reply::Health(Some(told)) => equal("volume_id", &told.volume_id.as_str(), &id),
+            _ => wrong("no health in the answer"),
+        }
+    }
+
     pub fn stats(&mut self, id: &str, at: Place, answer: &Answer, alone: bool) -> Rule {
         if at == Place::Empty {
             return refused(INVALID, "the path is missing");
@@ -211,7 +222,6 @@ impl World {
         let volume = self.volume(id)?;
         let Some(staged) = Self::place(volume, at)? else { return either(answer, NOT_FOUND) };
         let Reply::Stats(told) = done(answer)? else { return wrong("no stats in the answer") };
-        check_condition(&told.volume_condition, alone)?;
         if !alone {
             return Ok(());
         }

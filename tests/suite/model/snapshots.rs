@@ -50,6 +50,7 @@ impl World {
         equal("ready_to_use", &told.ready_to_use, &true)?;
         let group = snapshot.group.clone().unwrap_or_default();
         equal("group_snapshot_id", &told.group_snapshot_id, &group)?;
+        equal("accessible_topology", &told.accessible_topology.len(), &1)?;
         equal("creation_time", &told.creation_time.is_some(), &true)
     }
 

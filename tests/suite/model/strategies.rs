@@ -197,6 +197,8 @@ fn controller() -> BoxedStrategy<Call> {
         1 => (volume(), asked()).prop_map(|(volume, asked)| Call::Validate { volume, asked }),
         2 => pages().prop_map(Call::ListVolumes),
         1 => volume().prop_map(Call::GetVolume),
+        1 => pages().prop_map(Call::ListHealth),
+        1 => volume().prop_map(Call::GetHealth),
         1 => proptest::option::weighted(0.5, asked()).prop_map(|asked| Call::GetCapacity { asked }),
         3 => (volume(), size(), proptest::option::weighted(0.3, asked()))
             .prop_map(|(volume, size, asked)| Call::Expand { volume, size, asked }),
@@ -256,6 +258,7 @@ fn node() -> BoxedStrategy<Call> {
         ),
         2 => ephemeral().prop_map(|(handle, at)| Call::UnpublishEphemeral { handle, at }),
         2 => at().prop_map(|(volume, at)| Call::Stats { volume, at }),
+        1 => at().prop_map(|(volume, at)| Call::NodeHealth { volume, at }),
         2 => (at(), size(), proptest::option::weighted(0.3, asked()))
             .prop_map(|((volume, at), size, asked)| Call::NodeExpand { volume, at, size, asked }),
     ]
@@ -271,6 +274,7 @@ fn call() -> BoxedStrategy<Call> {
         (1, Question::GroupControllerGetCapabilities),
         (1, Question::NodeGetCapabilities),
         (1, Question::NodeGetInfo),
+        (1, Question::NodeGetStorageHealth),
     ]);
     prop_oneof![
         12 => controller(),
@@ -285,7 +289,11 @@ fn call() -> BoxedStrategy<Call> {
 /// not fit, and a place is a volume's own, for kubelet gives none to two.
 fn apart(mut call: Call) -> Call {
     match &mut call {
-        Call::ListVolumes(pages) | Call::ListSnapshots { pages, .. } if pages.most > 0 => *pages = ALL,
+        Call::ListVolumes(pages) | Call::ListHealth(pages) | Call::ListSnapshots { pages, .. }
+            if pages.most > 0 =>
+        {
+            *pages = ALL;
+        }
         Call::Stage { volume, at, .. } | Call::Unstage { volume, at } | Call::Unpublish { volume, at } => {
             own(volume, at);
         }
@@ -323,11 +331,14 @@ fn mutating() -> impl Strategy<Value = Call> {
             Call::Validate { .. }
                 | Call::ListVolumes(_)
                 | Call::GetVolume(_)
+                | Call::ListHealth(_)
+                | Call::GetHealth(_)
                 | Call::GetCapacity { .. }
                 | Call::ListSnapshots { .. }
                 | Call::GetSnapshot(_)
                 | Call::GetGroup { .. }
                 | Call::Stats { .. }
+                | Call::NodeHealth { .. }
                 | Call::Allocated { .. }
                 | Call::Delta { .. }
                 | Call::Ask(_)

@@ -5,7 +5,7 @@ use std::error::Error;
 use csi_client::{BlockList, Client, from_snapshot, from_volume};
 use tonic::{Code, Status};
 
-use super::calls::{Call, From, Members, NewVolume, Pages, Question, Size, Use};
+use super::calls::{Call, From, Members, NewVolume, Pages, Place, Question, Size, Use};
 use super::names::{Asked, Names, capability};
 
 /// What an `OK` brought.
@@ -18,6 +18,8 @@ pub enum Reply {
     Volumes(Vec<Vec<proto::list_volumes_response::Entry>>),
     Snapshots(Vec<Vec<proto::Snapshot>>),
     Status(proto::ControllerGetVolumeResponse),
+    Health(Option<proto::VolumeHealth>),
+    Unwell(Vec<proto::VolumeHealth>),
     Capacity(proto::GetCapacityResponse),
     Expanded(proto::ControllerExpandVolumeResponse),
     Confirmed(bool),
@@ -67,6 +69,7 @@ pub async fn make(client: &mut Client, asked: &Asked) -> Answer {
         | Call::PublishEphemeral { .. }
         | Call::UnpublishEphemeral { .. }
         | Call::Stats { .. }
+        | Call::NodeHealth { .. }
         | Call::NodeExpand { .. } => node(client, names, &asked.call).await,
         Call::CreateSnapshot { .. }
         | Call::DeleteSnapshot(_)
@@ -163,6 +166,30 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
         Call::GetVolume(volume) => {
             let request = proto::ControllerGetVolumeRequest { volume_id: names.volume(volume) };
             Ok(Reply::Status(controller.controller_get_volume(request).await?.into_inner()))
+        }
+        Call::ListHealth(pages) => {
+            let mut request = proto::ControllerListVolumeHealthRequest {
+                max_entries: pages.most,
+                starting_token: if pages.bad_token { "nonsense".into() } else { String::new() },
+                ..Default::default()
+            };
+            let mut unwell = Vec::new();
+            loop {
+                let page = controller.controller_list_volume_health(request.clone()).await?.into_inner();
+                unwell.extend(page.entries);
+                if page.next_token.is_empty() {
+                    return Ok(Reply::Unwell(unwell));
+                }
+                request.starting_token = page.next_token;
+            }
+        }
+        Call::GetHealth(volume) => {
+            let request = proto::ControllerGetVolumeHealthRequest {
+                volume_id: names.volume(volume),
+                ..Default::default()
+            };
+            let told = controller.controller_get_volume_health(request).await?.into_inner();
+            Ok(Reply::Health(told.volume_health))
         }
         Call::GetCapacity { asked } => {
             let request = proto::GetCapacityRequest {
@@ -331,6 +358,15 @@ async fn node(client: &mut Client, names: &Names, call: &Call) -> Made {
             };
             Ok(Reply::Stats(node.node_get_volume_stats(request).await?.into_inner()))
         }
+        Call::NodeHealth { volume, at } => {
+            let mut request =
+                proto::NodeGetVolumeHealthRequest { volume_id: names.volume(volume), ..Default::default() };
+            match at {
+                Place::Staging(_) => request.staging_target_path = names.path(*at),
+                Place::Target(_) | Place::Empty => request.volume_publish_path = names.path(*at),
+            }
+            Ok(Reply::Health(node.node_get_volume_health(request).await?.into_inner().volume_health))
+        }
         Call::NodeExpand { volume, at, size, asked } => {
             let request = proto::NodeExpandVolumeRequest {
                 volume_id: names.volume(volume),
@@ -411,6 +447,10 @@ async fn ask(client: &mut Client, question: Question) -> Made {
         }
         Question::NodeGetInfo => {
             format!("{:?}", client.node.node_get_info(proto::NodeGetInfoRequest {}).await?.get_ref())
+        }
+        Question::NodeGetStorageHealth => {
+            let request = proto::NodeGetStorageHealthRequest::default();
+            format!("{:?}", client.node.node_get_storage_health(request).await?.get_ref())
         }
     };
     Ok(Reply::Text(text))

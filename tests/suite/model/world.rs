@@ -222,8 +222,10 @@ impl World {
                 let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
                 self.validate(&names.volume(volume), asked, answer)
             }
-            Call::ListVolumes(pages) => self.list_volumes(*pages, answer, alone),
-            Call::GetVolume(volume) => self.get_volume(&names.volume(volume), answer, alone),
+            Call::ListVolumes(pages) => self.list_volumes(*pages, answer),
+            Call::GetVolume(volume) => self.get_volume(&names.volume(volume), answer),
+            Call::ListHealth(pages) => self.list_health(*pages, answer),
+            Call::GetHealth(volume) => self.get_health(&names.volume(volume), answer),
             Call::GetCapacity { asked } => self.get_capacity(*asked, answer),
             Call::Expand { volume, size, asked } => {
                 let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
@@ -261,6 +263,7 @@ impl World {
             }
             Call::UnpublishEphemeral { handle, at } => self.unpublish_ephemeral(*handle, *at, answer),
             Call::Stats { volume, at } => self.stats(&names.volume(volume), *at, answer, alone),
+            Call::NodeHealth { volume, .. } => self.node_health(&names.volume(volume), answer),
             Call::NodeExpand { volume, at, size, asked } => {
                 let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
                 self.node_expand(&names.volume(volume), *at, *size, asked, answer)
@@ -312,7 +315,13 @@ impl World {
             Question::Probe => (&["ready: Some(true)"], &[]),
             Question::GetPluginInfo => (&["\"deltapath.csi.dev\"", "\"pool\""], &[]),
             Question::GetPluginCapabilities => (
-                &["ControllerService", "GroupControllerService", "SnapshotMetadataService", "Online"],
+                &[
+                    "ControllerService",
+                    "GroupControllerService",
+                    "SnapshotMetadataService",
+                    "SnapshotAccessibilityConstraints",
+                    "Online",
+                ],
                 &["Unknown"],
             ),
             Question::ControllerGetCapabilities => match self.attach {
@@ -321,6 +330,7 @@ impl World {
             },
             Question::GroupControllerGetCapabilities => (&["CreateDeleteGetVolumeGroupSnapshot"], &[]),
             Question::NodeGetCapabilities => (&["StageUnstageVolume", "ExpandVolume"], &["VolumeMountGroup"]),
+            Question::NodeGetStorageHealth => (&["backend_health"], &["Pool"]),
             Question::NodeGetInfo => (&["node_id: \"node-1\"", "topology.deltapath.csi.dev/node"], &[]),
         };
         for word in has {
@@ -367,18 +377,6 @@ pub fn kind_of(asked: Use, volume: &Volume) -> Rule<Kind> {
     match volume.access.contains(&kind) {
         true => Ok(kind),
         false => refused(INVALID, format!("the volume was not made for {kind:?}")),
-    }
-}
-
-/// Whether a condition is what it must be: nothing is ever wrong here.
-pub fn check_condition(condition: &Option<proto::VolumeCondition>, alone: bool) -> Rule {
-    match condition {
-        Some(condition) if condition.abnormal && alone => {
-            wrong(format!("the condition is abnormal: {}", condition.message))
-        }
-        Some(condition) if condition.message.is_empty() => wrong("a condition without a message"),
-        Some(_) => Ok(()),
-        None => wrong("no condition"),
     }
 }
 

@@ -74,7 +74,9 @@ impl Lock {
                         .to_owned()
                 }
             })),
-            Err(TryLockError::Error(source)) => Err(files::Error { operation: "lock", path, source }.into()),
+            Err(TryLockError::Error(source)) => {
+                Err(files::Error { operation: "lock", path, at: None, source }.into())
+            }
         }
     }
 }

@@ -29,6 +29,8 @@ pub(super) struct Claims {
     pub node_id: String,
     /// Where this node is, if the driver has VOLUME_ACCESSIBILITY_CONSTRAINTS.
     pub topology: Option<proto::Topology>,
+    /// The same, if it has SNAPSHOT_ACCESSIBILITY_CONSTRAINTS.
+    pub snapshot_topology: Option<proto::Topology>,
 }
 
 impl Claims {
@@ -43,7 +45,7 @@ impl Claims {
 
         let plugin = client.identity.get_plugin_capabilities(proto::GetPluginCapabilitiesRequest {}).await;
         let plugin = plugin.map_err(said("GetPluginCapabilities"))?.into_inner().capabilities;
-        let (mut controller, mut constraints) = (false, false);
+        let (mut controller, mut constraints, mut snapshot_constraints) = (false, false, false);
         for kind in plugin.into_iter().filter_map(|capability| capability.r#type) {
             use plugin_capability::{Type, service, volume_expansion};
             match kind {
@@ -51,6 +53,7 @@ impl Claims {
                     service::Type::SnapshotMetadataService => claims.metadata = true,
                     service::Type::ControllerService => controller = true,
                     service::Type::VolumeAccessibilityConstraints => constraints = true,
+                    service::Type::SnapshotAccessibilityConstraints => snapshot_constraints = true,
                     _ => {}
                 },
                 Type::VolumeExpansion(expansion) => {
@@ -87,10 +90,11 @@ impl Claims {
                 _ => {}
             }
         }
-        if claims.attach || constraints {
+        if claims.attach || constraints || snapshot_constraints {
             let answer = client.node.node_get_info(proto::NodeGetInfoRequest {}).await;
             let answer = answer.map_err(said("NodeGetInfo"))?.into_inner();
             claims.node_id = answer.node_id;
+            claims.snapshot_topology = answer.accessible_topology.clone().filter(|_| snapshot_constraints);
             claims.topology = answer.accessible_topology.filter(|_| constraints);
         }
         Ok(claims)

@@ -73,6 +73,11 @@ pub(super) struct Volume {
     pub(super) capability: proto::VolumeCapability,
 }
 
+/// Where a volume or snapshot must be usable: on this node.
+fn required(topology: proto::Topology) -> proto::TopologyRequirement {
+    proto::TopologyRequirement { requisite: vec![topology.clone()], preferred: vec![topology] }
+}
+
 impl Plugin {
     pub fn new(socket: &Path, client: Client, claims: Claims, settings: Settings, run: String) -> Self {
         Plugin {
@@ -134,9 +139,7 @@ impl Plugin {
         request.parameters = self.settings.volume_parameters.clone();
         request.secrets = self.secrets("CreateVolume");
         request.volume_content_source = from_snapshot.map(csi_client::from_snapshot);
-        request.accessibility_requirements = self.claims.topology.clone().map(|topology| {
-            proto::TopologyRequirement { requisite: vec![topology.clone()], preferred: vec![topology] }
-        });
+        request.accessibility_requirements = self.claims.topology.clone().map(required);
         self.ledger.push(Made::Volume { request: Box::new(request.clone()), id: None });
         let volume = self.create_volume_again(request).await?;
         Ok(Volume {
@@ -174,6 +177,7 @@ impl Plugin {
             name: format!("{}-snapshot-{}", self.run, self.ledger.next()),
             secrets: self.secrets("CreateSnapshot"),
             parameters: self.settings.snapshot_parameters.clone(),
+            accessibility_requirements: self.claims.snapshot_topology.clone().map(required),
         };
         self.ledger.push(Made::Snapshot { request: Box::new(request.clone()), id: None });
         self.create_snapshot_again(request, true).await

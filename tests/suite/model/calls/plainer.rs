@@ -75,7 +75,9 @@ impl Call {
             Call::Expand { asked, .. } | Call::NodeExpand { asked, .. } | Call::GetCapacity { asked } => {
                 *asked = None;
             }
-            Call::ListVolumes(pages) | Call::ListSnapshots { pages, .. } => *pages = ALL,
+            Call::ListVolumes(pages) | Call::ListHealth(pages) | Call::ListSnapshots { pages, .. } => {
+                *pages = ALL;
+            }
             Call::CreateSnapshot { style, .. } | Call::CreateGroup { style, .. } => *style = None,
             Call::DeleteGroup { members, .. } | Call::GetGroup { members, .. } => *members = Members::All,
             Call::Allocated { cut, .. } | Call::Delta { cut, .. } => *cut = WHOLE,

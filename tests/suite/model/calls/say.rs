@@ -160,6 +160,7 @@ impl Display for Call {
             Call::CreateVolume(new) => write!(f, "{new}"),
             Call::DeleteVolume(id)
             | Call::GetVolume(id)
+            | Call::GetHealth(id)
             | Call::DeleteSnapshot(id)
             | Call::GetSnapshot(id) => {
                 write!(f, "{method} {id}")
@@ -171,7 +172,7 @@ impl Display for Call {
                 write!(f, "{method} {volume} from \"{}\"", node.text())
             }
             Call::Validate { volume, asked } => write!(f, "{method} {volume}{asked}"),
-            Call::ListVolumes(pages) => write!(f, "{method}{pages}"),
+            Call::ListVolumes(pages) | Call::ListHealth(pages) => write!(f, "{method}{pages}"),
             Call::GetCapacity { asked } => write!(f, "{method}{}", optional(asked)),
             Call::Expand { volume, size, asked } => {
                 write!(f, "{method} {volume} to {size}{}", optional(asked))
@@ -193,7 +194,10 @@ impl Display for Call {
                 write!(f, "{method} {group}{members}")
             }
             Call::Stage { volume, at, asked } => write!(f, "{method} {volume} at {at}{asked}"),
-            Call::Unstage { volume, at } | Call::Unpublish { volume, at } | Call::Stats { volume, at } => {
+            Call::Unstage { volume, at }
+            | Call::Unpublish { volume, at }
+            | Call::Stats { volume, at }
+            | Call::NodeHealth { volume, at } => {
                 write!(f, "{method} {volume} at {at}")
             }
             Call::Publish { volume, staged, at, asked, read_only } => {
@@ -240,6 +244,8 @@ impl Call {
             Call::Validate { .. } => "ValidateVolumeCapabilities".into(),
             Call::ListVolumes(_) => "ListVolumes".into(),
             Call::GetVolume(_) => "ControllerGetVolume".into(),
+            Call::ListHealth(_) => "ControllerListVolumeHealth".into(),
+            Call::GetHealth(_) => "ControllerGetVolumeHealth".into(),
             Call::GetCapacity { .. } => "GetCapacity".into(),
             Call::Expand { .. } => "ControllerExpandVolume".into(),
             Call::Modify { .. } => "ControllerModifyVolume".into(),
@@ -255,6 +261,7 @@ impl Call {
             Call::Publish { .. } | Call::PublishEphemeral { .. } => "NodePublishVolume".into(),
             Call::Unpublish { .. } | Call::UnpublishEphemeral { .. } => "NodeUnpublishVolume".into(),
             Call::Stats { .. } => "NodeGetVolumeStats".into(),
+            Call::NodeHealth { .. } => "NodeGetVolumeHealth".into(),
             Call::NodeExpand { .. } => "NodeExpandVolume".into(),
             Call::Allocated { .. } => "GetMetadataAllocated".into(),
             Call::Delta { .. } => "GetMetadataDelta".into(),

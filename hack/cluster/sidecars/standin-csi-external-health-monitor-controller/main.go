@@ -1,5 +1,5 @@
-// Stand-in for csi-external-health-monitor-controller, whose module no registry has: asks the driver for its volumes now
-// and then, and logs those whose condition is abnormal. The real one makes events of them.
+// Stand-in for csi-external-health-monitor-controller, whose module no registry has: asks the driver now and then for the
+// volumes that are not well, and logs what is wrong with them. The real one writes it into the status of their claims.
 package main
 
 import (
@@ -24,16 +24,16 @@ func main() {
 	}
 	driver := csi.NewControllerClient(connection)
 	for ; ; time.Sleep(*interval) {
-		request := &csi.ListVolumesRequest{}
+		request := &csi.ControllerListVolumeHealthRequest{}
 		for {
-			page, err := driver.ListVolumes(context.Background(), request, grpc.WaitForReady(true))
+			page, err := driver.ControllerListVolumeHealth(context.Background(), request, grpc.WaitForReady(true))
 			if err != nil {
-				log.Printf("ListVolumes: %v", err)
+				log.Printf("ControllerListVolumeHealth: %v", err)
 				break
 			}
-			for _, entry := range page.Entries {
-				if condition := entry.GetStatus().GetVolumeCondition(); condition.GetAbnormal() {
-					log.Printf("%s: %s", entry.Volume.VolumeId, condition.Message)
+			for _, volume := range page.Entries {
+				for _, health := range volume.HealthStatuses {
+					log.Printf("%s: %s, %s: %s", volume.VolumeId, health.Status, health.Reason, health.Message)
 				}
 			}
 			if page.NextToken == "" {

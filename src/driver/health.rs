@@ -1,0 +1,432 @@
+//! What is wrong with volumes and with the storage below them, as the controller sees it (`ControllerGetVolumeHealth`,
+//! `ControllerListVolumeHealth`, `NodeGetStorageHealth`): records, bytes, the pool. What a node sees of a volume in use is
+//! in `node/health.rs`.
+//!
+//! A fault is told for as long as it can be found. Nothing is remembered but where data could not be read, and each look
+//! tries again to read it there.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::list::PageRequest;
+use super::locks::Key;
+use super::{Driver, Error, Result};
+use crate::pool;
+use crate::store::{self, VolumeRecord};
+use base::{ByteRange, VolumeId};
+use files::Context;
+
+/// Entries of a page at most: each has a few messages of [`MESSAGE`] bytes at most, so it stays under gRPC's 4 MiB.
+const MAX_PAGE: usize = 1000;
+/// Bytes of a message at most. Kubernetes refuses more than 1024.
+const MESSAGE: usize = 512;
+/// From where a read failed, the bytes that it may have been about: more than any read of a copy or a hash takes.
+const SUSPECT: u64 = 4 << 20;
+/// What is read at once to find out which part of them it is.
+const BLOCK: u64 = 4096;
+
+/// What kind of trouble a volume is in (`VolumeHealthErrorType`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// It can be used, though not as well as it should.
+    Degraded,
+    /// It cannot be used.
+    Inaccessible,
+    /// Some of its data is gone.
+    DataLoss,
+}
+
+/// Why something is not well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// The volume's record cannot be read, or the one of where it is used.
+    RecordUnreadable,
+    /// The file of its bytes is not there.
+    FileMissing,
+    /// The file is shorter than the volume.
+    FileTruncated,
+    /// The file does not answer.
+    FileUnreadable,
+    /// Some of the file cannot be read.
+    ReadError,
+    /// The pool is not mounted.
+    PoolNotMounted,
+    /// The kernel has shut the pool's filesystem down.
+    PoolShutDown,
+    /// The pool's filesystem is read-only.
+    PoolReadOnly,
+    /// The pool does not take a write for another reason.
+    PoolWriteError,
+    /// The pool, or the disk below its image, is about to be full.
+    PoolShortOfSpace,
+    /// The file of the pool's image is shorter than the pool.
+    PoolImageTruncated,
+    /// The pool's filesystem has counted I/O errors.
+    PoolIoErrors,
+    /// Writes go through a page cache.
+    NoDirectIo,
+    /// The volume is in use, and its device is not there.
+    DeviceGone,
+    /// The volume's filesystem is not mounted where it should be.
+    NotMounted,
+    /// The volume's filesystem does not answer.
+    FilesystemShutDown,
+    /// The kernel has made the volume's filesystem read-only.
+    FilesystemReadOnly,
+    /// The volume's filesystem has counted errors.
+    FilesystemErrors,
+}
+
+impl Reason {
+    /// Its name for programs, which is part of the interface, and what it means for a volume.
+    pub fn told(self) -> (&'static str, Trouble) {
+        use Trouble::{DataLoss, Degraded, Inaccessible};
+        match self {
+            Reason::RecordUnreadable => ("RecordUnreadable", Inaccessible),
+            Reason::FileMissing => ("FileMissing", DataLoss),
+            Reason::FileTruncated => ("FileTruncated", DataLoss),
+            Reason::FileUnreadable => ("FileUnreadable", Inaccessible),
+            Reason::ReadError => ("ReadError", DataLoss),
+            Reason::PoolNotMounted => ("PoolNotMounted", Inaccessible),
+            Reason::PoolShutDown => ("PoolShutDown", Inaccessible),
+            Reason::PoolReadOnly => ("PoolReadOnly", Degraded),
+            Reason::PoolWriteError => ("PoolWriteError", Degraded),
+            Reason::PoolShortOfSpace => ("PoolShortOfSpace", Degraded),
+            Reason::PoolImageTruncated => ("PoolImageTruncated", DataLoss),
+            Reason::PoolIoErrors => ("PoolIoErrors", Degraded),
+            Reason::NoDirectIo => ("NoDirectIO", Degraded),
+            Reason::DeviceGone => ("DeviceGone", Inaccessible),
+            Reason::NotMounted => ("NotMounted", Inaccessible),
+            Reason::FilesystemShutDown => ("FilesystemShutDown", Inaccessible),
+            Reason::FilesystemReadOnly => ("FilesystemReadOnly", Degraded),
+            Reason::FilesystemErrors => ("FilesystemErrors", Degraded),
+        }
+    }
+}
+
+/// One thing that is wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// What it is.
+    pub reason: Reason,
+    /// The same for people.
+    pub message: String,
+}
+
+/// A volume, and what is wrong with it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeHealth {
+    /// The volume, by the id that it was asked for with.
+    pub volume_id: String,
+    /// Nothing where nothing is known to be wrong. No reason occurs twice.
+    pub faults: Vec<Fault>,
+}
+
+/// What is wrong, as it is found: each reason once.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Faults(BTreeMap<Reason, String>);
+
+impl Faults {
+    pub(super) fn add(&mut self, reason: Reason, message: impl AsRef<str>) {
+        let all = self.0.entry(reason).or_default();
+        if !all.is_empty() {
+            all.push_str("; ");
+        }
+        all.push_str(message.as_ref());
+    }
+
+    /// Whether any of them makes volumes inaccessible.
+    pub(super) fn cut_off(&self) -> bool {
+        self.0.keys().any(|reason| reason.told().1 == Trouble::Inaccessible)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(super) fn append(&mut self, other: Faults) {
+        other.0.into_iter().for_each(|(reason, message)| self.add(reason, message));
+    }
+
+    pub(super) fn into_vec(self) -> Vec<Fault> {
+        let fault = |(reason, message)| Fault { reason, message: cut(message) };
+        self.0.into_iter().map(fault).collect()
+    }
+}
+
+/// A message that fits.
+fn cut(mut message: String) -> String {
+    const REST: &str = "...";
+    if message.len() > MESSAGE {
+        let ends = (0..=MESSAGE - REST.len()).rev().find(|at| message.is_char_boundary(*at));
+        message.truncate(ends.unwrap_or(0));
+        message.push_str(REST);
+    }
+    message
+}
+
+/// Where volumes may have data that cannot be read: reads failed there.
+#[derive(Debug, Default)]
+pub(super) struct Suspects(Mutex<BTreeMap<VolumeId, ByteRange>>);
+
+impl Suspects {
+    /// Takes note of a failed read of a volume's data, or of that of one of its snapshots, with which it may share it.
+    /// Of several the last counts.
+    pub(super) fn note(&self, volume: &VolumeId, error: &Error) {
+        let Some(error) = error.sys().filter(|error| error.is_unreadable()) else { return };
+        let Some(start) = error.at else { return };
+        self.set(volume, Some(ByteRange { start, end: start + SUSPECT }));
+    }
+
+    /// Forgets a volume.
+    pub(super) fn forget(&self, volume: &VolumeId) {
+        self.set(volume, None);
+    }
+
+    fn set(&self, volume: &VolumeId, range: Option<ByteRange>) {
+        let mut suspects = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match range {
+            Some(range) => suspects.insert(volume.clone(), range),
+            None => suspects.remove(volume),
+        };
+    }
+
+    fn of(&self, volume: &VolumeId) -> Option<ByteRange> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(volume).copied()
+    }
+}
+
+/// The first block of a range that cannot be read, and why; a range that ends behind the file ends with it.
+fn first_unreadable(path: &Path, range: ByteRange) -> files::Result<Option<(u64, io::Error)>> {
+    let file = File::open(path).context("open", path)?;
+    let length = file.metadata().context("stat", path)?.len();
+    let mut block = [0; BLOCK as usize];
+    let mut at = range.start - range.start % BLOCK;
+    while at < range.end.min(length) {
+        match file.read_at(&mut block, at) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Ok(Some((at, error))),
+            Ok(_) => at += BLOCK,
+        }
+    }
+    Ok(None)
+}
+
+impl Driver {
+    /// What is wrong with a volume, as the controller sees it.
+    pub fn volume_health(&self, volume_id: &str) -> Result<VolumeHealth> {
+        let faults = match self.volume(volume_id) {
+            Ok(record) => self.faults_of(&record, &self.pool_faults()),
+            Err(Error::Store(error @ store::Error::Withheld { .. })) => withheld(&error),
+            Err(error) => return Err(error),
+        };
+        Ok(VolumeHealth { volume_id: volume_id.to_owned(), faults: faults.into_vec() })
+    }
+
+    /// Lists the volumes that something is wrong with, those among them whose record cannot be read; and the token of the
+    /// next page, empty where this is the last.
+    pub fn list_volume_health(&self, request: &PageRequest) -> Result<(Vec<VolumeHealth>, String)> {
+        let (limit, after) = (request.limit()?.min(MAX_PAGE), request.after::<VolumeId>()?);
+        self.store.check_alive()?;
+        let pool = self.pool_faults();
+        let records: Vec<Arc<VolumeRecord>> = self.store.read(|index| {
+            // Ephemeral ones are kubelet's alone.
+            let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
+            listed.cloned().collect()
+        });
+        let is_behind = |id: &VolumeId| after.as_ref().is_none_or(|after| id > after);
+        let volumes = self.store.dir().volumes();
+        let damaged = self.store.damaged().iter().filter_map(|damage| {
+            let name = damage.path.strip_prefix(&volumes).ok()?.to_str()?;
+            name.parse::<VolumeId>().ok().filter(is_behind)
+        });
+        let readable = records.into_iter().map(|record| (record.id.clone(), Some(record)));
+        let mut all: Vec<_> = readable.chain(damaged.map(|id| (id, None))).collect();
+        all.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+        let mut entries: Vec<VolumeHealth> = Vec::new();
+        for (id, record) in all {
+            let faults = match (record, self.store.check_readable(id.as_str())) {
+                (Some(record), _) => self.faults_of(&record, &pool),
+                (None, Err(error)) => withheld(&error),
+                (None, Ok(())) => Faults::default(),
+            };
+            if faults.is_empty() {
+                continue;
+            }
+            if let Some(last) = entries.last().filter(|_| entries.len() == limit) {
+                let next_token = last.volume_id.clone();
+                return Ok((entries, next_token));
+            }
+            entries.push(VolumeHealth { volume_id: id.to_string(), faults: faults.into_vec() });
+        }
+        Ok((entries, String::new()))
+    }
+
+    /// What is wrong with the storage of this node: the pool, and what lies below it.
+    pub fn storage_health(&self) -> Vec<Fault> {
+        let mut faults = self.pool_faults();
+        if !faults.cut_off() {
+            match self.open_pool.errors() {
+                Ok(Some(errors)) => faults.add(
+                    Reason::PoolIoErrors,
+                    format!(
+                        "the filesystem of the pool has counted errors, {errors} so far: see the kernel's log"
+                    ),
+                ),
+                Ok(None) => {}
+                Err(error) => tracing::warn!(error = base::report(&error), "the pool's errors are not known"),
+            }
+            if let Some(cached) = self.cached {
+                faults.add(Reason::NoDirectIo, cached);
+            }
+        }
+        faults.into_vec()
+    }
+
+    /// What is wrong with the pool, and so with every volume.
+    pub(super) fn pool_faults(&self) -> Faults {
+        let mut faults = Faults::default();
+        if let Err(error) = self.open_pool.check() {
+            let reason = match &error {
+                pool::Error::NotMounted(_) => Reason::PoolNotMounted,
+                _ if self.open_pool.is_dead() => Reason::PoolShutDown,
+                pool::Error::Sys(error) if error.errno() == Some(libc::EROFS) => Reason::PoolReadOnly,
+                _ => Reason::PoolWriteError,
+            };
+            faults.add(reason, Error::from(error).explain(&self.config().data_dir));
+        }
+        match self.open_pool.image_cut_short() {
+            Ok(Some(what)) => faults.add(Reason::PoolImageTruncated, what),
+            Ok(None) => {}
+            Err(error) => faults.add(Reason::PoolWriteError, base::report(&error)),
+        }
+        // What another filesystem says, or a dead one, is nothing about the pool.
+        if !faults.cut_off() {
+            match self.open_pool.shortage() {
+                Ok(Some(shortage)) => {
+                    faults.add(Reason::PoolShortOfSpace, format!("{shortage}: writes will fail"))
+                }
+                Ok(None) => {}
+                Err(error) => faults.add(Reason::PoolWriteError, base::report(&error)),
+            }
+        }
+        faults
+    }
+
+    /// What is wrong with a volume, given what is wrong with the pool.
+    pub(super) fn faults_of(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
+        let mut faults = pool.clone();
+        // A pool that is not there shows no file, and nobody has lost one by that.
+        if !pool.cut_off() {
+            self.look_at_bytes(record, &mut faults);
+        }
+        faults
+    }
+
+    fn look_at_bytes(&self, record: &VolumeRecord, faults: &mut Faults) {
+        let path = self.volume_data(&record.id);
+        match std::fs::metadata(&path) {
+            // Deleted under the look, which takes no lock.
+            Err(_) if self.locks.is_held(&Key::Volume(record.id.clone())) || !self.is_known(&record.id) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                faults.add(Reason::FileMissing, format!("{} is missing", path.display()));
+            }
+            Err(error) => {
+                faults.add(Reason::FileUnreadable, format!("{} cannot be read: {error}", path.display()));
+            }
+            Ok(meta) if meta.len() < record.capacity => faults.add(
+                Reason::FileTruncated,
+                format!(
+                    "{} has {} bytes of {}: its end is missing",
+                    path.display(),
+                    meta.len(),
+                    record.capacity
+                ),
+            ),
+            Ok(_) => {}
+        }
+        let Some(range) = self.suspects.of(&record.id) else { return };
+        match first_unreadable(&path, range) {
+            Ok(Some((at, error))) => {
+                self.suspects.set(&record.id, Some(ByteRange { start: at, ..range }));
+                faults.add(
+                    Reason::ReadError,
+                    format!(
+                        "{} cannot be read at byte {at}: {error}; take a backup of the rest, and write the block \
+                         anew or restore the volume",
+                        path.display()
+                    ),
+                );
+            }
+            // It was written anew, or was never the volume's own.
+            Ok(None) => self.suspects.forget(&record.id),
+            Err(error) => {
+                tracing::warn!(volume_id = %record.id, error = base::report(&error), "not looked at")
+            }
+        }
+    }
+
+    fn is_known(&self, id: &VolumeId) -> bool {
+        self.store.read(|index| index.volume(id).is_some())
+    }
+}
+
+pub(super) fn withheld(error: &store::Error) -> Faults {
+    let mut faults = Faults::default();
+    faults.add(Reason::RecordUnreadable, base::report(error));
+    faults
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_is_told_once_and_no_message_is_too_long() {
+        let mut faults = Faults::default();
+        faults.add(Reason::NotMounted, "not at a");
+        faults.add(Reason::NotMounted, "not at b");
+        faults.add(Reason::ReadError, "\u{e4}".repeat(1000));
+        assert!(faults.cut_off());
+        let faults = faults.into_vec();
+        let reasons: Vec<_> = faults.iter().map(|fault| fault.reason.told().0).collect();
+        assert_eq!(reasons, ["ReadError", "NotMounted"]);
+        assert_eq!(faults[1].message, "not at a; not at b");
+        let long = &faults[0].message;
+        assert!(long.len() <= MESSAGE && long.len() > MESSAGE - 6 && long.ends_with("..."), "{long}");
+    }
+
+    #[test]
+    fn only_what_names_a_place_that_cannot_be_read_makes_a_suspect() {
+        let suspects = Suspects::default();
+        let volume = VolumeId::random().expect("id");
+        let error = |errno, at| {
+            let source = io::Error::from_raw_os_error(errno);
+            Error::Sys(files::Error { operation: "read", path: "x".into(), at, source })
+        };
+        for (errno, at, noted) in [
+            (libc::ENOSPC, Some(0), None),
+            (libc::EIO, None, None),
+            (libc::EIO, Some(8192), Some(8192)),
+            (libc::EBADMSG, Some(0), Some(0)),
+        ] {
+            suspects.forget(&volume);
+            suspects.note(&volume, &error(errno, at));
+            assert_eq!(suspects.of(&volume).map(|range| range.start), noted, "{errno} {at:?}");
+        }
+    }
+
+    #[test]
+    fn a_range_that_ends_behind_the_file_ends_with_it() {
+        let file = tempfile::NamedTempFile::new().expect("temp file");
+        file.as_file().set_len(10_000).expect("set_len");
+        for range in [(0, 4096), (5000, 1 << 20), (1 << 30, 2 << 30)] {
+            let range = ByteRange { start: range.0, end: range.1 };
+            assert!(first_unreadable(file.path(), range).expect("it is there").is_none(), "{range:?}");
+        }
+    }
+}

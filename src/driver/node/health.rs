@@ -1,0 +1,137 @@
+//! What is wrong with a volume on this node (`NodeGetVolumeHealth`): what the controller sees, its device, and its
+//! filesystem where that is mounted.
+
+use std::path::{Path, PathBuf};
+
+use super::shows;
+use crate::driver::health::{Faults, Reason, VolumeHealth, withheld};
+use crate::driver::locks::Key;
+use crate::driver::{Driver, Error, Result, checked_path};
+use crate::store::{self, AccessKind, Staged, VolumeRecord, VolumeState};
+use crate::sys::loopdev::LoopDevice;
+use crate::sys::{self, mount};
+use files::Context;
+
+impl Driver {
+    /// Looks at a volume where it is staged and published, or only at those of its places that are named; empty paths name
+    /// none. Takes no lock: it is asked for every minute, also during a snapshot.
+    pub fn node_volume_health(
+        &self,
+        volume_id: &str,
+        publish_path: &Path,
+        staging_path: &Path,
+    ) -> Result<VolumeHealth> {
+        let mut asked = Vec::new();
+        for (field, path) in [("volume_publish_path", publish_path), ("staging_target_path", staging_path)] {
+            if !path.as_os_str().is_empty() {
+                asked.push(checked_path(field, path)?);
+            }
+        }
+        let record = match self.volume_or_ephemeral(volume_id) {
+            Err(Error::Store(error @ store::Error::Withheld { .. })) => {
+                return Ok(VolumeHealth {
+                    volume_id: volume_id.to_owned(),
+                    faults: withheld(&error).into_vec(),
+                });
+            }
+            record => record?,
+        };
+        let pool = self.pool_faults();
+        let mut faults = self.faults_of(&record, &pool);
+        // Where a volume is meant to be is told by the pool.
+        if !pool.cut_off() {
+            match self.place_faults(&record, &asked) {
+                Ok(found) => faults.append(found),
+                // Deleted under the look: without a lock that can be.
+                Err(_) if !self.store.dir().volume(&record.id).record().exists() => {
+                    return Err(Error::no_volume(volume_id));
+                }
+                Err(Error::Store(error)) => faults.add(Reason::RecordUnreadable, base::report(&error)),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(VolumeHealth { volume_id: volume_id.to_owned(), faults: faults.into_vec() })
+    }
+
+    fn place_faults(&self, record: &VolumeRecord, asked: &[PathBuf]) -> Result<Faults> {
+        let state = self.store.volume_state(&record.id)?;
+        let faults = self.look_at_places(record, &state, asked)?;
+        // A call that is at work on the volume is about to put right what is missing, or to take the rest away.
+        let in_work = || self.locks.is_held(&Key::Volume(record.id.clone()));
+        if !faults.is_empty() && (in_work() || self.store.volume_state(&record.id)? != state) {
+            return Ok(Faults::default());
+        }
+        Ok(faults)
+    }
+
+    fn look_at_places(
+        &self,
+        record: &VolumeRecord,
+        state: &VolumeState,
+        asked: &[PathBuf],
+    ) -> Result<Faults> {
+        let mut faults = Faults::default();
+        let Some(staged) = &state.staged else { return Ok(faults) };
+        let is_block = staged.access == AccessKind::Block;
+        // A Block volume has nothing at its staging path.
+        let mounted = (!is_block).then_some(&staged.path);
+        let published = state.published.iter().map(|published| &published.target);
+        let is_asked = |path: &&PathBuf| asked.is_empty() || asked.contains(path);
+        let places: Vec<&PathBuf> = mounted.into_iter().chain(published).filter(is_asked).collect();
+        if places.is_empty() {
+            return Ok(faults);
+        }
+        let Some(device) = LoopDevice::find(&self.volume_data(&record.id))? else {
+            faults.add(
+                Reason::DeviceGone,
+                "the volume has no device: it was detached, or lost in a reboot; stage it again",
+            );
+            return Ok(faults);
+        };
+        let mut shown = None;
+        for place in places {
+            match (shows(place, Some(&device))?, is_block) {
+                (true, _) => shown = Some(place),
+                (false, true) => {
+                    let what =
+                        format!("the volume's device is gone from {}: publish it again", place.display());
+                    faults.add(Reason::DeviceGone, what);
+                }
+                (false, false) => {
+                    let what = format!(
+                        "the volume is not mounted at {} any more: publish it again",
+                        place.display()
+                    );
+                    faults.add(Reason::NotMounted, what);
+                }
+            }
+        }
+        if let Some(place) = shown.filter(|_| !is_block) {
+            look_at_filesystem(place, staged, &mut faults)?;
+        }
+        Ok(faults)
+    }
+}
+
+/// What the kernel found wrong with the filesystem that is mounted at a place, if anything.
+fn look_at_filesystem(place: &Path, staged: &Staged, faults: &mut Faults) -> Result<()> {
+    // The root is looked at as well: a filesystem that was shut down still tells its size.
+    let answers = std::fs::metadata(place).context("stat", place);
+    if let Err(error) = answers.and_then(|_| sys::space(place)) {
+        let what = format!("the filesystem does not answer: {}", base::report(&error));
+        faults.add(Reason::FilesystemShutDown, what);
+        return Ok(());
+    }
+    let Some(mounted) = mount::mounted_at(place)? else { return Ok(()) };
+    if mounted.super_read_only && !staged.read_only {
+        faults.add(
+            Reason::FilesystemReadOnly,
+            "the kernel made the filesystem read-only after an error: see its log",
+        );
+    }
+    if let Some(errors) = mounted.errors()? {
+        let what = format!("{} has counted errors, {errors} so far: check the filesystem", mounted.fs_type);
+        faults.add(Reason::FilesystemErrors, what);
+    }
+    Ok(())
+}

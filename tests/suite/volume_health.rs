@@ -1,0 +1,438 @@
+//! Promise: what is wrong with a volume, or with the storage below it, is told with its reason for as long as it is so:
+//! ControllerGetVolumeHealth, ControllerListVolumeHealth, NodeGetVolumeHealth and NodeGetStorageHealth. Pools that are
+//! full, read-only, dead or spoiled are in `faults`, which asks by way of this file.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use csi_client::{block_capability, mount_capability, new_volume};
+use deltapath::sys::loopdev::LoopDevice;
+use deltapath::sys::{self, sweep::devices_below};
+use proto::node_get_storage_health_response::StorageBackendHealth;
+use proto::volume_health::VolumeHealthEntry;
+pub use proto::{StorageHealthErrorType, VolumeHealthErrorType};
+use proto::{VolumeHealth, controller_service_capability, node_service_capability};
+use tonic::{Code, Status};
+
+use testkit::{MIB, PoolKind, Rig, status_code};
+
+/// What the controller says is wrong with a volume.
+pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
+    let request =
+        proto::ControllerGetVolumeHealthRequest { volume_id: volume.to_owned(), ..Default::default() };
+    let told = rig.client.controller.clone().controller_get_volume_health(request).await;
+    of(told.expect("ControllerGetVolumeHealth").into_inner().volume_health, volume)
+}
+
+/// What the node says is wrong with it, at all its places.
+pub async fn node_health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
+    node_health_at(rig, volume, "", "").await.expect("NodeGetVolumeHealth")
+}
+
+async fn node_health_at(
+    rig: &Rig,
+    volume: &str,
+    published: &str,
+    staged: &str,
+) -> Result<Vec<VolumeHealthEntry>, Status> {
+    let request = proto::NodeGetVolumeHealthRequest {
+        volume_id: volume.to_owned(),
+        volume_publish_path: published.to_owned(),
+        staging_target_path: staged.to_owned(),
+    };
+    let told = rig.client.node.clone().node_get_volume_health(request).await?;
+    Ok(of(told.into_inner().volume_health, volume))
+}
+
+#[track_caller]
+fn of(health: Option<VolumeHealth>, volume: &str) -> Vec<VolumeHealthEntry> {
+    let health = health.expect("volume_health is required");
+    assert_eq!(health.volume_id, volume);
+    check(&health);
+    health.health_statuses
+}
+
+/// What the spec says of every answer.
+#[track_caller]
+fn check(health: &VolumeHealth) {
+    let entries = &health.health_statuses;
+    for (number, entry) in entries.iter().enumerate() {
+        assert_ne!(entry.status(), VolumeHealthErrorType::UnknownVolumeHealthType, "{entry:?}");
+        let is_camel = entry.reason.starts_with(char::is_uppercase)
+            && entry.reason.chars().all(|c| c.is_ascii_alphanumeric());
+        assert!(is_camel && entry.message.len() <= 1024, "{entry:?}");
+        let is_same =
+            |other: &VolumeHealthEntry| other.reason == entry.reason && other.status == entry.status;
+        assert!(!entries[..number].iter().any(is_same), "twice: {entries:?}");
+    }
+}
+
+/// The volumes that something is wrong with, in pages of at most so many.
+pub async fn unwell(rig: &Rig, most: i32) -> Vec<VolumeHealth> {
+    let mut request = proto::ControllerListVolumeHealthRequest { max_entries: most, ..Default::default() };
+    let mut all = Vec::new();
+    loop {
+        let page = rig.client.controller.clone().controller_list_volume_health(request.clone()).await;
+        let page = page.expect("ControllerListVolumeHealth").into_inner();
+        assert!(most == 0 || page.entries.len() <= most as usize);
+        page.entries.iter().for_each(check);
+        all.extend(page.entries);
+        if page.next_token.is_empty() {
+            return all;
+        }
+        request.starting_token = page.next_token;
+    }
+}
+
+/// What is wrong with the storage of the node.
+pub async fn storage(rig: &Rig) -> Vec<StorageBackendHealth> {
+    let request = proto::NodeGetStorageHealthRequest::default();
+    let told = rig.client.node.clone().node_get_storage_health(request).await;
+    told.expect("NodeGetStorageHealth").into_inner().backend_health
+}
+
+/// Fails where a reason is not among what is told; returns its message.
+#[track_caller]
+pub fn tells(entries: &[VolumeHealthEntry], reason: &str, status: VolumeHealthErrorType) -> String {
+    let found = entries.iter().find(|entry| entry.reason == reason);
+    let found = found.unwrap_or_else(|| panic!("{reason} is not among {entries:?}"));
+    assert_eq!(found.status(), status, "{found:?}");
+    found.message.clone()
+}
+
+/// The same of the storage.
+#[track_caller]
+pub fn storage_tells(
+    entries: &[StorageBackendHealth],
+    reason: &str,
+    status: StorageHealthErrorType,
+) -> String {
+    let found = entries.iter().find(|entry| entry.reason == reason);
+    let found = found.unwrap_or_else(|| panic!("{reason} is not among {entries:?}"));
+    assert_eq!(found.status(), status, "{found:?}");
+    found.message.clone()
+}
+
+use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
+
+/// As csi-sanity asks, and beyond: what is claimed, which requests are refused, and that a volume that is well has
+/// nothing to tell, wherever it is and wherever it was only meant to be.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_that_is_well_has_nothing_to_tell(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let mut controller = rig.client.controller.clone();
+    let claimed = controller.controller_get_capabilities(proto::ControllerGetCapabilitiesRequest {}).await;
+    let claimed: Vec<_> = claimed.expect("capabilities").into_inner().capabilities;
+    let claims = |kind: controller_service_capability::rpc::Type| {
+        use controller_service_capability::{Rpc, Type};
+        claimed.iter().any(|claim| claim.r#type == Some(Type::Rpc(Rpc { r#type: kind.into() })))
+    };
+    assert!(claims(controller_service_capability::rpc::Type::GetVolumeHealth));
+    assert!(claims(controller_service_capability::rpc::Type::ListVolumeHealth));
+    let claimed = rig.client.node.node_get_capabilities(proto::NodeGetCapabilitiesRequest {}).await;
+    let claimed: Vec<_> = claimed.expect("capabilities").into_inner().capabilities;
+    let claims = |kind: node_service_capability::rpc::Type| {
+        use node_service_capability::{Rpc, Type};
+        claimed.iter().any(|claim| claim.r#type == Some(Type::Rpc(Rpc { r#type: kind.into() })))
+    };
+    assert!(claims(node_service_capability::rpc::Type::GetVolumeHealth));
+    assert!(claims(node_service_capability::rpc::Type::GetStorageHealth));
+
+    let (raw, device) = rig.block_volume("raw", 16 * MIB).await;
+    let capability = mount_capability("ext4");
+    let request = new_volume("files", 64 * MIB, capability.clone());
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    // Nowhere, and where kubelet only tried to put it.
+    for (published, staged) in [("", ""), ("/nowhere/published", ""), ("/nowhere/published", "/nowhere")] {
+        let told = node_health_at(&rig, &files, published, staged).await.expect("it exists");
+        assert!(told.is_empty(), "{told:?}");
+    }
+    let kubelet = rig.kubelet();
+    let target = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
+    let staging = kubelet.join(&files).join("staging").display().to_string();
+    let target = target.display().to_string();
+    for (published, staged) in [("", ""), (target.as_str(), ""), ("", staging.as_str()), (&target, &staging)]
+    {
+        let told = node_health_at(&rig, &files, published, staged).await.expect("it exists");
+        assert!(told.is_empty(), "{told:?}");
+    }
+    let told = node_health_at(&rig, &raw, &device.display().to_string(), "").await.expect("it exists");
+    assert!(told.is_empty(), "{told:?}");
+    for volume in [&raw, &files] {
+        assert_eq!(health(&rig, volume).await, []);
+    }
+    assert_eq!(unwell(&rig, 0).await, []);
+    // The disk of the machine that tests run on may have no direct I/O.
+    let told: Vec<_> = storage(&rig).await.into_iter().filter(|told| told.reason != "NoDirectIO").collect();
+    assert_eq!(told, []);
+
+    for (volume, published, staged, expected) in [
+        ("", "", "", Code::InvalidArgument),
+        ("", target.as_str(), "", Code::InvalidArgument),
+        ("unknown", "", "", Code::NotFound),
+        (raw.as_str(), "relative", "", Code::InvalidArgument),
+        (&raw, "", "/not/../plain", Code::InvalidArgument),
+    ] {
+        let refused = node_health_at(&rig, volume, published, staged).await.expect_err("wrong");
+        assert_eq!(refused.code(), expected, "{volume} {published} {staged}: {refused}");
+    }
+    for (volume, expected) in [("", Code::InvalidArgument), ("unknown", Code::NotFound)] {
+        let request =
+            proto::ControllerGetVolumeHealthRequest { volume_id: volume.into(), ..Default::default() };
+        assert_eq!(status_code(controller.controller_get_volume_health(request).await), expected);
+    }
+    for (max_entries, token, expected) in
+        [(-1, "", Code::InvalidArgument), (0, "nonsense", Code::Aborted), (1, "0", Code::Aborted)]
+    {
+        let request = proto::ControllerListVolumeHealthRequest {
+            max_entries,
+            starting_token: token.into(),
+            ..Default::default()
+        };
+        assert_eq!(status_code(controller.controller_list_volume_health(request).await), expected);
+    }
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.detach(&raw).await;
+    rig.client.delete_volume(&raw).await.expect("delete");
+    let request = proto::ControllerGetVolumeHealthRequest { volume_id: raw, ..Default::default() };
+    assert_eq!(status_code(controller.controller_get_volume_health(request).await), Code::NotFound);
+    rig.finish();
+}
+
+fn data_of(rig: &Rig, volume: &str) -> PathBuf {
+    rig.pool_dir().join("volumes").join(volume).join("bytes/data.img")
+}
+
+/// A file that is gone or cut short, and a record that cannot be read, are told; and the list holds such volumes alone,
+/// each once, whatever its pages are.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_bytes_and_records_are_told_and_listed() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let mut volumes = Vec::new();
+    for number in 0..8 {
+        let request = new_volume(&format!("volume-{number}"), 4 * MIB, block_capability());
+        volumes.push(rig.client.create_volume(request).await.expect("create").volume_id);
+    }
+    volumes.sort();
+    let ids = |list: Vec<VolumeHealth>| -> Vec<String> {
+        list.into_iter().map(|health| health.volume_id).collect()
+    };
+    assert_eq!(ids(unwell(&rig, 2).await), [""; 0]);
+    // Of eight in the order of the list, these four: the first and the last among them.
+    let (cut, missing, damaged, last) = (&volumes[0], &volumes[2], &volumes[3], &volumes[7]);
+    for volume in [cut, last] {
+        let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
+        file.set_len(MIB as u64).expect("cut");
+    }
+    let moved = data_of(&rig, missing).with_extension("moved");
+    std::fs::rename(data_of(&rig, missing), &moved).expect("move away");
+    for view in [health(&rig, cut).await, node_health(&rig, cut).await] {
+        let said = tells(&view, "FileTruncated", DataLoss);
+        assert!(said.contains("1048576 bytes of 4194304"), "{said}");
+        assert_eq!(view.len(), 1);
+    }
+    let said = tells(&health(&rig, missing).await, "FileMissing", DataLoss);
+    assert!(said.contains("data.img is missing"), "{said}");
+    assert_eq!(ids(unwell(&rig, 0).await), [cut, missing, last].map(String::clone));
+
+    let record = rig.pool_dir().join("volumes").join(damaged).join("record.json");
+    let sound = std::fs::read(&record).expect("read");
+    rig.kill();
+    std::fs::write(&record, "{").expect("write");
+    rig.start_again().await;
+    for view in [health(&rig, damaged).await, node_health(&rig, damaged).await] {
+        let said = tells(&view, "RecordUnreadable", Inaccessible);
+        assert!(said.contains("record.json") && said.contains("repair or remove"), "{said}");
+    }
+    // All else that is asked about it fails: it is neither there nor gone.
+    let request = proto::ControllerGetVolumeRequest { volume_id: damaged.clone() };
+    let get = rig.client.controller.controller_get_volume(request).await;
+    assert_eq!(status_code(get), Code::Internal);
+    let all = [cut, missing, damaged, last].map(String::clone);
+    for most in [0, 1, 2, 3, 4, 5] {
+        let list = unwell(&rig, most).await;
+        assert!(list.iter().all(|health| !health.health_statuses.is_empty()));
+        assert_eq!(ids(list), all, "in pages of {most}");
+    }
+    // A full last page has no next one.
+    let request = proto::ControllerListVolumeHealthRequest { max_entries: 4, ..Default::default() };
+    let page = rig.client.controller.controller_list_volume_health(request).await.expect("list");
+    assert_eq!(page.into_inner().next_token, "");
+
+    rig.kill();
+    std::fs::write(&record, sound).expect("write");
+    rig.start_again().await;
+    std::fs::rename(moved, data_of(&rig, missing)).expect("move back");
+    for volume in [cut, last] {
+        let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
+        file.set_len(4 * MIB as u64).expect("make long again");
+    }
+    assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is told no more");
+    rig.finish();
+}
+
+fn shell(program: &str, arguments: &[&str]) {
+    let done = std::process::Command::new(program).args(arguments).output().expect(program);
+    assert!(done.status.success(), "{program} {arguments:?}: {done:?}");
+}
+
+/// What strangers and the kernel do to a filesystem that is in use: only the node sees that, and the controller does not
+/// make it a matter of the whole cluster.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    for fs_type in ["ext4", "xfs", "btrfs"] {
+        let capability = mount_capability(fs_type);
+        let request = new_volume(fs_type, 320 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let staging = kubelet.join(&volume).join("staging");
+        assert_eq!(node_health(&rig, &volume).await, []);
+
+        // Read-only for all its mounts, as the kernel makes it after an error.
+        shell("mount", &["-o", "remount,ro", &staging.display().to_string()]);
+        let told = node_health(&rig, &volume).await;
+        tells(&told, "FilesystemReadOnly", Degraded);
+        assert_eq!(told.len(), 1, "{told:?}");
+        shell("mount", &["-o", "remount,rw", &staging.display().to_string()]);
+        assert_eq!(node_health(&rig, &volume).await, []);
+
+        // Unmounted from one of two places: the other is asked about alone, or both.
+        sys::mount::unmount(&target).expect("a stranger unmounts it");
+        let told = node_health(&rig, &volume).await;
+        let said = tells(&told, "NotMounted", Inaccessible);
+        assert!(said.contains(&target.display().to_string()) && !said.contains("staging"), "{said}");
+        let (target_path, staging_path) = (target.display().to_string(), staging.display().to_string());
+        let told = node_health_at(&rig, &volume, &target_path, "").await.expect("health");
+        tells(&told, "NotMounted", Inaccessible);
+        assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
+        // Its use is not told as that of what lies below.
+        let stats = proto::NodeGetVolumeStatsRequest {
+            volume_id: volume.clone(),
+            volume_path: target_path,
+            ..Default::default()
+        };
+        assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
+        assert_eq!(health(&rig, &volume).await, []);
+        rig.client.publish(&volume, capability, false, &kubelet).await.expect("published again");
+        assert_eq!(node_health(&rig, &volume).await, []);
+
+        let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");
+        let name = device.path().file_name().expect("a name").to_string_lossy().into_owned();
+        match fs_type {
+            "ext4" => {
+                let trigger = Path::new("/sys/fs/ext4").join(&name).join("trigger_fs_error");
+                std::fs::write(trigger, "a test").expect("trigger an error");
+                // ext4 counts behind the call.
+                let deadline = Instant::now() + Duration::from_secs(90);
+                while node_health(&rig, &volume).await.is_empty() && Instant::now() < deadline {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+                let said = tells(&node_health(&rig, &volume).await, "FilesystemErrors", Degraded);
+                assert!(said.contains("ext4 has counted errors, 1 so far"), "{said}");
+            }
+            "xfs" => {
+                let done = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
+                done.expect("shutdown");
+                let told = node_health(&rig, &volume).await;
+                let said = tells(&told, "FilesystemShutDown", Inaccessible);
+                assert!(said.contains("does not answer"), "{said}");
+                let stats = proto::NodeGetVolumeStatsRequest {
+                    volume_id: volume.clone(),
+                    volume_path: target.display().to_string(),
+                    ..Default::default()
+                };
+                assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::Internal);
+            }
+            _ => {}
+        }
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        assert_eq!(node_health(&rig, &volume).await, [], "{fs_type}");
+        rig.client.delete_volume(&volume).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// A device that is gone: taken away by a stranger, or lost in a reboot.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_tells_that_a_device_is_gone() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let (raw, target) = rig.block_volume("raw", 16 * MIB).await;
+    let capability = mount_capability("ext4");
+    let request = new_volume("files", 64 * MIB, capability.clone());
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    rig.client.publish(&files, capability.clone(), false, &kubelet).await.expect("publish");
+
+    let device = || LoopDevice::find(&data_of(&rig, &raw)).expect("look").expect("a device");
+    sys::mount::unmount(&target).expect("a stranger unmounts it");
+    let said = tells(&node_health(&rig, &raw).await, "DeviceGone", Inaccessible);
+    assert!(said.contains(&target.display().to_string()), "{said}");
+    assert!(device().detach().expect("detach"));
+    let said = tells(&node_health(&rig, &raw).await, "DeviceGone", Inaccessible);
+    assert!(said.contains("no device"), "{said}");
+    assert_eq!(health(&rig, &raw).await, [], "the bytes are there");
+    assert_eq!(node_health(&rig, &files).await, [], "it is another volume's device");
+    rig.attach(&raw).await;
+    assert_eq!(node_health(&rig, &raw).await, []);
+
+    rig.kill();
+    sys::sweep::sweep(rig.dir.path()).expect("a reboot");
+    rig.start_again().await;
+    let told = node_health(&rig, &files).await;
+    let said = tells(&told, "DeviceGone", Inaccessible);
+    assert!(said.contains("lost in a reboot") && told.len() == 1, "{told:?}");
+    rig.client.publish(&files, capability, false, &kubelet).await.expect("publish again");
+    assert_eq!(node_health(&rig, &files).await, []);
+    rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+/// Calls that are at work make no alarm: between the record of a place and its mount nothing is wrong.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn calls_at_work_are_no_trouble() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability("ext4");
+    let request = new_volume("files", 64 * MIB, capability.clone());
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let (stop, stopped) = tokio::sync::watch::channel(false);
+    let watcher = {
+        let (client, files) = (rig.client.clone(), files.clone());
+        tokio::spawn(async move {
+            let mut looks = 0;
+            while !*stopped.borrow() {
+                let request =
+                    proto::NodeGetVolumeHealthRequest { volume_id: files.clone(), ..Default::default() };
+                let told = client.node.clone().node_get_volume_health(request).await.expect("health");
+                assert_eq!(of(told.into_inner().volume_health, &files), []);
+                let request = proto::ControllerListVolumeHealthRequest::default();
+                let list = client.controller.clone().controller_list_volume_health(request).await;
+                assert_eq!(list.expect("list").into_inner().entries, []);
+                looks += 1;
+            }
+            looks
+        })
+    };
+    for round in 0..20 {
+        rig.client.publish(&files, capability.clone(), false, &kubelet).await.expect("publish");
+        rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
+        let request = new_volume(&format!("passing {round}"), MIB, block_capability());
+        let passing = rig.client.create_volume(request).await.expect("create").volume_id;
+        rig.client.delete_volume(&passing).await.expect("delete");
+    }
+    stop.send(true).expect("the watcher lives");
+    assert!(watcher.await.expect("no alarm") > 20, "it hardly looked");
+    rig.finish();
+}
