@@ -12,8 +12,14 @@ use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, PoolKind, Rig};
 
 /// The pages that speak of commands, flags and targets.
-const PAGES: [&str; 5] =
-    ["README.md", "docs/reference.md", "docs/conformance.md", "docs/benchmarks.md", "docs/testing.md"];
+const PAGES: [&str; 6] = [
+    "README.md",
+    "docs/reference.md",
+    "docs/conformance.md",
+    "docs/faults.md",
+    "docs/benchmarks.md",
+    "docs/testing.md",
+];
 
 fn pages() -> String {
     PAGES.map(read).concat()
@@ -47,7 +53,9 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for command in ["demo", "verify", "check"] {
         real.extend(words(&help("deltapath", command), "--"));
     }
-    real.extend(words(&help("cbt-lab", "conformance"), "--"));
+    for command in ["conformance", "faults", "mock"] {
+        real.extend(words(&help("cbt-lab", command), "--"));
+    }
     // Their own tests hold these sections against their flags.
     let reference = read("docs/reference.md");
     for program in ["deltapath-gateway", "cbt-backup", "cbt-earlier differential"] {

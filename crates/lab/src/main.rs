@@ -5,7 +5,11 @@
 #![allow(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 
+mod code;
 mod conformance;
+mod faults;
+mod mock;
+mod random;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -25,6 +29,8 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Conformance(conformance::Arguments),
+    Faults(faults::Arguments),
+    Mock(mock::Arguments),
 }
 
 /// What a command prints on standard output.
@@ -45,6 +51,8 @@ type Done = Result<ExitCode, Box<dyn Error>>;
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Conformance(arguments) => conformance::run(arguments),
+        Command::Faults(arguments) => faults::run(arguments),
+        Command::Mock(arguments) => mock::run(arguments),
     };
     done.unwrap_or_else(|error| {
         eprintln!("cbt-lab: {}", base::report(&*error));

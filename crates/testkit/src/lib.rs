@@ -4,7 +4,6 @@
 #![allow(missing_docs)]
 
 pub mod api_server;
-pub mod broken;
 pub mod content;
 pub mod disk;
 pub mod order;

@@ -8,12 +8,13 @@ mod usage;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::{Output, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
-use tokio::process::Command;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
 
-use testkit::broken::{Fault, serve};
 use testkit::{PoolKind, Rig};
 
 /// Cases that ours may answer with "allowed, but".
@@ -75,15 +76,36 @@ async fn assert_empty(rig: &mut Rig) {
     assert!(left.is_empty(), "snapshots are left: {left:?}");
 }
 
-/// Serves a fault, and runs the cases that are named.
+/// `cbt-lab faults` before a driver; dropped, it is gone.
+struct Faulty(#[expect(dead_code, reason = "it lives as long as this")] Child);
+
+/// Serves on `listen` what the driver at `upstream` does, with faults.
+async fn faulty(upstream: &Path, faults: &str, listen: &Path) -> Faulty {
+    let address = |socket: &Path| format!("unix://{}", socket.display());
+    let mut child = Command::new(testkit::program("cbt-lab"))
+        .args(["faults", "--upstream", &address(upstream), "--listen", &address(listen), "--fault", faults])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .expect("spawn");
+    let mut told = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let ready = told.next_line().await.expect("read").unwrap_or_default();
+    assert!(ready.starts_with("serving at"), "{faults}: {ready:?}");
+    Faulty(child)
+}
+
+/// Serves faults, and runs the cases that are named.
 async fn run_broken(
     rig: &Rig,
-    fault: Fault,
+    faults: &str,
     cases: &[&str],
     timeout: &str,
 ) -> (Option<i32>, Verdicts, Value) {
-    let socket = rig.dir.path().join(format!("{fault:?}.sock"));
-    let _serving = serve(&rig.socket(), fault, &socket).await;
+    static SOCKETS: AtomicUsize = AtomicUsize::new(0);
+    let number = SOCKETS.fetch_add(1, Ordering::Relaxed);
+    let socket = rig.dir.path().join(format!("faulty-{number}.sock"));
+    let _serving = faulty(&rig.socket(), faults, &socket).await;
     let focus = format!("^({})$", cases.join("|"));
     run(&socket, &["--focus", &focus, "--timeout", timeout]).await
 }

@@ -1,7 +1,6 @@
 //! Flags and outputs.
 
-use super::{all_cases, bare, conformance, run, run_broken, said};
-use testkit::broken::{Fault, serve};
+use super::{all_cases, bare, conformance, faulty, run, run_broken, said};
 use testkit::{PoolKind, Rig};
 
 /// The go-between adds no fault of its own, and secrets go where they belong.
@@ -10,7 +9,7 @@ use testkit::{PoolKind, Rig};
 async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("secrets.sock");
-    let _serving = serve(&rig.socket(), Fault::WantsSecrets, &socket).await;
+    let _serving = faulty(&rig.socket(), "wants-secrets", &socket).await;
     let (code, verdicts, _) = run(&socket, &["--focus", "^delta-complete$"]).await;
     assert_eq!(code, Some(1));
     assert!(verdicts["delta-complete"].1.contains("UNAUTHENTICATED"), "{verdicts:?}");
@@ -40,7 +39,7 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
 async fn a_driver_that_puts_calls_off_is_asked_again() {
     let rig = Rig::start_with(PoolKind::Xfs, &["--enable-attach"], "info").await;
     let cases = ["delta-complete", "expanded-delta", "source-deleted"];
-    let (code, verdicts, report) = run_broken(&rig, Fault::TakesItsTime, &cases, "60").await;
+    let (code, verdicts, report) = run_broken(&rig, "put-off;snapshot-not-ready", &cases, "60").await;
     assert_eq!(code, Some(0), "{report:#}");
     assert_eq!(verdicts.len(), cases.len());
     assert!(verdicts.values().all(|(verdict, _)| verdict == "pass"), "{verdicts:?}");
@@ -51,7 +50,7 @@ async fn a_driver_that_puts_calls_off_is_asked_again() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     let rig = Rig::start(PoolKind::Xfs).await;
-    let (code, verdicts, _) = run_broken(&rig, Fault::ExpandsNothing, &["expanded-.*"], "60").await;
+    let (code, verdicts, _) = run_broken(&rig, "expansion-not-claimed", &["expanded-.*"], "60").await;
     assert_eq!(code, Some(0));
     assert_eq!(verdicts.len(), 3);
     for (case, (verdict, detail)) in verdicts {
@@ -79,7 +78,7 @@ async fn focus_skip_junit_and_text() {
     }
 
     let socket = rig.dir.path().join("text.sock");
-    let _serving = serve(&rig.socket(), Fault::SwapsTuples, &socket).await;
+    let _serving = faulty(&rig.socket(), "swap-tuples", &socket).await;
     let mut text = bare(&socket, &["--focus", "^delta-(order|capacity)$", "--volume-size", "64Mi"]);
     text.arg("--junit").arg(&junit);
     let output = text.output().await.expect("run");
@@ -103,7 +102,7 @@ async fn focus_skip_junit_and_text() {
 async fn controller_and_node_may_have_sockets_of_their_own() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let controller = rig.dir.path().join("controller.sock");
-    let _serving = serve(&rig.socket(), Fault::NodeElsewhere, &controller).await;
+    let _serving = faulty(&rig.socket(), "node-elsewhere", &controller).await;
     let output = conformance(&controller, &["--focus", "complete"]).output().await.expect("run");
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(String::from_utf8_lossy(&output.stderr).contains("NodeGetCapabilities"), "{}", said(&output));
@@ -121,7 +120,7 @@ async fn controller_and_node_may_have_sockets_of_their_own() {
 async fn a_driver_without_the_service_is_not_run() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("without.sock");
-    let _serving = serve(&rig.socket(), Fault::NoService, &socket).await;
+    let _serving = faulty(&rig.socket(), "no-service", &socket).await;
     let output = conformance(&socket, &[]).output().await.expect("run");
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(

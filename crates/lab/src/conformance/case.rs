@@ -8,6 +8,7 @@ use serde::Serialize;
 use tonic::{Code, Status};
 
 use super::fixtures::{Fixtures, Need};
+pub(super) use crate::code::name as code_name;
 
 /// One requirement, and the test of it.
 pub(super) struct Case {
@@ -119,34 +120,10 @@ pub(super) fn said(status: &Status) -> String {
     format!("{}: {}", code_name(status.code()), status.message())
 }
 
-/// A code as the spec writes it.
-pub(super) fn code_name(code: Code) -> String {
-    let mut name = String::new();
-    for c in format!("{code:?}").chars() {
-        if c.is_uppercase() && !name.is_empty() {
-            name.push('_');
-        }
-        name.push(c.to_ascii_uppercase());
-    }
-    name
-}
-
 /// Passes, or is allowed with all that was remarked.
 pub(super) fn remarked(remarks: Vec<String>) -> Judged {
     match remarks.is_empty() {
         true => Ok(Verdict::Pass),
         false => Ok(Verdict::Allowed(remarks.join("; "))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn codes_are_named_as_in_the_spec() {
-        assert_eq!(code_name(Code::InvalidArgument), "INVALID_ARGUMENT");
-        assert_eq!(code_name(Code::NotFound), "NOT_FOUND");
-        assert_eq!(code_name(Code::Ok), "OK");
     }
 }

@@ -1,0 +1,80 @@
+//! The HTTP API that turns faults on and off while the go-between runs.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get};
+use serde::Serialize;
+
+use super::catalog;
+use super::proxy::Proxy;
+use super::spec::parse_all;
+
+/// What it answers.
+pub(super) fn router(proxy: Arc<Proxy>) -> Router {
+    Router::new()
+        .route("/faults", get(list).post(add).put(replace).delete(clear))
+        .route("/faults/{id}", delete(remove))
+        .route("/catalog", get(async || json(StatusCode::OK, &catalog::all())))
+        .route("/healthz", get(async || "ok\n"))
+        .route("/{*rest}", get(unknown))
+        .with_state(proxy)
+}
+
+fn json(status: StatusCode, value: &impl Serialize) -> Response {
+    match serde_json::to_string_pretty(value) {
+        Ok(text) => (status, [(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response(),
+    }
+}
+
+async fn unknown() -> Response {
+    (StatusCode::NOT_FOUND, "there is /faults, /faults/ID, /catalog and /healthz\n").into_response()
+}
+
+async fn list(State(proxy): State<Arc<Proxy>>) -> Response {
+    json(StatusCode::OK, &proxy.active.rows())
+}
+
+async fn add(State(proxy): State<Arc<Proxy>>, body: String) -> Response {
+    set(&proxy, &body, false)
+}
+
+async fn replace(State(proxy): State<Arc<Proxy>>, body: String) -> Response {
+    set(&proxy, &body, true)
+}
+
+/// On a mistake in any of them nothing changes.
+fn set(proxy: &Proxy, text: &str, replaces: bool) -> Response {
+    match parse_all(text) {
+        Ok(specs) if specs.is_empty() && !replaces => {
+            (StatusCode::BAD_REQUEST, "the body names no fault: write one a line, as in cut:after=3\n")
+                .into_response()
+        }
+        Ok(specs) => {
+            let added = match replaces {
+                true => proxy.active.replace(specs),
+                false => proxy.active.add(specs),
+            };
+            json(StatusCode::OK, &added)
+        }
+        Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
+    }
+}
+
+async fn clear(State(proxy): State<Arc<Proxy>>) -> Response {
+    proxy.active.replace(Vec::new());
+    StatusCode::NO_CONTENT.into_response()
+}
+
+async fn remove(State(proxy): State<Arc<Proxy>>, Path(id): Path<u64>) -> Response {
+    match proxy.active.remove(id) {
+        true => StatusCode::NO_CONTENT.into_response(),
+        false => {
+            (StatusCode::NOT_FOUND, format!("no fault {id} is on: GET /faults lists them\n")).into_response()
+        }
+    }
+}

@@ -1,0 +1,196 @@
+//! Connections of clients: each is served by itself, so that a fault can close one.
+
+use std::convert::Infallible;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use hyper::server::conn::http2;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
+use rustls::ServerConfig;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+use super::address::Address;
+use super::catalog::Kind;
+use super::proxy::Proxy;
+
+/// Time for a TLS handshake.
+const GREETING: Duration = Duration::from_secs(10);
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// A place that clients connect to.
+pub(crate) struct Listener {
+    accept: Accept,
+    /// As clients write it, with the port that was given.
+    pub address: Address,
+}
+
+enum Accept {
+    Unix(UnixListener, Socket),
+    Tcp(TcpListener, Option<Tls>),
+}
+
+/// The file of a socket; dropped, it is gone.
+struct Socket(PathBuf);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
+
+/// What a server over TLS shows.
+#[derive(Clone)]
+pub(crate) struct Tls {
+    good: TlsAcceptor,
+    /// None where the certificate is the user's own.
+    expired: Option<TlsAcceptor>,
+}
+
+impl Tls {
+    /// With a certificate chain and key in PEM files.
+    pub fn of(chain: &Path, key: &Path) -> Result<Self, String> {
+        let read =
+            |path: &Path| std::fs::read(path).map_err(|error| format!("read {}: {error}", path.display()));
+        Ok(Tls { good: acceptor(&read(chain)?, &read(key)?)?, expired: None })
+    }
+
+    /// With certificates of an authority that lives as long as this process, and its own certificate, in PEM.
+    pub fn made(host: &str) -> Result<(Self, String), String> {
+        let make = || -> Result<_, rcgen::Error> {
+            let now = SystemTime::now();
+            let authority_key = KeyPair::generate()?;
+            let mut authority = CertificateParams::new(Vec::new())?;
+            authority.distinguished_name.push(DnType::CommonName, "cbt-lab");
+            authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+            authority.not_before = (now - 30 * DAY).into();
+            authority.not_after = (now + 30 * DAY).into();
+            let ca = authority.self_signed(&authority_key)?.pem();
+            let issuer = Issuer::new(authority, authority_key);
+            let leaf = |ends: SystemTime| -> Result<(String, String), rcgen::Error> {
+                let key = KeyPair::generate()?;
+                let mut names =
+                    vec!["localhost".to_owned(), "127.0.0.1".to_owned(), "::1".to_owned(), host.to_owned()];
+                names.dedup();
+                let mut leaf = CertificateParams::new(names)?;
+                leaf.not_before = (now - 20 * DAY).into();
+                leaf.not_after = ends.into();
+                leaf.use_authority_key_identifier_extension = true;
+                Ok((leaf.signed_by(&key, &issuer)?.pem(), key.serialize_pem()))
+            };
+            Ok((ca, leaf(now + 30 * DAY)?, leaf(now - 10 * DAY)?))
+        };
+        let (ca, good, expired) =
+            make().map_err(|error| format!("make a certificate for {host}: {error}"))?;
+        let acceptor = |(chain, key): (String, String)| acceptor(chain.as_bytes(), key.as_bytes());
+        Ok((Tls { good: acceptor(good)?, expired: Some(acceptor(expired)?) }, ca))
+    }
+}
+
+fn acceptor(chain: &[u8], key: &[u8]) -> Result<TlsAcceptor, String> {
+    let chain: Vec<_> = CertificateDer::pem_slice_iter(chain)
+        .collect::<Result<_, _>>()
+        .map_err(|error| format!("the certificate is not PEM: {error}"))?;
+    let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| format!("the key is not PEM: {error}"))?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .and_then(|builder| builder.with_no_client_auth().with_single_cert(chain, key))
+        .map_err(|error| format!("certificate and key cannot be used: {error}"))?;
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(TlsAcceptor::from(Arc::new(config)))
+}
+
+impl Listener {
+    /// Listens at an address; `tls` is what an https one shows.
+    pub async fn bind(address: &Address, tls: Option<Tls>) -> Result<Self, String> {
+        let failed = |error: io::Error| format!("listen at {address}: {error}");
+        match address {
+            Address::Unix(path) => {
+                let is_socket =
+                    std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+                if is_socket {
+                    if tokio::net::UnixStream::connect(path).await.is_ok() {
+                        return Err(format!("somebody listens at {address} already"));
+                    }
+                    std::fs::remove_file(path).map_err(failed)?;
+                }
+                let listener = UnixListener::bind(path).map_err(failed)?;
+                let accept = Accept::Unix(listener, Socket(path.clone()));
+                Ok(Listener { accept, address: address.clone() })
+            }
+            Address::Tcp { host, port, tls: is_tls } => {
+                let listener = TcpListener::bind((host.as_str(), *port)).await.map_err(failed)?;
+                let bound: SocketAddr = listener.local_addr().map_err(failed)?;
+                let address = Address::Tcp { host: host.clone(), port: bound.port(), tls: *is_tls };
+                Ok(Listener { accept: Accept::Tcp(listener, tls), address })
+            }
+        }
+    }
+
+    /// Whether it can show an expired certificate.
+    pub fn can_expire(&self) -> bool {
+        matches!(&self.accept, Accept::Tcp(_, Some(Tls { expired: Some(_), .. })))
+    }
+
+    /// Serves until dropped.
+    pub async fn serve(self, proxy: Arc<Proxy>) {
+        loop {
+            let accepted = match &self.accept {
+                Accept::Unix(listener, Socket(_)) => {
+                    listener.accept().await.map(|(stream, _)| (Box::new(stream) as Box<dyn Io>, None))
+                }
+                Accept::Tcp(listener, tls) => listener.accept().await.map(|(stream, _)| {
+                    let _ = stream.set_nodelay(true);
+                    (Box::new(stream) as Box<dyn Io>, tls.clone())
+                }),
+            };
+            match accepted {
+                Ok((stream, tls)) => {
+                    tokio::spawn(connection(stream, tls, proxy.clone()));
+                }
+                // Out of descriptors, perhaps: some of them come back.
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
+    }
+}
+
+/// Serves one connection, until its client or a fault closes it.
+async fn connection(stream: Box<dyn Io>, tls: Option<Tls>, proxy: Arc<Proxy>) {
+    let stream: Box<dyn Io> = match tls {
+        None => stream,
+        Some(tls) => {
+            let expired = tls.expired.filter(|_| proxy.active.has(Kind::TlsExpired));
+            let acceptor = expired.unwrap_or(tls.good);
+            match tokio::time::timeout(GREETING, acceptor.accept(stream)).await {
+                Ok(Ok(stream)) => Box::new(stream),
+                _ => return,
+            }
+        }
+    };
+    let closed = CancellationToken::new();
+    let on_it = closed.clone();
+    let service = service_fn(move |request| {
+        let (proxy, closed) = (proxy.clone(), on_it.clone());
+        async move { Ok::<_, Infallible>(proxy.handle(request, closed).await) }
+    });
+    let serving = http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(stream), service);
+    tokio::select! {
+        // A client that goes away is no news.
+        _ = serving => {}
+        () = closed.cancelled() => {}
+    }
+}

@@ -1,0 +1,258 @@
+//! `cbt-lab faults`: stands before any CSI driver's socket, or a gateway's address, hands every call on, and gets wrong what
+//! it is told to.
+//!
+//! - `catalog.rs` is the one table of faults, `spec.rs` how one is written, `active.rs` which are on and whom they meet,
+//!   `control.rs` the HTTP API that changes that.
+//! - `proxy.rs` passes a call on; `request.rs` reads what it asks, `seen.rs` remembers what happened, `change.rs` changes the
+//!   messages of a stream and `play.rs` sends them.
+//! - `address.rs`, `listen.rs` and `upstream.rs` are the two sides of the connection.
+
+mod active;
+mod address;
+mod catalog;
+mod change;
+mod control;
+mod listen;
+mod play;
+mod proxy;
+mod request;
+mod seen;
+mod spec;
+mod upstream;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::Args;
+use serde::Serialize;
+use tokio::net::TcpListener;
+
+use super::{Done, Output};
+use active::{Active, Row};
+pub(crate) use address::Address;
+use catalog::Kind;
+pub(crate) use listen::{Listener, Tls};
+pub(crate) use proxy::{Proxy, trailers};
+use spec::{Spec, parse_all};
+pub(crate) use upstream::{Local, Upstream};
+
+/// Exit status where it cannot start.
+const CAN_NOT_RUN: u8 = 2;
+
+/// Stand before a CSI driver's socket or a gateway's address, and get one thing wrong.
+///
+/// Every call is handed on. Those that meet a fault are refused, delayed, cut or answered wrongly, always in the same way for
+/// a seed. A fault is written name:key=value,...; it is named with --fault or in a file, turned on and off over HTTP
+/// (--control), or named by a request itself: in its gRPC metadata cbt-lab-fault, or in the parameter cbt-lab.fault of
+/// CreateSnapshot (so of a VolumeSnapshotClass), for all calls about that snapshot.
+///
+/// Exit codes: 0 after SIGTERM or SIGINT, 2 wrong usage or could not start.
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Where clients connect: unix:///path, http://host:port, or https://host:port.
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "list")]
+    listen: Option<Address>,
+    /// What calls are handed on to: unix:///path of a driver, http://host:port or https://host:port of a gateway.
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "list")]
+    upstream: Option<Address>,
+    /// Authority of the upstream's certificate, in PEM; needed for https://.
+    #[arg(long, value_name = "FILE")]
+    upstream_ca: Option<PathBuf>,
+    #[command(flatten)]
+    faults: Faults,
+    #[command(flatten)]
+    tls: TlsArguments,
+    /// Print the faults and what they take, and start nothing.
+    #[arg(long)]
+    list: bool,
+    /// What is printed on standard output when it is ready, or for --list.
+    #[arg(long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+}
+
+/// Which faults are on at the start, and how that is changed.
+#[derive(Debug, Args)]
+pub(crate) struct Faults {
+    /// A fault that is on from the start, as in cut:after=3,code=OK; may be given several times.
+    #[arg(long, value_name = "FAULT")]
+    fault: Vec<String>,
+    /// File of faults, one a line; # starts a comment.
+    #[arg(long, value_name = "FILE")]
+    faults_file: Option<PathBuf>,
+    /// What decides where a fault leaves it to chance.
+    #[arg(long, value_name = "NUMBER", default_value_t = 1)]
+    seed: u64,
+    /// Address of the HTTP API that turns faults on and off, as in 127.0.0.1:9900; port 0 takes a free one. Whoever
+    /// reaches it may use it.
+    #[arg(long, value_name = "HOST:PORT")]
+    control: Option<String>,
+}
+
+/// What an https:// address shows.
+#[derive(Debug, Args)]
+pub(crate) struct TlsArguments {
+    /// Certificate for https://, in PEM. Default: one of an authority made for this run.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// Its key, in PEM.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// File that the authority made for this run is written to, in PEM.
+    #[arg(long, value_name = "FILE", conflicts_with = "tls_cert")]
+    ca_file: Option<PathBuf>,
+}
+
+impl Faults {
+    /// All that are on at the start.
+    fn specs(&self) -> Result<Vec<Spec>, String> {
+        let mut specs = Vec::new();
+        if let Some(path) = &self.faults_file {
+            let text =
+                std::fs::read_to_string(path).map_err(|error| format!("read {}: {error}", path.display()))?;
+            specs.extend(parse_all(&text).map_err(|error| format!("{}: {error}", path.display()))?);
+        }
+        for text in &self.fault {
+            specs.extend(parse_all(text).map_err(|error| format!("--fault: {error}"))?);
+        }
+        Ok(specs)
+    }
+
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+}
+
+impl TlsArguments {
+    /// What a server at that address shows, if it is one over TLS.
+    pub fn tls(&self, address: &Address) -> Result<Option<Tls>, String> {
+        let Address::Tcp { host, tls: true, .. } = address else {
+            return match self.tls_cert.as_ref().or(self.ca_file.as_ref()) {
+                Some(_) => Err(format!("{address} is not https://, so it needs no certificate")),
+                None => Ok(None),
+            };
+        };
+        if let (Some(chain), Some(key)) = (&self.tls_cert, &self.tls_key) {
+            return Tls::of(chain, key).map(Some);
+        }
+        let Some(file) = &self.ca_file else {
+            return Err(format!(
+                "{address} needs --ca-file, or --tls-cert and --tls-key: clients have to know whom to trust"
+            ));
+        };
+        let (tls, ca) = Tls::made(host)?;
+        std::fs::write(file, ca).map_err(|error| format!("write {}: {error}", file.display()))?;
+        Ok(Some(tls))
+    }
+}
+
+/// What is told when it is ready.
+#[derive(Serialize)]
+struct Ready {
+    /// Where clients connect.
+    listen: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    upstream: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    control: Option<String>,
+    faults: Vec<Row>,
+}
+
+pub(super) fn run(arguments: Arguments) -> Done {
+    if arguments.list {
+        catalog::list(arguments.output == Output::Json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    until_stopped(async {
+        let (Some(listen), Some(upstream)) = (&arguments.listen, &arguments.upstream) else {
+            return Err("it needs --listen and --upstream".into());
+        };
+        let behind = Upstream::at(upstream, arguments.upstream_ca.as_deref())?;
+        let tls = arguments.tls.tls(listen)?;
+        let listener = Listener::bind(listen, tls).await?;
+        serve(behind, vec![listener], &arguments.faults, Some(upstream.to_string()), arguments.output).await
+    })
+}
+
+/// Runs a server until a signal ends it. An error: it could not start.
+pub(crate) fn until_stopped(server: impl Future<Output = Result<(), String>>) -> Done {
+    use tokio::signal::unix::{SignalKind, signal};
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let ended = runtime.block_on(async {
+        let (mut interrupt, mut terminate) = (
+            signal(SignalKind::interrupt()).map_err(|e| e.to_string())?,
+            signal(SignalKind::terminate()).map_err(|e| e.to_string())?,
+        );
+        tokio::select! {
+            ended = server => ended,
+            _ = interrupt.recv() => Ok(()),
+            _ = terminate.recv() => Ok(()),
+        }
+    });
+    runtime.shutdown_background();
+    Ok(match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "cbt-lab: could not start: {error}");
+            ExitCode::from(CAN_NOT_RUN)
+        }
+    })
+}
+
+/// Serves what is behind, with faults, and tells when it is ready.
+pub(crate) async fn serve(
+    behind: Upstream,
+    listeners: Vec<Listener>,
+    faults: &Faults,
+    upstream: Option<String>,
+    output: Output,
+) -> Result<(), String> {
+    let specs = faults.specs()?;
+    let expires = specs.iter().any(|spec| spec.entry.kind == Kind::TlsExpired);
+    if expires && !listeners.iter().any(Listener::can_expire) {
+        return Err(
+            "tls-expired needs an https:// address with --ca-file: it shows a certificate of its own".into(),
+        );
+    }
+    let proxy = Proxy::new(behind, Active::new(faults.seed, specs), faults.seed);
+    let mut ready = Ready {
+        listen: listeners.iter().map(|listener| listener.address.to_string()).collect(),
+        upstream,
+        control: None,
+        faults: proxy.active.rows(),
+    };
+    let mut tasks = tokio::task::JoinSet::new();
+    if let Some(address) = &faults.control {
+        let failed = |error: std::io::Error| format!("--control {address}: {error}");
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        ready.control = Some(format!("http://{}", listener.local_addr().map_err(failed)?));
+        tasks.spawn(serve::http::serve(listener, control::router(proxy.clone())));
+    }
+    for listener in listeners {
+        tasks.spawn(listener.serve(Arc::clone(&proxy)));
+    }
+    tell(&ready, output).map_err(|error| error.to_string())?;
+    while tasks.join_next().await.is_some() {}
+    Ok(())
+}
+
+/// In one piece, for whoever waits for the first line may read no more; that is no reason to stop.
+fn tell(ready: &Ready, output: Output) -> serde_json::Result<()> {
+    let told = match output {
+        Output::Json => serde_json::to_string(ready)? + "\n",
+        Output::Text => {
+            let before =
+                ready.upstream.as_ref().map_or(String::new(), |upstream| format!(", before {upstream}"));
+            let mut told = format!("serving at {}{before}\n", ready.listen.join(" and "));
+            if let Some(control) = &ready.control {
+                told += &format!("faults are turned on and off at {control}/faults\n");
+            }
+            ready.faults.iter().for_each(|row| told += &format!("on: {}\n", row.fault));
+            told
+        }
+    };
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(told.as_bytes()).and_then(|()| out.flush());
+    Ok(())
+}

@@ -1,0 +1,442 @@
+//! One call: read, met by faults, passed on, and its answer passed back. What a stream's answer becomes is in `play.rs`.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full, Limited, StreamBody};
+use hyper::body::{Frame, Incoming};
+use proto::*;
+use serve::relay::{deadline, frame, unframe};
+use tokio_util::sync::CancellationToken;
+use tonic::body::Body;
+use tonic::codegen::http::request::Parts;
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, header};
+use tonic::{Code, Status};
+
+use super::active::{Active, is_about};
+use super::catalog::Kind;
+use super::change::{About, Message};
+use super::play::{Guarded, Play};
+use super::request::{Asked, Stream, changed, lacks_secret};
+use super::seen::Seen;
+use super::spec::{Spec, parse_all};
+use super::upstream::{Reader, Upstream};
+
+/// Metadata of a request: the faults that it alone meets.
+pub(super) const REQUEST_MARKER: &str = "cbt-lab-fault";
+/// Parameter of CreateSnapshot, so of a VolumeSnapshotClass: the faults of calls about that snapshot.
+pub(super) const SNAPSHOT_MARKER: &str = "cbt-lab.fault";
+/// The largest request.
+const REQUEST: usize = 16 << 20;
+/// Calls that change nothing.
+const READS: [&str; 5] = ["Get", "List", "Probe", "Validate", "ControllerGet"];
+
+/// The go-between.
+pub(crate) struct Proxy {
+    pub(super) upstream: Upstream,
+    pub(super) active: Active,
+    pub(super) seen: Seen,
+    pub(super) seed: u64,
+}
+
+/// A call on its way.
+struct Call {
+    head: Parts,
+    path: String,
+    body: Bytes,
+    asked: Asked,
+    met: Vec<Arc<Spec>>,
+    connection: CancellationToken,
+    deadline: Option<Instant>,
+}
+
+impl Proxy {
+    pub(super) fn new(upstream: Upstream, active: Active, seed: u64) -> Arc<Self> {
+        Arc::new(Proxy { upstream, active, seen: Seen::default(), seed })
+    }
+
+    /// Answers a request that came on `connection`.
+    pub async fn handle(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+        connection: CancellationToken,
+    ) -> Response<Body> {
+        let (head, body) = request.into_parts();
+        let path = head.uri.path().to_owned();
+        let answered = match path.starts_with("/csi.v1.") || path.starts_with("/snapshotmetadata.") {
+            true => match Limited::new(body, REQUEST).collect().await {
+                Ok(body) => self.answer(head, path, body.to_bytes(), connection).await,
+                Err(error) => Err(Status::invalid_argument(format!("read the request: {error}"))),
+            },
+            // Health checks, reflection: not ours to know.
+            false => self.upstream.call(Request::from_parts(head, Body::new(body))).await,
+        };
+        answered.unwrap_or_else(Status::into_http)
+    }
+
+    async fn answer(
+        self: Arc<Self>,
+        mut head: Parts,
+        path: String,
+        mut body: Bytes,
+        connection: CancellationToken,
+    ) -> Result<Response<Body>, Status> {
+        // Answers must come uncompressed to be read.
+        head.headers.remove("grpc-accept-encoding");
+        let own = marked(head.headers.remove(REQUEST_MARKER))?;
+        let Ok(asked) = Asked::read(&path, &body) else {
+            // The driver says what is wrong with it.
+            return self.upstream.call(request(head, body)).await;
+        };
+        let mut of_snapshot = Vec::new();
+        if asked.call == "CreateSnapshot" {
+            of_snapshot = take_marker(&mut body)?;
+        }
+        let mut met = self.active.meets(&asked);
+        met.extend(
+            own.into_iter()
+                .chain(of_snapshot.iter().cloned())
+                .filter(|spec| is_about(spec, &asked))
+                .map(Arc::new),
+        );
+        for spec in &met {
+            let _ = writeln!(std::io::stderr(), "cbt-lab: {} meets {spec}", asked.call);
+        }
+        let deadline = deadline(&head.headers);
+        let mut call = Call { head, path, body, asked, met, connection, deadline };
+        if let Some(answer) = self.before(&mut call).await? {
+            return Ok(answer);
+        }
+        self.seen.facts().before(&call.asked.call, &call.body);
+        match call.asked.stream.clone() {
+            Some(stream) => self.stream(call, stream).await,
+            None => self.unary(call, of_snapshot).await,
+        }
+    }
+
+    /// What faults do before the call is passed on: refuse it, delay it, change it, or answer it.
+    async fn before(&self, call: &mut Call) -> Result<Option<Response<Body>>, Status> {
+        let met = call.met.clone();
+        for spec in &met {
+            self.meet(spec, call).await?;
+            if spec.entry.kind == Kind::BaseGoneIsEmpty && self.base_is_deleted(call) {
+                return Ok(Some(empty()));
+            }
+        }
+        Ok(None)
+    }
+
+    fn base_is_deleted(&self, call: &Call) -> bool {
+        let base = call.asked.stream.as_ref().and_then(Stream::base);
+        base.is_some_and(|base| self.seen.facts().deleted.contains(base))
+    }
+
+    async fn meet(&self, spec: &Spec, call: &mut Call) -> Result<(), Status> {
+        let refused = |why: &str| Err(Status::new(spec.values.code, format!("{why} (cbt-lab: {spec})")));
+        let of_node = call.path.starts_with("/csi.v1.Node/");
+        let changes = !READS.iter().any(|read| call.asked.call.starts_with(read));
+        match spec.entry.kind {
+            Kind::Delay => tokio::time::sleep(Duration::from_millis(spec.values.ms)).await,
+            Kind::Refuse | Kind::Burst => return refused("refused"),
+            Kind::PutOff
+                if changes
+                    && !call.path.contains("NodeGet")
+                    && self.seen.facts().count(format!("put off {}", call.asked.call)) == 0 =>
+            {
+                return refused("busy");
+            }
+            // Before the call is passed on, so that a call which the driver would refuse hangs too.
+            Kind::Stall if spec.values.after == 0 || call.asked.stream.is_none() => {
+                std::future::pending().await
+            }
+            Kind::Reset if spec.values.after == 0 || call.asked.stream.is_none() => {
+                call.connection.cancel();
+                std::future::pending::<()>().await;
+            }
+            Kind::WantsSecrets if lacks_secret(&call.path, &call.body, &spec.values.value)? => {
+                return Err(Status::unauthenticated(format!("a secret is missing (cbt-lab: {spec})")));
+            }
+            Kind::NoService if call.asked.stream.is_some() => {
+                return Err(Status::unimplemented(format!("no such service (cbt-lab: {spec})")));
+            }
+            Kind::NodeElsewhere if of_node => {
+                return Err(Status::unimplemented(format!("a controller plugin (cbt-lab: {spec})")));
+            }
+            Kind::DeadlineIsOk => {
+                call.head.headers.remove("grpc-timeout");
+            }
+            _ => {}
+        }
+        let Some(mut stream) = call.asked.stream.clone() else { return Ok(()) };
+        let (offset, bound) = (stream.offset(), stream.max_results());
+        {
+            let facts = self.seen.facts();
+            let (base, volume) = (stream.base().unwrap_or_default(), facts.volume_of(stream.target()));
+            let why = match spec.entry.kind {
+                Kind::SameIsRefused if !base.is_empty() && base == stream.target() => {
+                    "base and target are the same"
+                }
+                Kind::FilesystemIsError if facts.mounted.contains(volume) => "a Filesystem volume",
+                Kind::SourceGone if facts.deleted.contains(volume) => "its volume is gone",
+                Kind::RestoredInUse if !facts.in_use.is_empty() => "a volume restored from it is in use",
+                Kind::BaseGone if facts.bases_gone.contains(base) => "the base is gone",
+                Kind::BaseGoneIsError if facts.deleted.contains(base) => "the base is gone",
+                Kind::ResumeGrownFails
+                    if facts.grown.contains_key(volume)
+                        && facts.capacity.get(volume).is_some_and(|capacity| offset > *capacity) =>
+                {
+                    "the offset is behind the end of the base"
+                }
+                _ => "",
+            };
+            if !why.is_empty() {
+                return refused(why);
+            }
+        }
+        match spec.entry.kind {
+            Kind::IgnoreBound if bound > 0 => stream.set_max_results(0),
+            Kind::NegativeBoundIsNone | Kind::NegativeBoundCuts if bound < 0 => stream.set_max_results(0),
+            Kind::IgnoreOffset if offset > 0 => stream.set_offset(0),
+            // Far behind any volume it stays what it is.
+            Kind::RoundOffsetUp if offset > 0 && offset < 1 << 60 => {
+                stream.set_offset((offset + 4095) & !4095)
+            }
+            _ => return Ok(()),
+        }
+        call.body = stream.body();
+        Ok(())
+    }
+
+    async fn unary(&self, call: Call, of_snapshot: Vec<Spec>) -> Result<Response<Body>, Status> {
+        let Call { head, path, body, asked, met, .. } = call;
+        let answered = self.upstream.call(request(head, body.clone())).await?;
+        let (headers, mut reader) = Reader::of(answered)?;
+        let Some(mut answer) = reader.next().await? else {
+            return Err(Status::internal(format!("{path}: its answer is empty")));
+        };
+        if reader.next().await?.is_some() {
+            return Err(Status::internal(format!("{path}: its answer has two messages")));
+        }
+        self.seen.facts().after(&asked.call, &body, &answer);
+        if let Some(id) = of_snapshot.first().and_then(|_| created(&answer)) {
+            self.remember(&id, of_snapshot);
+        }
+        for spec in &met {
+            match spec.entry.kind {
+                Kind::NotReady if asked.call == "CreateSnapshot" => {
+                    let id = created(&answer).unwrap_or_default();
+                    if self.seen.facts().count(format!("not ready {id}")) < spec.values.times {
+                        answer = changed(&answer, |answer: &mut CreateSnapshotResponse| {
+                            answer.snapshot.iter_mut().for_each(|snapshot| snapshot.ready_to_use = false);
+                        })?;
+                    }
+                }
+                Kind::FailsAfterSuccess => {
+                    let mut hasher = DefaultHasher::new();
+                    body.hash(&mut hasher);
+                    let what = format!("failed {} {}", asked.call, hasher.finish());
+                    if self.seen.facts().count(what) < spec.values.times {
+                        return Err(Status::new(
+                            spec.values.code,
+                            format!("it is done, and this is an error (cbt-lab: {spec})"),
+                        ));
+                    }
+                }
+                kind => answer = unclaimed(kind, &asked.call, answer)?,
+            }
+        }
+        let mut response = Response::new(Body::new(StreamBody::new(futures_util::stream::iter([
+            Ok::<_, Status>(Frame::data(answer)),
+            Ok(Frame::trailers(trailers(&Status::ok("")))),
+        ]))));
+        *response.headers_mut() = headers;
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+        Ok(response)
+    }
+
+    /// The faults that a snapshot was made with are on for calls about it.
+    fn remember(&self, id: &str, specs: Vec<Spec>) {
+        let is_new = self.seen.facts().marked.insert(id.to_owned());
+        if is_new {
+            let about = |mut spec: Spec| {
+                spec.limits.snapshot = Some(id.to_owned());
+                spec
+            };
+            self.active.add(specs.into_iter().map(about).collect());
+        }
+    }
+
+    async fn stream(self: Arc<Self>, call: Call, stream: Stream) -> Result<Response<Body>, Status> {
+        let Call { head, body, met, connection, deadline, .. } = call;
+        let mut abouts = Vec::new();
+        for spec in &met {
+            abouts.push(self.about(spec, &stream).await?);
+        }
+        // Counted after that: a stream does not stand beside itself.
+        let open = self.seen.open();
+        let answered = self.upstream.call(request(head, body)).await?;
+        if met.is_empty() {
+            let (head, body) = answered.into_parts();
+            return Ok(Response::from_parts(head, Body::new(Guarded::new(body, open))));
+        }
+        let (headers, reader) = match Reader::of(answered) {
+            Ok(read) => read,
+            Err(status) => {
+                let status = replaced(status, &met);
+                return if status.code() == Code::Ok { Ok(empty()) } else { Err(status) };
+            }
+        };
+        let faults = met.into_iter().zip(abouts).collect();
+        let play = Play::new(self, reader, stream, faults, open, connection, deadline);
+        let mut response = Response::new(Body::new(StreamBody::new(play.frames())));
+        *response.headers_mut() = headers;
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+        Ok(response)
+    }
+
+    /// What a fault has to know of a stream.
+    async fn about(&self, spec: &Spec, stream: &Stream) -> Result<About, Status> {
+        let mut about = About { offset: stream.offset(), seed: self.seed, ..About::default() };
+        if spec.entry.kind == Kind::LoseDiscarded {
+            let (path, body) = stream.allocated_of_target();
+            let mut reader = self.upstream.ask(path, body).await?;
+            while let Some(message) = reader.next().await? {
+                let message: Message = unframe(message)?;
+                about
+                    .held
+                    .extend(message.block_metadata.iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)));
+            }
+        }
+        let mut facts = self.seen.facts();
+        let volume = facts.volume_of(stream.target()).to_owned();
+        let (grown, was) = (facts.grown.get(&volume).copied(), facts.capacity.get(&volume).copied());
+        about.applies = match spec.entry.kind {
+            Kind::LoseAgain => stream.offset() == 0 && facts.count(format!("asked {}", stream.is())) > 0,
+            Kind::LoseAfterDelete => facts.deletions > 0,
+            Kind::LoseAfterRestore => !facts.restored.is_empty(),
+            Kind::LoseRestored => facts.restored.contains(&volume),
+            Kind::LoseAfterClone => facts.cloned,
+            Kind::LoseAfterModify => facts.modified,
+            Kind::LoseAfterExpand => grown.is_some(),
+            Kind::LoseMembers => facts.members.contains(stream.target()),
+            Kind::LoseAfterCancel => facts.cancelled,
+            Kind::LoseBeside => facts.open > 0,
+            Kind::NegativeBoundCuts => stream.max_results() < 0,
+            Kind::FilesystemIsEmpty => facts.mounted.contains(&volume),
+            Kind::BaseGoneLosesLater => {
+                let base = stream.base().unwrap_or_default();
+                facts.deleted.contains(base) && facts.count(format!("answered {}", stream.is())) > 0
+            }
+            _ => false,
+        };
+        match spec.entry.kind {
+            Kind::OldSnapshotsGrow => about.capacity = grown,
+            Kind::GrownStaysSmall => about.capacity = grown.and(was),
+            Kind::LoseGrown => about.old_end = grown.and(was),
+            _ => {}
+        }
+        Ok(about)
+    }
+}
+
+/// What a refusal becomes.
+pub(super) fn replaced(status: Status, met: &[Arc<Spec>]) -> Status {
+    let is_replaced =
+        |spec: &&Arc<Spec>| spec.entry.kind == Kind::ErrorBecomes && spec.values.from == status.code();
+    match met.iter().find(is_replaced) {
+        Some(spec) => Status::new(spec.values.code, format!("{} (cbt-lab: {spec})", status.message())),
+        None => status,
+    }
+}
+
+/// The faults in a request's own marker.
+fn marked(marker: Option<HeaderValue>) -> Result<Vec<Spec>, Status> {
+    let Some(marker) = marker else { return Ok(Vec::new()) };
+    let text =
+        marker.to_str().map_err(|_| Status::invalid_argument(format!("{REQUEST_MARKER} is not ASCII")))?;
+    let specs =
+        parse_all(text).map_err(|error| Status::invalid_argument(format!("{REQUEST_MARKER}: {error}")))?;
+    let counts = |spec: &&Spec| {
+        let limits = &spec.limits;
+        limits.nth.or(limits.first).or(limits.every).is_some() || limits.share.is_some()
+    };
+    match specs.iter().find(counts) {
+        Some(spec) => Err(Status::invalid_argument(format!(
+            "{REQUEST_MARKER}: {spec}: one request is not counted, so it takes no nth, first, every and share"
+        ))),
+        None => Ok(specs),
+    }
+}
+
+/// Takes the marker out of the parameters of CreateSnapshot.
+fn take_marker(body: &mut Bytes) -> Result<Vec<Spec>, Status> {
+    let mut request: CreateSnapshotRequest = unframe(body.clone())?;
+    let Some(marker) = request.parameters.remove(SNAPSHOT_MARKER) else { return Ok(Vec::new()) };
+    *body = frame(&request);
+    parse_all(&marker)
+        .map_err(|error| Status::invalid_argument(format!("parameter {SNAPSHOT_MARKER}: {error}")))
+}
+
+/// The id of the snapshot that was made.
+fn created(answer: &Bytes) -> Option<String> {
+    unframe::<CreateSnapshotResponse>(answer.clone()).ok()?.snapshot.map(|snapshot| snapshot.snapshot_id)
+}
+
+/// Takes capabilities out of an answer.
+fn unclaimed(kind: Kind, call: &str, answer: Bytes) -> Result<Bytes, Status> {
+    use plugin_capability::{Type, service::Type as Service};
+    let hidden = match kind {
+        Kind::NoService | Kind::NotClaimed => Some(Service::SnapshotMetadataService),
+        Kind::GroupsNotClaimed => Some(Service::GroupControllerService),
+        _ => None,
+    };
+    match (call, hidden) {
+        ("GetPluginCapabilities", Some(hidden)) => {
+            changed(&answer, |answer: &mut GetPluginCapabilitiesResponse| {
+                let is_hidden = |capability: &PluginCapability| matches!(&capability.r#type, Some(Type::Service(service)) if service.r#type() == hidden);
+                answer.capabilities.retain(|capability| !is_hidden(capability));
+            })
+        }
+        ("ControllerGetCapabilities", _) if kind == Kind::ExpansionNotClaimed => {
+            use controller_service_capability::{Type, rpc};
+            changed(&answer, |answer: &mut ControllerGetCapabilitiesResponse| {
+                let expands = |capability: &ControllerServiceCapability| matches!(&capability.r#type, Some(Type::Rpc(rpc)) if rpc.r#type() == rpc::Type::ExpandVolume);
+                answer.capabilities.retain(|capability| !expands(capability));
+            })
+        }
+        _ => Ok(answer),
+    }
+}
+
+fn request(mut head: Parts, body: Bytes) -> Request<Body> {
+    head.headers.remove(header::CONTENT_LENGTH);
+    Request::from_parts(head, Body::new(Full::new(body)))
+}
+
+/// An answer without tuples.
+fn empty() -> Response<Body> {
+    let message = Message {
+        block_metadata_type: BlockMetadataType::VariableLength.into(),
+        volume_capacity_bytes: 64 << 20,
+        block_metadata: Vec::new(),
+    };
+    let mut response = Response::new(Body::new(StreamBody::new(futures_util::stream::iter([
+        Ok::<_, Status>(Frame::data(frame(&message))),
+        Ok(Frame::trailers(trailers(&Status::ok("")))),
+    ]))));
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// A status as the end of a body.
+pub(crate) fn trailers(status: &Status) -> HeaderMap {
+    let mut trailers = HeaderMap::new();
+    if status.add_header(&mut trailers).is_err() {
+        // A message that no header can hold.
+        trailers.insert("grpc-status", HeaderValue::from(status.code() as i32));
+    }
+    trailers
+}

@@ -1,0 +1,66 @@
+//! What the program says when it cannot run: on standard error, with exit code 2.
+
+use std::process::Command;
+
+#[test]
+fn what_cannot_run_says_so_and_exits_with_2() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let nobody = format!("unix://{}", dir.path().join("none.sock").display());
+    let secrets = dir.path().join("secrets.yaml");
+    std::fs::write(&secrets, "hunter2").expect("write");
+    for (arguments, part) in [
+        (&["--focus", "no-such-case"][..], "--list"),
+        (&["--focus", "("], "regex"),
+        (&["--volume-size", "1Mi"], "64Mi"),
+        (&["--parameter", "lonely"], "key=value"),
+        (&["--timeout", "0"], "--timeout"),
+        (&["--secrets", "/no/such/file"], "/no/such/file"),
+        (&["--secrets", secrets.to_str().expect("UTF-8")], "no secrets file"),
+        (&[], "nobody answers"),
+    ] {
+        // The rest is looked at after the check for root.
+        if !nix::unistd::geteuid().is_root() && !part.starts_with("--") {
+            continue;
+        }
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-lab"));
+        command.args(["conformance", "--endpoint", &nobody]).args(arguments).env_remove("CSI_ENDPOINT");
+        let output = command.output().expect("run");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {told}");
+        assert!(output.stdout.is_empty(), "{arguments:?}");
+        assert!(told.contains(part) && !told.contains("hunter2"), "{arguments:?}: {told}");
+    }
+}
+
+#[test]
+fn what_cannot_start_says_so_and_exits_with_2() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let at = |name: &str| format!("unix://{}", dir.path().join(name).display());
+    let (listen, upstream) = (at("front.sock"), at("csi.sock"));
+    let taken = dir.path().join("taken.sock");
+    let _taken = std::os::unix::net::UnixListener::bind(&taken).expect("bind");
+    let taken = at("taken.sock");
+    let faults = ["faults", "--listen", &listen, "--upstream", &upstream];
+    let mock = ["mock", "--listen", &listen];
+    for (arguments, part) in [
+        (&[&faults[..], &["--fault", "cutt"]].concat()[..], "there is cut"),
+        (&[&faults[..], &["--fault", "cut:ms=1"]].concat(), "it takes after"),
+        (&[&faults[..], &["--faults-file", "/no/such/file"]].concat(), "/no/such/file"),
+        (&[&faults[..], &["--fault", "tls-expired"]].concat(), "https://"),
+        (&[&faults[..], &["--control", "nowhere"]].concat(), "--control nowhere"),
+        (&["faults", "--listen", "csi.sock", "--upstream", &upstream], "unix:///path"),
+        (&["faults", "--listen", &listen], "--upstream"),
+        (&["faults", "--listen", &taken, "--upstream", &upstream], "listens"),
+        (&["faults", "--listen", "https://127.0.0.1:0", "--upstream", &upstream], "--ca-file"),
+        (&["faults", "--listen", &listen, "--upstream", "https://127.0.0.1:1"], "--upstream-ca"),
+        (&[&mock[..], &["--volume", "disk"]].concat(), "NAME=SIZE"),
+        (&[&mock[..], &["--block-size", "3000"]].concat(), "power of two"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-lab"));
+        let output = command.args(arguments).output().expect("run");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {told}");
+        assert!(output.stdout.is_empty() && told.contains(part), "{arguments:?}: {told}");
+    }
+    assert!(!dir.path().join("front.sock").exists(), "a socket is left");
+}
