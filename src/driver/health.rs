@@ -370,7 +370,7 @@ impl Driver {
         }
     }
 
-    fn is_known(&self, id: &VolumeId) -> bool {
+    pub(super) fn is_known(&self, id: &VolumeId) -> bool {
         self.store.read(|index| index.volume(id).is_some())
     }
 }
