@@ -59,7 +59,7 @@ pub enum Reason {
     PoolShutDown,
     /// The pool's filesystem is read-only.
     PoolReadOnly,
-    /// The pool does not take a write for another reason.
+    /// The pool does not take a write for another reason, or its image does not answer.
     PoolWriteError,
     /// The pool, or the disk below its image, is about to be full.
     PoolShortOfSpace,
