@@ -59,7 +59,7 @@ pub enum Reason {
     PoolShutDown,
     /// The pool's filesystem is read-only.
     PoolReadOnly,
-    /// The pool does not take a write for another reason.
+    /// The pool does not take a write for another reason, or its image does not answer.
     PoolWriteError,
     /// The pool, or the disk below its image, is about to be full.
     PoolShortOfSpace,
@@ -370,7 +370,7 @@ impl Driver {
         }
     }
 
-    fn is_known(&self, id: &VolumeId) -> bool {
+    pub(super) fn is_known(&self, id: &VolumeId) -> bool {
         self.store.read(|index| index.volume(id).is_some())
     }
 }

@@ -230,6 +230,8 @@ async fn lost_bytes_and_records_are_told_and_listed() {
         let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
         file.set_len(MIB as u64).expect("cut");
     }
+    // In use, which hides nothing.
+    rig.attach(missing).await;
     let moved = data_of(&rig, missing).with_extension("moved");
     std::fs::rename(data_of(&rig, missing), &moved).expect("move away");
     for view in [health(&rig, cut).await, node_health(&rig, cut).await] {
@@ -237,8 +239,10 @@ async fn lost_bytes_and_records_are_told_and_listed() {
         assert!(said.contains("1048576 bytes of 4194304"), "{said}");
         assert_eq!(view.len(), 1);
     }
-    let said = tells(&health(&rig, missing).await, "FileMissing", DataLoss);
-    assert!(said.contains("data.img is missing"), "{said}");
+    for view in [health(&rig, missing).await, node_health(&rig, missing).await] {
+        let said = tells(&view, "FileMissing", DataLoss);
+        assert!(said.contains("data.img is missing"), "{said}");
+    }
     assert_eq!(ids(unwell(&rig, 0).await), [cut, missing, last].map(String::clone));
 
     let record = rig.pool_dir().join("volumes").join(damaged).join("record.json");
@@ -269,6 +273,7 @@ async fn lost_bytes_and_records_are_told_and_listed() {
     std::fs::write(&record, sound).expect("write");
     rig.start_again().await;
     std::fs::rename(moved, data_of(&rig, missing)).expect("move back");
+    rig.detach(missing).await;
     for volume in [cut, last] {
         let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
         file.set_len(4 * MIB as u64).expect("make long again");

@@ -43,23 +43,30 @@ impl Driver {
             match self.place_faults(&record, &asked) {
                 Ok(found) => faults.append(found),
                 // Deleted under the look: without a lock that can be.
-                Err(_) if !self.store.dir().volume(&record.id).record().exists() => {
-                    return Err(Error::no_volume(volume_id));
-                }
+                Err(_) if !self.is_known(&record.id) => return Err(Error::no_volume(volume_id)),
+                // About to be.
+                Err(_) if self.locks.is_held(&Key::Volume(record.id.clone())) => {}
                 Err(Error::Store(error)) => faults.add(Reason::RecordUnreadable, base::report(&error)),
+                // Its file does not answer, which is told already.
+                Err(_) if !faults.is_empty() => {}
                 Err(error) => return Err(error),
             }
         }
         Ok(VolumeHealth { volume_id: volume_id.to_owned(), faults: faults.into_vec() })
     }
 
+    /// What is wrong at its places in two looks, between which no call is at work on the volume: such a call is about to put
+    /// right what is missing, or to take the rest away.
     fn place_faults(&self, record: &VolumeRecord, asked: &[PathBuf]) -> Result<Faults> {
-        let state = self.store.volume_state(&record.id)?;
-        let faults = self.look_at_places(record, &state, asked)?;
-        // A call that is at work on the volume is about to put right what is missing, or to take the rest away.
-        let in_work = || self.locks.is_held(&Key::Volume(record.id.clone()));
-        if !faults.is_empty() && (in_work() || self.store.volume_state(&record.id)? != state) {
-            return Ok(Faults::default());
+        let key = Key::Volume(record.id.clone());
+        let mut faults = Faults::default();
+        for _ in 0..2 {
+            let state = self.store.volume_state(&record.id)?;
+            faults = self.look_at_places(record, &state, asked)?;
+            if faults.is_empty() || self.locks.is_held(&key) || self.store.volume_state(&record.id)? != state
+            {
+                return Ok(Faults::default());
+            }
         }
         Ok(faults)
     }

@@ -336,14 +336,19 @@ async fn a_cut_image(pool: PoolKind) {
     rig.start_again().await;
     let image = File::options().write(true).open(rig.data_dir().join("pool.img")).expect("open");
     let length = image.metadata().expect("stat").len();
-    let mut failed = 0;
+    let (mut failed, mut told) = (0, 0);
     let kubelet = rig.kubelet();
     // Ever shorter, so that data, maps and at last the filesystem's own blocks go.
     for part in [2, 16, 64, 512] {
         image.set_len(length / part).expect("cut");
-        let said = tells(&health(&rig, &lines[0].volume).await, "PoolImageTruncated", Trouble::DataLoss);
-        assert!(said.contains(&format!("has {} bytes of {length}", length / part)), "{said}");
-        storage_tells(&storage(&rig).await, "PoolImageTruncated", StorageTrouble::StorageDegraded);
+        let (seen, below) = (health(&rig, &lines[0].volume).await, storage(&rig).await);
+        // The kernel may have written behind the cut by now.
+        if image.metadata().expect("stat").len() < length {
+            let said = tells(&seen, "PoolImageTruncated", Trouble::DataLoss);
+            assert!(said.contains(&format!(" bytes of {length}: the end of the pool is missing")), "{said}");
+            storage_tells(&below, "PoolImageTruncated", StorageTrouble::StorageDegraded);
+            told += 1;
+        }
         for line in &lines {
             for id in [&line.base.0, &line.target.0] {
                 let dir = live(&rig, id);
@@ -379,7 +384,7 @@ async fn a_cut_image(pool: PoolKind) {
             }
         }
     }
-    assert!(failed > 0, "nothing was behind the cut: this proves nothing");
+    assert!(failed > 0 && told > 0, "nothing was behind the cut: this proves nothing");
     let (_, snapshots) = listed(&rig).await;
     assert_eq!(snapshots.len(), 8, "what cannot be read is not gone");
     let log = rig.log();

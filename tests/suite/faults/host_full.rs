@@ -85,7 +85,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
             assert_eq!(status.code(), Code::FailedPrecondition);
             let told = ["Read-only file system", "the disk under the pool's image has "];
             assert!(told.iter().all(|word| status.message().contains(word)), "{status}");
-            tells(&seen, "PoolReadOnly", Trouble::Degraded);
+            tells(&health(&rig, &volume).await, "PoolReadOnly", Trouble::Degraded);
             storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
         }
         (PoolKind::Xfs, Ok(())) => assert_eq!(seen.len(), 1, "{seen:?}"),
