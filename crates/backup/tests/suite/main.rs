@@ -4,8 +4,10 @@
 mod damage;
 mod driver;
 mod history;
+mod lies;
 mod mount;
 mod real;
+mod s3;
 mod show;
 mod tool;
 mod usage;
