@@ -2,6 +2,7 @@
 #![allow(clippy::disallowed_methods)]
 
 mod damage;
+mod docs;
 mod driver;
 mod history;
 mod lies;
