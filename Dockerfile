@@ -25,7 +25,9 @@ RUN cargo build --release --locked --package deltapath --package cbt-lab \
 FROM build AS static
 RUN host=$(rustc -vV | sed -n 's/^host: //p') \
  && RUSTFLAGS="$RUSTFLAGS -C target-feature=+crt-static" \
-        cargo build --release --locked --package deltapath-gateway --package deltapath-earlier --target "$host" \
+        cargo build --release --locked --package deltapath-gateway --package deltapath-earlier --package cbt-backup \
+            --target "$host" \
+ && install -D "target/$host/release/cbt-backup" /out/backup/cbt-backup \
  && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway \
  && install -D "target/$host/release/cbt-earlier" /out/earlier/cbt-earlier
 
@@ -73,6 +75,21 @@ LABEL org.opencontainers.image.title="cbt-earlier" \
 COPY --from=static /out/earlier /
 USER 65532:65532
 ENTRYPOINT ["/cbt-earlier"]
+CMD ["--help"]
+
+# The backup tool, for `make cbt-backup-image`, in the same way. It opens devices, which are root's.
+FROM scratch AS backup
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="cbt-backup" \
+      org.opencontainers.image.description="Backs volumes up by their changed blocks" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+COPY --from=static /out/backup /
+# Whom buckets are trusted by.
+COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
+ENTRYPOINT ["/cbt-backup"]
 CMD ["--help"]
 
 # The conformance suite for any driver, for `make lab-image`: it makes no filesystem.

@@ -24,7 +24,7 @@ COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image earlier-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -56,9 +56,11 @@ test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit 
 unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 	$(CARGO) test --locked --workspace --lib --bins
 
-bench: deps test-deps ## What things cost, each beside the bare operation in the same run, in one table
+bench: deps ## What things cost, each beside the bare operation in the same run, in three tables
+	@hack/test-deps.sh --bench
 	$(CARGO) bench --locked --bench table
 	$(CARGO) bench --locked --package deltapath-gateway --bench gateway
+	$(CARGO) bench --locked --package cbt-backup --bench backup
 
 bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 	$(CARGO) bench --locked --bench core
@@ -96,6 +98,10 @@ gateway-image: ## Build the image of the gateway, deltapath-gateway:VERSION
 earlier-image: ## Build the image of the earlier designs, cbt-earlier:VERSION
 	$(ENGINE) build --target earlier --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 		--tag cbt-earlier:$(VERSION) .
+
+cbt-backup-image: ## Build the image of the backup tool, cbt-backup:VERSION
+	$(ENGINE) build --target backup --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+		--tag cbt-backup:$(VERSION) .
 
 backup-image: ## Build the image of the example backup program, deltapath-backup:VERSION
 	$(ENGINE) build --tag deltapath-backup:$(VERSION) deploy/backup

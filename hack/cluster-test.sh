@@ -134,9 +134,9 @@ part_single() {
     say "installing once more changes nothing"
     on "$name-a" install
     on "$name-a" exec "$root/hack/e2e.sh" "${e2e_flags[@]}"
-    say "the commands of docs/backup.md"
-    commands_of docs/backup.md >"$scratch/backup"
-    [ "$(grep -c kubectl "$scratch/backup")" -gt 20 ] || fail "docs/backup.md has few commands"
+    say "the commands of docs/backup-by-hand.md"
+    commands_of docs/backup-by-hand.md >"$scratch/backup"
+    [ "$(grep -c kubectl "$scratch/backup")" -gt 20 ] || fail "docs/backup-by-hand.md has few commands"
     (cd "$root" && on "$name-a" exec bash -euo pipefail "$scratch/backup") | tee "$scratch/walk"
     grep -qE '^ +268435456 +1048576$' "$scratch/walk" || fail "the walk lists another delta than the page says"
     [ "$(grep -c '^verified: 1073741824 bytes are equal' "$scratch/walk")" -ge 3 ] || fail "not all backups of the walk are verified"

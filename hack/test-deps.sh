@@ -4,9 +4,14 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 
+# What `make bench` puts beside cbt-backup.
+peers=
+[ "${1-}" = --bench ] && peers="borg:borgbackup=1.2.* restic:restic=0.14.*"
+
 # What is missing of: a program, and the Debian package that has it.
 missing=()
-for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils; do
+# shellcheck disable=SC2086 # several words
+for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils $peers; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
 done
 if [ ${#missing[@]} -gt 0 ]; then
@@ -55,3 +60,6 @@ fi
 
 # The Kubernetes API server, with its etcd, that the gateway and the earlier designs are tested against.
 hack/kube-programs.sh etcd kube-apiserver >/dev/null
+
+# The S3 server that cbt-backup is tested with.
+hack/s3-server.sh >/dev/null

@@ -12,6 +12,9 @@ import (
 	"k8s.io/kubernetes/pkg/apis/apps"
 	_ "k8s.io/kubernetes/pkg/apis/apps/install"
 	apps_validation "k8s.io/kubernetes/pkg/apis/apps/validation"
+	"k8s.io/kubernetes/pkg/apis/batch"
+	_ "k8s.io/kubernetes/pkg/apis/batch/install"
+	batch_validation "k8s.io/kubernetes/pkg/apis/batch/validation"
 	"k8s.io/kubernetes/pkg/apis/core"
 	_ "k8s.io/kubernetes/pkg/apis/core/install"
 	core_validation "k8s.io/kubernetes/pkg/apis/core/validation"
@@ -33,6 +36,9 @@ import (
 // Privileged containers are a matter of the cluster (kube-apiserver --allow-privileged), not of a manifest.
 func init() { capabilities.Setup(true, 0) }
 
+// Features of Kubernetes that are off unless somebody turns them on.
+var options = map[string]bool{"WorkloadWithJob": false}
+
 var strict = serializer.NewCodecFactory(legacyscheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
 
 // checkBuiltIn decodes an object of Kubernetes itself strictly, sets its defaults and validates it.
@@ -47,7 +53,7 @@ func checkBuiltIn(document []byte, object *unstructured.Unstructured) []error {
 	if err != nil {
 		return []error{fmt.Errorf("group %q: %w", group, err)}
 	}
-	faults := legacyscheme.Scheme.Validate(context.Background(), nil, versioned)
+	faults := legacyscheme.Scheme.Validate(context.Background(), options, versioned)
 	faults = append(faults, validate(inNamespace(internal))...)
 	all := make([]error, 0, len(faults))
 	for _, fault := range faults {
@@ -109,6 +115,8 @@ func validate(object runtime.Object) field.ErrorList {
 		return apps_validation.ValidateDaemonSet(object, pods)
 	case *apps.Deployment:
 		return apps_validation.ValidateDeployment(object, pods)
+	case *batch.CronJob:
+		return batch_validation.ValidateCronJobCreate(object, pods)
 	case *rbac.ClusterRole:
 		return rbac_validation.ValidateClusterRole(object, rbac_validation.ClusterRoleValidationOptions{})
 	case *rbac.ClusterRoleBinding:

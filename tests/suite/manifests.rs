@@ -78,7 +78,7 @@ pub fn files(dir: &str, extension: &str) -> Vec<String> {
 }
 
 fn plain_files() -> Vec<String> {
-    files("deploy/examples", "yaml")
+    [files("deploy/examples", "yaml"), files("deploy/backup", "yaml")].concat()
 }
 
 /// The checker, run in the repository.

@@ -41,6 +41,7 @@ pub enum Command {
     /// driver has no deltas or has forgotten the base. What may pass by itself, such as a driver that does not answer, is
     /// an error.
     Auto(Source),
+    Run(RunArguments),
     Restore(RestoreArguments),
     Verify(VerifyArguments),
     /// List the backups, the oldest first.
@@ -67,16 +68,26 @@ pub struct Source {
     /// image at rest.
     #[arg(long, value_name = "PATH")]
     pub device: PathBuf,
-    /// Socket of the CSI driver, such as unix:///csi/csi.sock. Without it all of the device is read, of an image what is no
-    /// hole.
-    #[arg(long, value_name = "SOCKET", requires = "snapshot")]
+    /// Socket of the CSI driver, such as unix:///csi/csi.sock. Without it and --namespace all of the device is read, of an
+    /// image what is no hole.
+    #[arg(long, value_name = "SOCKET", requires = "snapshot", conflicts_with = "namespace")]
     pub endpoint: Option<String>,
-    /// CSI handle of the snapshot that the device holds.
-    #[arg(long, value_name = "HANDLE")]
+    /// Ask by way of Kubernetes, as the kubeconfig or the pod's account: --snapshot is a VolumeSnapshot of this namespace.
+    #[arg(long, value_name = "NAME", requires = "snapshot")]
+    pub namespace: Option<String>,
+    /// File with a token for the snapshot metadata service, such as a projected volume. Default: one is requested, for the
+    /// own account.
+    #[arg(long, value_name = "FILE", requires = "namespace")]
+    pub token_file: Option<PathBuf>,
+    /// CSI handle of the snapshot that the device holds; with --namespace the name of its VolumeSnapshot.
+    #[arg(long, value_name = "HANDLE|NAME")]
     pub snapshot: Option<String>,
     /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
-    #[arg(long, value_name = "HANDLE", requires = "endpoint")]
+    #[arg(long, value_name = "HANDLE", requires = "snapshot")]
     pub base: Option<String>,
+    /// Write the result to this file too, as JSON.
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
     /// Read at most so many bytes a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
@@ -90,6 +101,53 @@ pub struct Source {
     /// Level of zstd: 1 is quick, 19 small.
     #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=19))]
     pub compression: i32,
+}
+
+/// Back up a claim of a Kubernetes cluster, from the snapshot to the clean-up.
+///
+/// It takes a snapshot of the claim, restores it to a temporary claim with the volume as a device, and starts a pod there
+/// that runs `cbt-backup auto`. In the end, also after Ctrl-C, the pod, the temporary claim and the snapshot go. The driver's
+/// handle of the snapshot stays in the repository, as the base of the next backup; where a driver needs the VolumeSnapshot
+/// itself for that, the last one stays too. Kubernetes is asked as the kubeconfig or the pod's account says.
+#[derive(Debug, Args)]
+pub struct RunArguments {
+    /// The PersistentVolumeClaim.
+    #[arg(long, value_name = "NAME")]
+    pub pvc: String,
+    /// Its namespace. Default: that of the kubeconfig or of the pod.
+    #[arg(long, value_name = "NAME")]
+    pub namespace: Option<String>,
+    /// Name of the volume in the repository. Default: NAMESPACE/PVC.
+    #[arg(long, value_name = "NAME")]
+    pub volume: Option<String>,
+    /// Claim with the repository: it is mounted in the pod, and --repository is a directory in it. Without it --repository
+    /// is a bucket.
+    #[arg(long, value_name = "NAME")]
+    pub repository_claim: Option<String>,
+    /// Secret whose keys become variables of the pod, such as AWS_ACCESS_KEY_ID.
+    #[arg(long, value_name = "NAME")]
+    pub secret: Option<String>,
+    /// Class of the snapshot. Default: the driver's default class.
+    #[arg(long, value_name = "NAME")]
+    pub snapshot_class: Option<String>,
+    /// Image of the pod.
+    #[arg(long, value_name = "IMAGE", default_value = concat!("cbt-backup:", env!("CARGO_PKG_VERSION")))]
+    pub image: String,
+    /// Service account of the pod. It needs the rights in deploy/backup/account.yaml.
+    #[arg(long, value_name = "NAME", default_value = "cbt-backup")]
+    pub service_account: String,
+    /// Seconds in which the snapshot must be ready, and then the pod must start.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
+    pub patience: u64,
+    /// Leave the snapshot.
+    #[arg(long)]
+    pub keep_snapshot: bool,
+    /// Only remove what a run of this claim has left that was killed.
+    #[arg(long)]
+    pub clean_up: bool,
+    /// More flags of `auto`, such as `-- --limit-rate 100M`.
+    #[arg(last = true, value_name = "FLAG")]
+    pub more: Vec<String>,
 }
 
 /// Restore a backup to a device or file.

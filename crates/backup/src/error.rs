@@ -33,6 +33,25 @@ pub enum Error {
         /// What the client library says, with its causes.
         error: snapshot_metadata_client::Error,
     },
+    /// The Kubernetes API server.
+    #[error("{operation} {what}")]
+    Kubernetes {
+        /// What was attempted, such as `create`.
+        operation: &'static str,
+        /// The object.
+        what: String,
+        /// What the API server said.
+        source: Box<kube::Error>,
+    },
+    /// A run of the same claim works, or was killed.
+    #[error(
+        "{what} is there already: another run of this claim works; if none does, one was killed: `cbt-backup run --clean-up` \
+         removes what it left"
+    )]
+    AnotherRun {
+        /// The object.
+        what: String,
+    },
     /// What is asked cannot be done as things are.
     #[error("{0}")]
     Refused(String),

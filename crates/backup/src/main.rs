@@ -3,6 +3,7 @@
 
 mod arguments;
 mod backup;
+mod cluster;
 mod device;
 mod error;
 mod nbd;
@@ -22,20 +23,25 @@ use files::Context as _;
 use indicatif::HumanBytes;
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
+use snapshot_metadata_client::{Client, Options, Token};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt, registry};
 
 use arguments::{
-    Cli, Command, ListArguments, MountArguments, Output, PruneArguments, RestoreArguments, ShowArguments,
-    Source, VerifyArguments,
+    Cli, Command, ListArguments, MountArguments, Output, PruneArguments, RestoreArguments, RunArguments,
+    ShowArguments, Source, VerifyArguments,
 };
-use backup::{Request, Wish};
+use backup::{Asked, Request, Wish};
 use error::{Error, Result};
 use repository::lock::{Lock, Mode};
 use repository::prune::{self, Keep};
 use repository::{About, Index, Repository, verify};
+
+/// The one of the C library keeps what threads have freed, by the pack.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -105,6 +111,7 @@ fn start(cli: Cli) -> Result<ExitCode> {
         Command::Full(source) => back_up(&context, source, Wish::Full),
         Command::Incremental(source) => back_up(&context, source, Wish::Incremental),
         Command::Auto(source) => back_up(&context, source, Wish::Auto),
+        Command::Run(arguments) => run(&context, arguments),
         Command::Restore(arguments) => restore(&context, &arguments),
         Command::Verify(arguments) => verify(&context, &arguments),
         Command::List(arguments) => list(&context, &arguments),
@@ -133,12 +140,31 @@ fn stop_on_signals() -> std::io::Result<Stop> {
     Ok(stop)
 }
 
+/// Who is asked, and the CSI handle of the snapshot.
+fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<String>)> {
+    let Some(snapshot) = source.snapshot.clone() else { return Ok((None, None)) };
+    let client = match (&source.endpoint, &source.namespace) {
+        (Some(endpoint), _) => Client::csi(endpoint)?,
+        (None, Some(namespace)) => {
+            let api = context.runtime.block_on(cluster::api())?;
+            let token = source.token_file.clone().map_or(Token::OwnAccount, Token::File);
+            Client::kubernetes(api, namespace, Options { token, ..Options::default() })
+        }
+        (None, None) => return Ok((None, Some(snapshot))),
+    };
+    let handle = context.runtime.block_on(client.snapshot_handle(&snapshot))?;
+    Ok((Some(Asked { client, snapshot }), Some(handle)))
+}
+
 fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
+    // Nothing is made where there is nothing to read.
+    device::Device::open(&source.device)?;
+    let (asked, snapshot) = asked(context, &source)?;
     let request = Request {
         volume: source.volume,
         device: source.device,
-        endpoint: source.endpoint,
-        snapshot: source.snapshot,
+        asked,
+        snapshot,
         base: source.base,
         wish,
         limit: source.limit_rate.map(|rate| rate.0),
@@ -146,13 +172,21 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         in_flight: source.in_flight.into(),
         level: source.compression,
     };
-    // Nothing is made where there is nothing to read.
-    device::Device::open(&request.device)?;
     let repository = Repository::open_or_create(context.url()?, context.runtime.handle())?;
     let _lock = context.lock(&repository, Mode::Shared, "backup")?;
     let made = backup::run(&repository, &request, &context.stop)?.about;
-    context.print(&made, || {
-        let About { id, kind, listed, read, added, milliseconds, .. } = &made;
+    if let Some(report) = source.report {
+        let json = serde_json::to_vec(&made);
+        let json = json.map_err(|error| Error::refused(format!("write JSON: {error}")))?;
+        files::change::write_whole(&report, &json)?;
+    }
+    print_backup(context, &made)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print_backup(context: &Context, made: &About) -> Result<()> {
+    context.print(made, || {
+        let About { id, kind, listed, read, added, milliseconds, .. } = made;
         println!(
             "{id}: {kind}, {} listed, {} read, {} added to the repository, {:.1} s",
             HumanBytes(*listed),
@@ -163,7 +197,18 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         if let Some(why) = &made.why {
             println!("full because {why}");
         }
-    })?;
+    })
+}
+
+fn run(context: &Context, arguments: RunArguments) -> Result<ExitCode> {
+    let repository = match arguments.clean_up {
+        true => String::new(),
+        false => context.url()?.to_owned(),
+    };
+    let made = context.runtime.block_on(cluster::run(&arguments, &repository, &context.stop))?;
+    if let Some(made) = made {
+        print_backup(context, &made)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -201,7 +201,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 68rem
 h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 1.6rem 0 0; font-weight: 600; }
 p { margin: .2rem 0 .5rem; color: #51606f; } svg { display: block; width: 100%; border-radius: 3px; }
 .h { fill: #eef1f4; } .a { fill: #7fb2d9; } .c { fill: #d0402b; } .z { fill: #e8a63a; } .b { fill: #51606f; }
-ul { list-style: none; display: flex; gap: 1.5rem; padding: 0; } li svg { width: 1em; height: 1em; display: inline-block; vertical-align: -.1em; margin-right: .4em; }
+p span { display: inline-block; margin-right: .4em; } p span:not(:last-child)::after { content: \" ·\"; }
+ul { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.5rem; padding: 0; } li svg { width: 1em; height: 1em; display: inline-block; vertical-align: -.1em; margin-right: .4em; }
 @media (prefers-color-scheme: dark) { body { color: #dfe6ec; background: #12181f; } p { color: #9fb0bf; } .h { fill: #232d38; } .a { fill: #4d86b3; } .b { fill: #9fb0bf; } }
 ";
 
@@ -218,7 +219,8 @@ pub fn html(title: &str, pictures: &[Picture]) -> String {
             body,
             "<h2>{}</h2>\n<p>{}</p>",
             escaped(&picture.title),
-            escaped(&picture.facts.join(" · "))
+            // No line ends between a number and its unit.
+            picture.facts.iter().map(|fact| format!("<span>{}</span> ", escaped(fact))).collect::<String>()
         );
         let rows = CELLS / COLUMNS;
         let _ = writeln!(
@@ -268,7 +270,7 @@ pub fn html(title: &str, pictures: &[Picture]) -> String {
         false => "",
     };
     format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width\">\n<title>{0}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n<ul>{legend}</ul>\n{bars}\n{body}</body>\n</html>\n",
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" content=\"width=device-width\">\n<title>{0}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n<ul>{legend}</ul>\n<p>A map is the volume, from left to right and line by line.</p>\n{bars}\n{body}</body>\n</html>\n",
         escaped(title)
     )
 }

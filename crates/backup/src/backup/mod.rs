@@ -19,9 +19,9 @@ pub struct Request {
     pub volume: String,
     /// What is read.
     pub device: PathBuf,
-    /// The socket of the CSI driver, where one says what is allocated and changed.
-    pub endpoint: Option<String>,
-    /// The snapshot that the device holds.
+    /// Who says what is allocated and changed.
+    pub asked: Option<Asked>,
+    /// The CSI handle of the snapshot that the device holds.
     pub snapshot: Option<String>,
     /// The snapshot that an incremental backup is made over; without it that of the last backup.
     pub base: Option<String>,
@@ -35,6 +35,15 @@ pub struct Request {
     pub in_flight: usize,
     /// Level of zstd.
     pub level: i32,
+}
+
+/// Who says what is allocated and changed.
+#[derive(Debug)]
+pub struct Asked {
+    /// A driver's socket, or a namespace of a cluster.
+    pub client: Client,
+    /// What the snapshot is called there.
+    pub snapshot: String,
 }
 
 /// What kind of backup is asked for.
@@ -168,10 +177,9 @@ fn full(
     why: Option<String>,
     partial: Option<Partial>,
 ) -> Result<Job> {
-    let (ranges, size) = match (&request.endpoint, &request.snapshot) {
-        (Some(endpoint), Some(snapshot)) => {
-            let allocated = client(endpoint)
-                .and_then(|client| repository.store.runtime().block_on(client.allocated(snapshot)));
+    let (ranges, size) = match &request.asked {
+        Some(Asked { client, snapshot }) => {
+            let allocated = repository.store.runtime().block_on(client.allocated(snapshot));
             match allocated {
                 Ok(blocks) => {
                     let capacity = blocks.capacity();
@@ -185,7 +193,7 @@ fn full(
                 Err(error) => return Err(error.into()),
             }
         }
-        _ => (Ranges::File, device.size()),
+        None => (Ranges::File, device.size()),
     };
     fits(device, size)?;
     let done = partial.filter(|partial| partial.about.size == size);
@@ -198,8 +206,8 @@ fn incremental(
     device: &Device,
     partial: Option<Partial>,
 ) -> Result<Job, Not> {
-    let (Some(endpoint), Some(snapshot)) = (&request.endpoint, &request.snapshot) else {
-        return Err(Not::Possible("without --endpoint and --snapshot nobody says what changed".into()));
+    let (Some(asked), Some(snapshot)) = (&request.asked, &request.snapshot) else {
+        return Err(Not::Possible("without --endpoint or --namespace nobody says what changed".into()));
     };
     let base = base_of(repository, request, partial.as_ref())?;
     let Some(handle) = &base.about.snapshot else {
@@ -214,8 +222,7 @@ fn incremental(
             base.about.id
         ))));
     }
-    let delta = client(endpoint)
-        .and_then(|client| repository.store.runtime().block_on(client.delta(handle, snapshot)));
+    let delta = repository.store.runtime().block_on(asked.client.delta(handle, &asked.snapshot));
     let blocks = match delta {
         Ok(blocks) => blocks,
         Err(error) if error.advice() == Advice::FullBackup => {
@@ -266,10 +273,6 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
         (None, Some(base)) => format!("no backup of {} is of snapshot {base}", request.volume),
         (None, None) => format!("there is no earlier backup of {}", request.volume),
     }))
-}
-
-fn client(endpoint: &str) -> Result<Client, snapshot_metadata_client::Error> {
-    Client::csi(endpoint)
 }
 
 fn fits(device: &Device, size: u64) -> Result<()> {

@@ -231,7 +231,8 @@ impl Repository {
         let table = self.table(pack)?;
         let row = row(pack, &table, chunk)?;
         let stored = self.store.get_range(&pack_name(pack), row.range())?;
-        row.open(&stored).map_err(|error| in_pack(error, pack, chunk))
+        let content = row.open(&stored).map_err(|error| in_pack(error, pack, chunk))?;
+        Ok(content.into_owned())
     }
 
     /// The map of a segment, with places in `packs`.

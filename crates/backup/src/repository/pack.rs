@@ -1,5 +1,6 @@
 //! Packs: objects of some megabytes that hold chunks, and a table of them. Making one, reading parts of one.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -15,6 +16,8 @@ pub const CELL: u64 = 64 << 10;
 pub const PACK: usize = 16 << 20;
 /// A pack is closed once it holds so many chunks, so that its table stays small.
 const MAX_ROWS: usize = 16384;
+/// Bytes that are compressed to see whether more are worth it.
+const SAMPLE: usize = 8 << 10;
 /// Bytes of a row.
 const ROW: usize = 40;
 
@@ -116,18 +119,18 @@ impl Row {
     }
 
     /// Checks the stored bytes of the chunk, and gives its content.
-    pub fn open(&self, stored: &[u8]) -> Result<Vec<u8>> {
+    pub fn open<'s>(&self, stored: &'s [u8]) -> Result<Cow<'s, [u8]>> {
         let damaged = |why: String| Error::damaged("a chunk", why);
         if blake3::hash(stored).as_bytes() != &self.hash {
             return Err(damaged("its checksum differs".into()));
         }
         if self.stored == self.raw {
-            return Ok(stored.to_vec());
+            return Ok(stored.into());
         }
         let raw =
             zstd::bulk::decompress(stored, self.raw as usize).map_err(|error| damaged(error.to_string()))?;
         match raw.len() == self.raw as usize {
-            true => Ok(raw),
+            true => Ok(raw.into()),
             false => Err(damaged(format!("it holds {} bytes instead of {}", raw.len(), self.raw))),
         }
     }
@@ -189,21 +192,33 @@ impl Compressor {
 
     /// A chunk of at most [`MAX_CHUNK`] bytes.
     pub fn chunk(&mut self, raw: &[u8]) -> Chunk {
-        // An error is that the result is no shorter: the buffer ends there.
-        let mut stored = Vec::with_capacity(raw.len().saturating_sub(raw.len() / 16));
-        let stored = match self.0.compress_to_buffer(raw, &mut stored) {
-            Ok(_) => stored,
-            Err(_) => raw.to_vec(),
-        };
+        // Of what is compressed or encrypted already a look at two places is enough, and saves most of the time.
+        let is_worth_it = raw.len() <= 4 * SAMPLE
+            || [0, raw.len() / 2].iter().any(|at| self.compressed(&raw[*at..*at + SAMPLE]).is_some());
+        let stored = is_worth_it.then(|| self.compressed(raw)).flatten().unwrap_or_else(|| raw.to_vec());
         Chunk { raw: raw.len() as u32, hash: *blake3::hash(&stored).as_bytes(), stored }
+    }
+
+    /// Bytes that are shorter by a sixteenth at least, or none.
+    fn compressed(&mut self, raw: &[u8]) -> Option<Vec<u8>> {
+        let mut stored = Vec::with_capacity(raw.len() - raw.len() / 16);
+        // An error is that the buffer ends.
+        self.0.compress_to_buffer(raw, &mut stored).ok().map(|_| stored)
     }
 }
 
 /// A pack in the making.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct OpenPack {
     bytes: Vec<u8>,
     table: Vec<u8>,
+}
+
+impl Default for OpenPack {
+    fn default() -> Self {
+        // What is not written to takes no memory; growing would, for a while that of two packs.
+        OpenPack { bytes: Vec::with_capacity(PACK + CELL as usize), table: Vec::new() }
+    }
 }
 
 impl OpenPack {

@@ -133,16 +133,38 @@ fn damage_is_told_by_backup_and_bytes_and_a_full_backup_follows() {
 fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
     let place = Place::new();
     let driver = Driver::start(&place.path("csi.sock"));
-    let [_, (_, image)] = two(&place, &driver);
+    let [(first, _), (second, image)] = two(&place, &driver);
+    // The largest pack holds the data of the first backup.
     let pack =
-        place.objects().into_iter().find(|path| path.to_string_lossy().contains("/packs/")).expect("a pack");
+        place.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len()).expect("packs");
     std::fs::remove_file(&pack).expect("remove");
     driver.snapshot("three", &image, SIZE);
     let made = back_up(&place, &driver, "auto", "three");
     assert!(made["why"].as_str().is_some_and(|why| why.contains("is gone")), "{made}");
     place.restores(&id(&made), &image, SIZE);
-    let said = place.fails(1, &["verify"]);
-    assert!(said.contains("1 damaged") || said.contains("damaged"), "{said}");
+    let output = place.run(&["verify", "--output", "json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let name = pack.file_name().and_then(|name| name.to_str()).expect("a name");
+    let damage = report["damage"].as_array().expect("a list");
+    let is_told = |of: &serde_json::Value| {
+        of["what"].as_str().is_some_and(|what| what.contains(name) && what.contains("not found"))
+    };
+    assert!(damage.iter().all(is_told), "{report}");
+    // What the first backup wrote, and of that what the second one has not replaced. Whole segments are told too.
+    let ranges = |id: &str| {
+        let of = damage.iter().filter(|of| of["backup"] == id);
+        let mut ranges: Vec<(u64, u64)> = of
+            .map(|of| (of["start"].as_u64().expect("a start"), of["end"].as_u64().expect("an end")))
+            .filter(|(start, end)| end - start < SIZE - 128 * MIB)
+            .map(|(start, end)| (start / BLOCK, end / BLOCK))
+            .collect();
+        ranges.sort_unstable();
+        ranges
+    };
+    let middle = 128 * MIB / BLOCK;
+    assert_eq!(ranges(&first), [(3, 43), (middle - 5, middle + 5)], "{report}");
+    assert_eq!(ranges(&second), [(3, 10), (12, 20), (24, 43), (middle - 5, middle + 5)], "{report}");
 }
 
 #[test]
@@ -153,9 +175,9 @@ fn auto_says_why_it_is_full() {
     let mut image = Image::default();
     let next = |image: &Image, size: u64, handle: &str, fault: Option<Fault>| {
         driver.snapshot(handle, image, size);
-        driver.fault(fault);
+        driver.script(fault);
         let made = back_up(&place, &driver, "auto", handle);
-        driver.fault(None);
+        driver.script([]);
         place.restores(&id(&made), image, size);
         (
             made["kind"].as_str().expect("a kind").to_owned(),

@@ -1,6 +1,6 @@
-//! A CSI driver whose snapshots are models: it answers from them, and fails when told.
+//! A CSI driver whose snapshots are models: it answers from them, and fails and lies when told.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -19,23 +19,86 @@ use tonic::{Request, Response, Status, async_trait};
 
 use crate::tool::BLOCK;
 
-/// What goes wrong.
+/// What goes wrong with one stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The next stream is cut after so many messages.
+    /// It is cut after so many messages.
     Cut(usize),
-    /// The next stream fails for good after so many messages.
+    /// It fails for good after so many messages.
     Breaks(usize),
-    /// The next stream ends after so many messages, since the driver has lost what it knew.
+    /// It ends after so many messages, since the driver has lost what it knew.
     Loses(usize),
-    /// It has no deltas.
+    /// It is not what the specification says, from this message on.
+    Lies(Lie, usize),
+    /// It begins at the first range, whatever offset was asked for; that is allowed.
+    FromTheBeginning,
+    /// There are no deltas, in this and all later calls.
     NoDelta,
+}
+
+/// How a stream breaks the specification.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lie {
+    /// Two messages have changed places.
+    SwappedMessages,
+    /// The ranges of a message come backwards.
+    SwappedRanges,
+    /// A range comes twice.
+    Overlap,
+    /// A range lies behind the end of the volume.
+    BeyondEnd,
+    /// A range begins before the volume.
+    Negative,
+    /// A range is empty.
+    Empty,
+    /// The volume has another size all at once.
+    Capacity,
+    /// The style of the ranges is another all at once.
+    Style,
+    /// It ends with OK before its first message.
+    NoMessage,
+}
+
+impl Lie {
+    pub const ALL: [Lie; 9] = [
+        Lie::SwappedMessages,
+        Lie::SwappedRanges,
+        Lie::Overlap,
+        Lie::BeyondEnd,
+        Lie::Negative,
+        Lie::Empty,
+        Lie::Capacity,
+        Lie::Style,
+        Lie::NoMessage,
+    ];
+
+    /// Spoils an honest answer; one that is too short for the lie stays as it is.
+    fn spoil(self, messages: &mut Vec<GetMetadataAllocatedResponse>, at: usize) {
+        let Some(last) = messages.len().checked_sub(1) else { return };
+        let at = at.min(last);
+        let ranges = &mut messages[at].block_metadata;
+        match self {
+            Lie::SwappedMessages => messages.swap(at, last),
+            Lie::SwappedRanges => ranges.reverse(),
+            Lie::Overlap => ranges.extend(ranges.first().copied()),
+            Lie::BeyondEnd => {
+                let end = messages[at].volume_capacity_bytes;
+                let beyond = BlockMetadata { byte_offset: end, size_bytes: BLOCK as i64 };
+                messages[at].block_metadata.push(beyond);
+            }
+            Lie::Negative => ranges.iter_mut().for_each(|range| range.byte_offset = -range.byte_offset - 1),
+            Lie::Empty => ranges.iter_mut().for_each(|range| range.size_bytes = 0),
+            Lie::Capacity => messages[at].volume_capacity_bytes += BLOCK as i64,
+            Lie::Style => messages[at].block_metadata_type = BlockMetadataType::FixedLength.into(),
+            Lie::NoMessage => messages.clear(),
+        }
+    }
 }
 
 #[derive(Default)]
 struct State {
     snapshots: HashMap<String, (Image, u64)>,
-    fault: Option<Fault>,
+    script: VecDeque<Fault>,
 }
 
 /// A running driver.
@@ -71,8 +134,9 @@ impl Driver {
         self.state.lock().unwrap().snapshots.remove(handle);
     }
 
-    pub fn fault(&self, fault: Option<Fault>) {
-        self.state.lock().unwrap().fault = fault;
+    /// What goes wrong with the next calls, one after another; then nothing does.
+    pub fn script(&self, faults: impl IntoIterator<Item = Fault>) {
+        self.state.lock().unwrap().script = faults.into_iter().collect();
     }
 }
 
@@ -112,38 +176,35 @@ impl Metadata {
                 None => tuples.push(BlockMetadata { byte_offset: offset, size_bytes: BLOCK as i64 }),
             }
         }
-        tuples.retain(|tuple| tuple.byte_offset + tuple.size_bytes > from);
-        let message = |block_metadata: &[BlockMetadata]| {
-            Ok(GetMetadataAllocatedResponse {
-                block_metadata_type: BlockMetadataType::VariableLength.into(),
-                volume_capacity_bytes: size as i64,
-                block_metadata: block_metadata.to_vec(),
-            })
+        let mut state = self.0.lock().unwrap();
+        let fault = match state.script.front() {
+            Some(Fault::NoDelta) | None => None,
+            Some(_) => state.script.pop_front(),
+        };
+        if fault != Some(Fault::FromTheBeginning) {
+            tuples.retain(|tuple| tuple.byte_offset + tuple.size_bytes > from);
+        }
+        let message = |block_metadata: &[BlockMetadata]| GetMetadataAllocatedResponse {
+            block_metadata_type: BlockMetadataType::VariableLength.into(),
+            volume_capacity_bytes: size as i64,
+            block_metadata: block_metadata.to_vec(),
         };
         let mut messages: Vec<_> = tuples.chunks(TUPLES).map(message).collect();
         if messages.is_empty() {
             messages.push(message(&[]));
         }
-        let mut state = self.0.lock().unwrap();
-        match state.fault {
-            Some(Fault::Cut(at)) => {
-                messages.truncate(at);
-                messages.push(Err(Status::unavailable("the driver restarts")));
-                state.fault = None;
+        let (most, end) = match fault {
+            Some(Fault::Cut(at)) => (at, Some(Status::unavailable("the driver restarts"))),
+            Some(Fault::Breaks(at)) => (at, Some(Status::permission_denied("no more for you"))),
+            Some(Fault::Loses(at)) => (at, Some(Status::data_loss("a map cannot be read"))),
+            Some(Fault::Lies(lie, at)) => {
+                lie.spoil(&mut messages, at);
+                (usize::MAX, None)
             }
-            Some(Fault::Breaks(at)) => {
-                messages.truncate(at);
-                messages.push(Err(Status::permission_denied("no more for you")));
-                state.fault = None;
-            }
-            Some(Fault::Loses(at)) => {
-                messages.truncate(at);
-                messages.push(Err(Status::data_loss("a map cannot be read")));
-                state.fault = None;
-            }
-            Some(Fault::NoDelta) | None => {}
-        }
-        messages
+            Some(Fault::FromTheBeginning | Fault::NoDelta) | None => (usize::MAX, None),
+        };
+        messages.truncate(most);
+        messages.into_iter().map(Ok).chain(end.map(Err)).collect()
     }
 }
 
@@ -166,7 +227,7 @@ impl SnapshotMetadata for Metadata {
         &self,
         request: Request<GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        if self.0.lock().unwrap().fault == Some(Fault::NoDelta) {
+        if self.0.lock().unwrap().script.front() == Some(&Fault::NoDelta) {
             return Err(Status::unimplemented("this driver has no deltas"));
         }
         let request = request.into_inner();

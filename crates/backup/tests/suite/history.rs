@@ -1,22 +1,22 @@
-//! Random lives of a volume and its repository: writes, discards, expansions, backups of every kind, cut streams, kills at
-//! any moment, Ctrl-C and `--resume`, prunes. After each step some backup is restored, at the end all are; each must be the
+//! Random lives of a volume and its repository: writes, discards, expansions, backups of every kind, streams that are cut or
+//! lie, kills at any moment, Ctrl-C and `--resume`, prunes. After each step some backup is restored, at the end all are; each must be the
 //! volume as it was, byte for byte, and nothing that a prune leaves may be unused.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use fastrand::Rng;
 use files::pattern::Image;
 use nix::sys::signal::Signal;
 
-use crate::driver::{Driver, Fault};
+use crate::driver::{Driver, Fault, Lie};
 use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
 
 /// Steps of a life.
 const STEPS: usize = 24;
 
-struct Life {
+pub struct Life {
     random: Rng,
     place: Place,
     driver: Driver,
@@ -32,8 +32,8 @@ struct Life {
 }
 
 impl Life {
-    fn new(seed: u64) -> Self {
-        let place = Place::new();
+    /// In a place that nobody has used yet.
+    pub fn at(place: Place, seed: u64) -> Self {
         let driver = Driver::start(&place.path("csi.sock"));
         // Segments are of 128 MiB: the volume has two, or three when it has grown.
         let size = 200 * MIB;
@@ -51,6 +51,13 @@ impl Life {
         };
         life.write();
         life
+    }
+
+    pub fn run(&mut self, steps: usize) {
+        for _ in 0..steps {
+            self.step();
+        }
+        self.end();
     }
 
     fn write(&mut self) {
@@ -98,6 +105,16 @@ impl Life {
         }
     }
 
+    /// In a bucket, what was killed leaves its lock for ten minutes. They are over.
+    fn wait_for_locks(&self) {
+        let Ok(locks) = self.place.repository().join("locks").read_dir() else { return };
+        let long_ago = SystemTime::now() - Duration::from_secs(11 * 60);
+        for lock in locks {
+            let lock = File::options().write(true).open(lock.expect("entry").path()).expect("open");
+            lock.set_modified(long_ago).expect("set the time");
+        }
+    }
+
     fn check(&self, id: &str) {
         let (image, size) = &self.taken[&self.backups[id]];
         self.place.restores(id, image, *size);
@@ -112,18 +129,13 @@ impl Life {
         let mut is_resumed = false;
         for _ in 0..3 {
             let wish = ["auto", "auto", "full", "incremental"][self.random.usize(..4)];
-            let fault = match self.random.u8(..6) {
-                0 => Some(Fault::Cut(self.random.usize(..4))),
-                1 => Some(Fault::Breaks(self.random.usize(..4))),
-                2 => Some(Fault::NoDelta),
-                _ => None,
-            };
+            let faults = self.faults();
             let signal = match self.random.u8(..3) {
                 0 => Some(Signal::SIGKILL),
                 1 => Some(Signal::SIGINT),
                 _ => None,
             };
-            self.driver.fault(fault);
+            self.driver.script(faults.iter().copied());
             let (endpoint, image) = (self.driver.endpoint(), self.place.image());
             let mut arguments = vec![
                 wish,
@@ -148,8 +160,9 @@ impl Life {
             }
             let output = wait(&mut running);
             self.told
-                .push(format!("{wish} {handle}, {fault:?}, {signal:?}, resume {is_resumed}: {}", output.0));
-            self.driver.fault(None);
+                .push(format!("{wish} {handle}, {faults:?}, {signal:?}, resume {is_resumed}: {}", output.0));
+            self.driver.script([]);
+            self.wait_for_locks();
             if output.0 == "exit status: 0" {
                 let made: serde_json::Value = serde_json::from_str(&output.1).expect("JSON");
                 self.backups.insert(id(&made), handle);
@@ -164,6 +177,22 @@ impl Life {
                 return;
             }
             is_resumed = self.random.bool();
+        }
+    }
+
+    /// What goes wrong with the next streams.
+    fn faults(&mut self) -> Vec<Fault> {
+        let at = self.random.usize(..4);
+        let lie = Lie::ALL[self.random.usize(..Lie::ALL.len())];
+        match self.random.u8(..10) {
+            0 => vec![Fault::Cut(at)],
+            1 => vec![Fault::Breaks(at)],
+            2 => vec![Fault::NoDelta],
+            3 => vec![Fault::Lies(lie, at)],
+            4 => vec![Fault::Cut(at), Fault::Lies(lie, at)],
+            5 => vec![Fault::Cut(at), Fault::FromTheBeginning],
+            6 => vec![Fault::Cut(0), Fault::Cut(at), Fault::Cut(0)],
+            _ => Vec::new(),
         }
     }
 
@@ -190,6 +219,7 @@ impl Life {
             running.signal(Signal::SIGKILL);
         }
         let output = wait(&mut running);
+        self.wait_for_locks();
         self.told.push(format!("prune to {keep}, {unused} %, killed {is_killed}: {}", output.0));
         let newest: Vec<String> = self.backups.keys().rev().take(keep).cloned().collect();
         let left = self.place.list();
@@ -240,7 +270,7 @@ impl Life {
         for path in self.place.objects() {
             let name = path.strip_prefix(self.place.repository()).expect("below").display().to_string();
             let is_known = name == "repository"
-                || ["backups/", "packs/", "partial/"].iter().any(|of| name.starts_with(of));
+                || ["backups/", "packs/", "partial/", "locks/"].iter().any(|of| name.starts_with(of));
             assert!(is_known && !name.contains('#'), "{name} is left over");
         }
     }
@@ -270,10 +300,6 @@ fn every_backup_of_a_random_life_is_the_volume_as_it_was() {
     let lives = std::env::var("DELTAPATH_BACKUP_LIVES").map_or(4, |lives| lives.parse().expect("a number"));
     let first = std::env::var("DELTAPATH_BACKUP_SEED").map_or(1, |seed| seed.parse().expect("a number"));
     for seed in first..first + lives {
-        let mut life = Life::new(seed);
-        for _ in 0..STEPS {
-            life.step();
-        }
-        life.end();
+        Life::at(Place::new(), seed).run(STEPS);
     }
 }

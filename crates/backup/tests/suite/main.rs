@@ -2,10 +2,13 @@
 #![allow(clippy::disallowed_methods)]
 
 mod damage;
+mod docs;
 mod driver;
 mod history;
+mod lies;
 mod mount;
 mod real;
+mod s3;
 mod show;
 mod tool;
 mod usage;

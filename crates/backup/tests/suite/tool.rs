@@ -14,11 +14,19 @@ pub const MIB: u64 = 1 << 20;
 /// A directory with a repository and an image in it. Nothing else is touched.
 pub struct Place {
     pub dir: TempDir,
+    /// Where the repository's objects are seen as files.
+    pub objects_in: PathBuf,
+    /// How it is called, where it is no directory.
+    pub url: Option<String>,
+    /// Variables of the program.
+    pub environment: Vec<(&'static str, String)>,
 }
 
 impl Place {
     pub fn new() -> Self {
-        Place { dir: tempfile::Builder::new().prefix("deltapath-backup-").tempdir().expect("temp dir") }
+        let dir = tempfile::Builder::new().prefix("deltapath-backup-").tempdir().expect("temp dir");
+        let objects_in = dir.path().join("repository");
+        Place { dir, objects_in, url: None, environment: Vec::new() }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -26,7 +34,7 @@ impl Place {
     }
 
     pub fn repository(&self) -> PathBuf {
-        self.path("repository")
+        self.objects_in.clone()
     }
 
     pub fn image(&self) -> PathBuf {
@@ -51,9 +59,10 @@ impl Place {
         let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-backup"));
         command
             .arg("--repository")
-            .arg(self.repository())
+            .arg(self.url.as_ref().map_or(self.repository(), PathBuf::from))
             .args(arguments)
             .env_remove("CBT_BACKUP_REPOSITORY")
+            .envs(self.environment.iter().cloned())
             .env_remove("RUST_LOG")
             .stdin(Stdio::null());
         command

@@ -32,7 +32,7 @@ fn mistakes_are_named_and_nothing_is_made() {
     for (arguments, wanted) in [
         (&["restore", "no", "--to", arg(&nothing)][..], "there is no backup no"),
         (&["restore", &id, "--to", arg(&image)], "add --overwrite"),
-        (&["incremental", "--volume", "v", "--device", arg(&image)], "without --endpoint and --snapshot"),
+        (&["incremental", "--volume", "v", "--device", arg(&image)], "without --endpoint or --namespace"),
         (&["restore", "latest", "--volume", "other", "--to", arg(&nothing)], "no backup of other"),
     ] {
         let said = place.fails(1, arguments);
@@ -174,7 +174,9 @@ fn the_reference_has_every_flag() {
         .find(|section| section.starts_with("Flags of `cbt-backup`"))
         .expect("the section");
     let mut flags = std::collections::BTreeSet::new();
-    for command in ["full", "incremental", "auto", "restore", "verify", "list", "prune", "show", "mount"] {
+    for command in
+        ["full", "incremental", "auto", "run", "restore", "verify", "list", "prune", "show", "mount"]
+    {
         let help =
             Command::new(env!("CARGO_BIN_EXE_cbt-backup")).args([command, "--help"]).output().expect("run");
         let help = text(&help.stdout);

@@ -4,6 +4,7 @@
 //! The harness is libtest-mimic, so that the API server ends with the tests.
 #![allow(clippy::disallowed_methods)]
 
+mod backup_tool;
 mod certificates;
 mod community;
 mod cost;
@@ -68,6 +69,11 @@ fn main() -> ExitCode {
         library::tokens_are_renewed_before_they_end_and_when_they_are_refused,
         library::a_token_in_a_file_is_followed,
         library::an_api_server_that_is_away_does_not_end_a_stream,
+        backup_tool::a_backup_outlives_new_tokens_authorities_and_drivers,
+        backup_tool::a_backup_whose_token_ends_fails_and_says_so,
+        backup_tool::run_makes_a_backup_and_leaves_nothing,
+        backup_tool::run_cleans_up_after_it_is_interrupted,
+        backup_tool::run_says_what_is_missing_and_leaves_nothing,
         community::a_backup_tool_of_the_community_works_on_btrfs,
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,

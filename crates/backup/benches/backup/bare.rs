@@ -1,0 +1,66 @@
+//! The bare operations that stand beside: reading and writing of ranges, past the page cache, and a flush in the end.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::OFlag;
+
+/// Memory that direct reads and writes can go to.
+struct Buffer(Vec<u8>);
+
+impl Buffer {
+    fn new() -> Self {
+        Buffer(vec![1; (1 << 20) + 4096])
+    }
+
+    fn part(&mut self, length: usize) -> &mut [u8] {
+        let start = self.0.as_ptr().align_offset(4096);
+        &mut self.0[start..start + length]
+    }
+}
+
+fn create(path: &Path, size: u64) -> File {
+    let flags = OFlag::O_DIRECT.bits();
+    let file = File::options().write(true).create_new(true).custom_flags(flags).open(path).expect("create");
+    file.set_len(size).expect("set the length");
+    file
+}
+
+/// Copies ranges, so many at once.
+pub fn copy(from: &Path, to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
+    let began = Instant::now();
+    let from = File::options().read(true).custom_flags(OFlag::O_DIRECT.bits()).open(from).expect("open");
+    let to = create(to, ranges.last().expect("ranges").end);
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..in_flight {
+            scope.spawn(|| {
+                let mut buffer = Buffer::new();
+                while let Some(range) = ranges.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let bytes = buffer.part((range.end - range.start) as usize);
+                    from.read_exact_at(bytes, range.start).expect("read");
+                    to.write_all_at(bytes, range.start).expect("write");
+                }
+            });
+        }
+    });
+    to.sync_all().expect("flush");
+    began.elapsed()
+}
+
+/// Writes ranges, one after another.
+pub fn write(to: &Path, ranges: &[Range<u64>]) -> Duration {
+    let mut buffer = Buffer::new();
+    fastrand::fill(buffer.part(1 << 20));
+    let began = Instant::now();
+    let file = create(to, ranges.last().expect("ranges").end);
+    for range in ranges {
+        file.write_all_at(buffer.part((range.end - range.start) as usize), range.start).expect("write");
+    }
+    file.sync_all().expect("flush");
+    began.elapsed()
+}

@@ -1,0 +1,366 @@
+//! `cbt-backup`'s part of `make bench`: backups and restores with cold caches, each beside a bare copy of the same ranges and
+//! beside qemu-img, borg and restic, in one run on one disk. Needs root, for the caches, and 30 GB of disk in the
+//! temporary directory.
+//!
+//! `cargo bench -p cbt-backup --bench backup -- full incremental` runs the rows that are named, of `full`, `peers`,
+//! `incremental` and `restore`; without names all. A number beside them is the GiB of data, in place of 4.
+#![allow(clippy::disallowed_methods)]
+
+mod bare;
+mod driver;
+mod source;
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use driver::Driver;
+use source::{Content, PIECE, Source};
+
+const ROUNDS: usize = 3;
+/// Reads at once of `cbt-backup`, which is its default, and of the bare copy.
+const IN_FLIGHT: usize = 8;
+const GIB: u64 = 1 << 30;
+/// Most memory in KiB.
+const MEMORY: u64 = 256 << 10;
+
+/// What one run of a program took.
+#[derive(Clone, Copy)]
+struct Run {
+    took: Duration,
+    /// Its most memory, in KiB.
+    peak: u64,
+}
+
+/// The runs of one row, and what the most memory was so far.
+struct Bench {
+    dir: tempfile::TempDir,
+    data: u64,
+    peak: u64,
+}
+
+impl Bench {
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// A command line of the program under test.
+    fn tool(&self, repository: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_cbt-backup"));
+        command.arg("--repository").arg(self.path(repository)).args(arguments);
+        command
+    }
+
+    /// Runs the program under test; its memory counts.
+    fn own(&mut self, command: Command) -> Duration {
+        let run = run(command);
+        self.peak = self.peak.max(run.peak);
+        run.took
+    }
+
+    fn remove(&self, name: &str) {
+        let path = self.path(name);
+        let removed =
+            if path.is_dir() { std::fs::remove_dir_all(&path) } else { std::fs::remove_file(&path) };
+        removed.expect("remove");
+    }
+}
+
+/// Runs a program to its end, and looks at its memory meanwhile.
+fn run(mut command: Command) -> Run {
+    cold();
+    let began = Instant::now();
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let mut peak = 0;
+    let status = loop {
+        let text = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|line| line.trim_end_matches("kB").trim().parse().ok());
+        peak = peak.max(kib.unwrap_or(0));
+        if let Some(status) = child.try_wait().expect("wait") {
+            break status;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let took = began.elapsed();
+    let mut said = String::new();
+    child.stderr.take().expect("a pipe").read_to_string(&mut said).expect("read");
+    assert!(status.success(), "{command:?}: {said}");
+    Run { took, peak }
+}
+
+/// Everything is on the disk, and nothing in memory.
+fn cold() {
+    nix::unistd::sync();
+    std::fs::write("/proc/sys/vm/drop_caches", "3").expect("drop the caches: run this as root");
+}
+
+fn has(program: &str) -> bool {
+    let found = Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+    if found.is_err() {
+        eprintln!("{program} is not installed (`make test-deps`), so nothing stands beside it");
+    }
+    found.is_ok()
+}
+
+/// The middle one, and the least and the most.
+struct Samples(Vec<Duration>);
+
+impl Samples {
+    fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort();
+        sorted[sorted.len() / 2].as_secs_f64()
+    }
+}
+
+impl std::fmt::Display for Samples {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (least, most) = (self.0.iter().min().expect("samples"), self.0.iter().max().expect("samples"));
+        write!(f, "{:.2} s ({:.2} to {:.2})", self.median(), least.as_secs_f64(), most.as_secs_f64())
+    }
+}
+
+fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
+    let verdict = if holds { "holds" } else { "MISSED" };
+    println!("| {id} | {what} | {measured} | {beside} | {must} | {verdict} |");
+}
+
+fn main() {
+    let arguments: Vec<String> =
+        std::env::args().skip(1).filter(|argument| !argument.starts_with('-')).collect();
+    let data = arguments.iter().find_map(|argument| argument.parse().ok()).unwrap_or(4) * GIB;
+    let names: Vec<&String> = arguments.iter().filter(|argument| argument.parse::<u64>().is_err()).collect();
+    let wants = |name: &str| names.is_empty() || names.iter().any(|wanted| *wanted == name);
+    let dir = tempfile::Builder::new().prefix("deltapath-bench-").tempdir().expect("a directory");
+    let mut bench = Bench { dir, data, peak: 0 };
+    println!("| # | what | measured | beside, in the same run | must be | |");
+    println!("| --- | --- | --- | --- | --- | --- |");
+    if wants("full") {
+        full(&mut bench);
+    }
+    if wants("peers") {
+        peers(&mut bench);
+    }
+    if wants("incremental") {
+        incremental(&mut bench);
+    }
+    if wants("restore") {
+        restore(&mut bench);
+    }
+    let mib = bench.peak >> 10;
+    row("m", "most memory of all of them", &format!("{mib} MiB"), "", "256 MiB", bench.peak <= MEMORY);
+}
+
+/// A full backup of what does not compress, beside a bare copy.
+fn full(bench: &mut Bench) {
+    let source = Source::make(&bench.path("image"), 2 * bench.data, bench.data, Content::Noise);
+    let driver = Driver::start(&bench.path("csi.sock"), &source, "one");
+    let (mut ours, mut bare) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        cold();
+        bare.push(bare::copy(source.path(), &bench.path("copy"), &source.ranges(), IN_FLIGHT));
+        bench.remove("copy");
+        ours.push(bench.own(back_up(bench, "repository", "full", &source, &driver, "one")));
+        bench.remove("repository");
+    }
+    drop(driver);
+    bench.remove("image");
+    let (ours, bare) = (Samples(ours), Samples(bare));
+    let share = bare.median() / ours.median() * 100.0;
+    row(
+        "a",
+        &format!(
+            "full backup, {} GiB of data in a volume of {} GiB, noise",
+            bench.data / GIB,
+            2 * bench.data / GIB
+        ),
+        &ours.to_string(),
+        &format!("{share:.0} % of the speed of a bare copy, {bare}"),
+        "90 %",
+        share >= 90.0,
+    );
+}
+
+fn back_up(
+    bench: &Bench,
+    repository: &str,
+    wish: &str,
+    source: &Source,
+    driver: &Driver,
+    handle: &str,
+) -> Command {
+    let mut command = bench.tool(repository, &[wish, "--volume", "v", "--snapshot", handle, "--endpoint"]);
+    command.arg(driver.endpoint()).arg("--device").arg(source.path());
+    command
+}
+
+/// A full backup of what compresses in part, beside other programs.
+fn peers(bench: &mut Bench) {
+    let source = Source::make(&bench.path("image"), 2 * bench.data, bench.data, Content::Mixed);
+    let driver = Driver::start(&bench.path("csi.sock"), &source, "one");
+    let programs: Vec<_> = ["qemu-img", "borg", "restic"].into_iter().filter(|name| has(name)).collect();
+    let mut ours = Vec::new();
+    let mut theirs: Vec<Vec<Duration>> = vec![Vec::new(); programs.len()];
+    for _ in 0..ROUNDS {
+        ours.push(bench.own(back_up(bench, "repository", "full", &source, &driver, "one")));
+        bench.remove("repository");
+        for (program, samples) in programs.iter().zip(&mut theirs) {
+            samples.push(run(peer(bench, program, source.path())).took);
+            bench.remove("theirs");
+        }
+    }
+    drop(driver);
+    bench.remove("image");
+    let ours = Samples(ours);
+    for (program, samples) in programs.iter().zip(theirs) {
+        let theirs = Samples(samples);
+        row(
+            "b",
+            &format!("full backup, {} GiB of data of which half is text", bench.data / GIB),
+            &ours.to_string(),
+            &format!("{:.1} x the speed of {program}, {theirs}", theirs.median() / ours.median()),
+            "faster",
+            ours.median() < theirs.median(),
+        );
+    }
+}
+
+/// A full copy of an image by another program, into `theirs`. Each knows the holes of the image, and the backup programs
+/// compress with zstd, as quickly as they can.
+fn peer(bench: &Bench, program: &str, image: &Path) -> Command {
+    let to = bench.path("theirs");
+    let mut command = Command::new(program);
+    command.env("HOME", bench.dir.path()).env("BORG_BASE_DIR", bench.path("borg"));
+    let prepare = |arguments: &[&str]| {
+        let mut first = Command::new(program);
+        first.env("HOME", bench.dir.path()).env("BORG_BASE_DIR", bench.path("borg")).args(arguments).arg(&to);
+        let done = first.env("RESTIC_PASSWORD", "none").output().expect(program);
+        assert!(done.status.success(), "{first:?}: {}", String::from_utf8_lossy(&done.stderr));
+    };
+    match program {
+        "qemu-img" => {
+            let arguments =
+                ["convert", "-f", "raw", "-O", "raw", "-T", "none", "-t", "none", "-W", "-m", "8"];
+            command.args(arguments).arg(image).arg(&to);
+        }
+        "borg" => {
+            prepare(&["init", "--encryption", "none"]);
+            let arguments =
+                ["create", "--sparse", "--chunker-params", "fixed,4194304", "--compression", "zstd,1"];
+            command.args(arguments).arg(format!("{}::one", to.display())).arg(image);
+        }
+        _ => {
+            prepare(&["init", "--repository-version", "2", "--no-cache", "--repo"]);
+            let arguments = ["backup", "--no-cache", "--compression", "auto", "--repo"];
+            command.env("RESTIC_PASSWORD", "none").args(arguments).arg(&to).arg(image);
+        }
+    }
+    command
+}
+
+/// Incremental backups of 1 %, in random blocks of 4 KiB: of the same volume, of one of 8 TiB with the same data in its first
+/// part, and of one whose data is spread over all of its 8 TiB.
+fn incremental(bench: &mut Bench) {
+    const HUGE: u64 = 8 << 40;
+    let near = 2 * bench.data;
+    let mut first = None;
+    for (what, size, span) in [
+        (format!("in a volume of {} GiB", near / GIB), near, near),
+        ("the same in a sparse volume of 8 TiB".to_owned(), HUGE, near),
+        ("spread over a sparse volume of 8 TiB".to_owned(), HUGE, HUGE),
+    ] {
+        let mut source = Source::make_within(&bench.path("image"), size, span, bench.data, Content::Noise);
+        let driver = Driver::start(&bench.path("csi.sock"), &source, "0");
+        bench.own(back_up(bench, "repository", "full", &source, &driver, "0"));
+        let (mut ours, mut bare) = (Vec::new(), Vec::new());
+        for round in 1..=ROUNDS {
+            let changed = source.change(bench.data / source::BLOCK / 100);
+            let (before, now) = ((round - 1).to_string(), round.to_string());
+            driver.delta(&before, &now, &changed);
+            cold();
+            bare.push(bare::copy(source.path(), &bench.path("copy"), &changed, IN_FLIGHT));
+            bench.remove("copy");
+            ours.push(bench.own(back_up(bench, "repository", "incremental", &source, &driver, &now)));
+        }
+        drop(driver);
+        bench.remove("repository");
+        bench.remove("image");
+        let (ours, bare) = (Samples(ours), Samples(bare));
+        let is_quick = ours.median() <= 2.0 * bare.median() + 0.05;
+        let near = *first.get_or_insert(ours.median());
+        let times = ours.median() / near;
+        row(
+            "c",
+            &format!("incremental backup of 1 % of {} GiB, {what}", bench.data / GIB),
+            &ours.to_string(),
+            &format!(
+                "{:.2} x a bare copy of these blocks, {bare}; {times:.2} x the first of these rows",
+                ours.median() / bare.median()
+            ),
+            "2 x and 50 ms; 1.5 x",
+            is_quick && times <= 1.5,
+        );
+    }
+}
+
+/// A restore into a file, beside a bare sequential write.
+fn restore(bench: &mut Bench) {
+    let source = Source::make(&bench.path("image"), 2 * bench.data, bench.data, Content::Noise);
+    let driver = Driver::start(&bench.path("csi.sock"), &source, "one");
+    bench.own(back_up(bench, "repository", "full", &source, &driver, "one"));
+    drop(driver);
+    let has_qemu = has("qemu-img");
+    let (mut ours, mut bare, mut copy, mut theirs) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        cold();
+        bare.push(bare::write(&bench.path("copy"), &source.ranges()));
+        bench.remove("copy");
+        cold();
+        copy.push(bare::copy(source.path(), &bench.path("copy"), &source.ranges(), IN_FLIGHT));
+        bench.remove("copy");
+        let mut command = bench.tool("repository", &["restore", "latest", "--to"]);
+        command.arg(bench.path("restored"));
+        ours.push(bench.own(command));
+        assert_eq!(
+            File::open(bench.path("restored")).and_then(|file| file.metadata()).expect("there").len(),
+            2 * bench.data
+        );
+        bench.remove("restored");
+        if has_qemu {
+            theirs.push(run(peer(bench, "qemu-img", source.path())).took);
+            bench.remove("theirs");
+        }
+    }
+    bench.remove("repository");
+    bench.remove("image");
+    let (ours, bare, copy) = (Samples(ours), Samples(bare), Samples(copy));
+    let share = bare.median() / ours.median() * 100.0;
+    let of_copy = copy.median() / ours.median() * 100.0;
+    let qemu = match theirs.is_empty() {
+        true => String::new(),
+        false => {
+            let theirs = Samples(theirs);
+            format!("; {:.1} x the speed of qemu-img, {theirs}", theirs.median() / ours.median())
+        }
+    };
+    row(
+        "d",
+        &format!("restore of {} GiB of noise", bench.data / GIB),
+        &ours.to_string(),
+        &format!(
+            "{share:.0} % of the speed of a bare sequential write, {bare}; {of_copy:.0} % of a bare copy, which reads too, {copy}{qemu}"
+        ),
+        "90 %",
+        share >= 90.0,
+    );
+    let pieces = bench.data / PIECE;
+    eprintln!("the data lies in {pieces} pieces of 1 MiB; {ROUNDS} rounds; median (least to most)");
+}

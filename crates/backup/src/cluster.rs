@@ -1,0 +1,435 @@
+//! `run`: a backup of a claim of a Kubernetes cluster. What is here makes objects, waits for them, and removes them; the
+//! backup itself is made by `auto` in the pod.
+//!
+//! The temporary claim and the pod have names that follow from the claim's, so two runs of one claim never work at once, and
+//! what a killed one has left is found again. Snapshots have names of their own, and are found by an annotation.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::Stop;
+use kube::api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, GroupVersionKind};
+use kube::{Api, Client};
+use serde_json::{Value, json};
+
+use crate::arguments::RunArguments;
+use crate::error::{Error, Result};
+use crate::repository::About;
+
+/// Between two looks at an object.
+const POLL: Duration = Duration::from_millis(500);
+/// How long what is deleted may take to go: a pod has 30 s to end.
+const GOING: Duration = Duration::from_secs(90);
+/// Says of which claim a snapshot of ours is. One that a user keeps is not ours any more.
+const OF_CLAIM: &str = "cbt-backup/claim";
+/// Says that a snapshot is the base of the next backup.
+const BASE: &str = "cbt-backup/base";
+const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
+const OURS: &str = "cbt-backup";
+/// What a snapshot of a filesystem needs before a claim of it may be a device.
+const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-change";
+/// Where the pod has the source, the repository's claim, and its report.
+const DEVICE: &str = "/dev/source";
+const REPOSITORY: &str = "/repository";
+const REPORT: &str = "/dev/termination-log";
+
+/// A client of the API server that the kubeconfig names, or of the pod's own cluster.
+pub async fn api() -> Result<Client> {
+    Client::try_default().await.map_err(|error| {
+        Error::refused(format!("there is no way to the Kubernetes API server: {error}; set KUBECONFIG"))
+    })
+}
+
+/// Makes a backup of a claim, or only cleans up. Nothing but the backup and its base is left, however it ends.
+pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Result<Option<About>> {
+    let client = api().await?;
+    let namespace = arguments.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
+    let name = format!("cbt-backup-{}", arguments.pvc);
+    let run = Run { name, client, namespace, arguments, stop, created: Mutex::default() };
+    if arguments.clean_up {
+        run.remove(PODS, &run.name).await?;
+        run.remove(CLAIMS, &run.name).await?;
+        for snapshot in run.snapshots(false).await? {
+            run.remove(SNAPSHOTS, &snapshot).await?;
+        }
+        return Ok(None);
+    }
+    let snapshot = format!("{}-{}", run.name, jiff::Timestamp::now().strftime("%Y%m%d-%H%M%S"));
+    let made = run.back_up(&snapshot, repository).await;
+    // A Ctrl-C from here on is a second one, which ends the program at once.
+    let cleaned = run.clean_up(&snapshot, made.as_ref().ok()).await;
+    match (made, cleaned) {
+        (Ok(made), Ok(())) => Ok(Some(made.about)),
+        (Ok(_), Err(error)) => Err(error),
+        (Err(error), cleaned) => {
+            if let Err(cleaned) = cleaned {
+                eprintln!("cbt-backup: {}; `cbt-backup run --clean-up` tries again", base::report(&cleaned));
+            }
+            Err(error)
+        }
+    }
+}
+
+/// A kind of object: group, version, kind, and plural.
+type Resource = (&'static str, &'static str, &'static str, &'static str);
+
+const PODS: Resource = ("", "v1", "Pod", "pods");
+const CLAIMS: Resource = ("", "v1", "PersistentVolumeClaim", "persistentvolumeclaims");
+const VOLUMES: Resource = ("", "v1", "PersistentVolume", "persistentvolumes");
+const SNAPSHOTS: Resource = ("snapshot.storage.k8s.io", "v1", "VolumeSnapshot", "volumesnapshots");
+const CONTENTS: Resource =
+    ("snapshot.storage.k8s.io", "v1", "VolumeSnapshotContent", "volumesnapshotcontents");
+const SERVICES: Resource =
+    ("cbt.storage.k8s.io", "v1beta1", "SnapshotMetadataService", "snapshotmetadataservices");
+
+struct Run<'r> {
+    client: Client,
+    namespace: String,
+    /// Of the temporary claim and of the pod.
+    name: String,
+    arguments: &'r RunArguments,
+    stop: &'r Stop,
+    /// What this run has made, or may have: the answer can be lost.
+    created: Mutex<Vec<(Resource, String)>>,
+}
+
+/// What a run has made.
+struct Made {
+    about: About,
+    /// The driver gives no delta from a snapshot whose VolumeSnapshot is gone.
+    needs_snapshot: bool,
+}
+
+fn text<'v>(object: &'v DynamicObject, at: &str) -> Option<&'v str> {
+    object.data.pointer(at).and_then(Value::as_str)
+}
+
+impl Run<'_> {
+    fn objects(&self, (group, version, kind, plural): Resource) -> Api<DynamicObject> {
+        let resource =
+            ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural);
+        match kind {
+            "PersistentVolume" | "VolumeSnapshotContent" | "SnapshotMetadataService" => {
+                Api::all_with(self.client.clone(), &resource)
+            }
+            _ => Api::namespaced_with(self.client.clone(), &self.namespace, &resource),
+        }
+    }
+
+    fn failed(&self, operation: &'static str, kind: Resource, name: &str) -> impl Fn(kube::Error) -> Error {
+        let what = format!("{} {name}", kind.2);
+        move |source| Error::Kubernetes { operation, what: what.clone(), source: Box::new(source) }
+    }
+
+    async fn get(&self, kind: Resource, name: &str) -> Result<DynamicObject> {
+        self.objects(kind).get(name).await.map_err(self.failed("get", kind, name))
+    }
+
+    async fn create(&self, kind: Resource, object: Value) -> Result<()> {
+        let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+        let object = serde_json::from_value(object)
+            .map_err(|error| Error::refused(format!("{} {name}: {error}", kind.2)))?;
+        let created = || self.created.lock().unwrap_or_else(PoisonError::into_inner);
+        created().push((kind, name.clone()));
+        let made = self.objects(kind).create(&PostParams::default(), &object).await;
+        if matches!(&made, Err(kube::Error::Api(status)) if status.code < 500) {
+            // It was refused, or is of another.
+            created().pop();
+        }
+        made.map(drop).map_err(self.failed("create", kind, &name))
+    }
+
+    /// Deletes an object and waits until it is gone.
+    async fn remove(&self, kind: Resource, name: &str) -> Result<()> {
+        let objects = self.objects(kind);
+        match objects.delete(name, &DeleteParams::default()).await {
+            Ok(_) => {}
+            Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
+            Err(error) => return Err(self.failed("delete", kind, name)(error)),
+        }
+        let until = Instant::now() + GOING;
+        while objects.get_opt(name).await.map_err(self.failed("get", kind, name))?.is_some() {
+            if Instant::now() > until {
+                return Err(Error::refused(format!(
+                    "{} {name} is deleted and still there after {} s",
+                    kind.2,
+                    GOING.as_secs()
+                )));
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
+    }
+
+    /// The snapshots of the claim that runs have made, with or without bases.
+    async fn snapshots(&self, with_bases: bool) -> Result<Vec<String>> {
+        let ours = ListParams::default().labels(&format!("{MANAGED_BY}={OURS}"));
+        let list = self.objects(SNAPSHOTS).list(&ours).await.map_err(self.failed("list", SNAPSHOTS, ""))?;
+        let is_of_claim = |object: &DynamicObject| {
+            let annotation = |name| object.metadata.annotations.as_ref().and_then(|all| all.get(name));
+            annotation(OF_CLAIM) == Some(&self.arguments.pvc) && (with_bases || annotation(BASE).is_none())
+        };
+        Ok(list.items.into_iter().filter(is_of_claim).filter_map(|object| object.metadata.name).collect())
+    }
+
+    async fn back_up(&self, snapshot: &str, repository: &str) -> Result<Made> {
+        let claim = self.get(CLAIMS, &self.arguments.pvc).await?;
+        for kind in [PODS, CLAIMS] {
+            let there = self.objects(kind).get_opt(&self.name).await;
+            if there.map_err(self.failed("get", kind, &self.name))?.is_some() {
+                return Err(Error::AnotherRun { what: format!("{} {}", kind.2, self.name) });
+            }
+        }
+        let placement = self.placement(&claim).await?;
+        let class = &self.arguments.snapshot_class;
+        let source = json!({"persistentVolumeClaimName": self.arguments.pvc});
+        let mut spec = json!({"source": source});
+        if let Some(class) = class {
+            spec["volumeSnapshotClassName"] = json!(class);
+        }
+        let mut metadata =
+            json!({"name": snapshot, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}});
+        if !self.arguments.keep_snapshot {
+            metadata["annotations"] = json!({OF_CLAIM: self.arguments.pvc});
+        }
+        let object = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot", "metadata": metadata, "spec": spec,
+        });
+        self.create(SNAPSHOTS, object).await?;
+        let (content, size) = self.ready(snapshot).await?;
+        eprintln!("cbt-backup: VolumeSnapshot {snapshot} is ready");
+        if text(&claim, "/spec/volumeMode") != Some("Block") {
+            self.allow_device(&content).await?;
+        }
+        let size = size
+            .or_else(|| text(&claim, "/status/capacity/storage").map(str::to_owned))
+            .ok_or_else(|| Error::refused(format!("nothing says how large {snapshot} is")))?;
+        let storage_class = text(&claim, "/spec/storageClassName");
+        self.create(CLAIMS, self.source_claim(snapshot, &size, storage_class)).await?;
+        self.create(PODS, self.pod(snapshot, repository, placement)).await?;
+        let about = self.finished().await?;
+        Ok(Made { about, needs_snapshot: self.needs_snapshot(&content).await? })
+    }
+
+    /// Removes the pod, the temporary claim, and the snapshots that are no base.
+    async fn clean_up(&self, snapshot: &str, made: Option<&Made>) -> Result<()> {
+        let is_base = made.is_some_and(|made| made.needs_snapshot);
+        let created = std::mem::take(&mut *self.created.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut done = Ok(());
+        for (kind, name) in created.into_iter().rev() {
+            let stays = kind == SNAPSHOTS && (is_base || self.arguments.keep_snapshot);
+            if !stays {
+                done = done.and(self.remove(kind, &name).await);
+            }
+        }
+        if made.is_some() && !self.arguments.keep_snapshot {
+            if is_base {
+                let patch = Patch::Merge(json!({"metadata": {"annotations": {BASE: "true"}}}));
+                let marked = self.objects(SNAPSHOTS).patch(snapshot, &PatchParams::default(), &patch).await;
+                marked.map_err(self.failed("annotate", SNAPSHOTS, snapshot))?;
+            }
+            for before in self.snapshots(true).await?.into_iter().filter(|name| name != snapshot) {
+                done = done.and(self.remove(SNAPSHOTS, &before).await);
+            }
+        }
+        done
+    }
+
+    /// Looks at an object until something can be said about it, or `patience` is over: `late` says what then.
+    async fn until<T>(
+        &self,
+        kind: Resource,
+        name: &str,
+        mut look: impl FnMut(&DynamicObject, bool) -> Option<Result<T>>,
+    ) -> Result<T> {
+        let until = Instant::now() + Duration::from_secs(self.arguments.patience);
+        loop {
+            self.stop.check()?;
+            match self.get(kind, name).await {
+                Ok(object) => {
+                    if let Some(found) = look(&object, Instant::now() > until) {
+                        return found;
+                    }
+                }
+                // An API server that is away for a moment.
+                Err(Error::Kubernetes { source, .. })
+                    if !matches!(&*source, kube::Error::Api(status) if status.code < 500)
+                        && Instant::now() < until => {}
+                Err(error) => return Err(error),
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Waits until the snapshot is ready: its content, and its size where the driver says it.
+    async fn ready(&self, snapshot: &str) -> Result<(String, Option<String>)> {
+        self.until(SNAPSHOTS, snapshot, |object, is_late| {
+            let content = text(object, "/status/boundVolumeSnapshotContentName");
+            let is_ready = object.data.pointer("/status/readyToUse") == Some(&Value::Bool(true));
+            if let (true, Some(content)) = (is_ready, content) {
+                return Some(Ok((
+                    content.to_owned(),
+                    text(object, "/status/restoreSize").map(str::to_owned),
+                )));
+            }
+            let why = text(object, "/status/error/message").unwrap_or("the snapshot controller says nothing");
+            is_late.then(|| {
+                Err(Error::refused(format!(
+                    "VolumeSnapshot {snapshot} is not ready after {} s: {why}",
+                    self.arguments.patience
+                )))
+            })
+        })
+        .await
+    }
+
+    /// Lets a claim have the snapshot of a filesystem as a device.
+    async fn allow_device(&self, content: &str) -> Result<()> {
+        let patch = Patch::Merge(json!({"metadata": {"annotations": {MODE_CHANGE: "true"}}}));
+        let done = self.objects(CONTENTS).patch(content, &PatchParams::default(), &patch).await;
+        match done {
+            Ok(_) => Ok(()),
+            Err(kube::Error::Api(status)) if status.code == 403 => Err(Error::refused(format!(
+                "{} is a claim of a filesystem, and to read its snapshot as a device VolumeSnapshotContent {content} needs the \
+                 annotation {MODE_CHANGE}: \"true\", which this account may not set: allow it to patch volumesnapshotcontents",
+                self.arguments.pvc
+            ))),
+            Err(error) => Err(self.failed("annotate", CONTENTS, content)(error)),
+        }
+    }
+
+    /// The nodes of the claim's volume: what is restored from its snapshot is there too.
+    async fn placement(&self, claim: &DynamicObject) -> Result<Option<Value>> {
+        let Some(volume) = text(claim, "/spec/volumeName") else {
+            return Err(Error::refused(format!(
+                "the claim {} is bound to no volume yet: start a pod that uses it",
+                self.arguments.pvc
+            )));
+        };
+        match self.get(VOLUMES, volume).await {
+            Ok(volume) => Ok(volume.data.pointer("/spec/nodeAffinity/required").cloned()),
+            Err(Error::Kubernetes { source, .. }) if matches!(&*source, kube::Error::Api(status) if status.code == 403) =>
+            {
+                tracing::warn!("the nodes of volume {volume} are not known: this account may not get it");
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    fn source_claim(&self, snapshot: &str, size: &str, class: Option<&str>) -> Value {
+        let source =
+            json!({"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": snapshot});
+        json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+            "metadata": {"name": self.name, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}},
+            "spec": {
+                "storageClassName": class, "volumeMode": "Block", "accessModes": ["ReadOnlyMany"],
+                "dataSource": source, "resources": {"requests": {"storage": size}},
+            },
+        })
+    }
+
+    fn pod(&self, snapshot: &str, repository: &str, placement: Option<Value>) -> Value {
+        let volume = self.arguments.volume.clone();
+        let volume = volume.unwrap_or_else(|| format!("{}/{}", self.namespace, self.arguments.pvc));
+        let mut arguments = vec!["auto", "--volume", &volume, "--device", DEVICE];
+        arguments.extend(["--namespace", &self.namespace, "--snapshot", snapshot, "--report", REPORT]);
+        arguments.extend(self.arguments.more.iter().map(String::as_str));
+        let claim = json!({"claimName": self.name, "readOnly": true});
+        let mut volumes = vec![json!({"name": "source", "persistentVolumeClaim": claim})];
+        let mut mounts = Vec::new();
+        let mut place = repository.to_owned();
+        if let Some(name) = &self.arguments.repository_claim {
+            volumes.push(json!({"name": "repository", "persistentVolumeClaim": {"claimName": name}}));
+            mounts.push(json!({"name": "repository", "mountPath": REPOSITORY}));
+            place = format!("{REPOSITORY}/{}", repository.trim_start_matches('/'));
+        }
+        let from = self.arguments.secret.iter().map(|name| json!({"secretRef": {"name": name}}));
+        let affinity = placement
+            .map(|nodes| json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": nodes}}));
+        json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": self.name, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}},
+            "spec": {
+                "serviceAccountName": self.arguments.service_account,
+                "restartPolicy": "Never",
+                "affinity": affinity,
+                "containers": [{
+                    "name": "backup",
+                    "image": self.arguments.image,
+                    "imagePullPolicy": "IfNotPresent",
+                    "args": arguments,
+                    "env": [{"name": "CBT_BACKUP_REPOSITORY", "value": place}],
+                    "envFrom": from.collect::<Vec<_>>(),
+                    // What it reports in the end; where it fails, the last lines of its log.
+                    "terminationMessagePath": REPORT,
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
+                    "resources": {"requests": {"memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+                    "volumeDevices": [{"name": "source", "devicePath": DEVICE}],
+                    "volumeMounts": mounts,
+                }],
+                "volumes": volumes,
+            },
+        })
+    }
+
+    /// Waits until the pod has ended: what it reports.
+    async fn finished(&self) -> Result<About> {
+        let mut has_started = false;
+        self.until(PODS, &self.name, |pod, is_late| {
+            let status = "/status/containerStatuses/0/state";
+            let message = text(pod, &format!("{status}/terminated/message")).unwrap_or_default();
+            match text(pod, "/status/phase") {
+                Some("Succeeded") => Some(serde_json::from_str(message).map_err(|error| {
+                    Error::refused(format!(
+                        "the backup is made, and the report of pod {} cannot be read: {error}",
+                        self.name
+                    ))
+                })),
+                Some("Failed") => {
+                    let why = [message, text(pod, "/status/message").unwrap_or_default()].join(" ");
+                    let code = pod.data.pointer(&format!("{status}/terminated/exitCode"));
+                    let code = code.map_or_else(|| "?".to_owned(), ToString::to_string);
+                    Some(Err(Error::refused(format!(
+                        "pod {} failed with exit code {code}: {}",
+                        self.name,
+                        why.trim()
+                    ))))
+                }
+                Some("Running") if !has_started => {
+                    has_started = true;
+                    eprintln!("cbt-backup: pod {} runs", self.name);
+                    None
+                }
+                Some("Running") => None,
+                _ if is_late => {
+                    let condition = pod.data.pointer("/status/conditions").and_then(Value::as_array);
+                    let waits = condition.into_iter().flatten().rfind(|of| of["status"] == "False");
+                    let why = text(pod, &format!("{status}/waiting/message"))
+                        .or_else(|| waits.and_then(|of| of["message"].as_str()))
+                        .unwrap_or("the scheduler says nothing");
+                    Some(Err(Error::refused(format!(
+                        "pod {} does not start in {} s: {why}",
+                        self.name, self.arguments.patience
+                    ))))
+                }
+                _ => None,
+            }
+        })
+        .await
+    }
+
+    /// Whether the driver of a content needs the VolumeSnapshot of a base. Where nobody says so, it is safe to keep it.
+    async fn needs_snapshot(&self, content: &str) -> Result<bool> {
+        let content = self.get(CONTENTS, content).await?;
+        let driver = text(&content, "/spec/driver").unwrap_or_default();
+        let service = self.objects(SERVICES).get_opt(driver).await;
+        let service = service.map_err(self.failed("get", SERVICES, driver))?;
+        let says = |object: DynamicObject| {
+            object.data.pointer("/spec/requireBaseSnapshotForDelta").and_then(Value::as_bool)
+        };
+        Ok(service.and_then(says).unwrap_or(true))
+    }
+}

@@ -1,0 +1,214 @@
+//! The same in a bucket of a real S3 server, which checks signatures and knows conditional writes (versitygw). It keeps objects
+//! as files, so a test sees what is in the bucket.
+
+use std::fs::File;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+
+use crate::driver::{Driver, Fault};
+use crate::history::Life;
+use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+
+const SIZE: u64 = 200 * MIB;
+const KEY: &str = "backup";
+const SECRET: &str = "a secret of the tests";
+
+/// The server's program; `None`, with a reason on standard error, where it cannot be had. Under CI that is a failure.
+fn program() -> Option<PathBuf> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../hack/s3-server.sh");
+    let output = Command::new(script).stderr(Stdio::inherit()).output().expect("s3-server.sh");
+    if !output.status.success() {
+        eprintln!("skipped: needs an S3 server, which hack/s3-server.sh builds where go is installed");
+        assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs an S3 server");
+        return None;
+    }
+    Some(text(&output.stdout).trim().into())
+}
+
+/// A server with a bucket, and a place whose repository is in it.
+struct Bucket {
+    server: Running,
+    place: Place,
+}
+
+impl Bucket {
+    fn start() -> Option<Self> {
+        let program = program()?;
+        let mut place = Place::new();
+        let bucket = place.path("s3/bucket");
+        std::fs::create_dir_all(&bucket).expect("mkdir");
+        // Taken by another in between, the server ends, and the test says so.
+        let port =
+            TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a port").port();
+        let mut command = Command::new(program);
+        command.args(["--port", &format!("127.0.0.1:{port}"), "--quiet", "posix"]).arg(place.path("s3"));
+        command.env("ROOT_ACCESS_KEY_ID", KEY).env("ROOT_SECRET_ACCESS_KEY", SECRET);
+        let mut server = Running::start(command);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(
+                Instant::now() < deadline && server.0.try_wait().expect("wait").is_none(),
+                "no S3 server"
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        place.url = Some("s3://bucket/some/prefix".into());
+        place.objects_in = bucket.join("some/prefix");
+        place.environment = [
+            ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
+            ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
+            ("AWS_REGION", "us-east-1".to_owned()),
+            ("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")),
+            ("AWS_ALLOW_HTTP", "true".to_owned()),
+        ]
+        .into();
+        Some(Bucket { server, place })
+    }
+
+    fn locks(&self) -> Vec<PathBuf> {
+        let Ok(locks) = self.place.repository().join("locks").read_dir() else { return Vec::new() };
+        locks.map(|entry| entry.expect("entry").path()).collect()
+    }
+}
+
+#[test]
+fn a_bucket_holds_full_and_incremental_backups() {
+    let Some(bucket) = Bucket::start() else { return };
+    let place = &bucket.place;
+    let driver = Driver::start(&place.path("csi.sock"));
+    let file = place.open_image(SIZE);
+    let mut image = Image::default();
+    // More than a pack, which is 16 MiB.
+    image.write(&file, 100, 6000, 1).expect("write");
+    image.write(&file, 128 * MIB / BLOCK - 50, 100, 2).expect("write");
+    let (device, endpoint) = (place.image(), driver.endpoint());
+    let back_up = |handle: &str| {
+        place.ok(&[
+            "auto",
+            "--volume",
+            "v",
+            "--device",
+            arg(&device),
+            "--endpoint",
+            &endpoint,
+            "--snapshot",
+            handle,
+        ])
+    };
+    driver.snapshot("one", &image, SIZE);
+    let full = back_up("one");
+    let before = image.clone();
+    image.write(&file, 3000, 5, 3).expect("write");
+    image.punch(&file, 128 * MIB / BLOCK, 20).expect("punch");
+    driver.snapshot("two", &image, SIZE);
+    driver.script([Fault::Cut(0)]);
+    let incremental = back_up("two");
+    assert_eq!((full["kind"].as_str(), incremental["kind"].as_str()), (Some("full"), Some("incremental")));
+    assert!(incremental["added"].as_u64().is_some_and(|bytes| bytes < MIB), "{incremental}");
+    place.restores(&id(&full), &before, SIZE);
+    let to = place.path("restored");
+    place.ok(&["restore", &id(&incremental), "--to", arg(&to), "--onto-base", &id(&full)]);
+    image.compare(&to, SIZE, &base::Stop::default()).expect("equal");
+    let verified = place.ok(&["verify"]);
+    assert_eq!(
+        (verified["damage"].as_array().map(Vec::len), verified["unused"].as_u64()),
+        (Some(0), Some(0))
+    );
+
+    let pruned = place.ok(&["prune", "--keep-last", "1", "--max-unused", "0"]);
+    assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
+    assert_eq!(place.list(), [id(&incremental)]);
+    place.restores(&id(&incremental), &image, SIZE);
+    assert_eq!(place.ok(&["verify"])["unused"].as_u64(), Some(0));
+    assert!(bucket.locks().is_empty(), "a lock is left");
+}
+
+#[test]
+fn a_flipped_bit_in_a_bucket_is_found() {
+    let Some(bucket) = Bucket::start() else { return };
+    let place = &bucket.place;
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 100, 50, 1).expect("write");
+    let backup = place.full();
+    let packs: Vec<PathBuf> =
+        place.objects().into_iter().filter(|path| path.to_string_lossy().contains("/packs/")).collect();
+    assert_eq!(packs.len(), 2, "data, and maps: {packs:?}");
+    for pack in packs {
+        let mut bytes = std::fs::read(&pack).expect("read");
+        for at in [0, bytes.len() / 2, bytes.len() - 1] {
+            bytes[at] ^= 4;
+            std::fs::write(&pack, &bytes).expect("write");
+            assert!(place.fails(1, &["verify"]).contains("differs"), "byte {at} of {}", pack.display());
+            let to = place.path("restored");
+            place.fails(1, &["restore", &backup, "--to", arg(&to)]);
+            assert!(!to.exists(), "byte {at} of {}", pack.display());
+            bytes[at] ^= 4;
+            std::fs::write(&pack, &bytes).expect("write");
+        }
+    }
+    place.ok(&["verify"]);
+    place.restores(&backup, &image, SIZE);
+}
+
+#[test]
+fn a_backup_that_is_killed_keeps_its_lock_for_ten_minutes() {
+    let Some(bucket) = Bucket::start() else { return };
+    let place = &bucket.place;
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 100, 5000, 1).expect("write");
+    let device = place.image();
+    let slow = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "64Ki"];
+    let mut running = Running::start(place.command(&slow));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while bucket.locks().is_empty() {
+        assert!(Instant::now() < deadline, "no lock");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(place.fails(1, &["prune"]).contains("cbt-backup backup (process"));
+    running.signal(Signal::SIGKILL);
+    running.0.wait().expect("wait");
+    let locks = bucket.locks();
+    assert_eq!(locks.len(), 1, "that of the prune is gone: {locks:?}");
+    assert!(place.fails(1, &["prune"]).contains("its lock ends"));
+    // Others that only add may go on beside it.
+    let backup = place.full();
+    let long_ago = SystemTime::now() - Duration::from_secs(11 * 60);
+    File::options()
+        .write(true)
+        .open(&locks[0])
+        .and_then(|lock| lock.set_modified(long_ago))
+        .expect("set the time");
+    place.ok(&["prune", "--max-unused", "0"]);
+    assert!(bucket.locks().is_empty(), "a lock is left");
+    place.restores(&backup, &image, SIZE);
+}
+
+#[test]
+fn a_server_that_refuses_or_is_gone_is_told() {
+    let Some(mut bucket) = Bucket::start() else { return };
+    Image::default().write(&bucket.place.open_image(SIZE), 0, 1, 1).expect("write");
+    let device = bucket.place.image();
+    let full = ["full", "--volume", "v", "--device", arg(&device)];
+    let say = |place: &Place, key: &str, value: &str| {
+        let output = place.command(&full).env(key, value).output().expect("run");
+        assert_eq!(output.status.code(), Some(1), "{key}={value}");
+        text(&output.stderr)
+    };
+    let said = say(&bucket.place, "AWS_SECRET_ACCESS_KEY", "another");
+    assert!(said.contains("SignatureDoesNotMatch"), "{said}");
+    bucket.place.url = Some("s3://nobody-made-this".into());
+    let said = say(&bucket.place, "AWS_REGION", "us-east-1");
+    assert!(said.contains("NoSuchBucket"), "{said}");
+}
+
+#[test]
+fn every_backup_of_a_random_life_in_a_bucket_is_the_volume_as_it_was() {
+    let Some(bucket) = Bucket::start() else { return };
+    let Bucket { server: _server, place } = bucket;
+    Life::at(place, 77).run(10);
+}
