@@ -58,6 +58,20 @@ enum State {
     Away(Option<Arc<Node>>, String),
 }
 
+impl State {
+    /// Before something else is known of the address.
+    fn is_no_more(&self) {
+        if let State::Up(node, _) = self {
+            node_up(node).set(0);
+        }
+    }
+}
+
+/// 1 while the node answers.
+fn node_up(node: &Node) -> metrics::Gauge {
+    gauge!("deltapath_router_node_up", "node" => node.name.clone(), "key" => node.key.to_string())
+}
+
 struct AbortOnDrop(tokio::task::AbortHandle);
 
 impl Drop for AbortOnDrop {
@@ -92,7 +106,13 @@ impl Nodes {
     /// These are the addresses from now on: new ones are asked, and others no longer.
     pub fn set_addresses(self: &Arc<Self>, addresses: &BTreeSet<String>) {
         let mut table = self.table();
-        table.by_address.retain(|address, _| addresses.contains(&**address));
+        table.by_address.retain(|address, entry| {
+            let stays = addresses.contains(&**address);
+            if !stays {
+                entry.state.is_no_more();
+            }
+            stays
+        });
         for address in addresses {
             if !table.by_address.contains_key(address.as_str()) {
                 let address: Arc<str> = address.as_str().into();
@@ -208,6 +228,7 @@ impl Nodes {
             }
             (_, State::New) => {}
         }
+        entry.state.is_no_more();
         entry.state = state;
         self.changed(&table);
     }
@@ -229,10 +250,8 @@ impl Nodes {
                 State::New | State::Away(..) => 1,
             };
             counts[which] += 1;
-            if let State::Up(node, _) | State::Away(Some(node), _) = &entry.state {
-                let is_up = matches!(entry.state, State::Up(..));
-                gauge!("deltapath_router_node_up", "node" => node.name.clone(), "key" => node.key.to_string())
-                    .set(f64::from(u8::from(is_up)));
+            if let State::Up(node, _) = &entry.state {
+                node_up(node).set(1);
             }
         }
         for (state, count) in ["up", "away", "forgotten"].into_iter().zip(counts) {
