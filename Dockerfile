@@ -25,10 +25,11 @@ RUN cargo build --release --locked --package deltapath --package cbt-lab \
 FROM build AS static
 RUN host=$(rustc -vV | sed -n 's/^host: //p') \
  && RUSTFLAGS="$RUSTFLAGS -C target-feature=+crt-static" \
-        cargo build --release --locked --package deltapath-gateway --package deltapath-earlier --package cbt-backup \
+        cargo build --release --locked --package deltapath-gateway --package deltapath-router --package deltapath-earlier --package cbt-backup \
             --target "$host" \
  && install -D "target/$host/release/cbt-backup" /out/backup/cbt-backup \
  && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway \
+ && install -D "target/$host/release/deltapath-router" /out/router/deltapath-router \
  && install -D "target/$host/release/cbt-earlier" /out/earlier/cbt-earlier
 
 # Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
@@ -61,6 +62,20 @@ LABEL org.opencontainers.image.title="deltapath-gateway" \
 COPY --from=static /out/gateway /
 USER 65532:65532
 ENTRYPOINT ["/deltapath-gateway"]
+CMD ["--help"]
+
+# The router, for `make router-image`, in the same way.
+FROM scratch AS router
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="deltapath-router" \
+      org.opencontainers.image.description="One CSI controller for many nodes" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION" \
+      org.opencontainers.image.revision="$REVISION"
+COPY --from=static /out/router /
+USER 65532:65532
+ENTRYPOINT ["/deltapath-router"]
 CMD ["--help"]
 
 # The earlier designs, for `make earlier-image`, in the same way.

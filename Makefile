@@ -24,7 +24,7 @@ COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -32,8 +32,8 @@ help: ## Say what there is
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
 
-build: ## Build the programs: deltapath, deltapath-gateway, cbt-backup, cbt-earlier and cbt-lab in target/release
-	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package cbt-backup --package deltapath-earlier --package cbt-lab
+build: ## Build the programs: deltapath, deltapath-gateway, deltapath-router, cbt-backup, cbt-earlier and cbt-lab in target/release
+	$(CARGO) build --release --locked --package deltapath --package deltapath-gateway --package deltapath-router --package cbt-backup --package deltapath-earlier --package cbt-lab
 
 demo: deps ## Play a full and an incremental backup on a real loop device
 	$(CARGO) build --release --locked --package deltapath
@@ -94,6 +94,10 @@ lab-image: ## Build the image of the conformance suite, cbt-lab:VERSION
 gateway-image: ## Build the image of the gateway, deltapath-gateway:VERSION
 	$(ENGINE) build --target gateway --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
 		--tag deltapath-gateway:$(VERSION) .
+
+router-image: ## Build the image of the router, deltapath-router:VERSION
+	$(ENGINE) build --target router --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
+		--tag deltapath-router:$(VERSION) .
 
 earlier-image: ## Build the image of the earlier designs, cbt-earlier:VERSION
 	$(ENGINE) build --target earlier --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \

@@ -79,6 +79,26 @@ pub(super) struct Arguments {
     /// 0.0.0.0:9810. Default: not served.
     #[arg(long, value_name = "ADDRESS:PORT")]
     metrics_address: Option<SocketAddr>,
+    /// Address for deltapath-router, over mutual TLS: CSI without the Node service. An IP address and port, such as
+    /// 0.0.0.0:9811. Default: not served.
+    #[arg(
+        long,
+        value_name = "ADDRESS:PORT",
+        requires_all = ["router_tls_cert", "router_tls_key", "router_tls_ca"]
+    )]
+    router_listen: Option<SocketAddr>,
+    /// Certificate chain for --router-listen, in PEM, with the URI SAN spiffe://CLUSTER/deltapath/node/KEY. KEY is the key of
+    /// the data directory, in its deltapath.json. A file that is missing is waited for, and a new one is used without a
+    /// restart.
+    #[arg(long, value_name = "FILE", requires = "router_listen")]
+    router_tls_cert: Option<PathBuf>,
+    /// Its key, in PEM.
+    #[arg(long, value_name = "FILE", requires = "router_listen")]
+    router_tls_key: Option<PathBuf>,
+    /// CA certificates that may sign the router's certificate, in PEM. The router's has the URI SAN
+    /// spiffe://CLUSTER/deltapath/router, with the same CLUSTER.
+    #[arg(long, value_name = "FILE", requires = "router_listen")]
+    router_tls_ca: Option<PathBuf>,
 }
 
 /// `--block-metadata-type`.
@@ -135,7 +155,20 @@ pub(super) fn run(arguments: Arguments) -> Done {
     let hashing = HashingThread::start(driver.clone())?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().thread_keep_alive(IDLE_THREAD).build()?;
-    let served = runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address));
+    let router = match (
+        arguments.router_listen,
+        arguments.router_tls_cert,
+        arguments.router_tls_key,
+        arguments.router_tls_ca,
+    ) {
+        (Some(address), Some(certificate), Some(key), Some(authorities)) => {
+            Some((address, csi::RouterFiles { certificate, key, authorities }))
+        }
+        // Clap has seen to it that it is all of them or none.
+        _ => None,
+    };
+    let served =
+        runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address, router));
     // Threads still at work hold the driver; they are given a last moment to let go.
     runtime.shutdown_timeout(LAST_CALL);
     drop(hashing);
@@ -156,11 +189,16 @@ async fn serve(
     driver: Arc<Driver>,
     endpoint: &Endpoint,
     metrics: Option<SocketAddr>,
+    router: Option<(SocketAddr, csi::RouterFiles)>,
 ) -> Result<(), Box<dyn std::error::Error>> {
     if let Some(address) = metrics {
         let server = Server::bind(address).await?;
         tokio::spawn(server.serve(driver.clone()));
     }
+    let router = match router {
+        Some((address, files)) => Some(csi::RouterListener::bind(&driver, address, files).await?),
+        None => None,
+    };
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let (stopping, mut told) = tokio::sync::watch::channel(false);
@@ -178,7 +216,7 @@ async fn serve(
         tokio::time::sleep(DRAIN).await;
     };
     tokio::select! {
-        served = csi::serve(driver, endpoint, shutdown) => served?,
+        served = csi::serve(driver, endpoint, router, shutdown) => served?,
         () = overdue => tracing::warn!("calls are still under way, leaving them"),
     }
     Ok(())

@@ -41,7 +41,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Driver(driver::Arguments),
+    Driver(Box<driver::Arguments>),
     Demo(demo::Arguments),
     Verify(verify::Arguments),
     Check(check::Arguments),
@@ -114,7 +114,7 @@ impl Cli {
 /// Runs the subcommand.
 pub fn run(cli: Cli) -> ExitCode {
     let done = match cli.command {
-        Command::Driver(arguments) => driver::run(arguments),
+        Command::Driver(arguments) => driver::run(*arguments),
         Command::Demo(arguments) => demo::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
         Command::Check(arguments) => check::run(arguments),

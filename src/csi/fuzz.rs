@@ -6,9 +6,9 @@ use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-use super::authority::Tolerant;
 use super::decode;
 use crate::driver::AccessType;
+use serve::authority::Tolerant;
 
 /// A wire message that decodes becomes a capability or an error, and mount flags never show.
 pub(crate) fn capabilities(bytes: &[u8]) {

@@ -1,7 +1,6 @@
 //! The gRPC shells: each handler decodes a request, calls the driver in a blocking thread, and
 //! encodes the answer. Nothing is decided here but codes ([`status`]).
 
-mod authority;
 mod controller;
 mod decode;
 #[cfg(any(test, feature = "fuzz"))]
@@ -9,9 +8,12 @@ pub(crate) mod fuzz;
 mod group_controller;
 mod identity;
 mod node;
+mod router;
 mod rpc;
 mod server;
 mod snapshot_metadata;
 pub mod status;
 
+pub use router::{RouterError, RouterListener};
+pub use serve::mutual::Files as RouterFiles;
 pub use server::{EndpointError, serve};

@@ -7,16 +7,17 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use tokio::net::UnixListener;
+use tokio::sync::watch;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::service::LayerExt;
-use tonic::transport::Server;
+use tonic::transport::{self, Server};
 
-use super::authority::Tolerant;
 use super::controller::ControllerService;
 use super::group_controller::GroupControllerService;
 use super::identity::IdentityService;
 use super::node::NodeService;
+use super::router::{RouterError, RouterListener};
 use super::snapshot_metadata::{SnapshotMetadataService, counted};
 use crate::driver::Driver;
 use base::Endpoint;
@@ -26,6 +27,7 @@ use proto::group_controller_server::GroupControllerServer;
 use proto::identity_server::IdentityServer;
 use proto::node_server::NodeServer;
 use proto::snapshot_metadata_server::SnapshotMetadataServer;
+use serve::authority::Tolerant;
 
 /// Why the socket could not be served.
 #[derive(Debug, thiserror::Error)]
@@ -41,32 +43,59 @@ pub enum EndpointError {
     Listen(Endpoint, #[source] io::Error),
     /// The server failed.
     #[error("serve {0}")]
-    Serve(Endpoint, #[source] tonic::transport::Error),
+    Serve(Endpoint, #[source] transport::Error),
+    /// The router could not be served.
+    #[error(transparent)]
+    Router(#[from] RouterError),
 }
 
-/// Serves all services on `endpoint` until `shutdown` resolves and the calls under way are done. The
-/// socket is removed at the end.
+/// Serves all services on `endpoint`, and those of the cluster where the `router` is waited for, until `shutdown` resolves and
+/// the calls under way are done. The socket is removed at the end.
 pub async fn serve(
     driver: Arc<Driver>,
     endpoint: &Endpoint,
+    router: Option<RouterListener>,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), EndpointError> {
     let listener = listen(endpoint)?;
     let _socket = RemoveOnDrop(endpoint.path().to_owned());
     tracing::info!(%endpoint, driver = driver.config().driver_name, node = driver.config().node_id, "listening");
     let incoming = UnixListenerStream::new(listener).map(|connection| connection.map(Tolerant::new));
-    Server::builder()
+    // One for both: what streams may take is bounded for all of them together.
+    let metadata = SnapshotMetadataService::new(driver.clone());
+    let (stop, mut stopped) = watch::channel(false);
+    let shutdown = async move {
+        shutdown.await;
+        let _ = stop.send(true);
+    };
+    let local = async {
+        cluster_services(&mut Server::builder(), &driver, metadata.clone())
+            .add_service(NodeServer::new(NodeService(driver.clone())))
+            .serve_with_incoming_shutdown(incoming, shutdown)
+            .await
+            .map_err(|error| EndpointError::Serve(endpoint.clone(), error))
+    };
+    let cluster = async {
+        let Some(router) = router else { return Ok(()) };
+        // Ends too when the socket's server is gone.
+        let shutdown = async move { drop(stopped.wait_for(|stopped| *stopped).await) };
+        Ok(router.serve(driver.clone(), metadata.clone(), shutdown).await?)
+    };
+    // The first error ends both.
+    tokio::try_join!(local, cluster).map(drop)
+}
+
+/// The services that are asked on behalf of the cluster, and not of the node.
+pub(super) fn cluster_services(
+    server: &mut Server,
+    driver: &Arc<Driver>,
+    metadata: SnapshotMetadataService,
+) -> transport::server::Router {
+    server
         .add_service(IdentityServer::new(IdentityService(driver.clone())))
         .add_service(ControllerServer::new(ControllerService(driver.clone())))
         .add_service(GroupControllerServer::new(GroupControllerService(driver.clone())))
-        .add_service(NodeServer::new(NodeService(driver.clone())))
-        .add_service(
-            counted(driver.streams().clone())
-                .named_layer(SnapshotMetadataServer::new(SnapshotMetadataService::new(driver))),
-        )
-        .serve_with_incoming_shutdown(incoming, shutdown)
-        .await
-        .map_err(|error| EndpointError::Serve(endpoint.clone(), error))
+        .add_service(counted(driver.streams().clone()).named_layer(SnapshotMetadataServer::new(metadata)))
 }
 
 struct RemoveOnDrop(PathBuf);

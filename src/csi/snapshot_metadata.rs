@@ -69,6 +69,7 @@ impl AsRef<[u8]> for Sending {
     }
 }
 
+#[derive(Clone)]
 pub(super) struct SnapshotMetadataService {
     open: Arc<Semaphore>,
     workers: Workers,

@@ -99,7 +99,7 @@ impl Driver {
         parameters: &SnapshotParameters,
     ) -> Result<Group> {
         self.check_host()?;
-        let id = GroupId::random().context("draw an id from", "/dev/random".as_ref())?;
+        let id = GroupId::random(self.key).context("draw an id from", "/dev/random".as_ref())?;
         let draft = self.store.draft_group(&id)?;
         let mut snapshots = Vec::new();
         for volume_id in volume_ids {

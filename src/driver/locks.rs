@@ -125,7 +125,10 @@ mod tests {
     #[test]
     fn one_at_a_time_on_an_object_and_none_in_each_others_way() {
         let locks = OpLocks::default();
-        let (one, two) = (VolumeId::random().expect("id"), VolumeId::random().expect("id"));
+        let (one, two) = (
+            VolumeId::random(base::Key::random().expect("key")).expect("id"),
+            VolumeId::random(base::Key::random().expect("key")).expect("id"),
+        );
         let held = locks.take(Key::Volume(one.clone())).expect("free");
         assert!(matches!(locks.take(Key::Volume(one.clone())), Err(Error::Busy { .. })));
         let _other = locks.take(Key::Volume(two)).expect("another object");
@@ -136,7 +139,7 @@ mod tests {
     #[test]
     fn a_waiter_gets_it_when_the_holder_goes() {
         let locks = OpLocks::default();
-        let id = VolumeId::random().expect("id");
+        let id = VolumeId::random(base::Key::random().expect("key")).expect("id");
         let held = locks.wait(Key::Chain(id.clone()));
         let waiter = std::thread::spawn({
             let locks = locks.clone();

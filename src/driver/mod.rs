@@ -6,6 +6,7 @@ mod attach;
 mod capability;
 mod capacity;
 mod check;
+mod choices;
 mod error;
 mod expand;
 mod fill;
@@ -31,6 +32,7 @@ pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
 pub use capacity::{AvailableCapacity, CapacityRange};
 pub use check::{Discovery, Severity};
+pub use choices::{Named, Room};
 pub use error::Error;
 pub use expand::Expansion;
 pub use groups::Group;
@@ -54,6 +56,7 @@ use crate::store::{Claim, Store, TupleStyle};
 use crate::sys;
 use base::{Quantity, VolumeId};
 use capacity::Reserved;
+use choices::Choices;
 use locks::OpLocks;
 
 /// What this room returns.
@@ -88,10 +91,13 @@ pub struct Config {
 #[derive(Debug)]
 pub struct Driver {
     config: Config,
+    /// The data directory's, in every id that is made.
+    key: base::Key,
     open_pool: OpenPool,
     store: Store,
     /// What to know of a pool without direct I/O.
     cached: Option<&'static str>,
+    choices: Choices,
     locks: OpLocks,
     /// Bytes of volumes in the making.
     promised: Reserved,
@@ -139,6 +145,11 @@ impl Driver {
     /// The flags it runs with.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// The data directory's key.
+    pub fn key(&self) -> base::Key {
+        self.key
     }
 
     /// How the pool copies.

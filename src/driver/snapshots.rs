@@ -91,7 +91,7 @@ impl Driver {
     ) -> Result<SnapshotRecord> {
         Ok(SnapshotRecord {
             version: SnapshotRecord::VERSION,
-            id: SnapshotId::random().context("draw an id from", "/dev/random".as_ref())?,
+            id: SnapshotId::random(self.key).context("draw an id from", "/dev/random".as_ref())?,
             name: name.to_owned(),
             group,
             volume: volume.id.clone(),

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use super::capacity::Reserved;
+use super::choices::Choices;
 use super::locks::{Key, OpLocks};
 use super::{Config, Driver, Error, Result, hashing, health};
 use crate::pool::{Known, OpenPool, PoolRequest};
@@ -44,8 +45,14 @@ impl Driver {
             None => None,
         };
 
+        let key = match &manifest {
+            Some(manifest) => manifest.key,
+            None => base::Key::random().context("draw a key from", "/dev/random".as_ref())?,
+        };
+
         let open_pool = OpenPool::open(&data_dir, config.pool, known)?;
-        let store = match open_store(&config, &claim, manifest.is_none(), &open_pool) {
+        let new = manifest.is_none().then_some(key);
+        let store = match open_store(&config, &claim, new, &open_pool) {
             Ok(store) => store,
             Err(error) => {
                 // Nobody is left who would unmount the pool.
@@ -62,9 +69,11 @@ impl Driver {
         }
         let driver = Driver {
             config,
+            key,
             open_pool,
             store,
             cached,
+            choices: Choices::default(),
             locks: OpLocks::default(),
             promised: Reserved::default(),
             attaching: Reserved::default(),
@@ -78,6 +87,7 @@ impl Driver {
         driver.remove_unplaced();
         tracing::info!(
             data_dir = %driver.config.data_dir.display(),
+            key = %driver.key,
             pool = %driver.open_pool.pool().kind(),
             place = driver.open_pool.describe(),
             volumes = driver.store.read(|index| index.volume_count()),
@@ -130,12 +140,13 @@ impl Driver {
     }
 }
 
-/// Reads the records of a pool, and where it `is_new` writes down first what the data directory is.
-fn open_store(config: &Config, claim: &Claim, is_new: bool, open_pool: &OpenPool) -> Result<Store> {
-    if is_new {
+/// Reads the records of a pool, and writes down first what a `new` data directory is, which gets this key.
+fn open_store(config: &Config, claim: &Claim, new: Option<base::Key>, open_pool: &OpenPool) -> Result<Store> {
+    if let Some(key) = new {
         claim.set_manifest(&Manifest {
             version: Manifest::VERSION,
             driver_name: config.driver_name.clone(),
+            key,
             pool: open_pool.pool().kind(),
             in_image: open_pool.known().in_image,
         })?;

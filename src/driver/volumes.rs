@@ -94,7 +94,7 @@ impl Driver {
         let _room = self.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
-            id: VolumeId::random().context("draw an id from", "/dev/random".as_ref())?,
+            id: VolumeId::random(self.key).context("draw an id from", "/dev/random".as_ref())?,
             name: request.name.clone(),
             capacity,
             block_size,
@@ -235,12 +235,15 @@ impl Driver {
     /// What is unknown here may live on another node. A caller that names topologies is told so, in the way that
     /// makes it try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
     fn perhaps_elsewhere(&self, error: Error, request: &CreateVolume) -> Error {
-        let known = |id: &str| id.parse().is_ok_and(|id| self.store.read(|index| index.known(&id)).is_some());
         let id = match &request.source {
-            Some(SourceRef::Snapshot(id)) if id.parse::<SnapshotId>().is_ok() && !known(id) => id,
+            Some(SourceRef::Snapshot(id)) if id.parse::<SnapshotId>().is_ok() => id,
             Some(SourceRef::Volume(id)) if id.parse::<VolumeId>().is_ok() => id,
             _ => return error,
         };
+        if base::Key::of(id) == Some(self.key) {
+            // Made here, so it is gone.
+            return error;
+        }
         match error {
             Error::NotFound { kind, .. } if !request.requisite.is_empty() => Error::Elsewhere(format!(
                 "{kind} {id} is not on this node, {}: it lives on another, or is gone",

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Result, encode, read_optional, records};
-use base::{DataDir, PoolKind};
+use base::{DataDir, Key, PoolKind};
 use files::change;
 use files::durable::{self, FileLock};
 
@@ -17,6 +17,8 @@ pub struct Manifest {
     pub version: u32,
     /// The driver's name: its topology keys and volume handles are known to the cluster by it.
     pub driver_name: String,
+    /// Part of the id of every object that is made here. It never changes, whatever the node is called.
+    pub key: Key,
     /// The kind of the pool.
     pub pool: PoolKind,
     /// Whether the pool lives in `pool.img`.

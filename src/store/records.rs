@@ -12,7 +12,7 @@ use crate::sys::mount::is_plain_absolute;
 use base::{BlockSize, GroupId, SnapshotId, VolumeId};
 
 /// The version of all records that this build writes and reads.
-pub(super) const VERSION: u32 = 2;
+pub(super) const VERSION: u32 = 3;
 
 /// A point in time: seconds and nanoseconds since 1970-01-01 UTC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

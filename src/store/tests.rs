@@ -4,12 +4,12 @@ use base::{BlockSize, DataDir, GroupId};
 fn volume(name: &str) -> VolumeRecord {
     VolumeRecord {
         version: VolumeRecord::VERSION,
-        id: VolumeId::random().expect("id"),
+        id: VolumeId::random(base::Key::random().expect("key")).expect("id"),
         name: name.to_owned(),
         capacity: 1 << 20,
         block_size: BlockSize::MIN,
         access: vec![AccessKind::Block, AccessKind::Filesystem("ext4".into())],
-        source: Some(Source::Snapshot(SnapshotId::random().expect("id"))),
+        source: Some(Source::Snapshot(SnapshotId::random(base::Key::random().expect("key")).expect("id"))),
         tracking: true,
         tuning: Tuning::default(),
         attached: None,
@@ -21,7 +21,7 @@ fn volume(name: &str) -> VolumeRecord {
 fn snapshot(name: &str, of: &VolumeId, sequence: u64) -> SnapshotRecord {
     SnapshotRecord {
         version: SnapshotRecord::VERSION,
-        id: SnapshotId::random().expect("id"),
+        id: SnapshotId::random(base::Key::random().expect("key")).expect("id"),
         name: name.to_owned(),
         group: None,
         volume: of.clone(),
@@ -100,10 +100,16 @@ fn a_record_of_another_version_or_place_is_refused() {
     let record = add(&store, volume("later"));
     let path = store.dir.volume(&record.id).record();
     let text = fs::read_to_string(&path).expect("read");
-    fs::write(&path, text.replace("\"version\": 2", "\"version\": 3")).expect("write");
-    assert!(matches!(open(dir.path()).damaged()[0].error, Error::UnknownVersion { version: 3, .. }));
-    fs::write(&path, text.replace(record.id.as_str(), VolumeId::random().expect("id").as_str()))
-        .expect("write");
+    fs::write(&path, text.replace("\"version\": 3", "\"version\": 4")).expect("write");
+    assert!(matches!(open(dir.path()).damaged()[0].error, Error::UnknownVersion { version: 4, .. }));
+    fs::write(
+        &path,
+        text.replace(
+            record.id.as_str(),
+            VolumeId::random(base::Key::random().expect("key")).expect("id").as_str(),
+        ),
+    )
+    .expect("write");
     assert!(matches!(open(dir.path()).damaged()[0].error, Error::Misplaced { .. }));
 }
 
@@ -132,7 +138,7 @@ fn removed_is_gone_by_every_key() {
 fn group(name: &str, members: &[&SnapshotRecord]) -> GroupRecord {
     GroupRecord {
         version: GroupRecord::VERSION,
-        id: GroupId::random().expect("id"),
+        id: GroupId::random(base::Key::random().expect("key")).expect("id"),
         name: name.to_owned(),
         members: members.iter().map(|member| member.id.clone()).collect(),
         tuple_style: None,

@@ -1,8 +1,10 @@
 //! Ids of the objects the driver makes.
 //!
 //! An id becomes a directory name, so its type can hold nothing but `<prefix>-<32 hex digits>`:
-//! whatever a client sends either parses into that or names nothing we made. Ids are random and
-//! never reused, so a stale id cannot come to mean another object.
+//! whatever a client sends either parses into that or names nothing we made. The first eight digits
+//! are the [`Key`] of the data directory that the object was made in, so that whoever routes calls
+//! for many nodes knows the node by the id alone. The others are random and never reused, so a stale
+//! id cannot come to mean another object.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,6 +19,77 @@ pub struct IdError {
 }
 
 const HEX_DIGITS: usize = 32;
+const KEY_DIGITS: usize = 8;
+
+/// The key of a data directory: made with it, kept in `deltapath.json`, and part of every id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Key(u32);
+
+/// A string that is no key of a data directory.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("not the key of a data directory (want {KEY_DIGITS} hex digits in lower case)")]
+pub struct KeyError;
+
+impl Key {
+    /// A fresh key from the kernel's random number generator.
+    pub fn random() -> std::io::Result<Self> {
+        let mut bits = [0u8; KEY_DIGITS / 2];
+        getrandom::fill(&mut bits).map_err(std::io::Error::from)?;
+        Ok(Key(u32::from_be_bytes(bits)))
+    }
+
+    /// The key in an id of whatever kind; `None` for a string that is no id.
+    pub fn of(id: &str) -> Option<Self> {
+        let digits = PREFIXES.iter().find_map(|prefix| id.strip_prefix(prefix))?;
+        match is_hex(digits, HEX_DIGITS) {
+            true => digits.get(..KEY_DIGITS)?.parse().ok(),
+            false => None,
+        }
+    }
+}
+
+impl FromStr for Key {
+    type Err = KeyError;
+
+    fn from_str(text: &str) -> Result<Self, KeyError> {
+        match is_hex(text, KEY_DIGITS) {
+            true => u32::from_str_radix(text, 16).map(Key).map_err(|_| KeyError),
+            false => Err(KeyError),
+        }
+    }
+}
+
+impl TryFrom<String> for Key {
+    type Error = KeyError;
+
+    fn try_from(text: String) -> Result<Self, KeyError> {
+        text.parse()
+    }
+}
+
+impl From<Key> for String {
+    fn from(key: Key) -> String {
+        key.to_string()
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:08x}", self.0)
+    }
+}
+
+/// What ids begin with.
+const PREFIXES: [&str; 3] = ["vol-", "snap-", "group-"];
+
+fn is_hex(text: &str, digits: usize) -> bool {
+    text.len() == digits && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+fn hex_digit(half: u8) -> char {
+    char::from(b"0123456789abcdef"[usize::from(half & 15)])
+}
 
 macro_rules! id_type {
     ($(#[$doc:meta])* $name:ident, $prefix:literal) => {
@@ -26,11 +99,13 @@ macro_rules! id_type {
         pub struct $name(String);
 
         impl $name {
-            /// A fresh id from the kernel's random number generator.
-            pub fn random() -> std::io::Result<Self> {
-                let mut bits = [0u8; HEX_DIGITS / 2];
+            /// A fresh id of the data directory with this key, from the kernel's random number generator.
+            pub fn random(key: Key) -> std::io::Result<Self> {
+                let mut id = format!(concat!($prefix, "-{}"), key);
+                let mut bits = [0u8; (HEX_DIGITS - KEY_DIGITS) / 2];
                 getrandom::fill(&mut bits).map_err(std::io::Error::from)?;
-                Ok(Self(format!(concat!($prefix, "-{:032x}"), u128::from_be_bytes(bits))))
+                id.extend(bits.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(hex_digit));
+                Ok(Self(id))
             }
 
             /// The id as text, which is also its directory name.
@@ -43,13 +118,8 @@ macro_rules! id_type {
             type Err = IdError;
 
             fn from_str(text: &str) -> Result<Self, IdError> {
-                let hex = text.strip_prefix(concat!($prefix, "-"));
-                let valid = |hex: &str| {
-                    hex.len() == HEX_DIGITS
-                        && hex.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
-                };
-                match hex {
-                    Some(hex) if valid(hex) => Ok(Self(text.to_owned())),
+                match text.strip_prefix(concat!($prefix, "-")) {
+                    Some(hex) if is_hex(hex, HEX_DIGITS) => Ok(Self(text.to_owned())),
                     _ => Err(IdError { prefix: $prefix }),
                 }
             }
@@ -99,10 +169,34 @@ mod tests {
 
     #[test]
     fn a_random_id_parses_back_and_differs_from_the_next() {
-        let first = VolumeId::random().expect("getrandom works");
-        let second = VolumeId::random().expect("getrandom works");
+        let key = Key::random().expect("getrandom works");
+        let first = VolumeId::random(key).expect("getrandom works");
+        let second = VolumeId::random(key).expect("getrandom works");
         assert_ne!(first, second);
         assert_eq!(first.as_str().parse(), Ok(first.clone()));
+    }
+
+    #[test]
+    fn an_id_of_any_kind_tells_its_key() {
+        let key: Key = "00ab12cd".parse().expect("a key");
+        assert_eq!(key.to_string(), "00ab12cd");
+        for id in [
+            VolumeId::random(key).map(String::from),
+            SnapshotId::random(key).map(String::from),
+            GroupId::random(key).map(String::from),
+        ] {
+            assert_eq!(Key::of(&id.expect("getrandom works")), Some(key));
+        }
+        let good = "0123456789abcdef0123456789abcdef";
+        assert_eq!(Key::of(&format!("vol-{good}")), "01234567".parse().ok());
+        for no_id in
+            ["", "vol-", "vol-01234567", "01234567", &format!("disk-{good}"), &format!("vol-{good}0")]
+        {
+            assert_eq!(Key::of(no_id), None, "{no_id:?}");
+        }
+        for no_key in ["", "0123456", "012345678", "0123456G", "0123456A", "+1234567"] {
+            assert_eq!(no_key.parse::<Key>(), Err(KeyError), "{no_key:?}");
+        }
     }
 
     #[test]

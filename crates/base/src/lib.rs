@@ -21,7 +21,7 @@ mod urgent;
 pub use block::{Block, BlockRange, BlockSize, BlockSizeError, ByteRange};
 pub use endpoint::Endpoint;
 pub use extent::{Extent, Place, Written};
-pub use ids::{GroupId, IdError, SnapshotId, VolumeId};
+pub use ids::{GroupId, IdError, Key, KeyError, SnapshotId, VolumeId};
 pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
 pub use pool::PoolKind;
 pub use quantity::{Quantity, QuantityError};

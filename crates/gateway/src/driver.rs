@@ -6,17 +6,15 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
-use serve::upstream::{self, WideWindows};
+use serve::upstream::{self, ORIGIN, WideWindows};
 use tokio::net::UnixStream;
-use tonic::codegen::http::{self, HeaderValue, Request, response};
+use tonic::codegen::http::response;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
 
 use proto::identity_client::IdentityClient;
 use proto::{GetPluginInfoRequest, ProbeRequest};
 
-/// What drivers see as the address of the call: a socket has no host.
-const ORIGIN: &str = "http://localhost";
 /// How long an answer about the driver itself may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it is asked while it is away, and later whether it is still there.
@@ -56,23 +54,8 @@ impl Driver {
         body: Bytes,
         deadline: Option<Instant>,
     ) -> Result<(response::Parts, Answer), Status> {
-        let internal = |error: http::Error| Status::internal(format!("address the CSI driver: {error}"));
-        let mut request = Request::post(format!("{ORIGIN}{path}"))
-            .version(http::Version::HTTP_2)
-            .header(http::header::TE, "trailers")
-            .header(http::header::CONTENT_TYPE, "application/grpc")
-            .body(())
-            .map_err(internal)?;
-        if let Some(deadline) = deadline {
-            let left = deadline.saturating_duration_since(Instant::now());
-            // At most eight digits (gRPC over HTTP/2, "Timeout").
-            let timeout = match left.as_millis() {
-                millis @ 0..=99_999_999 => format!("{millis}m"),
-                millis => format!("{}S", (millis / 1000).min(99_999_999)),
-            };
-            let timeout = HeaderValue::from_str(&timeout).map_err(|error| internal(error.into()))?;
-            request.headers_mut().insert("grpc-timeout", timeout);
-        }
+        let request = upstream::request(path, deadline)
+            .map_err(|error| Status::internal(format!("address the CSI driver: {error}")))?;
         let socket = UnixStream::connect(&self.path).await.map_err(|error| away(&error))?;
         upstream::call(socket, request, body, self.windows.clone()).await.map_err(|error| away(&error))
     }

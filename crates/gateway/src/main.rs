@@ -10,7 +10,6 @@ mod record;
 mod resolve;
 mod server;
 mod service;
-mod stream;
 
 use std::io::IsTerminal;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};

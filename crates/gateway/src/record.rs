@@ -4,10 +4,14 @@
 use std::io::Write;
 use std::time::Instant;
 
-use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use metrics::{counter, describe_counter, describe_gauge, describe_histogram, histogram};
 use serde::Serialize;
+use serve::streams::Record as _;
+use serve::upstream;
 use tonic::{Code, Status};
 use tracing::Span;
+
+use crate::driver;
 
 /// Names the metrics.
 pub fn describe() {
@@ -101,9 +105,10 @@ impl Record {
     pub fn span(&self) -> &Span {
         &self.span
     }
+}
 
-    /// Bytes are passed on, with as many tuples in all by now.
-    pub fn passed(&mut self, bytes: usize, tuples: u64) {
+impl serve::streams::Record for Record {
+    fn passed(&mut self, bytes: usize, tuples: u64) {
         if !std::mem::replace(&mut self.has_begun, true) {
             histogram!("deltapath_gateway_first_message_seconds", "method" => self.method)
                 .record(self.started.elapsed());
@@ -112,8 +117,7 @@ impl Record {
         self.line.tuples = tuples;
     }
 
-    /// The call has ended like this.
-    pub fn end(&mut self, status: &Status) {
+    fn end(&mut self, status: &Status) {
         if std::mem::replace(&mut self.has_ended, true) {
             return;
         }
@@ -141,29 +145,19 @@ impl Record {
             let _ = writeln!(std::io::stdout().lock(), "{line}");
         }
     }
+
+    fn lost(&self, error: &upstream::Error) -> Status {
+        driver::away(error)
+    }
+
+    fn cut_short(&self, why: &str) -> Status {
+        driver::cut_short(why)
+    }
 }
 
 impl Drop for Record {
     fn drop(&mut self) {
         self.end(&Status::cancelled("the client is gone"));
-    }
-}
-
-/// Counts an open stream until it is dropped.
-#[derive(Debug)]
-pub struct CountedStream(());
-
-impl CountedStream {
-    /// One more.
-    pub fn new() -> Self {
-        gauge!("deltapath_gateway_open_streams").increment(1.0);
-        CountedStream(())
-    }
-}
-
-impl Drop for CountedStream {
-    fn drop(&mut self) {
-        gauge!("deltapath_gateway_open_streams").decrement(1.0);
     }
 }
 

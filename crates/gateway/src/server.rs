@@ -16,6 +16,7 @@ use serve::http::text;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
 use serve::reviews::Reviews;
+use serve::streams::Streams;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -30,7 +31,6 @@ use crate::driver::Driver;
 use crate::objects::Objects;
 use crate::record;
 use crate::service::{Gateway, SnapshotMetadata};
-use crate::stream::Streams;
 
 /// How often certificate files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
@@ -162,7 +162,11 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         }
     });
 
-    let streams = Streams::new(arguments.max_streams, arguments.max_streams_per_client);
+    let streams = Streams::new(
+        arguments.max_streams,
+        arguments.max_streams_per_client,
+        "deltapath_gateway_open_streams",
+    );
     tasks.spawn(streams.clone().end_idle(arguments.idle_timeout));
     let gateway = Gateway {
         driver_name,
@@ -173,7 +177,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         audience: arguments.audience,
         streams,
     };
-    let connections = listen::tls(listener, ready.certificate.clone().server_config(), Limits::default());
+    let config = ready.certificate.clone().server_config();
+    let connections = listen::tls(listener, move || Some(config.clone()), Limits::default());
     let (mut shutdown, mut overdue) = (stop.clone(), stop);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))

@@ -15,6 +15,8 @@ use serve::listen::Calls;
 use serve::relay::{deadline, frame, unframe};
 use serve::reviews::{Caller, Reviews};
 use serve::snapshots::{self, Usable};
+use serve::streams::{Call, Streams};
+use tokio::net::UnixStream;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, response};
@@ -27,7 +29,6 @@ use crate::driver::{self, Driver};
 use crate::objects::{self, Objects, SnapshotName};
 use crate::record::Record;
 use crate::resolve::{self, SecretName};
-use crate::stream::{Call, Streams};
 use proto::kubernetes;
 
 /// Longest request, in bytes. A token has a few thousand.
@@ -50,7 +51,7 @@ pub struct Gateway {
     /// The audience that tokens must be for; none: that of the SnapshotMetadataService object.
     pub audience: Option<String>,
     /// Answers under way.
-    pub streams: Arc<Streams>,
+    pub streams: Arc<Streams<UnixStream, Record>>,
 }
 
 /// The gateway as a gRPC service.
@@ -193,7 +194,7 @@ impl Gateway {
     async fn ask_driver(
         &self,
         question: Question,
-        call: &mut Call,
+        call: &mut Call<Record>,
     ) -> Result<(response::Parts, driver::Answer), Status> {
         call.record.about(&question.target.namespace, &question.target.name, question.base.as_deref());
         // 1. All arguments.

@@ -1,6 +1,7 @@
-//! The messages, clients and servers of three contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
-//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; and an earlier design of it in
-//! [`differential`], made from `proto/differentialsnapshot.proto`.
+//! The messages, clients and servers of four contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
+//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; an earlier design of it in
+//! [`differential`], made from `proto/differentialsnapshot.proto`; and what router and driver say to each other beside CSI
+//! in [`node`], made from `proto/node.proto`.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, rustdoc::all)]
 
@@ -20,4 +21,9 @@ pub mod kubernetes {
 /// The DifferentialSnapshot service, an earlier design of KEP-3314.
 pub mod differential {
     tonic::include_proto!("differentialsnapshot.v1alpha1");
+}
+
+/// What the router asks of a node's driver, beside CSI. Private to deltapath.
+pub mod node {
+    tonic::include_proto!("deltapath.node.v1");
 }

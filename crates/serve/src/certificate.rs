@@ -34,6 +34,13 @@ pub enum Error {
     Mismatch(#[source] rustls::Error),
 }
 
+impl Error {
+    /// Whether a file is not there.
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Error::Read(_, error) if error.kind() == std::io::ErrorKind::NotFound)
+    }
+}
+
 /// The certificate in use; none at first, so that handshakes fail until there is one.
 #[derive(Debug, Default)]
 pub struct Certificate(ArcSwapOption<CertifiedKey>);
@@ -64,29 +71,9 @@ impl Certificate {
         self.0.load().is_some()
     }
 
-    /// Loads the files again whenever they change. A pair that does not fit together, since one of the files is not
-    /// replaced yet, is tried again; the one before is shown meanwhile.
+    /// Loads the files again whenever they change.
     pub async fn follow(self: Arc<Self>, chain: PathBuf, key: PathBuf, every: Duration) {
-        let contents = || Some((std::fs::read(&chain).ok()?, std::fs::read(&key).ok()?));
-        let mut shown = contents();
-        let mut refused = None;
-        loop {
-            tokio::time::sleep(every).await;
-            let now = contents();
-            if now == shown || now == refused {
-                continue;
-            }
-            match self.load(&chain, &key) {
-                Ok(()) => {
-                    tracing::info!(chain = %chain.display(), "the new certificate is in use");
-                    (shown, refused) = (now, None);
-                }
-                Err(error) => {
-                    tracing::warn!(error = &error as &dyn std::error::Error, "a new certificate is not used");
-                    refused = now;
-                }
-            }
-        }
+        follow(&[&chain, &key], every, || self.load(&chain, &key)).await;
     }
 
     /// TLS 1.2 and 1.3 for HTTP/2, with this certificate and without certificates of clients.
@@ -107,6 +94,40 @@ impl ResolvesServerCert for Certificate {
     }
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, Error> {
+/// Calls `load` whenever one of these files has changed, for ever. What does not fit together, since one of the files is not
+/// replaced yet, is tried again with the next change; what was loaded before is used meanwhile.
+pub(crate) async fn follow<E: std::error::Error + 'static>(
+    files: &[&Path],
+    every: Duration,
+    load: impl Fn() -> Result<(), E>,
+) {
+    let contents = || files.iter().map(|file| std::fs::read(file).ok()).collect::<Option<Vec<_>>>();
+    let mut shown = contents();
+    let mut refused = None;
+    loop {
+        tokio::time::sleep(every).await;
+        let now = contents();
+        if now == shown || now == refused {
+            continue;
+        }
+        let chain = files.first().map(|file| file.display().to_string());
+        match load() {
+            Ok(()) => {
+                tracing::info!(chain, "the new certificate is in use");
+                (shown, refused) = (now, None);
+            }
+            Err(error) => {
+                tracing::warn!(
+                    chain,
+                    error = &error as &dyn std::error::Error,
+                    "a new certificate is not used"
+                );
+                refused = now;
+            }
+        }
+    }
+}
+
+pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Error> {
     std::fs::read(path).map_err(|error| Error::Read(path.to_owned(), error))
 }

@@ -1,11 +1,12 @@
-//! What servers share, each thing once: HTTP for probes and metrics ([`http`]), and answers that are fetched and passed on as
-//! bytes ([`upstream`], [`relay`]). As features, for the driver links neither: connections over TLS whose certificate
-//! changes without a restart (`tls`: `certificate`, `listen`), the lease of an elected replica (`lease`), and what is asked of
-//! the Kubernetes API server: who calls and what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`,
-//! `snapshots`).
+//! What servers share, each thing once: HTTP for probes and metrics ([`http`]), sockets ([`authority`], [`socket`]), and answers
+//! that are fetched and passed on as bytes ([`upstream`], [`relay`]). As features: connections over TLS whose certificate
+//! changes without a restart (`tls`: `certificate`, `mutual`, `listen`), and the streams on them (`streams`); and, for the
+//! driver links neither, the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls
+//! and what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
+pub mod authority;
 #[cfg(feature = "tls")]
 pub mod certificate;
 pub mod http;
@@ -13,6 +14,8 @@ pub mod http;
 pub mod lease;
 #[cfg(feature = "tls")]
 pub mod listen;
+#[cfg(feature = "tls")]
+pub mod mutual;
 #[cfg(feature = "kubernetes")]
 mod object;
 #[cfg(feature = "kubernetes")]
@@ -22,4 +25,7 @@ pub mod relay;
 pub mod reviews;
 #[cfg(feature = "kubernetes")]
 pub mod snapshots;
+pub mod socket;
+#[cfg(feature = "tls")]
+pub mod streams;
 pub mod upstream;

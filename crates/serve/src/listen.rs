@@ -35,14 +35,13 @@ impl Default for Limits {
     }
 }
 
-/// Accepts connections until the stream is dropped.
+/// Accepts connections until the stream is dropped. Each is greeted with the `config` of its moment; without one it is closed.
 pub fn tls(
     listener: TcpListener,
-    config: Arc<ServerConfig>,
+    config: impl Fn() -> Option<Arc<ServerConfig>> + Send + 'static,
     limits: Limits,
 ) -> ReceiverStream<io::Result<Connection>> {
     let (ready, connections) = mpsc::channel(64);
-    let acceptor = TlsAcceptor::from(config);
     let places = Arc::new(Semaphore::new(limits.connections));
     tokio::spawn(async move {
         while let Ok(place) = places.clone().acquire_owned().await {
@@ -59,7 +58,11 @@ pub fn tls(
                 () = ready.closed() => return,
             };
             let _ = stream.set_nodelay(true);
-            let (acceptor, ready) = (acceptor.clone(), ready.clone());
+            let Some(config) = config() else {
+                tracing::debug!("a connection is closed: there is no certificate yet");
+                continue;
+            };
+            let (acceptor, ready) = (TlsAcceptor::from(config), ready.clone());
             tokio::spawn(async move {
                 match timeout(limits.greeting, acceptor.accept(stream)).await {
                     Ok(Ok(stream)) => {

@@ -13,15 +13,26 @@ const PREFIX: usize = 5;
 
 /// A message with its prefix, as the body of a unary request.
 pub fn frame(message: &impl Message) -> Bytes {
-    let mut body = BytesMut::with_capacity(PREFIX + message.encoded_len());
+    frame_bytes(&message.encode_to_vec())
+}
+
+/// The same for a message that is encoded already.
+pub fn frame_bytes(message: &[u8]) -> Bytes {
+    let mut body = BytesMut::with_capacity(PREFIX + message.len());
     body.put_u8(0);
-    body.put_u32(message.encoded_len() as u32);
-    body.put_slice(&message.encode_to_vec());
+    body.put_u32(message.len() as u32);
+    body.put_slice(message);
     body.freeze()
 }
 
 /// The one message of a unary request's body.
-pub fn unframe<M: Message + Default>(mut body: Bytes) -> Result<M, Status> {
+pub fn unframe<M: Message + Default>(body: Bytes) -> Result<M, Status> {
+    M::decode(unframe_bytes(body)?)
+        .map_err(|_| Status::invalid_argument("the request is not a message of this call"))
+}
+
+/// The same, not decoded.
+pub fn unframe_bytes(mut body: Bytes) -> Result<Bytes, Status> {
     let broken = |what: &str| Status::invalid_argument(format!("the request is {what}"));
     if body.len() < PREFIX {
         return Err(broken("empty or cut short"));
@@ -34,7 +45,7 @@ pub fn unframe<M: Message + Default>(mut body: Bytes) -> Result<M, Status> {
     if length as usize != body.len() {
         return Err(broken("not one whole message"));
     }
-    M::decode(body).map_err(|_| broken("not a message of this call"))
+    Ok(body)
 }
 
 /// The moment at which the caller gives up, from the `grpc-timeout` header (gRPC over HTTP/2, "Requests").

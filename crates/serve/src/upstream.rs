@@ -19,8 +19,10 @@ use h2::{Ping, PingPong, Reason, RecvStream};
 use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, Sleep, sleep};
-use tonic::codegen::http::{Request, Response, response};
+use tonic::codegen::http::{self, HeaderValue, Request, Response, response};
 
+/// What servers see as the address of the call: neither a socket nor a node has a host name here.
+pub const ORIGIN: &str = "http://localhost";
 /// What a stream may send ahead at first, in bytes.
 const NARROW: u32 = 8 << 10;
 /// And when it has shown that it is read.
@@ -93,6 +95,28 @@ impl<T> fmt::Debug for Answer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Answer").field("passed", &self.passed).finish_non_exhaustive()
     }
+}
+
+/// What is left of a call's time, as `grpc-timeout` has it: at most eight digits (gRPC over HTTP/2, "Timeout").
+pub fn time_left(deadline: std::time::Instant) -> String {
+    match deadline.saturating_duration_since(std::time::Instant::now()).as_millis() {
+        millis @ 0..=99_999_999 => format!("{millis}m"),
+        millis => format!("{}S", (millis / 1000).min(99_999_999)),
+    }
+}
+
+/// The head of a gRPC call of `path`, whose caller gives up at the deadline.
+pub fn request(path: &str, deadline: Option<std::time::Instant>) -> Result<Request<()>, http::Error> {
+    let mut request = Request::post(format!("{ORIGIN}{path}"))
+        .version(http::Version::HTTP_2)
+        .header(http::header::TE, "trailers")
+        .header(http::header::CONTENT_TYPE, "application/grpc")
+        .body(())?;
+    if let Some(deadline) = deadline {
+        let timeout = HeaderValue::from_str(&time_left(deadline))?;
+        request.headers_mut().insert("grpc-timeout", timeout);
+    }
+    Ok(request)
 }
 
 /// Sends a request whose body is one message, and waits for the head of the answer.

@@ -261,7 +261,10 @@ mod tests {
             let mut steps = BTreeMap::new();
             for (letter, sequence, changes, rest) in jobs.iter() {
                 let place = (volume(*letter), *sequence);
-                state.jobs.insert(place.clone(), Job::new(SnapshotId::random().expect("id"), 1));
+                state.jobs.insert(
+                    place.clone(),
+                    Job::new(SnapshotId::random(base::Key::random().expect("key")).expect("id"), 1),
+                );
                 steps.insert((place.clone(), Part::Changes as u8), *changes);
                 steps.insert((place, Part::Rest as u8), *rest);
             }
@@ -284,7 +287,10 @@ mod tests {
     fn a_part_that_failed_waits_and_holds_up_no_other() {
         let hashing = Hashing::default();
         let (place, now) = ((volume('a'), 1), Instant::now());
-        hashing.state().jobs.insert(place, Job::new(SnapshotId::random().expect("id"), 1));
+        hashing
+            .state()
+            .jobs
+            .insert(place, Job::new(SnapshotId::random(base::Key::random().expect("key")).expect("id"), 1));
         let next = |after: u32| hashing.state().next(now + after * RETRY);
         let changes = next(0).expect("changes");
         hashing.put_off(&changes);
@@ -304,7 +310,10 @@ mod tests {
     fn what_is_hashed_is_freed_before_others_are_hashed() {
         let mut state = State::default();
         for (letter, left) in [('a', 5), ('b', 0), ('c', 5)] {
-            state.jobs.insert((volume(letter), 1), Job::new(SnapshotId::random().expect("id"), left));
+            state.jobs.insert(
+                (volume(letter), 1),
+                Job::new(SnapshotId::random(base::Key::random().expect("key")).expect("id"), left),
+            );
         }
         let first = state.next(Instant::now()).expect("work");
         assert_eq!((first.part, first.place.0), (Part::Rest, volume('b')));

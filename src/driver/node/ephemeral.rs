@@ -73,7 +73,7 @@ impl Driver {
         let _room = self.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
-            id: VolumeId::random().context("draw an id from", "/dev/random".as_ref())?,
+            id: VolumeId::random(self.key).context("draw an id from", "/dev/random".as_ref())?,
             name: String::new(),
             capacity,
             block_size: BlockSize::MIN,

@@ -79,8 +79,11 @@ fn changed(dir: &std::path::Path, blocks: &[u64]) -> MapFile {
 }
 
 fn changed_since(dir: &std::path::Path, blocks: &[u64], exact: Option<bool>) -> MapFile {
-    let path = dir.join(SnapshotId::random().expect("id").as_str());
-    let relative_to = exact.map(|exact| Relation { snapshot: SnapshotId::random().expect("id"), exact });
+    let path = dir.join(SnapshotId::random(base::Key::random().expect("key")).expect("id").as_str());
+    let relative_to = exact.map(|exact| Relation {
+        snapshot: SnapshotId::random(base::Key::random().expect("key")).expect("id"),
+        exact,
+    });
     let header = MapHeader { block_size: SIZE, blocks: 1 << 32, relative_to };
     write_map(&path, &header, blocks);
     MapFile::open(&path).expect("open")

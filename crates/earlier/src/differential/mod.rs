@@ -7,7 +7,6 @@ mod pages;
 mod resource;
 
 use std::error::Error;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
@@ -31,7 +30,7 @@ use serve::http::text;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
 use serve::reviews::Reviews;
-use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -110,8 +109,10 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         .await
         .map_err(|error| format!("listen on {}:{} (--port): {error}", address.0, address.1))?;
     let socket = arguments.socket.path();
-    let (grpc, _socket) =
-        bind(socket).await.map_err(|error| format!("listen on {} (--socket): {error}", arguments.socket))?;
+    let (grpc, _socket) = serve::socket::bind(socket)
+        .await
+        .map_err(|error| format!("listen on {} (--socket): {error}", arguments.socket))?;
+    let grpc = UnixListenerStream::new(grpc);
     let (chain, key) = (arguments.tls_cert, arguments.tls_key);
     ready.certificate.load(&chain, &key)?;
     tasks.spawn(ready.certificate.clone().follow(chain, key, FILES_EVERY));
@@ -218,8 +219,9 @@ async fn answer(
 ) {
     let mut config = Arc::unwrap_or_clone(certificate.clone().server_config());
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    let config = Arc::new(config);
     let limits = Limits { connections: CONNECTIONS, ..Limits::default() };
-    let mut connections = listen::tls(listener, Arc::new(config), limits);
+    let mut connections = listen::tls(listener, move || Some(config.clone()), limits);
     while let Some(Ok(connection)) = connections.next().await {
         let router = router.clone().layer(Extension(connection.connect_info()));
         let mut builder = auto::Builder::new(TokioExecutor::new());
@@ -249,32 +251,4 @@ async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Box<dyn Error>> {
         }
     };
     Ok(Client::try_from(config)?)
-}
-
-/// The file of a socket, until it is dropped.
-struct SocketFile<'p>(&'p Path);
-
-impl Drop for SocketFile<'_> {
-    #[expect(clippy::disallowed_methods, reason = "no state of the driver: a socket of this process")]
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(self.0);
-    }
-}
-
-/// Binds the socket for its owner and group. One that a killed process has left behind is taken over, one in use is not.
-#[expect(clippy::disallowed_methods, reason = "no state of the driver: a socket of this process")]
-async fn bind(path: &Path) -> std::io::Result<(UnixListenerStream, SocketFile<'_>)> {
-    if let Ok(metadata) = std::fs::symlink_metadata(path) {
-        if !metadata.file_type().is_socket() {
-            return Err(std::io::Error::other("a file that is no socket is there: move it away"));
-        }
-        if UnixStream::connect(path).await.is_ok() {
-            return Err(std::io::Error::other("another process serves there"));
-        }
-        std::fs::remove_file(path)?;
-    }
-    let listener = UnixListener::bind(path)?;
-    let file = SocketFile(path);
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o660))?;
-    Ok((UnixListenerStream::new(listener), file))
 }

@@ -25,7 +25,8 @@ const PRIORITY: u8 = 0x20;
 const MAX_FRAME: usize = 16384;
 
 /// A connection whose incoming `:authority` values are made acceptable.
-pub(super) struct Tolerant {
+#[derive(Debug)]
+pub struct Tolerant {
     inner: UnixStream,
     /// Bytes that pass through untouched before the next frame begins.
     pass: usize,
@@ -36,7 +37,8 @@ pub(super) struct Tolerant {
 }
 
 impl Tolerant {
-    pub(super) fn new(inner: UnixStream) -> Self {
+    /// Before its first byte.
+    pub fn new(inner: UnixStream) -> Self {
         Tolerant { inner, pass: PREFACE, gathered: Vec::new(), handing_out: None }
     }
 

@@ -1,30 +1,44 @@
-//! An answer on its way from the driver to the client: passed on frame by frame, counted, bounded in number and in the time
-//! that its client may leave it alone.
+//! A streamed answer on its way from a CSI driver to the client: passed on frame by frame, counted, bounded in number and in
+//! the time that its client may leave it alone. What else is to be known of a call is its [`Record`]'s business.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use serve::listen::OpenCall;
-use serve::relay::Tuples;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Sleep;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{self, HeaderMap};
 
-use crate::driver;
-use crate::record::{CountedStream, Record};
+use crate::listen::OpenCall;
+use crate::relay::Tuples;
+use crate::upstream::{self, Answer};
 
-/// All answers under way.
+/// What is kept of a call: its line in an audit or a log, and its place in the metrics.
+pub trait Record: fmt::Debug + Send + 'static {
+    /// Bytes are passed on, with as many tuples in all by now.
+    fn passed(&mut self, bytes: usize, tuples: u64);
+    /// The call has ended like this. Dropped without, its client is gone.
+    fn end(&mut self, status: &Status);
+    /// What the client is told where the connection to the driver broke.
+    fn lost(&self, error: &upstream::Error) -> Status;
+    /// What the client is told where the driver's answer ended without a status.
+    fn cut_short(&self, why: &str) -> Status;
+}
+
+/// All answers under way, which come by connections of the kind `T`.
 #[derive(Debug)]
-pub struct Streams {
+pub struct Streams<T, R> {
     max: usize,
     max_per_client: usize,
-    open: Mutex<Vec<Weak<Open>>>,
-    by_client: Mutex<ByClient>,
+    gauge: &'static str,
+    open: Mutex<Vec<Weak<Open<T, R>>>>,
+    by_client: Arc<Mutex<ByClient>>,
 }
 
 #[derive(Debug, Default)]
@@ -36,19 +50,20 @@ struct ByClient {
 /// A client's place among the open streams.
 #[derive(Debug)]
 pub struct Place {
-    streams: Arc<Streams>,
+    by_client: Arc<Mutex<ByClient>>,
     client: String,
-    _counted: CountedStream,
+    gauge: &'static str,
 }
 
-impl Streams {
-    /// At most `max` at once, and `max_per_client` for each client.
-    pub fn new(max: usize, max_per_client: usize) -> Arc<Self> {
-        Arc::new(Streams { max, max_per_client, open: Mutex::default(), by_client: Mutex::default() })
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static, R: Record> Streams<T, R> {
+    /// At most `max` at once, and `max_per_client` for each client. `gauge` is the metric that counts them.
+    pub fn new(max: usize, max_per_client: usize, gauge: &'static str) -> Arc<Self> {
+        let by_client = Arc::default();
+        Arc::new(Streams { max, max_per_client, gauge, open: Mutex::default(), by_client })
     }
 
     /// A place, if there is one.
-    pub fn enter(self: &Arc<Self>, client: &str) -> Result<Place, Status> {
+    pub fn enter(&self, client: &str) -> Result<Place, Status> {
         let mut by_client = lock(&self.by_client);
         if by_client.total >= self.max {
             return Err(Status::resource_exhausted(format!(
@@ -65,7 +80,8 @@ impl Streams {
         }
         *own += 1;
         by_client.total += 1;
-        Ok(Place { streams: self.clone(), client: client.to_owned(), _counted: CountedStream::new() })
+        metrics::gauge!(self.gauge).increment(1.0);
+        Ok(Place { by_client: self.by_client.clone(), client: client.to_owned(), gauge: self.gauge })
     }
 
     /// Ends the streams whose clients take nothing for `idle`; for ever.
@@ -73,7 +89,7 @@ impl Streams {
         let every = (idle / 8).clamp(Duration::from_millis(10), Duration::from_secs(10));
         loop {
             tokio::time::sleep(every).await;
-            let open: Vec<Arc<Open>> = {
+            let open: Vec<_> = {
                 let mut open = lock(&self.open);
                 open.retain(|one| one.strong_count() > 0);
                 open.iter().filter_map(Weak::upgrade).collect()
@@ -86,9 +102,9 @@ impl Streams {
 
     /// Takes the driver's answer over, and makes of it the one to the client.
     pub fn pass_on(
-        self: &Arc<Self>,
-        (head, body): (http::response::Parts, driver::Answer),
-        call: Call,
+        &self,
+        (head, body): (http::response::Parts, Answer<T>),
+        call: Call<R>,
     ) -> http::Response<Body> {
         // An answer without a message has its status in the head ("Trailers-Only" in gRPC over HTTP/2).
         if let Some(status) = Status::from_header_map(&head.headers) {
@@ -112,7 +128,8 @@ impl Streams {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut by_client = lock(&self.streams.by_client);
+        metrics::gauge!(self.gauge).decrement(1.0);
+        let mut by_client = lock(&self.by_client);
         by_client.total -= 1;
         if let Some(own) = by_client.each.get_mut(&self.client) {
             *own -= 1;
@@ -125,18 +142,18 @@ impl Drop for Place {
 
 /// A call with all that it holds.
 #[derive(Debug)]
-pub struct Call {
-    /// Its line in the audit.
-    pub record: Record,
+pub struct Call<R> {
+    /// What is kept of it.
+    pub record: R,
     /// When its caller gives up.
     pub deadline: Option<Instant>,
-    /// The same call as its connection counts it; none where the connection is not one of `serve::listen`.
+    /// The same call as its connection counts it; none where the connection is not one of `listen`.
     pub on_connection: Option<OpenCall>,
     /// Its place among the streams, when its caller is known.
     pub place: Option<Place>,
 }
 
-impl Call {
+impl<R: Record> Call<R> {
     /// Ends the call before any message.
     pub fn fail(mut self, status: Status) -> http::Response<Body> {
         self.record.end(&status);
@@ -146,19 +163,19 @@ impl Call {
 
 /// An answer that is open. Its client's connection and the watch over idle ones share it.
 #[derive(Debug)]
-struct Open(Mutex<State>);
+struct Open<T, R>(Mutex<State<T, R>>);
 
 #[derive(Debug)]
-enum State {
-    Live(Box<Live>),
+enum State<T, R> {
+    Live(Box<Live<T, R>>),
     /// What the client still has to be sent, if it ever asks.
     Ended(Option<Status>),
 }
 
 #[derive(Debug)]
-struct Live {
-    body: driver::Answer,
-    call: Call,
+struct Live<T, R> {
+    body: Answer<T>,
+    call: Call<R>,
     tuples: Tuples,
     /// When the client last took something.
     taken: Instant,
@@ -166,7 +183,7 @@ struct Live {
     waits: bool,
 }
 
-impl Open {
+impl<T, R: Record> Open<T, R> {
     fn end_if_idle(&self, idle: Duration) {
         let mut state = lock(&self.0);
         let State::Live(live) = &mut *state else { return };
@@ -190,12 +207,12 @@ impl Open {
 
 /// The body of the answer to the client.
 #[derive(Debug)]
-struct Passing {
-    open: Arc<Open>,
+struct Passing<T, R> {
+    open: Arc<Open<T, R>>,
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
-impl http_body::Body for Passing {
+impl<T: AsyncRead + AsyncWrite + Unpin, R: Record> http_body::Body for Passing<T, R> {
     type Data = Bytes;
     type Error = Status;
 
@@ -229,18 +246,18 @@ impl http_body::Body for Passing {
                 Err(frame) => {
                     let trailers = frame.into_trailers().unwrap_or_default();
                     let status = Status::from_header_map(&trailers).map(passed_on);
-                    status.unwrap_or_else(|| driver::cut_short("its trailers have no status"))
+                    status.unwrap_or_else(|| live.call.record.cut_short("its trailers have no status"))
                 }
             },
-            Poll::Ready(Some(Err(error))) => driver::away(&error),
-            Poll::Ready(None) => driver::cut_short("it has no trailers"),
+            Poll::Ready(Some(Err(error))) => live.call.record.lost(&error),
+            Poll::Ready(None) => live.call.record.cut_short("it has no trailers"),
         };
         Poll::Ready(Some(Ok(end(&mut state, &status))))
     }
 }
 
 /// Ends a live answer: what it holds is given back at once.
-fn end(state: &mut State, status: &Status) -> http_body::Frame<Bytes> {
+fn end<T, R: Record>(state: &mut State<T, R>, status: &Status) -> http_body::Frame<Bytes> {
     if let State::Live(live) = state {
         live.call.record.end(status);
     }
@@ -256,7 +273,7 @@ fn trailers(status: &Status) -> http_body::Frame<Bytes> {
 }
 
 /// The driver's status: its code, message and details, without other headers of the driver's.
-fn passed_on(status: Status) -> Status {
+pub fn passed_on(status: Status) -> Status {
     Status::with_details(status.code(), status.message(), Bytes::copy_from_slice(status.details()))
 }
 

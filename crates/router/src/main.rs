@@ -1,0 +1,246 @@
+//! `deltapath-router`: one CSI controller for many nodes. Flags are here, the calls in `calls`.
+#![forbid(unsafe_code)]
+
+mod calls;
+mod forget;
+mod node;
+mod nodes;
+mod pages;
+mod passthrough;
+mod place;
+mod record;
+mod server;
+mod service;
+
+use std::io::IsTerminal;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use base::{Endpoint, Key};
+use clap::{Parser, Subcommand, ValueEnum};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{Layer, fmt, registry};
+
+/// Messages come and go, of different sizes: glibc keeps more of their memory.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// One CSI controller for many nodes.
+///
+/// Serves CSI Identity, Controller, GroupController and SnapshotMetadata on a UNIX socket, and routes each call to the node
+/// whose driver (deltapath driver --router-listen) has the object. It keeps no state and needs no privileges; several may
+/// run at once.
+///
+/// On SIGTERM and SIGINT it takes no new calls, lets those under way end for up to --drain, and exits with 0. Exit codes:
+/// 0 stopped or done, 1 failed (the reason is on standard error), 2 wrong usage.
+#[derive(Debug, Parser)]
+#[command(
+    name = "deltapath-router",
+    version,
+    max_term_width = 100,
+    subcommand_negates_reqs = true,
+    args_conflicts_with_subcommands = true
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    serve: Option<Serve>,
+}
+
+#[derive(Debug, clap::Args)]
+struct Serve {
+    /// Socket to serve on. A stale socket is replaced; if another process listens on it, the router does not start.
+    #[arg(
+        long,
+        env = "CSI_ENDPOINT",
+        value_name = "unix:///PATH",
+        default_value = "unix:///run/deltapath/router.sock"
+    )]
+    endpoint: Endpoint,
+    /// Addresses of the nodes' drivers (their --router-listen), separated by commas. An IP address or a name, and a port.
+    #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',', required = true, value_parser = node_endpoint)]
+    node_endpoints: Vec<String>,
+    /// Certificate chain, in PEM, with the URI SAN spiffe://CLUSTER/deltapath/router. This file and the next two are
+    /// watched: new ones are used without a restart.
+    #[arg(long, value_name = "FILE", required = true)]
+    tls_cert: PathBuf,
+    /// Its key, in PEM.
+    #[arg(long, value_name = "FILE", required = true)]
+    tls_key: PathBuf,
+    /// CA certificates that may sign the nodes' certificates, in PEM. A node's has the URI SAN
+    /// spiffe://CLUSTER/deltapath/node/KEY, with the same CLUSTER and the key of its data directory.
+    #[arg(long, value_name = "FILE", required = true)]
+    tls_ca: PathBuf,
+    /// File with the keys of data directories that are gone for good, one a line. It is watched. `deltapath-router forget`
+    /// adds to it.
+    #[arg(long, value_name = "FILE")]
+    forgotten: Option<PathBuf>,
+    /// How long a node may take to accept a connection, and to say who it is, before it counts as away.
+    #[arg(long, value_name = "AGE", default_value = "5s", value_parser = age)]
+    node_timeout: Duration,
+    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    http_endpoint: SocketAddr,
+    /// Maximum number of metadata streams at once.
+    #[arg(long, value_name = "COUNT", default_value_t = 2048)]
+    max_streams: usize,
+    /// How long a client may leave a stream unread before it is ended.
+    #[arg(long, value_name = "AGE", default_value = "10m", value_parser = age)]
+    idle_timeout: Duration,
+    /// How long calls may go on after SIGTERM.
+    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
+    drain: Duration,
+    /// Format of the log on standard error. RUST_LOG sets the level (default: info).
+    #[arg(long, value_enum, default_value_t = LogFormat::Text)]
+    log_format: LogFormat,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Say that a node is gone for good, by the key of its data directory.
+    ///
+    /// Routers that run with the same --forgotten then take its volumes and snapshots as deleted: deletions succeed, all
+    /// other calls answer NOT_FOUND, and lists miss nothing. Its data is not touched; should the node come back, it is not
+    /// used until its line is removed from the file. The key is in the ids of its objects, behind the dash: the first eight
+    /// digits.
+    Forget {
+        /// Key of the data directory, such as 0123abcd.
+        key: Key,
+        /// The file that routers watch.
+        #[arg(long, value_name = "FILE")]
+        forgotten: PathBuf,
+    },
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum LogFormat {
+    /// A readable line an event.
+    Text,
+    /// A JSON object an event.
+    Json,
+}
+
+fn node_endpoint(text: &str) -> Result<String, String> {
+    let (host, port) = text.rsplit_once(':').unwrap_or_default();
+    match !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) {
+        true => Ok(text.to_owned()),
+        false => Err("an endpoint is a host and a port, such as 10.0.0.7:9811".into()),
+    }
+}
+
+fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
+    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
+    text.parse()
+        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
+}
+
+fn age(text: &str) -> Result<Duration, String> {
+    match base::age::parse(text) {
+        Some(age) if !age.is_zero() => Ok(age),
+        _ => Err("a length of time is a number above 0 and a unit (s, m, h, d), such as 30s".into()),
+    }
+}
+
+fn start_tracing(format: LogFormat) {
+    let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
+    let levels = asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
+    let log = fmt::layer().with_writer(std::io::stderr);
+    let log = match format {
+        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
+        LogFormat::Json => log.json().boxed(),
+    };
+    registry().with(log.with_filter(levels)).init();
+}
+
+fn serve(arguments: Serve) -> Result<(), Box<dyn std::error::Error>> {
+    start_tracing(arguments.log_format);
+    // A stream is two descriptors.
+    if let Ok((_, hard)) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE) {
+        let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(server::run(arguments))
+}
+
+fn main() -> ExitCode {
+    let Arguments { command, serve: flags } = Arguments::parse();
+    let done = match (command, flags) {
+        (Some(Command::Forget { key, forgotten }), _) => match forget::add(&forgotten, key) {
+            Ok(true) => {
+                println!(
+                    "{key} is forgotten: routers that watch {} know within seconds",
+                    forgotten.display()
+                );
+                Ok(())
+            }
+            Ok(false) => {
+                println!("{key} was forgotten before");
+                Ok(())
+            }
+            Err(error) => Err(error.into()),
+        },
+        (None, Some(flags)) => serve(flags),
+        // Clap has seen to it that the flags are there.
+        (None, None) => Err("no flags: see --help".into()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("deltapath-router: {}", base::report(&*error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    const TLS: &str = "--tls-cert c --tls-key k --tls-ca a";
+
+    #[test]
+    fn flags_fit_together() {
+        Arguments::command().debug_assert();
+        let parse = |line: &str| Arguments::try_parse_from(line.split(' '));
+        let serve = parse(&format!("router --node-endpoints a:1,10.0.0.1:2,[::1]:3 {TLS}")).expect("flags");
+        assert_eq!(serve.serve.expect("flags").node_endpoints, ["a:1", "10.0.0.1:2", "[::1]:3"]);
+        parse("router forget 0123abcd --forgotten f").expect("a command");
+        for wrong in [
+            "router",
+            "router --node-endpoints a:1",
+            &format!("router {TLS}"),
+            &format!("router --node-endpoints a {TLS}"),
+            &format!("router --node-endpoints a:0 {TLS}"),
+            &format!("router --node-endpoints a:1 {TLS} --endpoint tcp://1.2.3.4:5"),
+            &format!("router --node-endpoints a:1 {TLS} --drain 0s"),
+            "router forget 0123abcd",
+            "router forget node-1 --forgotten f",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    /// The page with all flags (docs/reference.md) names all of them, and no other.
+    #[test]
+    fn the_reference_has_every_flag() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
+        let page = std::fs::read_to_string(page).expect("the reference");
+        let section = page.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-router`"));
+        let section = section.expect("a section of flags");
+        let command = Arguments::command();
+        let flags: Vec<_> = command.get_arguments().filter_map(|argument| argument.get_long()).collect();
+        for flag in flags.iter().filter(|flag| !["help", "version"].contains(flag)) {
+            assert!(section.contains(&format!("`--{flag}`")), "--{flag} is not in the reference");
+        }
+        for named in section.split("`--").skip(1) {
+            let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+            assert!(flags.contains(&named.as_str()), "the reference names --{named}, which is no flag");
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! One node: connections to its driver, and calls on them.
+//!
+//! Every connection shows a certificate with the key of the node's data directory. The first one says which key the node
+//! has, and the later ones must have the same: an address may come to be another node's, which would take a call for an
+//! object of this one as about an object that does not exist.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::Key;
+use bytes::Bytes;
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
+use serve::mutual::{Identity, Mutual, Role};
+use serve::streams::passed_on;
+use serve::upstream::{self, Answer, ORIGIN, WideWindows, time_left};
+use tokio::net::TcpStream;
+use tokio::sync::Notify;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::codegen::http::response;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::metadata::MetadataValue;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Request, Status};
+
+use crate::passthrough::Passthrough;
+use proto::node::DescribeResponse;
+
+/// Between two pings of a connection, and until one that is not answered is given up.
+const KEEPALIVE: Duration = Duration::from_secs(10);
+
+/// A connection to a node, for one stream.
+pub type Connection = TlsStream<TcpStream>;
+
+/// The way to a node's driver.
+#[derive(Clone)]
+pub struct Link {
+    connector: Connector,
+    channel: Channel,
+    windows: Arc<WideWindows>,
+}
+
+/// Makes connections to one address, all of them to the same data directory.
+#[derive(Clone)]
+struct Connector {
+    address: Arc<str>,
+    tls: Arc<Mutual>,
+    patience: Duration,
+    seen: Arc<Mutex<Seen>>,
+}
+
+/// What the certificates at an address have said.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    key: Option<Key>,
+    is_replaced: bool,
+}
+
+impl Link {
+    /// Nothing is connected yet. `patience` bounds the time that a connection takes.
+    pub fn new(address: &str, tls: &Arc<Mutual>, patience: Duration, windows: &Arc<WideWindows>) -> Self {
+        let connector =
+            Connector { address: address.into(), tls: tls.clone(), patience, seen: Arc::default() };
+        let connect = {
+            let connector = connector.clone();
+            tower::service_fn(move |_: Uri| {
+                let connector = connector.clone();
+                async move { connector.connect().await.map(TokioIo::new) }
+            })
+        };
+        let channel = Endpoint::from_static(ORIGIN)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .keep_alive_while_idle(true)
+            .connect_with_connector_lazy(connect);
+        Link { connector, channel, windows: windows.clone() }
+    }
+
+    /// For typed calls.
+    pub fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
+    /// The key in the certificate that was shown; none before there was a connection.
+    pub fn key(&self) -> Option<Key> {
+        self.connector.seen().key
+    }
+
+    /// Whether another data directory has answered at the address since.
+    pub fn is_replaced(&self) -> bool {
+        self.connector.seen().is_replaced
+    }
+}
+
+impl Connector {
+    fn seen(&self) -> Seen {
+        *self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn connect(&self) -> io::Result<Connection> {
+        let connecting = tokio::time::timeout(self.patience, self.connect_patiently());
+        connecting.await.unwrap_or_else(|_| {
+            let late = format!("{} does not answer within {} s", self.address, self.patience.as_secs_f64());
+            Err(io::Error::new(io::ErrorKind::TimedOut, late))
+        })
+    }
+
+    async fn connect_patiently(&self) -> io::Result<Connection> {
+        let config =
+            self.tls.client().ok_or_else(|| io::Error::other("the router has no certificate yet"))?;
+        let stream = TcpStream::connect(&*self.address)
+            .await
+            .map_err(|error| io::Error::new(error.kind(), format!("connect to {}: {error}", self.address)))?;
+        stream.set_nodelay(true)?;
+        // Who the node is stands in its certificate, and not in its name.
+        let name = ServerName::try_from("node").map_err(io::Error::other)?;
+        let stream = TlsConnector::from(config)
+            .connect(name, stream)
+            .await
+            .map_err(|error| io::Error::new(error.kind(), format!("TLS with {}: {error}", self.address)))?;
+        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+        let key = match shown.and_then(Identity::of).map(|identity| identity.role) {
+            Some(Role::Node(key)) => key.parse::<Key>().ok(),
+            _ => None,
+        };
+        let key = key.ok_or_else(|| {
+            io::Error::other(format!("the certificate at {} names no key of a data directory", self.address))
+        })?;
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        match *seen.key.get_or_insert(key) {
+            known if known == key => Ok(stream),
+            known => {
+                seen.is_replaced = true;
+                let address = &self.address;
+                Err(io::Error::other(format!("at {address} is data directory {key}, where {known} was")))
+            }
+        }
+    }
+}
+
+/// A node that has said who it is.
+pub struct Node {
+    /// Where it answers.
+    pub address: Arc<str>,
+    /// Its data directory's key.
+    pub key: Key,
+    /// As in NodeGetInfo.
+    pub name: String,
+    /// The same.
+    pub topology: BTreeMap<String, String>,
+    /// Told when a call found it away, so that it is looked at now.
+    pub suspect: Arc<Notify>,
+    link: Link,
+}
+
+impl fmt::Debug for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Node").field("name", &self.name).field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+impl Node {
+    /// What this answer says of the node at the end of the link.
+    pub fn new(
+        address: &Arc<str>,
+        key: Key,
+        described: DescribeResponse,
+        link: Link,
+        suspect: Arc<Notify>,
+    ) -> Self {
+        Node {
+            address: address.clone(),
+            key,
+            name: described.node_id,
+            topology: described.topology.into_iter().collect(),
+            suspect,
+            link,
+        }
+    }
+
+    /// The way to it.
+    pub fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// Makes a unary call.
+    pub async fn call(
+        &self,
+        path: &'static str,
+        message: Bytes,
+        deadline: Option<Instant>,
+    ) -> Result<Bytes, Status> {
+        let mut grpc = tonic::client::Grpc::new(self.link.channel());
+        let call = async {
+            grpc.ready().await.map_err(|error| self.away(&error))?;
+            let mut request = Request::new(message);
+            if let Some(left) = deadline.map(time_left) {
+                let left =
+                    MetadataValue::try_from(left).map_err(|error| Status::internal(error.to_string()))?;
+                request.metadata_mut().insert("grpc-timeout", left);
+            }
+            let answer = grpc.unary(request, PathAndQuery::from_static(path), Passthrough).await;
+            answer.map(tonic::Response::into_inner).map_err(|status| self.told(status))
+        };
+        within(deadline, call).await
+    }
+
+    /// The status for the client: the node's own as it is, and for a connection that broke, which a source gives away, one
+    /// that says so.
+    pub fn told(&self, status: Status) -> Status {
+        match std::error::Error::source(&status) {
+            Some(_) => self.away(&status),
+            None => passed_on(status),
+        }
+    }
+
+    /// The status where the node was not reached, or was lost in the middle.
+    pub fn away(&self, error: &(dyn std::error::Error + 'static)) -> Status {
+        self.suspect.notify_one();
+        let why = base::report(error);
+        tracing::warn!(node = self.name, key = %self.key, address = &*self.address, error = why, "a node is away");
+        self.unavailable("its connection broke")
+    }
+
+    /// The status of what only this node could answer.
+    pub fn unavailable(&self, why: &str) -> Status {
+        Status::unavailable(format!(
+            "node {} ({}) does not answer, {why}: try again when it is back",
+            self.name, self.key
+        ))
+    }
+
+    /// Opens a stream: the head of the answer, and its body. `body` is a message with its prefix.
+    pub async fn open(
+        &self,
+        path: &'static str,
+        body: Bytes,
+        deadline: Option<Instant>,
+    ) -> Result<(response::Parts, Answer<Connection>), Status> {
+        let request = upstream::request(path, deadline)
+            .map_err(|error| Status::internal(format!("address the node: {error}")))?;
+        let open = async {
+            let connection = self.link.connector.connect().await.map_err(|error| self.away(&error))?;
+            upstream::call(connection, request, body, self.link.windows.clone())
+                .await
+                .map_err(|error| self.away(&error))
+        };
+        within(deadline, open).await
+    }
+}
+
+/// Waits for the answer no longer than its caller does.
+pub async fn within<T>(
+    deadline: Option<Instant>,
+    answer: impl Future<Output = Result<T, Status>>,
+) -> Result<T, Status> {
+    let late = || Status::deadline_exceeded("the deadline of the call has passed");
+    let Some(until) = deadline else { return answer.await };
+    match tokio::time::timeout_at(until.into(), answer).await {
+        // The transport keeps the time too, and has other words for its end.
+        Ok(Err(status)) if status.code() == Code::Cancelled && Instant::now() >= until => Err(late()),
+        Ok(answer) => answer,
+        Err(_) => Err(late()),
+    }
+}

@@ -1,0 +1,11 @@
+//! The router as its clients see it: the real program, in front of real drivers with volumes on real devices.
+#![allow(clippy::disallowed_methods)]
+#![allow(missing_docs)]
+
+mod certificates;
+mod lists;
+mod names;
+mod nodes;
+mod streams;
+mod suites;
+mod world;

@@ -1,0 +1,163 @@
+//! Promise: a name is one object in the whole cluster, made where the scheduler, its source or the room that is left say.
+
+use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use proto::{CreateVolumeRequest, ListVolumesRequest, Topology, TopologyRequirement};
+use testkit::{GIB, PoolKind};
+use tonic::Code;
+
+use crate::world::{Cluster, Router, patiently};
+
+fn within(topologies: &[Topology], request: CreateVolumeRequest) -> CreateVolumeRequest {
+    let requisite = topologies.to_vec();
+    let accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
+    CreateVolumeRequest { accessibility_requirements, ..request }
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_name_is_found_again_on_whichever_node_has_it() {
+    let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
+    let mut client = cluster.client();
+    let request = |name: &str| new_volume(name, 16 << 20, block_capability());
+    for node in 0..3 {
+        let name = format!("on-{node}");
+        let id = cluster.volume_on(node, &name).await;
+        let again = client.create_volume(request(&name)).await.expect("without a topology");
+        assert_eq!(again.volume_id, id);
+        let other = client.create_volume(new_volume(&name, GIB, block_capability())).await;
+        assert_eq!(other.expect_err("another size").code(), Code::AlreadyExists);
+        let elsewhere = within(&[cluster.nodes[(node + 1) % 3].topology()], request(&name));
+        let error = client.create_volume(elsewhere).await.expect_err("another place");
+        assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+        // The names of snapshots and groups too.
+        let snapshot = client.create_snapshot("daily", &id).await;
+        let group = client.create_group("weekly", std::slice::from_ref(&id)).await;
+        match node {
+            0 => {
+                snapshot.expect("the first of its name");
+                group.expect("the first of its name");
+            }
+            _ => {
+                assert_eq!(snapshot.expect_err("of another volume").code(), Code::AlreadyExists);
+                assert_eq!(group.expect_err("of another volume").code(), Code::AlreadyExists);
+            }
+        }
+    }
+    let both = [client.create_volume(request("on-0")).await, client.create_volume(request("on-1")).await];
+    let both = both.map(|volume| volume.expect("found").volume_id);
+    let error = client.create_group("both", &both).await.expect_err("on two nodes");
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    for node in 0..2 {
+        assert!(error.status.message().contains(&cluster.nodes[node].name()), "{error}");
+    }
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn two_routers_at_once_make_one_volume_of_a_name() {
+    const NAMES: usize = 24;
+    let mut cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
+    let second = Router::start(cluster.dir.path(), "second", &cluster.endpoints(), &[]).await;
+    second.sees(3).await;
+    // One node is fuller, so what is best changes while volumes are made.
+    cluster.volume_on(0, "large").await;
+    let mut tasks = Vec::new();
+    for number in 0..NAMES {
+        for client in [cluster.client(), second.client.clone()] {
+            let request =
+                new_volume(&format!("volume-{number}"), (number as i64 + 1) << 24, block_capability());
+            tasks.push(tokio::spawn(async move {
+                let mut client = client;
+                let made = patiently!(client.create_volume(request.clone()));
+                (number, made.expect("CreateVolume").volume_id)
+            }));
+        }
+    }
+    let mut ids = vec![Vec::new(); NAMES];
+    for task in tasks {
+        let (number, id) = task.await.expect("a client");
+        ids[number].push(id);
+    }
+    for of_one_name in &ids {
+        assert_eq!(of_one_name[0], of_one_name[1], "two volumes of one name");
+    }
+    let mut volumes = 0;
+    for node in &mut cluster.nodes {
+        let listed = node.rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
+        volumes += listed.expect("ListVolumes").into_inner().entries.len();
+    }
+    assert_eq!(volumes, NAMES + 1);
+    second.finish();
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn volumes_go_where_most_room_is_left_and_to_the_next_when_there_is_none() {
+    let cluster = Cluster::start(PoolKind::Xfs, 2, &["--overcommit", "1"]).await;
+    let mut client = cluster.client();
+    let free = |client: &csi_client::Client| {
+        let mut controller = client.controller.clone();
+        async move {
+            let answer = controller.get_capacity(proto::GetCapacityRequest::default()).await;
+            answer.expect("GetCapacity").into_inner()
+        }
+    };
+    // A pool of 8 GiB each, a little of which is the filesystem's own.
+    let empty = free(&client).await;
+    assert!(empty.available_capacity > 15 * GIB, "{empty:?}");
+    assert!(empty.maximum_volume_size.is_some_and(|most| most < 8 * GIB), "{empty:?}");
+    let mut sized = async |name: &str, gib: i64| {
+        // Told by the nodes every few seconds.
+        tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+        client.create_volume(new_volume(name, gib * GIB, block_capability())).await
+    };
+    let first = sized("a", 5).await.expect("room").volume_id;
+    let other = 1 - cluster.node_of(&first);
+    // 2.9 GiB are left there, and on the other node 7.9, 6.9, 3.9 and 0.9.
+    for (name, gib, is_other) in [("b", 1, true), ("c", 3, true), ("d", 3, true), ("e", 2, false)] {
+        let volume = sized(name, gib).await.expect("room").volume_id;
+        assert_eq!(cluster.node_of(&volume) == other, is_other, "{name}");
+    }
+    let error = sized("f", 3).await.expect_err("3 GiB are left nowhere");
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_decides_where_its_copies_are() {
+    let cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let mut client = cluster.client();
+    let volume = cluster.volume_on(1, "source").await;
+    let snapshot = client.create_snapshot("source", &volume).await.expect("CreateSnapshot").snapshot_id;
+    let [here, there] = [0, 1].map(|node: usize| cluster.nodes[node].topology());
+    let copy = |name: &str, source| {
+        let mut request = new_volume(name, 16 << 20, block_capability());
+        request.volume_content_source = Some(source);
+        request
+    };
+    for (name, source) in [("clone", from_volume(&volume)), ("restore", from_snapshot(&snapshot))] {
+        let made = client.create_volume(copy(name, source.clone())).await.expect("CreateVolume");
+        assert_eq!(cluster.node_of(&made.volume_id), 1);
+        let both = within(&[here.clone(), there.clone()], copy(&format!("{name}-both"), source.clone()));
+        let made = client.create_volume(both).await.expect("one of them will do");
+        assert_eq!(cluster.node_of(&made.volume_id), 1);
+        let elsewhere = within(std::slice::from_ref(&here), copy(&format!("{name}-here"), source));
+        let error = client.create_volume(elsewhere).await.expect_err("the source is not there");
+        assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+        assert!(error.status.message().contains(&cluster.nodes[1].name()), "{error}");
+    }
+    // What is gone is gone, and not perhaps elsewhere.
+    client.delete_snapshot(&snapshot).await.expect("DeleteSnapshot");
+    let gone = within(&[there], copy("late", from_snapshot(&snapshot)));
+    assert_eq!(client.create_volume(gone).await.expect_err("it is gone").code(), Code::NotFound);
+    let nowhere = within(
+        &[Topology { segments: [("topology.deltapath.csi.dev/node".to_owned(), "x".to_owned())].into() }],
+        new_volume("nowhere", 16 << 20, block_capability()),
+    );
+    let error = client.create_volume(nowhere).await.expect_err("no such node");
+    assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
+    cluster.finish();
+}

@@ -1,0 +1,235 @@
+//! Promise: a node that is away fails calls about its own objects and no others, and no call outlives its deadline.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use csi_client::{block_capability, new_volume};
+use nix::sys::signal::Signal;
+use proto::{ControllerGetVolumeRequest, GetCapacityRequest, ListSnapshotsRequest, ListVolumesRequest};
+use testkit::PoolKind;
+use tonic::{Code, Request};
+
+use crate::world::{Cluster, eventually, patiently};
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_killed_fails_its_own_objects_alone() {
+    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let (here, there) = (cluster.volume_on(0, "here").await, cluster.volume_on(1, "there").await);
+    let mut client = cluster.client();
+    let snapshot = client.create_snapshot("there", &there).await.expect("CreateSnapshot").snapshot_id;
+    let capacity = |node: usize| GetCapacityRequest {
+        accessible_topology: Some(cluster.nodes[node].topology()),
+        ..Default::default()
+    };
+    let (of_here, of_there) = (capacity(0), capacity(1));
+    cluster.nodes[1].rig.kill();
+    cluster.router().sees(1).await;
+
+    for answer in [
+        client.delete_volume(&there).await,
+        client.create_snapshot("more", &there).await.map(drop),
+        client.delete_snapshot(&snapshot).await,
+        client.expand_volume(&there, 32 << 20).await.map(drop),
+        client.allocated(&snapshot, 0, 0).await.map(drop),
+    ] {
+        let error = answer.expect_err("its node is away");
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+    }
+    client.create_snapshot("of-here", &here).await.expect("CreateSnapshot");
+    client.expand_volume(&here, 32 << 20).await.expect("expand");
+    let new =
+        client.create_volume(new_volume("new", 16 << 20, block_capability())).await.expect("CreateVolume");
+    assert_eq!(cluster.node_of(&new.volume_id), 0);
+    // What is listed is there; that something is missing is told. A list of snapshots that lacks some is none.
+    let listed = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("ListVolumes");
+    let listed: Vec<String> =
+        listed.into_inner().entries.into_iter().filter_map(|entry| Some(entry.volume?.volume_id)).collect();
+    assert!(listed.contains(&here) && listed.contains(&new.volume_id) && !listed.contains(&there));
+    let name = cluster.nodes[1].name();
+    let missing =
+        format!("deltapath_router_lists_incomplete_total{{method=\"ListVolumes\",node=\"{name}\"}} 1");
+    let metrics = cluster.router().get("/metrics").await;
+    assert!(metrics.contains(&missing), "{metrics}");
+    let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
+    let status = all.expect_err("not all of them");
+    assert!(status.code() == Code::Unavailable && status.message().contains(&name), "{status}");
+    let one = ListSnapshotsRequest { source_volume_id: here.clone(), ..Default::default() };
+    let one = client.controller.list_snapshots(one).await.expect("those of a healthy node").into_inner();
+    assert_eq!(one.entries.len(), 1);
+    let capacity = client.controller.get_capacity(of_there).await.expect("GetCapacity").into_inner();
+    assert_eq!((capacity.available_capacity, capacity.maximum_volume_size), (0, Some(0)));
+    let capacity = client.controller.get_capacity(of_here).await.expect("GetCapacity").into_inner();
+    assert!(capacity.available_capacity > 0);
+
+    cluster.nodes[1].rig.start_again().await;
+    patiently!(client.delete_snapshot(&snapshot)).expect("it is back");
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frozen_node_holds_no_call_past_its_deadline() {
+    let cluster = Cluster::start_with(PoolKind::Dir, 2, &[], &["--node-timeout", "1s"]).await;
+    let (here, there) = (cluster.volume_on(0, "here").await, cluster.volume_on(1, "there").await);
+    let mut client = cluster.client();
+    let snapshot = client.create_snapshot("there", &there).await.expect("CreateSnapshot").snapshot_id;
+    cluster.nodes[1].signal(Signal::SIGSTOP);
+    let deadline = Duration::from_secs(2);
+    let ask = |id: &str| {
+        let mut request = Request::new(ControllerGetVolumeRequest { volume_id: id.to_owned() });
+        request.set_timeout(deadline);
+        request
+    };
+    let given_up = [Code::DeadlineExceeded, Code::Unavailable, Code::Cancelled];
+    // At once, when nobody knows yet, and later.
+    for _ in 0..3 {
+        let asked = Instant::now();
+        let status = client.controller.controller_get_volume(ask(&there)).await.expect_err("it is frozen");
+        assert!(given_up.contains(&status.code()), "{status}");
+        // Ten times what it was given: a hang, and not a slow machine.
+        assert!(asked.elapsed() < 10 * deadline, "{:?}", asked.elapsed());
+        client.controller.controller_get_volume(ask(&here)).await.expect("a healthy node");
+    }
+    let mut stream = Request::new(proto::GetMetadataAllocatedRequest {
+        snapshot_id: snapshot.clone(),
+        ..Default::default()
+    });
+    stream.set_timeout(deadline);
+    let status = client.metadata.get_metadata_allocated(stream).await.expect_err("it is frozen");
+    assert!(given_up.contains(&status.code()), "{status}");
+    cluster.router().sees(1).await;
+    cluster.volume_on(0, "meanwhile").await;
+    let mut listing = Request::new(ListVolumesRequest::default());
+    listing.set_timeout(deadline);
+    let listed = client.controller.list_volumes(listing).await.expect("the others").into_inner();
+    assert_eq!(listed.entries.len(), 2);
+    cluster.nodes[1].signal(Signal::SIGCONT);
+    cluster.router().sees(2).await;
+    client.controller.controller_get_volume(ask(&there)).await.expect("it goes on");
+    client.allocated(&snapshot, 0, 0).await.expect("a stream");
+    cluster.finish();
+}
+
+/// Volumes are asked for as sidecars do it, again and again by name, while the nodes are killed and come back.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn kills_in_the_middle_of_calls_make_nothing_twice_and_lose_nothing() {
+    const CLIENTS: usize = 4;
+    const EACH: usize = 8;
+    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let work: Vec<_> = (0..CLIENTS)
+        .map(|number| {
+            let mut client = cluster.client();
+            tokio::spawn(async move {
+                let mut made = Vec::new();
+                for volume in 0..EACH {
+                    let name = format!("volume-{number}-{volume}");
+                    let request = new_volume(&name, 16 << 20, block_capability());
+                    let volume = patiently!(client.create_volume(request.clone()));
+                    let id = volume.expect("CreateVolume").volume_id;
+                    let snapshot = patiently!(client.create_snapshot(&name, &id));
+                    made.push((name.clone(), id.clone(), snapshot.expect("CreateSnapshot").snapshot_id));
+                }
+                made
+            })
+        })
+        .collect();
+    let mut kills = 0;
+    while !work.iter().all(tokio::task::JoinHandle::is_finished) {
+        let node = kills % cluster.nodes.len();
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(20..400))).await;
+        cluster.nodes[node].rig.kill();
+        kills += 1;
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..300))).await;
+        cluster.nodes[node].rig.start_again().await;
+    }
+    assert!(kills > 0, "no node was killed");
+    let mut made = BTreeMap::new();
+    for work in work {
+        for (name, volume, snapshot) in work.await.expect("a client") {
+            made.insert(name, (volume, snapshot));
+        }
+    }
+    assert_eq!(made.len(), CLIENTS * EACH);
+    cluster.router().sees(2).await;
+    let mut client = cluster.client();
+    for (name, (volume, snapshot)) in &made {
+        let again = new_volume(name, 16 << 20, block_capability());
+        assert_eq!(client.create_volume(again).await.expect("the same").volume_id, *volume);
+        assert_eq!(client.create_snapshot(name, volume).await.expect("the same").snapshot_id, *snapshot);
+    }
+    // Each node's own list: the router would not tell of a volume that it does not know.
+    let (mut volumes, mut snapshots) = (0, 0);
+    for node in &mut cluster.nodes {
+        let own = &mut node.rig.client.controller;
+        let listed = own.list_volumes(ListVolumesRequest::default()).await.expect("ListVolumes");
+        volumes += listed.into_inner().entries.len();
+        let listed = own.list_snapshots(ListSnapshotsRequest::default()).await.expect("ListSnapshots");
+        snapshots += listed.into_inner().entries.len();
+    }
+    assert_eq!((volumes, snapshots), (made.len(), made.len()), "{kills} kills");
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let file = dir.path().join("forgotten");
+    let flag = format!("--forgotten={}", file.display());
+    let mut cluster = Cluster::start_with(PoolKind::Dir, 2, &[], &[&flag]).await;
+    let lost = cluster.volume_on(1, "lost").await;
+    let kept = cluster.volume_on(0, "kept").await;
+    let mut client = cluster.client();
+    let snapshot = client.create_snapshot("lost", &lost).await.expect("CreateSnapshot").snapshot_id;
+    cluster.nodes[1].rig.kill();
+    cluster.router().sees(1).await;
+    // A router that has never seen the node knows no better, and says what to do.
+    let socket_dir = cluster.dir.path();
+    let endpoints = cluster.endpoints();
+    let fresh = crate::world::Router::start(socket_dir, "fresh", &endpoints, &[&flag]).await;
+    fresh.sees(1).await;
+    for mut client in [client.clone(), fresh.client.clone()] {
+        let error = client.delete_volume(&lost).await.expect_err("nobody said that it is gone");
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+    }
+    let key = cluster.nodes[1].key.clone();
+    let error = fresh.client.clone().delete_volume(&lost).await.expect_err("the same");
+    assert!(error.status.message().contains(&format!("deltapath-router forget {key}")), "{error}");
+
+    let forget = |key: &str| {
+        let program = testkit::program("deltapath-router");
+        let done = std::process::Command::new(program).args(["forget", key, &flag]).output().expect("run");
+        (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+    };
+    assert_eq!(forget("node-1").0, Some(2), "no key");
+    assert_eq!(forget(&key), (Some(0), String::new()));
+    for (mut client, has_seen_it) in [(client.clone(), true), (fresh.client.clone(), false)] {
+        eventually("it is forgotten", async || client.delete_snapshot(&snapshot).await.is_ok()).await;
+        client.delete_volume(&lost).await.expect("gone with its node");
+        let error = client.create_snapshot("more", &lost).await.expect_err("it is gone");
+        assert_eq!(error.code(), Code::NotFound, "{error}");
+        let error = client.allocated(&snapshot, 0, 0).await.expect_err("it is gone");
+        assert_eq!(error.code(), Code::NotFound, "{error}");
+        // An address that has never answered may be any node's, until it is taken out of --node-endpoints.
+        let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
+        assert_eq!(all.map(|all| all.into_inner().entries.len()).ok(), has_seen_it.then_some(0));
+        client.create_snapshot("kept", &kept).await.map(drop).expect("the other node");
+        client
+            .delete_snapshot(&client.clone().create_snapshot("kept", &kept).await.expect("found").snapshot_id)
+            .await
+            .expect("the other node");
+    }
+    // It comes back: nothing of it is used until somebody takes the word back.
+    cluster.nodes[1].rig.start_again().await;
+    let state = "deltapath_router_nodes{state=\"forgotten\"} 1";
+    eventually("it is seen", async || cluster.router().get("/metrics").await.contains(state)).await;
+    let error = client.create_snapshot("more", &lost).await.expect_err("still forgotten");
+    assert_eq!(error.code(), Code::NotFound, "{error}");
+    std::fs::write(&file, "").expect("write");
+    cluster.router().sees(2).await;
+    client.create_snapshot("more", &lost).await.expect("it was there all the time");
+    fresh.finish();
+    cluster.finish();
+}

@@ -1,0 +1,348 @@
+//! A cluster under test: real drivers, each with its own data directory and certificate, and routers in front of them.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use csi_client::{Client, block_capability};
+use nix::sys::signal::Signal;
+use prost::Message;
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
+};
+use tempfile::TempDir;
+use testkit::{PoolKind, Rig, free_port};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{Request, Response};
+use tonic::transport::Channel;
+
+/// The name of the cluster in certificates.
+pub const CLUSTER: &str = "cluster.test";
+/// How long anything may take to become true.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A CA, and what it signs.
+pub struct Authority {
+    pub pem: String,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+impl Authority {
+    pub fn new(name: &str) -> Self {
+        let mut params = CertificateParams::new(Vec::new()).expect("params");
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().expect("a key");
+        let pem = params.self_signed(&key).expect("a CA").pem();
+        Authority { pem, issuer: Issuer::new(params, key) }
+    }
+
+    /// Writes a certificate for this URI, its key, and this CA, as `NAME.crt`, `NAME.key` and `NAME.ca`.
+    pub fn issue(&self, dir: &Path, name: &str, uri: &str) {
+        let key = KeyPair::generate().expect("a key");
+        let mut params = CertificateParams::new(Vec::new()).expect("params");
+        params.subject_alt_names.push(SanType::URI(uri.try_into().expect("a URI")));
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let leaf = params.signed_by(&key, &self.issuer).expect("a certificate");
+        for (end, content) in [("key", key.serialize_pem()), ("ca", self.pem.clone()), ("crt", leaf.pem())] {
+            std::fs::write(dir.join(format!("{name}.{end}")), content).expect("write");
+        }
+    }
+}
+
+pub fn uri(role: &str) -> String {
+    format!("spiffe://{CLUSTER}/deltapath/{role}")
+}
+
+/// Flags that name the files of [`Authority::issue`].
+pub fn tls_flags(prefix: &str, dir: &Path, name: &str) -> Vec<String> {
+    [("cert", "crt"), ("key", "key"), ("ca", "ca")]
+        .map(|(flag, end)| format!("--{prefix}tls-{flag}={}", dir.join(format!("{name}.{end}")).display()))
+        .into()
+}
+
+pub struct Node {
+    pub rig: Rig,
+    pub key: String,
+    pub port: u16,
+}
+
+impl Node {
+    pub fn name(&self) -> String {
+        format!("node-{}", self.port)
+    }
+
+    pub fn topology(&self) -> proto::Topology {
+        let segments = [("topology.deltapath.csi.dev/node".to_owned(), self.name())].into();
+        proto::Topology { segments }
+    }
+
+    /// SIGSTOP or SIGCONT.
+    pub fn signal(&self, signal: Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.rig.pid() as i32), signal).expect("signal");
+    }
+}
+
+/// A running router.
+pub struct Router {
+    pub client: Client,
+    pub socket: PathBuf,
+    pub http: u16,
+    log: PathBuf,
+    child: Child,
+}
+
+impl Router {
+    pub async fn start(dir: &Path, name: &str, endpoints: &[String], more: &[&str]) -> Self {
+        let socket = dir.join(format!("{name}.sock"));
+        let log = dir.join(format!("{name}.log"));
+        let http = free_port();
+        let child = Command::new(testkit::program("deltapath-router"))
+            .arg(format!("--endpoint=unix://{}", socket.display()))
+            .arg(format!("--node-endpoints={}", endpoints.join(",")))
+            .arg(format!("--http-endpoint=127.0.0.1:{http}"))
+            .args(tls_flags("", dir, "router"))
+            .args(more)
+            .env_remove("CSI_ENDPOINT")
+            .env("RUST_LOG", "info")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).expect("log"))
+            .spawn()
+            .expect("start the router");
+        let mut child = KillOnDrop(Some(child));
+        let client = Client::connect(&socket, PATIENCE).await.unwrap_or_else(|error| {
+            panic!("no router: {error}\n{}", std::fs::read_to_string(&log).unwrap_or_default())
+        });
+        Router { client, socket, http, log, child: child.0.take().expect("set above") }
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).expect("the router's log")
+    }
+
+    /// What the router answers over HTTP.
+    pub async fn get(&self, path: &str) -> String {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.http)).await.expect("connect");
+        let request = format!("GET {path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.expect("write");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("read");
+        answer
+    }
+
+    /// Waits until so many nodes answer.
+    pub async fn sees(&self, nodes: usize) {
+        let line = format!("deltapath_router_nodes{{state=\"up\"}} {nodes}\n");
+        eventually(&format!("{nodes} nodes up"), async || self.get("/metrics").await.contains(&line)).await;
+    }
+
+    /// SIGTERM: it has to end well.
+    pub fn finish(mut self) {
+        testkit::signal(&self.child, Signal::SIGTERM);
+        let status = testkit::wait(&mut self.child, PATIENCE);
+        assert!(status.success(), "the router ended with {status}\n{}", self.log());
+        assert!(!self.socket.exists(), "the socket stays");
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("the router's log:\n{}", self.log());
+        }
+    }
+}
+
+struct KillOnDrop(Option<Child>);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+pub struct Cluster {
+    // Dropped in this order: routers go before their nodes.
+    pub router: Option<Router>,
+    pub nodes: Vec<Node>,
+    pub authority: Authority,
+    pub dir: TempDir,
+}
+
+impl Cluster {
+    /// So many drivers behind one router.
+    pub async fn start(pool: PoolKind, nodes: usize, driver: &[&str]) -> Self {
+        Self::start_with(pool, nodes, driver, &[]).await
+    }
+
+    pub async fn start_with(pool: PoolKind, nodes: usize, driver: &[&str], router: &[&str]) -> Self {
+        Self::start_each(pool, &vec![driver; nodes], router).await
+    }
+
+    /// Drivers with flags of their own.
+    pub async fn start_each(pool: PoolKind, drivers: &[&[&str]], router: &[&str]) -> Self {
+        let dir = tempfile::Builder::new().prefix("deltapath-router-").tempdir().expect("temp dir");
+        let authority = Authority::new("the cluster's CA");
+        authority.issue(dir.path(), "router", &uri("router"));
+        let mut cluster = Cluster { router: None, nodes: Vec::new(), authority, dir };
+        for driver in drivers {
+            cluster.add_node(pool, driver).await;
+        }
+        let endpoints = cluster.endpoints();
+        let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;
+        router.sees(drivers.len()).await;
+        cluster.router = Some(router);
+        cluster
+    }
+
+    /// Starts a driver. Its certificate is made when its key is known, as it is in life.
+    pub async fn add_node(&mut self, pool: PoolKind, driver: &[&str]) {
+        let port = free_port();
+        let name = format!("node-{port}");
+        let mut arguments = vec![format!("--router-listen=127.0.0.1:{port}"), format!("--node-id={name}")];
+        arguments.extend(tls_flags("router-", self.dir.path(), &name));
+        arguments.extend(driver.iter().map(|argument| (*argument).to_owned()));
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        let rig = Rig::start_with(pool, &arguments, "info").await;
+        let manifest =
+            std::fs::read_to_string(rig.data_dir().join("deltapath.json")).expect("deltapath.json");
+        let manifest: serde_json::Value = serde_json::from_str(&manifest).expect("JSON");
+        let key = manifest["key"].as_str().expect("a key").to_owned();
+        self.authority.issue(self.dir.path(), &name, &uri(&format!("node/{key}")));
+        self.nodes.push(Node { rig, key, port });
+    }
+
+    pub fn endpoints(&self) -> Vec<String> {
+        self.nodes.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect()
+    }
+
+    pub fn router(&self) -> &Router {
+        self.router.as_ref().expect("it runs")
+    }
+
+    pub fn client(&self) -> Client {
+        self.router().client.clone()
+    }
+
+    /// Which node an id is of.
+    pub fn node_of(&self, id: &str) -> usize {
+        let key = id.split('-').nth(1).map(|digits| &digits[..8]);
+        self.nodes.iter().position(|node| Some(node.key.as_str()) == key).expect("an id of a node")
+    }
+
+    /// A volume on this node, made through the router.
+    pub async fn volume_on(&self, node: usize, name: &str) -> String {
+        let mut request = csi_client::new_volume(name, 16 << 20, block_capability());
+        request.accessibility_requirements = Some(proto::TopologyRequirement {
+            requisite: vec![self.nodes[node].topology()],
+            preferred: vec![self.nodes[node].topology()],
+        });
+        let volume = self.client().create_volume(request).await.expect("CreateVolume");
+        assert_eq!(volume.accessible_topology, [self.nodes[node].topology()]);
+        assert_eq!(self.node_of(&volume.volume_id), node, "made elsewhere");
+        volume.volume_id
+    }
+
+    /// Everything ends well and nothing is left.
+    pub fn finish(mut self) {
+        self.router.take().expect("it runs").finish();
+        for node in self.nodes.drain(..) {
+            node.rig.finish();
+        }
+    }
+}
+
+pub async fn eventually(what: &str, mut is: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is().await {
+        assert!(Instant::now() < deadline, "never: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Makes a call again while it is put off, as sidecars do.
+macro_rules! patiently {
+    ($call:expr) => {{
+        let deadline = std::time::Instant::now() + crate::world::PATIENCE;
+        loop {
+            match $call.await {
+                Err(error)
+                    if matches!(error.code(), tonic::Code::Unavailable | tonic::Code::Aborted)
+                        && std::time::Instant::now() < deadline =>
+                {
+                    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+                }
+                answer => break answer,
+            }
+        }
+    }};
+}
+pub(crate) use patiently;
+
+/// A socket on which both the router and the kubelets of all nodes seem to be: calls of the Node service go to the node that
+/// holds the volume, and all others to the router. For suites that know one socket.
+pub async fn front(cluster: &Cluster, socket: &Path) -> tokio::task::JoinHandle<()> {
+    let router = testkit::channel(&cluster.router().socket).await;
+    let mut nodes = BTreeMap::new();
+    for node in &cluster.nodes {
+        nodes.insert(node.key.clone(), testkit::channel(&node.rig.socket()).await);
+    }
+    let first = nodes[&cluster.nodes[0].key].clone();
+    let front = Arc::new(Front { router, first, nodes });
+    let listener = tokio::net::UnixListener::bind(socket).expect("bind");
+    let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
+        let front = front.clone();
+        async move { front.answer(request.map(Body::new)).await.map(axum::body::Body::new) }
+    });
+    let routes = tonic::service::Routes::from(served);
+    tokio::spawn(async move {
+        let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+        let served = tonic::transport::Server::builder().add_routes(routes).serve_with_incoming(incoming);
+        served.await.expect("serve");
+    })
+}
+
+struct Front {
+    router: Channel,
+    /// Whose NodeGetInfo is answered.
+    first: Channel,
+    nodes: BTreeMap<String, Channel>,
+}
+
+impl Front {
+    async fn answer(&self, request: Request<Body>) -> Response<Body> {
+        use http_body_util::BodyExt;
+        use tower::{Service, ServiceExt};
+        #[derive(Clone, PartialEq, Eq, Message)]
+        struct VolumeId {
+            #[prost(string, tag = "1")]
+            volume_id: String,
+        }
+        let (head, body) = request.into_parts();
+        let (mut channel, body) = if head.uri.path().starts_with("/csi.v1.Node/") {
+            let body = body.collect().await.expect("a request").to_bytes();
+            let id = VolumeId::decode(&body[5..]).map(|id| id.volume_id).unwrap_or_default();
+            let key = id.strip_prefix("vol-").and_then(|digits| digits.get(..8));
+            let node = key.and_then(|key| self.nodes.get(key));
+            (node.unwrap_or(&self.first).clone(), Body::new(http_body_util::Full::new(body)))
+        } else {
+            (self.router.clone(), body)
+        };
+        let request = Request::from_parts(head, body);
+        match channel.ready().await.expect("ready").call(request).await {
+            Ok(response) => response,
+            Err(error) => Status::unavailable(error.to_string()).into_http(),
+        }
+    }
+}

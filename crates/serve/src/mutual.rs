@@ -1,0 +1,379 @@
+//! Mutual TLS between the router of a cluster and the drivers of its nodes. Each side's certificate says in a URI what it
+//! is: `spiffe://CLUSTER/deltapath/router`, or `spiffe://CLUSTER/deltapath/node/KEY` with the key of the data directory. Both
+//! sides check that the other's is signed by the CA of their own file, is of their own cluster, and has the role that it
+//! takes here. Names and addresses are not looked at: nodes come and go, and their addresses with them.
+//!
+//! The files are read again when they change. Connections that are open go on. No session is resumed, since that would skip
+//! the check of the client's certificate.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use arc_swap::ArcSwapOption;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
+use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{NoServerSessionStorage, ParsedCertificate, WebPkiClientVerifier};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, OtherError, RootCertStore,
+    ServerConfig, SignatureScheme,
+};
+
+use crate::certificate::{self, read};
+
+/// How often the files are looked at.
+const FILES_EVERY: Duration = Duration::from_secs(2);
+
+/// Whom a certificate is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// The trust domain: who is of another cluster is nobody here.
+    pub cluster: String,
+    /// What its bearer may do.
+    pub role: Role,
+}
+
+/// What the bearer of a certificate may do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Make CSI calls on nodes.
+    Router,
+    /// Answer them, for the data directory with this key.
+    Node(String),
+}
+
+impl Identity {
+    /// What this URI says; `None` where it is not one of ours.
+    fn parse(uri: &str) -> Option<Self> {
+        let (cluster, path) = uri.strip_prefix("spiffe://")?.split_once('/')?;
+        let role = match path.strip_prefix("deltapath/")? {
+            "router" => Role::Router,
+            path => match path.strip_prefix("node/")? {
+                key if !key.is_empty() && !key.contains('/') => Role::Node(key.to_owned()),
+                _ => return None,
+            },
+        };
+        (!cluster.is_empty()).then(|| Identity { cluster: cluster.to_owned(), role })
+    }
+
+    /// The one identity in a certificate.
+    pub fn of(certificate: &CertificateDer<'_>) -> Option<Self> {
+        let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
+        let mut ours = certificate.valid_uri_names().filter_map(Identity::parse);
+        let first = ours.next()?;
+        // Two roles at once would be for whoever reads them to choose from.
+        ours.next().is_none().then_some(first)
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "spiffe://{}/deltapath/", self.cluster)?;
+        match &self.role {
+            Role::Router => f.write_str("router"),
+            Role::Node(key) => write!(f, "node/{key}"),
+        }
+    }
+}
+
+/// Why files cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// They cannot be read, or hold something else.
+    #[error(transparent)]
+    Certificate(#[from] certificate::Error),
+    /// There is no CA in the file.
+    #[error("{} holds no CA certificate in PEM", .0.display())]
+    NoAuthority(PathBuf),
+    /// The certificate is for somebody else.
+    #[error(
+        "the certificate in {} must have the URI SAN spiffe://CLUSTER/deltapath/{wanted}, and no other of deltapath; it has {found}",
+        path.display()
+    )]
+    Role {
+        /// The file.
+        path: PathBuf,
+        /// `router`, or `node/KEY`.
+        wanted: String,
+        /// What it is for.
+        found: String,
+    },
+    /// What TLS makes of them.
+    #[error("certificate, key and CA cannot be used together")]
+    Tls(#[source] rustls::Error),
+}
+
+/// The files that say who we are and whom we believe, in PEM.
+#[derive(Clone, Debug)]
+pub struct Files {
+    /// Certificate chain.
+    pub certificate: PathBuf,
+    /// Its key.
+    pub key: PathBuf,
+    /// The CAs that sign the other side's certificates.
+    pub authorities: PathBuf,
+}
+
+/// TLS as the files say it.
+#[derive(Debug)]
+pub struct Mutual {
+    files: Files,
+    own: Role,
+    server: ArcSwapOption<ServerConfig>,
+    client: ArcSwapOption<ClientConfig>,
+}
+
+impl Mutual {
+    /// Nothing is loaded yet. `own` is what our certificate must be for.
+    pub fn new(files: Files, own: Role) -> Arc<Self> {
+        Arc::new(Mutual { files, own, server: ArcSwapOption::empty(), client: ArcSwapOption::empty() })
+    }
+
+    /// Uses what the files hold now. On an error what was loaded before stays.
+    pub fn load(&self) -> Result<(), Error> {
+        let pem = |path: &Path, wanted| {
+            let what = path.display().to_string();
+            move |source| certificate::Error::Pem { what, wanted, source }
+        };
+        let Files { certificate, key, authorities } = &self.files;
+        let chain: Vec<_> = CertificateDer::pem_slice_iter(&read(certificate)?)
+            .collect::<Result<_, _>>()
+            .map_err(pem(certificate, "certificate"))?;
+        let own = chain.first().and_then(Identity::of);
+        let identity = match own {
+            Some(identity) if identity.role == self.own => identity,
+            other => {
+                return Err(Error::Role {
+                    path: certificate.clone(),
+                    wanted: match &self.own {
+                        Role::Router => "router".to_owned(),
+                        Role::Node(key) => format!("node/{key}"),
+                    },
+                    found: other.map_or_else(|| "none".to_owned(), |other| other.to_string()),
+                });
+            }
+        };
+        let key = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(pem(key, "private key"))?;
+        let mut roots = RootCertStore::empty();
+        for authority in CertificateDer::pem_slice_iter(&read(authorities)?) {
+            roots.add(authority.map_err(pem(authorities, "certificate"))?).map_err(Error::Tls)?;
+        }
+        if roots.is_empty() {
+            return Err(Error::NoAuthority(authorities.clone()));
+        }
+        let roots = Arc::new(roots);
+        let provider = Arc::new(ring::default_provider());
+        match self.own {
+            Role::Node(_) => {
+                let config = server(provider, roots, identity.cluster, chain, key).map_err(Error::Tls)?;
+                self.server.store(Some(Arc::new(config)));
+            }
+            Role::Router => {
+                let config = client(provider, roots, identity.cluster, chain, key).map_err(Error::Tls)?;
+                self.client.store(Some(Arc::new(config)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads the files again whenever they change, for ever.
+    pub async fn follow(self: Arc<Self>) {
+        let Files { certificate, key, authorities } = &self.files;
+        certificate::follow(&[certificate, key, authorities], FILES_EVERY, || self.load()).await;
+    }
+
+    /// For the side that is called, as soon as something is loaded.
+    pub fn server(&self) -> Option<Arc<ServerConfig>> {
+        self.server.load_full()
+    }
+
+    /// For the side that calls, as soon as something is loaded.
+    pub fn client(&self) -> Option<Arc<ClientConfig>> {
+        self.client.load_full()
+    }
+}
+
+fn server(
+    provider: Arc<CryptoProvider>,
+    roots: Arc<RootCertStore>,
+    cluster: String,
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+) -> Result<ServerConfig, rustls::Error> {
+    let signed = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
+        .build()
+        .map_err(|error| rustls::Error::General(error.to_string()))?;
+    let mut config = ServerConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .with_client_cert_verifier(Arc::new(RouterOnly { signed, cluster }))
+        .with_single_cert(chain, key)?;
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    config.send_tls13_tickets = 0;
+    Ok(config)
+}
+
+fn client(
+    provider: Arc<CryptoProvider>,
+    roots: Arc<RootCertStore>,
+    cluster: String,
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+) -> Result<ClientConfig, rustls::Error> {
+    let verifier = NodeOnly { roots, cluster, provider: provider.clone() };
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])?
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier))
+        .with_client_auth_cert(chain, key)?;
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    config.resumption = Resumption::disabled();
+    Ok(config)
+}
+
+/// The peer's certificate is sound, and for somebody who has no business here.
+fn refused(wanted: &str, found: Option<Identity>) -> rustls::Error {
+    let found = found.map_or_else(|| "nobody of deltapath".to_owned(), |found| found.to_string());
+    let why = format!("the certificate is for {found}, and {wanted} is expected");
+    CertificateError::Other(OtherError(Arc::new(std::io::Error::other(why)))).into()
+}
+
+/// Lets in clients whose certificate is the router's.
+#[derive(Debug)]
+struct RouterOnly {
+    signed: Arc<dyn ClientCertVerifier>,
+    cluster: String,
+}
+
+impl ClientCertVerifier for RouterOnly {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.signed.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        let verified = self.signed.verify_client_cert(end_entity, intermediates, now)?;
+        match Identity::of(end_entity) {
+            Some(Identity { cluster, role: Role::Router }) if cluster == self.cluster => Ok(verified),
+            found => Err(refused(&format!("the router of {}", self.cluster), found)),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.signed.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        self.signed.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.signed.supported_verify_schemes()
+    }
+}
+
+/// Talks to servers whose certificate is a node's. Which node's is for the caller to look at, when the handshake is done.
+#[derive(Debug)]
+struct NodeOnly {
+    roots: Arc<RootCertStore>,
+    cluster: String,
+    provider: Arc<CryptoProvider>,
+}
+
+impl ServerCertVerifier for NodeOnly {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let certificate = ParsedCertificate::try_from(end_entity)?;
+        let algorithms = self.provider.signature_verification_algorithms.all;
+        verify_server_cert_signed_by_trust_anchor(&certificate, &self.roots, intermediates, now, algorithms)?;
+        match Identity::of(end_entity) {
+            Some(Identity { cluster, role: Role::Node(_) }) if cluster == self.cluster => {
+                Ok(ServerCertVerified::assertion())
+            }
+            found => Err(refused(&format!("a node of {}", self.cluster), found)),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        Err(rustls::Error::General("TLS 1.2 is not spoken between router and node".to_owned()))
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        verify_tls13_signature(
+            message,
+            certificate,
+            signature,
+            &self.provider.signature_verification_algorithms,
+        )
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_uris_of_a_role_are_identities() {
+        let node = |key: &str| Some(("c".to_owned(), Role::Node(key.to_owned())));
+        for (uri, expected) in [
+            ("spiffe://c/deltapath/router", Some(("c".to_owned(), Role::Router))),
+            ("spiffe://a.b/deltapath/router", Some(("a.b".to_owned(), Role::Router))),
+            ("spiffe://c/deltapath/node/0123abcd", node("0123abcd")),
+            ("spiffe://c/deltapath/router/", None),
+            ("spiffe://c/deltapath/router/x", None),
+            ("spiffe://c/deltapath/node/", None),
+            ("spiffe://c/deltapath/node/a/b", None),
+            ("spiffe://c/deltapath/node", None),
+            ("spiffe://c/x/deltapath/router", None),
+            ("spiffe:///deltapath/router", None),
+            ("https://c/deltapath/router", None),
+            ("SPIFFE://c/deltapath/router", None),
+            ("", None),
+        ] {
+            let expected = expected.map(|(cluster, role)| Identity { cluster, role });
+            assert_eq!(Identity::parse(uri), expected, "{uri}");
+            if let Some(identity) = expected {
+                assert_eq!(identity.to_string(), uri);
+            }
+        }
+    }
+}
