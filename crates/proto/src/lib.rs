@@ -1,6 +1,6 @@
-//! The messages, clients and servers of three contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
-//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; and an earlier design of it in
-//! [`differential`], made from `proto/differentialsnapshot.proto`.
+//! The messages, clients and servers of four contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
+//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; and two earlier designs of it in
+//! [`differential`] and [`deltas`], made from `proto/differentialsnapshot.proto` and `proto/listsnapshotdeltas.proto`.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, rustdoc::all)]
 
@@ -20,4 +20,9 @@ pub mod kubernetes {
 /// The DifferentialSnapshot service, an earlier design of KEP-3314.
 pub mod differential {
     tonic::include_proto!("differentialsnapshot.v1alpha1");
+}
+
+/// The call ListSnapshotDeltas, of another earlier design of KEP-3314.
+pub mod deltas {
+    tonic::include_proto!("cbt.v1alpha1");
 }
