@@ -1,7 +1,7 @@
 //! Promise: cbt-http is found by the DriverDiscovery that it writes, gives pages to the aggregated API server alone, and the data
 //! of a block to whoever brings a good token for it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -319,7 +319,9 @@ pub async fn data_is_given_for_good_tokens_alone(mut world: World) {
     assert_eq!(bytes(&twin, &good).await.0, 200);
     let status = user.status(json!({"targetVolumeSnapshotName": "tuesday"})).await;
     let short = token(&status["changedBlocks"][0]);
+    let deadline = Instant::now() + Duration::from_secs(60);
     let refused = loop {
+        assert!(Instant::now() < deadline, "a token of one second is good for a minute");
         let (code, body) = bytes(&twin, &short).await;
         if code != 200 {
             break (code, String::from_utf8_lossy(&body).into_owned());
