@@ -40,7 +40,7 @@ use super::list::Lists;
 use super::token::{Data, Tokens};
 use super::wire;
 use crate::CbtHttp as Arguments;
-use crate::driver::{self, Driver};
+use crate::driver::{self, Blocks, Driver};
 use crate::refusal::Refusal;
 use crate::request::bearer;
 use crate::server::{self, Leads, METRICS, Ready};
@@ -61,6 +61,7 @@ struct Sidecar {
     audience: String,
     driver_name: String,
     lists: SnapshotDeltasClient<Channel>,
+    driver: Driver,
     data: Option<(Tokens, Data)>,
     page_timeout: Duration,
     places: Semaphore,
@@ -159,7 +160,11 @@ impl Sidecar {
         let token = bearer(headers).ok_or_else(|| {
             Status::unauthenticated("a data token is missing: send the header Authorization: Bearer TOKEN")
         })?;
-        data.read(&tokens.open(token)?).await
+        let grant = tokens.open(token)?;
+        // The driver says whether the snapshot is still there: its file may be there for longer.
+        let blocks = Blocks::of(None, &grant.snapshot);
+        self.driver.tuples(blocks, grant.offset, 1).await?.next().await?;
+        data.read(&grant).await
     }
 }
 
@@ -210,7 +215,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         Some(key) => Some(Tokens::new(key, &driver_name, arguments.data_token_ttl)?),
         None => None,
     };
-    let lists = Lists { driver, block_size: arguments.block_size, tokens: tokens.clone() };
+    let lists = Lists { driver: driver.clone(), block_size: arguments.block_size, tokens: tokens.clone() };
     let lists = SnapshotDeltasServer::new(lists).max_encoding_message_size(MAX_MESSAGE);
     tasks.spawn(async move {
         let served = Server::builder().add_service(lists).serve_with_incoming(grpc).await;
@@ -247,6 +252,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         reviews: Reviews::new(client, arguments.review_cache, METRICS)?,
         audience: arguments.audience,
         driver_name,
+        driver,
         lists: SnapshotDeltasClient::new(driver::channel(&socket)).max_decoding_message_size(MAX_MESSAGE),
         data: tokens.map(|tokens| (tokens, Data(arguments.snapshot_data))),
         page_timeout: arguments.page_timeout,

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use kube::api::DeleteParams;
 use proto::BlockMetadataType;
@@ -151,7 +152,7 @@ pub async fn other_versions_of_the_group_keep_working_beside_it(world: World) {
     }
     aggregation.end().await;
     while versions().await != ["v1beta1"] {
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     for name in [&before, &beside] {
         services.delete(name, &DeleteParams::default()).await.expect("the CRD's object");
@@ -324,7 +325,7 @@ pub async fn secrets_are_for_those_who_may_read_them(world: World) {
     );
     world.api.allow(ns, ns, "aggregated", json!([read])).await;
     while with.ask(spec.clone()).await.0 != 201 {
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
     assert_eq!(driver.secrets.lock().unwrap().last(), Some(&("password".to_owned(), "p4ssw0rd".to_owned())));
     let (code, answer) = without.ask(spec.clone()).await;
@@ -547,6 +548,31 @@ pub async fn each_user_has_a_rate_of_its_own(world: World) {
     aggregation.end().await;
 }
 
+pub async fn creates_have_a_priority_level_of_their_own(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let path = format!("{}/deploy/components/aggregated/priority.yaml", testkit::HOME);
+    for document in std::fs::read_to_string(&path).expect("the manifest").split("\n---\n") {
+        world.api.make(serde_saphyr::from_str(document).expect("YAML")).await;
+    }
+    let schemas = world.api.objects("FlowSchema", None);
+    let uid = schemas.get("cbt-earlier-aggregated").await.expect("the FlowSchema").metadata.uid;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let (text, json) = (object(pair()).to_string(), [("content-type", "application/json")]);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let answer = user.post("", &json, text.as_bytes()).await;
+        assert!(!answer.flow.is_empty(), "priority and fairness is off");
+        if answer.code == 201 && Some(answer.flow) == uid {
+            break;
+        }
+        assert!(Instant::now() < deadline, "creates are counted to another FlowSchema");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    aggregation.end().await;
+}
+
 pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
     let mut random = fastrand::Rng::with_seed(7);
     let content: Vec<u8> = (0..300).map(|_| random.u8(..2)).collect();
@@ -562,7 +588,7 @@ pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
     let mut waits = aggregation.sidecar_unready("waits", &[]);
     while waits.readiness().await.1 != "another replica is elected\n" {
         assert_ne!(waits.readiness().await.0, 200, "two are elected");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
     let (mut servers, mut https) = (vec![server, second], vec![http]);
@@ -601,7 +627,7 @@ pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
                 12 if https.is_empty() => https.push(aggregation.sidecar("again", &[]).await),
                 _ => {}
             }
-            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
         };
         told.extend(entries(&status));
         page += 1;

@@ -211,6 +211,8 @@ pub struct Answer {
     pub kind: String,
     pub retry: String,
     pub warning: String,
+    /// The FlowSchema, by its uid, that kube-apiserver has counted the request to.
+    pub flow: String,
     pub body: String,
 }
 
@@ -246,8 +248,9 @@ impl User {
         };
         let (code, kind) = (answer.status().as_u16(), header("content-type"));
         let (retry, warning) = (header("retry-after"), header("warning"));
+        let flow = header("x-kubernetes-pf-flowschema-uid");
         let body = answer.into_body().collect_bytes().await.expect("a body");
-        Answer { code, kind, retry, warning, body: String::from_utf8(body.to_vec()).expect("text") }
+        Answer { code, kind, retry, warning, flow, body: String::from_utf8(body.to_vec()).expect("text") }
     }
 
     /// Asks, and returns the code and the object or Status.

@@ -70,6 +70,7 @@ fn main() -> ExitCode {
         aggregated::contents_are_negotiated,
         aggregated::only_the_front_proxy_may_say_who_a_user_is,
         aggregated::each_user_has_a_rate_of_its_own,
+        aggregated::creates_have_a_priority_level_of_their_own,
         aggregated::a_walk_goes_on_whatever_is_killed,
         aggregated::data_tokens_are_for_those_who_may_have_data,
         cbt_http::it_publishes_itself_and_its_state_is_told,
