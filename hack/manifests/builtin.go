@@ -4,10 +4,14 @@ import (
 	"context"
 	"fmt"
 
+	flowcontrol_v1 "k8s.io/api/flowcontrol/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/kube-aggregator/pkg/apis/apiregistration"
+	apiregistration_install "k8s.io/kube-aggregator/pkg/apis/apiregistration/install"
+	apiregistration_validation "k8s.io/kube-aggregator/pkg/apis/apiregistration/validation"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/apis/apps"
 	_ "k8s.io/kubernetes/pkg/apis/apps/install"
@@ -18,6 +22,9 @@ import (
 	"k8s.io/kubernetes/pkg/apis/core"
 	_ "k8s.io/kubernetes/pkg/apis/core/install"
 	core_validation "k8s.io/kubernetes/pkg/apis/core/validation"
+	"k8s.io/kubernetes/pkg/apis/flowcontrol"
+	_ "k8s.io/kubernetes/pkg/apis/flowcontrol/install"
+	flowcontrol_validation "k8s.io/kubernetes/pkg/apis/flowcontrol/validation"
 	"k8s.io/kubernetes/pkg/apis/networking"
 	_ "k8s.io/kubernetes/pkg/apis/networking/install"
 	networking_validation "k8s.io/kubernetes/pkg/apis/networking/validation"
@@ -34,7 +41,11 @@ import (
 )
 
 // Privileged containers are a matter of the cluster (kube-apiserver --allow-privileged), not of a manifest.
-func init() { capabilities.Setup(true, 0) }
+func init() {
+	capabilities.Setup(true, 0)
+	// It has a scheme of its own in kube-apiserver.
+	apiregistration_install.Install(legacyscheme.Scheme)
+}
 
 // Features of Kubernetes that are off unless somebody turns them on.
 var options = map[string]bool{"WorkloadWithJob": false}
@@ -125,6 +136,13 @@ func validate(object runtime.Object) field.ErrorList {
 		return rbac_validation.ValidateRole(object)
 	case *rbac.RoleBinding:
 		return rbac_validation.ValidateRoleBinding(object)
+	case *flowcontrol.FlowSchema:
+		return flowcontrol_validation.ValidateFlowSchema(object)
+	case *flowcontrol.PriorityLevelConfiguration:
+		return flowcontrol_validation.ValidatePriorityLevelConfiguration(
+			object, flowcontrol_v1.SchemeGroupVersion, flowcontrol_validation.PriorityLevelValidationOptions{})
+	case *apiregistration.APIService:
+		return apiregistration_validation.ValidateAPIService(context.Background(), object)
 	case *storage.StorageClass:
 		return storage_validation.ValidateStorageClass(object)
 	case *storage.CSIDriver:

@@ -403,7 +403,7 @@ mod tests {
     #[test]
     fn only_what_names_a_place_that_cannot_be_read_makes_a_suspect() {
         let suspects = Suspects::default();
-        let volume = VolumeId::random().expect("id");
+        let volume = VolumeId::random(base::Key::random().expect("key")).expect("id");
         let error = |errno, at| {
             let source = io::Error::from_raw_os_error(errno);
             Error::Sys(files::Error { operation: "read", path: "x".into(), at, source })

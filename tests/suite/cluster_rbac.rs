@@ -98,6 +98,19 @@ const CALLS: [(&str, &str, &str, &str, When); 65] = [
     ("differential", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch", Always),
     ("differential", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
     ("differential", "coordination.k8s.io", "leases", "create get update", Always),
+    // Another one: the server behind kube-apiserver, and the sidecar that it asks; their tests have these rights alone.
+    ("aggregated", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
+    ("aggregated", "", "configmaps", "get", Always),
+    ("aggregated", "snapshot.storage.k8s.io", "volumesnapshots", "get", Always),
+    ("aggregated", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
+    ("aggregated", "discovery.cbt.storage.k8s.io", "driverdiscoveries", "list", Always),
+    ("aggregated", "discovery.cbt.storage.k8s.io", "driverdiscoveries/status", "patch", Always),
+    ("aggregated", "discovery.cbt.storage.k8s.io", "driverdiscoveries/deltas", "create", Always),
+    ("aggregated", "coordination.k8s.io", "leases", "create get update", Always),
+    ("cbt-http", "authentication.k8s.io", "tokenreviews", "create", Always),
+    ("cbt-http", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
+    ("cbt-http", "discovery.cbt.storage.k8s.io", "driverdiscoveries", "create patch", Always),
+    ("cbt-http", "coordination.k8s.io", "leases", "create get update", Always),
     // The audience that a token must be for.
     ("csi-snapshot-metadata", "cbt.storage.k8s.io", "snapshotmetadataservices", "get", Always),
     // Whose token it is, and whether they may get the snapshot.
@@ -180,6 +193,8 @@ fn users(role: &str) -> Vec<&str> {
         "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "gateway", "csi-snapshot-metadata"],
         "snapshot-controller" => vec!["snapshot-controller"],
         "cbt-earlier-differential" => vec!["differential"],
+        "cbt-earlier-aggregated" => vec!["aggregated"],
+        "cbt-earlier-cbt-http" => vec!["cbt-http"],
         role => vec![role.strip_prefix("deltapath-").unwrap_or(role)],
     }
 }
@@ -214,7 +229,7 @@ fn applies(when: When, source: &str) -> bool {
     }
 }
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     OVERLAYS[0],
     OVERLAYS[1],
     OVERLAYS[2],
@@ -222,6 +237,7 @@ const SOURCES: [&str; 9] = [
     OVERLAYS[4],
     OVERLAYS[5],
     OVERLAYS[6],
+    OVERLAYS[7],
     "deploy/snapshot-controller/base",
     "deploy/snapshot-controller/distributed",
 ];

@@ -58,7 +58,14 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     }
     // Their own tests hold these sections against their flags.
     let reference = read("docs/reference.md");
-    for program in ["deltapath-gateway", "deltapath-router", "cbt-backup", "cbt-earlier differential"] {
+    for program in [
+        "deltapath-gateway",
+        "deltapath-router",
+        "cbt-backup",
+        "cbt-earlier differential",
+        "cbt-earlier aggregated",
+        "cbt-earlier cbt-http",
+    ] {
         let heading = format!("Flags of `{program}`");
         let section = reference.split("\n## ").find(|section| section.starts_with(&heading));
         real.extend(words(section.expect("the section of its flags"), "--"));

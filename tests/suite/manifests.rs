@@ -9,8 +9,9 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// What kustomize can build.
-pub const KUSTOMIZATIONS: [&str; 9] = [
+pub const KUSTOMIZATIONS: [&str; 10] = [
     "deploy/base",
+    "deploy/overlays/aggregated",
     "deploy/overlays/attach",
     "deploy/overlays/community-sidecar",
     "deploy/overlays/differential",
@@ -21,8 +22,9 @@ pub const KUSTOMIZATIONS: [&str; 9] = [
     "deploy/snapshot-controller/distributed",
 ];
 /// Those of them that hold a driver.
-pub const OVERLAYS: [&str; 7] = [
+pub const OVERLAYS: [&str; 8] = [
     "deploy/base",
+    "deploy/overlays/aggregated",
     "deploy/overlays/attach",
     "deploy/overlays/community-sidecar",
     "deploy/overlays/differential",

@@ -1,5 +1,7 @@
 //! The CSI driver on its socket: its name, whether it is ready, and its streams of tuples, checked as they come.
 
+use std::collections::HashMap;
+use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -7,8 +9,8 @@ use hyper_util::rt::TokioIo;
 use proto::identity_client::IdentityClient;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::{
-    BlockMetadata, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
-    GetMetadataDeltaResponse, GetPluginInfoRequest, ProbeRequest,
+    BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
+    GetMetadataDeltaRequest, GetMetadataDeltaResponse, GetPluginInfoRequest, ProbeRequest,
 };
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -37,12 +39,30 @@ pub struct Driver {
 }
 
 /// What tuples are asked for.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Blocks<'a> {
     /// Handle of the base; without it, all that the target holds.
     pub base: Option<&'a str>,
     /// Handle of the target.
     pub target: &'a str,
+    /// For the driver; none for most.
+    pub secrets: Option<&'a HashMap<String, String>>,
+}
+
+impl<'a> Blocks<'a> {
+    /// Without secrets.
+    pub fn of(base: Option<&'a str>, target: &'a str) -> Self {
+        Blocks { base, target, secrets: None }
+    }
+}
+
+impl fmt::Debug for Blocks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Blocks")
+            .field("base", &self.base)
+            .field("target", &self.target)
+            .finish_non_exhaustive()
+    }
 }
 
 /// A range of bytes that a stream lists.
@@ -100,7 +120,7 @@ impl Driver {
                     snapshot_id: blocks.target.to_owned(),
                     starting_offset,
                     max_results,
-                    ..Default::default()
+                    secrets: blocks.secrets.cloned().unwrap_or_default(),
                 };
                 metadata
                     .get_metadata_allocated(request)
@@ -113,13 +133,13 @@ impl Driver {
                     target_snapshot_id: blocks.target.to_owned(),
                     starting_offset,
                     max_results,
-                    ..Default::default()
+                    secrets: blocks.secrets.cloned().unwrap_or_default(),
                 };
                 metadata.get_metadata_delta(request).await.map(|answer| Messages::Delta(answer.into_inner()))
             }
         };
         let messages = stream.map_err(said)?;
-        Ok(Tuples { messages, message: Vec::new().into_iter(), end: 0, capacity: None })
+        Ok(Tuples { messages, message: Vec::new().into_iter(), end: 0, capacity: None, style: None })
     }
 }
 
@@ -134,6 +154,7 @@ pub struct Tuples {
     message: std::vec::IntoIter<BlockMetadata>,
     end: u64,
     capacity: Option<u64>,
+    style: Option<BlockMetadataType>,
 }
 
 impl Tuples {
@@ -144,18 +165,17 @@ impl Tuples {
                 return self.check(tuple).map(Some);
             }
             let message = match &mut self.messages {
-                Messages::Allocated(stream) => stream
-                    .message()
-                    .await
-                    .map_err(said)?
-                    .map(|message| (message.volume_capacity_bytes, message.block_metadata)),
-                Messages::Delta(stream) => stream
-                    .message()
-                    .await
-                    .map_err(said)?
-                    .map(|message| (message.volume_capacity_bytes, message.block_metadata)),
+                Messages::Allocated(stream) => stream.message().await.map_err(said)?.map(|message| {
+                    (message.volume_capacity_bytes, message.block_metadata_type(), message.block_metadata)
+                }),
+                Messages::Delta(stream) => stream.message().await.map_err(said)?.map(|message| {
+                    (message.volume_capacity_bytes, message.block_metadata_type(), message.block_metadata)
+                }),
             };
-            let Some((capacity, tuples)) = message else { return Ok(None) };
+            let Some((capacity, style, tuples)) = message else { return Ok(None) };
+            if *self.style.get_or_insert(style) != style {
+                return Err(broken("the type of the metadata changes"));
+            }
             let capacity =
                 u64::try_from(capacity).map_err(|_| broken("the capacity of the volume is negative"))?;
             if *self.capacity.get_or_insert(capacity) != capacity {
@@ -168,6 +188,11 @@ impl Tuples {
     /// Bytes in the volume, after the first call of [`Tuples::next`]. `None` where the driver has sent no message.
     pub fn capacity(&self) -> Option<u64> {
         self.capacity
+    }
+
+    /// Whether all tuples have one size, after the first call of [`Tuples::next`].
+    pub fn has_one_size(&self) -> bool {
+        self.style == Some(BlockMetadataType::FixedLength)
     }
 
     fn check(&mut self, tuple: BlockMetadata) -> Result<Tuple, Status> {

@@ -1,17 +1,24 @@
 //! `cbt-earlier`: the earlier designs of KEP-3314, each a subcommand, in front of any CSI driver with a SnapshotMetadata
 //! service. Flags are here, each design in a module of its own.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
+mod deltas;
 mod differential;
 mod driver;
+mod place;
+mod refusal;
+mod request;
+mod server;
 
 use std::io::IsTerminal;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use base::Endpoint;
+use base::{Endpoint, Quantity};
 use clap::{Parser, Subcommand, ValueEnum};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
@@ -35,6 +42,8 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Design {
     Differential(Differential),
+    Aggregated(Aggregated),
+    CbtHttp(CbtHttp),
 }
 
 /// DifferentialSnapshot: a resource that gets a callback URL, at which the changed blocks are asked for in pages.
@@ -106,6 +115,166 @@ struct Differential {
     review_cache: Duration,
 }
 
+/// VolumeSnapshotDelta: an aggregated API server, which answers a create with the changed blocks and stores nothing.
+///
+/// A user creates a VolumeSnapshotDelta (cbt.storage.k8s.io/v1alpha1) that names two VolumeSnapshots and finds the changed
+/// blocks in the status of the answer; status.continue is spec.offset of the next one. The user must be allowed to create
+/// it and to get both VolumeSnapshots, and to create volumesnapshotdeltas/data for tokens by which data is read. The
+/// blocks come from the cbt-http of the driver, which a DriverDiscovery names.
+///
+/// Every replica serves. On SIGTERM and SIGINT it takes no new requests, ends those under way, and exits with 0. Exit codes:
+/// 0 stopped, 1 failed (the reason is on standard error), 2 wrong usage.
+#[derive(Debug, clap::Args)]
+struct Aggregated {
+    /// Port for kube-apiserver, over TLS.
+    #[arg(long, default_value_t = 6443)]
+    port: u16,
+    /// IP address on which it listens.
+    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
+    bind_address: IpAddr,
+    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    http_endpoint: SocketAddr,
+    /// Certificate chain, in PEM. The file is watched: a new one is used without a restart. The APIService names its CA.
+    #[arg(long, value_name = "FILE")]
+    tls_cert: PathBuf,
+    /// Its key, in PEM.
+    #[arg(long, value_name = "FILE")]
+    tls_key: PathBuf,
+    /// Token for cbt-http, with its audience. The file is read with each request.
+    #[arg(long, value_name = "FILE", default_value = "/var/run/secrets/cbt-http/token")]
+    token_file: PathBuf,
+    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// Namespace of the Lease.
+    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
+    namespace: String,
+    /// Name of this replica in the election.
+    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
+    pod_name: String,
+    /// Lease of the replica that keeps the status of DriverDiscoveries. Serving needs no election.
+    #[arg(long, value_name = "NAME", default_value = "cbt-earlier-aggregated")]
+    lease: String,
+    /// Entries in an answer at most, and where a request does not say how many.
+    #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    max_entries: u32,
+    /// Creates at once. Further ones are answered with 429.
+    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
+    max_requests: u16,
+    /// Creates of one user in a second, over time. Further ones are answered with 429.
+    #[arg(long, value_name = "COUNT", default_value = "20")]
+    client_qps: NonZeroU32,
+    /// Creates of one user at once, after a pause.
+    #[arg(long, value_name = "COUNT", default_value = "40")]
+    client_burst: NonZeroU32,
+    /// How long an answer may take.
+    #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
+    page_timeout: Duration,
+    /// How long a positive review of a right is believed, at most 10s. 0s: not at all.
+    #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
+    review_cache: Duration,
+}
+
+/// VolumeSnapshotDelta: the sidecar of a CSI driver, which the aggregated API server asks for changed blocks.
+///
+/// It writes the DriverDiscovery of its driver, serves the gRPC call ListSnapshotDeltas on a socket, and answers JSON over
+/// HTTPS from there, to whoever may create driverdiscoveries/deltas. With --snapshot-data each block comes with a token,
+/// and whoever brings it gets the block's bytes: GET ADDRESS/data, with the token as a bearer token.
+///
+/// One replica, which is elected, is ready; the others answer /readyz with 503. On SIGTERM and SIGINT it takes no new
+/// requests, ends those under way, and exits with 0. Exit codes: 0 stopped, 1 failed (the reason is on standard error), 2 wrong
+/// usage.
+#[derive(Debug, clap::Args)]
+#[command(group = clap::ArgGroup::new("place").required(true).args(["service", "url"]))]
+struct CbtHttp {
+    /// Socket of the CSI driver, which may come and go.
+    #[arg(long, value_name = "ENDPOINT", default_value = "/run/csi/socket")]
+    csi_address: Endpoint,
+    /// Socket on which ListSnapshotDeltas is served. The HTTPS side asks there too.
+    #[arg(long, value_name = "ENDPOINT", default_value = "/run/cbt-earlier/deltas.sock")]
+    socket: Endpoint,
+    /// Port for the aggregated API server and for readers of data, over TLS.
+    #[arg(long, default_value_t = 6443)]
+    port: u16,
+    /// IP address on which it listens.
+    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
+    bind_address: IpAddr,
+    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    http_endpoint: SocketAddr,
+    /// Service by which it is reached, for the DriverDiscovery.
+    #[arg(long, value_name = "NAMESPACE/NAME[:PORT]", value_parser = service)]
+    service: Option<Service>,
+    /// URL by which it is reached, in the place of a Service: https, and the path /v1alpha1/deltas.
+    #[arg(long, value_name = "URL", value_parser = https_url)]
+    url: Option<String>,
+    /// Certificate chain, in PEM. The file is watched: a new one is used without a restart.
+    #[arg(long, value_name = "FILE")]
+    tls_cert: PathBuf,
+    /// Its key, in PEM.
+    #[arg(long, value_name = "FILE")]
+    tls_key: PathBuf,
+    /// CA of the certificate, in PEM, for the DriverDiscovery. Default: the file of --tls-cert.
+    #[arg(long, value_name = "FILE")]
+    ca_bundle: Option<PathBuf>,
+    /// Audience that tokens of the aggregated API server must be for.
+    #[arg(long, value_name = "NAME", default_value = "cbt-http")]
+    audience: String,
+    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// Namespace of the Lease.
+    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
+    namespace: String,
+    /// Name of this replica in the election.
+    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
+    pod_name: String,
+    /// Lease of the elected replica. Default: cbt-http- and the driver's name.
+    #[arg(long, value_name = "NAME")]
+    lease: Option<String>,
+    /// Bytes in a block where the driver lists ranges of any length: a power of two from 512. What changed is cut into such
+    /// blocks. A driver whose blocks have one length keeps its own.
+    #[arg(long, value_name = "BYTES", default_value = "4Ki", value_parser = block_size)]
+    block_size: u64,
+    /// File or device with the bytes of a snapshot; {snapshot} stands for its CSI handle. May be repeated: the first that is
+    /// there is read. Without it no data is served and blocks have no tokens.
+    #[arg(long, value_name = "PATH", requires = "data_token_key", value_parser = snapshot_data)]
+    snapshot_data: Vec<String>,
+    /// File with the key that signs data tokens: 32 random bytes or more, the same for all replicas.
+    #[arg(long, value_name = "FILE", requires = "snapshot_data")]
+    data_token_key: Option<PathBuf>,
+    /// How long a data token is good for, at most 1d.
+    #[arg(long, value_name = "AGE", default_value = "5m", value_parser = data_token_ttl)]
+    data_token_ttl: Duration,
+    /// Pages at once. Further requests are answered with 429.
+    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
+    max_requests: u16,
+    /// How long a page may take.
+    #[arg(long, value_name = "AGE", default_value = "25s", value_parser = age)]
+    page_timeout: Duration,
+    /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
+    #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
+    review_cache: Duration,
+}
+
+/// A Service, and its port where that is not 443.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Service {
+    namespace: String,
+    name: String,
+    port: Option<u16>,
+}
+
+impl Service {
+    /// As a DriverDiscovery names it.
+    fn json(&self) -> serde_json::Value {
+        let Service { namespace, name, port } = self;
+        let path = deltas::sidecar::PATH;
+        serde_json::json!({"namespace": namespace, "name": name, "path": path, "port": port.unwrap_or(443)})
+    }
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum LogFormat {
     /// A readable line an event.
@@ -127,6 +296,46 @@ fn service_address(text: &str) -> Result<String, String> {
         true => Ok(text.to_owned()),
         false => Err("an address is a host and a port, such as cbt-earlier.backup.svc:6443".into()),
     }
+}
+
+fn service(text: &str) -> Result<Service, String> {
+    let (namespace, rest) = text.split_once('/').unwrap_or_default();
+    let (name, port) = match rest.split_once(':') {
+        None => (rest, None),
+        Some((name, port)) => (name, Some(port.parse::<u16>().ok().filter(|port| *port > 0))),
+    };
+    match port {
+        Some(None) => Err("a Service's port is a number from 1 to 65535".into()),
+        _ if !request::is_object_name(namespace) || !request::is_object_name(name) => {
+            Err("a Service is a namespace and a name, such as backup/cbt-http or backup/cbt-http:6443".into())
+        }
+        port => Ok(Service { namespace: namespace.into(), name: name.into(), port: port.flatten() }),
+    }
+}
+
+fn https_url(text: &str) -> Result<String, String> {
+    match reqwest::Url::parse(text) {
+        Ok(url) if url.scheme() == "https" && url.path() == deltas::sidecar::PATH => Ok(text.to_owned()),
+        _ => Err(format!("a URL with https and the path {}", deltas::sidecar::PATH)),
+    }
+}
+
+fn block_size(text: &str) -> Result<u64, String> {
+    let size = text.parse::<Quantity>().ok().map(|size| size.0);
+    let size = size.filter(|size| size.is_power_of_two() && (512..=1 << 30).contains(size));
+    size.ok_or_else(|| "a block has a power of two of bytes, from 512 to 1Gi".into())
+}
+
+fn snapshot_data(text: &str) -> Result<String, String> {
+    match text.starts_with('/') && text.contains(deltas::PLACEHOLDER) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("an absolute path with {} in it", deltas::PLACEHOLDER)),
+    }
+}
+
+fn data_token_ttl(text: &str) -> Result<Duration, String> {
+    let longest = Duration::from_secs(24 * 60 * 60);
+    age(text).ok().filter(|ttl| *ttl <= longest).ok_or_else(|| "data tokens are good for 1s to 1d".into())
 }
 
 fn age(text: &str) -> Result<Duration, String> {
@@ -166,6 +375,8 @@ fn main() -> ExitCode {
         .map_err(Box::<dyn std::error::Error>::from)
         .and_then(|runtime| match design {
             Design::Differential(arguments) => runtime.block_on(differential::run(arguments)),
+            Design::Aggregated(arguments) => runtime.block_on(deltas::aggregated::run(arguments)),
+            Design::CbtHttp(arguments) => runtime.block_on(deltas::sidecar::run(arguments)),
         });
     match served {
         Ok(()) => ExitCode::SUCCESS,
@@ -184,12 +395,12 @@ mod tests {
     #[test]
     fn flags_fit_together() {
         Arguments::command().debug_assert();
-        let parse = |more: &str| {
+        let parse_first = |more: &str| {
             let whole = "cbt-earlier differential --tls-cert c --tls-key k --namespace n --service-address a.svc:6443 ";
             Arguments::try_parse_from(format!("{whole}{more}").split_whitespace()).is_ok()
         };
-        assert!(parse(""));
-        assert!(parse(
+        assert!(parse_first(""));
+        assert!(parse_first(
             "--csi-address unix:///csi/csi.sock --max-entries 1 --review-cache 0s --log-format json"
         ));
         for wrong in [
@@ -203,7 +414,37 @@ mod tests {
             "--review-cache 11s",
             "--csi-address csi.sock",
         ] {
-            assert!(!parse(wrong), "{wrong}");
+            assert!(!parse_first(wrong), "{wrong}");
+        }
+        let parse = |design: &str, more: &str| {
+            let whole = format!("cbt-earlier {design} --tls-cert c --tls-key k --namespace n {more}");
+            Arguments::try_parse_from(whole.split_whitespace()).is_ok()
+        };
+        assert!(parse("aggregated", "--client-qps 1 --client-burst 1 --max-entries 4096"));
+        for wrong in ["--client-qps 0", "--client-burst 0", "--max-entries 0", "--max-entries 4097"] {
+            assert!(!parse("aggregated", wrong), "{wrong}");
+        }
+        let url = "--url https://a.test/v1alpha1/deltas";
+        assert!(parse("cbt-http", url));
+        assert!(parse("cbt-http", "--service a/b:6443 --block-size 65536"));
+        assert!(parse("cbt-http", "--service a/b --snapshot-data /a/{snapshot} --data-token-key k"));
+        for wrong in [
+            "",
+            "--service b",
+            "--service a/b:0",
+            "--service a/B",
+            "--url http://a.test/v1alpha1/deltas",
+            "--url https://a.test/",
+            "--service a/b --url https://a.test/v1alpha1/deltas",
+            "--service a/b --block-size 4095",
+            "--service a/b --block-size 256",
+            "--service a/b --data-token-ttl 25h",
+            "--service a/b --data-token-key k",
+            "--service a/b --snapshot-data /a/{snapshot}",
+            "--service a/b --snapshot-data /a --data-token-key k",
+            "--service a/b --snapshot-data a/{snapshot} --data-token-key k",
+        ] {
+            assert!(!parse("cbt-http", wrong), "{wrong}");
         }
         assert!(Arguments::try_parse_from(["cbt-earlier"]).is_err());
         assert!(Arguments::try_parse_from(["cbt-earlier", "differential"]).is_err());

@@ -1,7 +1,7 @@
-//! The messages, clients and servers of four contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
-//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; an earlier design of it in
-//! [`differential`], made from `proto/differentialsnapshot.proto`; and what router and driver say to each other beside CSI
-//! in [`node`], made from `proto/node.proto`.
+//! The messages, clients and servers of five contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
+//! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; two earlier designs of it in
+//! [`differential`] and [`deltas`], made from `proto/differentialsnapshot.proto` and `proto/listsnapshotdeltas.proto`; and what
+//! router and driver say to each other beside CSI in [`node`], made from `proto/node.proto`.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, rustdoc::all)]
 
@@ -26,4 +26,9 @@ pub mod differential {
 /// What the router asks of a node's driver, beside CSI. Private to deltapath.
 pub mod node {
     tonic::include_proto!("deltapath.node.v1");
+}
+
+/// The call ListSnapshotDeltas, of another earlier design of KEP-3314.
+pub mod deltas {
+    tonic::include_proto!("cbt.v1alpha1");
 }

@@ -10,7 +10,8 @@ use rustls::ServerConfig;
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{ClientHello, NoClientAuth, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
 /// Why a certificate cannot be shown.
@@ -78,11 +79,16 @@ impl Certificate {
 
     /// TLS 1.2 and 1.3 for HTTP/2, with this certificate and without certificates of clients.
     pub fn server_config(self: Arc<Self>) -> Arc<ServerConfig> {
+        self.server_config_for(Arc::new(NoClientAuth))
+    }
+
+    /// The same, with certificates of clients where this verifier asks for them.
+    pub fn server_config_for(self: Arc<Self>, clients: Arc<dyn ClientCertVerifier>) -> Arc<ServerConfig> {
         let provider = Arc::new(ring::default_provider());
         let builder = ServerConfig::builder_with_provider(provider);
         let builder =
             builder.with_safe_default_protocol_versions().expect("ring has suites for both versions");
-        let mut config = builder.with_no_client_auth().with_cert_resolver(self);
+        let mut config = builder.with_client_cert_verifier(clients).with_cert_resolver(self);
         config.alpn_protocols = vec![b"h2".to_vec()];
         Arc::new(config)
     }

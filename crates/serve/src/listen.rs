@@ -8,6 +8,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use rustls::ServerConfig;
+use rustls::pki_types::CertificateDer;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -142,6 +143,13 @@ impl Connection {
             has_spoken: false,
             _place: place,
         }
+    }
+}
+
+impl Connection {
+    /// The certificates that the client has shown, its own first.
+    pub fn client_certificates(&self) -> &[CertificateDer<'static>] {
+        self.stream.get_ref().1.peer_certificates().unwrap_or_default()
     }
 }
 

@@ -30,7 +30,7 @@ const MAX_WAITING: usize = 1024;
 /// A keyed hash of what a review was about.
 type Key = [u8; blake3::OUT_LEN];
 
-/// An object that a caller would get.
+/// An object that a caller would do something with.
 #[derive(Clone, Copy, Debug)]
 pub struct Object<'a> {
     /// API group.
@@ -39,18 +39,20 @@ pub struct Object<'a> {
     pub version: &'a str,
     /// The plural, as it stands in rules.
     pub resource: &'a str,
+    /// The subresource; empty for the object itself.
+    pub subresource: &'a str,
     /// The kind, for messages.
     pub kind: &'a str,
-    /// Its namespace.
+    /// Its namespace; empty for objects of the cluster.
     pub namespace: &'a str,
-    /// Its name there.
+    /// Its name there; empty for what has none yet.
     pub name: &'a str,
 }
 
 impl<'a> From<&'a SnapshotName> for Object<'a> {
     fn from(SnapshotName { namespace, name }: &'a SnapshotName) -> Self {
-        let (group, version, resource) = (SNAPSHOTS, "v1", "volumesnapshots");
-        Object { group, version, resource, kind: "VolumeSnapshot", namespace, name }
+        let (group, version, resource, subresource) = (SNAPSHOTS, "v1", "volumesnapshots", "");
+        Object { group, version, resource, subresource, kind: "VolumeSnapshot", namespace, name }
     }
 }
 
@@ -166,24 +168,44 @@ impl Reviews {
         Ok(Arc::new(Caller { user, token: key, ends: asked + kept }))
     }
 
+    /// The caller that a trusted server in front of this one has named.
+    pub fn named(&self, user: UserInfo) -> Caller {
+        let UserInfo { username, uid, groups, extra } = &user;
+        let extra: BTreeMap<_, _> = extra.iter().flatten().collect();
+        let text = serde_json::json!([username, uid, groups, extra]).to_string();
+        Caller { token: self.key(&[b"named", text.as_bytes()]), ends: Instant::now() + self.keep, user }
+    }
+
     /// Whether the caller may get that object.
     pub async fn may_get<'a>(&self, caller: &Caller, object: impl Into<Object<'a>>) -> Result<(), Status> {
+        self.may(caller, "get", object).await
+    }
+
+    /// Whether the caller may do that with the object.
+    pub async fn may<'a>(
+        &self,
+        caller: &Caller,
+        verb: &'static str,
+        object: impl Into<Object<'a>>,
+    ) -> Result<(), Status> {
         let object = object.into();
-        let Object { group, resource, namespace, name, .. } = object;
-        let parts =
-            [&caller.token, group.as_bytes(), resource.as_bytes(), namespace.as_bytes(), name.as_bytes()];
+        let Object { group, resource, subresource, namespace, name, .. } = object;
+        let texts = [verb, group, resource, subresource, namespace, name].map(str::as_bytes);
+        let mut parts = vec![&caller.token[..]];
+        parts.extend(texts);
         let key = self.key(&parts);
         if self.rights.get(&key).await.is_some() {
             self.counted("SubjectAccessReview", "cached");
             return Ok(());
         }
-        let reviewed = self.rights.try_get_with(key, self.review_right(caller, object)).await;
+        let reviewed = self.rights.try_get_with(key, self.review_right(caller, verb, object)).await;
         reviewed.map(drop).map_err(|status| Status::clone(&status))
     }
 
-    async fn review_right(&self, caller: &Caller, object: Object<'_>) -> Result<Allowed, Status> {
+    async fn review_right(&self, caller: &Caller, verb: &str, object: Object<'_>) -> Result<Allowed, Status> {
         let UserInfo { username, uid, groups, extra } = caller.user.clone();
         let extra = extra.map(|extra| extra.into_iter().collect::<BTreeMap<_, _>>());
+        let some = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
         let review = SubjectAccessReview {
             spec: SubjectAccessReviewSpec {
                 user: username,
@@ -191,12 +213,13 @@ impl Reviews {
                 groups,
                 extra,
                 resource_attributes: Some(ResourceAttributes {
-                    verb: Some("get".into()),
+                    verb: Some(verb.to_owned()),
                     group: Some(object.group.to_owned()),
                     version: Some(object.version.to_owned()),
                     resource: Some(object.resource.to_owned()),
-                    namespace: Some(object.namespace.to_owned()),
-                    name: Some(object.name.to_owned()),
+                    subresource: some(object.subresource),
+                    namespace: some(object.namespace),
+                    name: some(object.name),
                     ..ResourceAttributes::default()
                 }),
                 ..SubjectAccessReviewSpec::default()
@@ -207,7 +230,7 @@ impl Reviews {
         let status = self.post(review, "SubjectAccessReview").await?.status.unwrap_or_default();
         if !status.allowed || status.denied == Some(true) {
             self.counted("SubjectAccessReview", "denied");
-            return Err(Status::permission_denied(format!("the caller may not get this {}", object.kind)));
+            return Err(Status::permission_denied(format!("the caller may not {verb} this {}", object.kind)));
         }
         self.counted("SubjectAccessReview", "allowed");
         Ok(Allowed { ends: (asked + self.keep).min(caller.ends) })

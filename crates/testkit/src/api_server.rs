@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use base64::Engine as _;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
@@ -21,6 +22,8 @@ use rcgen::{
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
 
 /// Kills a program when the test's process ends in whatever way: the test holds the pipe at its standard input.
 const KEEPER: &str = r#""$@" </dev/null & pid=$!; read -r _; kill -9 $pid; wait $pid 2>/dev/null"#;
@@ -119,6 +122,16 @@ impl ApiServer {
             format!("--service-account-signing-key-file={}", file("accounts.key")),
             "--service-account-issuer=https://kubernetes.default.svc".into(),
             "--authorization-mode=RBAC".into(),
+            // The aggregation layer: how it shows other API servers who it is, and that it asks endpoints, for no proxy
+            // leads from a Service to them here.
+            format!("--requestheader-client-ca-file={}", file("proxy-ca.crt")),
+            "--requestheader-allowed-names=front-proxy".into(),
+            "--requestheader-username-headers=X-Remote-User".into(),
+            "--requestheader-group-headers=X-Remote-Group".into(),
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-".into(),
+            format!("--proxy-client-cert-file={}", file("front-proxy.crt")),
+            format!("--proxy-client-key-file={}", file("front-proxy.key")),
+            "--enable-aggregator-routing=true".into(),
             // Every review and read that the tests count.
             format!("--audit-policy-file={}", file("audit.yaml")),
             format!("--audit-log-path={}", file("audit.log")),
@@ -271,10 +284,72 @@ impl ApiServer {
         calls
     }
 
+    /// A file of the server's: `front-proxy.crt` and `.key`, by which it shows other API servers who it is.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// The revision of etcd: how often anything was written there.
+    pub async fn revision(&self) -> u64 {
+        let answer =
+            self.etcd("/v3/kv/range", json!({"key": "AA==", "range_end": "AA==", "count_only": true}));
+        let answer = answer.await.remove(0);
+        let revision = answer.pointer("/header/revision").and_then(Value::as_str);
+        revision.and_then(|text| text.parse().ok()).expect("a revision")
+    }
+
+    /// All that was written to etcd since a revision, up to a key that holds this text: keys and values, decoded.
+    pub async fn written_since(&self, revision: u64, until: &str) -> Vec<(String, Vec<u8>)> {
+        let request =
+            json!({"create_request": {"key": "AA==", "range_end": "AA==", "start_revision": revision + 1}});
+        let stream = self
+            .etcd_until("/v3/watch", request, |answer| events(answer).any(|(key, _)| key.contains(until)));
+        stream.await.iter().flat_map(events).collect()
+    }
+
+    async fn etcd(&self, path: &str, request: Value) -> Vec<Value> {
+        self.etcd_until(path, request, |_| true).await
+    }
+
+    /// The JSON answers of etcd's gateway, a line each, until one is the last.
+    async fn etcd_until(&self, path: &str, request: Value, is_last: impl Fn(&Value) -> bool) -> Vec<Value> {
+        let stream = TcpStream::connect(("127.0.0.1", self.etcd_port)).await.expect("etcd");
+        let mut stream = BufReader::new(stream);
+        let body = request.to_string();
+        let head = format!("POST {path} HTTP/1.0\r\nHost: etcd\r\nContent-Length: {}\r\n\r\n", body.len());
+        stream.write_all((head + &body).as_bytes()).await.expect("write");
+        let mut answers = Vec::new();
+        let mut line = String::new();
+        while stream.read_line(&mut line).await.expect("read") > 0 {
+            if line.starts_with('{') {
+                let answer: Value = serde_json::from_str(&line).expect("JSON");
+                let is_end = is_last(&answer);
+                answers.push(answer);
+                if is_end {
+                    break;
+                }
+            }
+            line.clear();
+        }
+        answers
+    }
+
     /// The key that signs tokens of accounts, in PEM.
     pub fn signing_key(&self) -> String {
         std::fs::read_to_string(self.dir.path().join("accounts.key")).expect("the key")
     }
+}
+
+/// Keys and values in an answer of etcd's watch.
+fn events(answer: &Value) -> impl Iterator<Item = (String, Vec<u8>)> {
+    let events = answer.pointer("/result/events").and_then(Value::as_array).cloned().unwrap_or_default();
+    events.into_iter().filter_map(|event| {
+        let decoded = |at: &str| {
+            let text = event.pointer(at).and_then(Value::as_str).unwrap_or_default();
+            base64::engine::general_purpose::STANDARD.decode(text).ok()
+        };
+        Some((String::from_utf8_lossy(&decoded("/kv/key")?).into_owned(), decoded("/kv/value")?))
+    })
 }
 
 impl Drop for ApiServer {
@@ -310,25 +385,40 @@ fn resource(kind: &str) -> ApiResource {
         "VolumeSnapshotContent" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotcontents"),
         "VolumeSnapshotClass" => ("snapshot.storage.k8s.io", "v1", "volumesnapshotclasses"),
         "DifferentialSnapshot" => ("differential.cbt.storage.k8s.io", "v1alpha1", "differentialsnapshots"),
+        "DriverDiscovery" => ("discovery.cbt.storage.k8s.io", "v1alpha1", "driverdiscoveries"),
+        "VolumeSnapshotDelta" => ("cbt.storage.k8s.io", "v1alpha1", "volumesnapshotdeltas"),
+        "APIService" => ("apiregistration.k8s.io", "v1", "apiservices"),
+        "Service" => ("", "v1", "services"),
+        "EndpointSlice" => ("discovery.k8s.io", "v1", "endpointslices"),
+        "PriorityLevelConfiguration" => ("flowcontrol.apiserver.k8s.io", "v1", "prioritylevelconfigurations"),
+        "FlowSchema" => ("flowcontrol.apiserver.k8s.io", "v1", "flowschemas"),
         "SnapshotMetadataService" => ("cbt.storage.k8s.io", "v1beta1", "snapshotmetadataservices"),
         _ => panic!("the kind {kind} is not in the test kit's list"),
     };
     ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural)
 }
 
-/// A CA, the server's certificate, an administrator's, and the key that signs tokens of accounts.
+/// A CA with the server's certificate and an administrator's, another with those by which the server shows other API servers
+/// who it is, and the key that signs tokens of accounts.
 fn make_certificates(dir: &Path) {
     let write = |name: &str, text: String| std::fs::write(dir.join(name), text).expect("write");
-    let mut ca = CertificateParams::new(Vec::new()).expect("params");
-    ca.distinguished_name.push(DnType::CommonName, "test CA");
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-    let ca_key = KeyPair::generate().expect("a key");
-    write("ca.crt", ca.self_signed(&ca_key).expect("a CA").pem());
-    let issuer = Issuer::new(ca, ca_key);
-    for (name, subject, organization) in
-        [("server", "kube-apiserver", None), ("admin", "admin", Some("system:masters"))]
-    {
+    let authority = |file: &str, name: &str| {
+        let mut ca = CertificateParams::new(Vec::new()).expect("params");
+        ca.distinguished_name.push(DnType::CommonName, name);
+        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        ca.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
+        let key = KeyPair::generate().expect("a key");
+        write(file, ca.self_signed(&key).expect("a CA").pem());
+        Issuer::new(ca, key)
+    };
+    let (issuer, proxy) = (authority("ca.crt", "test CA"), authority("proxy-ca.crt", "front proxy CA"));
+    for (issuer, name, subject, organization) in [
+        (&issuer, "server", "kube-apiserver", None),
+        (&issuer, "admin", "admin", Some("system:masters")),
+        (&proxy, "front-proxy", "front-proxy", None),
+        // By the same CA, and not for the front proxy.
+        (&proxy, "not-the-proxy", "someone", None),
+    ] {
         let names = vec!["127.0.0.1".to_owned(), "localhost".to_owned()];
         let mut params = CertificateParams::new(names).expect("params");
         params.distinguished_name.push(DnType::CommonName, subject);
@@ -338,7 +428,7 @@ fn make_certificates(dir: &Path) {
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let key = KeyPair::generate().expect("a key");
-        write(&format!("{name}.crt"), params.signed_by(&key, &issuer).expect("a certificate").pem());
+        write(&format!("{name}.crt"), params.signed_by(&key, issuer).expect("a certificate").pem());
         write(&format!("{name}.key"), key.serialize_pem());
     }
     let accounts = KeyPair::generate().expect("a key");

@@ -16,7 +16,9 @@ use serve::questions::ask;
 use serve::snapshots::ApiSnapshot;
 use tonic::Status;
 
-use super::resource::{self, DifferentialSnapshot, METRICS, State, Unresolved};
+use crate::server::METRICS;
+
+use super::resource::{self, DifferentialSnapshot, State, Unresolved};
 
 /// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
 const WATCH_SECONDS: u32 = 120;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
 use axum::extract::{Path, Query, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Extension, Json, Router};
@@ -22,7 +22,11 @@ use tokio::sync::Semaphore;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use super::resource::{self, DifferentialSnapshot, GROUP, METRICS, PLURAL, Pair, Unresolved, VERSION};
+use crate::refusal::Refusal;
+use crate::request::{bearer, is_object_name};
+use crate::server::METRICS;
+
+use super::resource::{self, DifferentialSnapshot, GROUP, PLURAL, Pair, Unresolved, VERSION};
 
 /// Answers users.
 pub struct Listener {
@@ -91,7 +95,7 @@ impl From<DifferentialSnapshotResponse> for Page {
 pub fn router(listener: Arc<Listener>) -> Router {
     Router::new()
         .route("/{namespace}/{name}", get(page))
-        .fallback(async || refusal(&Status::not_found("the path is not /NAMESPACE/NAME")))
+        .fallback(async || Refusal::from(Status::not_found("the path is not /NAMESPACE/NAME")))
         .with_state(listener)
 }
 
@@ -104,7 +108,8 @@ async fn page(
 ) -> Response {
     let _open = calls.open();
     let Ok(_place) = listener.places.try_acquire() else {
-        return refusal(&Status::resource_exhausted("too many requests at once: try again"));
+        let refused = Status::resource_exhausted("too many requests at once: try again");
+        return Refusal::from(refused).into_response();
     };
     let answer = listener.page(&namespace, &name, asked, &headers);
     let answer = tokio::time::timeout(listener.page_timeout, answer).await;
@@ -115,7 +120,7 @@ async fn page(
     metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
     match answer {
         Ok(page) => ([(header::CACHE_CONTROL, "no-store")], Json(Page::from(page))).into_response(),
-        Err(status) => refusal(&status),
+        Err(status) => Refusal::from(status).into_response(),
     }
 }
 
@@ -129,7 +134,7 @@ impl Listener {
         headers: &HeaderMap,
     ) -> Result<DifferentialSnapshotResponse, Status> {
         // 1. Who calls. The design wants 403 where there is no token.
-        let token = headers.get(header::AUTHORIZATION).and_then(bearer).ok_or_else(|| {
+        let token = bearer(headers).ok_or_else(|| {
             Status::permission_denied("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
         let caller = self.reviews.caller(token, &self.audience).await?;
@@ -141,6 +146,7 @@ impl Listener {
             group: GROUP,
             version: VERSION,
             resource: PLURAL,
+            subresource: "",
             kind: "DifferentialSnapshot",
             namespace,
             name,
@@ -173,72 +179,5 @@ impl Listener {
         };
         let page = self.pages.clone().get_differential_snapshot(request).await;
         page.map(tonic::Response::into_inner)
-    }
-}
-
-/// The token in a header, if it is one of a bearer.
-fn bearer(header: &HeaderValue) -> Option<&str> {
-    let (scheme, token) = header.to_str().ok()?.split_once(' ')?;
-    let token = token.trim();
-    (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
-}
-
-/// A DNS name in lower case (RFC 1123), as names of objects are.
-fn is_object_name(name: &str) -> bool {
-    let edge = |c: Option<u8>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
-    name.len() <= 253
-        && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'-' | b'.'))
-        && edge(name.bytes().next())
-        && edge(name.bytes().last())
-}
-
-/// The answer as the Kubernetes API would write it.
-fn refusal(status: &Status) -> Response {
-    let (code, reason) = match status.code() {
-        Code::InvalidArgument | Code::OutOfRange => (StatusCode::BAD_REQUEST, "BadRequest"),
-        Code::Unauthenticated => (StatusCode::UNAUTHORIZED, "Unauthorized"),
-        Code::PermissionDenied => (StatusCode::FORBIDDEN, "Forbidden"),
-        Code::NotFound => (StatusCode::NOT_FOUND, "NotFound"),
-        Code::FailedPrecondition | Code::Aborted | Code::AlreadyExists => (StatusCode::CONFLICT, "Conflict"),
-        Code::ResourceExhausted => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
-        Code::Unimplemented => (StatusCode::NOT_IMPLEMENTED, "NotImplemented"),
-        Code::Unavailable => (StatusCode::SERVICE_UNAVAILABLE, "ServiceUnavailable"),
-        Code::DeadlineExceeded => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
-        Code::Ok | Code::Cancelled | Code::Unknown | Code::Internal | Code::DataLoss => {
-            (StatusCode::INTERNAL_SERVER_ERROR, "InternalError")
-        }
-    };
-    let body = serde_json::json!({
-        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": status.message(), "reason": reason, "code": code.as_u16(),
-    });
-    let mut response = (code, Json(body)).into_response();
-    let more = match code {
-        StatusCode::UNAUTHORIZED => Some((header::WWW_AUTHENTICATE, "Bearer")),
-        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => Some((header::RETRY_AFTER, "1")),
-        _ => None,
-    };
-    if let Some((name, value)) = more {
-        response.headers_mut().insert(name, HeaderValue::from_static(value));
-    }
-    response
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tokens_are_read_from_the_header() {
-        for (header, token) in [
-            ("Bearer abc", Some("abc")),
-            ("bearer  abc", Some("abc")),
-            ("Bearer", None),
-            ("Bearer ", None),
-            ("Basic abc", None),
-            ("abc", None),
-        ] {
-            assert_eq!(bearer(&HeaderValue::from_static(header)), token, "{header:?}");
-        }
     }
 }

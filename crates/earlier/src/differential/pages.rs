@@ -8,6 +8,7 @@ use proto::differential::{ChangedBlock, DifferentialSnapshotRequest, Differentia
 use tonic::{Code, Request, Response, Status, async_trait};
 
 use crate::driver::{Blocks, Driver, Tuple, Tuples};
+use crate::place::Place;
 
 /// The parameter that says what a base means which the driver no longer knows, and the value for "all data changed".
 const DELETED_BASE: (&str, &str) = ("deletedBase", "all-changed");
@@ -55,7 +56,18 @@ impl Question {
         let base = Some(snapshot_base).filter(|base| !base.is_empty());
         let from = match start_offset.as_str() {
             "" => 0,
-            text => Place::parse(text)?.offset_in(base.as_deref(), &target)?,
+            text => {
+                let place = Place::parse(text).ok_or_else(|| {
+                    Status::invalid_argument(format!(
+                        "StartOffset must be a number of bytes or the NextOffset of a page, got {text:?}"
+                    ))
+                })?;
+                place.number_in(base.as_deref(), &target).ok_or_else(|| {
+                    Status::invalid_argument(
+                        "StartOffset is the NextOffset of another base or target: begin without it",
+                    )
+                })?
+            }
         };
         let limit = match u32::try_from(wanted) {
             Ok(0) | Err(_) => max_entries,
@@ -82,58 +94,6 @@ fn or_all(parameters: HashMap<String, String>) -> Result<bool, Status> {
     Ok(!parameters.is_empty())
 }
 
-/// Where a page begins: a number of bytes, which anyone may choose, or what a page said of the next one. That also names
-/// base and target in short, so that it is not taken for a page of two others.
-#[derive(Debug, PartialEq, Eq)]
-struct Place {
-    offset: u64,
-    of: Option<u64>,
-}
-
-impl Place {
-    fn next(offset: u64, base: Option<&str>, target: &str) -> String {
-        format!("{offset}-{:016x}", short_name(base, target))
-    }
-
-    fn parse(text: &str) -> Result<Self, Status> {
-        let number =
-            |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?;
-        let place = match text.split_once('-') {
-            None => number(text).map(|offset| Place { offset, of: None }),
-            Some((offset, of)) => number(offset).and_then(|offset| {
-                let is_hex = of.len() == 16 && of.bytes().all(|byte| byte.is_ascii_hexdigit());
-                let of = u64::from_str_radix(of, 16).ok().filter(|_| is_hex)?;
-                Some(Place { offset, of: Some(of) })
-            }),
-        };
-        place.ok_or_else(|| {
-            Status::invalid_argument(format!(
-                "StartOffset must be a number of bytes or the NextOffset of a page, got {text:?}"
-            ))
-        })
-    }
-
-    fn offset_in(&self, base: Option<&str>, target: &str) -> Result<u64, Status> {
-        match self.of {
-            Some(of) if of != short_name(base, target) => Err(Status::invalid_argument(
-                "StartOffset is the NextOffset of another base or target: begin without it",
-            )),
-            _ => Ok(self.offset),
-        }
-    }
-}
-
-/// Tells pairs of snapshots apart. It guards against mistakes, not against anybody who means to.
-fn short_name(base: Option<&str>, target: &str) -> u64 {
-    let mut hasher = blake3::Hasher::new();
-    // With its length, or two pairs could be one text; no base is not an empty one.
-    hasher.update(&base.map_or(u64::MAX, |base| base.len() as u64).to_le_bytes());
-    hasher.update(base.unwrap_or_default().as_bytes()).update(target.as_bytes());
-    let mut short = [0; 8];
-    hasher.finalize_xof().fill(&mut short);
-    u64::from_le_bytes(short)
-}
-
 #[async_trait]
 impl DifferentialSnapshot for Pages {
     async fn get_differential_snapshot(
@@ -152,7 +112,7 @@ impl Pages {
         let messages = limit.saturating_add(1).min(MAX_RESULTS);
         // A driver may answer NOT_FOUND at once or in its stream.
         let first = async {
-            let mut tuples = self.driver.tuples(Blocks { base, target }, from, messages).await?;
+            let mut tuples = self.driver.tuples(Blocks::of(base, target), from, messages).await?;
             let first = next_behind(&mut tuples, from).await?;
             Ok::<_, Status>((tuples, first))
         };
@@ -192,7 +152,7 @@ impl Pages {
     /// zeros, and the base may have had data there.
     async fn all(&self, question: &Question) -> Result<DifferentialSnapshotResponse, Status> {
         let messages = question.limit.saturating_add(1).min(MAX_RESULTS);
-        let blocks = Blocks { base: None, target: &question.target };
+        let blocks = Blocks::of(None, &question.target);
         let mut tuples = self.driver.tuples(blocks, question.from, messages).await?;
         let mut page = Page::of(question);
         let mut cursor = question.from;
@@ -289,7 +249,7 @@ impl Allocated<'_> {
             let tuples = match &mut self.tuples {
                 Some(tuples) if in_vain < FAR => tuples,
                 tuples => {
-                    let blocks = Blocks { base: None, target: self.target };
+                    let blocks = Blocks::of(None, self.target);
                     in_vain = 0;
                     tuples.insert(self.driver.tuples(blocks, range.offset, MAX_RESULTS).await?)
                 }
@@ -355,26 +315,5 @@ mod tests {
             assert_eq!(code, Code::InvalidArgument, "{named}");
             assert!(message.contains(named), "{message}");
         }
-    }
-
-    #[test]
-    fn a_place_is_of_one_pair() {
-        let next = Place::next(8192, Some("b"), "t");
-        let place = Place::parse(&next).expect("a place");
-        assert_eq!(place.offset_in(Some("b"), "t").ok(), Some(8192));
-        for (base, target) in [
-            (Some("b"), "u"),
-            (Some("c"), "t"),
-            (None, "t"),
-            (None, "bt"),
-            (Some(""), "bt"),
-            (Some("bt"), ""),
-        ] {
-            let refused = place.offset_in(base, target).expect_err("another pair");
-            assert_eq!(refused.code(), Code::InvalidArgument, "{base:?} {target}");
-        }
-        let number = Place::parse("18446744073709551615").expect("a number");
-        assert_eq!(number.offset_in(None, "t").ok(), Some(u64::MAX));
-        assert!(Place::parse("18446744073709551616").is_err());
     }
 }

@@ -6,9 +6,10 @@ use k8s_openapi::NamespaceResourceScope;
 use kube::Client;
 use serde::Deserialize;
 use serve::object;
-use serve::questions::Metrics;
 use serve::snapshots::{self, Refusal, SnapshotName};
 use tonic::{Code, Status};
+
+use crate::server::METRICS;
 
 /// Its API group.
 pub const GROUP: &str = "differential.cbt.storage.k8s.io";
@@ -16,10 +17,6 @@ pub const GROUP: &str = "differential.cbt.storage.k8s.io";
 pub const VERSION: &str = "v1alpha1";
 /// Its plural.
 pub const PLURAL: &str = "differentialsnapshots";
-
-/// The metrics of questions to the API server.
-pub const METRICS: Metrics =
-    Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
 
 object!(DifferentialSnapshot, "DifferentialSnapshot", PLURAL, VERSION, GROUP, NamespaceResourceScope, {
     spec: Spec,

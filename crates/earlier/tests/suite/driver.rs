@@ -102,6 +102,8 @@ pub struct Driver {
     pub volume: Arc<Mutex<Volume>>,
     /// Where each stream was to begin: of deltas, and of what is allocated.
     pub asked: Arc<Mutex<(Vec<i64>, Vec<i64>)>>,
+    /// What came as secrets with deltas.
+    pub secrets: Arc<Mutex<Vec<(String, String)>>>,
     /// Its own, so that its connections end with it, as those of a process do.
     runtime: Option<Runtime>,
 }
@@ -121,8 +123,10 @@ impl Driver {
             snapshots: BTreeMap::new(),
         };
         let (has_metadata, asked) = (volume.is_some(), Arc::default());
+        let secrets: Arc<Mutex<Vec<_>>> = Arc::default();
         let volume = Arc::new(Mutex::new(volume.unwrap_or(empty)));
-        let metadata = Metadata { volume: volume.clone(), asked: Arc::clone(&asked) };
+        let metadata =
+            Metadata { volume: volume.clone(), asked: Arc::clone(&asked), secrets: secrets.clone() };
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("a runtime");
         let listener = {
@@ -135,7 +139,7 @@ impl Driver {
                 .add_optional_service(has_metadata.then(|| SnapshotMetadataServer::new(metadata)))
                 .serve_with_incoming(listener),
         );
-        Driver { volume, asked, runtime: Some(runtime) }
+        Driver { volume, asked, secrets, runtime: Some(runtime) }
     }
 }
 
@@ -176,6 +180,7 @@ impl Identity for Plugin {
 struct Metadata {
     volume: Arc<Mutex<Volume>>,
     asked: Arc<Mutex<(Vec<i64>, Vec<i64>)>>,
+    secrets: Arc<Mutex<Vec<(String, String)>>>,
 }
 
 type Messages<M> = Pin<Box<dyn Stream<Item = Result<M, Status>> + Send>>;
@@ -238,6 +243,7 @@ impl SnapshotMetadata for Metadata {
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
         let request = request.into_inner();
         self.asked.lock().unwrap().0.push(request.starting_offset);
+        self.secrets.lock().unwrap().extend(request.secrets.clone());
         let (base, target) = (&request.base_snapshot_id, &request.target_snapshot_id);
         let messages = self.answer(Some(base), target, request.starting_offset, request.max_results)?;
         let messages = messages.into_iter().map(|message| {

@@ -4,6 +4,9 @@
 //! The harness is libtest-mimic, so that the API server ends with the tests.
 #![allow(clippy::disallowed_methods)]
 
+mod aggregated;
+mod aggregation;
+mod cbt_http;
 mod controller;
 mod driver;
 mod first_draft;
@@ -56,6 +59,25 @@ fn main() -> ExitCode {
         first_draft::changes_from_a_deleted_snapshot_or_all,
         first_draft::the_smallest_change_is_a_device_block_and_block_sizes_vary,
         first_draft::drivers_need_not_serve_it,
+        aggregated::kubectl_create_prints_the_answer_page_by_page,
+        aggregated::other_versions_of_the_group_keep_working_beside_it,
+        aggregated::entries_together_are_the_stream,
+        aggregated::limits_are_bounded_and_blocks_are_counted,
+        aggregated::etcd_is_told_nothing_of_it,
+        aggregated::users_get_what_their_rights_allow,
+        aggregated::secrets_are_for_those_who_may_read_them,
+        aggregated::what_does_not_fit_is_told_as_users_expect,
+        aggregated::contents_are_negotiated,
+        aggregated::only_the_front_proxy_may_say_who_a_user_is,
+        aggregated::each_user_has_a_rate_of_its_own,
+        aggregated::creates_have_a_priority_level_of_their_own,
+        aggregated::a_walk_goes_on_whatever_is_killed,
+        aggregated::data_tokens_are_for_those_who_may_have_data,
+        cbt_http::it_publishes_itself_and_its_state_is_told,
+        cbt_http::an_object_that_a_person_wrote_is_left_alone,
+        cbt_http::pages_are_for_the_aggregated_server_alone,
+        cbt_http::the_call_lists_deltas_as_the_design_says,
+        cbt_http::data_is_given_for_good_tokens_alone,
     ];
     // Some drivers attach loop devices, and Go builds the API server. Under CI nothing is left out.
     let is_ci = std::env::var("CI").as_deref() == Ok("true");
@@ -74,7 +96,9 @@ fn main() -> ExitCode {
                 let start = || {
                     runtime.block_on(async {
                         let api = ApiServer::start().await?;
-                        api.install(&["deploy/components/differential/crd.yaml"]).await;
+                        let crds = ["differential", "aggregated"]
+                            .map(|design| format!("deploy/components/{design}/crd.yaml"));
+                        api.install(&crds).await;
                         Some(Arc::new(api))
                     })
                 };

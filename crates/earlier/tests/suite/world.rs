@@ -1,5 +1,6 @@
 //! What a test lives in: a namespace of the shared API server, programs of the earlier designs, and users of them.
 
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
@@ -130,22 +131,22 @@ impl World {
         self.api.token(&self.namespace, name, AUDIENCE).await
     }
 
-    /// A kubeconfig of the program's service account, with the rights in the manifest and no others.
-    async fn kubeconfig(&self) -> PathBuf {
-        let account = "differential";
+    /// A kubeconfig of a program's service account, with the rights in its manifest and no others.
+    pub async fn kubeconfig(&self, account: &str, manifest: &str) -> PathBuf {
         let metadata = json!({"name": account, "namespace": self.namespace});
         self.api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
-        let text = std::fs::read_to_string(Path::new(testkit::HOME).join(MANIFEST)).expect(MANIFEST);
+        let text = std::fs::read_to_string(Path::new(testkit::HOME).join(manifest)).expect(manifest);
         for document in text.split("\n---\n") {
-            let mut rule: Value = serde_saphyr::from_str(document).expect(MANIFEST);
+            let mut rule: Value = serde_saphyr::from_str(document).expect(manifest);
             let kind = rule["kind"].as_str().unwrap_or_default().to_owned();
             if !kind.contains("Role") {
                 continue;
             }
             let name = format!("{}-{account}", self.namespace);
-            rule["metadata"] = match kind.starts_with("Cluster") {
-                true => json!({"name": name}),
-                false => json!({"name": name, "namespace": self.namespace}),
+            rule["metadata"] = match rule["metadata"]["namespace"].as_str() {
+                None => json!({"name": name}),
+                Some("kube-system") => json!({"name": name, "namespace": "kube-system"}),
+                Some(_) => json!({"name": name, "namespace": self.namespace}),
             };
             if kind.ends_with("Binding") {
                 rule["roleRef"]["name"] = json!(name);
@@ -165,7 +166,7 @@ impl World {
     }
 
     pub async fn start_unready(&self, more: &[&str]) -> Program {
-        Program::start(self, "one", &self.kubeconfig().await, more)
+        Program::start(self, "one", &self.kubeconfig("differential", MANIFEST).await, more)
     }
 }
 
@@ -175,9 +176,11 @@ pub struct Program {
     pub socket: PathBuf,
     /// What its URLs begin with.
     pub address: String,
-    port: u16,
+    pub port: u16,
+    host: String,
+    ip: IpAddr,
     http: u16,
-    ca: String,
+    pub ca: String,
     log: PathBuf,
     pub kubeconfig: PathBuf,
 }
@@ -185,31 +188,50 @@ pub struct Program {
 impl Program {
     /// Starts a replica.
     pub fn start(world: &World, name: &str, kubeconfig: &Path, more: &[&str]) -> Self {
-        let (port, http) = (free_port(), free_port());
+        let port = free_port();
+        let own = vec![
+            format!("--csi-address={}", world.csi.display()),
+            format!("--socket={}", world.dir.path().join(format!("{name}.sock")).display()),
+            "--bind-address=127.0.0.1".into(),
+            format!("--service-address={HOST}:{port}"),
+            // The name that the role allows.
+            "--lease=cbt-earlier-differential".into(),
+        ];
+        let more = own.into_iter().chain(more.iter().map(|flag| (*flag).to_owned())).collect();
+        Self::spawn(world, "differential", name, HOST, port, kubeconfig, more)
+    }
+
+    /// Starts a program: those flags, and the ones that all designs have.
+    pub fn spawn(
+        world: &World,
+        design: &str,
+        name: &str,
+        host: &str,
+        port: u16,
+        kubeconfig: &Path,
+        flags: Vec<String>,
+    ) -> Self {
+        let ip = flags.iter().find_map(|flag| flag.strip_prefix("--bind-address=")?.parse().ok());
+        let (http, ip) = (free_port(), ip.expect("--bind-address"));
         let dir = world.dir.path();
-        let (ca, chain, key) = certificate(dir, name);
+        let (ca, chain, key) = certificate(dir, name, host);
         let (log, socket) = (dir.join(format!("{name}.log")), dir.join(format!("{name}.sock")));
-        let address = format!("{HOST}:{port}");
+        let address = format!("{host}:{port}");
         let child = Command::new(env!("CARGO_BIN_EXE_cbt-earlier"))
-            .arg("differential")
-            .arg(format!("--csi-address={}", world.csi.display()))
-            .arg(format!("--socket={}", socket.display()))
+            .arg(design)
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
-            .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
-            .arg(format!("--http-endpoint=127.0.0.1:{http}"))
-            .arg(format!("--service-address={address}"))
+            .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
             .args([format!("--tls-cert={}", chain.display()), format!("--tls-key={}", key.display())])
             .args([format!("--namespace={}", world.namespace), format!("--pod-name={name}")])
-            // The name that the role allows.
-            .arg("--lease=cbt-earlier-differential")
-            .args(more)
+            .args(flags)
             .env("RUST_LOG", "debug,h2=info,hyper=info,tower=info,rustls=info")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(std::fs::File::create(&log).expect("a log"))
             .spawn()
             .expect("start the program");
-        Program { child, socket, address, port, http, ca, log, kubeconfig: kubeconfig.to_owned() }
+        let (host, kubeconfig) = (host.to_owned(), kubeconfig.to_owned());
+        Program { child, socket, address, port, host, ip, http, ca, log, kubeconfig }
     }
 
     /// Waits until it says that it is ready.
@@ -283,14 +305,31 @@ impl Program {
 
     /// A connection over TLS with these protocols on offer.
     pub async fn connect(&self, protocols: &[&str]) -> TlsStream<TcpStream> {
+        self.connect_as(protocols, None).await
+    }
+
+    /// The same, with a client certificate: the files of its chain and key.
+    pub async fn connect_as(
+        &self,
+        protocols: &[&str],
+        own: Option<(PathBuf, PathBuf)>,
+    ) -> TlsStream<TcpStream> {
         let mut roots = RootCertStore::empty();
         roots.add(CertificateDer::from_pem_slice(self.ca.as_bytes()).expect("PEM")).expect("a CA");
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let mut config = config.expect("versions").with_root_certificates(roots).with_no_client_auth();
+        let config = config.expect("versions").with_root_certificates(roots);
+        let mut config = match own {
+            None => config.with_no_client_auth(),
+            Some((chain, key)) => {
+                let chain = vec![CertificateDer::from_pem_file(chain).expect("a certificate")];
+                let key = PrivateKeyDer::from_pem_file(key).expect("a key");
+                config.with_client_auth_cert(chain, key).expect("a pair")
+            }
+        };
         config.alpn_protocols = protocols.iter().map(|name| name.as_bytes().to_vec()).collect();
-        let stream = TcpStream::connect(("127.0.0.1", self.port)).await.expect("connect");
-        let host = ServerName::try_from(HOST).expect("a name");
+        let stream = TcpStream::connect((self.ip, self.port)).await.expect("connect");
+        let host = ServerName::try_from(self.host.clone()).expect("a name");
         TlsConnector::from(Arc::new(config)).connect(host, stream).await.expect("a handshake")
     }
 
@@ -300,20 +339,25 @@ impl Program {
         let authorization =
             token.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
         let request =
-            format!("GET {path} HTTP/1.1\r\nHost: {HOST}\r\n{authorization}Connection: close\r\n\r\n");
+            format!("GET {path} HTTP/1.1\r\nHost: host\r\n{authorization}Connection: close\r\n\r\n");
         self.send(&request).await
     }
 
     /// The answer to a request as it stands.
     pub async fn send(&self, request: &str) -> (u16, String, Value) {
-        let mut stream = self.connect(&[]).await;
+        let (code, head, body) = self.exchange(self.connect(&[]).await, request).await;
+        (code, head, serde_json::from_slice(&body).unwrap_or(Value::Null))
+    }
+
+    /// The answer on that connection: its code, its head in lower case and its body.
+    pub async fn exchange(&self, mut stream: TlsStream<TcpStream>, request: &str) -> (u16, String, Vec<u8>) {
         stream.write_all(request.as_bytes()).await.expect("write");
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).await.expect("read");
-        let answer = String::from_utf8(answer).expect("text");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("HTTP");
+        let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").expect("HTTP");
+        let head = String::from_utf8(answer[..end].to_vec()).expect("text").to_ascii_lowercase();
         let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code");
-        (code, head.to_ascii_lowercase(), serde_json::from_str(body).unwrap_or(Value::Null))
+        (code, head, answer[end + 4..].to_vec())
     }
 }
 
@@ -328,16 +372,17 @@ impl Drop for Program {
 }
 
 /// A CA, and the files of a certificate by it.
-fn certificate(dir: &Path, name: &str) -> (String, PathBuf, PathBuf) {
+fn certificate(dir: &Path, name: &str, host: &str) -> (String, PathBuf, PathBuf) {
     let mut ca = CertificateParams::new(Vec::new()).expect("params");
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let ca_key = KeyPair::generate().expect("a key");
     let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
     let issuer = Issuer::new(ca, ca_key);
     let key = KeyPair::generate().expect("a key");
-    let leaf = CertificateParams::new(vec![HOST.to_owned()]).expect("params");
+    let leaf = CertificateParams::new(vec![host.to_owned()]).expect("params");
     let leaf = leaf.signed_by(&key, &issuer).expect("a certificate");
     let (chain, key_file) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
+    std::fs::write(dir.join(format!("{name}.ca")), &ca_pem).expect("write");
     std::fs::write(&chain, leaf.pem()).expect("write");
     std::fs::write(&key_file, key.serialize_pem()).expect("write");
     (ca_pem, chain, key_file)

@@ -1,0 +1,338 @@
+//! `cbt-earlier cbt-http`: the sidecar that publishes itself as the DriverDiscovery of its driver and answers JSON over HTTPS,
+//! from ListSnapshotDeltas on its socket; and that gives the data of a block to whoever brings a token for it.
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::body::{Body, Bytes};
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Extension, Json, Router};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use futures_util::StreamExt;
+use hyper_util::server::graceful::GracefulShutdown;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use proto::deltas::ListSnapshotDeltasRequest;
+use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
+use proto::deltas::snapshot_deltas_server::SnapshotDeltasServer;
+use serde_json::{Value, json};
+use serve::lease::{Lease, Times};
+use serve::listen::Calls;
+use serve::questions::ask;
+use serve::reviews::{Object, Reviews};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::io::ReaderStream;
+use tonic::transport::{Channel, Server};
+use tonic::{Code, Status};
+
+use super::discovery::{self, DATA, DriverDiscovery};
+use super::list::Lists;
+use super::token::{Data, Tokens};
+use super::wire;
+use crate::CbtHttp as Arguments;
+use crate::driver::{self, Blocks, Driver};
+use crate::refusal::Refusal;
+use crate::request::bearer;
+use crate::server::{self, Leads, METRICS, Ready};
+
+/// Where pages are asked for.
+pub const PATH: &str = "/v1alpha1/deltas";
+/// The author of the DriverDiscovery.
+const MANAGER: &str = "cbt-http";
+/// How often the DriverDiscovery is written again, and how soon where that failed.
+const EVERY: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(2);
+/// Messages of ListSnapshotDeltas are longer than gRPC's default allows: a page with tokens.
+const MAX_MESSAGE: usize = 16 << 20;
+
+/// Answers the aggregated API server, and those who bring tokens.
+struct Sidecar {
+    reviews: Reviews,
+    audience: String,
+    driver_name: String,
+    lists: SnapshotDeltasClient<Channel>,
+    driver: Driver,
+    data: Option<(Tokens, Data)>,
+    page_timeout: Duration,
+    places: Semaphore,
+}
+
+fn router(sidecar: Arc<Sidecar>) -> Router {
+    Router::new()
+        .route(PATH, post(page))
+        .route(&format!("{PATH}{DATA}"), get(data))
+        .fallback(async || Refusal::from(Status::not_found(format!("there is {PATH} and {PATH}{DATA}"))))
+        .method_not_allowed_fallback(async || {
+            let message =
+                format!("POST {PATH} asks for changed blocks, GET {PATH}{DATA} for the data of one");
+            Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed", message)
+        })
+        .with_state(sidecar)
+}
+
+async fn page(
+    State(sidecar): State<Arc<Sidecar>>,
+    Extension(calls): Extension<Calls>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
+    let _open = calls.open();
+    let answer = match sidecar.places.try_acquire() {
+        Ok(_place) => {
+            let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(&headers, &body)).await;
+            page.unwrap_or_else(|_| {
+                Err(Status::deadline_exceeded("the page has taken too long: ask for fewer entries"))
+            })
+        }
+        Err(_) => Err(Status::resource_exhausted("too many requests at once: try again")),
+    };
+    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
+    metrics::counter!("cbt_earlier_pages_total", "code" => format!("{code:?}")).increment(1);
+    match answer {
+        Ok(page) => ([(header::CACHE_CONTROL, "no-store")], Json(page)).into_response(),
+        Err(status) => Refusal::from(status).into_response(),
+    }
+}
+
+async fn data(
+    State(sidecar): State<Arc<Sidecar>>,
+    Extension(calls): Extension<Calls>,
+    headers: HeaderMap,
+) -> Response {
+    let open = calls.open();
+    let answer = sidecar.read(&headers).await;
+    let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
+    metrics::counter!("cbt_earlier_data_total", "code" => format!("{code:?}")).increment(1);
+    match answer {
+        Ok(bytes) => {
+            let stream = ReaderStream::with_capacity(bytes, 64 << 10);
+            // The call is open as long as its body.
+            let stream = stream.inspect(move |_| {
+                let _ = &open;
+            });
+            let kind =
+                [(header::CONTENT_TYPE, "application/octet-stream"), (header::CACHE_CONTROL, "no-store")];
+            (kind, Body::from_stream(stream)).into_response()
+        }
+        Err(status) => Refusal::from(status).into_response(),
+    }
+}
+
+impl Sidecar {
+    /// Only who may create the subresource of this driver's DriverDiscovery gets a page: handles say nothing of whose they
+    /// are, so the aggregated API server alone should have that right.
+    async fn page(&self, headers: &HeaderMap, body: &[u8]) -> Result<wire::Response, Status> {
+        let token = bearer(headers).ok_or_else(|| {
+            Status::unauthenticated("a token is missing: send the header Authorization: Bearer TOKEN")
+        })?;
+        let caller = self.reviews.caller(token, &self.audience).await?;
+        let object = Object {
+            group: discovery::GROUP,
+            version: discovery::VERSION,
+            resource: discovery::PLURAL,
+            subresource: "deltas",
+            kind: "DriverDiscovery",
+            namespace: "",
+            name: &object_name(&self.driver_name),
+        };
+        self.reviews.may(&caller, "create", object).await?;
+        let request: wire::Request = serde_json::from_slice(body).map_err(|error| {
+            Status::invalid_argument(format!("the request is not as it should be: {error}"))
+        })?;
+        let page = self.lists.clone().list_snapshot_deltas(ListSnapshotDeltasRequest::from(request)).await?;
+        Ok(page.into_inner().into())
+    }
+
+    async fn read(&self, headers: &HeaderMap) -> Result<tokio::io::Take<tokio::fs::File>, Status> {
+        let Some((tokens, data)) = &self.data else {
+            return Err(Status::unimplemented("no data is served here: it runs without --snapshot-data"));
+        };
+        let token = bearer(headers).ok_or_else(|| {
+            Status::unauthenticated("a data token is missing: send the header Authorization: Bearer TOKEN")
+        })?;
+        let grant = tokens.open(token)?;
+        // The driver says whether the snapshot is still there: its file may be there for longer.
+        let blocks = Blocks::of(None, &grant.snapshot);
+        self.driver.tuples(blocks, grant.offset, 1).await?.next().await?;
+        data.read(&grant).await
+    }
+}
+
+/// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
+pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
+    let ready = Arc::new(Ready::default());
+    let mut tasks = JoinSet::new();
+    // What can fail at once does so before anything is served.
+    let metrics = serve::http::install_metrics()?;
+    let http = server::bind_http(arguments.http_endpoint).await?;
+    let listener = server::bind_https(arguments.bind_address, arguments.port).await?;
+    let socket = arguments.socket.path().to_owned();
+    let (grpc, _socket) = serve::socket::bind(&socket)
+        .await
+        .map_err(|error| format!("listen on {} (--socket): {error}", arguments.socket))?;
+    ready.certificate.load(&arguments.tls_cert, &arguments.tls_key)?;
+    let (chain, key) = (arguments.tls_cert.clone(), arguments.tls_key.clone());
+    tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
+    let client = server::connect(arguments.kubeconfig.as_deref()).await?;
+    let key_file = arguments.data_token_key.clone();
+    if let Some(key) = &key_file {
+        Tokens::new(key, "", arguments.data_token_ttl)?;
+    }
+    let mut stop = pin!(server::stop()?);
+
+    let is_published = Arc::new(AtomicBool::default());
+    tasks.spawn(serve::http::upkeep(metrics.clone()));
+    let probes = server::probes(move || metrics.render(), {
+        let (ready, is_published) = (ready.clone(), is_published.clone());
+        move || {
+            let unpublished = || "its DriverDiscovery is not written: see the log";
+            ready.missing().or_else(|| (!is_published.load(Ordering::Relaxed)).then(unpublished))
+        }
+    });
+    tasks.spawn(serve::http::serve(http, probes));
+
+    let driver = Driver::at(arguments.csi_address.path());
+    let driver_name = tokio::select! {
+        name = driver.name() => name,
+        () = &mut stop => return Ok(()),
+    };
+    tracing::info!(driver = driver_name, address = %listener.local_addr()?, "serving");
+    tasks.spawn({
+        let (driver, ready) = (driver.clone(), ready.clone());
+        async move { driver.watch(|is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed)).await }
+    });
+    let tokens = match &key_file {
+        Some(key) => Some(Tokens::new(key, &driver_name, arguments.data_token_ttl)?),
+        None => None,
+    };
+    let lists = Lists { driver: driver.clone(), block_size: arguments.block_size, tokens: tokens.clone() };
+    let lists = SnapshotDeltasServer::new(lists).max_encoding_message_size(MAX_MESSAGE);
+    tasks.spawn(async move {
+        let served =
+            Server::builder().add_service(lists).serve_with_incoming(UnixListenerStream::new(grpc)).await;
+        tracing::error!(?served, "the service ListSnapshotDeltas has ended");
+    });
+    let publisher = Arc::new(Publisher {
+        client: client.clone(),
+        driver_name: driver_name.clone(),
+        place: match (arguments.url, arguments.service) {
+            (Some(url), _) => json!({"url": url}),
+            (None, Some(service)) => json!({"service": service.json()}),
+            (None, None) => return Err("either --url or --service is needed".into()),
+        },
+        bundle: arguments.ca_bundle.unwrap_or(arguments.tls_cert),
+        is_published,
+    });
+    let lease = arguments.lease.unwrap_or_else(|| format!("cbt-http-{driver_name}"));
+    let lease =
+        Lease::new(client.clone(), &arguments.namespace, &lease, &arguments.pod_name, Times::default());
+    tasks.spawn({
+        let ready = ready.clone();
+        async move {
+            let work = || {
+                let (leads, publisher) = (Leads::of(&ready), publisher.clone());
+                async move {
+                    let _leads = leads;
+                    publisher.run().await;
+                }
+            };
+            lease.lead(work).await;
+        }
+    });
+    let sidecar = Arc::new(Sidecar {
+        reviews: Reviews::new(client, arguments.review_cache, METRICS)?,
+        audience: arguments.audience,
+        driver_name,
+        driver,
+        lists: SnapshotDeltasClient::new(driver::channel(&socket)).max_decoding_message_size(MAX_MESSAGE),
+        data: tokens.map(|tokens| (tokens, Data(arguments.snapshot_data))),
+        page_timeout: arguments.page_timeout,
+        places: Semaphore::new(usize::from(arguments.max_requests)),
+    });
+    let graceful = GracefulShutdown::new();
+    serve_until(listener, &ready, sidecar, &graceful, tasks, stop).await?;
+    ready.is_stopping.store(true, Ordering::Relaxed);
+    server::drain(graceful).await;
+    Ok(())
+}
+
+async fn serve_until(
+    listener: TcpListener,
+    ready: &Ready,
+    sidecar: Arc<Sidecar>,
+    graceful: &GracefulShutdown,
+    mut tasks: JoinSet<()>,
+    stop: impl Future<Output = ()>,
+) -> Result<(), Box<dyn Error>> {
+    let config = ready.certificate.clone().server_config();
+    tokio::select! {
+        () = server::answer(listener, config, router(sidecar), graceful) => {
+            Err("cbt-http takes no more connections: see the log".into())
+        }
+        _ = tasks.join_next() => Err("a task has ended, which should not be: see the log".into()),
+        () = stop => Ok(()),
+    }
+}
+
+/// The name of a driver's DriverDiscovery. Names of drivers may have capitals, names of objects have none.
+fn object_name(driver: &str) -> String {
+    driver.to_ascii_lowercase()
+}
+
+/// Keeps the DriverDiscovery.
+struct Publisher {
+    client: Client,
+    driver_name: String,
+    /// `url` or `service`.
+    place: Value,
+    /// The file with the CA.
+    bundle: PathBuf,
+    is_published: Arc<AtomicBool>,
+}
+
+impl Publisher {
+    /// Works until it is dropped.
+    async fn run(&self) {
+        loop {
+            let wait = match self.publish(&self.bundle).await {
+                Ok(()) => {
+                    self.is_published.store(true, Ordering::Relaxed);
+                    EVERY
+                }
+                Err(error) => {
+                    tracing::warn!(error, name = self.driver_name, "write the DriverDiscovery");
+                    SOON
+                }
+            };
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    /// Applied by this author. What a person has written over it stays, and is an error here.
+    async fn publish(&self, bundle: &Path) -> Result<(), String> {
+        let bundle = std::fs::read(bundle).map_err(|error| format!("read {}: {error}", bundle.display()))?;
+        let mut config = self.place.clone();
+        config["caBundle"] = json!(STANDARD.encode(bundle));
+        let name = object_name(&self.driver_name);
+        let object = json!({
+            "apiVersion": format!("{}/{}", discovery::GROUP, discovery::VERSION), "kind": "DriverDiscovery",
+            "metadata": {"name": name},
+            "spec": {"driverName": self.driver_name, "clientConfig": config},
+        });
+        let objects: Api<DriverDiscovery> = Api::all(self.client.clone());
+        let (params, patch) = (PatchParams::apply(MANAGER), Patch::Apply(object));
+        let applied = ask(METRICS.seconds, "DriverDiscovery", objects.patch(&name, &params, &patch)).await;
+        applied.map(drop).map_err(|error| error.to_string())
+    }
+}

@@ -1,0 +1,180 @@
+//! What the server of every design needs: HTTPS, probes, signals, a client of the Kubernetes API server. What it answers
+//! is the design's own.
+
+use std::error::Error;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use axum::routing::get;
+use axum::{Extension, Router};
+use futures_util::StreamExt;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use rustls::ServerConfig;
+use rustls::pki_types::CertificateDer;
+use serve::certificate::Certificate;
+use serve::http::text;
+use serve::listen::{self, Limits};
+use serve::questions::Metrics;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tonic::transport::server::Connected;
+
+/// The metrics of questions to the API server.
+pub const METRICS: Metrics =
+    Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
+/// How often certificate files are looked at.
+pub const FILES_EVERY: Duration = Duration::from_secs(2);
+/// How long a client may take to send its request's head; between two pings of a connection, too.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long requests may go on after a signal.
+const DRAIN: Duration = Duration::from_secs(30);
+/// Connections at once. A client that reads slowly holds an answer.
+const CONNECTIONS: usize = 256;
+/// Requests at once on one connection.
+const CALLS_A_CONNECTION: u32 = 16;
+
+/// The certificates that the client of a connection has shown; each request has them among its extensions.
+#[derive(Clone, Debug)]
+pub struct ClientCertificates(pub Arc<[CertificateDer<'static>]>);
+
+/// What a replica that serves a driver needs before users are led to it.
+#[derive(Debug, Default)]
+pub struct Ready {
+    /// Whether it is elected.
+    pub leads: AtomicBool,
+    pub has_driver: AtomicBool,
+    pub is_stopping: AtomicBool,
+    pub certificate: Arc<Certificate>,
+}
+
+impl Ready {
+    /// What is missing, if anything.
+    pub fn missing(&self) -> Option<&'static str> {
+        [
+            (self.is_stopping.load(Ordering::Relaxed), "it is stopping"),
+            (!self.certificate.is_there(), "it has no certificate"),
+            (!self.has_driver.load(Ordering::Relaxed), "the CSI driver is not ready"),
+            (!self.leads.load(Ordering::Relaxed), "another replica is elected"),
+        ]
+        .iter()
+        .find(|(is_missing, _)| *is_missing)
+        .map(|(_, what)| *what)
+    }
+}
+
+/// Is elected until it is dropped.
+pub struct Leads(Arc<Ready>);
+
+impl Leads {
+    pub fn of(ready: &Arc<Ready>) -> Self {
+        ready.leads.store(true, Ordering::Relaxed);
+        Leads(ready.clone())
+    }
+}
+
+impl Drop for Leads {
+    fn drop(&mut self) {
+        self.0.leads.store(false, Ordering::Relaxed);
+    }
+}
+
+/// A listener for HTTPS (`--bind-address`, `--port`).
+pub async fn bind_https(address: IpAddr, port: u16) -> Result<TcpListener, String> {
+    let bound = TcpListener::bind((address, port)).await;
+    bound.map_err(|error| format!("listen on {address}:{port} (--port): {error}"))
+}
+
+/// A listener for probes and metrics (`--http-endpoint`).
+pub async fn bind_http(address: SocketAddr) -> Result<TcpListener, String> {
+    let bound = TcpListener::bind(address).await;
+    bound.map_err(|error| format!("listen on {address} (--http-endpoint): {error}"))
+}
+
+/// Ends at SIGTERM and SIGINT.
+pub fn stop() -> std::io::Result<impl Future<Output = ()>> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    })
+}
+
+/// Metrics, and whether it lives and is ready: `missing` says what it waits for.
+pub fn probes(
+    metrics: impl Fn() -> String + Clone + Send + Sync + 'static,
+    missing: impl Fn() -> Option<&'static str> + Clone + Send + Sync + 'static,
+) -> Router {
+    let readiness = async move || match missing() {
+        None => text(StatusCode::OK, "ok\n"),
+        Some(what) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")),
+    };
+    Router::new()
+        .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
+        .route("/readyz", get(readiness))
+        .route("/metrics", get(async move || text(StatusCode::OK, metrics())))
+}
+
+/// Answers HTTP over TLS, in the versions 1.1 and 2.
+pub async fn answer(
+    listener: TcpListener,
+    config: Arc<ServerConfig>,
+    router: Router,
+    graceful: &GracefulShutdown,
+) {
+    let mut config = Arc::unwrap_or_clone(config);
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    let config = Arc::new(config);
+    let limits = Limits { connections: CONNECTIONS, ..Limits::default() };
+    let mut connections = listen::tls(listener, move || Some(config.clone()), limits);
+    while let Some(Ok(connection)) = connections.next().await {
+        let shown = ClientCertificates(connection.client_certificates().into());
+        let router = router.clone().layer(Extension(connection.connect_info())).layer(Extension(shown));
+        let mut builder = auto::Builder::new(TokioExecutor::new());
+        builder.http1().timer(TokioTimer::new()).header_read_timeout(PATIENCE);
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .keep_alive_interval(PATIENCE)
+            .keep_alive_timeout(PATIENCE)
+            .max_concurrent_streams(CALLS_A_CONNECTION);
+        let served = builder.serve_connection(TokioIo::new(connection), TowerToHyperService::new(router));
+        let served = graceful.watch(served.into_owned());
+        tokio::spawn(async move {
+            if let Err(error) = served.await {
+                tracing::debug!(error, "a connection ended");
+            }
+        });
+    }
+}
+
+/// Lets requests under way end, for a while.
+pub async fn drain(graceful: GracefulShutdown) {
+    tracing::info!("stopping");
+    if tokio::time::timeout(DRAIN, graceful.shutdown()).await.is_err() {
+        tracing::warn!("requests are still open, leaving them");
+    }
+    tracing::info!("stopped");
+}
+
+/// A client of the API server, by this kubeconfig file or what else there is.
+pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Box<dyn Error>> {
+    let config = match kubeconfig {
+        None => Config::infer().await?,
+        Some(path) => {
+            let kubeconfig = Kubeconfig::read_from(path)?;
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
+        }
+    };
+    Ok(Client::try_from(config)?)
+}

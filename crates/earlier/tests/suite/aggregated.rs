@@ -1,0 +1,667 @@
+//! Promise: a VolumeSnapshotDelta is answered as it is created, to whoever may read both snapshots, and nothing of it is kept.
+
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use kube::api::DeleteParams;
+use proto::BlockMetadataType;
+use serde_json::{Value, json};
+use testkit::api_server::kube_programs;
+
+use crate::aggregation::{Aggregation, BLOCK, create, data, entries, object, snapshots};
+use crate::driver::{Driver, Volume};
+use crate::world::{Program, World};
+
+/// The tuples of a volume as blocks of one size: the driver's own, or tuples cut at multiples of [`BLOCK`].
+fn blocks(volume: &Volume, base: Option<&str>, target: &str) -> Vec<(u64, u64)> {
+    let tuples = volume.tuples(base, target, 0).expect("tuples");
+    if volume.style == BlockMetadataType::FixedLength {
+        return tuples;
+    }
+    let cut = tuples.iter().flat_map(|(offset, size)| offset / BLOCK..(offset + size).div_ceil(BLOCK));
+    let mut indexes: Vec<_> = cut.collect();
+    indexes.dedup();
+    indexes.into_iter().map(|index| (index * BLOCK, BLOCK)).collect()
+}
+
+async fn two_snapshots(world: &World) {
+    world.snapshot("monday", "s0").await;
+    world.snapshot("tuesday", "s1").await;
+}
+
+fn pair() -> Value {
+    json!({"baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday"})
+}
+
+/// Runs kubectl as the administrator.
+fn kubectl(world: &World, arguments: &[&str], input: &str) -> Option<Output> {
+    let programs = kube_programs(&["kubectl"])?;
+    let mut child = Command::new(programs.join("kubectl"))
+        .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
+        .arg(format!("--namespace={}", world.namespace))
+        .arg(format!("--cache-dir={}", world.dir.path().join("cache").display()))
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("kubectl");
+    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("write");
+    Some(child.wait_with_output().expect("wait"))
+}
+
+pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
+    let volume = Volume::small();
+    let expected = blocks(&volume, Some("s0"), "s1");
+    let _driver = Driver::start(&world.driver, &world.csi, volume);
+    two_snapshots(&world).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let run = |arguments: &[&str], input: &str| {
+        let output = kubectl(&world, arguments, input)?;
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        Some((output.status.success(), out.into_owned(), err.into_owned()))
+    };
+    let done = |arguments: &[&str], input: &str| {
+        let (is_done, out, err) = run(arguments, input)?;
+        assert!(is_done, "kubectl {arguments:?}: {err}");
+        Some(out)
+    };
+    let mut spec = pair();
+    spec["limit"] = json!(2);
+    let Some(printed) = done(&["create", "-f", "-", "-o", "json"], &object(spec.clone()).to_string()) else {
+        return;
+    };
+    let first: Value = serde_json::from_str(&printed).expect("JSON");
+    assert_eq!(first["metadata"]["namespace"], world.namespace);
+    let status = &first["status"];
+    assert_eq!((&status["state"], &status["limit"], &status["offset"]), (&json!(1), &json!(2), &json!(0)));
+    spec["offset"] = status["continue"].clone();
+    // The second page in YAML, both ways.
+    let text = serde_saphyr::to_string(&object(spec.clone())).expect("YAML");
+    let printed = done(&["create", "-f", "-", "-o", "yaml"], &text).expect("kubectl");
+    let second: Value = serde_saphyr::from_str(&printed).expect("YAML");
+    assert_eq!(second["status"]["state"], json!(0), "{printed}");
+    assert!(second["status"].get("continue").is_none_or(Value::is_null), "{printed}");
+    assert_eq!([entries(status), entries(&second["status"])].concat(), expected);
+    // Without an output format it says what was made.
+    let said = done(&["create", "-f", "-"], &object(pair()).to_string()).expect("kubectl");
+    assert_eq!(said.trim(), "volumesnapshotdelta.cbt.storage.k8s.io/walk created");
+    // Nothing is there.
+    let (is_done, _, err) = run(&["get", "volumesnapshotdeltas"], "").expect("kubectl");
+    assert!(!is_done && err.contains("MethodNotAllowed"), "{err}");
+    // What is served is told, and explained.
+    let resources =
+        done(&["api-resources", "--api-group=cbt.storage.k8s.io", "--no-headers"], "").expect("kubectl");
+    let words: Vec<Vec<&str>> = resources.lines().map(|line| line.split_whitespace().collect()).collect();
+    let delta = ["volumesnapshotdeltas", "vsd", "cbt.storage.k8s.io/v1alpha1", "true", "VolumeSnapshotDelta"];
+    assert!(words.iter().any(|words| *words == delta), "{resources}");
+    let explain = ["explain", "volumesnapshotdeltas.spec.targetVolumeSnapshotName"];
+    let explained = done(&explain, "").expect("kubectl");
+    assert!(explained.contains("The VolumeSnapshot whose blocks are listed."), "{explained}");
+    // A misspelt field is refused, by kubectl's own check or the server's.
+    spec["targetVolumeSnapshot"] = json!("tuesday");
+    let (is_done, _, err) = run(&["create", "-f", "-"], &object(spec).to_string()).expect("kubectl");
+    assert!(!is_done && err.contains("targetVolumeSnapshot\""), "{err}");
+    let patched = done(&["api-versions"], "").expect("kubectl");
+    for version in ["cbt.storage.k8s.io/v1alpha1", "cbt.storage.k8s.io/v1beta1"] {
+        assert!(patched.lines().any(|line| line == version), "{patched}");
+    }
+    aggregation.end().await;
+}
+
+pub async fn other_versions_of_the_group_keep_working_beside_it(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let services = world.api.objects("SnapshotMetadataService", None);
+    let service = |name: &str| {
+        json!({
+            "apiVersion": "cbt.storage.k8s.io/v1beta1", "kind": "SnapshotMetadataService",
+            "metadata": {"name": name},
+            "spec": {"address": "a.b.svc:6443", "caCert": "Q0E=", "audience": "a"},
+        })
+    };
+    let before = format!("before.{}", world.driver);
+    world.api.make(service(&before)).await;
+    let (aggregation, server, _http) = Aggregation::start(&world).await;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let beside = format!("beside.{}", world.driver);
+    world.api.make(service(&beside)).await;
+    assert_eq!(entries(&user.status(pair()).await).len(), 3);
+    for name in [&before, &beside] {
+        let found = services.get(name).await.expect("the CRD's object");
+        assert_eq!(found.data["spec"]["audience"], "a");
+    }
+    let versions = async || {
+        let request =
+            axum::http::Request::get("/apis/cbt.storage.k8s.io").body(Vec::new()).expect("a request");
+        let group: Value = world.api.client.request(request).await.expect("the group");
+        let versions = group["versions"].as_array().expect("versions").iter();
+        let mut versions: Vec<_> =
+            versions.map(|version| version["version"].as_str().expect("a version").to_owned()).collect();
+        versions.sort();
+        versions
+    };
+    assert_eq!(versions().await, ["v1alpha1", "v1beta1"]);
+    // While the aggregated API server is gone, and when its APIService is.
+    drop(server);
+    let (code, _) = user.ask(pair()).await;
+    assert_eq!(code, 503, "nobody serves it");
+    for name in [&before, &beside] {
+        services.get(name).await.expect("the CRD's object");
+    }
+    aggregation.end().await;
+    while versions().await != ["v1beta1"] {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    for name in [&before, &beside] {
+        services.delete(name, &DeleteParams::default()).await.expect("the CRD's object");
+    }
+}
+
+pub async fn entries_together_are_the_stream(world: World) {
+    let seed = fastrand::u64(..);
+    let mut random = fastrand::Rng::with_seed(seed);
+    let driver = Driver::start(&world.driver, &world.csi, Volume::random(&mut random, 3));
+    for snapshot in ["s0", "s1", "s2"] {
+        world.snapshot(snapshot, snapshot).await;
+    }
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    // Its rate is not what is tested here.
+    let server = aggregation.server("fast", &["--client-qps=100000", "--client-burst=100000"]).await;
+    aggregation.route(&[&server]).await;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let (mut pages, mut variable) = (0, 0);
+    for life in 0..25 {
+        let volume = Volume::random(&mut random, 3);
+        *driver.volume.lock().unwrap() = volume.clone();
+        variable += usize::from(volume.style == BlockMetadataType::VariableLength);
+        for (base, target) in [(Some("s0"), "s2"), (Some("s1"), "s2"), (Some("s1"), "s1"), (None, "s1")] {
+            let all = blocks(&volume, base, target);
+            let size = all.first().map_or(BLOCK, |(_, size)| *size);
+            let offset = if random.bool() { 0 } else { random.u64(..=volume.capacity() / size) };
+            let expected: Vec<_> = all.into_iter().filter(|(at, _)| *at >= offset * size).collect();
+            let limit = random.u64(expected.len().div_ceil(9) as u64 + 1..=expected.len() as u64 + 2);
+            let told = user.walk(base, target, offset, limit).await;
+            let what =
+                format!("seed {seed}, life {life}: {base:?} to {target} from {offset}, pages of {limit}");
+            assert_eq!(told, expected, "{what}");
+            pages += 1 + told.len() as u64 / limit;
+        }
+    }
+    assert!(pages > 100 && variable > 0 && variable < 25, "{pages} pages, {variable} variable");
+    aggregation.end().await;
+}
+
+pub async fn limits_are_bounded_and_blocks_are_counted(world: World) {
+    let snapshots_of = [("s0".to_owned(), vec![0; 2000]), ("s1".to_owned(), vec![1; 2000])].into();
+    let volume =
+        Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 2000, snapshots: snapshots_of };
+    let _driver = Driver::start(&world.driver, &world.csi, volume);
+    two_snapshots(&world).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    for (limit, expected) in [
+        (json!(null), 256),
+        (json!(0), 256),
+        (json!(7), 7),
+        (json!(256), 256),
+        (json!(257), 256),
+        (json!(u64::MAX), 256),
+    ] {
+        let mut spec = pair();
+        spec["limit"] = limit.clone();
+        let status = user.status(spec).await;
+        assert_eq!(entries(&status).len(), expected, "{limit}");
+        assert_eq!((&status["limit"], &status["state"]), (&json!(expected), &json!(1)), "{limit}");
+        assert_eq!(status["continue"], json!(expected), "{limit}");
+    }
+    // At the end of the volume nothing is left; past it there is no block.
+    let at = async |offset: u64| {
+        let mut spec = pair();
+        spec["offset"] = json!(offset);
+        user.status(spec).await
+    };
+    let last = at(1999).await;
+    assert_eq!((entries(&last), &last["state"]), (vec![(1999 * 4096, 4096)], &json!(0)));
+    let end = at(2000).await;
+    assert_eq!((entries(&end), &end["state"]), (vec![], &json!(0)));
+    for past in [2001, u64::MAX] {
+        let status = at(past).await;
+        assert_eq!((&status["state"], &status["continue"]), (&json!(2), &json!(past)), "{status}");
+        assert!(status["error"].as_str().is_some_and(|error| error.starts_with("BadRequest: ")), "{status}");
+    }
+    aggregation.end().await;
+}
+
+pub async fn etcd_is_told_nothing_of_it(world: World) {
+    let volume = Volume::small();
+    let _driver = Driver::start(&world.driver, &world.csi, volume);
+    two_snapshots(&world).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let before = world.api.revision().await;
+    let mut pages = 0;
+    for limit in [1, 2, 256] {
+        assert_eq!(user.walk(Some("monday"), "tuesday", 0, limit).await.len(), 3);
+        pages += 1;
+    }
+    assert_eq!(pages, 3);
+    let marker = format!("marker-{}", world.namespace);
+    world.api.namespace(&marker).await;
+    let written = world.api.written_since(before, &marker).await;
+    // The watch has seen what it should: the marker, with its content.
+    assert!(written.iter().any(|(key, value)| key.contains(&marker) && !value.is_empty()), "{written:?}");
+    for (key, value) in &written {
+        let value = String::from_utf8_lossy(value);
+        for trace in ["volumesnapshotdelta", "VolumeSnapshotDelta", "changedBlocks", "blockSizeBytes"] {
+            // Its APIService and the like have the name of the kind, and were there before.
+            assert!(!key.contains(trace) && !value.contains(trace), "{key}: {value}");
+        }
+    }
+    aggregation.end().await;
+}
+
+pub async fn users_get_what_their_rights_allow(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let other = format!("{}-other", world.namespace);
+    world.api.namespace(&other).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let full = json!({"targetVolumeSnapshotName": "tuesday"});
+    for (home, account, rules, walk, alone) in [
+        (&world.namespace, "whole", json!([create(), snapshots(&[])]), 201, 201),
+        (&world.namespace, "by-name", json!([create(), snapshots(&["monday", "tuesday"])]), 201, 201),
+        // Whoever creates the object may name any snapshot; that alone is no right to read it.
+        (&world.namespace, "no-snapshots", json!([create()]), 403, 403),
+        (&world.namespace, "target-only", json!([create(), snapshots(&["tuesday"])]), 403, 201),
+        (&world.namespace, "base-only", json!([create(), snapshots(&["monday"])]), 403, 403),
+        (&world.namespace, "no-create", json!([snapshots(&[])]), 403, 403),
+        (&other, "elsewhere", json!([create(), snapshots(&[])]), 403, 403),
+    ] {
+        world.api.account(home, account, rules).await;
+        let user = aggregation.user_of(home, account).await;
+        // Twice: once reviewed, once remembered.
+        for round in 0..2 {
+            for (spec, expected) in [(pair(), walk), (full.clone(), alone)] {
+                let (code, answer) = user.ask(spec).await;
+                assert_eq!(code, expected, "{account} {round}: {answer}");
+                assert!(code == 201 || answer["reason"] == "Forbidden", "{account}: {answer}");
+            }
+        }
+    }
+    // What does not exist is not told to whoever may not ask.
+    let user = aggregation.user_of(&world.namespace, "base-only").await;
+    assert_eq!(user.ask(json!({"targetVolumeSnapshotName": "nowhere"})).await.0, 403);
+    aggregation.end().await;
+}
+
+pub async fn secrets_are_for_those_who_may_read_them(world: World) {
+    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let ns = &world.namespace;
+    let metadata = json!({"name": "keys", "namespace": ns});
+    let secret = json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"password": "p4ssw0rd"}});
+    world.api.make(secret).await;
+    let (aggregation, server, http) = Aggregation::start(&world).await;
+    let read =
+        json!({"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["keys"], "verbs": ["get"]});
+    let without = aggregation.user("without", json!([create(), snapshots(&[])])).await;
+    let with = aggregation.user("with", json!([create(), snapshots(&[]), read])).await;
+    let mut spec = pair();
+    spec["volumeSnapshotDeltaSecretRef"] = json!({"name": "keys", "namespace": ns});
+    let (code, answer) = without.ask(spec.clone()).await;
+    assert_eq!(
+        (code, answer["message"].as_str()),
+        (403, Some("the caller may not get this Secret")),
+        "{answer}"
+    );
+    // The server has no such right from its manifest: the operator gives it.
+    let (code, answer) = with.ask(spec.clone()).await;
+    assert_eq!(code, 403, "{answer}");
+    assert!(
+        answer["message"].as_str().is_some_and(|text| text.contains("its operator has to allow it")),
+        "{answer}"
+    );
+    world.api.allow(ns, ns, "aggregated", json!([read])).await;
+    while with.ask(spec.clone()).await.0 != 201 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(driver.secrets.lock().unwrap().last(), Some(&("password".to_owned(), "p4ssw0rd".to_owned())));
+    let (code, answer) = without.ask(spec.clone()).await;
+    assert_eq!(code, 403, "{answer}");
+    spec["volumeSnapshotDeltaSecretRef"]["name"] = json!("nowhere");
+    assert_eq!(with.ask(spec).await.0, 403);
+    for program in [&server, &http] {
+        assert!(!program.log().contains("p4ssw0rd"), "the secret is in the log");
+    }
+    aggregation.end().await;
+}
+
+pub async fn what_does_not_fit_is_told_as_users_expect(world: World) {
+    let driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    let taken_at = |second: i64| {
+        move |_: &mut Value, content: &mut Value| {
+            content["status"]["creationTime"] = json!(second * 1_000_000_000);
+        }
+    };
+    world.snapshot_with("monday", "s0", taken_at(100)).await;
+    world.snapshot_with("tuesday", "s1", taken_at(200)).await;
+    let unready = |snapshot: &mut Value, content: &mut Value| {
+        snapshot["status"]["readyToUse"] = json!(false);
+        content["status"]["readyToUse"] = json!(false);
+    };
+    world.snapshot_with("late", "s0", unready).await;
+    let other = |_: &mut Value, content: &mut Value| {
+        content["spec"]["source"] = json!({"volumeHandle": "volume-2"});
+    };
+    world.snapshot_with("other-volume", "s0", other).await;
+    let foreign = |_: &mut Value, content: &mut Value| content["spec"]["driver"] = json!("other.csi.test");
+    world.snapshot_with("foreign", "s0", foreign).await;
+    let stolen = |_: &mut Value, content: &mut Value| {
+        content["spec"]["volumeSnapshotRef"]["name"] = json!("monday");
+    };
+    world.snapshot_with("stolen", "s1", stolen).await;
+    world.snapshot("unknown-to-driver", "s9").await;
+    let (aggregation, server, http) = Aggregation::start(&world).await;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let of = |base: &str, target: &str| {
+        let mut spec = json!({"targetVolumeSnapshotName": target});
+        if !base.is_empty() {
+            spec["baseVolumeSnapshotName"] = json!(base);
+        }
+        spec
+    };
+    // What the objects tell fails the request.
+    for (base, target, code, reason, message) in [
+        ("", "nowhere", 404, "NotFound", "nowhere does not exist"),
+        ("nowhere", "tuesday", 404, "NotFound", "nowhere does not exist"),
+        ("", "late", 409, "Conflict", "is not ready to use"),
+        ("late", "tuesday", 409, "Conflict", "is not ready to use"),
+        ("tuesday", "monday", 422, "Invalid", "spec.baseVolumeSnapshotName: the base is newer"),
+        ("other-volume", "tuesday", 422, "Invalid", "different volumes"),
+        ("foreign", "tuesday", 422, "Invalid", "not taken by the CSI driver"),
+        ("", "foreign", 404, "NotFound", "other.csi.test has no DriverDiscovery"),
+        ("", "stolen", 409, "Conflict", "not bound to each other"),
+        ("", "", 422, "Invalid", "spec.targetVolumeSnapshotName: Required value"),
+        ("", "../secrets", 422, "Invalid", "\"../secrets\""),
+    ] {
+        let (found, answer) = user.ask(of(base, target)).await;
+        assert_eq!((found, answer["reason"].as_str()), (code, Some(reason)), "{base} {target}: {answer}");
+        assert_eq!(answer["kind"], "Status", "{answer}");
+        assert!(answer["message"].as_str().is_some_and(|text| text.contains(message)), "{answer}");
+    }
+    // What the driver says stands in the answer.
+    let failed = async |spec: Value, with: &str| {
+        let status = user.status(spec).await;
+        assert_eq!(status["state"], json!(2), "{status}");
+        assert!(status["error"].as_str().is_some_and(|error| error.contains(with)), "{with}: {status}");
+        assert_eq!(status["changedBlocks"], json!([]), "{status}");
+    };
+    failed(of("", "unknown-to-driver"), "NotFound: snapshot s9 does not exist").await;
+    world.snapshot("broken", "out-of-order").await;
+    failed(of("", "broken"), "breaks the CSI spec").await;
+    drop(driver);
+    failed(pair(), "ServiceUnavailable: the CSI driver does not answer on its socket").await;
+    let driver = Driver::start_with(&world.driver, &world.csi, None);
+    failed(pair(), "NotImplemented: ").await;
+    drop(driver);
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    http.ready().await;
+    assert_eq!(entries(&user.status(pair()).await).len(), 3);
+    drop(http);
+    failed(pair(), "cbt-http does not answer").await;
+    assert!(!server.log().contains("panicked"), "{}", server.log());
+    aggregation.end().await;
+}
+
+pub async fn contents_are_negotiated(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let text = object(pair()).to_string();
+    let yaml = serde_saphyr::to_string(&object(pair())).expect("YAML");
+    const PROTOBUF: &str = "application/vnd.kubernetes.protobuf";
+    for (content, accept, body, code, kind) in [
+        ("application/json", "application/json", &text, 201, "application/json"),
+        ("application/json", "application/yaml", &text, 201, "application/yaml"),
+        ("application/yaml", "application/json", &yaml, 201, "application/json"),
+        (
+            "application/json",
+            "application/vnd.kubernetes.protobuf,application/json",
+            &text,
+            201,
+            "application/json",
+        ),
+        ("application/json", PROTOBUF, &text, 406, "application/json"),
+        (PROTOBUF, "application/json", &text, 415, "application/json"),
+        (PROTOBUF, "application/yaml", &text, 415, "application/yaml"),
+        ("text/plain", "*/*", &text, 415, "application/json"),
+        ("application/json", "*/*", &"{".to_owned(), 400, "application/json"),
+    ] {
+        let answer = user.post("", &[("content-type", content), ("accept", accept)], body.as_bytes()).await;
+        assert_eq!((answer.code, answer.kind.as_str()), (code, kind), "{content} {accept}: {}", answer.body);
+        let object: Value = match kind {
+            "application/yaml" => serde_saphyr::from_str(&answer.body).expect("YAML"),
+            _ => answer.json(),
+        };
+        match code {
+            201 => assert_eq!(entries(&object["status"]).len(), 3, "{object}"),
+            code => {
+                assert_eq!((&object["kind"], &object["code"]), (&json!("Status"), &json!(code)), "{object}")
+            }
+        }
+    }
+    let mut more = object(pair());
+    more["spec"]["speed"] = json!("high");
+    let more = more.to_string();
+    let json = [("content-type", "application/json")];
+    for (query, code, warning) in [
+        ("", 201, "299 - \"unknown field \\\"spec.speed\\\"\""),
+        ("?fieldValidation=Ignore", 201, ""),
+        ("?fieldValidation=Strict", 400, ""),
+        ("?fieldValidation=Nonsense", 400, ""),
+        ("?dryRun=All", 201, "299 - \"unknown field \\\"spec.speed\\\"\""),
+        ("?dryRun=Some", 400, ""),
+    ] {
+        let answer = user.post(query, &json, more.as_bytes()).await;
+        assert_eq!((answer.code, answer.warning.as_str()), (code, warning), "{query}: {}", answer.body);
+    }
+    let mut elsewhere = object(pair());
+    elsewhere["metadata"]["namespace"] = json!("default");
+    let answer = user.post("", &json, elsewhere.to_string().as_bytes()).await;
+    assert_eq!(answer.code, 400, "{}", answer.body);
+    let long = format!("{{\"a\": \"{}\"}}", "x".repeat(2 << 20));
+    let answer = user.post("", &json, long.as_bytes()).await;
+    assert_eq!((answer.code, &answer.json()["reason"]), (413, &json!("RequestEntityTooLarge")));
+    aggregation.end().await;
+}
+
+pub async fn only_the_front_proxy_may_say_who_a_user_is(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let (aggregation, server, _http) = Aggregation::start(&world).await;
+    let pair_of =
+        |name: &str| Some((world.api.file(&format!("{name}.crt")), world.api.file(&format!("{name}.key"))));
+    let path =
+        format!("/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{}/volumesnapshotdeltas", world.namespace);
+    let body = object(pair()).to_string();
+    let post = async |own, headers: &str| {
+        let stream = server.connect_as(&[], own).await;
+        let length = body.len();
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}Content-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+        );
+        let (code, _, body) = server.exchange(stream, &request).await;
+        (code, serde_json::from_slice::<Value>(&body).unwrap_or_default())
+    };
+    let admin = "X-Remote-User: admin\r\nX-Remote-Group: system:masters\r\n";
+    let nobody = "X-Remote-User: nobody\r\nX-Remote-Group: system:authenticated\r\n";
+    let token = world.api.token(&world.namespace, "aggregated", "https://kubernetes.default.svc").await;
+    let bearer = format!("Authorization: Bearer {token}\r\n");
+    for (what, own, headers, expected) in [
+        ("the front proxy for an administrator", pair_of("front-proxy"), admin, 201),
+        ("the front proxy for a user without rights", pair_of("front-proxy"), nobody, 403),
+        ("the front proxy for nobody", pair_of("front-proxy"), "", 401),
+        ("another name by the same CA", pair_of("not-the-proxy"), admin, 401),
+        ("an administrator by the clients' CA", pair_of("admin"), admin, 401),
+        ("nobody", None, admin, 401),
+        ("a token", None, bearer.as_str(), 401),
+    ] {
+        let (code, answer) = post(own, headers).await;
+        assert_eq!(code, expected, "{what}: {answer}");
+        assert!(code == 201 || answer["kind"] == "Status", "{what}: {answer}");
+    }
+    // Discovery is no exception.
+    let (code, ..) = server.get("/apis/cbt.storage.k8s.io/v1alpha1", None).await;
+    assert_eq!(code, 401);
+    aggregation.end().await;
+}
+
+pub async fn each_user_has_a_rate_of_its_own(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let aggregation = Aggregation::begin(&world).await;
+    let _http = aggregation.sidecar("http", &[]).await;
+    // A second one comes after a second; the pause makes the test no slower, for nobody waits.
+    let server = aggregation.server("server", &["--client-qps=1", "--client-burst=3"]).await;
+    aggregation.route(&[&server]).await;
+    let hasty = aggregation.user("hasty", json!([create(), snapshots(&[])])).await;
+    let calm = aggregation.user("calm", json!([create(), snapshots(&[])])).await;
+    let text = object(pair()).to_string();
+    let json = [("content-type", "application/json")];
+    let mut refused = Vec::new();
+    for _ in 0..12 {
+        let answer = hasty.post("", &json, text.as_bytes()).await;
+        match answer.code {
+            201 => {}
+            429 => refused.push(answer),
+            code => panic!("{code}: {}", answer.body),
+        }
+    }
+    let first = refused.first().expect("a rate");
+    let status = first.json();
+    assert_eq!((first.retry.as_str(), &status["reason"]), ("1", &json!("TooManyRequests")), "{status}");
+    assert_eq!(status["details"]["retryAfterSeconds"], json!(1), "{status}");
+    assert_eq!(calm.ask(pair()).await.0, 201, "another user is held up");
+    aggregation.end().await;
+}
+
+pub async fn creates_have_a_priority_level_of_their_own(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let (aggregation, _server, _http) = Aggregation::start(&world).await;
+    let path = format!("{}/deploy/components/aggregated/priority.yaml", testkit::HOME);
+    for document in std::fs::read_to_string(&path).expect("the manifest").split("\n---\n") {
+        world.api.make(serde_saphyr::from_str(document).expect("YAML")).await;
+    }
+    let schemas = world.api.objects("FlowSchema", None);
+    let uid = schemas.get("cbt-earlier-aggregated").await.expect("the FlowSchema").metadata.uid;
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let (text, json) = (object(pair()).to_string(), [("content-type", "application/json")]);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let answer = user.post("", &json, text.as_bytes()).await;
+        assert!(!answer.flow.is_empty(), "priority and fairness is off");
+        if answer.code == 201 && Some(answer.flow) == uid {
+            break;
+        }
+        assert!(Instant::now() < deadline, "creates are counted to another FlowSchema");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    aggregation.end().await;
+}
+
+pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
+    let mut random = fastrand::Rng::with_seed(7);
+    let content: Vec<u8> = (0..300).map(|_| random.u8(..2)).collect();
+    let snapshots_of = [("s0".to_owned(), vec![0; 300]), ("s1".to_owned(), content)].into();
+    let volume =
+        Volume { style: BlockMetadataType::FixedLength, block: 4096, blocks: 300, snapshots: snapshots_of };
+    let expected = blocks(&volume, Some("s0"), "s1");
+    let mut driver = Some(Driver::start(&world.driver, &world.csi, volume.clone()));
+    two_snapshots(&world).await;
+    let (aggregation, server, http) = Aggregation::start(&world).await;
+    let second = aggregation.server("second", &[]).await;
+    aggregation.route(&[&server, &second]).await;
+    let mut waits = aggregation.sidecar_unready("waits", &[]);
+    while waits.readiness().await.1 != "another replica is elected\n" {
+        assert_ne!(waits.readiness().await.0, 200, "two are elected");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let user = aggregation.user("user", json!([create(), snapshots(&[])])).await;
+    let (mut servers, mut https) = (vec![server, second], vec![http]);
+    let (mut told, mut offset, mut page, mut failed) = (Vec::new(), 0, 0, 0);
+    loop {
+        match page {
+            3 => {
+                servers.remove(0).kill();
+                aggregation.route(&servers.iter().collect::<Vec<_>>()).await;
+            }
+            6 => {
+                https.remove(0).kill();
+            }
+            9 => drop(driver.take()),
+            12 => waits.kill(),
+            _ => {}
+        }
+        let mut spec = pair();
+        spec["limit"] = json!(8);
+        spec["offset"] = json!(offset);
+        // The same page until it is answered, as a user would ask.
+        let status = loop {
+            let (code, answer) = user.ask(spec.clone()).await;
+            if code == 201 && answer["status"]["state"] != json!(2) {
+                break answer["status"].clone();
+            }
+            assert!([201, 503].contains(&code), "{code}: {answer}");
+            failed += 1;
+            if code == 201 {
+                assert_eq!(answer["status"]["continue"], json!(offset), "{answer}");
+            }
+            match page {
+                9 if driver.is_none() => {
+                    driver = Some(Driver::start(&world.driver, &world.csi, volume.clone()));
+                }
+                12 if https.is_empty() => https.push(aggregation.sidecar("again", &[]).await),
+                _ => {}
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        };
+        told.extend(entries(&status));
+        page += 1;
+        match status["continue"].as_u64() {
+            Some(next) => offset = next,
+            None => break,
+        }
+    }
+    assert_eq!(told, expected);
+    assert!(page > 12 && failed >= 3, "{page} pages, {failed} failures");
+    aggregation.end().await;
+}
+
+pub async fn data_tokens_are_for_those_who_may_have_data(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    two_snapshots(&world).await;
+    let aggregation = Aggregation::begin(&world).await;
+    let key = world.dir.path().join("key");
+    std::fs::write(&key, [7; 32]).expect("write");
+    let key = format!("--data-token-key={}", key.display());
+    let _http = aggregation.sidecar("http", &["--snapshot-data=/nowhere/{snapshot}", &key]).await;
+    let server: Program = aggregation.server("server", &[]).await;
+    aggregation.route(&[&server]).await;
+    let with = aggregation.user("with", json!([create(), snapshots(&[]), data()])).await;
+    let without = aggregation.user("without", json!([create(), snapshots(&[])])).await;
+    let status = with.status(pair()).await;
+    for entry in status["changedBlocks"].as_array().expect("entries") {
+        let token = &entry["dataToken"];
+        assert!(token["token"].as_str().is_some_and(|token| token.len() > 40), "{entry}");
+        assert_eq!(token["ttl"], "5m0s", "{entry}");
+        assert!(token["issuanceTime"].as_str().is_some_and(|time| time.ends_with('Z')), "{entry}");
+    }
+    let status = without.status(pair()).await;
+    assert_eq!(entries(&status).len(), 3);
+    assert!(!status.to_string().contains("dataToken"), "{status}");
+    aggregation.end().await;
+}
