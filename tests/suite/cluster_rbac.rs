@@ -24,7 +24,7 @@ use When::{Always, Attach, Central, Distributed};
 /// What a program calls: its container, an API group and resource, the verbs, and when. Looked up in
 /// the sources of the versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and
 /// snapshot-controller were seen in the audit log of an API server too. What only an informer reads needs no get.
-const CALLS: [(&str, &str, &str, &str, When); 65] = [
+const CALLS: [(&str, &str, &str, &str, When); 77] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
     // Finalizers of claims that are being cloned; the selected node taken back on RESOURCE_EXHAUSTED.
