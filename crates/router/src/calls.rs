@@ -1,8 +1,8 @@
 //! What each call does: to which node it goes, or what is made of the answers of many.
 
-use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use base::Key;
 use bytes::Bytes;
@@ -25,6 +25,10 @@ use crate::record::Record;
 
 /// Nodes that are asked at once on behalf of one call.
 const AT_ONCE: usize = 32;
+/// How long a volume that a node was asked for, without an answer, is waited for after the last try.
+const WAITED_FOR: Duration = Duration::from_secs(600);
+/// Names of such volumes, when those that nobody waits for any more are left out.
+const MOST_UNANSWERED: usize = 10_000;
 
 /// A call of CSI that is routed.
 #[derive(Clone, Copy, Debug)]
@@ -149,6 +153,8 @@ pub struct Router {
     pub streams: Arc<Streams<Connection, Record>>,
     /// Names of objects that are being made.
     names: Mutex<BTreeSet<(i32, String)>>,
+    /// The node that was last asked to make a volume of this name and has not answered: it may be there.
+    unanswered: Mutex<HashMap<String, (Key, Instant)>>,
 }
 
 /// Holds a name while an object of it is made.
@@ -175,7 +181,7 @@ fn forgotten(id: &str) -> Status {
 impl Router {
     /// Routes to these.
     pub fn new(nodes: Arc<Nodes>, streams: Arc<Streams<Connection, Record>>) -> Self {
-        Router { nodes, streams, names: Mutex::default() }
+        Router { nodes, streams, names: Mutex::default(), unanswered: Mutex::default() }
     }
 
     /// Makes a unary call.
@@ -306,8 +312,9 @@ impl Router {
     }
 
     /// 1. A volume of this name is found again, wherever it is.
-    /// 2. A source decides, for it is where it is.
-    /// 3. Else the best node, as the arbiter of the name has it: so two routers make one volume. The next best where that
+    /// 2. A node that was asked before and has not answered is asked again: the volume may be there.
+    /// 3. A source decides, for it is where it is.
+    /// 4. Else the best node, as the arbiter of the name has it: so two routers make one volume. The next best where that
     ///    has no room.
     async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         use proto::volume_content_source::Type;
@@ -328,7 +335,7 @@ impl Router {
                     node.name
                 )));
             }
-            [(node, _)] => return work.ask(node).await,
+            [(node, _)] => return self.create_on(node, name, work).await,
             found => {
                 counter!("deltapath_router_volumes_made_twice_total").increment(1);
                 let places: Vec<_> =
@@ -339,19 +346,63 @@ impl Router {
                 )));
             }
         }
+        if let Some(key) = self.waits_for(name) {
+            match self.nodes.place(key) {
+                Place::Here(node) if place::is_allowed(&node.topology, requirement) => {
+                    return self.create_on(&node, name, work).await;
+                }
+                Place::Away(status) => return Err(status),
+                Place::Here(_) | Place::Forgotten => {}
+            }
+        }
         let source = request.volume_content_source.as_ref().and_then(|source| match &source.r#type {
             Some(Type::Snapshot(source)) => Some(source.snapshot_id.as_str()),
             Some(Type::Volume(source)) => Some(source.volume_id.as_str()),
             None => None,
         });
         match source.filter(|source| Key::of(source).is_some()) {
-            Some(source) => self.create_from(source, requirement, work).await,
+            Some(source) => self.create_from(name, source, requirement, work).await,
             None => self.create_anywhere(name, requirement, work).await,
         }
     }
 
+    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (Key, Instant)>> {
+        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks a node to make the volume. Until it answers, also beyond the end of this call, its name is kept for it.
+    async fn create_on(&self, node: &Arc<Node>, name: &str, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        {
+            let mut unanswered = self.unanswered();
+            if unanswered.len() >= MOST_UNANSWERED {
+                unanswered.retain(|_, (_, asked)| asked.elapsed() < WAITED_FOR);
+            }
+            unanswered.insert(name.to_owned(), (node.key, Instant::now()));
+        }
+        let answer = work.ask(node).await;
+        let is_answered = answer.as_ref().err().is_none_or(|status| {
+            !matches!(
+                status.code(),
+                Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled | Code::Unknown | Code::Aborted
+            )
+        });
+        if is_answered {
+            self.unanswered().remove(name);
+        }
+        answer
+    }
+
+    /// The node that has not answered for this name, if there is one.
+    fn waits_for(&self, name: &str) -> Option<Key> {
+        let mut unanswered = self.unanswered();
+        let (key, asked) = unanswered.get_mut(name).filter(|(_, asked)| asked.elapsed() < WAITED_FOR)?;
+        *asked = Instant::now();
+        Some(*key)
+    }
+
     async fn create_from(
         &self,
+        name: &str,
         source: &str,
         requirement: Option<&proto::TopologyRequirement>,
         work: &mut Work<'_>,
@@ -365,7 +416,7 @@ impl Router {
                     node.name
                 )))
             }
-            Target::Node(node) => work.ask(&node).await,
+            Target::Node(node) => self.create_on(&node, name, work).await,
         }
     }
 
@@ -399,7 +450,7 @@ impl Router {
                 false => self.choose(name, *best, &excluded, &nodes, work.deadline).await?,
             };
             match node(chosen) {
-                Some(node) if allowed.contains(&chosen) => match work.ask(node).await {
+                Some(node) if allowed.contains(&chosen) => match self.create_on(node, name, work).await {
                     Err(status) if status.code() == Code::ResourceExhausted => full = Some(status),
                     answer => return answer,
                 },

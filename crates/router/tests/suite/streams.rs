@@ -48,6 +48,7 @@ async fn messages_pass_as_the_node_sends_them() {
     let far = usize::from(cluster.nodes[1].key > cluster.nodes[0].key);
     let base = snapshot(&mut cluster, far, 32).await;
     let mut client = cluster.client();
+    let unknown = format!("snap-{}{}", cluster.nodes[far].key, "0".repeat(24));
     let own = &mut cluster.nodes[far].rig.client;
     let volume = own.controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list");
     let volume = volume.into_inner().entries.remove(0).volume.expect("a volume").volume_id;
@@ -74,7 +75,7 @@ async fn messages_pass_as_the_node_sends_them() {
         (
             proto::GetMetadataDeltaRequest {
                 base_snapshot_id: base.clone(),
-                target_snapshot_id: "x".into(),
+                target_snapshot_id: unknown.clone(),
                 ..Default::default()
             },
             Code::NotFound,
