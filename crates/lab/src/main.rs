@@ -38,7 +38,7 @@ enum Command {
 enum Output {
     /// For people.
     Text,
-    /// One JSON object at the end.
+    /// One JSON object.
     Json,
 }
 

@@ -77,7 +77,8 @@ async fn a_driver_that_comes_back_is_tested_on() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_hangs_ends_with_its_time() {
     let rig = Rig::start(PoolKind::Xfs).await;
-    let (code, verdicts, report) = run_broken(&rig, "stall:call=CreateSnapshot", &["delta-served"], "5").await;
+    let (code, verdicts, report) =
+        run_broken(&rig, "stall:call=CreateSnapshot", &["delta-served"], "5").await;
     assert_eq!(code, Some(1));
     assert_eq!(verdicts["delta-served"].1, "preparing: no end within 5 s; the last call was CreateSnapshot");
     let left = report["left_behind"].as_array().expect("a list");

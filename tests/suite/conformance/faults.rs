@@ -13,7 +13,10 @@ const FAULTS: &[(&str, &[&str])] = &[
     ("stall", &["allocated-served", "delta-served"]),
     ("stall:when=negative", &["allocated-max-results-negative", "delta-max-results-negative"]),
     ("service-not-claimed", &["service-claimed"]),
-    ("refuse:call=GetMetadataAllocated+GetMetadataDelta,code=UNIMPLEMENTED", &["allocated-served", "delta-served"]),
+    (
+        "refuse:call=GetMetadataAllocated+GetMetadataDelta,code=UNIMPLEMENTED",
+        &["allocated-served", "delta-served"],
+    ),
     ("refuse:call=Probe,code=FAILED_PRECONDITION", &["alive"]),
     ("swap-tuples", &["allocated-order", "delta-order"]),
     ("swap-messages", &["allocated-order", "delta-order"]),
@@ -116,6 +119,14 @@ const FAULTS: &[(&str, &[&str])] = &[
     ("delete-ends-streams", &["allocated-deleted-meanwhile", "delta-deleted-meanwhile"]),
     ("lose-beside", &["allocated-concurrent", "delta-concurrent"]),
     ("restored-in-use", &["restored-volume-read"]),
+    ("lose-slow", &["allocated-slow-reader", "delta-slow-reader"]),
+    ("lose-later:after=5000", &["allocated-many", "delta-many"]),
+    ("shifted-window", &["delta-offset-partial", "delta-offset-complete"]),
+    ("resume-grown-fails", &["expanded-resume"]),
+    ("lose-after-clone", &["cloned-between"]),
+    ("base-gone-loses-later", &["base-deleted-again"]),
+    ("lose-last", &["tail"]),
+    ("lose-group-members", &["group-members"]),
 ];
 
 /// What the spec allows and a user should know, and the cases that must tell it.
@@ -134,7 +145,10 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("end-is-error", &["allocated-offset-at-capacity", "delta-offset-at-capacity"]),
     ("negative-bound-is-none", &["allocated-max-results-negative", "delta-max-results-negative"]),
     ("same-is-refused", &["delta-same-snapshot"]),
-    ("error-becomes:from=INVALID_ARGUMENT,code=FAILED_PRECONDITION", &["delta-reversed", "delta-other-volume"]),
+    (
+        "error-becomes:from=INVALID_ARGUMENT,code=FAILED_PRECONDITION",
+        &["delta-reversed", "delta-other-volume"],
+    ),
     ("error-becomes:from=NOT_FOUND,code=INVALID_ARGUMENT", &["allocated-id-unknown", "delta-id-unknown"]),
     ("filesystem-is-error:code=FAILED_PRECONDITION", &["filesystem-volume"]),
     ("last-fixed-past-capacity", &["allocated-inside", "delta-inside"]),

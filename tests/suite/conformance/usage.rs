@@ -23,6 +23,8 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
         "NodePublishVolume",
         "CreateSnapshot",
         "DeleteSnapshot",
+        "CreateVolumeGroupSnapshot",
+        "DeleteVolumeGroupSnapshot",
     ];
     let yaml: String = calls.iter().map(|call| format!("{call}Secret:\n  key: sesame\n")).collect();
     std::fs::write(&file, yaml).expect("write");
@@ -52,7 +54,7 @@ async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, _) = run_broken(&rig, "expansion-not-claimed", &["expanded-.*"], "60").await;
     assert_eq!(code, Some(0));
-    assert_eq!(verdicts.len(), 3);
+    assert_eq!(verdicts.len(), 4);
     for (case, (verdict, detail)) in verdicts {
         assert_eq!(verdict, "skip", "{case}");
         assert!(detail.contains("EXPAND_VOLUME"), "{detail}");
@@ -93,6 +95,63 @@ async fn focus_skip_junit_and_text() {
     assert!(order[2].contains("does not start after its predecessor"), "{told}");
     let xml = std::fs::read_to_string(&junit).expect("JUnit");
     assert!(xml.contains("failures=\"1\"") && xml.contains("does not start after"), "{xml}");
+    rig.finish();
+}
+
+/// One level, the line to quote, and what changed since a run on a driver that was broken.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_level_a_summary_and_a_comparison() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let focus = ["--focus", "^(service-claimed|delta-(order|same-snapshot))$"];
+    let socket = rig.dir.path().join("broken.sock");
+    let serving = faulty(&rig.socket(), "swap-tuples", &socket).await;
+    let (code, _, before) = run(&socket, &focus).await;
+    drop(serving);
+    assert_eq!(code, Some(1));
+    let file = rig.dir.path().join("before.json");
+    std::fs::write(&file, before.to_string()).expect("write");
+    let file = file.to_str().expect("UTF-8");
+
+    let must = [&focus[..], &["--level", "must", "--compare", file]].concat();
+    let (code, verdicts, report) = run(&rig.socket(), &must).await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(verdicts.keys().collect::<Vec<_>>(), ["delta-order", "service-claimed"]);
+    let changes = report["changes"].as_array().expect("what changed");
+    let of = |name: &str| changes.iter().find(|change| change["name"] == name).expect("it changed");
+    assert_eq!((&of("delta-order")["before"], &of("delta-order")["now"]), (&"fail".into(), &"pass".into()));
+    assert_eq!(of("delta-same-snapshot")["now"], serde_json::Value::Null);
+    assert_eq!(changes.len(), 2);
+
+    let mut text = bare(&rig.socket(), &must);
+    let output = text.args(["--volume-size", "64Mi"]).output().await.expect("run");
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(told.contains("changed: delta-order: fail -> pass\n"), "{told}");
+    let last = told.lines().last().unwrap_or_default();
+    let quoted =
+        ["deltapath", "CSI 1.13 SnapshotMetadata", "cbt-lab 0.", "some cases: pass (2 pass, 0 allowed"];
+    assert!(quoted.iter().all(|part| last.contains(part)), "{last}");
+    assert_eq!(report["summary"], last);
+
+    let missing = bare(&rig.socket(), &["--compare", "/no/such/file"]).output().await.expect("run");
+    assert_eq!(missing.status.code(), Some(2), "{}", said(&missing));
+    assert!(said(&missing).contains("/no/such/file"), "{}", said(&missing));
+    rig.finish();
+}
+
+/// What a fault does to a deadline is seen inside a stream alone: one that the driver has outrun proves nothing.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cut_that_the_driver_outran_is_not_shown() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    // One tuple, one message: there is no inside.
+    let cases = ["delta-deadline", "allocated-cancel", "delta-slow-reader"];
+    let (code, verdicts, report) = run_broken(&rig, "too-much", &cases, "60").await;
+    assert_eq!(code, Some(0), "{report:#}");
+    for case in cases {
+        assert_eq!(verdicts[case].0, "not-shown", "{report:#}");
+    }
+    assert_eq!(report["counts"]["not_shown"], 3);
     rig.finish();
 }
 

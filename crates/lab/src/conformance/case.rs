@@ -4,6 +4,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 
+use clap::ValueEnum;
 use serde::Serialize;
 use tonic::{Code, Status};
 
@@ -27,7 +28,7 @@ pub(super) struct Case {
 pub(super) type Run = for<'a> fn(&'a Fixtures) -> Pin<Box<dyn Future<Output = Judged> + Send + 'a>>;
 
 /// How the spec puts a requirement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "UPPERCASE")]
 pub(super) enum Level {
     Must,
@@ -49,6 +50,8 @@ pub(super) enum Verdict {
     Pass,
     /// The spec allows it, and a user should know of it.
     Allowed(String),
+    /// It was tried, nothing is wrong, and what the case is about did not happen: no proof.
+    NotShown(String),
     /// It could not be tried, and why.
     Skip(String),
 }
@@ -59,6 +62,7 @@ impl Verdict {
         match self {
             Verdict::Pass => "pass",
             Verdict::Allowed(_) => "allowed",
+            Verdict::NotShown(_) => "not-shown",
             Verdict::Skip(_) => "skip",
         }
     }

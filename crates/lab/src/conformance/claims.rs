@@ -3,7 +3,10 @@
 use tonic::Status;
 
 use csi_client::Client;
-use proto::{controller_service_capability, node_service_capability, plugin_capability};
+use proto::{
+    controller_service_capability, group_controller_service_capability, node_service_capability,
+    plugin_capability,
+};
 
 /// Name, version and capabilities of the driver.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +23,10 @@ pub(super) struct Claims {
     pub attach: bool,
     /// STAGE_UNSTAGE_VOLUME.
     pub stage: bool,
+    /// CLONE_VOLUME.
+    pub clone: bool,
+    /// CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT.
+    pub groups: bool,
     /// EXPAND_VOLUME of the controller.
     pub expand: bool,
     /// Volumes expand while they are published.
@@ -43,13 +50,14 @@ impl Claims {
 
         let plugin = client.identity.get_plugin_capabilities(proto::GetPluginCapabilitiesRequest {}).await;
         let plugin = plugin.map_err(said("GetPluginCapabilities"))?.into_inner().capabilities;
-        let (mut controller, mut constraints) = (false, false);
+        let (mut controller, mut constraints, mut groups) = (false, false, false);
         for kind in plugin.into_iter().filter_map(|capability| capability.r#type) {
             use plugin_capability::{Type, service, volume_expansion};
             match kind {
                 Type::Service(service) => match service.r#type() {
                     service::Type::SnapshotMetadataService => claims.metadata = true,
                     service::Type::ControllerService => controller = true,
+                    service::Type::GroupControllerService => groups = true,
                     service::Type::VolumeAccessibilityConstraints => constraints = true,
                     _ => {}
                 },
@@ -71,8 +79,19 @@ impl Claims {
                     rpc::Type::CreateDeleteSnapshot => claims.snapshots = true,
                     rpc::Type::PublishUnpublishVolume => claims.attach = true,
                     rpc::Type::ExpandVolume => claims.expand = true,
+                    rpc::Type::CloneVolume => claims.clone = true,
                     _ => {}
                 }
+            }
+        }
+        if groups {
+            let request = proto::GroupControllerGetCapabilitiesRequest {};
+            let answer = client.groups.group_controller_get_capabilities(request).await;
+            let answer = answer.map_err(said("GroupControllerGetCapabilities"))?.into_inner();
+            for kind in answer.capabilities.into_iter().filter_map(|capability| capability.r#type) {
+                use group_controller_service_capability::{Type, rpc};
+                let Type::Rpc(rpc) = kind;
+                claims.groups |= rpc.r#type() == rpc::Type::CreateDeleteGetVolumeGroupSnapshot;
             }
         }
 

@@ -33,6 +33,8 @@ pub(super) enum Need {
     Expanded,
     /// A volume that was restored from between two snapshots.
     Between,
+    /// A volume with as many changes between two snapshots as it takes, a million at most.
+    Dense,
 }
 
 /// Why something could not be prepared.
@@ -111,6 +113,7 @@ pub(super) struct Fixtures {
     restored: OnceCell<Restored>,
     expanded: OnceCell<Change>,
     between: OnceCell<Change>,
+    dense: OnceCell<Change>,
     /// What could not be prepared; it is not tried for each case again.
     failed: Mutex<Vec<(Need, NotReady)>>,
 }
@@ -143,6 +146,7 @@ impl Fixtures {
             restored: OnceCell::new(),
             expanded: OnceCell::new(),
             between: OnceCell::new(),
+            dense: OnceCell::new(),
             failed: Mutex::default(),
         }
     }
@@ -178,6 +182,7 @@ impl Fixtures {
             Need::Restored => fill(&self.restored, self, history::restored(self)).await,
             Need::Expanded => fill(&self.expanded, self, history::expanded(self)).await,
             Need::Between => fill(&self.between, self, history::between(self)).await,
+            Need::Dense => fill(&self.dense, self, history::dense(self)).await,
         }
     }
 
@@ -199,6 +204,19 @@ impl Fixtures {
 
     pub fn between(&self) -> Result<&Change, Wrong> {
         take(&self.between)
+    }
+
+    pub fn dense(&self) -> Result<&Change, Wrong> {
+        take(&self.dense)
+    }
+
+    /// The question whose answer has as many tuples as can be, and what it has to hold.
+    pub fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong> {
+        let Change { before, after, .. } = self.dense()?;
+        Ok(match kind {
+            Kind::Allocated => (after.allocated(), after.content.data()),
+            Kind::Delta => (after.since(before), after.content.changed_since(&before.content)),
+        })
     }
 
     /// The question whose answer has many tuples.
@@ -238,7 +256,16 @@ impl Fixtures {
 
     /// A new published Block volume.
     pub async fn open(&self, from_snapshot: Option<&str>, bytes: u64) -> Result<OpenVolume, Wrong> {
-        let volume = self.plugin.create_volume(block_capability(), from_snapshot, bytes).await?;
+        self.open_from(from_snapshot.map(csi_client::from_snapshot), bytes).await
+    }
+
+    /// The same from any source.
+    pub async fn open_from(
+        &self,
+        source: Option<proto::VolumeContentSource>,
+        bytes: u64,
+    ) -> Result<OpenVolume, Wrong> {
+        let volume = self.plugin.create_volume(block_capability(), source, bytes).await?;
         let device = self.plugin.attach(&volume).await?;
         let size = device_size(&device)?;
         if size < bytes {

@@ -161,6 +161,20 @@ pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
     Ok(Change { before, after, copy: None })
 }
 
+/// Changes of the densest history.
+pub(super) const MOST: u64 = 1_000_000;
+
+/// A volume that was empty, and in which every second block is written then.
+pub(super) async fn dense(fixtures: &Fixtures) -> Prepared<Change> {
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let before = open.snapshot(fixtures).await?;
+    let comb = (0..open.blocks() / 2).take(MOST as usize);
+    open.write(comb.map(|tooth| Edit::Write { start: 2 * tooth, count: 1, seed: tooth + 1 }).collect())
+        .await?;
+    let after = open.snapshot(fixtures).await?;
+    Ok(Change { before, after, copy: None })
+}
+
 /// A volume that is restored from, in use and written to while its copy is, between two snapshots.
 pub(super) async fn between(fixtures: &Fixtures) -> Prepared<Change> {
     let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;

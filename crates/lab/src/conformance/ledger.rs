@@ -14,8 +14,19 @@ use procfs::process::Process;
 /// A thing that was made, or may have been.
 #[derive(Clone, Debug)]
 pub(super) enum Made {
-    Volume { request: Box<proto::CreateVolumeRequest>, id: Option<String> },
-    Snapshot { request: Box<proto::CreateSnapshotRequest>, id: Option<String> },
+    Volume {
+        request: Box<proto::CreateVolumeRequest>,
+        id: Option<String>,
+    },
+    Snapshot {
+        request: Box<proto::CreateSnapshotRequest>,
+        id: Option<String>,
+    },
+    /// A group snapshot, its id and that of its member.
+    Group {
+        request: Box<proto::CreateVolumeGroupSnapshotRequest>,
+        ids: Option<(String, String)>,
+    },
     Attachment(Attachment),
 }
 
@@ -49,6 +60,19 @@ impl Ledger {
 
     pub fn forget(&self, which: impl Fn(&Made) -> bool) {
         self.with(|all| all.retain(|made| !which(made)));
+    }
+
+    /// The group of that name has ids.
+    pub fn group_is(&self, name: &str, told: &(String, String)) {
+        self.with(|all| {
+            for made in all {
+                if let Made::Group { request, ids } = made
+                    && request.name == name
+                {
+                    *ids = Some(told.clone());
+                }
+            }
+        });
     }
 
     /// The volume of that name has an id.
@@ -130,6 +154,7 @@ fn name(made: &Made) -> String {
     match made {
         Made::Volume { request, .. } => format!("volume {}", request.name),
         Made::Snapshot { request, .. } => format!("snapshot {}", request.name),
+        Made::Group { request, .. } => format!("group snapshot {}", request.name),
         Made::Attachment(attachment) => {
             format!("volume {} at {}", attachment.volume_id, attachment.target.display())
         }
@@ -141,6 +166,12 @@ async fn undo(plugin: &Plugin, made: &Made) -> Result<(), String> {
         Made::Attachment(attachment) => plugin.detach(&attachment.volume_id).await,
         Made::Volume { id: Some(id), .. } => plugin.delete_volume(id).await,
         Made::Snapshot { id: Some(id), .. } => plugin.delete_snapshot(id).await,
+        Made::Group { ids: Some((group, member)), .. } => plugin.delete_group(group, member).await,
+        Made::Group { request, ids: None } => match plugin.create_group_again((**request).clone()).await {
+            Ok((group, member)) => plugin.delete_group(&group, &member).await,
+            Err(error) if error.is_silence() => Err(error),
+            Err(_) => Ok(()),
+        },
         // The call that makes it never answered: made again, it tells the id. Refused, there is none.
         Made::Volume { request, id: None } => match plugin.create_volume_again((**request).clone()).await {
             Ok(volume) => plugin.delete_volume(&volume.volume_id).await,

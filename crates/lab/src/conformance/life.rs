@@ -155,6 +155,130 @@ pub(super) async fn base_deleted(fixtures: &Fixtures) -> Judged {
     judged
 }
 
+/// What it says of a deleted base is one of two contracts, and it keeps to it: asked again, and from an offset.
+pub(super) async fn base_deleted_again(fixtures: &Fixtures) -> Judged {
+    let (open, change) = short(fixtures).await?;
+    let question = change.after.since(&change.before);
+    let whole = fixtures.ask(&question, 0, 0).await?;
+    fixtures.plugin.delete_snapshot(&change.before.id).await?;
+    let middle = whole.tuples().nth(whole.tuples().count() / 2).map_or(0, |(offset, _)| offset + 1);
+    let mut contracts = Vec::new();
+    for offset in [0, 0, middle, 0] {
+        let options = fixtures.options(offset, 0);
+        let answer = fixtures.try_ask(&question, &options).await?;
+        contracts.push(match &answer.end {
+            Ok(()) => {
+                let rest = whole.ranges().within(offset as u64, u64::MAX);
+                missing("of the answer before the deletion", &rest, &answer.ranges())
+                    .map_err(|wrong| wrong.at(&super::answer::name(&question, &options)))?;
+                "answered"
+            }
+            Err(status) if status.code() == Code::NotFound => "NOT_FOUND",
+            Err(_) => return Err(unexpected(&question, &options, &answer, "NOT_FOUND")),
+        });
+    }
+    clear(fixtures, &open.volume.id, &[&change.after]).await?;
+    match contracts.iter().all(|contract| *contract == contracts[0]) {
+        true if contracts[0] == "answered" => Ok(Verdict::Allowed(
+            "its contract: bases may be deleted, their deltas stay (requireBaseSnapshotForDelta: false)"
+                .into(),
+        )),
+        true => Ok(Verdict::Pass),
+        false => Err(Wrong::new(format!("of one deleted base it said {}", contracts.join(", then ")))),
+    }
+}
+
+/// A clone between two snapshots, written to, costs the delta nothing.
+pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
+    if !fixtures.plugin.claims.clone {
+        return Ok(Verdict::Skip("the driver does not claim CLONE_VOLUME".into()));
+    }
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let step = open.blocks() / 16;
+    let edits =
+        |seed: u64| (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed }).collect();
+    open.write(edits(1)).await?;
+    let before = open.snapshot(fixtures).await?;
+    open.write(edits(4)).await?;
+    let mut clone = fixtures.open_from(Some(csi_client::from_volume(&open.volume.id)), open.size).await?;
+    clone.content = open.content.clone();
+    clone.write(edits(8)).await?;
+    open.write(edits(12)).await?;
+    let after = open.snapshot(fixtures).await?;
+    let of_clone = clone.snapshot(fixtures).await?;
+    let delta = check_delta(fixtures, &before, &after).await;
+    let allocated = check_allocated(fixtures, &of_clone).await;
+    clear(fixtures, &clone.volume.id, &[&of_clone]).await?;
+    clear(fixtures, &open.volume.id, &[&after, &before]).await?;
+    let mut remarks = delta?;
+    remarks.extend(allocated?);
+    remarks.truncate(1);
+    remarked(remarks)
+}
+
+/// A size that is no multiple of what drivers count in: the driver may round it up, and tells what it made.
+pub(super) async fn tail(fixtures: &Fixtures) -> Judged {
+    let bytes = fixtures.plugin.settings.volume_size + BLOCK + 512;
+    let mut open = match fixtures.open(None, bytes).await {
+        Ok(open) => open,
+        Err(refused)
+            if refused.code() == Some(Code::OutOfRange) || refused.code() == Some(Code::InvalidArgument) =>
+        {
+            return Ok(Verdict::Skip(format!("no volume of {bytes} bytes: {refused}")));
+        }
+        Err(wrong) => return Err(wrong),
+    };
+    let last = open.blocks() - 1;
+    open.write(vec![Edit::Write { start: last, count: 1, seed: 1 }]).await?;
+    let before = open.snapshot(fixtures).await?;
+    open.write(vec![Edit::Write { start: last, count: 1, seed: 2 }]).await?;
+    let after = open.snapshot(fixtures).await?;
+    let mut judged = Ok(Verdict::Pass);
+    for (question, snap) in [(before.allocated(), &before), (after.since(&before), &after)] {
+        let answer = fixtures.ask(&question, 0, 0).await?;
+        let told = missing("at the end of the volume", &snap.content.data(), &answer.ranges());
+        let told = told.and_then(|()| right_capacity(&answer, snap));
+        judged = judged.and_then(|verdict| told.map(|()| verdict));
+    }
+    clear(fixtures, &open.volume.id, &[&after, &before]).await?;
+    judged
+}
+
+/// Two group snapshots of one volume: members are base and target.
+pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
+    if !fixtures.plugin.claims.groups {
+        return Ok(Verdict::Skip("the driver does not claim CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT".into()));
+    }
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let step = open.blocks() / 16;
+    let edits =
+        |seed: u64| (1..15).map(|place| Edit::Write { start: place * step + seed, count: 3, seed }).collect();
+    let mut members = Vec::new();
+    for seed in [1, 3] {
+        open.write(edits(seed)).await?;
+        let (group, id) = fixtures.plugin.create_group(&open.volume.id).await?;
+        members.push((group, Snap { id, content: open.content.clone(), size: open.size, told: open.told }));
+    }
+    // And one that was taken alone.
+    open.write(edits(5)).await?;
+    let alone = open.snapshot(fixtures).await?;
+    let (first, second) = (&members[0].1, &members[1].1);
+    let mut remarks = Vec::new();
+    let mut judged = Ok(());
+    for (base, target) in [(first, second), (first, &alone), (second, &alone)] {
+        if judged.is_ok() {
+            judged = check_delta(fixtures, base, target).await.map(|more| remarks.extend(more));
+        }
+    }
+    for (group, member) in &members {
+        fixtures.plugin.delete_group(group, &member.id).await?;
+    }
+    clear(fixtures, &open.volume.id, &[&alone]).await?;
+    judged?;
+    remarks.truncate(1);
+    remarked(remarks)
+}
+
 /// A volume with a filesystem is a row of blocks below it; the spec speaks of block volumes.
 pub(super) async fn filesystem(fixtures: &Fixtures) -> Judged {
     let bytes = fixtures.plugin.settings.volume_size;

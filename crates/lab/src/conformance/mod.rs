@@ -1,4 +1,4 @@
-//! `deltapath conformance`: tests the SnapshotMetadata service of any CSI driver from outside, through
+//! `cbt-lab conformance`: tests the SnapshotMetadata service of any CSI driver from outside, through
 //! CSI alone, against what the spec demands.
 //!
 //! - `table.rs` is the one table of cases; `format`, `offsets`, `errors`, `complete`, `life` and `streams`
@@ -11,6 +11,7 @@ mod answer;
 mod attach;
 mod case;
 mod claims;
+mod compare;
 mod complete;
 mod content;
 mod errors;
@@ -42,12 +43,13 @@ use tokio::sync::watch;
 use super::{Done, INTERRUPTED, Output};
 use base::Endpoint;
 use base::{BlockSize, Quantity};
-use case::Case;
+use case::{Case, Level};
 use claims::Claims;
+use compare::Before;
 use csi_client::Client;
 use fixtures::Fixtures;
 use plugin::{Plugin, Settings};
-use report::Report;
+use report::{Choice, Report};
 use secrets::Secrets;
 
 /// Exit status where the suite cannot run on the driver.
@@ -58,7 +60,8 @@ const CAN_NOT_RUN: u8 = 2;
 /// Creates Block volumes through the driver's socket, attaches, stages and publishes them as the driver
 /// claims, writes to the devices, takes snapshots, streams their metadata, restores and deletes. What the
 /// streams tell is judged by what was written and by what restored volumes hold. Each case passes, fails, is
-/// "allowed, but" (the spec permits it, a user should know), or is skipped with a reason. Needs root, and
+/// "allowed, but" (the spec permits it, a user should know), is not shown (what it is about did not happen, as a deadline that
+/// the driver outran), or is skipped with a reason. Needs root, and
 /// to see the driver's mounts and devices; takes away all that it makes.
 ///
 /// Exit codes: 0 all pass or are allowed, 1 a case fails or something is left behind, 2 it could not run, 130
@@ -100,6 +103,9 @@ pub(super) struct Arguments {
     /// Seconds that a case, and each preparation that cases share, may take.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
+    /// Run the cases of one level. Default: both.
+    #[arg(long, value_enum)]
+    level: Option<Level>,
     /// Run the cases whose name matches.
     #[arg(long, value_name = "REGEX")]
     focus: Option<Regex>,
@@ -112,6 +118,9 @@ pub(super) struct Arguments {
     /// What is printed on standard output.
     #[arg(long, value_enum, default_value_t = Output::Text)]
     output: Output,
+    /// Say what changed since another run: a file of its --output json.
+    #[arg(long, value_name = "FILE")]
+    compare: Option<PathBuf>,
     /// Also write the outcome as JUnit XML.
     #[arg(long, value_name = "FILE")]
     junit: Option<PathBuf>,
@@ -135,7 +144,8 @@ fn pair(text: &str) -> Result<(String, String), String> {
 fn chosen<'c>(all: &'c [Case], arguments: &Arguments) -> Vec<&'c Case> {
     let focused = |case: &&Case| arguments.focus.as_ref().is_none_or(|regex| regex.is_match(case.name));
     let kept = |case: &&Case| !arguments.skip.as_ref().is_some_and(|regex| regex.is_match(case.name));
-    all.iter().filter(focused).filter(kept).collect()
+    let of_level = |case: &&Case| arguments.level.is_none_or(|level| case.level == level);
+    all.iter().filter(of_level).filter(focused).filter(kept).collect()
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
@@ -150,7 +160,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
     // A device that hangs holds its thread; that must not hold the suite.
     runtime.shutdown_background();
     Ok(ended.unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "cbt-fixtures: could not run: {error}");
+        let _ = writeln!(std::io::stderr(), "cbt-lab: could not run: {error}");
         ExitCode::from(CAN_NOT_RUN)
     }))
 }
@@ -163,6 +173,7 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     if !nix::unistd::geteuid().is_root() {
         return Err("it needs root: it writes to block devices".into());
     }
+    let before = arguments.compare.as_deref().map(Before::read).transpose()?;
     let secrets = arguments.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default();
     // Before anything is made that a signal could leave behind.
     let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
@@ -196,7 +207,10 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
     let started = Instant::now();
-    let mut report = Report::new(endpoint.to_string(), name, version, arguments.output == Output::Text);
+    let by_name = arguments.focus.is_some() || arguments.skip.is_some();
+    let choice = Choice { level: arguments.level, by_name };
+    let mut report =
+        Report::new(endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
     run::run(&fixtures, cases, patience, &mut report, signals).await;
     // Only what is empty: what a driver holds below is not ours to remove.
     for dir in ours.into_iter().chain([dir.keep()]) {
@@ -209,6 +223,9 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     let junit = arguments.junit.as_ref().map_or(Ok(()), |path| {
         report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))
     });
+    if let Some(before) = &before {
+        report.compare(before);
+    }
     report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;
     junit?;
     Ok(match (report.interrupted, report.is_good()) {
@@ -269,7 +286,7 @@ fn signals() -> std::io::Result<watch::Receiver<u32>> {
             count.send_modify(|count| *count += 1);
             let _ = writeln!(
                 std::io::stderr(),
-                "cbt-fixtures: interrupted; cleaning up (once more: leave all as it is)"
+                "cbt-lab: interrupted; cleaning up (once more: leave all as it is)"
             );
         }
     });

@@ -2,8 +2,12 @@
 
 use super::answer::{Answer, missing, name, unexpected};
 use super::case::{Judged, Verdict, Wrong, code_name, remarked};
+use super::content::{BLOCK, Edit, blocking};
 use super::fixtures::{Fixtures, Kind};
 use super::format::too_few;
+use super::ranges::Ranges;
+use std::os::unix::fs::FileExt;
+
 use csi_client::Question;
 use tonic::Code;
 
@@ -95,26 +99,93 @@ pub(super) async fn complete(fixtures: &Fixtures, kind: Kind) -> Judged {
 /// Cut after each message, and continued where its last tuple ended.
 pub(super) async fn resume(fixtures: &Fixtures, kind: Kind) -> Judged {
     let question = fixtures.question(kind)?;
+    resume_at_each(fixtures, &question, fixtures.pair()?.second.size).await
+}
+
+/// The same of a delta over an expansion: base and target have different sizes.
+pub(super) async fn resume_expanded(fixtures: &Fixtures) -> Judged {
+    let change = fixtures.expanded()?;
+    resume_at_each(fixtures, &change.after.since(&change.before), change.after.size).await
+}
+
+async fn resume_at_each(fixtures: &Fixtures, question: &Question, size_of_volume: u64) -> Judged {
     let mut remarks = Vec::new();
     for max_results in [1, 5] {
-        let whole = fixtures.ask(&question, 0, max_results).await?;
+        let whole = fixtures.ask(question, 0, max_results).await?;
         if let Some(skip) = too_few([&whole])? {
             return Ok(skip);
         }
         for (number, message) in whole.messages.iter().enumerate() {
             let Some((offset, size)) = message.tuples.last() else { continue };
             let next = offset.saturating_add(*size);
-            if next as u64 >= fixtures.pair()?.second.size {
+            if next as u64 >= size_of_volume {
                 continue;
             }
-            let answer = fixtures.ask(&question, next, 0).await?;
+            let answer = fixtures.ask(question, next, 0).await?;
             let place = || format!("continued after message {number}, at {next}");
-            early(&answer, &question, fixtures, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
+            early(&answer, question, fixtures, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
             remarks.extend(rest(&whole, &answer, next as u64).map_err(|wrong| wrong.at(&place()))?);
         }
     }
     remarks.truncate(1);
     remarked(remarks)
+}
+
+/// Bytes at the start and at the end of blocks, beside whole blocks. A driver that compares from an unaligned offset on, but
+/// names aligned blocks, finds a whole block in both of the windows that it is in, and these in the wrong one alone.
+pub(super) async fn partial(fixtures: &Fixtures) -> Judged {
+    /// Bytes that change.
+    const FEW: u64 = 512;
+    let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
+    let step = open.blocks() / 32;
+    let places: Vec<u64> = (1..31).map(|place| place * step).collect();
+    open.write(
+        places.iter().map(|start| Edit::Write { start: *start, count: 3, seed: *start + 1 }).collect(),
+    )
+    .await?;
+    let before = open.snapshot(fixtures).await?;
+    // The first bytes of a block, the last ones, and the whole block, in turn.
+    let changed: Vec<std::ops::Range<u64>> = places
+        .iter()
+        .zip([(0, FEW), (BLOCK - FEW, BLOCK), (0, BLOCK)].into_iter().cycle())
+        .map(|(block, (from, to))| (block + 1) * BLOCK + from..(block + 1) * BLOCK + to)
+        .collect();
+    let (device, ranges) = (open.device.clone(), changed.clone());
+    blocking(move |_| overwrite(&device, &ranges)).await?;
+    let after = open.snapshot(fixtures).await?;
+    let question = after.since(&before);
+    let must = Ranges::of(changed.iter().cloned());
+    let told = fixtures.ask(&question, 0, 0).await?.ranges();
+    let whole = missing("that changed", &must, &told);
+    let mut found = whole.map_err(|wrong| wrong.at("from offset 0"));
+    let first = places[0] * BLOCK;
+    for offset in [1, FEW, BLOCK / 2, BLOCK - 1, first - 1, first + BLOCK - FEW, first + 1] {
+        if found.is_err() {
+            break;
+        }
+        let told = fixtures.ask(&question, offset as i64, 0).await?.ranges();
+        let behind = must.within(offset, u64::MAX);
+        found = missing("that changed behind the offset", &behind, &told)
+            .map_err(|wrong| wrong.at(&format!("starting_offset {offset}")));
+    }
+    fixtures.plugin.detach(&open.volume.id).await?;
+    for snap in [&after, &before] {
+        fixtures.plugin.delete_snapshot(&snap.id).await?;
+    }
+    fixtures.plugin.delete_volume(&open.volume.id).await?;
+    found.map(|()| Verdict::Pass)
+}
+
+/// Writes other bytes over these, and nothing else.
+fn overwrite(device: &std::path::Path, ranges: &[std::ops::Range<u64>]) -> Result<(), Wrong> {
+    let file = std::fs::File::options().read(true).write(true).open(device)?;
+    for range in ranges {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        file.read_exact_at(&mut bytes, range.start)?;
+        bytes.iter_mut().for_each(|byte| *byte ^= 0xff);
+        file.write_all_at(&bytes, range.start)?;
+    }
+    Ok(file.sync_all()?)
 }
 
 /// An offset at the very end, where a client is that has read a tuple up to the capacity.

@@ -122,18 +122,18 @@ impl Plugin {
         self.secrets("SnapshotMetadata")
     }
 
-    /// CreateVolume, from a snapshot or empty.
+    /// CreateVolume, from a source or empty.
     pub async fn create_volume(
         &self,
         capability: proto::VolumeCapability,
-        from_snapshot: Option<&str>,
+        source: Option<proto::VolumeContentSource>,
         bytes: u64,
     ) -> Result<Volume, Wrong> {
         let name = format!("{}-volume-{}", self.run, self.ledger.next());
         let mut request = csi_client::new_volume(&name, bytes as i64, capability.clone());
         request.parameters = self.settings.volume_parameters.clone();
         request.secrets = self.secrets("CreateVolume");
-        request.volume_content_source = from_snapshot.map(csi_client::from_snapshot);
+        request.volume_content_source = source;
         request.accessibility_requirements = self.claims.topology.clone().map(|topology| {
             proto::TopologyRequirement { requisite: vec![topology.clone()], preferred: vec![topology] }
         });
@@ -205,6 +205,53 @@ impl Plugin {
         let request = proto::DeleteSnapshotRequest { snapshot_id: id.to_owned(), secrets };
         call!(self, controller.delete_snapshot, "DeleteSnapshot", request)?;
         self.ledger.forget(|made| matches!(made, Made::Snapshot { id: Some(found), .. } if found == id));
+        Ok(())
+    }
+
+    /// CreateVolumeGroupSnapshot of one volume, until it is ready: the ids of the group and of its member.
+    pub async fn create_group(&self, volume_id: &str) -> Result<(String, String), Wrong> {
+        let request = proto::CreateVolumeGroupSnapshotRequest {
+            name: format!("{}-group-{}", self.run, self.ledger.next()),
+            source_volume_ids: vec![volume_id.to_owned()],
+            secrets: self.secrets("CreateVolumeGroupSnapshot"),
+            ..Default::default()
+        };
+        self.ledger.push(Made::Group { request: Box::new(request.clone()), ids: None });
+        self.create_group_again(request).await
+    }
+
+    /// The same; made again, it finds the same group by its name.
+    pub async fn create_group_again(
+        &self,
+        request: proto::CreateVolumeGroupSnapshotRequest,
+    ) -> Result<(String, String), Wrong> {
+        loop {
+            let answer =
+                call!(self, groups.create_volume_group_snapshot, "CreateVolumeGroupSnapshot", request)?;
+            let group = answer.group_snapshot;
+            let group =
+                group.ok_or_else(|| Wrong::new("CreateVolumeGroupSnapshot: the answer holds no group"))?;
+            let member = group.snapshots.first();
+            let member =
+                member.ok_or_else(|| Wrong::new("CreateVolumeGroupSnapshot: the group has no member"))?;
+            let ids = (group.group_snapshot_id.clone(), member.snapshot_id.clone());
+            self.ledger.group_is(&request.name, &ids);
+            if group.ready_to_use {
+                return Ok(ids);
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+
+    /// DeleteVolumeGroupSnapshot, with its member.
+    pub async fn delete_group(&self, id: &str, member: &str) -> Result<(), Wrong> {
+        let request = proto::DeleteVolumeGroupSnapshotRequest {
+            group_snapshot_id: id.to_owned(),
+            snapshot_ids: vec![member.to_owned()],
+            secrets: self.secrets("DeleteVolumeGroupSnapshot"),
+        };
+        call!(self, groups.delete_volume_group_snapshot, "DeleteVolumeGroupSnapshot", request)?;
+        self.ledger.forget(|made| matches!(made, Made::Group { ids: Some((found, _)), .. } if found == id));
         Ok(())
     }
 

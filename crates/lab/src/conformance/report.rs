@@ -8,16 +8,28 @@ use quick_junit::{NonSuccessKind, TestCase, TestCaseStatus, TestSuite};
 use serde::Serialize;
 
 use super::case::{Case, Judged, Level, Verdict};
+use super::compare::{Before, Changes};
+
+/// The CSI spec that the cases are from.
+const SPEC: &str = "1.13";
+
+/// Which cases are run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Choice {
+    pub level: Option<Level>,
+    /// By `--focus` or `--skip`.
+    pub by_name: bool,
+}
 
 /// A case and what came of it.
 #[derive(Debug, Serialize)]
 pub(super) struct Outcome {
-    name: &'static str,
+    pub name: &'static str,
     level: Level,
     section: &'static str,
     requirement: &'static str,
-    /// `pass`, `fail`, `allowed` or `skip`.
-    verdict: &'static str,
+    /// `pass`, `fail`, `allowed`, `not-shown` or `skip`.
+    pub verdict: &'static str,
     /// Why, for all but a pass.
     detail: Option<String>,
     ms: f64,
@@ -28,9 +40,10 @@ impl Outcome {
         let (verdict, detail) = match judged {
             Err(wrong) => ("fail", Some(wrong.to_string())),
             Ok(Verdict::Pass) => (Verdict::Pass.word(), None),
-            Ok(ref verdict @ (Verdict::Allowed(ref why) | Verdict::Skip(ref why))) => {
-                (verdict.word(), Some(why.clone()))
-            }
+            Ok(
+                ref
+                verdict @ (Verdict::Allowed(ref why) | Verdict::NotShown(ref why) | Verdict::Skip(ref why)),
+            ) => (verdict.word(), Some(why.clone())),
         };
         let Case { name, level, section, requirement, .. } = *case;
         Outcome { name, level, section, requirement, verdict, detail, ms: millis(took) }
@@ -43,6 +56,7 @@ pub(super) struct Counts {
     pass: usize,
     allowed: usize,
     fail: usize,
+    not_shown: usize,
     skip: usize,
 }
 
@@ -51,6 +65,16 @@ pub(super) struct Counts {
 pub(super) struct Report {
     /// `pass`, `fail` or `interrupted`.
     verdict: &'static str,
+    /// One line to quote.
+    summary: String,
+    /// Version of the CSI spec that the cases are from.
+    spec: &'static str,
+    /// Version of the suite.
+    suite: &'static str,
+    /// The level that was chosen, where not all cases were.
+    level: Option<Level>,
+    /// Whether cases were chosen by name.
+    chosen: bool,
     endpoint: String,
     driver: String,
     version: String,
@@ -58,6 +82,9 @@ pub(super) struct Report {
     total_ms: f64,
     pub left_behind: Vec<String>,
     cases: Vec<Outcome>,
+    /// What changed since another run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    changes: Option<Changes>,
     #[serde(skip)]
     pub interrupted: bool,
     #[serde(skip)]
@@ -66,7 +93,7 @@ pub(super) struct Report {
 
 impl Report {
     /// An empty report; a live one prints each case when it is done.
-    pub fn new(endpoint: String, driver: String, version: String, live: bool) -> Self {
+    pub fn new(endpoint: String, driver: String, version: String, choice: Choice, live: bool) -> Self {
         if live {
             tell(&format!(
                 "{driver} {version} at {endpoint}, against the CSI spec, \"Snapshot Metadata Service RPCs\"\n"
@@ -74,6 +101,11 @@ impl Report {
         }
         Report {
             verdict: "fail",
+            summary: String::new(),
+            spec: SPEC,
+            suite: env!("CARGO_PKG_VERSION"),
+            level: choice.level,
+            chosen: choice.by_name,
             endpoint,
             driver,
             version,
@@ -81,6 +113,7 @@ impl Report {
             total_ms: 0.0,
             left_behind: Vec::new(),
             cases: Vec::new(),
+            changes: None,
             interrupted: false,
             live,
         }
@@ -90,11 +123,16 @@ impl Report {
         match outcome.verdict {
             "pass" => self.counts.pass += 1,
             "allowed" => self.counts.allowed += 1,
+            "not-shown" => self.counts.not_shown += 1,
             "skip" => self.counts.skip += 1,
             _ => self.counts.fail += 1,
         }
         if self.live {
-            let word = if outcome.verdict == "allowed" { "allowed, but" } else { outcome.verdict };
+            let word = match outcome.verdict {
+                "allowed" => "allowed, but",
+                "not-shown" => "not shown",
+                verdict => verdict,
+            };
             let Outcome { level, name, ms, section, requirement, .. } = &outcome;
             tell(&format!("{word:<12}  {level:<6} {name:<30} {ms:>6.0} ms"));
             tell(&format!("              {section}: {requirement}"));
@@ -103,6 +141,26 @@ impl Report {
             }
         }
         self.cases.push(outcome);
+    }
+
+    /// Says what changed since the run that `before` tells of.
+    pub fn compare(&mut self, before: &Before) {
+        self.changes = Some(Changes::between(before, &self.cases));
+    }
+
+    /// The whole run in a line: what was tested against what, and what came out. Cases that were chosen by name are said to be.
+    fn summarize(&self) -> String {
+        let Counts { pass, allowed, fail, not_shown, skip } = self.counts;
+        let which = match (self.level, self.chosen) {
+            (None, false) => "all cases".to_owned(),
+            (Some(level), false) => format!("{level} cases"),
+            (_, true) => "some cases".to_owned(),
+        };
+        format!(
+            "{} {}: CSI {} SnapshotMetadata, cbt-lab {}, {which}: {} ({pass} pass, {allowed} allowed, {fail} fail, \
+             {not_shown} not shown, {skip} skipped)",
+            self.driver, self.version, self.spec, self.suite, self.verdict
+        )
     }
 
     /// Whether no case failed and nothing is left.
@@ -118,21 +176,27 @@ impl Report {
             (false, true) => "pass",
             (false, false) => "fail",
         };
+        self.summary = self.summarize();
         for left in &self.left_behind {
-            let _ = writeln!(io::stderr(), "cbt-fixtures: left behind: {left}");
+            let _ = writeln!(io::stderr(), "cbt-lab: left behind: {left}");
         }
         let mut out = io::stdout().lock();
         if !self.live {
             serde_json::to_writer_pretty(&mut out, self)?;
             return writeln!(out);
         }
-        let Counts { pass, allowed, fail, skip } = self.counts;
+        let Counts { pass, allowed, fail, not_shown, skip } = self.counts;
         let word = self.verdict.to_uppercase();
         let seconds = total.as_secs_f64();
         writeln!(
             out,
-            "\n{word}: {pass} passed, {allowed} allowed but, {fail} failed, {skip} skipped in {seconds:.1} s"
-        )
+            "\n{word}: {pass} passed, {allowed} allowed but, {fail} failed, {not_shown} not shown, {skip} skipped in \
+             {seconds:.1} s"
+        )?;
+        if let Some(changes) = &self.changes {
+            changes.tell(&mut out)?;
+        }
+        writeln!(out, "{}", self.summary)
     }
 
     /// Writes JUnit XML: what is allowed passes, with its remark as output.
@@ -149,7 +213,7 @@ impl Report {
                     status.set_description(format!("{} {}: {}", case.level, case.section, case.requirement));
                     status
                 }
-                "skip" => {
+                "skip" | "not-shown" => {
                     let mut status = TestCaseStatus::skipped();
                     status.set_message(detail.clone());
                     status
@@ -164,7 +228,7 @@ impl Report {
             }
             suite.add_test_case(test);
         }
-        let mut report = quick_junit::Report::new("cbt-fixtures conformance");
+        let mut report = quick_junit::Report::new("cbt-lab conformance");
         report.add_test_suite(suite);
         let file = std::fs::File::create(path)?;
         report.serialize(file).map_err(io::Error::other)

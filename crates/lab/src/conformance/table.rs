@@ -20,6 +20,7 @@ const PAIR: &[Need] = &[Need::Pair];
 const RESTORED: &[Need] = &[Need::Pair, Need::Restored];
 const EXPANDED: &[Need] = &[Need::Pair, Need::Expanded];
 const BETWEEN: &[Need] = &[Need::Pair, Need::Between];
+const DENSE: &[Need] = &[Need::Pair, Need::Dense];
 
 fn one(
     name: &'static str,
@@ -38,27 +39,27 @@ fn both(
     level: Level,
     sections: [&'static str; 2],
     requirement: &'static str,
+    needs: &'static [Need],
     runs: [Run; 2],
 ) -> Vec<Case> {
-    let case = |at: usize| Case {
-        name: names[at],
-        level,
-        section: sections[at],
-        requirement,
-        needs: PAIR,
-        run: runs[at],
-    };
+    let case =
+        |at: usize| Case { name: names[at], level, section: sections[at], requirement, needs, run: runs[at] };
     vec![case(0), case(1)]
 }
 
-/// `both!(name, level, sections, requirement, function)`: `function(fixtures, kind)` for each stream.
+/// `both!(name, level, sections, requirement, function)`: `function(fixtures, kind)` for each stream. Needs the pair, where
+/// nothing else is named before the function.
 macro_rules! both {
     ($name:literal, $level:expr, $sections:expr, $requirement:literal, $test:path) => {
+        both!($name, $level, $sections, $requirement, PAIR, $test)
+    };
+    ($name:literal, $level:expr, $sections:expr, $requirement:literal, $needs:expr, $test:path) => {
         both(
             [concat!("allocated-", $name), concat!("delta-", $name)],
             $level,
             $sections,
             $requirement,
+            $needs,
             [|fixtures| Box::pin($test(fixtures, Allocated)), |fixtures| Box::pin($test(fixtures, Delta))],
         )
     };
@@ -171,6 +172,14 @@ pub(super) fn cases() -> Vec<Case> {
             STREAMS,
             "a stream that was cut is continued at the byte after the last tuple, whichever that was",
             offsets::resume
+        ),
+        one!(
+            "delta-offset-partial",
+            Must,
+            STREAM,
+            "a change of a few bytes, at the start or the end of a block, is told from any offset before it",
+            NONE,
+            offsets::partial
         ),
         both!(
             "offset-at-capacity",
@@ -334,12 +343,28 @@ pub(super) fn cases() -> Vec<Case> {
             life::grown
         ),
         one!(
+            "expanded-resume",
+            Must,
+            STREAM,
+            "a stream over an expansion that was cut is continued at the byte after the last tuple, whichever that was",
+            EXPANDED,
+            offsets::resume_expanded
+        ),
+        one!(
             "restored-between",
             Must,
             DELTA,
             "a restore from the base, written to or not, takes no change out of the delta",
             BETWEEN,
             life::restored_between
+        ),
+        one!(
+            "cloned-between",
+            Must,
+            DELTA,
+            "a clone of the volume, written to, takes no change out of the delta",
+            NONE,
+            life::cloned_between
         ),
         one!(
             "restored-snapshot",
@@ -374,6 +399,30 @@ pub(super) fn cases() -> Vec<Case> {
             life::base_deleted
         ),
         one!(
+            "base-deleted-again",
+            Must,
+            DELTA_ERRORS,
+            "what a driver says of a deleted base it says again, and from an offset: NOT_FOUND, or the same answer",
+            PAIR,
+            life::base_deleted_again
+        ),
+        one!(
+            "tail",
+            Must,
+            ALLOCATED,
+            "of a volume whose size is no multiple of usual blocks, the last bytes are told, and no other capacity",
+            NONE,
+            life::tail
+        ),
+        one!(
+            "group-members",
+            Must,
+            DELTA,
+            "snapshots of a group are base and target as any others",
+            NONE,
+            life::group_members
+        ),
+        one!(
             "filesystem-volume",
             Should,
             OVERVIEW,
@@ -386,6 +435,7 @@ pub(super) fn cases() -> Vec<Case> {
             Must,
             STREAMS,
             "a stream that its deadline cut never ends with OK",
+            DENSE,
             streams::deadline
         ),
         both!(
@@ -393,7 +443,24 @@ pub(super) fn cases() -> Vec<Case> {
             Must,
             STREAMS,
             "a client that is gone ends its own stream and no other",
+            DENSE,
             streams::cancel
+        ),
+        both!(
+            "slow-reader",
+            Must,
+            STREAMS,
+            "a stream whose client reads slowly, and stops for a while, is whole",
+            DENSE,
+            streams::slow_reader
+        ),
+        both!(
+            "many",
+            Must,
+            STREAMS,
+            "a million ranges are all told, in messages that a client takes (4 MiB), whatever max_results",
+            DENSE,
+            streams::many
         ),
         both!(
             "deleted-meanwhile",

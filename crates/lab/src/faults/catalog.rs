@@ -32,7 +32,7 @@ pub(super) struct Entry {
 pub(super) const VALUES: &[(&str, &str)] = &[
     ("after", "messages, or tuples, that pass before"),
     ("bytes", "bytes of the stream, or of each piece of it; 0: not by bytes"),
-    ("code", "the gRPC code, as in NOT_FOUND; OK too"),
+    ("code", "the gRPC code, as in NOT_FOUND; of `cut` and `error-becomes` OK too"),
     ("from", "the gRPC code that is replaced"),
     ("ms", "milliseconds"),
     ("of", "calls in each round"),

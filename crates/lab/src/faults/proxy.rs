@@ -32,7 +32,7 @@ pub(super) const SNAPSHOT_MARKER: &str = "cbt-lab.fault";
 /// The largest request.
 const REQUEST: usize = 16 << 20;
 /// Calls that change nothing.
-const READS: [&str; 5] = ["Get", "List", "Probe", "Validate", "ControllerGet"];
+const READS: [&str; 6] = ["Get", "List", "Probe", "Validate", "ControllerGet", "GroupControllerGet"];
 
 /// The go-between.
 pub(crate) struct Proxy {

@@ -22,8 +22,10 @@ use tower::ServiceExt;
 
 use super::address::Address;
 
-/// What a stream may send ahead of the client, in bytes.
-const WINDOW: u32 = 64 << 10;
+/// What a stream may send ahead of the client, in bytes, and all streams of the connection. Small messages that wait are
+/// counted by their number too: h2 closes a connection on which too many wait, and allows more the larger its window is.
+const WINDOW: u32 = 8 << 10;
+const WINDOWS: u32 = 16 << 20;
 /// Length of a message's prefix.
 const PREFIX: usize = 5;
 
@@ -47,7 +49,7 @@ impl Upstream {
         let endpoint = |text: String| {
             Endpoint::from_shared(text)
                 .map(|endpoint| {
-                    endpoint.initial_stream_window_size(WINDOW).initial_connection_window_size(16 * WINDOW)
+                    endpoint.initial_stream_window_size(WINDOW).initial_connection_window_size(WINDOWS)
                 })
                 .map_err(|error| format!("{address}: {error}"))
         };

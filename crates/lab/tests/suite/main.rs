@@ -5,6 +5,7 @@
 mod examples;
 mod faults;
 mod mock;
+mod survives;
 mod usage;
 
 use std::path::{Path, PathBuf};

@@ -1,0 +1,102 @@
+//! What changed since another run of the suite.
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::report::Outcome;
+
+/// An earlier run, as `--output json` printed it.
+#[derive(Debug, Deserialize)]
+pub(super) struct Before {
+    cases: Vec<Judged>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Judged {
+    name: String,
+    verdict: String,
+}
+
+/// A case with another verdict than before.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+struct Change {
+    name: String,
+    /// None: it was not run.
+    before: Option<String>,
+    /// None: it was not run now.
+    now: Option<String>,
+}
+
+/// What changed.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Changes(Vec<Change>);
+
+impl Before {
+    /// Reads the report in a file.
+    pub fn read(path: &Path) -> Result<Self, String> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| format!("--compare {}: {error}", path.display()))?;
+        serde_json::from_str(&text).map_err(|error| {
+            format!("--compare {}: no report of cbt-lab conformance --output json: {error}", path.display())
+        })
+    }
+}
+
+impl Changes {
+    pub fn between(before: &Before, now: &[Outcome]) -> Self {
+        let pairs = now.iter().map(|case| (case.name, case.verdict));
+        Self::of(before.cases.iter().map(|case| (case.name.as_str(), case.verdict.as_str())), pairs)
+    }
+
+    fn of<'a>(
+        before: impl Iterator<Item = (&'a str, &'a str)>,
+        now: impl Iterator<Item = (&'a str, &'a str)>,
+    ) -> Self {
+        let mut both: BTreeMap<&str, (Option<&str>, Option<&str>)> = BTreeMap::new();
+        before.for_each(|(name, verdict)| both.entry(name).or_default().0 = Some(verdict));
+        now.for_each(|(name, verdict)| both.entry(name).or_default().1 = Some(verdict));
+        let changed = both.into_iter().filter(|(_, (before, now))| before != now);
+        let change = |(name, (before, now)): (&str, (Option<&str>, Option<&str>))| Change {
+            name: name.to_owned(),
+            before: before.map(str::to_owned),
+            now: now.map(str::to_owned),
+        };
+        Changes(changed.map(change).collect())
+    }
+
+    /// For a person.
+    pub fn tell(&self, out: &mut impl Write) -> io::Result<()> {
+        if self.0.is_empty() {
+            return writeln!(out, "nothing changed since the run that it is compared with");
+        }
+        for Change { name, before, now } in &self.0 {
+            let word = |verdict: &Option<String>| verdict.clone().unwrap_or_else(|| "not run".into());
+            writeln!(out, "changed: {name}: {} -> {}", word(before), word(now))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_changed_is_told_and_nothing_else() {
+        let before = [("a", "pass"), ("b", "fail"), ("gone", "pass")];
+        let now = [("a", "pass"), ("b", "pass"), ("new", "skip")];
+        let changes = Changes::of(before.into_iter(), now.into_iter());
+        let mut told = Vec::new();
+        changes.tell(&mut told).expect("write");
+        let told = String::from_utf8(told).expect("UTF-8");
+        assert_eq!(
+            told,
+            "changed: b: fail -> pass\nchanged: gone: pass -> not run\nchanged: new: not run -> skip\n"
+        );
+        let same = Changes::of(before.into_iter(), before.into_iter());
+        assert_eq!(same, Changes(Vec::new()));
+    }
+}
