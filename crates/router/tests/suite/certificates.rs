@@ -12,7 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::world::{Authority, Cluster, PATIENCE, eventually, tls_flags, uri};
+use crate::world::{Authority, Cluster, PATIENCE, eventually, patiently, tls_flags, uri};
 
 /// What a client with these files gets of a node beside the handshake: bytes of HTTP/2, or none.
 async fn bytes_for(port: u16, files: Option<(&Path, &str)>) -> usize {
@@ -142,11 +142,16 @@ async fn an_address_that_is_another_nodes_now_gets_no_calls_of_the_one_before() 
     arguments.extend(tls_flags("router-", cluster.dir.path(), &second));
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     cluster.nodes[1].rig.start_again_with(&arguments).await;
-    cluster.router().sees(1).await;
     let mut client = cluster.client();
+    // When this is made, the router knows who is at the address now.
+    let mut request = csi_client::new_volume("new", 16 << 20, csi_client::block_capability());
+    let requisite = vec![cluster.nodes[1].topology()];
+    request.accessibility_requirements =
+        Some(proto::TopologyRequirement { requisite, preferred: Vec::new() });
+    let new = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
+    assert_eq!(cluster.node_of(&new.volume_id), 1);
     let error = client.delete_volume(&volume).await.expect_err("its node is not there");
     assert_eq!(error.code(), tonic::Code::Unavailable, "{error}");
-    cluster.volume_on(1, "new").await;
     cluster.nodes[1].rig.terminate();
     cluster.nodes[0].rig.start_again().await;
     eventually("the first node is back", async || client.delete_volume(&volume).await.is_ok()).await;
