@@ -63,3 +63,18 @@ hack/kube-programs.sh etcd kube-apiserver >/dev/null
 
 # The S3 server that cbt-backup is tested with.
 hack/s3-server.sh >/dev/null
+
+# gRPC for Python, which an example of cbt-lab's mock is written in.
+requirements=crates/lab/examples/python/requirements.txt
+state=$(hash_of "$requirements")
+if ! fresh python "$state"; then
+    if command -v python3 >/dev/null; then
+        echo "test-deps: installing gRPC for Python"
+        rm -rf .deps/python
+        python3 -m venv .deps/python
+        .deps/python/bin/pip install --quiet --disable-pip-version-check --requirement "$requirements"
+        echo "$state" >.deps/python/state
+    else
+        echo "test-deps: no python3, so the example in Python is not run" >&2
+    fi
+fi

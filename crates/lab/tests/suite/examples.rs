@@ -35,14 +35,13 @@ fn the_example_in_go_lists_a_delta() {
     }
 }
 
-/// `PYTHON` names another interpreter, such as that of a virtual environment.
 #[test]
 fn the_example_in_python_lists_a_delta() {
-    let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
-    let mut probe = Command::new(&python);
+    let python = concat!(env!("CARGO_MANIFEST_DIR"), "/../../.deps/python/bin/python3");
+    let mut probe = Command::new(python);
     probe.args(["-c", "import grpc, grpc_tools"]);
-    if there(probe, "Python with grpcio and grpcio-tools (PYTHON names the interpreter)") {
-        let mut test = Command::new(&python);
+    if there(probe, "Python with gRPC, which `make test-deps` installs in .deps/python,") {
+        let mut test = Command::new(python);
         test.arg("test_delta.py").current_dir(example("python")).env("PYTHONDONTWRITEBYTECODE", "1");
         test.env("CSI_PROTO_DIR", concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/proto"));
         passes(test);
