@@ -28,9 +28,7 @@ class Delta(unittest.TestCase):
         self.addCleanup(self.stop)
         # It serves once it has said so.
         self.mock.stdout.readline()
-        # Else the socket's path is the authority, which servers in Rust refuse.
-        options = [("grpc.default_authority", "localhost")]
-        channel = grpc.insecure_channel("unix://" + socket, options=options)
+        channel = grpc.insecure_channel("unix://" + socket)
         self.addCleanup(channel.close)
         self.client = services.SnapshotMetadataStub(channel)
         self.request = csi.GetMetadataDeltaRequest(base_snapshot_id="disk-1", target_snapshot_id="disk-2")

@@ -3,8 +3,7 @@
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
-use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -14,6 +13,8 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use rcgen::{BasicConstraints, CertificateParams, DnType, IsCa, Issuer, KeyPair};
 use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
+use serve::authority::Tolerant;
+use serve::socket::{self, SocketFile};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, UnixListener};
 use tokio_rustls::TlsAcceptor;
@@ -35,17 +36,8 @@ pub(crate) struct Listener {
 }
 
 enum Accept {
-    Unix(UnixListener, Socket),
+    Unix { listener: UnixListener, _file: SocketFile },
     Tcp(TcpListener, Option<Tls>),
-}
-
-/// The file of a socket; dropped, it is gone.
-struct Socket(PathBuf);
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
 }
 
 trait Io: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -119,17 +111,8 @@ impl Listener {
         let failed = |error: io::Error| format!("listen at {address}: {error}");
         match address {
             Address::Unix(path) => {
-                let is_socket =
-                    std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
-                if is_socket {
-                    if tokio::net::UnixStream::connect(path).await.is_ok() {
-                        return Err(format!("somebody listens at {address} already"));
-                    }
-                    std::fs::remove_file(path).map_err(failed)?;
-                }
-                let listener = UnixListener::bind(path).map_err(failed)?;
-                let accept = Accept::Unix(listener, Socket(path.clone()));
-                Ok(Listener { accept, address: address.clone() })
+                let (listener, file) = socket::bind(path).await.map_err(failed)?;
+                Ok(Listener { accept: Accept::Unix { listener, _file: file }, address: address.clone() })
             }
             Address::Tcp { host, port, tls: is_tls } => {
                 let listener = TcpListener::bind((host.as_str(), *port)).await.map_err(failed)?;
@@ -149,9 +132,10 @@ impl Listener {
     pub async fn serve(self, proxy: Arc<Proxy>) {
         loop {
             let accepted = match &self.accept {
-                Accept::Unix(listener, Socket(_)) => {
-                    listener.accept().await.map(|(stream, _)| (Box::new(stream) as Box<dyn Io>, None))
-                }
+                Accept::Unix { listener, .. } => listener
+                    .accept()
+                    .await
+                    .map(|(stream, _)| (Box::new(Tolerant::new(stream)) as Box<dyn Io>, None)),
                 Accept::Tcp(listener, tls) => listener.accept().await.map(|(stream, _)| {
                     let _ = stream.set_nodelay(true);
                     (Box::new(stream) as Box<dyn Io>, tls.clone())

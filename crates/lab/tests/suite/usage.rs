@@ -50,7 +50,7 @@ fn what_cannot_start_says_so_and_exits_with_2() {
         (&[&faults[..], &["--control", "nowhere"]].concat(), "--control nowhere"),
         (&["faults", "--listen", "csi.sock", "--upstream", &upstream], "unix:///path"),
         (&["faults", "--listen", &listen], "--upstream"),
-        (&["faults", "--listen", &taken, "--upstream", &upstream], "listens"),
+        (&["faults", "--listen", &taken, "--upstream", &upstream], "another process serves"),
         (&["faults", "--listen", "https://127.0.0.1:0", "--upstream", &upstream], "--ca-file"),
         (&["faults", "--listen", &listen, "--upstream", "https://127.0.0.1:1"], "--upstream-ca"),
         (&[&mock[..], &["--volume", "disk"]].concat(), "NAME=SIZE"),
