@@ -9,7 +9,12 @@
 
 FROM rust:1.90-bookworm AS build
 ARG SOURCE_DATE_EPOCH=0
+# The tests of the images optimise less, to save time.
+ARG OPT_LEVEL=3
+ARG LTO=thin
 ENV CARGO_PROFILE_RELEASE_STRIP=symbols \
+    CARGO_PROFILE_RELEASE_OPT_LEVEL=$OPT_LEVEL \
+    CARGO_PROFILE_RELEASE_LTO=$LTO \
     RUSTFLAGS="--remap-path-prefix=/src=deltapath --remap-path-prefix=/usr/local/cargo=cargo"
 WORKDIR /src
 COPY Cargo.toml Cargo.lock ./

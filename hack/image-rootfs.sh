@@ -90,7 +90,7 @@ toolchain=$(rustc --print sysroot)
 registry=${CARGO_HOME:-$HOME/.cargo}/registry
 mkdir -p "$registry" "$deps/target"
 build() { # TAG [FLAG...]
-    b bud --pull-never --layers --quiet --tag "$@" \
+    b bud --pull-never --layers --quiet --build-arg OPT_LEVEL=1 --build-arg LTO=off --tag "$@" \
         --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
         --volume "$deps/target:/src/target" --volume /etc/ssl/certs:/etc/ssl/certs:ro \
         --file Dockerfile . >"$deps/build.log" 2>&1 || {
