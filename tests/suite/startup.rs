@@ -127,7 +127,7 @@ async fn a_data_dir_is_started_as_it_was_made() {
     }
     let manifest = rig.data_dir().join("deltapath.json");
     let text = std::fs::read_to_string(&manifest).expect("manifest");
-    std::fs::write(&manifest, text.replace("\"version\": 2", "\"version\": 7")).expect("write");
+    std::fs::write(&manifest, text.replace("\"version\": 3", "\"version\": 7")).expect("write");
     let said = refused(&mut driver_command(rig.dir.path(), PoolKind::Dir));
     assert!(said.contains("version 7") && said.contains("upgrade"), "{said}");
 }

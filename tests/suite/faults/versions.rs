@@ -25,7 +25,7 @@ fn of_version(path: &Path, version: u32) -> Vec<u8> {
     let is_state = path.ends_with("state.json");
     let text = if is_state { slots::read(path).expect("read").expect("a state") } else { sound.clone() };
     let text = String::from_utf8(text).expect("utf-8");
-    let later = text.replacen("\"version\": 2", &format!("\"version\": {version}"), 1);
+    let later = text.replacen("\"version\": 3", &format!("\"version\": {version}"), 1);
     assert_ne!(later, text);
     match is_state {
         true => slots::write(path, later.as_bytes()).expect("write"),
