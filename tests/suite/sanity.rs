@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use testkit::{PoolKind, Rig, leftovers};
+use testkit::{PoolKind, Rig, leftovers, sanity};
 
 /// The version that `make deps` installs.
 const VERSION: &str = "v5.6.0";
@@ -28,29 +28,6 @@ const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
     "ControllerUnpublishVolume not supported",
     "testnodevolumeattachlimit not enabled",
 ];
-
-/// The one test that fails, for every driver that tells where its snapshots can be used: it compares two messages by their
-/// memory, where Go keeps the size of the one that was sent. `snapshots.rs` compares what they say.
-const FAILS: &str = "[FAIL] CreateSnapshot [Controller Server] [It] should succeed when creating a snapshot with accessibility \
-                     requirements";
-
-/// Fails where csi-sanity found anything but that these two messages, which are equal, are not the same memory.
-#[track_caller]
-fn assert_only_memory_differs(said: &str) {
-    let failed: Vec<&str> = said.lines().map(str::trim).filter(|line| line.starts_with("[FAIL] ")).collect();
-    assert_eq!(failed, [FAILS], "{said}");
-    let found = said.split_once("[FAILED] Expected\n").expect("what it found").1;
-    let (got, wanted) = found.split_once("to equal\n").expect("what it wanted");
-    let wanted = wanted.split_once("In [It] at:").expect("where").0;
-    let content = |message: &str| -> Vec<String> {
-        let lines = message.lines().map(str::trim);
-        let is_memory =
-            |line: &str| line.starts_with("<*csi.Topology | 0x") || line.starts_with("sizeCache: ");
-        lines.filter(|line| !is_memory(line)).map(str::to_owned).collect()
-    };
-    assert!(got.contains("\"node-1\""), "{got}");
-    assert_eq!(content(got), content(wanted));
-}
 
 async fn run(pool: PoolKind, attach: bool) {
     let Some(program) = csi_sanity() else { return };
@@ -81,7 +58,7 @@ async fn run(pool: PoolKind, attach: bool) {
         // Past the test runner's capture: the counts are part of what `make test` tells.
         writeln!(std::io::stdout(), "csi-sanity, {} pool, {access}, attach {attach}: {count}", pool.name())
             .expect("write");
-        assert_only_memory_differs(&said);
+        sanity::assert_only_memory_differs(&said, "\"node-1\"");
         assert!(count.contains(" 1 Failed "), "csi-sanity, {pool:?}, {access}, attach {attach}: {count}");
         let may_skip =
             |line: &str| !attach && MAY_SKIP_WITHOUT_ATTACH.iter().any(|reason| line.contains(reason));

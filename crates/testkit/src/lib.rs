@@ -8,6 +8,7 @@ pub mod content;
 pub mod disk;
 pub mod order;
 pub mod places;
+pub mod sanity;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
