@@ -96,8 +96,17 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     let words: Vec<Vec<&str>> = resources.lines().map(|line| line.split_whitespace().collect()).collect();
     let delta = ["volumesnapshotdeltas", "vsd", "cbt.storage.k8s.io/v1alpha1", "true", "VolumeSnapshotDelta"];
     assert!(words.iter().any(|words| *words == delta), "{resources}");
-    let explain = ["explain", "volumesnapshotdeltas.spec.targetVolumeSnapshotName"];
-    let explained = done(&explain, "").expect("kubectl");
+    // kube-apiserver fetches a new APIService's schema in the background, and says nothing of it until it has it.
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let explained = loop {
+        let explain = ["explain", "volumesnapshotdeltas.spec.targetVolumeSnapshotName"];
+        match run(&explain, "").expect("kubectl") {
+            (true, explained, _) => break explained,
+            (_, _, err) if err.contains("couldn't find resource") && Instant::now() < deadline => {}
+            (_, _, err) => panic!("kubectl explain: {err}"),
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    };
     assert!(explained.contains("The VolumeSnapshot whose blocks are listed."), "{explained}");
     // A misspelt field is refused, by kubectl's own check or the server's.
     spec["targetVolumeSnapshot"] = json!("tuesday");
