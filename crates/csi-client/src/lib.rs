@@ -3,6 +3,7 @@
 #![allow(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 
+pub mod identity;
 mod metadata;
 mod raw;
 
@@ -16,6 +17,7 @@ use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Code, Status};
+use tower::Service;
 
 use proto::controller_client::ControllerClient;
 use proto::group_controller_client::GroupControllerClient;
@@ -293,9 +295,15 @@ fn endpoint() -> Endpoint {
 }
 
 async fn dial(endpoint: Endpoint, path: PathBuf) -> Result<Channel, tonic::transport::Error> {
-    let connector = tower::service_fn(move |_: Uri| {
+    endpoint.connect_with_connector(connector(path)).await
+}
+
+fn connector(
+    path: PathBuf,
+) -> impl Service<Uri, Response = TokioIo<UnixStream>, Error = std::io::Error, Future: Send> + Send + 'static
+{
+    tower::service_fn(move |_: Uri| {
         let path = path.clone();
         async move { UnixStream::connect(path).await.map(TokioIo::new) }
-    });
-    endpoint.connect_with_connector(connector).await
+    })
 }

@@ -1,41 +1,22 @@
-//! The CSI driver on its socket: its name, whether it is ready, and its streams of tuples, checked as they come.
+//! The CSI driver's streams of tuples, checked as they come.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
-use std::time::Duration;
 
-use hyper_util::rt::TokioIo;
-use proto::identity_client::IdentityClient;
+use csi_client::identity;
 use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::{
     BlockMetadata, BlockMetadataType, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse,
-    GetMetadataDeltaRequest, GetMetadataDeltaResponse, GetPluginInfoRequest, ProbeRequest,
+    GetMetadataDeltaRequest, GetMetadataDeltaResponse,
 };
-use tokio::net::UnixStream;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::transport::Channel;
 use tonic::{Status, Streaming};
-
-/// How long an answer about the driver itself may take.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How often it is asked while it is away, and later whether it is still there.
-const EVERY: Duration = Duration::from_secs(1);
-
-/// A connection to a socket. It is made when it is used, and made again when it was lost.
-pub fn channel(socket: &Path) -> Channel {
-    let socket = socket.to_owned();
-    let connector = tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-    });
-    // A socket has no host; the connector takes no notice of this one.
-    Endpoint::from_static("http://localhost").connect_with_connector_lazy(connector)
-}
 
 /// Any CSI driver with a SnapshotMetadata service.
 #[derive(Clone)]
 pub struct Driver {
-    channel: Channel,
+    pub channel: Channel,
 }
 
 /// What tuples are asked for.
@@ -77,35 +58,7 @@ pub struct Tuple {
 impl Driver {
     /// The driver on the socket at `path`.
     pub fn at(path: &Path) -> Self {
-        Driver { channel: channel(path) }
-    }
-
-    /// The driver's name, as soon as it says it.
-    pub async fn name(&self) -> String {
-        let mut identity = IdentityClient::new(self.channel.clone());
-        loop {
-            let asked =
-                tokio::time::timeout(PATIENCE, identity.get_plugin_info(GetPluginInfoRequest {})).await;
-            match asked {
-                Ok(Ok(info)) => return info.into_inner().name,
-                Ok(Err(status)) => {
-                    tracing::warn!(reason = status.message(), "the CSI driver does not answer yet");
-                }
-                Err(_) => tracing::warn!("the CSI driver does not answer in time"),
-            }
-            tokio::time::sleep(EVERY).await;
-        }
-    }
-
-    /// Whether the driver is there and ready, over and over.
-    pub async fn watch(&self, tell: impl Fn(bool)) {
-        let mut identity = IdentityClient::new(self.channel.clone());
-        loop {
-            let probe = tokio::time::timeout(PATIENCE, identity.probe(ProbeRequest {})).await;
-            // A driver that says nothing about itself is ready (CSI spec, "Probe").
-            tell(matches!(probe, Ok(Ok(answer)) if answer.get_ref().ready != Some(false)));
-            tokio::time::sleep(EVERY).await;
-        }
+        Driver { channel: identity::lazy_channel(path) }
     }
 
     /// The tuples from `from` on, in messages of `max_results` at most.

@@ -11,7 +11,6 @@ mod refusal;
 mod request;
 mod server;
 
-use std::io::IsTerminal;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -19,11 +18,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use base::{Endpoint, Quantity};
-use clap::{Parser, Subcommand, ValueEnum};
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{Layer, fmt, registry};
+use clap::{Parser, Subcommand};
+use serve::program::{LogFormat, age, host_and_port, host_name, http_endpoint, review_cache};
+use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// The designs of changed block tracking in Kubernetes (KEP-3314) that came before the stream, in front of any CSI driver.
 ///
@@ -64,36 +61,12 @@ struct Differential {
     /// Socket on which the gRPC service DifferentialSnapshot is served. The listener asks there too.
     #[arg(long, value_name = "ENDPOINT", default_value = "/run/cbt-earlier/differential.sock")]
     socket: Endpoint,
-    /// Port of the callback listener, over TLS.
-    #[arg(long, default_value_t = 6443)]
-    port: u16,
-    /// IP address on which the callback listener listens.
-    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
-    bind_address: IpAddr,
-    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
-    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
-    http_endpoint: SocketAddr,
     /// Host and port at which users reach the callback listener: the begin of status.callbackURL.
-    #[arg(long, value_name = "HOST:PORT", value_parser = service_address)]
+    #[arg(long, value_name = "HOST:PORT", value_parser = host_and_port)]
     service_address: String,
-    /// Certificate chain of the callback listener, in PEM. The file is watched: a new one is used without a restart.
-    #[arg(long, value_name = "FILE")]
-    tls_cert: PathBuf,
-    /// Its key, in PEM.
-    #[arg(long, value_name = "FILE")]
-    tls_key: PathBuf,
     /// Audience that tokens must be for.
     #[arg(long, value_name = "NAME", default_value = "cbt-earlier")]
     audience: String,
-    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
-    /// Namespace of the Lease.
-    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
-    namespace: String,
-    /// Name of this replica in the election.
-    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
-    pod_name: String,
     /// Lease of the elected replica.
     #[arg(long, value_name = "NAME", default_value = "cbt-earlier-differential")]
     lease: String,
@@ -107,12 +80,8 @@ struct Differential {
     /// Blocks in a page at most, and where a request does not say how many.
     #[arg(long, value_name = "COUNT", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     max_entries: u32,
-    /// Requests to the callback listener at once. Further ones are answered with 429.
-    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
-    max_requests: u16,
-    /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
-    #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
-    review_cache: Duration,
+    #[command(flatten)]
+    common: Common,
 }
 
 /// VolumeSnapshotDelta: an aggregated API server, which answers a create with the changed blocks and stores nothing.
@@ -126,42 +95,15 @@ struct Differential {
 /// 0 stopped, 1 failed (the reason is on standard error), 2 wrong usage.
 #[derive(Debug, clap::Args)]
 struct Aggregated {
-    /// Port for kube-apiserver, over TLS.
-    #[arg(long, default_value_t = 6443)]
-    port: u16,
-    /// IP address on which it listens.
-    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
-    bind_address: IpAddr,
-    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
-    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
-    http_endpoint: SocketAddr,
-    /// Certificate chain, in PEM. The file is watched: a new one is used without a restart. The APIService names its CA.
-    #[arg(long, value_name = "FILE")]
-    tls_cert: PathBuf,
-    /// Its key, in PEM.
-    #[arg(long, value_name = "FILE")]
-    tls_key: PathBuf,
     /// Token for cbt-http, with its audience. The file is read with each request.
     #[arg(long, value_name = "FILE", default_value = "/var/run/secrets/cbt-http/token")]
     token_file: PathBuf,
-    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
-    /// Namespace of the Lease.
-    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
-    namespace: String,
-    /// Name of this replica in the election.
-    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
-    pod_name: String,
     /// Lease of the replica that keeps the status of DriverDiscoveries. Serving needs no election.
     #[arg(long, value_name = "NAME", default_value = "cbt-earlier-aggregated")]
     lease: String,
     /// Entries in an answer at most, and where a request does not say how many.
     #[arg(long, value_name = "COUNT", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_entries: u32,
-    /// Creates at once. Further ones are answered with 429.
-    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
-    max_requests: u16,
     /// Creates of one user in a second, over time. Further ones are answered with 429.
     #[arg(long, value_name = "COUNT", default_value = "20")]
     client_qps: NonZeroU32,
@@ -171,9 +113,8 @@ struct Aggregated {
     /// How long an answer may take.
     #[arg(long, value_name = "AGE", default_value = "30s", value_parser = age)]
     page_timeout: Duration,
-    /// How long a positive review of a right is believed, at most 10s. 0s: not at all.
-    #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
-    review_cache: Duration,
+    #[command(flatten)]
+    common: Common,
 }
 
 /// VolumeSnapshotDelta: the sidecar of a CSI driver, which the aggregated API server asks for changed blocks.
@@ -194,42 +135,18 @@ struct CbtHttp {
     /// Socket on which ListSnapshotDeltas is served. The HTTPS side asks there too.
     #[arg(long, value_name = "ENDPOINT", default_value = "/run/cbt-earlier/deltas.sock")]
     socket: Endpoint,
-    /// Port for the aggregated API server and for readers of data, over TLS.
-    #[arg(long, default_value_t = 6443)]
-    port: u16,
-    /// IP address on which it listens.
-    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
-    bind_address: IpAddr,
-    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
-    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
-    http_endpoint: SocketAddr,
     /// Service by which it is reached, for the DriverDiscovery.
     #[arg(long, value_name = "NAMESPACE/NAME[:PORT]", value_parser = service)]
     service: Option<Service>,
     /// URL by which it is reached, in the place of a Service: https, and the path /v1alpha1/deltas.
     #[arg(long, value_name = "URL", value_parser = https_url)]
     url: Option<String>,
-    /// Certificate chain, in PEM. The file is watched: a new one is used without a restart.
-    #[arg(long, value_name = "FILE")]
-    tls_cert: PathBuf,
-    /// Its key, in PEM.
-    #[arg(long, value_name = "FILE")]
-    tls_key: PathBuf,
     /// CA of the certificate, in PEM, for the DriverDiscovery. Default: the file of --tls-cert.
     #[arg(long, value_name = "FILE")]
     ca_bundle: Option<PathBuf>,
     /// Audience that tokens of the aggregated API server must be for.
     #[arg(long, value_name = "NAME", default_value = "cbt-http")]
     audience: String,
-    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
-    /// Namespace of the Lease.
-    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
-    namespace: String,
-    /// Name of this replica in the election.
-    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
-    pod_name: String,
     /// Lease of the elected replica. Default: cbt-http- and the driver's name.
     #[arg(long, value_name = "NAME")]
     lease: Option<String>,
@@ -247,12 +164,43 @@ struct CbtHttp {
     /// How long a data token is good for, at most 1d.
     #[arg(long, value_name = "AGE", default_value = "5m", value_parser = data_token_ttl)]
     data_token_ttl: Duration,
-    /// Pages at once. Further requests are answered with 429.
-    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
-    max_requests: u16,
     /// How long a page may take.
     #[arg(long, value_name = "AGE", default_value = "25s", value_parser = age)]
     page_timeout: Duration,
+    #[command(flatten)]
+    common: Common,
+}
+
+// No doc comment: clap would show it as the design's own.
+#[derive(Debug, clap::Args)]
+struct Common {
+    /// Port on which it is served, over TLS.
+    #[arg(long, default_value_t = 6443)]
+    port: u16,
+    /// IP address on which it is served.
+    #[arg(long, value_name = "ADDRESS", default_value_t = IpAddr::V4(Ipv4Addr::UNSPECIFIED))]
+    bind_address: IpAddr,
+    /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. `:PORT` means all addresses.
+    #[arg(long, value_name = "[ADDRESS]:PORT", default_value = ":8080", value_parser = http_endpoint)]
+    http_endpoint: SocketAddr,
+    /// Certificate chain, in PEM. The file is watched: a new one is used without a restart.
+    #[arg(long, value_name = "FILE")]
+    tls_cert: PathBuf,
+    /// Its key, in PEM.
+    #[arg(long, value_name = "FILE")]
+    tls_key: PathBuf,
+    /// Kubeconfig file. Default: the pod's service account, or what kubectl would take.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// Namespace of the Lease.
+    #[arg(long, env = "POD_NAMESPACE", value_name = "NAME")]
+    namespace: String,
+    /// Name of this replica in the election.
+    #[arg(long, env = "POD_NAME", value_name = "NAME", default_value_t = host_name())]
+    pod_name: String,
+    /// Requests at once. Further ones are answered with 429.
+    #[arg(long, value_name = "COUNT", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
+    max_requests: u16,
     /// How long a positive review of a token or a right is believed, at most 10s. 0s: not at all.
     #[arg(long, value_name = "AGE", default_value = "10s", value_parser = review_cache)]
     review_cache: Duration,
@@ -275,29 +223,6 @@ impl Service {
     }
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum LogFormat {
-    /// A readable line an event.
-    Text,
-    /// A JSON object an event.
-    Json,
-}
-
-fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
-    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
-    text.parse()
-        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
-}
-
-fn service_address(text: &str) -> Result<String, String> {
-    let (host, port) = text.rsplit_once(':').unwrap_or_default();
-    let is_host = !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
-    match is_host && port.parse::<u16>().is_ok_and(|port| port > 0) {
-        true => Ok(text.to_owned()),
-        false => Err("an address is a host and a port, such as cbt-earlier.backup.svc:6443".into()),
-    }
-}
-
 fn service(text: &str) -> Result<Service, String> {
     let (namespace, rest) = text.split_once('/').unwrap_or_default();
     let (name, port) = match rest.split_once(':') {
@@ -306,7 +231,7 @@ fn service(text: &str) -> Result<Service, String> {
     };
     match port {
         Some(None) => Err("a Service's port is a number from 1 to 65535".into()),
-        _ if !request::is_object_name(namespace) || !request::is_object_name(name) => {
+        _ if !is_object_name(namespace, NAMESPACE_MAX) || !is_object_name(name, NAME_MAX) => {
             Err("a Service is a namespace and a name, such as backup/cbt-http or backup/cbt-http:6443".into())
         }
         port => Ok(Service { namespace: namespace.into(), name: name.into(), port: port.flatten() }),
@@ -338,59 +263,23 @@ fn data_token_ttl(text: &str) -> Result<Duration, String> {
     age(text).ok().filter(|ttl| *ttl <= longest).ok_or_else(|| "data tokens are good for 1s to 1d".into())
 }
 
-fn age(text: &str) -> Result<Duration, String> {
-    match base::age::parse(text) {
-        Some(age) if !age.is_zero() => Ok(age),
-        _ => Err("a length of time is a number above 0 and a unit (s, m, h, d), such as 5m".into()),
-    }
-}
-
-fn review_cache(text: &str) -> Result<Duration, String> {
-    let age = base::age::parse(text).filter(|age| *age <= Duration::from_secs(10));
-    age.ok_or_else(|| "reviews are believed for 0s to 10s".into())
-}
-
-fn host_name() -> String {
-    let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
-    name.unwrap_or_else(|| "cbt-earlier".into())
-}
-
-fn start_tracing(format: LogFormat) {
-    let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
-    let levels = asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let log = fmt::layer().with_writer(std::io::stderr);
-    let log = match format {
-        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
-        LogFormat::Json => log.json().boxed(),
-    };
-    registry().with(log.with_filter(levels)).init();
-}
-
 fn main() -> ExitCode {
     let Arguments { log_format, design } = Arguments::parse();
-    start_tracing(log_format);
-    let served = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .map_err(Box::<dyn std::error::Error>::from)
-        .and_then(|runtime| match design {
-            Design::Differential(arguments) => runtime.block_on(differential::run(arguments)),
-            Design::Aggregated(arguments) => runtime.block_on(deltas::aggregated::run(arguments)),
-            Design::CbtHttp(arguments) => runtime.block_on(deltas::sidecar::run(arguments)),
-        });
-    match served {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("cbt-earlier: {}", base::report(&*error));
-            ExitCode::FAILURE
+    log_format.start();
+    serve::program::run("cbt-earlier", async {
+        match design {
+            Design::Differential(arguments) => differential::run(arguments).await,
+            Design::Aggregated(arguments) => deltas::aggregated::run(arguments).await,
+            Design::CbtHttp(arguments) => deltas::sidecar::run(arguments).await,
         }
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use testkit::reference::assert_names_every_flag;
 
     #[test]
     fn flags_fit_together() {
@@ -453,23 +342,11 @@ mod tests {
     /// The page with all flags (docs/reference.md) names all of them, and no other.
     #[test]
     fn the_reference_has_every_flag() {
-        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
-        let page = std::fs::read_to_string(page).expect("the reference");
         let command = Arguments::command();
         for design in command.get_subcommands() {
-            let title = format!("Flags of `cbt-earlier {}`", design.get_name());
-            let section = page.split("\n## ").find(|section| section.starts_with(&title));
-            let section = section.unwrap_or_else(|| panic!("no section {title}"));
-            let arguments = design.get_arguments().chain(command.get_arguments());
-            let flags: Vec<_> = arguments.filter_map(|argument| argument.get_long()).collect();
-            for flag in flags.iter().filter(|flag| !["help", "version"].contains(flag)) {
-                assert!(section.contains(&format!("`--{flag}`")), "--{flag} is not in the reference");
-            }
-            for named in section.split("`--").skip(1) {
-                let named: String =
-                    named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
-                assert!(flags.contains(&named.as_str()), "the reference names --{named}, which is no flag");
-            }
+            let flags = design.get_arguments().chain(command.get_arguments());
+            let flags = flags.filter_map(|argument| argument.get_long());
+            assert_names_every_flag(&format!("cbt-earlier {}", design.get_name()), flags);
         }
     }
 }

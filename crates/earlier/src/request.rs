@@ -1,4 +1,4 @@
-//! What is read from requests in every design: the token, and names that become parts of a path.
+//! What is read from requests in every design: the token.
 
 use axum::http::{HeaderMap, header};
 
@@ -8,15 +8,6 @@ pub fn bearer(headers: &HeaderMap) -> Option<&str> {
     let (scheme, token) = header.to_str().ok()?.split_once(' ')?;
     let token = token.trim();
     (scheme.eq_ignore_ascii_case("bearer") && !token.is_empty()).then_some(token)
-}
-
-/// A DNS name in lower case (RFC 1123), as names of objects are.
-pub fn is_object_name(name: &str) -> bool {
-    let edge = |c: Option<u8>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
-    name.len() <= 253
-        && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'-' | b'.'))
-        && edge(name.bytes().next())
-        && edge(name.bytes().last())
 }
 
 #[cfg(test)]

@@ -1,31 +1,22 @@
-//! What the server of every design needs: HTTPS, probes, signals, a client of the Kubernetes API server. What it answers
+//! What the server of every design needs beside `serve::program`: readiness of an elected replica, and HTTPS. What it answers
 //! is the design's own.
 
-use std::error::Error;
-use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use axum::http::StatusCode;
-use axum::routing::get;
 use axum::{Extension, Router};
 use futures_util::StreamExt;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
 use serve::certificate::Certificate;
-use serve::http::text;
 use serve::listen::{self, Limits};
 use serve::questions::Metrics;
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
 use tonic::transport::server::Connected;
 
 /// The metrics of questions to the API server.
@@ -87,44 +78,6 @@ impl Drop for Leads {
     }
 }
 
-/// A listener for HTTPS (`--bind-address`, `--port`).
-pub async fn bind_https(address: IpAddr, port: u16) -> Result<TcpListener, String> {
-    let bound = TcpListener::bind((address, port)).await;
-    bound.map_err(|error| format!("listen on {address}:{port} (--port): {error}"))
-}
-
-/// A listener for probes and metrics (`--http-endpoint`).
-pub async fn bind_http(address: SocketAddr) -> Result<TcpListener, String> {
-    let bound = TcpListener::bind(address).await;
-    bound.map_err(|error| format!("listen on {address} (--http-endpoint): {error}"))
-}
-
-/// Ends at SIGTERM and SIGINT.
-pub fn stop() -> std::io::Result<impl Future<Output = ()>> {
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    Ok(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    })
-}
-
-/// Metrics, and whether it lives and is ready: `missing` says what it waits for.
-pub fn probes(
-    metrics: impl Fn() -> String + Clone + Send + Sync + 'static,
-    missing: impl Fn() -> Option<&'static str> + Clone + Send + Sync + 'static,
-) -> Router {
-    let readiness = async move || match missing() {
-        None => text(StatusCode::OK, "ok\n"),
-        Some(what) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")),
-    };
-    Router::new()
-        .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
-        .route("/readyz", get(readiness))
-        .route("/metrics", get(async move || text(StatusCode::OK, metrics())))
-}
-
 /// Answers HTTP over TLS, in the versions 1.1 and 2.
 pub async fn answer(
     listener: TcpListener,
@@ -165,16 +118,4 @@ pub async fn drain(graceful: GracefulShutdown) {
         tracing::warn!("requests are still open, leaving them");
     }
     tracing::info!("stopped");
-}
-
-/// A client of the API server, by this kubeconfig file or what else there is.
-pub async fn connect(kubeconfig: Option<&Path>) -> Result<Client, Box<dyn Error>> {
-    let config = match kubeconfig {
-        None => Config::infer().await?,
-        Some(path) => {
-            let kubeconfig = Kubeconfig::read_from(path)?;
-            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
-        }
-    };
-    Ok(Client::try_from(config)?)
 }

@@ -11,17 +11,14 @@ mod resolve;
 mod server;
 mod service;
 
-use std::io::IsTerminal;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Parser, ValueEnum};
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{Layer, fmt, registry};
+use base::Endpoint;
+use clap::Parser;
+use serve::program::{LogFormat, age, host_and_port, host_name, http_endpoint, review_cache};
 
 /// Thousands of connections come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -39,8 +36,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 #[command(name = "deltapath-gateway", version, max_term_width = 100, args_override_self = true)]
 struct Arguments {
     /// Socket of the CSI driver, which may come and go.
-    #[arg(long, value_name = "PATH", default_value = "/run/csi/socket", value_parser = socket)]
-    csi_address: PathBuf,
+    #[arg(long, value_name = "ENDPOINT", default_value = "/run/csi/socket")]
+    csi_address: Endpoint,
     /// Port for the API, over TLS.
     #[arg(long, default_value_t = 50051)]
     port: u16,
@@ -74,7 +71,7 @@ struct Arguments {
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_key"], requires_all = ["service_address", "namespace"])]
     manage_certificates: bool,
     /// Host and port at which clients reach this API: `address` of the SnapshotMetadataService.
-    #[arg(long, value_name = "HOST:PORT", value_parser = service_address)]
+    #[arg(long, value_name = "HOST:PORT", value_parser = host_and_port)]
     service_address: Option<String>,
     /// `requireBaseSnapshotForDelta` of the SnapshotMetadataService: whether clients must keep a base snapshot until they
     /// have asked for the delta. `false` is for drivers that keep deleted snapshots as a base.
@@ -122,91 +119,18 @@ struct Arguments {
     log_format: LogFormat,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum LogFormat {
-    /// A readable line an event.
-    Text,
-    /// A JSON object an event.
-    Json,
-}
-
-fn socket(text: &str) -> Result<PathBuf, String> {
-    let path = PathBuf::from(text.strip_prefix("unix://").or(text.strip_prefix("unix:")).unwrap_or(text));
-    match path.is_absolute() {
-        true => Ok(path),
-        false => Err("the path of a UNIX socket starts with /".into()),
-    }
-}
-
-fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
-    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
-    text.parse()
-        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
-}
-
-fn service_address(text: &str) -> Result<String, String> {
-    let (host, port) = text.rsplit_once(':').unwrap_or_default();
-    match !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) {
-        true => Ok(text.to_owned()),
-        false => Err("an address is a host and a port, such as snapshot-metadata.backup.svc:6443".into()),
-    }
-}
-
-fn age(text: &str) -> Result<Duration, String> {
-    match base::age::parse(text) {
-        Some(age) if !age.is_zero() => Ok(age),
-        _ => Err("a length of time is a number above 0 and a unit (s, m, h, d), such as 90d".into()),
-    }
-}
-
-fn review_cache(text: &str) -> Result<Duration, String> {
-    let age = base::age::parse(text).filter(|age| *age <= Duration::from_secs(10));
-    age.ok_or_else(|| "reviews are believed for 0s to 10s".into())
-}
-
-fn host_name() -> String {
-    nix::unistd::gethostname()
-        .ok()
-        .and_then(|name| name.into_string().ok())
-        .unwrap_or_else(|| "gateway".into())
-}
-
-fn start_tracing(format: LogFormat) {
-    let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
-    let levels = asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let log = fmt::layer().with_writer(std::io::stderr);
-    let log = match format {
-        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
-        LogFormat::Json => log.json().boxed(),
-    };
-    registry().with(log.with_filter(levels)).init();
-}
-
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    start_tracing(arguments.log_format);
-    // A connection is a descriptor; more of them than the limit are refused anyway.
-    if let Ok((_, hard)) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE) {
-        let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard);
-    }
-    let served = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()
-        .map_err(Box::<dyn std::error::Error>::from)
-        .and_then(|runtime| runtime.block_on(server::run(arguments)));
-    match served {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("deltapath-gateway: {}", base::report(&*error));
-            ExitCode::FAILURE
-        }
-    }
+    arguments.log_format.start();
+    serve::program::allow_open_files();
+    serve::program::run("deltapath-gateway", server::run(arguments))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use testkit::reference::assert_names_every_flag;
 
     #[test]
     fn flags_fit_together() {
@@ -232,18 +156,8 @@ mod tests {
     /// The page with all flags (docs/reference.md) names all of them, and no other.
     #[test]
     fn the_reference_has_every_flag() {
-        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
-        let page = std::fs::read_to_string(page).expect("the reference");
-        let section = page.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-gateway`"));
-        let section = section.expect("a section of flags");
         let command = Arguments::command();
-        let flags: Vec<_> = command.get_arguments().filter_map(|argument| argument.get_long()).collect();
-        for flag in flags.iter().filter(|flag| !["help", "version"].contains(flag)) {
-            assert!(section.contains(&format!("`--{flag}`")), "--{flag} is not in the reference");
-        }
-        for named in section.split("`--").skip(1) {
-            let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
-            assert!(flags.contains(&named.as_str()), "the reference names --{named}, which is no flag");
-        }
+        let flags = command.get_arguments().filter_map(|argument| argument.get_long());
+        assert_names_every_flag("deltapath-gateway", flags);
     }
 }

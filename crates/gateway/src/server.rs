@@ -5,25 +5,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use axum::Router;
-use axum::http::StatusCode;
-use axum::routing::get;
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
+use csi_client::identity;
+use kube::Client;
 use metrics::gauge;
 use serve::certificate::Certificate;
-use serve::http::text;
 use serve::lease::{Lease, Times};
 use serve::listen::{self, Limits};
+use serve::program::{self, Stop};
 use serve::reviews::Reviews;
 use serve::streams::Streams;
-use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tonic::server::NamedService;
 use tonic::transport::Server;
-use tonic_health::ServingStatus;
 
 use crate::Arguments;
 use crate::certificates::{Certificates, Lifetimes};
@@ -72,41 +65,25 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics()?;
     record::describe();
-    let http = TcpListener::bind(arguments.http_endpoint)
-        .await
-        .map_err(|error| format!("listen on {} (--http-endpoint): {error}", arguments.http_endpoint))?;
-    let address = (arguments.bind_address, arguments.port);
-    let listener = TcpListener::bind(address)
-        .await
-        .map_err(|error| format!("listen on {}:{} (--port): {error}", address.0, address.1))?;
+    let http = program::bind_http(arguments.http_endpoint).await?;
+    let listener = program::bind(arguments.bind_address, arguments.port).await?;
     if let (Some(chain), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) {
         ready.certificate.load(chain, key)?;
         tasks.spawn(ready.certificate.clone().follow(chain.clone(), key.clone(), FILES_EVERY));
     }
-    let client = connect(&arguments).await?;
-    let stop = stop_signal()?;
+    let client = serve::questions::client(arguments.kubeconfig.as_deref()).await?;
+    let stop = Stop::watch()?;
 
-    tasks.spawn(serve::http::upkeep(metrics.clone()));
-    let probes = Router::new()
-        .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
-        .route(
-            "/readyz",
-            get({
-                let ready = ready.clone();
-                async move || match ready.missing() {
-                    None => text(StatusCode::OK, "ok\n"),
-                    Some(what) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")),
-                }
-            }),
-        )
-        .route("/metrics", get(async move || text(StatusCode::OK, metrics.render())));
-    tasks.spawn(serve::http::serve(http, probes));
+    let missing = {
+        let ready = ready.clone();
+        move || ready.missing()
+    };
+    tasks.spawn(serve::http::probes(http, metrics, missing.clone()));
 
-    let driver = Driver::at(arguments.csi_address.clone());
-    let mut stopped = stop.clone();
+    let driver = Driver::at(arguments.csi_address.path());
     let driver_name = tokio::select! {
-        name = driver.name() => name,
-        _ = stopped.wait_for(|stop| *stop) => return Ok(()),
+        name = identity::name(&driver.channel) => name,
+        () = stop.asked() => return Ok(()),
     };
     tracing::info!(driver = driver_name, address = %listener.local_addr()?, "serving");
     if arguments.manage_certificates {
@@ -134,33 +111,10 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
                 ready.has_driver.store(is_ready, Ordering::Relaxed);
                 gauge!("deltapath_gateway_driver_ready").set(f64::from(u8::from(is_ready)));
             };
-            driver.watch(tell).await;
+            identity::watch(&driver.channel, tell).await;
         }
     });
-    tasks.spawn({
-        let ready = ready.clone();
-        async move {
-            let mut was_missing = Some("it is starting");
-            loop {
-                let missing = ready.missing();
-                if missing != was_missing {
-                    match missing {
-                        None => tracing::info!("ready"),
-                        Some(reason) => tracing::warn!(reason, "not ready"),
-                    }
-                    was_missing = missing;
-                }
-                let status = match missing {
-                    None => ServingStatus::Serving,
-                    Some(_) => ServingStatus::NotServing,
-                };
-                for service in ["", SnapshotMetadata::NAME] {
-                    health.set_service_status(service, status).await;
-                }
-                tokio::time::sleep(Duration::from_millis(500)).await;
-            }
-        }
-    });
+    tasks.spawn(program::follow_readiness(health, &["", SnapshotMetadata::NAME], missing));
 
     let streams = Streams::new(
         arguments.max_streams,
@@ -179,7 +133,6 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     };
     let config = ready.certificate.clone().server_config();
     let connections = listen::tls(listener, move || Some(config.clone()), Limits::default());
-    let (mut shutdown, mut overdue) = (stop.clone(), stop);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
@@ -188,7 +141,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         .add_service(health_service)
         .add_service(SnapshotMetadata(Arc::new(gateway)))
         .serve_with_incoming_shutdown(connections, async {
-            let _ = shutdown.wait_for(|stop| *stop).await;
+            stop.asked().await;
             ready.is_stopping.store(true, Ordering::Relaxed);
             tracing::info!("draining");
         });
@@ -196,23 +149,12 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         served = server => served?,
         _ = tasks.join_next() => return Err("a task of the gateway has ended, which should not be: see its log".into()),
         () = async {
-            let _ = overdue.wait_for(|stop| *stop).await;
+            stop.asked().await;
             tokio::time::sleep(arguments.drain).await;
         } => tracing::warn!("streams are still open, leaving them"),
     }
     tracing::info!("stopped");
     Ok(())
-}
-
-async fn connect(arguments: &Arguments) -> Result<Client, Box<dyn Error>> {
-    let config = match &arguments.kubeconfig {
-        None => Config::infer().await?,
-        Some(path) => {
-            let kubeconfig = Kubeconfig::read_from(path)?;
-            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
-        }
-    };
-    Ok(Client::try_from(config)?)
 }
 
 fn manage_certificates(
@@ -243,21 +185,4 @@ fn manage_certificates(
     let lease =
         Lease::new(client.clone(), &namespace, &arguments.lease, &arguments.pod_name, Times::default());
     tasks.spawn(async move { lease.lead(|| certificates.manage()).await });
-}
-
-/// Turns true at the first SIGTERM or SIGINT.
-fn stop_signal() -> std::io::Result<watch::Receiver<bool>> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let (stop, stopped) = watch::channel(false);
-    tokio::spawn(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-        let _ = stop.send(true);
-        // The receivers outlive this only as long as the server does.
-        stop.closed().await;
-    });
-    Ok(stopped)
 }

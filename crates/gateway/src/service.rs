@@ -14,7 +14,7 @@ use kube::{Api, Client};
 use serve::listen::Calls;
 use serve::relay::{deadline, frame, unframe};
 use serve::reviews::{Caller, Reviews};
-use serve::snapshots::{self, Usable};
+use serve::snapshots::{self, NAME_MAX, NAMESPACE_MAX, Usable, is_object_name};
 use serve::streams::{Call, Streams};
 use tokio::net::UnixStream;
 use tonic::Status;
@@ -130,7 +130,7 @@ impl Question {
             }
         }
         // They become parts of paths of the Kubernetes API.
-        for (field, value, max) in [("namespace", namespace, 63), (snapshot, name, 253)] {
+        for (field, value, max) in [("namespace", namespace, NAMESPACE_MAX), (snapshot, name, NAME_MAX)] {
             if !is_object_name(value, max) {
                 return Err(Status::invalid_argument(format!(
                     "{field} is not the name of a Kubernetes object"
@@ -147,15 +147,6 @@ impl Question {
         }
         Ok(())
     }
-}
-
-/// A DNS name in lower case (RFC 1123), as names of objects are.
-fn is_object_name(name: &str, max: usize) -> bool {
-    let edge = |c: Option<u8>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
-    name.len() <= max
-        && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'-' | b'.'))
-        && edge(name.bytes().next())
-        && edge(name.bytes().last())
 }
 
 impl Gateway {

@@ -12,18 +12,14 @@ mod record;
 mod server;
 mod service;
 
-use std::io::IsTerminal;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use base::{Endpoint, Key};
-use clap::{Parser, Subcommand, ValueEnum};
-use tracing_subscriber::filter::{LevelFilter, Targets};
-use tracing_subscriber::layer::SubscriberExt;
-use tracing_subscriber::util::SubscriberInitExt;
-use tracing_subscriber::{Layer, fmt, registry};
+use clap::{Parser, Subcommand};
+use serve::program::{LogFormat, age, host_and_port, http_endpoint};
 
 /// Messages come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -63,7 +59,7 @@ struct Serve {
     )]
     endpoint: Endpoint,
     /// Addresses of the nodes' drivers (their --router-listen), separated by commas. An IP address or a name, and a port.
-    #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',', required = true, value_parser = node_endpoint)]
+    #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',', required = true, value_parser = host_and_port)]
     node_endpoints: Vec<String>,
     /// Certificate chain, in PEM, with the URI SAN spiffe://CLUSTER/deltapath/router. This file and the next two are
     /// watched: new ones are used without a restart.
@@ -117,90 +113,36 @@ enum Command {
     },
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum LogFormat {
-    /// A readable line an event.
-    Text,
-    /// A JSON object an event.
-    Json,
-}
-
-fn node_endpoint(text: &str) -> Result<String, String> {
-    let (host, port) = text.rsplit_once(':').unwrap_or_default();
-    match !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) {
-        true => Ok(text.to_owned()),
-        false => Err("an endpoint is a host and a port, such as 10.0.0.7:9811".into()),
-    }
-}
-
-fn http_endpoint(text: &str) -> Result<SocketAddr, String> {
-    let text = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
-    text.parse()
-        .map_err(|_| "an endpoint is an IP address and a port, such as 127.0.0.1:8080, or :8080".into())
-}
-
-fn age(text: &str) -> Result<Duration, String> {
-    match base::age::parse(text) {
-        Some(age) if !age.is_zero() => Ok(age),
-        _ => Err("a length of time is a number above 0 and a unit (s, m, h, d), such as 30s".into()),
-    }
-}
-
-fn start_tracing(format: LogFormat) {
-    let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
-    let levels = asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-    let log = fmt::layer().with_writer(std::io::stderr);
-    let log = match format {
-        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
-        LogFormat::Json => log.json().boxed(),
-    };
-    registry().with(log.with_filter(levels)).init();
-}
-
-fn serve(arguments: Serve) -> Result<(), Box<dyn std::error::Error>> {
-    start_tracing(arguments.log_format);
-    // A stream is two descriptors.
-    if let Ok((_, hard)) = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE) {
-        let _ = nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard);
-    }
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(server::run(arguments))
-}
-
 fn main() -> ExitCode {
     let Arguments { command, serve: flags } = Arguments::parse();
-    let done = match (command, flags) {
-        (Some(Command::Forget { key, forgotten }), _) => match forget::add(&forgotten, key) {
-            Ok(true) => {
-                println!(
-                    "{key} is forgotten: routers that watch {} know within seconds",
-                    forgotten.display()
-                );
-                Ok(())
-            }
-            Ok(false) => {
-                println!("{key} was forgotten before");
-                Ok(())
-            }
-            Err(error) => Err(error.into()),
-        },
-        (None, Some(flags)) => serve(flags),
-        // Clap has seen to it that the flags are there.
-        (None, None) => Err("no flags: see --help".into()),
-    };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("deltapath-router: {}", base::report(&*error));
-            ExitCode::FAILURE
+    match (command, flags) {
+        (Some(Command::Forget { key, forgotten }), _) => forget(key, &forgotten),
+        (None, flags) => {
+            let flags = flags.expect("clap asks for them where there is no command");
+            flags.log_format.start();
+            serve::program::allow_open_files();
+            serve::program::run("deltapath-router", server::run(flags))
         }
     }
+}
+
+fn forget(key: Key, file: &Path) -> ExitCode {
+    match forget::add(file, key) {
+        Ok(true) => println!("{key} is forgotten: routers that watch {} know within seconds", file.display()),
+        Ok(false) => println!("{key} was forgotten before"),
+        Err(error) => {
+            eprintln!("deltapath-router: {error}");
+            return ExitCode::FAILURE;
+        }
+    }
+    ExitCode::SUCCESS
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
+    use testkit::reference::assert_names_every_flag;
 
     const TLS: &str = "--tls-cert c --tls-key k --tls-ca a";
 
@@ -229,18 +171,8 @@ mod tests {
     /// The page with all flags (docs/reference.md) names all of them, and no other.
     #[test]
     fn the_reference_has_every_flag() {
-        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
-        let page = std::fs::read_to_string(page).expect("the reference");
-        let section = page.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-router`"));
-        let section = section.expect("a section of flags");
         let command = Arguments::command();
-        let flags: Vec<_> = command.get_arguments().filter_map(|argument| argument.get_long()).collect();
-        for flag in flags.iter().filter(|flag| !["help", "version"].contains(flag)) {
-            assert!(section.contains(&format!("`--{flag}`")), "--{flag} is not in the reference");
-        }
-        for named in section.split("`--").skip(1) {
-            let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
-            assert!(flags.contains(&named.as_str()), "the reference names --{named}, which is no flag");
-        }
+        let flags = command.get_arguments().filter_map(|argument| argument.get_long());
+        assert_names_every_flag("deltapath-router", flags);
     }
 }

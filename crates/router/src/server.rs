@@ -3,23 +3,16 @@
 use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
-use axum::http::StatusCode;
-use axum::routing::get;
 use serve::authority::Tolerant;
-use serve::http::text;
 use serve::mutual::{Files, Mutual, Role};
+use serve::program::{self, Stop};
 use serve::streams::Streams;
-use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::server::NamedService;
 use tonic::transport::Server;
-use tonic_health::ServingStatus;
 
 use crate::Serve;
 use crate::calls::Router;
@@ -33,9 +26,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics()?;
     record::describe();
-    let http = TcpListener::bind(arguments.http_endpoint)
-        .await
-        .map_err(|error| format!("listen on {} (--http-endpoint): {error}", arguments.http_endpoint))?;
+    let http = program::bind_http(arguments.http_endpoint).await?;
     let files =
         Files { certificate: arguments.tls_cert, key: arguments.tls_key, authorities: arguments.tls_ca };
     let tls = Mutual::new(files, Role::Router);
@@ -47,7 +38,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let (socket, _file) = serve::socket::bind(arguments.endpoint.path())
         .await
         .map_err(|error| format!("listen on {} (--endpoint): {error}", arguments.endpoint))?;
-    let stop = stop_signal()?;
+    let stop = Stop::watch()?;
 
     let nodes = Nodes::new(tls, arguments.node_timeout, arguments.forgotten);
     nodes.read_forgotten();
@@ -63,52 +54,17 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
             () => None,
         }
     };
-    tasks.spawn(serve::http::upkeep(metrics.clone()));
-    let probes = axum::Router::new()
-        .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
-        .route(
-            "/readyz",
-            get({
-                let missing = missing.clone();
-                async move || match missing() {
-                    None => text(StatusCode::OK, "ok\n"),
-                    Some(what) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")),
-                }
-            }),
-        )
-        .route("/metrics", get(async move || text(StatusCode::OK, metrics.render())));
-    tasks.spawn(serve::http::serve(http, probes));
+    tasks.spawn(serve::http::probes(http, metrics, missing.clone()));
     let (health, health_service) = tonic_health::server::health_reporter();
-    tasks.spawn(async move {
-        let mut was_missing = Some("it is starting");
-        loop {
-            let missing = missing();
-            if missing != was_missing {
-                match missing {
-                    None => tracing::info!("ready"),
-                    Some(reason) => tracing::warn!(reason, "not ready"),
-                }
-                was_missing = missing;
-            }
-            let status = match missing {
-                None => ServingStatus::Serving,
-                Some(_) => ServingStatus::NotServing,
-            };
-            for service in
-                ["", Identity::NAME, Controller::NAME, GroupController::NAME, SnapshotMetadata::NAME]
-            {
-                health.set_service_status(service, status).await;
-            }
-            tokio::time::sleep(Duration::from_millis(500)).await;
-        }
-    });
+    const SERVICES: [&str; 5] =
+        ["", Identity::NAME, Controller::NAME, GroupController::NAME, SnapshotMetadata::NAME];
+    tasks.spawn(program::follow_readiness(health, &SERVICES, missing));
 
     let streams = Streams::new(arguments.max_streams, arguments.max_streams, record::OPEN_STREAMS);
     tasks.spawn(streams.clone().end_idle(arguments.idle_timeout));
     let router = Arc::new(Router::new(nodes, streams));
     tracing::info!(endpoint = %arguments.endpoint, "serving");
     let connections = UnixListenerStream::new(socket).map(|connection| connection.map(Tolerant::new));
-    let (mut shutdown, mut overdue) = (stop.clone(), stop);
     let server = Server::builder()
         .add_service(health_service)
         .add_service(Identity(router.clone()))
@@ -116,7 +72,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         .add_service(GroupController(router.clone()))
         .add_service(SnapshotMetadata(router))
         .serve_with_incoming_shutdown(connections, async {
-            let _ = shutdown.wait_for(|stop| *stop).await;
+            stop.asked().await;
             is_stopping.store(true, Ordering::Relaxed);
             tracing::info!("draining");
         });
@@ -124,27 +80,10 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         served = server => served?,
         _ = tasks.join_next() => return Err("a task of the router has ended, which should not be: see its log".into()),
         () = async {
-            let _ = overdue.wait_for(|stop| *stop).await;
+            stop.asked().await;
             tokio::time::sleep(arguments.drain).await;
         } => tracing::warn!("calls are still under way, leaving them"),
     }
     tracing::info!("stopped");
     Ok(())
-}
-
-/// Turns true at the first SIGTERM or SIGINT.
-fn stop_signal() -> std::io::Result<watch::Receiver<bool>> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let (stop, stopped) = watch::channel(false);
-    tokio::spawn(async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-        let _ = stop.send(true);
-        // The receivers outlive this only as long as the server does.
-        stop.closed().await;
-    });
-    Ok(stopped)
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusHandle};
@@ -36,6 +37,24 @@ pub async fn upkeep(metrics: PrometheusHandle) {
         ticks.tick().await;
         metrics.run_upkeep();
     }
+}
+
+/// Serves metrics, and whether the process lives and is ready, until dropped. `missing` says what it waits for.
+pub async fn probes(
+    listener: TcpListener,
+    metrics: PrometheusHandle,
+    missing: impl Fn() -> Option<&'static str> + Clone + Send + Sync + 'static,
+) {
+    let rendered = metrics.clone();
+    let readiness = async move || match missing() {
+        None => text(StatusCode::OK, "ok\n"),
+        Some(what) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{what}\n")),
+    };
+    let router = Router::new()
+        .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
+        .route("/readyz", get(readiness))
+        .route("/metrics", get(async move || text(StatusCode::OK, rendered.render())));
+    tokio::join!(upkeep(metrics), serve(listener, router));
 }
 
 /// Serves until dropped.

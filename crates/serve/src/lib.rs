@@ -1,7 +1,7 @@
 //! What servers share, each thing once: HTTP for probes and metrics ([`http`]), sockets ([`authority`], [`socket`]), and answers
 //! that are fetched and passed on as bytes ([`upstream`], [`relay`]). As features: connections over TLS whose certificate
 //! changes without a restart (`tls`: `certificate`, `mutual`, `listen`), and the streams on them (`streams`); and, for the
-//! driver links neither, the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls
+//! driver links none of it, the flags, log and end of a program that only serves (`program`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls
 //! and what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
@@ -18,6 +18,8 @@ pub mod listen;
 pub mod mutual;
 #[cfg(feature = "kubernetes")]
 mod object;
+#[cfg(feature = "program")]
+pub mod program;
 #[cfg(feature = "kubernetes")]
 pub mod questions;
 pub mod relay;

@@ -1,7 +1,11 @@
-//! A question to the Kubernetes API server: bounded in time, measured, and what a client hears where no answer comes.
+//! Questions to the Kubernetes API server: the client for them, and each of them bounded in time, measured, and what a client hears where no answer comes.
 
+use std::error::Error;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
 use tonic::Status;
 
 /// How long an answer may take.
@@ -14,6 +18,18 @@ pub struct Metrics {
     pub seconds: &'static str,
     /// A counter: reviews, by `review` and `outcome`.
     pub reviews: &'static str,
+}
+
+/// A client of the API server: by this kubeconfig file, or else the pod's service account or what kubectl would take.
+pub async fn client(kubeconfig: Option<&Path>) -> Result<Client, Box<dyn Error>> {
+    let config = match kubeconfig {
+        None => Config::infer().await?,
+        Some(path) => {
+            let kubeconfig = Kubeconfig::read_from(path)?;
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?
+        }
+    };
+    Ok(Client::try_from(config)?)
 }
 
 /// Waits for the answer. `seconds` is the histogram that it is measured in, `call` its label there.

@@ -8,6 +8,7 @@ pub mod content;
 pub mod disk;
 pub mod order;
 pub mod places;
+pub mod reference;
 pub mod sanity;
 
 use std::collections::BTreeSet;

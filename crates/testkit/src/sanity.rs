@@ -1,13 +1,88 @@
-//! What csi-sanity says of a driver. It is run by the suites of driver and router.
+//! csi-sanity, the CSI community's own test of a driver, as the suites of driver and router run it.
 
-/// The one test of v5.6.0 that fails, for every driver that tells where its snapshots can be used: it compares two messages by
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::{HOME, leftovers};
+
+/// The version that `make deps` installs.
+const VERSION: &str = "v5.6.0";
+
+/// The one test of it that fails, for every driver that says where its snapshots can be used: it compares two messages by
 /// their memory, where Go keeps the size of the one that was sent. `tests/suite/snapshots.rs` compares what they say.
 const FAILS: &str = "[FAIL] CreateSnapshot [Controller Server] [It] should succeed when creating a snapshot with accessibility \
                      requirements";
 
+/// Why csi-sanity may skip a test where there are no attachments; where there are, it skips nothing.
+const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
+    "ControllerPublishVolume not supported",
+    "ControllerPublishVolume.readonly field not supported",
+    "Controller Publish, UnpublishVolume not supported",
+    "ControllerUnpublishVolume not supported",
+    "testnodevolumeattachlimit not enabled",
+];
+
+/// The program; `None`, and why on standard error, where it is not installed, which under CI is a failure.
+fn program() -> Option<PathBuf> {
+    let path = Path::new(HOME).join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("skipped: needs csi-sanity {VERSION}, which `make deps` builds where go is installed");
+    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs csi-sanity");
+    None
+}
+
+/// Runs csi-sanity for both access types against the driver or router at `socket`, whose nodes' names begin with `node`, and
+/// fails where it finds anything, skips what is claimed, or leaves a mount in `dir`.
+pub fn assert_finds_nothing(what: &str, socket: &Path, dir: &Path, node: &str, attach: bool) {
+    let Some(program) = program() else { return };
+    let mutable = dir.join("mutable.yaml");
+    std::fs::write(&mutable, "readAheadKiB: \"1024\"\ndirectIO: \"false\"\n").expect("write");
+    for access in ["mount", "block"] {
+        let mut command = Command::new(&program);
+        command
+            .arg("-csi.endpoint")
+            .arg(format!("unix://{}", socket.display()))
+            .arg("-csi.stagingdir")
+            .arg(dir.join("sanity-staging"))
+            .arg("-csi.mountdir")
+            .arg(dir.join("sanity-mount"))
+            .arg("-csi.testvolumemutableparameters")
+            .arg(&mutable)
+            .args(["-csi.testvolumeaccesstype", access, "-csi.testvolumesize", "67108864"])
+            .args(["-csi.testvolumeexpandsize", "134217728", "-ginkgo.no-color", "-ginkgo.v"]);
+        if attach {
+            command.arg("-csi.testnodevolumeattachlimit");
+        }
+        let output = command.output().expect("run csi-sanity");
+        let said = String::from_utf8_lossy(&output.stdout);
+        let count = said.lines().find(|line| line.contains(" Passed | ")).unwrap_or("no count");
+        // Past the test runner's capture: the counts are part of what `make test` tells.
+        writeln!(std::io::stdout(), "csi-sanity, {what}, {access}, attach {attach}: {count}").expect("write");
+        assert_only_memory_differs(&said, node);
+        assert!(count.contains(" 1 Failed "), "csi-sanity, {what}, {access}, attach {attach}: {count}");
+        let may_skip =
+            |line: &str| !attach && MAY_SKIP_WITHOUT_ATTACH.iter().any(|reason| line.contains(reason));
+        let skipped: Vec<&str> = said
+            .lines()
+            .filter_map(|line| line.trim_start().strip_prefix("[SKIPPED] "))
+            .filter(|why| !why.starts_with("in ["))
+            .collect();
+        let wrong: Vec<&&str> = skipped.iter().filter(|line| !may_skip(line)).collect();
+        assert!(wrong.is_empty(), "skipped though we claim it: {wrong:#?}");
+        // By the count too, for the lines may come to be worded otherwise.
+        assert_eq!(count.contains(" 0 Skipped"), attach, "{count}");
+        assert_eq!(skipped.is_empty(), attach, "csi-sanity no longer says what it skips:\n{said}");
+        let left: Vec<String> = leftovers(dir).into_iter().filter(|left| left.contains("sanity")).collect();
+        assert!(left.is_empty(), "left mounted: {left:?}");
+    }
+}
+
 /// Fails where csi-sanity found anything but that these two messages, which are equal and name `node`, are not the same memory.
 #[track_caller]
-pub fn assert_only_memory_differs(said: &str, node: &str) {
+fn assert_only_memory_differs(said: &str, node: &str) {
     let failed: Vec<&str> = said.lines().map(str::trim).filter(|line| line.starts_with("[FAIL] ")).collect();
     assert_eq!(failed, [FAILS], "{said}");
     let found = said.split_once("[FAILED] Expected\n").expect("what it found").1;

@@ -4,6 +4,7 @@ use std::process::Command;
 
 use files::pattern::Image;
 use nix::sys::signal::Signal;
+use testkit::reference::assert_names_every_flag;
 
 use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
 
@@ -167,16 +168,10 @@ fn a_prune_and_others_keep_apart() {
 /// The page with all flags (docs/reference.md) names all of them, and no other.
 #[test]
 fn the_reference_has_every_flag() {
-    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
-    let page = std::fs::read_to_string(page).expect("the reference");
-    let section = page
-        .split("\n## ")
-        .find(|section| section.starts_with("Flags of `cbt-backup`"))
-        .expect("the section");
+    const COMMANDS: [&str; 10] =
+        ["full", "incremental", "auto", "run", "restore", "verify", "list", "prune", "show", "mount"];
     let mut flags = std::collections::BTreeSet::new();
-    for command in
-        ["full", "incremental", "auto", "run", "restore", "verify", "list", "prune", "show", "mount"]
-    {
+    for command in COMMANDS {
         let help =
             Command::new(env!("CARGO_BIN_EXE_cbt-backup")).args([command, "--help"]).output().expect("run");
         let help = text(&help.stdout);
@@ -186,14 +181,9 @@ fn the_reference_has_every_flag() {
         flags.extend(named.map(|line| {
             line.split(|c: char| !c.is_ascii_lowercase() && c != '-').next().unwrap_or_default().to_owned()
         }));
+    }
+    let section = assert_names_every_flag("cbt-backup", flags.iter().map(String::as_str));
+    for command in COMMANDS {
         assert!(section.contains(&format!("`{command}`")), "{command} is not in the reference");
-    }
-    flags.remove("help");
-    for flag in &flags {
-        assert!(section.contains(&format!("`--{flag}")), "--{flag} is not in the reference");
-    }
-    for named in section.split("`--").skip(1) {
-        let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
-        assert!(flags.contains(&named), "the reference names --{named}, which is no flag");
     }
 }

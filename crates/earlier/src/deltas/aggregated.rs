@@ -2,7 +2,6 @@
 //! elected, keeps the status of DriverDiscoveries.
 
 use std::error::Error;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -10,6 +9,7 @@ use std::time::Duration;
 use hyper_util::server::graceful::GracefulShutdown;
 use serve::certificate::Certificate;
 use serve::lease::{Lease, Times};
+use serve::program::{self, Stop};
 use serve::reviews::Reviews;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -25,50 +25,45 @@ const TIDY_EVERY: Duration = Duration::from_secs(60);
 
 /// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
 pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
+    let common = arguments.common;
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics()?;
-    let http = server::bind_http(arguments.http_endpoint).await?;
-    let listener = server::bind_https(arguments.bind_address, arguments.port).await?;
+    let http = program::bind_http(common.http_endpoint).await?;
+    let listener = program::bind(common.bind_address, common.port).await?;
     let certificate = Arc::new(Certificate::default());
-    certificate.load(&arguments.tls_cert, &arguments.tls_key)?;
-    let (chain, key) = (arguments.tls_cert, arguments.tls_key);
+    certificate.load(&common.tls_cert, &common.tls_key)?;
+    let (chain, key) = (common.tls_cert, common.tls_key);
     tasks.spawn(certificate.clone().follow(chain, key, server::FILES_EVERY));
-    let client = server::connect(arguments.kubeconfig.as_deref()).await?;
-    let mut stop = pin!(server::stop()?);
+    let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
+    let stop = Stop::watch()?;
 
     let (proxy, is_stopping) = (Arc::new(FrontProxy::default()), Arc::new(AtomicBool::default()));
     tasks.spawn(proxy.clone().follow(client.clone()));
-    tasks.spawn(serve::http::upkeep(metrics.clone()));
-    let probes = server::probes(move || metrics.render(), {
+    let missing = {
         let (proxy, is_stopping) = (proxy.clone(), is_stopping.clone());
         move || match (is_stopping.load(Ordering::Relaxed), proxy.is_known()) {
             (true, _) => Some("it is stopping"),
             (false, false) => Some("it does not know yet whom to believe who a user is: see the log"),
             (false, true) => None,
         }
-    });
-    tasks.spawn(serve::http::serve(http, probes));
+    };
+    tasks.spawn(serve::http::probes(http, metrics, missing));
     let callers = Arc::new(Callers { token: arguments.token_file, clients: Default::default() });
-    let lease = Lease::new(
-        client.clone(),
-        &arguments.namespace,
-        &arguments.lease,
-        &arguments.pod_name,
-        Times::default(),
-    );
+    let lease =
+        Lease::new(client.clone(), &common.namespace, &arguments.lease, &common.pod_name, Times::default());
     tasks.spawn({
         let (client, callers) = (client.clone(), callers.clone());
         async move { lease.lead(|| discovery::control(client.clone(), callers.clone())).await }
     });
     let api = Arc::new(Api {
-        reviews: Reviews::new(client.clone(), arguments.review_cache, METRICS)?,
+        reviews: Reviews::new(client.clone(), common.review_cache, METRICS)?,
         client,
         proxy,
         callers,
         users: api::bound(arguments.client_qps, arguments.client_burst),
         max_entries: arguments.max_entries,
-        places: Semaphore::new(usize::from(arguments.max_requests)),
+        places: Semaphore::new(usize::from(common.max_requests)),
         timeout: arguments.page_timeout,
     });
     tasks.spawn({
@@ -88,7 +83,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
             return Err("the API server takes no more connections: see the log".into());
         }
         _ = tasks.join_next() => return Err("a task has ended, which should not be: see the log".into()),
-        () = &mut stop => {}
+        () = stop.asked() => {}
     }
     is_stopping.store(true, Ordering::Relaxed);
     server::drain(graceful).await;

@@ -4,10 +4,10 @@ use axum::http::StatusCode;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use serve::snapshots::{NAME_MAX, is_object_name};
 
 use super::wire::Block;
 use crate::refusal::Refusal;
-use crate::request::is_object_name;
 
 /// Its API group.
 pub const GROUP: &str = "cbt.storage.k8s.io";
@@ -183,7 +183,7 @@ fn check(delta: &Delta) -> Vec<Cause> {
         None | Some("") if is_required => {
             causes.push((field, "FieldValueRequired", "Required value".to_owned()));
         }
-        Some(name) if !is_object_name(name) => {
+        Some(name) if !is_object_name(name, NAME_MAX) => {
             let message = format!("Invalid value: {name:?}: must be a DNS name in lower case (RFC 1123)");
             causes.push((field, "FieldValueInvalid", message));
         }

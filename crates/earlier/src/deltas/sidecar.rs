@@ -3,7 +3,6 @@
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -16,6 +15,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use csi_client::identity;
 use futures_util::StreamExt;
 use hyper_util::server::graceful::GracefulShutdown;
 use kube::api::{Patch, PatchParams};
@@ -26,6 +26,7 @@ use proto::deltas::snapshot_deltas_server::SnapshotDeltasServer;
 use serde_json::{Value, json};
 use serve::lease::{Lease, Times};
 use serve::listen::Calls;
+use serve::program::{self, Stop};
 use serve::questions::ask;
 use serve::reviews::{Object, Reviews};
 use tokio::net::TcpListener;
@@ -41,7 +42,7 @@ use super::list::Lists;
 use super::token::{Data, Tokens};
 use super::wire;
 use crate::CbtHttp as Arguments;
-use crate::driver::{self, Blocks, Driver};
+use crate::driver::{Blocks, Driver};
 use crate::refusal::Refusal;
 use crate::request::bearer;
 use crate::server::{self, Leads, METRICS, Ready};
@@ -171,46 +172,49 @@ impl Sidecar {
 
 /// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
 pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
+    let common = arguments.common;
     let ready = Arc::new(Ready::default());
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics()?;
-    let http = server::bind_http(arguments.http_endpoint).await?;
-    let listener = server::bind_https(arguments.bind_address, arguments.port).await?;
+    let http = program::bind_http(common.http_endpoint).await?;
+    let listener = program::bind(common.bind_address, common.port).await?;
     let socket = arguments.socket.path().to_owned();
     let (grpc, _socket) = serve::socket::bind(&socket)
         .await
         .map_err(|error| format!("listen on {} (--socket): {error}", arguments.socket))?;
-    ready.certificate.load(&arguments.tls_cert, &arguments.tls_key)?;
-    let (chain, key) = (arguments.tls_cert.clone(), arguments.tls_key.clone());
+    ready.certificate.load(&common.tls_cert, &common.tls_key)?;
+    let (chain, key) = (common.tls_cert.clone(), common.tls_key.clone());
     tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
-    let client = server::connect(arguments.kubeconfig.as_deref()).await?;
+    let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let key_file = arguments.data_token_key.clone();
     if let Some(key) = &key_file {
         Tokens::new(key, "", arguments.data_token_ttl)?;
     }
-    let mut stop = pin!(server::stop()?);
+    let stop = Stop::watch()?;
 
     let is_published = Arc::new(AtomicBool::default());
-    tasks.spawn(serve::http::upkeep(metrics.clone()));
-    let probes = server::probes(move || metrics.render(), {
+    let missing = {
         let (ready, is_published) = (ready.clone(), is_published.clone());
         move || {
             let unpublished = || "its DriverDiscovery is not written: see the log";
             ready.missing().or_else(|| (!is_published.load(Ordering::Relaxed)).then(unpublished))
         }
-    });
-    tasks.spawn(serve::http::serve(http, probes));
+    };
+    tasks.spawn(serve::http::probes(http, metrics, missing));
 
     let driver = Driver::at(arguments.csi_address.path());
     let driver_name = tokio::select! {
-        name = driver.name() => name,
-        () = &mut stop => return Ok(()),
+        name = identity::name(&driver.channel) => name,
+        () = stop.asked() => return Ok(()),
     };
     tracing::info!(driver = driver_name, address = %listener.local_addr()?, "serving");
     tasks.spawn({
         let (driver, ready) = (driver.clone(), ready.clone());
-        async move { driver.watch(|is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed)).await }
+        async move {
+            let tell = |is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed);
+            identity::watch(&driver.channel, tell).await;
+        }
     });
     let tokens = match &key_file {
         Some(key) => Some(Tokens::new(key, &driver_name, arguments.data_token_ttl)?),
@@ -231,12 +235,11 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
             (None, Some(service)) => json!({"service": service.json()}),
             (None, None) => return Err("either --url or --service is needed".into()),
         },
-        bundle: arguments.ca_bundle.unwrap_or(arguments.tls_cert),
+        bundle: arguments.ca_bundle.unwrap_or(common.tls_cert),
         is_published,
     });
     let lease = arguments.lease.unwrap_or_else(|| format!("cbt-http-{driver_name}"));
-    let lease =
-        Lease::new(client.clone(), &arguments.namespace, &lease, &arguments.pod_name, Times::default());
+    let lease = Lease::new(client.clone(), &common.namespace, &lease, &common.pod_name, Times::default());
     tasks.spawn({
         let ready = ready.clone();
         async move {
@@ -251,17 +254,18 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         }
     });
     let sidecar = Arc::new(Sidecar {
-        reviews: Reviews::new(client, arguments.review_cache, METRICS)?,
+        reviews: Reviews::new(client, common.review_cache, METRICS)?,
         audience: arguments.audience,
         driver_name,
         driver,
-        lists: SnapshotDeltasClient::new(driver::channel(&socket)).max_decoding_message_size(MAX_MESSAGE),
+        lists: SnapshotDeltasClient::new(identity::lazy_channel(&socket))
+            .max_decoding_message_size(MAX_MESSAGE),
         data: tokens.map(|tokens| (tokens, Data(arguments.snapshot_data))),
         page_timeout: arguments.page_timeout,
-        places: Semaphore::new(usize::from(arguments.max_requests)),
+        places: Semaphore::new(usize::from(common.max_requests)),
     });
     let graceful = GracefulShutdown::new();
-    serve_until(listener, &ready, sidecar, &graceful, tasks, stop).await?;
+    serve_until(listener, &ready, sidecar, &graceful, tasks, stop.asked()).await?;
     ready.is_stopping.store(true, Ordering::Relaxed);
     server::drain(graceful).await;
     Ok(())

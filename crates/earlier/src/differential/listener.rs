@@ -18,12 +18,13 @@ use serde::{Deserialize, Serialize};
 use serve::listen::Calls;
 use serve::questions::{ask, away};
 use serve::reviews::{Object, Reviews};
+use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 use tokio::sync::Semaphore;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use crate::refusal::Refusal;
-use crate::request::{bearer, is_object_name};
+use crate::request::bearer;
 use crate::server::METRICS;
 
 use super::resource::{self, DifferentialSnapshot, GROUP, PLURAL, Pair, Unresolved, VERSION};
@@ -139,7 +140,7 @@ impl Listener {
         })?;
         let caller = self.reviews.caller(token, &self.audience).await?;
         // 2. Whether they may get the object. The names become parts of a path of the Kubernetes API.
-        if !is_object_name(namespace) || !is_object_name(name) {
+        if !is_object_name(namespace, NAMESPACE_MAX) || !is_object_name(name, NAME_MAX) {
             return Err(Status::not_found("the path does not name a Kubernetes object"));
         }
         let object = Object {

@@ -7,14 +7,15 @@ mod pages;
 mod resource;
 
 use std::error::Error;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use csi_client::identity;
 use hyper_util::server::graceful::GracefulShutdown;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::differential::differential_snapshot_server::DifferentialSnapshotServer;
 use serve::lease::{Lease, Times};
+use serve::program::{self, Stop};
 use serve::reviews::Reviews;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -22,7 +23,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
 
 use crate::Differential as Arguments;
-use crate::driver::{self, Driver};
+use crate::driver::Driver;
 use crate::server::{self, Leads, METRICS, Ready};
 use controller::Controller;
 use listener::Listener;
@@ -30,38 +31,41 @@ use pages::Pages;
 
 /// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
 pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
+    let common = arguments.common;
     let ready = Arc::new(Ready::default());
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics()?;
-    let http = server::bind_http(arguments.http_endpoint).await?;
-    let listener = server::bind_https(arguments.bind_address, arguments.port).await?;
+    let http = program::bind_http(common.http_endpoint).await?;
+    let listener = program::bind(common.bind_address, common.port).await?;
     let socket = arguments.socket.path();
     let (grpc, _socket) = serve::socket::bind(socket)
         .await
         .map_err(|error| format!("listen on {} (--socket): {error}", arguments.socket))?;
-    let (chain, key) = (arguments.tls_cert, arguments.tls_key);
+    let (chain, key) = (common.tls_cert, common.tls_key);
     ready.certificate.load(&chain, &key)?;
     tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
-    let client = server::connect(arguments.kubeconfig.as_deref()).await?;
-    let mut stop = pin!(server::stop()?);
+    let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
+    let stop = Stop::watch()?;
 
-    tasks.spawn(serve::http::upkeep(metrics.clone()));
-    let probes = server::probes(move || metrics.render(), {
+    let missing = {
         let ready = ready.clone();
         move || ready.missing()
-    });
-    tasks.spawn(serve::http::serve(http, probes));
+    };
+    tasks.spawn(serve::http::probes(http, metrics, missing));
 
     let driver = Driver::at(arguments.csi_address.path());
     let driver_name = tokio::select! {
-        name = driver.name() => name,
-        () = &mut stop => return Ok(()),
+        name = identity::name(&driver.channel) => name,
+        () = stop.asked() => return Ok(()),
     };
     tracing::info!(driver = driver_name, address = %listener.local_addr()?, "serving");
     tasks.spawn({
         let (driver, ready) = (driver.clone(), ready.clone());
-        async move { driver.watch(|is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed)).await }
+        async move {
+            let tell = |is_ready| ready.has_driver.store(is_ready, Ordering::Relaxed);
+            identity::watch(&driver.channel, tell).await;
+        }
     });
     let pages = DifferentialSnapshotServer::new(Pages { driver, max_entries: arguments.max_entries });
     tasks.spawn(async move {
@@ -75,13 +79,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         service_address: arguments.service_address,
         ready_timeout: arguments.ready_timeout,
     });
-    let lease = Lease::new(
-        client.clone(),
-        &arguments.namespace,
-        &arguments.lease,
-        &arguments.pod_name,
-        Times::default(),
-    );
+    let lease =
+        Lease::new(client.clone(), &common.namespace, &arguments.lease, &common.pod_name, Times::default());
     tasks.spawn({
         let ready = ready.clone();
         async move {
@@ -96,13 +95,13 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         }
     });
     let callbacks = Arc::new(Listener {
-        reviews: Reviews::new(client.clone(), arguments.review_cache, METRICS)?,
+        reviews: Reviews::new(client.clone(), common.review_cache, METRICS)?,
         client,
         audience: arguments.audience,
         driver_name,
-        pages: DifferentialSnapshotClient::new(driver::channel(socket)),
+        pages: DifferentialSnapshotClient::new(identity::lazy_channel(socket)),
         page_timeout: arguments.page_timeout,
-        places: Semaphore::new(usize::from(arguments.max_requests)),
+        places: Semaphore::new(usize::from(common.max_requests)),
     });
     let config = ready.certificate.clone().server_config();
     let graceful = GracefulShutdown::new();
@@ -111,7 +110,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
             return Err("the callback listener takes no more connections: see the log".into());
         }
         _ = tasks.join_next() => return Err("a task has ended, which should not be: see the log".into()),
-        () = &mut stop => {}
+        () = stop.asked() => {}
     }
     ready.is_stopping.store(true, Ordering::Relaxed);
     server::drain(graceful).await;

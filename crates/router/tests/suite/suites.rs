@@ -1,70 +1,22 @@
 //! Promise: what csi-sanity and `cbt-lab conformance` find right in a driver they find right in a cluster.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
-use testkit::sanity::assert_only_memory_differs;
-use testkit::{HOME, PoolKind, leftovers, names};
+use testkit::PoolKind;
+use testkit::sanity::assert_finds_nothing;
 
 use crate::world::{Cluster, front};
 
-/// Whichever version `make deps` has installed.
-fn csi_sanity() -> Option<PathBuf> {
-    let deps = Path::new(HOME).join(".deps");
-    let programs = if deps.is_dir() { names(&deps) } else { Vec::new() };
-    let dir = programs.into_iter().find(|name| name.starts_with("csi-sanity-"));
-    if let Some(path) = dir.map(|dir| deps.join(dir).join("csi-sanity")).filter(|path| path.exists()) {
-        return Some(path);
-    }
-    eprintln!("skipped: needs csi-sanity, which `make deps` builds where go is installed");
-    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs csi-sanity");
-    None
-}
-
 async fn sanity(drivers: &[&[&str]], attach: bool) {
-    let Some(program) = csi_sanity() else { return };
-    let nodes = drivers.len();
     let cluster = Cluster::start_each(PoolKind::Xfs, drivers, &[]).await;
-    let dir = cluster.dir.path();
-    let socket = dir.join("front.sock");
+    let socket = cluster.dir.path().join("front.sock");
     let serving = front(&cluster, &socket).await;
-    let mutable = dir.join("mutable.yaml");
-    std::fs::write(&mutable, "readAheadKiB: \"1024\"\ndirectIO: \"false\"\n").expect("write");
-    for access in ["mount", "block"] {
-        let mut command = Command::new(&program);
-        command
-            .arg("-csi.endpoint")
-            .arg(format!("unix://{}", socket.display()))
-            .arg("-csi.stagingdir")
-            .arg(dir.join("sanity-staging"))
-            .arg("-csi.mountdir")
-            .arg(dir.join("sanity-mount"))
-            .arg("-csi.testvolumemutableparameters")
-            .arg(&mutable)
-            .args(["-csi.testvolumeaccesstype", access, "-csi.testvolumesize", "67108864"])
-            .args(["-csi.testvolumeexpandsize", "134217728", "-ginkgo.no-color", "-ginkgo.v"]);
-        if attach {
-            command.arg("-csi.testnodevolumeattachlimit");
-        }
-        let output = tokio::task::spawn_blocking(move || command.output().expect("run csi-sanity"));
-        let output = output.await.expect("a thread");
-        let said = String::from_utf8_lossy(&output.stdout);
-        let count = said.lines().find(|line| line.contains(" Passed | ")).unwrap_or("no count");
-        eprintln!("csi-sanity through the router, {nodes} nodes, {access}, attach {attach}: {count}");
-        assert_only_memory_differs(&said, "\"node-");
-        assert!(count.contains(" 1 Failed "), "{count}");
-        let skipped = said.lines().filter_map(|line| line.trim_start().strip_prefix("[SKIPPED] "));
-        // What the driver does not claim alone; tests/suite/sanity.rs names it.
-        let wrong: Vec<&str> = skipped
-            .filter(|why| !why.starts_with("in [") && !why.contains("not supported"))
-            .filter(|why| attach || !why.contains("testnodevolumeattachlimit not enabled"))
-            .collect();
-        assert!(wrong.is_empty(), "skipped: {wrong:#?}");
-        let left: Vec<String> = leftovers(dir).into_iter().filter(|left| left.contains("sanity")).collect();
-        assert!(left.is_empty(), "left mounted: {left:?}");
-    }
+    let what = format!("{} nodes behind the router", drivers.len());
+    let dir = cluster.dir.path().to_owned();
+    let ran = tokio::task::spawn_blocking(move || {
+        assert_finds_nothing(&what, &socket, &dir, "\"node-", attach);
+    });
+    ran.await.expect("csi-sanity finds nothing");
     serving.abort();
     cluster.finish();
 }

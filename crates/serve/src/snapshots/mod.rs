@@ -11,6 +11,21 @@ mod wire;
 
 /// The API group of snapshots.
 pub const SNAPSHOTS: &str = "snapshot.storage.k8s.io";
+/// The longest name of a namespace, and of a VolumeSnapshot, in bytes.
+pub const NAMESPACE_MAX: usize = 63;
+/// See [`NAMESPACE_MAX`].
+pub const NAME_MAX: usize = 253;
+
+/// Whether it is a DNS name in lower case (RFC 1123) of at most `max` bytes, as names of objects are. Names that clients send
+/// become parts of paths of the Kubernetes API: others are refused first.
+pub fn is_object_name(name: &str, max: usize) -> bool {
+    let edge = |c: Option<u8>| c.is_some_and(|c| c.is_ascii_lowercase() || c.is_ascii_digit());
+    name.len() <= max
+        && name.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, b'-' | b'.'))
+        && edge(name.bytes().next())
+        && edge(name.bytes().last())
+}
+
 /// A VolumeSnapshot's place.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SnapshotName {
@@ -199,6 +214,18 @@ mod tests {
             is_ready: true,
             created: Some(5),
         }
+    }
+
+    #[test]
+    fn names_of_objects_are_dns_names() {
+        for good in ["a", "0", "a-b.c", "monday"] {
+            assert!(is_object_name(good, NAME_MAX), "{good}");
+        }
+        for bad in ["", "A", "-a", "a-", ".a", "a.", "a/b", "a b", "ä", "a%2f", "..", "a\0"] {
+            assert!(!is_object_name(bad, NAME_MAX), "{bad:?}");
+        }
+        assert!(is_object_name(&"a".repeat(NAMESPACE_MAX), NAMESPACE_MAX));
+        assert!(!is_object_name(&"a".repeat(NAMESPACE_MAX + 1), NAMESPACE_MAX));
     }
 
     #[test]
