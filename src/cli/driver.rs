@@ -1,4 +1,4 @@
-//! `deltapath driver`: serves CSI on a socket until it is told to stop.
+//! `deltapath driver`: serves CSI on a socket until a signal stops it.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -201,7 +201,7 @@ async fn serve(
     };
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
-    let (stopping, mut told) = tokio::sync::watch::channel(false);
+    let (stopping, mut stopped) = tokio::sync::watch::channel(false);
     let shutdown = async move {
         tokio::select! {
             _ = terminate.recv() => {}
@@ -212,7 +212,7 @@ async fn serve(
     };
     let overdue = async move {
         // Ends with the server where no signal ever comes.
-        let _ = told.wait_for(|stopping| *stopping).await;
+        let _ = stopped.wait_for(|stopping| *stopping).await;
         tokio::time::sleep(DRAIN).await;
     };
     tokio::select! {

@@ -189,7 +189,7 @@ impl Controller for ControllerService {
             });
             Ok(proto::GetCapacityResponse {
                 available_capacity: if elsewhere { 0 } else { decode::wire_bytes(room.available) },
-                // Schedulers look at this one where it is told.
+                // Schedulers use this one where it is given.
                 maximum_volume_size: Some(if elsewhere { 0 } else { decode::wire_bytes(room.most) }),
                 minimum_volume_size: Some(decode::wire_bytes(room.least)),
             })

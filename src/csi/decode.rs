@@ -66,7 +66,7 @@ pub(super) fn range(range: Option<proto::CapacityRange>) -> Result<CapacityRange
 pub(super) fn encode_health(health: VolumeHealth) -> proto::VolumeHealth {
     use proto::VolumeHealthErrorType as Wire;
     let entry = |Fault { reason, message }| {
-        let (name, trouble) = reason.told();
+        let (name, trouble) = reason.parts();
         let status = match trouble {
             Trouble::Degraded => Wire::Degraded,
             Trouble::Inaccessible => Wire::Inaccessible,
@@ -84,7 +84,7 @@ pub(super) fn encode_storage_fault(
     Fault { reason, message }: Fault,
 ) -> proto::node_get_storage_health_response::StorageBackendHealth {
     use proto::StorageHealthErrorType as Wire;
-    let (name, trouble) = reason.told();
+    let (name, trouble) = reason.parts();
     let status = match trouble {
         Trouble::Inaccessible => Wire::StorageUnreachable,
         Trouble::Degraded | Trouble::DataLoss => Wire::StorageDegraded,

@@ -1,7 +1,7 @@
 //! The services for the router of a cluster, over TCP: those of CSI that are asked on behalf of the cluster, and the few
 //! questions of `deltapath.node.v1`. The CSI Node service is not among them: what is mounted here is kubelet's business.
 //!
-//! Only the router's certificate is let in, and the rest is told nothing (`serve::mutual`).
+//! Only the router's certificate is let in; others learn nothing (`serve::mutual`).
 
 use std::io;
 use std::net::SocketAddr;

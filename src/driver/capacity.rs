@@ -16,9 +16,9 @@ const DEFAULT_SIZE: u64 = 1 << 30;
 /// The size that a client asks for (`CapacityRange`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CapacityRange {
-    /// At least so many bytes; 0 for no demand.
+    /// Minimum in bytes; 0 for none.
     pub required: u64,
-    /// At most so many bytes.
+    /// Maximum in bytes.
     pub limit: Option<u64>,
 }
 
@@ -73,7 +73,7 @@ pub(super) struct Reservation<'r> {
 }
 
 impl Reserved {
-    /// Takes `amount`, if `check` allows it, which is told how much others are taking. It looks at memory
+    /// Takes `amount`, if `check` allows it; its argument is what others are taking. It may look at memory
     /// only: all calls wait for it.
     pub(super) fn take(&self, amount: u64, check: impl FnOnce(u64) -> Result<()>) -> Result<Reservation<'_>> {
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -183,7 +183,7 @@ pub(super) fn shown(text: &str) -> String {
 mod tests {
     use super::*;
 
-    /// A stranger's loop device that failed was told as a failed disk of the pool.
+    /// Another program's loop device that failed was reported as a failed disk of the pool.
     #[test]
     fn advice_about_the_pool_is_given_for_paths_of_the_pool() {
         for (path, errno, expected) in [

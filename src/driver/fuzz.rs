@@ -49,7 +49,7 @@ pub(crate) fn tokens(bytes: &[u8]) {
 }
 
 /// Lines of `name=value`, as each call takes its parameters. What is accepted is in its range, and what is not
-/// is told in a message of readable length.
+/// gets an error of readable length.
 pub(crate) fn parameters(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let pairs = text.lines().filter_map(|line| line.split_once('='));

@@ -2,7 +2,7 @@
 //! `ControllerListVolumeHealth`, `NodeGetStorageHealth`): records, bytes, the pool. What a node sees of a volume in use is
 //! in `node/health.rs`.
 //!
-//! A fault is told for as long as it can be found. Nothing is remembered but where data could not be read, and each look
+//! A fault is reported for as long as it can be found. Nothing is remembered but where data could not be read, and each look
 //! tries again to read it there.
 
 use std::collections::BTreeMap;
@@ -83,7 +83,7 @@ pub enum Reason {
 
 impl Reason {
     /// Its name for programs, which is part of the interface, and what it means for a volume.
-    pub fn told(self) -> (&'static str, Trouble) {
+    pub fn parts(self) -> (&'static str, Trouble) {
         use Trouble::{DataLoss, Degraded, Inaccessible};
         match self {
             Reason::RecordUnreadable => ("RecordUnreadable", Inaccessible),
@@ -141,7 +141,7 @@ impl Faults {
 
     /// Whether any of them makes volumes inaccessible.
     pub(super) fn cut_off(&self) -> bool {
-        self.0.keys().any(|reason| reason.told().1 == Trouble::Inaccessible)
+        self.0.keys().any(|reason| reason.parts().1 == Trouble::Inaccessible)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -393,7 +393,7 @@ mod tests {
         faults.add(Reason::ReadError, "\u{e4}".repeat(1000));
         assert!(faults.cut_off());
         let faults = faults.into_vec();
-        let reasons: Vec<_> = faults.iter().map(|fault| fault.reason.told().0).collect();
+        let reasons: Vec<_> = faults.iter().map(|fault| fault.reason.parts().0).collect();
         assert_eq!(reasons, ["ReadError", "NotMounted"]);
         assert_eq!(faults[1].message, "not at a; not at b");
         let long = &faults[0].message;

@@ -106,8 +106,9 @@ impl Inspection {
 
     /// The objects whose records cannot be read, with the reason.
     pub fn unreadable(&self) -> Vec<(String, String)> {
-        let told = |damage: &store::Damage| (damage.path.display().to_string(), base::report(&damage.error));
-        self.store.damaged().iter().map(told).collect()
+        let described =
+            |damage: &store::Damage| (damage.path.display().to_string(), base::report(&damage.error));
+        self.store.damaged().iter().map(described).collect()
     }
 
     /// Holds a snapshot's maps and hashes against its data. `Ok(None)` where it is gone meanwhile.

@@ -17,7 +17,7 @@ pub(super) const MAX_PAGE: usize = 5000;
 /// Which part of a list is asked for.
 #[derive(Clone, Debug, Default)]
 pub struct PageRequest {
-    /// `max_entries`: at most so many; 0 for as many as fit a message.
+    /// `max_entries`: the maximum; 0 for as many as fit a message.
     pub max_entries: i32,
     /// `starting_token`: the `next_token` of the page before; empty for the first.
     pub starting_token: String,

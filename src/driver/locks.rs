@@ -89,7 +89,7 @@ impl OpLocks {
         self.held().contains(key)
     }
 
-    /// Takes the object, waiting for whoever has it until the caller gives up.
+    /// Takes the object, waiting until it is free or the caller gives up.
     pub(super) fn wait_until(&self, key: Key, stop: &Stop) -> Result<OpGuard, Stopped> {
         let mut held = self.held();
         while !held.insert(key.clone()) {
@@ -100,7 +100,7 @@ impl OpLocks {
         Ok(OpGuard { locks: self.clone(), key })
     }
 
-    /// Takes the object, waiting for whoever has it.
+    /// Takes the object, waiting until it is free.
     pub(super) fn wait(&self, key: Key) -> OpGuard {
         let mut held = self.held();
         while !held.insert(key.clone()) {

@@ -38,7 +38,7 @@ pub enum Turn {
     Message(Message),
     /// Nothing was found yet.
     Nothing,
-    /// All was told.
+    /// Everything was listed.
     End,
 }
 
@@ -145,7 +145,7 @@ impl Driver {
         request: MetadataRequest,
         stop: &Stop,
     ) -> Result<MetadataStream> {
-        // A missing id is told before an unknown one.
+        // A missing id is reported before an unknown one.
         for (field, id) in [("base_snapshot_id", base_id), ("target_snapshot_id", target_id)] {
             if id.is_empty() {
                 return Err(Error::Missing { field });

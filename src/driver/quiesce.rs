@@ -20,8 +20,7 @@ use cbt::{HashFile, HashingCopy};
 
 /// The longest that a mounted filesystem is held frozen.
 const FREEZE_BOUND: Duration = Duration::from_secs(30);
-/// Tries to copy raw devices between two of their writes before giving up: so many at least, and for so
-/// long.
+/// Tries to copy raw devices between two of their writes before giving up: the least number of them, and the least time.
 const QUIET_TRIES: usize = 3;
 const QUIET_TIME: Duration = Duration::from_secs(2);
 /// With less room than this, in bytes, a write that failed found none.

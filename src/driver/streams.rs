@@ -2,7 +2,7 @@
 //! maps hold, and however slow their clients are.
 //!
 //! A stream at work holds the bitmaps of a segment; [`MetadataStream::work_bytes`](super::MetadataStream::work_bytes)
-//! says how much, and whoever calls it lets as many work at once as fit into [`WORKING`]. Between two turns, while the
+//! says how much, and its caller lets as many work at once as fit into [`WORKING`]. Between two turns, while the
 //! client reads, its segment is kept here, until newer ones take the place: then it is read again. A message gets its
 //! length from what other messages leave.
 

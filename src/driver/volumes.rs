@@ -232,7 +232,7 @@ impl Driver {
         )))
     }
 
-    /// What is unknown here may live on another node. A caller that names topologies is told so, in the way that
+    /// What is unknown here may live on another node. A caller that names topologies gets an answer that says so, in the way that
     /// makes it try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
     fn perhaps_elsewhere(&self, error: Error, request: &CreateVolume) -> Error {
         let id = match &request.source {

@@ -195,7 +195,7 @@ impl Pool {
         })
     }
 
-    /// Whether the changes of the next copy can only be told while the bytes of the last one are there.
+    /// Whether the changes of the next copy can only be listed while the bytes of the last one are there.
     pub fn compares_bytes(self) -> bool {
         matches!(self, Pool::Btrfs { holes: false, .. } | Pool::Xfs)
     }

@@ -239,7 +239,7 @@ impl Store {
     }
 
     /// Replaces a volume's record: expanded, modified. The old one or the new one survives a
-    /// crash, and the new one is there before the caller is told. Where only the last sync fails the new one
+    /// crash, and the new one is there before the call returns. Where only the last sync fails the new one
     /// is there as well: then memory follows the disk, and the caller gets the error. The retry, which finds
     /// nothing to replace, syncs it.
     pub fn update_volume(&self, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
@@ -267,7 +267,7 @@ impl Store {
     ///    synced by the pool.
     /// 3. Rename it into place: this is the commit. Before it the object is not there, after it it
     ///    is whole.
-    /// 4. Sync both parents: only then is the caller told, so a power cut loses nothing that was
+    /// 4. Sync both parents: only then does the call return, so a power cut loses nothing that was
     ///    acknowledged.
     fn commit(&self, mut draft: Draft, record: &impl Serialize, target: &ObjectDir) -> Result<()> {
         seal(&draft.dir, record)?;
@@ -381,7 +381,7 @@ fn encode(record: &impl Serialize) -> Vec<u8> {
 /// Reads the record of a volume, with what is done to it now.
 fn read_volume(dir: &ObjectDir) -> Result<VolumeRecord> {
     let record: VolumeRecord = read_named(dir.path(), |record: &VolumeRecord| record.id.as_str())?;
-    // Damage of the state is told by the calls that need it.
+    // Calls that need the state report its damage.
     let attached = read_state(dir).unwrap_or_default().attached;
     Ok(VolumeRecord { attached, ..record })
 }

@@ -17,7 +17,7 @@ pub enum Flag {
     /// `FS_NOCOW_FL`: overwrites happen in place, save where a snapshot shares the block. New files inherit it from
     /// their directory.
     OverwriteInPlace,
-    /// `FS_SYNC_FL`: a write is on the disk before it is acknowledged, whoever makes it and however.
+    /// `FS_SYNC_FL`: every write is on the disk before it is acknowledged.
     Synchronous,
 }
 

@@ -10,7 +10,7 @@ use files::{Context, Result, step};
 /// Writes what the device's page cache holds to the device, and the device's own cache down.
 ///
 /// All descriptors of a block device share one page cache, so this covers the buffered writes of
-/// whoever has it open.
+/// every process that has it open.
 #[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn flush(device: &Path) -> Result<()> {
     let file = File::open(device).context("open", device)?;

@@ -283,7 +283,7 @@ impl Iterator for WrittenSince<'_> {
                         return Some(Err(error).context("read the tree of", self.path));
                     }
                 };
-                // A leaf that was written since also holds items that were not. A hole is told whatever it
+                // A leaf that was written since also holds items that were not. A hole is listed whatever it
                 // carries: before Linux 6.0 one that was punched beside it made it longer and left its
                 // generation as it was.
                 if !item.data || item.generation > self.since {

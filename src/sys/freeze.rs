@@ -28,7 +28,7 @@ pub struct Frozen {
     mount_point: PathBuf,
 }
 
-/// What the watchdog is told.
+/// Commands to the watchdog.
 #[derive(Debug)]
 enum Told {
     Thaw,
@@ -144,7 +144,7 @@ impl Root {
     }
 }
 
-/// Thaws the filesystem with this root, whoever froze it; `Ok(false)` when it is not frozen.
+/// Thaws the filesystem with this root, no matter who froze it; `Ok(false)` when it is not frozen.
 pub fn thaw(root: &Root) -> Result<bool> {
     match thaw_fd(&root.file, &root.mount_point) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(false),

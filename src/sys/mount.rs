@@ -193,7 +193,7 @@ fn clone_mount(source: &Path) -> io::Result<OwnedFd> {
 fn set_read_only(tree: &OwnedFd) -> io::Result<()> {
     let attributes =
         libc::mount_attr { attr_set: libc::MOUNT_ATTR_RDONLY, attr_clr: 0, propagation: 0, userns_fd: 0 };
-    // SAFETY: mount_setattr reads an empty path and one `mount_attr` of the size it is told; both live
+    // SAFETY: mount_setattr reads an empty path and one `mount_attr` of the size in its argument; both live
     // through the call, and the descriptor is open.
     let rc = unsafe {
         libc::syscall(

@@ -48,8 +48,8 @@ pub fn run<S: AsRef<OsStr>>(
             _ => error,
         })?;
     // A point while it is at work. It ends in any case: nothing goes on behind an error.
-    let told = failpoint::pass("wait for", program.as_ref());
-    let output = child.wait_with_output().and_then(|output| told.map(|()| output));
+    let passed = failpoint::pass("wait for", program.as_ref());
+    let output = child.wait_with_output().and_then(|output| passed.map(|()| output));
     let output = output.context("wait for", program.as_ref())?;
     match output.status.code() {
         Some(code) if accept(code) => Ok(output),

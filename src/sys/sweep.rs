@@ -1,5 +1,5 @@
-//! Cleaning up below a directory that is ours alone, such as a temporary one: whatever was mounted
-//! or attached there, and whoever did it, also after a crash.
+//! Cleaning up below a directory that is ours alone, such as a temporary one: everything that was mounted
+//! or attached there, by any process, also after a crash.
 
 use std::path::Path;
 

@@ -23,7 +23,7 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Stops when told to, and at `deadline` at the latest.
+    /// Stops on request, and at `deadline` at the latest.
     pub fn at(deadline: Option<Instant>) -> Self {
         Stop { cancelled: Arc::default(), deadline }
     }

@@ -132,8 +132,8 @@ impl HashFile {
         }))
     }
 
-    /// Reads a page to write it again. One that the disk does not give back is replaced; whoever only reads it is told,
-    /// for a disk that fails may give back zeros for the data as well.
+    /// Reads a page to write it again. One that the disk does not give back is replaced; a caller that only reads it gets the
+    /// error, for a disk that fails may give back zeros for the data as well.
     pub(super) fn page_to_update(&self, number: u64) -> Result<Page> {
         match self.page(number) {
             Err(Error::Sys(error)) if error.is_unreadable() => {

@@ -98,7 +98,7 @@ fn file_name(path: &std::path::Path) -> std::borrow::Cow<'_, str> {
     path.file_name().unwrap_or_default().to_string_lossy()
 }
 
-/// A map whose table is sound; damaged segments are told and left to the caller.
+/// A map whose table is sound; damaged segments are reported and left to the caller.
 fn sound_map(path: &std::path::Path, findings: &mut Vec<Finding>) -> Result<Option<MapFile>> {
     let name = file_name(path);
     let mut tell = |what, range| findings.push(Finding { what: format!("{name}: {what}"), range });

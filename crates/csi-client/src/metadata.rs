@@ -5,7 +5,7 @@ use tonic::{Status, Streaming};
 use super::{Client, Error, Result};
 use proto::{BlockMetadata, BlockMetadataType};
 
-/// A range of bytes as a stream told it.
+/// A range of bytes as a stream lists it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuple {
     /// First byte.

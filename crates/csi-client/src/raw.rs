@@ -34,7 +34,7 @@ pub struct Options {
     pub max_results: i32,
     /// `secrets`.
     pub secrets: HashMap<String, String>,
-    /// The deadline that the driver is told, as a `grpc-timeout` in milliseconds.
+    /// The deadline that the driver gets, as a `grpc-timeout` in milliseconds.
     pub timeout_ms: Option<u64>,
 }
 

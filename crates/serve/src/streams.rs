@@ -25,9 +25,9 @@ pub trait Record: fmt::Debug + Send + 'static {
     fn passed(&mut self, bytes: usize, tuples: u64);
     /// The call has ended like this. Dropped without, its client is gone.
     fn end(&mut self, status: &Status);
-    /// What the client is told where the connection to the driver broke.
+    /// The status for the client where the connection to the driver broke.
     fn lost(&self, error: &upstream::Error) -> Status;
-    /// What the client is told where the driver's answer ended without a status.
+    /// The status for the client where the driver's answer ended without one.
     fn cut_short(&self, why: &str) -> Status;
 }
 

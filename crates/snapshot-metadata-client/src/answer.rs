@@ -106,7 +106,7 @@ pub(crate) struct Answer {
     shape: Option<(Style, u64)>,
     /// Every range before this byte is known.
     end: u64,
-    /// The last range as the server told it.
+    /// The last range as the server sent it.
     last: Option<Range>,
     part: Part,
     /// The next part begins at the last range, not after it.

@@ -98,7 +98,7 @@ impl Host {
             }
         }
         let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
-        // A driver that is gone already cannot be told; waiting for it says so.
+        // A driver that is gone already gets no signal; waiting for it says so.
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -114,7 +114,7 @@ impl Host {
                 _ => {
                     let _ = self.child.kill();
                     let _ = self.child.wait();
-                    left.push("the driver did not end when told; it was killed".to_owned());
+                    left.push("the driver did not end on SIGTERM; it was killed".to_owned());
                     break;
                 }
             }

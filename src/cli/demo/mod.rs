@@ -1,7 +1,7 @@
 //! `deltapath demo`: the main job from end to end, on real loop devices. It starts a driver in a
-//! temporary directory and plays kubelet and backup tool against it, over gRPC alone; all that it
-//! is told it checks against what it wrote itself.
-// A command beside no driver of anybody else.
+//! temporary directory and plays kubelet and backup tool against it, over gRPC alone; it
+//! checks every answer against what it wrote itself.
+
 #![allow(clippy::disallowed_methods)]
 
 mod draw;
@@ -76,18 +76,18 @@ async fn play(arguments: &Arguments) -> Done {
     let mut host =
         Host::start(&arguments.work_dir, arguments.pool.request(None), arguments.size, &stop).await?;
     let mut report = Report::new(arguments.size, arguments.output == Output::Text);
-    let told = Story::new(&mut host, &mut report, &stop).tell().await;
+    let done = Story::new(&mut host, &mut report, &stop).run().await;
     let left = host.stop().await;
     let interrupted = stop.check().is_err();
     if interrupted {
         eprintln!("deltapath: interrupted; cleaned up");
-    } else if let Err(error) = &told {
+    } else if let Err(error) = &done {
         eprintln!("deltapath: {}", base::report(&**error));
     }
     for what in &left {
         eprintln!("deltapath: left behind: {what}");
     }
-    let ok = told.is_ok() && left.is_empty() && !interrupted;
+    let ok = done.is_ok() && left.is_empty() && !interrupted;
     report.verdict(ok, started.elapsed(), arguments.output == Output::Json)?;
     Ok(match (interrupted, ok) {
         (true, _) => ExitCode::from(INTERRUPTED),

@@ -18,7 +18,7 @@ use files::pattern::Image;
 use files::punch_hole;
 use proto::Volume;
 
-type Told<T> = Result<T, Box<dyn Error>>;
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const BLOCK: u64 = BlockSize::MIN.bytes();
 
@@ -101,7 +101,7 @@ impl<'d> Story<'d> {
     }
 
     /// Plays all steps; the first difference ends it.
-    pub async fn tell(mut self) -> Told<()> {
+    pub async fn run(mut self) -> Result<()> {
         let volume = self.create("volume", None).await?;
         let (first, before) = self.write_and_snapshot(&volume).await?;
         let (second, after) = self.change_and_snapshot(&volume, &before).await?;
@@ -121,7 +121,7 @@ impl<'d> Story<'d> {
         self.delete_all(&[&volume, &restored, &source], &[&first, &second]).await
     }
 
-    async fn create(&mut self, name: &str, from: Option<&str>) -> Told<Volume> {
+    async fn create(&mut self, name: &str, from: Option<&str>) -> Result<Volume> {
         let started = Instant::now();
         let mut request = new_volume(name, self.report.size_bytes as i64, block_capability());
         request.volume_content_source = from.map(from_snapshot);
@@ -133,7 +133,7 @@ impl<'d> Story<'d> {
         Ok(volume)
     }
 
-    async fn write_and_snapshot(&mut self, volume: &Volume) -> Told<(String, Image)> {
+    async fn write_and_snapshot(&mut self, volume: &Volume) -> Result<(String, Image)> {
         let started = Instant::now();
         let device = self.host.attach(&volume.volume_id, false).await?;
         self.report.done("stage and publish it", started, "a loop device at the target".into());
@@ -156,7 +156,7 @@ impl<'d> Story<'d> {
         Ok((first, image))
     }
 
-    async fn change_and_snapshot(&mut self, volume: &Volume, before: &Image) -> Told<(String, Image)> {
+    async fn change_and_snapshot(&mut self, volume: &Volume, before: &Image) -> Result<(String, Image)> {
         let started = Instant::now();
         let mut image = before.clone();
         let held = before.allocated();
@@ -196,7 +196,7 @@ impl<'d> Story<'d> {
         Ok((second, image))
     }
 
-    async fn snapshot(&mut self, name: &str, volume: &Volume) -> Told<String> {
+    async fn snapshot(&mut self, name: &str, volume: &Volume) -> Result<String> {
         self.stop.check()?;
         let started = Instant::now();
         let snapshot = self.host.client.create_snapshot(name, &volume.volume_id).await?;
@@ -204,7 +204,7 @@ impl<'d> Story<'d> {
         Ok(snapshot.snapshot_id)
     }
 
-    async fn stream_allocated(&mut self, snapshot: &str, image: &Image) -> Told<()> {
+    async fn stream_allocated(&mut self, snapshot: &str, image: &Image) -> Result<()> {
         self.stop.check()?;
         let started = Instant::now();
         let list = self.host.client.allocated(snapshot, 0, 0).await?;
@@ -219,7 +219,7 @@ impl<'d> Story<'d> {
         second: &str,
         before: &Image,
         after: &Image,
-    ) -> Told<(BlockList, Vec<u64>)> {
+    ) -> Result<(BlockList, Vec<u64>)> {
         self.stop.check()?;
         let started = Instant::now();
         let list = self.host.client.delta(first, second, 0, 0).await?;
@@ -230,7 +230,7 @@ impl<'d> Story<'d> {
     }
 
     /// Restores a snapshot into a new volume, publishes that for reading and compares every byte.
-    async fn restore(&mut self, title: &str, snapshot: &str, image: &Image) -> Told<Volume> {
+    async fn restore(&mut self, title: &str, snapshot: &str, image: &Image) -> Result<Volume> {
         self.stop.check()?;
         let started = Instant::now();
         let volume = self.create(title, Some(snapshot)).await?;
@@ -247,7 +247,7 @@ impl<'d> Story<'d> {
         snapshot: &str,
         volume: &Volume,
         image: &Image,
-    ) -> Told<std::path::PathBuf> {
+    ) -> Result<std::path::PathBuf> {
         self.stop.check()?;
         let started = Instant::now();
         let backup = self.host.scratch("backup.img");
@@ -270,7 +270,7 @@ impl<'d> Story<'d> {
         volume: &Volume,
         backup: &Path,
         image: &Image,
-    ) -> Told<()> {
+    ) -> Result<()> {
         self.stop.check()?;
         let started = Instant::now();
         let file = File::options().read(true).write(true).open(backup)?;
@@ -284,7 +284,7 @@ impl<'d> Story<'d> {
         Ok(())
     }
 
-    async fn delete_all(&mut self, volumes: &[&Volume], snapshots: &[&str]) -> Told<()> {
+    async fn delete_all(&mut self, volumes: &[&Volume], snapshots: &[&str]) -> Result<()> {
         let started = Instant::now();
         for volume in volumes {
             self.host.detach(&volume.volume_id).await?;
@@ -300,7 +300,7 @@ impl<'d> Story<'d> {
 }
 
 /// Copies the ranges of `list`, as a backup tool does; zeros become holes.
-fn copy_tuples(source: &Path, target: &File, list: &BlockList, stop: &Stop) -> Told<()> {
+fn copy_tuples(source: &Path, target: &File, list: &BlockList, stop: &Stop) -> Result<()> {
     let source = File::open(source)?;
     let mut buffer = Vec::new();
     for tuple in list.tuples() {
@@ -329,12 +329,12 @@ fn written(changed: &[u64], punched: &[u64]) -> Vec<u64> {
     changed.iter().copied().filter(|block| punched.binary_search(block).is_err()).collect()
 }
 
-fn equal(call: &str, told: &[u64], wanted: &[u64]) -> Told<()> {
-    if told == wanted {
+fn equal(call: &str, listed: &[u64], wanted: &[u64]) -> Result<()> {
+    if listed == wanted {
         return Ok(());
     }
-    let missing = wanted.iter().filter(|block| told.binary_search(block).is_err()).count();
-    let extra = told.iter().filter(|block| wanted.binary_search(block).is_err()).count();
+    let missing = wanted.iter().filter(|block| listed.binary_search(block).is_err()).count();
+    let extra = listed.iter().filter(|block| wanted.binary_search(block).is_err()).count();
     Err(format!("{call} is wrong: {missing} blocks missing, {extra} too many").into())
 }
 

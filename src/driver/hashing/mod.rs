@@ -1,7 +1,7 @@
 //! Hashing behind: CreateSnapshot returns with blocks that are still to be hashed (`pending.map`), and one
 //! thread with helpers of low priority hashes them afterwards. Then it compares the blocks that may have
-//! changed (`changed.map`) and keeps those that did, so that a delta only reads what was found. What clients
-//! are told does not depend on any of it: a block that is not hashed is compared by its bytes, one that is
+//! changed (`changed.map`) and keeps those that did, so that a delta only reads what was found. Answers to
+//! clients do not depend on any of it: a block that is not hashed is compared by its bytes, one that is
 //! not compared by its hash.
 
 mod queue;

@@ -139,7 +139,7 @@ impl Hashing {
         self.state().jobs.values().map(|job| job.left).sum()
     }
 
-    /// Takes a snapshot into the queue, with so many bytes to be hashed.
+    /// Puts a snapshot into the queue, with the number of bytes to hash.
     pub(in super::super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
         if !record.tracking {
             return;
@@ -186,7 +186,7 @@ impl Hashing {
         }
     }
 
-    /// Notes that so many bytes of a snapshot were hashed.
+    /// Counts bytes of a snapshot that were hashed.
     pub(super) fn progress(&self, record: &SnapshotRecord, bytes: u64) {
         if let Some(job) = self.state().jobs.get_mut(&(record.volume.clone(), record.sequence)) {
             job.left = job.left.saturating_sub(bytes);

@@ -38,7 +38,7 @@ impl Driver {
         }
     }
 
-    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: whoever needs the map
+    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: a caller that needs the map
     /// waits, and nobody else.
     ///
     /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
@@ -146,7 +146,7 @@ impl History<'_> {
         let blocks: u64 = wrong.iter().map(|(_, members)| members.len()).sum();
         tracing::error!(
             snapshot_id = %record.id, blocks,
-            "the allocated map is not as the data is, making it again; deltas that were told may lack these blocks"
+            "the allocated map does not match the data, making it again; deltas that were listed before may lack these blocks"
         );
         let pending = MapFile::open(&dir.pending())?;
         let neighbours = store.read(|index| {

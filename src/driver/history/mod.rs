@@ -33,7 +33,7 @@ pub(super) struct History<'d> {
 }
 
 impl Driver {
-    /// Takes the histories of these volumes, waiting for whoever has them. All who take more than one do so in the order
+    /// Takes the histories of these volumes, waiting until they are free. All who take more than one do so in the order
     /// of their ids.
     pub(super) fn history<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
         let mut volumes: Vec<_> = volumes.into_iter().collect();

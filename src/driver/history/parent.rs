@@ -11,7 +11,7 @@ use cbt::{HashFile, MapFile};
 /// All its files are open: it may be deleted while the new one is made.
 pub(in super::super) struct Parent {
     pub id: SnapshotId,
-    /// Marks the moment from which on the new one's writes are to be told (see [`crate::pool::Pool`]).
+    /// Marks the moment from which on the new one's writes are to be listed (see [`crate::pool::Pool`]).
     pub since: Option<u64>,
     /// `None` once it was deleted and its bytes were freed.
     pub bytes: Option<Bytes>,

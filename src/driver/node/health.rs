@@ -38,7 +38,7 @@ impl Driver {
         };
         let pool = self.pool_faults();
         let mut faults = self.faults_of(&record, &pool);
-        // Where a volume is meant to be is told by the pool.
+        // The pool says where a volume is meant to be.
         if !pool.cut_off() {
             match self.place_faults(&record, &asked) {
                 Ok(found) => faults.append(found),
@@ -47,7 +47,7 @@ impl Driver {
                 // About to be.
                 Err(_) if self.locks.is_held(&Key::Volume(record.id.clone())) => {}
                 Err(Error::Store(error)) => faults.add(Reason::RecordUnreadable, base::report(&error)),
-                // Its file does not answer, which is told already.
+                // Its file does not answer, which is reported already.
                 Err(_) if !faults.is_empty() => {}
                 Err(error) => return Err(error),
             }

@@ -1,4 +1,4 @@
-//! How full a volume is (`NodeGetVolumeStats`). What is wrong with it is told in `health.rs`.
+//! How full a volume is (`NodeGetVolumeStats`). What is wrong with it is reported by `health.rs`.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

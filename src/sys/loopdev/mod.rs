@@ -41,7 +41,7 @@ const ATTACH_TRIES: usize = 64;
 pub enum Access {
     /// Reads and writes.
     ReadWrite,
-    /// Reads only: the kernel refuses every write, whoever asks.
+    /// Reads only: the kernel refuses every write.
     ReadOnly,
 }
 
@@ -69,7 +69,7 @@ pub struct LoopDevice {
     number: u32,
     /// `None` where the filesystem of the file answered no more when the device was found.
     backing: Option<FileId>,
-    /// The path of the file that sysfs told then: what it is known by once its filesystem no longer answers.
+    /// The path of the file that sysfs gave then: the only name of it once its filesystem no longer answers.
     path: PathBuf,
     access: Access,
 }
@@ -146,7 +146,7 @@ impl LoopDevice {
         Ok(None)
     }
 
-    /// The devices that serve a file now, whoever attached them, by [`LoopDevice::backing_path`]. Others are
+    /// The devices that serve a file now, no matter who attached them, by [`LoopDevice::backing_path`]. Others are
     /// not opened.
     pub fn all_on(wanted: impl Fn(&Path) -> bool) -> Result<Vec<Self>> {
         let mut devices = Vec::new();
@@ -328,11 +328,11 @@ pub fn has_direct_io(file: &File, path: &Path) -> Result<bool> {
 }
 
 /// The devices of others that were passed over, and what they served.
-static TOLD: Mutex<BTreeMap<u32, PathBuf>> = Mutex::new(BTreeMap::new());
+static WARNED: Mutex<BTreeMap<u32, PathBuf>> = Mutex::new(BTreeMap::new());
 
 fn tell_once(number: u32, path: &Path, error: &Error) {
-    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    if told.insert(number, path.to_owned()).as_deref() != Some(path) {
+    let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+    if warned.insert(number, path.to_owned()).as_deref() != Some(path) {
         let path = path.display();
         tracing::warn!(%path, %error, "a loop device is passed over, for the filesystem of its file no longer answers");
     }

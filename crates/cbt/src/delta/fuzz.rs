@@ -67,7 +67,7 @@ fn write_map(path: &Path, relative_to: Option<Relation>, blocks: &BTreeSet<u64>)
 /// A volume's life: up to three steps from base to target, each with a map of what may have changed in it. The
 /// delta is what differs, and nothing else: with a way and without, whatever is hashed, from any start; and where
 /// a file is damaged it is that, or an error. Only where the base's data is gone before it was hashed more may be
-/// told.
+/// listed.
 pub fn delta(bytes: &[u8]) {
     let mut input = Input(bytes);
     let dir = tempfile::tempdir().expect("temp dir");
@@ -141,7 +141,7 @@ pub fn delta(bytes: &[u8]) {
     let found = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start).expect("hashes tell");
     assert!(found.is_superset(&wanted), "{:?} are lost", wanted.difference(&found));
     let beyond: BTreeSet<u64> = found.difference(&wanted).copied().collect();
-    assert!(beyond.is_subset(&base_pending), "{beyond:?} are told and did not change");
+    assert!(beyond.is_subset(&base_pending), "{beyond:?} are listed and did not change");
 }
 
 /// The blocks of a delta, as the driver asks for one: a map that is damaged as a whole is no way.
