@@ -302,7 +302,7 @@ impl Backup {
             let _alone = volume.writers.write().await;
             volume.publish_again(world).await?;
         } else if expanded.node_expansion_required {
-            // Its place must stay while the node is told of it.
+            // Its place must stay while the node expands it.
             let _there = volume.writers.read().await;
             let request = NodeExpandVolumeRequest {
                 volume_id: volume.id.clone(),

@@ -67,7 +67,7 @@ async fn end_and_start(world: &World, rig: &mut Rig, in_order: bool) {
         true => {
             let status = blocking(|| rig.terminate());
             if !status.success() {
-                world.fail(format!("the driver was told to stop and ended with {status}"));
+                world.fail(format!("the driver got SIGTERM and ended with {status}"));
             }
             add(&world.counts.stops, 1);
         }

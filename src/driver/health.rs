@@ -386,7 +386,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reason_is_told_once_and_no_message_is_too_long() {
+    fn a_reason_is_given_once_and_no_message_is_too_long() {
         let mut faults = Faults::default();
         faults.add(Reason::NotMounted, "not at a");
         faults.add(Reason::NotMounted, "not at b");

@@ -19,7 +19,7 @@ fn seconds() -> u64 {
     std::env::var("DELTAPATH_CHAOS_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(40)
 }
 
-/// Ids that calls have told of, those of deleted objects among them.
+/// Ids that calls have returned, those of deleted objects among them.
 #[derive(Default)]
 struct Known {
     volumes: Vec<String>,

@@ -225,7 +225,7 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
     ]
 }
 
-async fn everything_is_told(pool: PoolKind) {
+async fn everything_is_reported(pool: PoolKind) {
     let mut scene = Scene::set(pool).await;
     let refused = Command::new(testkit::program("deltapath"))
         .args(["check", "--repair", "--data-dir"])
@@ -246,13 +246,17 @@ async fn everything_is_told(pool: PoolKind) {
             "note" => 0,
             _ => 3,
         };
-        let told = check(&data_dir, &[]);
+        let reported = check(&data_dir, &[]);
         let wanted = (severity.to_owned(), path.clone(), false);
-        assert!(told.found.contains(&wanted), "{pool:?}, {name}: {wanted:?} is not in {:?}", told.found);
-        assert_eq!(told.exit, exit, "{pool:?}, {name}");
-        // What does not lie in the broken object itself is not told.
-        let others = told.found.iter().filter(|(_, found, _)| !found.starts_with(&path));
-        assert_eq!(others.count(), 0, "{pool:?}, {name}: {:?}", told.found);
+        assert!(
+            reported.found.contains(&wanted),
+            "{pool:?}, {name}: {wanted:?} is not in {:?}",
+            reported.found
+        );
+        assert_eq!(reported.exit, exit, "{pool:?}, {name}");
+        // What does not lie in the broken object itself is not reported.
+        let others = reported.found.iter().filter(|(_, found, _)| !found.starts_with(&path));
+        assert_eq!(others.count(), 0, "{pool:?}, {name}: {:?}", reported.found);
 
         let mended = check(&data_dir, &["--repair"]);
         let wanted = (severity.to_owned(), path.clone(), repaired);
@@ -271,10 +275,10 @@ async fn everything_is_told(pool: PoolKind) {
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_is_told_and_only_leftovers_go(
+async fn what_is_wrong_is_reported_and_only_leftovers_go(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
-    everything_is_told(pool).await;
+    everything_is_reported(pool).await;
 }
 
 /// A mount that no record explains goes before its device.
@@ -294,9 +298,9 @@ async fn an_unexplained_mount_is_unmounted() {
     let none = deltapath::sys::mount::Flags::empty();
     deltapath::sys::mount::mount(&device.path(), &target, "ext4", none, "").expect("mount");
     let target = target.canonicalize().expect("the mount is there");
-    let told = check(&scene.rig.data_dir(), &[]);
+    let reported = check(&scene.rig.data_dir(), &[]);
     let leftover = |path: PathBuf, repaired| ("leftover".to_owned(), path, repaired);
-    assert_eq!(told.found, [leftover(target.clone(), false), leftover(device.path(), false)]);
+    assert_eq!(reported.found, [leftover(target.clone(), false), leftover(device.path(), false)]);
     let mended = check(&scene.rig.data_dir(), &["--repair"]);
     assert_eq!(mended.found, [leftover(target, true), leftover(device.path(), true)]);
     assert_eq!(mended.exit, 0);
@@ -304,7 +308,7 @@ async fn an_unexplained_mount_is_unmounted() {
     scene.is_well("unmounted");
 }
 
-/// Kubelet mounts a part of a volume for a pod that asks for a `subPath`: told, and no fault.
+/// Kubelet mounts a part of a volume for a pod that asks for a `subPath`: a note, and no fault.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_mount_of_a_part_of_a_volume_is_a_note() {
@@ -364,8 +368,8 @@ async fn a_device_that_holds_the_last_copy_stays() {
     let device = LoopDevice::find(&data).expect("find").expect("it is in use");
     fs::remove_file(&data).expect("remove");
     let mended = check(&scene.rig.data_dir(), &["--repair"]);
-    let told = |severity: &str, path: &Path| (severity.to_owned(), path.to_owned(), false);
-    assert_eq!(mended.found, [told("damage", &data), told("note", &device.path())]);
+    let reported = |severity: &str, path: &Path| (severity.to_owned(), path.to_owned(), false);
+    assert_eq!(mended.found, [reported("damage", &data), reported("note", &device.path())]);
     assert_eq!(mended.exit, 1);
     let mut copy = vec![0; 16 * MIB as usize];
     fs::File::open(device.path()).and_then(|mut file| file.read_exact(&mut copy)).expect("read the device");

@@ -163,7 +163,7 @@ async fn a_snapshot_holds_every_acknowledged_write_on_btrfs() {
     live_writers_lose_nothing(PoolKind::Btrfs).await;
 }
 
-/// A freeze never outlives its bound, whoever forgets to thaw; and whoever thaws too late is told.
+/// A freeze never outlives its bound, also where nobody thaws; and a thaw that comes too late fails.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_ends_with_its_bound() {
@@ -182,7 +182,7 @@ async fn a_freeze_ends_with_its_bound() {
         let written = tokio::time::timeout(Duration::from_secs(20), write).await;
         let late = frozen.thaw();
         written.expect("still frozen after its bound").expect("join").expect("write");
-        assert!(late.is_err(), "{fs_type}: a thaw after the bound is told, for a copy may be torn by then");
+        assert!(late.is_err(), "{fs_type}: a thaw after the bound fails, for a copy may be torn by then");
         rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     }
     rig.finish();

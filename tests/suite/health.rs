@@ -177,9 +177,9 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     assert_eq!(ready, Some(true));
     let device = mount::mounted_at(&pool).expect("mounts").expect("the pool is mounted").source;
     mount::unmount(&pool).expect("a stranger unmounts it");
-    let told = storage(&rig).await;
-    storage_tells(&told, "PoolNotMounted", StorageHealthErrorType::StorageUnreachable);
-    assert_eq!(told.len(), 1, "{told:?}");
+    let reported = storage(&rig).await;
+    storage_tells(&reported, "PoolNotMounted", StorageHealthErrorType::StorageUnreachable);
+    assert_eq!(reported.len(), 1, "{reported:?}");
     for view in [volume_health(&rig, &volume).await, node_health(&rig, &volume).await] {
         tells(&view, "PoolNotMounted", VolumeHealthErrorType::Inaccessible);
         assert_eq!(view.len(), 1, "a pool that is not there loses no file: {view:?}");

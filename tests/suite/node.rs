@@ -48,7 +48,7 @@ async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
 /// child had a copy of the descriptor for a moment more, and the target was busy.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_told() {
+async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (volume, device) = rig.block_volume("raw", MIB).await;
     let held = std::fs::File::open(&device).expect("open");
@@ -56,9 +56,9 @@ async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_told() {
         volume_id: volume.clone(),
         target_path: device.display().to_string(),
     };
-    let told = rig.client.node.node_unpublish_volume(request.clone()).await.expect_err("it is open");
-    assert_eq!(told.code(), Code::Internal, "{told}");
-    assert!(told.message().contains("busy"), "{told}");
+    let reported = rig.client.node.node_unpublish_volume(request.clone()).await.expect_err("it is open");
+    assert_eq!(reported.code(), Code::Internal, "{reported}");
+    assert!(reported.message().contains("busy"), "{reported}");
     let closer = std::thread::spawn(move || {
         std::thread::sleep(std::time::Duration::from_millis(100));
         drop(held);

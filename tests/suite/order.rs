@@ -74,7 +74,7 @@ impl Tally {
 struct Place {
     name: &'static str,
     disk: Option<Disk>,
-    /// Where its device was told to write through its cache, which stays with the number of a loop device.
+    /// Where its device was set to write through its cache, which stays with the number of a loop device.
     write_cache: Option<PathBuf>,
 }
 

@@ -17,7 +17,7 @@ const SIZE: i64 = 40 * GIB;
 const WINDOW: u64 = 96;
 /// The start, a segment's border, the end of the volume, and what an expansion adds behind it.
 const WINDOWS: [u64; 4] = [0, (1 << 22) - WINDOW / 2, SIZE as u64 / BLOCK - WINDOW, SIZE as u64 / BLOCK];
-/// Deleted snapshots of a volume that deltas are still told from.
+/// Deleted snapshots of a volume that are kept as a base for deltas.
 const RETAINED: usize = 3;
 /// What an expansion adds: the last window, then enough for a further segment of a map.
 const GROWTH: [u64; 2] = [WINDOW * BLOCK, 20 << 30];
@@ -109,7 +109,7 @@ impl Snapshot {
 struct Model {
     volumes: Vec<Volume>,
     snapshots: Vec<Snapshot>,
-    /// Deleted ones that deltas are still told from.
+    /// Deleted ones that are kept as a base for deltas.
     retained: Vec<Snapshot>,
     /// Deleted ones that are forgotten.
     forgotten: Vec<String>,

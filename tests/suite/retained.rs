@@ -335,11 +335,11 @@ async fn zeroed_space_that_was_read_is_a_hole(
     rig.finish();
 }
 
-/// Of a deleted snapshot there are only maps and hashes. Where those are damaged no delta can be told from
+/// Of a deleted snapshot there are only maps and hashes. Where those are damaged no delta can be listed from
 /// it, which is said, with what to do; and verify names damaged data by snapshot and range.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn damage_that_can_not_be_mended_is_told() {
+async fn damage_that_can_not_be_mended_is_reported() {
     let mut rig = Rig::start(PoolKind::Btrfs).await;
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
     let mut content = Content::default();
@@ -367,7 +367,10 @@ async fn damage_that_can_not_be_mended_is_told() {
         assert!(refused.to_string().contains("GetMetadataAllocated"), "{refused}");
         std::fs::write(&path, &sound).expect("restore");
     }
-    assert!(verify(&rig.data_dir()).stdout.windows(11).any(|window| window == b"changed.map"), "damage told");
+    assert!(
+        verify(&rig.data_dir()).stdout.windows(11).any(|window| window == b"changed.map"),
+        "damage reported"
+    );
     flip(&snapshot_dir(&rig, &target).data(), 100 * BLOCK + 5);
     let seen = verify(&rig.data_dir());
     assert_eq!(seen.status.code(), Some(1));
@@ -451,9 +454,9 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
         found.iter().filter(|found| found.data).map(|found| found.range.start / 4096).collect();
     assert_eq!(data, [12], "{found:?}");
     let punched = 19 * 4096;
-    let told =
+    let reported =
         found.iter().any(|found| !found.data && found.range.start <= punched && punched < found.range.end);
-    assert!(told, "the punched block in {found:?}");
+    assert!(reported, "the punched block in {found:?}");
     assert!(written("second", birth("second")).iter().all(|found| !found.data), "nothing since");
 }
 

@@ -33,7 +33,7 @@ fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
 /// Mount flags count as secrets too (CSI spec, `MountVolume.mount_flags`).
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn no_secret_is_logged_stored_or_told() {
+async fn no_secret_is_logged_stored_or_reported() {
     let mut rig = Rig::start_with(PoolKind::Dir, &[], "trace").await;
     let mut errors = Vec::new();
 

@@ -107,7 +107,7 @@ fn own_sockets(pid: u32) -> HashSet<String> {
         .collect()
 }
 
-/// The driver is reached through its socket alone, unless it is told to serve metrics, and reaches nobody.
+/// The driver is reached through its socket alone, unless it serves metrics, and reaches nobody.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_port_is_open_without_a_metrics_address() {

@@ -378,7 +378,7 @@ async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
     rig.finish();
 }
 
-/// Where a snapshot can be used is told in every answer that holds one; where it must be usable is looked at before
+/// Where a snapshot can be used is in every answer that holds one; where it must be usable is looked at before
 /// anything is made.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -455,8 +455,8 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
         assert_eq!(snapshot.accessible_topology, only_here, "{snapshot:?}");
         let get =
             proto::GetSnapshotRequest { snapshot_id: snapshot.snapshot_id.clone(), ..Default::default() };
-        let told = controller.get_snapshot(get).await.expect("get").into_inner();
-        assert_eq!(told.snapshot.expect("a snapshot").accessible_topology, only_here);
+        let reported = controller.get_snapshot(get).await.expect("get").into_inner();
+        assert_eq!(reported.snapshot.expect("a snapshot").accessible_topology, only_here);
     }
     rig.finish();
 }

@@ -279,7 +279,7 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
 }
 
 /// A mkfs that knows more than the kernel makes an image that cannot be mounted: `--pool auto` takes the other
-/// filesystem then, and whoever asked for this one is told.
+/// filesystem then, and a start that asked for this one fails.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_that_the_kernel_refuses_is_replaced() {

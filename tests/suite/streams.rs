@@ -11,7 +11,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
 
 /// Two snapshots between which every block was rewritten with its own bytes, and the last one
 /// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
-/// client that was told `OK` too early would miss.
+/// client that got `OK` too early would miss.
 async fn needle(rig: &mut Rig, mib: i64) -> (String, String, u64) {
     needle_in(rig, mib, "4Ki").await
 }

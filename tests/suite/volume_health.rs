@@ -1,4 +1,4 @@
-//! Promise: what is wrong with a volume, or with the storage below it, is told with its reason for as long as it is so:
+//! Promise: what is wrong with a volume, or with the storage below it, is reported with its reason for as long as it is so:
 //! ControllerGetVolumeHealth, ControllerListVolumeHealth, NodeGetVolumeHealth and NodeGetStorageHealth. Pools that are
 //! full, read-only, dead or spoiled are in `faults`, which asks by way of this file.
 
@@ -21,8 +21,8 @@ use testkit::{MIB, PoolKind, Rig, status_code};
 pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
     let request =
         proto::ControllerGetVolumeHealthRequest { volume_id: volume.to_owned(), ..Default::default() };
-    let told = rig.client.controller.clone().controller_get_volume_health(request).await;
-    of(told.expect("ControllerGetVolumeHealth").into_inner().volume_health, volume)
+    let reported = rig.client.controller.clone().controller_get_volume_health(request).await;
+    of(reported.expect("ControllerGetVolumeHealth").into_inner().volume_health, volume)
 }
 
 /// What the node says is wrong with it, at all its places.
@@ -41,8 +41,8 @@ async fn node_health_at(
         volume_publish_path: published.to_owned(),
         staging_target_path: staged.to_owned(),
     };
-    let told = rig.client.node.clone().node_get_volume_health(request).await?;
-    Ok(of(told.into_inner().volume_health, volume))
+    let reported = rig.client.node.clone().node_get_volume_health(request).await?;
+    Ok(of(reported.into_inner().volume_health, volume))
 }
 
 #[track_caller]
@@ -88,11 +88,11 @@ pub async fn unwell(rig: &Rig, most: i32) -> Vec<VolumeHealth> {
 /// What is wrong with the storage of the node.
 pub async fn storage(rig: &Rig) -> Vec<StorageBackendHealth> {
     let request = proto::NodeGetStorageHealthRequest::default();
-    let told = rig.client.node.clone().node_get_storage_health(request).await;
-    told.expect("NodeGetStorageHealth").into_inner().backend_health
+    let reported = rig.client.node.clone().node_get_storage_health(request).await;
+    reported.expect("NodeGetStorageHealth").into_inner().backend_health
 }
 
-/// Fails where a reason is not among what is told; returns its message.
+/// Fails where a reason is not among what is reported; returns its message.
 #[track_caller]
 pub fn tells(entries: &[VolumeHealthEntry], reason: &str, status: VolumeHealthErrorType) -> String {
     let found = entries.iter().find(|entry| entry.reason == reason);
@@ -149,8 +149,8 @@ async fn a_volume_that_is_well_has_nothing_to_tell(
     let files = rig.client.create_volume(request).await.expect("create").volume_id;
     // Nowhere, and where kubelet only tried to put it.
     for (published, staged) in [("", ""), ("/nowhere/published", ""), ("/nowhere/published", "/nowhere")] {
-        let told = node_health_at(&rig, &files, published, staged).await.expect("it exists");
-        assert!(told.is_empty(), "{told:?}");
+        let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
+        assert!(reported.is_empty(), "{reported:?}");
     }
     let kubelet = rig.kubelet();
     let target = rig.client.publish(&files, capability, false, &kubelet).await.expect("publish");
@@ -158,18 +158,19 @@ async fn a_volume_that_is_well_has_nothing_to_tell(
     let target = target.display().to_string();
     for (published, staged) in [("", ""), (target.as_str(), ""), ("", staging.as_str()), (&target, &staging)]
     {
-        let told = node_health_at(&rig, &files, published, staged).await.expect("it exists");
-        assert!(told.is_empty(), "{told:?}");
+        let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
+        assert!(reported.is_empty(), "{reported:?}");
     }
-    let told = node_health_at(&rig, &raw, &device.display().to_string(), "").await.expect("it exists");
-    assert!(told.is_empty(), "{told:?}");
+    let reported = node_health_at(&rig, &raw, &device.display().to_string(), "").await.expect("it exists");
+    assert!(reported.is_empty(), "{reported:?}");
     for volume in [&raw, &files] {
         assert_eq!(health(&rig, volume).await, []);
     }
     assert_eq!(unwell(&rig, 0).await, []);
     // The disk of the machine that tests run on may have no direct I/O.
-    let told: Vec<_> = storage(&rig).await.into_iter().filter(|told| told.reason != "NoDirectIO").collect();
-    assert_eq!(told, []);
+    let reported: Vec<_> =
+        storage(&rig).await.into_iter().filter(|reported| reported.reason != "NoDirectIO").collect();
+    assert_eq!(reported, []);
 
     for (volume, published, staged, expected) in [
         ("", "", "", Code::InvalidArgument),
@@ -208,11 +209,11 @@ fn data_of(rig: &Rig, volume: &str) -> PathBuf {
     rig.pool_dir().join("volumes").join(volume).join("bytes/data.img")
 }
 
-/// A file that is gone or cut short, and a record that cannot be read, are told; and the list holds such volumes alone,
+/// A file that is gone or cut short, and a record that cannot be read, are reported; and the list holds such volumes alone,
 /// each once, whatever its pages are.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_bytes_and_records_are_told_and_listed() {
+async fn lost_bytes_and_records_are_reported_and_listed() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut volumes = Vec::new();
     for number in 0..8 {
@@ -278,7 +279,7 @@ async fn lost_bytes_and_records_are_told_and_listed() {
         let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
         file.set_len(4 * MIB as u64).expect("make long again");
     }
-    assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is told no more");
+    assert_eq!(ids(unwell(&rig, 1).await), [""; 0], "what is well again is reported no more");
     rig.finish();
 }
 
@@ -304,22 +305,22 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem() {
 
         // Read-only for all its mounts, as the kernel makes it after an error.
         shell("mount", &["-o", "remount,ro", &staging.display().to_string()]);
-        let told = node_health(&rig, &volume).await;
-        tells(&told, "FilesystemReadOnly", Degraded);
-        assert_eq!(told.len(), 1, "{told:?}");
+        let reported = node_health(&rig, &volume).await;
+        tells(&reported, "FilesystemReadOnly", Degraded);
+        assert_eq!(reported.len(), 1, "{reported:?}");
         shell("mount", &["-o", "remount,rw", &staging.display().to_string()]);
         assert_eq!(node_health(&rig, &volume).await, []);
 
         // Unmounted from one of two places: the other is asked about alone, or both.
         sys::mount::unmount(&target).expect("a stranger unmounts it");
-        let told = node_health(&rig, &volume).await;
-        let said = tells(&told, "NotMounted", Inaccessible);
+        let reported = node_health(&rig, &volume).await;
+        let said = tells(&reported, "NotMounted", Inaccessible);
         assert!(said.contains(&target.display().to_string()) && !said.contains("staging"), "{said}");
         let (target_path, staging_path) = (target.display().to_string(), staging.display().to_string());
-        let told = node_health_at(&rig, &volume, &target_path, "").await.expect("health");
-        tells(&told, "NotMounted", Inaccessible);
+        let reported = node_health_at(&rig, &volume, &target_path, "").await.expect("health");
+        tells(&reported, "NotMounted", Inaccessible);
         assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
-        // Its use is not told as that of what lies below.
+        // Its use is not reported as that of what lies below.
         let stats = proto::NodeGetVolumeStatsRequest {
             volume_id: volume.clone(),
             volume_path: target_path,
@@ -347,8 +348,8 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem() {
             "xfs" => {
                 let done = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
                 done.expect("shutdown");
-                let told = node_health(&rig, &volume).await;
-                let said = tells(&told, "FilesystemShutDown", Inaccessible);
+                let reported = node_health(&rig, &volume).await;
+                let said = tells(&reported, "FilesystemShutDown", Inaccessible);
                 assert!(said.contains("does not answer"), "{said}");
                 let stats = proto::NodeGetVolumeStatsRequest {
                     volume_id: volume.clone(),
@@ -393,9 +394,9 @@ async fn a_node_tells_that_a_device_is_gone() {
     rig.kill();
     sys::sweep::sweep(rig.dir.path()).expect("a reboot");
     rig.start_again().await;
-    let told = node_health(&rig, &files).await;
-    let said = tells(&told, "DeviceGone", Inaccessible);
-    assert!(said.contains("lost in a reboot") && told.len() == 1, "{told:?}");
+    let reported = node_health(&rig, &files).await;
+    let said = tells(&reported, "DeviceGone", Inaccessible);
+    assert!(said.contains("lost in a reboot") && reported.len() == 1, "{reported:?}");
     rig.client.publish(&files, capability, false, &kubelet).await.expect("publish again");
     assert_eq!(node_health(&rig, &files).await, []);
     rig.client.unpublish(&files, &kubelet).await.expect("unpublish");
@@ -420,8 +421,8 @@ async fn calls_at_work_are_no_trouble() {
             while !*stopped.borrow() {
                 let request =
                     proto::NodeGetVolumeHealthRequest { volume_id: files.clone(), ..Default::default() };
-                let told = client.node.clone().node_get_volume_health(request).await.expect("health");
-                assert_eq!(of(told.into_inner().volume_health, &files), []);
+                let reported = client.node.clone().node_get_volume_health(request).await.expect("health");
+                assert_eq!(of(reported.into_inner().volume_health, &files), []);
                 let request = proto::ControllerListVolumeHealthRequest::default();
                 let list = client.controller.clone().controller_list_volume_health(request).await;
                 assert_eq!(list.expect("list").into_inner().entries, []);

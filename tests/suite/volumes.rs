@@ -175,7 +175,7 @@ async fn what_is_wrong_with_a_request_is_said() {
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn creation_is_idempotent_by_name_and_clashes_are_told(
+async fn creation_is_idempotent_by_name_and_clashes_are_reported(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
     let mut rig = Rig::start(pool).await;

@@ -179,7 +179,7 @@ pub struct RestoreArguments {
 
 /// Read everything back and check it.
 ///
-/// Damage is told by backup and byte range, and noted in the repository, so that no incremental backup is made over it.
+/// Damage is reported by backup and byte range, and noted in the repository, so that no incremental backup is made over it.
 /// Exit codes: 0 all is sound, 1 damage, a difference, or a failure, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Args)]
 pub struct VerifyArguments {

@@ -133,7 +133,7 @@ impl Export {
     }
 }
 
-/// Serves until it is told to stop. The socket is made, and removed in the end.
+/// Serves until `stop` is set. The socket is made, and removed in the end.
 pub fn serve(export: Export, socket: &Path, stop: &Stop) -> Result<()> {
     let listener = listen(socket)?;
     let _gone = Socket(socket.to_owned());

@@ -316,7 +316,7 @@ pub struct Compared {
     pub differing: Vec<Range<u64>>,
 }
 
-/// Ranges that are told; a device that is another one altogether has millions.
+/// Ranges that are reported; a device that is another one altogether has millions.
 const TOLD: usize = 100;
 
 /// Compares a device or file with a backup, every byte of it. What the device has beyond the backup does not count.

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_that_was_told_has_to_be_told_again() {
+    fn a_range_that_was_listed_has_to_be_listed_again() {
         let forgotten = |offset, length| Err(Violation::Forgotten(Range { offset, length }));
         for (what, tuples, accepted, finished) in [
             ("it is", vec![(8192, 8192)], Ok(vec![]), Ok(Ended::Whole)),

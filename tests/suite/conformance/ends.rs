@@ -72,7 +72,7 @@ async fn a_driver_that_comes_back_is_tested_on() {
     rig.finish();
 }
 
-/// A call that hangs while a case is prepared: told as that, and what it may have made is named.
+/// A call that hangs while a case is prepared: reported as that, and what it may have made is named.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_hangs_ends_with_its_time() {

@@ -197,7 +197,7 @@ async fn every_fault_is_seen_by_its_cases() {
 
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_allowed_is_told_and_does_not_fail() {
+async fn what_is_allowed_is_reported_and_does_not_fail() {
     each_is_seen(ALLOWED, "allowed", 0).await;
 }
 

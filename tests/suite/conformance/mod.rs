@@ -89,8 +89,8 @@ async fn faulty(upstream: &Path, faults: &str, listen: &Path) -> Faulty {
         .kill_on_drop(true)
         .spawn()
         .expect("spawn");
-    let mut told = BufReader::new(child.stdout.take().expect("piped")).lines();
-    let ready = told.next_line().await.expect("read").unwrap_or_default();
+    let mut reported = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let ready = reported.next_line().await.expect("read").unwrap_or_default();
     assert!(ready.starts_with("serving at"), "{faults}: {ready:?}");
     Faulty(child)
 }
@@ -179,22 +179,22 @@ async fn the_page_lists_every_case() {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
         let [level, section, requirement, cases] = cells[..] else { panic!("{row}") };
         for case in cases.split('`').skip(1).step_by(2) {
-            let told = (level.to_owned(), section.to_owned(), requirement.to_owned());
-            assert!(listed.insert(case.to_owned(), told).is_none(), "{case} is listed twice");
+            let reported = (level.to_owned(), section.to_owned(), requirement.to_owned());
+            assert!(listed.insert(case.to_owned(), reported).is_none(), "{case} is listed twice");
         }
     }
     let output = conformance(Path::new("/none"), &["--list"]).output().await.expect("run");
     let list: Vec<Value> = serde_json::from_slice(&output.stdout).expect("a list");
     for case in &list {
         let text = |key: &str| case[key].as_str().expect(key).to_owned();
-        let told =
+        let reported =
             listed.remove(&text("name")).unwrap_or_else(|| panic!("{} is not in the page", case["name"]));
-        assert_eq!(told.0, text("level"), "{case}");
+        assert_eq!(reported.0, text("level"), "{case}");
         let section = text("section");
         let short =
             if section.starts_with("Special considerations") { "Special considerations" } else { &section };
-        assert!(told.1.split(", ").any(|listed| listed == short), "{case}: {}", told.1);
-        assert_eq!(told.2, text("requirement"), "{case}");
+        assert!(reported.1.split(", ").any(|listed| listed == short), "{case}: {}", reported.1);
+        assert_eq!(reported.2, text("requirement"), "{case}");
     }
     assert!(listed.is_empty(), "in the page alone: {listed:?}");
 }

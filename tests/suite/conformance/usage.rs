@@ -85,14 +85,14 @@ async fn focus_skip_junit_and_text() {
     text.arg("--junit").arg(&junit);
     let output = text.output().await.expect("run");
     assert_eq!(output.status.code(), Some(1));
-    let told = String::from_utf8_lossy(&output.stdout);
+    let reported = String::from_utf8_lossy(&output.stdout);
     for part in ["pass          MUST   delta-capacity", "fail          MUST   delta-order", "FAIL: 1 passed"]
     {
-        assert!(told.contains(part), "{told}");
+        assert!(reported.contains(part), "{reported}");
     }
-    let order = told.lines().skip_while(|line| !line.contains("delta-order")).collect::<Vec<_>>();
-    assert!(order[1].contains("GetMetadataDelta: byte_offset strictly increases"), "{told}");
-    assert!(order[2].contains("does not start after its predecessor"), "{told}");
+    let order = reported.lines().skip_while(|line| !line.contains("delta-order")).collect::<Vec<_>>();
+    assert!(order[1].contains("GetMetadataDelta: byte_offset strictly increases"), "{reported}");
+    assert!(order[2].contains("does not start after its predecessor"), "{reported}");
     let xml = std::fs::read_to_string(&junit).expect("JUnit");
     assert!(xml.contains("failures=\"1\"") && xml.contains("does not start after"), "{xml}");
     rig.finish();
@@ -125,9 +125,9 @@ async fn a_level_a_summary_and_a_comparison() {
 
     let mut text = bare(&rig.socket(), &must);
     let output = text.args(["--volume-size", "64Mi"]).output().await.expect("run");
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(told.contains("changed: delta-order: fail -> pass\n"), "{told}");
-    let last = told.lines().last().unwrap_or_default();
+    let reported = String::from_utf8_lossy(&output.stdout);
+    assert!(reported.contains("changed: delta-order: fail -> pass\n"), "{reported}");
+    let last = reported.lines().last().unwrap_or_default();
     let quoted =
         ["deltapath", "CSI 1.13 SnapshotMetadata", "cbt-lab 0.", "some cases: pass (2 pass, 0 allowed"];
     assert!(quoted.iter().all(|part| last.contains(part)), "{last}");

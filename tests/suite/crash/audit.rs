@@ -306,9 +306,10 @@ async fn delta(
     let differing = blocks.filter(|(_, (a, b))| a != b).map(|(block, _)| block as u64);
     match rig.client.delta(base, target, 0, 0).await {
         Ok(list) => {
-            let (told, true_ones) = (blocks_of(&list, BLOCK), differing.collect::<Vec<_>>());
-            if told != true_ones {
-                found.loss(format!("the delta from {base} to {target} tells {told:?}, not {true_ones:?}"));
+            let (reported, true_ones) = (blocks_of(&list, BLOCK), differing.collect::<Vec<_>>());
+            if reported != true_ones {
+                found
+                    .loss(format!("the delta from {base} to {target} tells {reported:?}, not {true_ones:?}"));
             }
         }
         Err(error) => found.loss(format!("the delta from {base} to {target}: {error}")),

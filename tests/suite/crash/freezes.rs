@@ -28,7 +28,7 @@ async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
 /// the call does, and says that the copy may be torn.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_told() {
+async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());
@@ -65,10 +65,10 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     let mounted = mount::mounted_at(&staging).expect("mounts").expect("the filesystem is mounted");
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     assert!(frozen.is_none(), "the copy is held up before the filesystem is frozen");
-    let told = Instant::now();
+    let reported = Instant::now();
     let status = tokio::task::block_in_place(|| rig.terminate());
     assert!(status.success(), "the driver ended with {status}\n{}", rig.log());
-    assert!(told.elapsed() < Duration::from_secs(30), "the watchdog's bound was waited for");
+    assert!(reported.elapsed() < Duration::from_secs(30), "the watchdog's bound was waited for");
     call.await.expect("join").expect_err("the call was left behind");
     let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
     frozen.expect("the filesystem is left frozen").thaw().expect("thaw");
@@ -85,7 +85,7 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
 /// Somebody else thaws the filesystem while it is copied: what was read since may be torn, so the call fails.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_freeze_that_somebody_else_undoes_is_told() {
+async fn a_freeze_that_somebody_else_undoes_is_reported() {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let mut scene = Scene::make(&mut rig).await;
     let mut orders = Orders::new(rig.dir.path());

@@ -7,7 +7,7 @@ use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
 /// The incident: a deletion moved the files of a snapshot then, and the disk took its time with the sync that follows;
-/// the index told their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
+/// the index gave their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
 /// served, and a snapshot taken meanwhile found no parent, hashed all and lost the link to the one before.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

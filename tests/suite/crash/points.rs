@@ -26,7 +26,7 @@ pub enum Cut {
     Error(i32),
 }
 
-/// The errors that a step fails with, and what the caller is told.
+/// The errors that a step fails with, and what the caller gets.
 const ERRORS: [(i32, Code); 2] =
     [(nix::libc::EIO, Code::Internal), (nix::libc::ENOSPC, Code::ResourceExhausted)];
 
@@ -249,7 +249,7 @@ impl Lab {
             self.tally.look(&mut self.rig, &mut self.scene, When::Failed, &context).await;
         }
         let mut when = When::Failed;
-        // A kill also after the last point: done, and nobody was told. After an error half of them, for what
+        // A kill also after the last point: done, and no caller knows. After an error half of them, for what
         // memory hides shows then.
         if cut == Cut::Kill || self.round.is_multiple_of(2) {
             self.rig.kill();
@@ -260,7 +260,7 @@ impl Lab {
         hit.is_some()
     }
 
-    /// An injected error is told, unless its step is one that may fail.
+    /// An injected error is reported, unless its step is one that may fail.
     fn judge(&mut self, harmless: bool, errno: i32, outcome: Result<(), Code>, context: &str) {
         let (_, expected) = ERRORS.iter().find(|(number, _)| *number == errno).expect("a known error");
         match outcome {

@@ -31,8 +31,8 @@ fn context(what: &str, pool: PoolKind, cut: Cut, points: &[Point]) -> String {
     }
 }
 
-/// Whether a process was killed at a point, or failed at one, as it was told.
-fn ended_as_told(cut: Cut, ended: ExitStatus) -> bool {
+/// Whether a process was killed at a point, or failed at one, as the test wanted.
+fn ended_as_wanted(cut: Cut, ended: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     match cut {
         Cut::Kill => ended.signal() == Some(nix::libc::SIGKILL),
@@ -104,7 +104,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
         // The socket answers a moment before the last step of the start.
         Ok((mut child, _)) if cut_at(&points).is_some_and(|point| is_socket(&point.path)) => {
             let ended = wait(&mut child, Duration::from_secs(20));
-            assert!(ended_as_told(cut, ended), "{context}: it ended with {ended}\n{}", log());
+            assert!(ended_as_wanted(cut, ended), "{context}: it ended with {ended}\n{}", log());
         }
         Ok((mut child, _)) => {
             child.kill().expect("kill");
@@ -114,7 +114,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
         }
         Err(ended) => {
             assert!(cut_at(&points).is_some(), "{context}: it ended with {ended}\n{}", log());
-            assert!(ended_as_told(cut, ended), "{context}: it ended with {ended}\n{}", log());
+            assert!(ended_as_wanted(cut, ended), "{context}: it ended with {ended}\n{}", log());
             if cut != Cut::Kill {
                 let left = leftovers(dir);
                 assert!(left.is_empty(), "{context}: a start that failed left {left:?}");
@@ -202,7 +202,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
             tally.point(format!("start {detached} {cut:?} {} {}", point.number, point.step));
             match outcome {
                 Err(ended) => {
-                    assert!(ended_as_told(cut, ended), "{context}: {ended}");
+                    assert!(ended_as_wanted(cut, ended), "{context}: {ended}");
                     rig.start_again().await;
                 }
                 // The socket answers a moment before the last step of the start.
@@ -212,14 +212,14 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
                 }
                 // It goes on where one object cannot be put right, and says so; the next start tries again.
                 Ok(()) => {
-                    let told = last_lines(&rig.log());
+                    let reported = last_lines(&rig.log());
                     let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
                     let alone = point.path.ends_with("state.json") || point.step == "thaw" || is_its_sync;
                     let said = match clears_up(point) {
-                        true => told.contains("what a crash left half-made stays"),
-                        false => alone && told.contains("may be frozen"),
+                        true => reported.contains("what a crash left half-made stays"),
+                        false => alone && reported.contains("may be frozen"),
                     };
-                    assert!(cut != Cut::Kill && said, "{context}: it started\n{told}");
+                    assert!(cut != Cut::Kill && said, "{context}: it started\n{reported}");
                     rig.kill();
                     rig.start_again().await;
                 }
@@ -257,7 +257,7 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
                 assert!(ended.success(), "{context}: {ended}");
             }
             Some(_) => {
-                assert!(ended_as_told(cut, ended), "{context}: {ended}\n{}", last_lines(&rig.log()));
+                assert!(ended_as_wanted(cut, ended), "{context}: {ended}\n{}", last_lines(&rig.log()));
             }
         }
         if let Some(point) = cut_at(&points) {

@@ -153,10 +153,10 @@ async fn a_bad_block(pool: PoolKind) {
         let (next, whole) = line.next(&mut rig, name).await;
         assert!(whole || name == "hashes", "{}", path.display());
         let shown = format!("{}/{name}", line.target.0);
-        let is_told = |said: &str| {
+        let is_reported = |said: &str| {
             said.contains(&shown) && (said.contains("damaged") || said.contains("Input/output error"))
         };
-        assert!(rig.log().lines().any(is_told), "{} is not read: this proves nothing", path.display());
+        assert!(rig.log().lines().any(is_reported), "{} is not read: this proves nothing", path.display());
         assert!(sound.answers(&mut rig).await, "what is sound is served");
         rig.detach(&line.volume).await;
         rig.client.delete_snapshot(&next).await.expect("delete what came after it");
@@ -165,7 +165,7 @@ async fn a_bad_block(pool: PoolKind) {
         rig.client.delete_volume(&line.volume).await.expect("delete");
     }
 
-    // A block of data: what is known of it by maps and hashes is told; its bytes are nobody's to make up.
+    // A block of data: what maps and hashes know of it is listed; its bytes are nobody's to make up.
     let damaged = line(&mut rig, "damaged", 40).await;
     let data = live(&rig, &damaged.base.0).data();
     spoil(&disk, &data, 120 * BLOCK);
@@ -275,7 +275,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
         _ => {
             let base = taken.expect("a clone reads nothing").snapshot_id;
             let failures = |rig: &Rig| rig.log().matches("could not be hashed").count();
-            until("a failure is told", || failures(&rig) > 0).await;
+            until("a failure is counted", || failures(&rig) > 0).await;
             lost_block(&rig, &volume, &data).await;
             let mut after = before.clone();
             after.write(&device, 110, 20, 2);
@@ -336,7 +336,7 @@ async fn a_cut_image(pool: PoolKind) {
     rig.start_again().await;
     let image = File::options().write(true).open(rig.data_dir().join("pool.img")).expect("open");
     let length = image.metadata().expect("stat").len();
-    let (mut failed, mut told) = (0, 0);
+    let (mut failed, mut reported) = (0, 0);
     let kubelet = rig.kubelet();
     // Ever shorter, so that data, maps and at last the filesystem's own blocks go.
     for part in [2, 16, 64, 512] {
@@ -347,7 +347,7 @@ async fn a_cut_image(pool: PoolKind) {
             let said = tells(&seen, "PoolImageTruncated", Trouble::DataLoss);
             assert!(said.contains(&format!(" bytes of {length}: the end of the pool is missing")), "{said}");
             storage_tells(&below, "PoolImageTruncated", StorageTrouble::StorageDegraded);
-            told += 1;
+            reported += 1;
         }
         for line in &lines {
             for id in [&line.base.0, &line.target.0] {
@@ -384,7 +384,7 @@ async fn a_cut_image(pool: PoolKind) {
             }
         }
     }
-    assert!(failed > 0 && told > 0, "nothing was behind the cut: this proves nothing");
+    assert!(failed > 0 && reported > 0, "nothing was behind the cut: this proves nothing");
     let (_, snapshots) = listed(&rig).await;
     assert_eq!(snapshots.len(), 8, "what cannot be read is not gone");
     let log = rig.log();

@@ -121,7 +121,7 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     assert_eq!(list.expect_err("a list would say that all are well").code(), Code::Unavailable);
     let request =
         proto::ControllerGetVolumeHealthRequest { volume_id: scene.raw.clone(), ..Default::default() };
-    let told = client.controller.controller_get_volume_health(request).await;
-    assert_eq!(told.expect_err("nothing is known of it").code(), Code::Unavailable);
+    let reported = client.controller.controller_get_volume_health(request).await;
+    assert_eq!(reported.expect_err("nothing is known of it").code(), Code::Unavailable);
     scene.comes_back().await;
 }

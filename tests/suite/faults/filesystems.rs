@@ -133,15 +133,15 @@ async fn plain_files_on_xfs_list_what_was_written() {
         }
         let snapshot = rig.snapshot(&round.to_string(), &volume).await;
         let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
-        let (told, written) = (blocks_of(&list, BLOCK), content.allocated(BLOCK));
-        let more: Vec<u64> = told.iter().filter(|block| !written.contains(block)).copied().collect();
+        let (reported, written) = (blocks_of(&list, BLOCK), content.allocated(BLOCK));
+        let more: Vec<u64> = reported.iter().filter(|block| !written.contains(block)).copied().collect();
         assert_eq!(
             more,
             Vec::<u64>::new(),
-            "round {round}: of {} blocks written, told as allocated too",
+            "round {round}: of {} blocks written, listed as allocated too",
             written.len()
         );
-        assert_eq!(told, written);
+        assert_eq!(reported, written);
     }
     rig.detach(&volume).await;
     rig.finish();

@@ -83,8 +83,8 @@ async fn a_full_host(pool: PoolKind, end: End) {
     match (pool, probe(&rig).await) {
         (PoolKind::Btrfs, Err(status)) => {
             assert_eq!(status.code(), Code::FailedPrecondition);
-            let told = ["Read-only file system", "the disk under the pool's image has "];
-            assert!(told.iter().all(|word| status.message().contains(word)), "{status}");
+            let reported = ["Read-only file system", "the disk under the pool's image has "];
+            assert!(reported.iter().all(|word| status.message().contains(word)), "{status}");
             tells(&health(&rig, &volume).await, "PoolReadOnly", Trouble::Degraded);
             storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
         }

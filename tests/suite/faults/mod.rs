@@ -74,7 +74,7 @@ pub async fn probe(rig: &Rig) -> Result<(), tonic::Status> {
     rig.client.identity.clone().probe(proto::ProbeRequest {}).await.map(drop)
 }
 
-/// A stream of a snapshot on a broken disk: it told all, or it failed for the disk's sake. Whether it failed.
+/// A stream of a snapshot on a broken disk: it listed all, or it failed for the disk's sake. Whether it failed.
 #[track_caller]
 pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[u64]) -> bool {
     match answer {

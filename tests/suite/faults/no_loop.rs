@@ -99,7 +99,7 @@ async fn a_pool_image_without_loop_devices_is_refused() {
 /// The static `/dev` of a container has no node for a new device, and cannot take one.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dev_without_nodes_is_told() {
+async fn a_dev_without_nodes_is_reported() {
     const NO_NODES: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9
         mknod /dev/loop-control c 10 237; mount -o remount,ro /dev";

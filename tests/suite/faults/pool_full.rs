@@ -91,7 +91,7 @@ async fn a_full_pool(pool: PoolKind) {
     assert_eq!(health(&rig, &volume).await, []);
 
     let ballast = Ballast::fill(&rig.pool_dir());
-    // Its writer is told, and nobody else. What a write needs was taken by the snapshot or never there.
+    // Its writer gets the error, and nobody else. What a write needs was taken by the snapshot or never there.
     write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
     probe(&rig).await.expect("a full pool is well: deletions still work");
     for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
@@ -146,7 +146,7 @@ async fn a_full_pool(pool: PoolKind) {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
     assert_eq!(health(&rig, &volume).await, []);
-    // What found no room is lost, and who syncs is told once more.
+    // What found no room is lost, and a sync reports it once more.
     let _ = open_device(&device).sync_all();
     after.write(&device, 8000, 2000, 3);
     rig.client.create_volume(new_volume("fresh", 8 * MIB, block_capability())).await.expect("create");
@@ -300,7 +300,7 @@ async fn hashing_without_room(pool: PoolKind) {
     ballast.refill();
     let dir = live(&rig, &base);
     let failures = |rig: &Rig| rig.log().matches("could not be hashed").count();
-    until("a failure is told", || failures(&rig) > 0).await;
+    until("a failure is counted", || failures(&rig) > 0).await;
     assert!(!is_hashed(&dir), "there was room: this proves nothing");
     tokio::time::sleep(std::time::Duration::from_secs(3)).await;
     assert!(failures(&rig) <= 2, "it spins: {} failures in seconds", failures(&rig));

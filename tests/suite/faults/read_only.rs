@@ -105,7 +105,7 @@ async fn a_read_only_pool(pool: PoolKind) {
     probe(&rig).await.expect("writable again");
     assert_eq!(health(&rig, &volume).await, []);
     assert_eq!(unwell(&rig, 0).await, []);
-    assert!(!storage(&rig).await.iter().any(|told| told.reason == "PoolReadOnly"));
+    assert!(!storage(&rig).await.iter().any(|reported| reported.reason == "PoolReadOnly"));
     assert_nothing_half_made(&rig);
     rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await.expect("create");
     let third = rig.snapshot("third", &volume).await;

@@ -101,7 +101,7 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     rig.finish();
 }
 
-/// A filesystem whose files are there and answer nothing any more, once it is told to be silent.
+/// A filesystem whose files are there and answer nothing any more, once it is set to be silent.
 struct Silent {
     place: tempfile::TempDir,
     gate: Arc<(Mutex<bool>, Condvar)>,
@@ -223,7 +223,7 @@ async fn a_silent_loop_device_of_somebodys_stops_nobody() {
     }
 }
 
-/// The incident: a number whose former user had told it to write through its cache keeps that: the next device of that
+/// The incident: a number whose former user had set it to write through its cache keeps that: the next device of that
 /// number sends no flush, and a power cut loses what was synced.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -244,13 +244,13 @@ async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
         |path: &Path| path.to_string_lossy().contains("/loop") && !path.join("loop/backing_file").exists();
     let free: Vec<PathBuf> =
         numbers.filter(|path| is_free(path)).map(|path| path.join("queue/write_cache")).collect();
-    let told = WriteThrough(free);
-    told.0.iter().for_each(|path| std::fs::write(path, "write through").expect("write_cache"));
+    let reported = WriteThrough(free);
+    reported.0.iter().for_each(|path| std::fs::write(path, "write through").expect("write_cache"));
     let device = rig.attach(&volume).await;
     let number = deltapath::sys::blockdev::number(&device).expect("a block device");
     let seen = std::fs::read_to_string(format!("/sys/dev/block/{number}/queue/write_cache")).expect("read");
     assert_eq!(seen.trim(), "write back");
-    drop(told);
+    drop(reported);
     rig.detach(&volume).await;
     rig.finish();
 }

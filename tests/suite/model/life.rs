@@ -117,7 +117,7 @@ pub struct Life<'r> {
     pub names: Arc<Names>,
     clients: Vec<Client>,
     /// The answers so far.
-    pub told: Vec<String>,
+    pub reported: Vec<String>,
 }
 
 /// What the kernel shows below kubelet's directory.
@@ -166,7 +166,7 @@ impl<'r> Life<'r> {
             worlds: vec![world],
             names: Arc::new(names),
             clients: Vec::new(),
-            told: Vec::new(),
+            reported: Vec::new(),
         };
         life.connect().await;
         life
@@ -183,8 +183,8 @@ impl<'r> Life<'r> {
     /// Lives all steps, and ends: everything is looked at, and goes.
     pub async fn live(&mut self, steps: &[Step]) -> Result<(), String> {
         let outcome = self.live_to_the_end(steps).await;
-        for told in &mut self.told {
-            *told = self.names.spelled(told);
+        for reported in &mut self.reported {
+            *reported = self.names.spelled(reported);
         }
         outcome.map_err(|said| self.names.spelled(&said))
     }
@@ -193,7 +193,7 @@ impl<'r> Life<'r> {
         for (number, step) in steps.iter().enumerate() {
             self.tally.steps += 1;
             let outcome = self.step(step).await;
-            self.told.resize(number + 1, String::new());
+            self.reported.resize(number + 1, String::new());
             outcome.map_err(|said| format!("step {}: {said}", number + 1))?;
         }
         self.look_at_all().await.map_err(|said| format!("at the end: {said}"))?;
@@ -258,7 +258,7 @@ impl<'r> Life<'r> {
             *self.tally.codes.entry((asked.call.method(), code)).or_default() += 1;
         }
         let answers: Vec<String> = events.iter().map(|event| event.answer.to_string()).collect();
-        self.told.push(answers.join(" || "));
+        self.reported.push(answers.join(" || "));
         let mut listed = Listed::default();
         if kill.is_some() {
             self.tally.cut += usize::from(events.iter().any(|event| matches!(event.answer, Answer::Cut)));

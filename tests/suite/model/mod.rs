@@ -35,7 +35,7 @@ use self::calls::Step;
 use self::shrink::{Stage, shrunk};
 use testkit::PoolKind;
 
-/// Deleted snapshots of a volume that deltas are told from.
+/// Deleted snapshots of a volume that are kept as a base for deltas.
 const RETAINED: usize = 2;
 
 /// Lives of each kind, with and without `--enable-attach`; `DELTAPATH_MODEL_CASES` asks for more.

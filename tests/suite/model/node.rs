@@ -204,13 +204,13 @@ impl World {
         }
     }
 
-    /// What a call that failed left on record without a mount is told; nothing else is ever wrong here.
+    /// What a call that failed left on record without a mount is reported; nothing else is ever wrong here.
     pub fn node_health(&mut self, id: &str, answer: &Answer) -> Rule {
         if self.volume(id)?.haunted.is_empty() {
             return self.get_health(id, answer);
         }
         match done(answer)? {
-            Reply::Health(Some(told)) => equal("volume_id", &told.volume_id.as_str(), &id),
+            Reply::Health(Some(reported)) => equal("volume_id", &reported.volume_id.as_str(), &id),
             _ => wrong("no health in the answer"),
         }
     }
@@ -221,11 +221,11 @@ impl World {
         }
         let volume = self.volume(id)?;
         let Some(staged) = Self::place(volume, at)? else { return either(answer, NOT_FOUND) };
-        let Reply::Stats(told) = done(answer)? else { return wrong("no stats in the answer") };
+        let Reply::Stats(reported) = done(answer)? else { return wrong("no stats in the answer") };
         if !alone {
             return Ok(());
         }
-        let Some(bytes) = told.usage.first() else { return wrong("no usage") };
+        let Some(bytes) = reported.usage.first() else { return wrong("no usage") };
         let capacity = volume.capacity as i64;
         let fits = match staged.kind {
             Kind::Block => bytes.total == capacity && bytes.used + bytes.available == capacity,
@@ -276,11 +276,11 @@ impl World {
         {
             return Ok(());
         }
-        let Reply::NodeExpanded(told) = done(answer)? else { return wrong("no size in the answer") };
+        let Reply::NodeExpanded(reported) = done(answer)? else { return wrong("no size in the answer") };
         if volume.is_mounted() || !volume.published.is_empty() {
             volume.grown = true;
         }
-        super::world::equal("capacity_bytes", told, &(volume.capacity as i64))
+        super::world::equal("capacity_bytes", reported, &(volume.capacity as i64))
     }
 
     pub fn publish_ephemeral(

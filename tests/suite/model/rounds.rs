@@ -123,7 +123,8 @@ fn replies(world: &World, asked: &Asked, listed: &Listed) -> Vec<Reply> {
         Call::CreateVolume(_) => listed.volumes.iter().cloned().map(Reply::Volume).collect(),
         Call::CreateSnapshot { .. } => listed.snapshots.iter().cloned().map(Reply::Snapshot).collect(),
         Call::CreateGroup { .. } => {
-            let mut ids: Vec<&String> = listed.snapshots.iter().map(|told| &told.group_snapshot_id).collect();
+            let mut ids: Vec<&String> =
+                listed.snapshots.iter().map(|reported| &reported.group_snapshot_id).collect();
             ids.sort();
             ids.dedup();
             let group = |id: &String| proto::VolumeGroupSnapshot {
@@ -131,7 +132,7 @@ fn replies(world: &World, asked: &Asked, listed: &Listed) -> Vec<Reply> {
                 snapshots: listed
                     .snapshots
                     .iter()
-                    .filter(|told| told.group_snapshot_id == *id)
+                    .filter(|reported| reported.group_snapshot_id == *id)
                     .cloned()
                     .collect(),
                 creation_time: None,
@@ -141,8 +142,8 @@ fn replies(world: &World, asked: &Asked, listed: &Listed) -> Vec<Reply> {
         }
         Call::Expand { volume, .. } => {
             let id = asked.names.volume(volume);
-            let told = listed.volumes.iter().find(|told| told.volume_id == id);
-            let capacity = told.map(|told| told.capacity_bytes);
+            let reported = listed.volumes.iter().find(|reported| reported.volume_id == id);
+            let capacity = reported.map(|reported| reported.capacity_bytes);
             let reply = |node_expansion_required| {
                 capacity.map(|capacity_bytes| {
                     Reply::Expanded(proto::ControllerExpandVolumeResponse {

@@ -98,11 +98,11 @@ impl Stage {
                 (rig, promise)
             })
         });
-        let (outcome, told) = runtime.block_on(async {
+        let (outcome, reported) = runtime.block_on(async {
             let world = World::new(*attach, promise, RETAINED);
             let mut life = Life::begin(&mut there, tally, world).await;
             let outcome = life.live(steps).await;
-            (outcome, std::mem::take(&mut life.told))
+            (outcome, std::mem::take(&mut life.reported))
         });
         let log = there.log();
         let outcome = match log.contains("panicked") {
@@ -116,7 +116,7 @@ impl Stage {
             }
             Err(said) => {
                 put_away(there);
-                Err(Failure { story: story(steps, &told, &said), steps: told.len() })
+                Err(Failure { story: story(steps, &reported, &said), steps: reported.len() })
             }
         }
     }
@@ -135,10 +135,10 @@ fn put_away(mut rig: Rig) {
 }
 
 /// A failed life for a reader.
-fn story(steps: &[Step], told: &[String], said: &str) -> String {
+fn story(steps: &[Step], reported: &[String], said: &str) -> String {
     let mut story = String::new();
-    for (number, step) in steps.iter().enumerate().take(told.len().max(1)) {
-        let answer = match told.get(number) {
+    for (number, step) in steps.iter().enumerate().take(reported.len().max(1)) {
+        let answer = match reported.get(number) {
             Some(answer) if !answer.is_empty() => format!("  -> {answer}"),
             _ => String::new(),
         };

@@ -42,16 +42,16 @@ impl World {
     }
 
     /// A snapshot as the wire has it.
-    fn check_snapshot(&self, told: &proto::Snapshot) -> Rule {
-        let id = &told.snapshot_id;
+    fn check_snapshot(&self, reported: &proto::Snapshot) -> Rule {
+        let id = &reported.snapshot_id;
         let Some(snapshot) = self.snapshots.get(id) else { return wrong(format!("{id} is not there")) };
-        equal("size_bytes", &told.size_bytes, &(snapshot.capacity as i64))?;
-        equal("source_volume_id", &told.source_volume_id, &snapshot.volume)?;
-        equal("ready_to_use", &told.ready_to_use, &true)?;
+        equal("size_bytes", &reported.size_bytes, &(snapshot.capacity as i64))?;
+        equal("source_volume_id", &reported.source_volume_id, &snapshot.volume)?;
+        equal("ready_to_use", &reported.ready_to_use, &true)?;
         let group = snapshot.group.clone().unwrap_or_default();
-        equal("group_snapshot_id", &told.group_snapshot_id, &group)?;
-        equal("accessible_topology", &told.accessible_topology.len(), &1)?;
-        equal("creation_time", &told.creation_time.is_some(), &true)
+        equal("group_snapshot_id", &reported.group_snapshot_id, &group)?;
+        equal("accessible_topology", &reported.accessible_topology.len(), &1)?;
+        equal("creation_time", &reported.creation_time.is_some(), &true)
     }
 
     /// Takes a snapshot of a volume that is there.
@@ -91,20 +91,20 @@ impl World {
             if existing.volume != volume || existing.fixed != fixed {
                 return refused(EXISTS, "the name is taken by a snapshot that was asked for differently");
             }
-            let Reply::Snapshot(told) = done(answer)? else { return wrong("no snapshot in the answer") };
-            equal("snapshot_id", &told.snapshot_id, id)?;
-            return self.check_snapshot(told);
+            let Reply::Snapshot(reported) = done(answer)? else { return wrong("no snapshot in the answer") };
+            equal("snapshot_id", &reported.snapshot_id, id)?;
+            return self.check_snapshot(reported);
         }
         self.volume(volume)?;
-        let Reply::Snapshot(told) = done(answer)? else { return wrong("no snapshot in the answer") };
-        if self.snapshots.contains_key(&told.snapshot_id) {
+        let Reply::Snapshot(reported) = done(answer)? else { return wrong("no snapshot in the answer") };
+        if self.snapshots.contains_key(&reported.snapshot_id) {
             return wrong("the id of another snapshot");
         }
-        self.take(&told.snapshot_id, Some(name), volume, fixed, None);
-        self.check_snapshot(told)
+        self.take(&reported.snapshot_id, Some(name), volume, fixed, None);
+        self.check_snapshot(reported)
     }
 
-    /// Moves a deleted snapshot to those that deltas may be told from.
+    /// Moves a deleted snapshot to those that are kept as a base for deltas.
     fn retire(&mut self, id: &str) -> Option<String> {
         let gone = self.snapshots.remove(id)?;
         let volume = gone.volume.clone();
@@ -135,8 +135,8 @@ impl World {
         }
         let Reply::Snapshots(list) = done(answer)? else { return wrong("no list in the answer") };
         check_pages(list, pages.most)?;
-        list.iter().flatten().try_for_each(|told| self.check_snapshot(told))?;
-        let mut listed: Vec<&String> = list.iter().flatten().map(|told| &told.snapshot_id).collect();
+        list.iter().flatten().try_for_each(|reported| self.check_snapshot(reported))?;
+        let mut listed: Vec<&String> = list.iter().flatten().map(|reported| &reported.snapshot_id).collect();
         listed.sort();
         let want = self
             .snapshots
@@ -147,19 +147,19 @@ impl World {
 
     pub fn get_snapshot(&mut self, id: &str, answer: &Answer) -> Rule {
         self.snapshot(id)?;
-        let Reply::Snapshot(told) = done(answer)? else { return wrong("no snapshot in the answer") };
-        equal("snapshot_id", &told.snapshot_id.as_str(), &id)?;
-        self.check_snapshot(told)
+        let Reply::Snapshot(reported) = done(answer)? else { return wrong("no snapshot in the answer") };
+        equal("snapshot_id", &reported.snapshot_id.as_str(), &id)?;
+        self.check_snapshot(reported)
     }
 
-    fn check_group(&self, id: &str, told: &proto::VolumeGroupSnapshot) -> Rule {
+    fn check_group(&self, id: &str, reported: &proto::VolumeGroupSnapshot) -> Rule {
         let group = &self.groups[id];
-        equal("group_snapshot_id", &told.group_snapshot_id.as_str(), &id)?;
+        equal("group_snapshot_id", &reported.group_snapshot_id.as_str(), &id)?;
         let members: BTreeSet<String> =
-            told.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+            reported.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
         equal("the members", &members, &group.members)?;
-        equal("ready_to_use", &told.ready_to_use, &true)?;
-        told.snapshots.iter().try_for_each(|member| self.check_snapshot(member))
+        equal("ready_to_use", &reported.ready_to_use, &true)?;
+        reported.snapshots.iter().try_for_each(|member| self.check_snapshot(member))
     }
 
     pub fn create_group(
@@ -181,24 +181,25 @@ impl World {
             if of != wanted || group.fixed != fixed {
                 return refused(EXISTS, "the name is taken by a group that was asked for differently");
             }
-            let Reply::Group(told) = done(answer)? else { return wrong("no group in the answer") };
-            return self.check_group(id, told);
+            let Reply::Group(reported) = done(answer)? else { return wrong("no group in the answer") };
+            return self.check_group(id, reported);
         }
         for volume in volumes {
             self.volume(volume)?;
         }
-        let Reply::Group(told) = done(answer)? else { return wrong("no group in the answer") };
-        let id = told.group_snapshot_id.clone();
-        let of: BTreeSet<&String> = told.snapshots.iter().map(|member| &member.source_volume_id).collect();
-        if self.groups.contains_key(&id) || of != wanted || told.snapshots.len() != volumes.len() {
+        let Reply::Group(reported) = done(answer)? else { return wrong("no group in the answer") };
+        let id = reported.group_snapshot_id.clone();
+        let of: BTreeSet<&String> =
+            reported.snapshots.iter().map(|member| &member.source_volume_id).collect();
+        if self.groups.contains_key(&id) || of != wanted || reported.snapshots.len() != volumes.len() {
             return wrong(format!("a group {id} of {of:?}, want a new one of {wanted:?}"));
         }
-        for member in &told.snapshots {
+        for member in &reported.snapshots {
             self.take(&member.snapshot_id, None, &member.source_volume_id, fixed, Some(&id));
         }
-        let members = told.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
+        let members = reported.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
         self.groups.insert(id.clone(), Group { name, members, fixed });
-        self.check_group(&id, told)
+        self.check_group(&id, reported)
     }
 
     /// A group that is there, with a member list that is its own.
@@ -231,8 +232,8 @@ impl World {
 
     pub fn get_group(&mut self, group: (String, Vec<String>), named: Members, answer: &Answer) -> Rule {
         self.group(&group, named)?;
-        let Reply::Group(told) = done(answer)? else { return wrong("no group in the answer") };
-        self.check_group(&group.0, told)
+        let Reply::Group(reported) = done(answer)? else { return wrong("no group in the answer") };
+        self.check_group(&group.0, reported)
     }
 
     pub fn allocated(&mut self, id: &str, cut: Cut, answer: &Answer) -> Rule {

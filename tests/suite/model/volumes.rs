@@ -78,18 +78,18 @@ type Origin = (Source, u64, u64, bool, Bytes);
 
 impl World {
     /// A volume as the wire has it.
-    fn check_volume(&self, id: &str, told: &proto::Volume) -> Rule {
+    fn check_volume(&self, id: &str, reported: &proto::Volume) -> Rule {
         use proto::volume_content_source::Type;
         let Some(volume) = self.volumes.get(id) else { return wrong(format!("{id} is not there")) };
-        equal("volume_id", &told.volume_id.as_str(), &id)?;
-        equal("capacity_bytes", &told.capacity_bytes, &(volume.capacity as i64))?;
+        equal("volume_id", &reported.volume_id.as_str(), &id)?;
+        equal("capacity_bytes", &reported.capacity_bytes, &(volume.capacity as i64))?;
         let source =
-            told.content_source.clone().and_then(|source| source.r#type).map(|source| match source {
+            reported.content_source.clone().and_then(|source| source.r#type).map(|source| match source {
                 Type::Snapshot(source) => Source::Snapshot(source.snapshot_id),
                 Type::Volume(source) => Source::Volume(source.volume_id),
             });
         equal("content_source", &source, &volume.source)?;
-        equal("accessible_topology", &told.accessible_topology.len(), &1)
+        equal("accessible_topology", &reported.accessible_topology.len(), &1)
     }
 
     fn origin(&self, names: &Names, from: &From) -> Rule<Option<Origin>> {
@@ -158,8 +158,8 @@ impl World {
             if !(fits && same_size && same_tracking) {
                 return refused(EXISTS, "the name is taken by a volume that was asked for differently");
             }
-            let Reply::Volume(told) = done(answer)? else { return wrong("no volume in the answer") };
-            return self.check_volume(id, told);
+            let Reply::Volume(reported) = done(answer)? else { return wrong("no volume in the answer") };
+            return self.check_volume(id, reported);
         }
         if new.elsewhere {
             return refused(EXHAUSTED, "it is wanted on another node");
@@ -178,8 +178,8 @@ impl World {
         if capacity > self.room() {
             return refused(EXHAUSTED, format!("{} bytes may still be promised", self.room()));
         }
-        let Reply::Volume(told) = done(answer)? else { return wrong("no volume in the answer") };
-        if self.volumes.contains_key(&told.volume_id) {
+        let Reply::Volume(reported) = done(answer)? else { return wrong("no volume in the answer") };
+        if self.volumes.contains_key(&reported.volume_id) {
             return wrong("the id of another volume");
         }
         let (tracking, bytes) = match origin {
@@ -202,8 +202,8 @@ impl World {
             mounted_with: capacity,
             bytes,
         };
-        self.volumes.insert(told.volume_id.clone(), volume);
-        self.check_volume(&told.volume_id, told)
+        self.volumes.insert(reported.volume_id.clone(), volume);
+        self.check_volume(&reported.volume_id, reported)
     }
 
     pub fn delete_volume(&mut self, id: &str, answer: &Answer) -> Rule {
@@ -270,7 +270,7 @@ impl World {
         let volume = self.volume(id)?;
         let confirmed = check_mode(asked).is_ok() && kind_of(asked, volume).is_ok();
         match done(answer)? {
-            Reply::Confirmed(told) => equal("confirmed", told, &confirmed),
+            Reply::Confirmed(reported) => equal("confirmed", reported, &confirmed),
             _ => wrong("no answer in the answer"),
         }
     }
@@ -293,13 +293,13 @@ impl World {
         check_pages(list, pages.most)?;
         let mut listed = Vec::new();
         for entry in list.iter().flatten() {
-            let (Some(told), Some(status)) = (&entry.volume, &entry.status) else {
+            let (Some(reported), Some(status)) = (&entry.volume, &entry.status) else {
                 return wrong("an entry without a volume or its status");
             };
-            self.check_volume(&told.volume_id, told)?;
-            let nodes = self.nodes(&self.volumes[&told.volume_id]);
+            self.check_volume(&reported.volume_id, reported)?;
+            let nodes = self.nodes(&self.volumes[&reported.volume_id]);
             equal("published_node_ids", &status.published_node_ids, &nodes)?;
-            listed.push(told.volume_id.clone());
+            listed.push(reported.volume_id.clone());
         }
         listed.sort();
         let want: Vec<String> = self.volumes.keys().cloned().collect();
@@ -309,8 +309,8 @@ impl World {
     pub fn get_volume(&mut self, id: &str, answer: &Answer) -> Rule {
         let nodes = self.volume(id)?.clone();
         let nodes = self.nodes(&nodes);
-        let Reply::Status(told) = done(answer)? else { return wrong("no volume in the answer") };
-        let (Some(volume), Some(status)) = (&told.volume, &told.status) else {
+        let Reply::Status(reported) = done(answer)? else { return wrong("no volume in the answer") };
+        let (Some(volume), Some(status)) = (&reported.volume, &reported.status) else {
             return wrong("no volume or status in the answer");
         };
         self.check_volume(id, volume)?;
@@ -331,20 +331,20 @@ impl World {
 
     pub fn get_health(&mut self, id: &str, answer: &Answer) -> Rule {
         self.volume(id)?;
-        let Reply::Health(told) = done(answer)? else { return wrong("no health in the answer") };
+        let Reply::Health(reported) = done(answer)? else { return wrong("no health in the answer") };
         let well = proto::VolumeHealth { volume_id: id.to_owned(), health_statuses: Vec::new() };
-        equal("the health", told, &Some(well))
+        equal("the health", reported, &Some(well))
     }
 
     pub fn get_capacity(&mut self, asked: Option<Use>, answer: &Answer) -> Rule {
         let access = asked.map(|asked| kinds(&[asked])).transpose()?.unwrap_or_default();
-        let Reply::Capacity(told) = done(answer)? else { return wrong("no capacity in the answer") };
+        let Reply::Capacity(reported) = done(answer)? else { return wrong("no capacity in the answer") };
         let room = self.room();
-        equal("available_capacity", &told.available_capacity, &(room as i64))?;
+        equal("available_capacity", &reported.available_capacity, &(room as i64))?;
         let most = MAX_SIZE.min(room / BLOCK * BLOCK) as i64;
-        equal("maximum_volume_size", &told.maximum_volume_size, &Some(most))?;
+        equal("maximum_volume_size", &reported.maximum_volume_size, &Some(most))?;
         let least = least(&access).next_multiple_of(BLOCK) as i64;
-        equal("minimum_volume_size", &told.minimum_volume_size, &Some(least))
+        equal("minimum_volume_size", &reported.minimum_volume_size, &Some(least))
     }
 
     pub fn expand(&mut self, id: &str, size: Size, asked: Option<Use>, answer: &Answer) -> Rule {
@@ -369,10 +369,10 @@ impl World {
         if capacity - volume.capacity > room {
             return refused(EXHAUSTED, format!("{room} bytes may still be promised"));
         }
-        let Reply::Expanded(told) = done(answer)? else { return wrong("no size in the answer") };
+        let Reply::Expanded(reported) = done(answer)? else { return wrong("no size in the answer") };
         (volume.capacity, volume.grown) = (capacity, true);
-        equal("capacity_bytes", &told.capacity_bytes, &(capacity as i64))?;
-        equal("node_expansion_required", &told.node_expansion_required, &on_node)
+        equal("capacity_bytes", &reported.capacity_bytes, &(capacity as i64))?;
+        equal("node_expansion_required", &reported.node_expansion_required, &on_node)
     }
 
     pub fn modify(&mut self, id: &str, value: &str, answer: &Answer) -> Rule {

@@ -188,8 +188,8 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
                 volume_id: names.volume(volume),
                 ..Default::default()
             };
-            let told = controller.controller_get_volume_health(request).await?.into_inner();
-            Ok(Reply::Health(told.volume_health))
+            let reported = controller.controller_get_volume_health(request).await?.into_inner();
+            Ok(Reply::Health(reported.volume_health))
         }
         Call::GetCapacity { asked } => {
             let request = proto::GetCapacityRequest {

@@ -160,13 +160,13 @@ pub struct Ephemeral {
     pub there: bool,
 }
 
-/// All of it. By ids, but for ephemeral volumes, whose ids nobody is told.
+/// All of it. By ids, but for ephemeral volumes, whose ids no call returns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct World {
     pub attach: bool,
     /// Bytes that all volumes together may have.
     pub promise: u64,
-    /// Deleted snapshots of a volume that deltas are told from.
+    /// Deleted snapshots of a volume that are kept as a base for deltas.
     pub retain: usize,
     pub volumes: BTreeMap<String, Volume>,
     pub snapshots: BTreeMap<String, Snapshot>,

@@ -278,10 +278,12 @@ async fn compare_deltas(client: &mut Client, found: &Found, model: &Model, findi
     pairs.sort_by_key(|(distance, ..)| *distance);
     for (_, (base_name, base), (target_name, target)) in pairs.into_iter().take(DELTAS) {
         let (Some(base_id), Some(target_id)) = (&base.id, &target.id) else { continue };
-        let told = || format!("the delta from {base_name} ({:?}) to {target_name}", base.phase);
-        let Some(delta) = findings.take(client.delta(base_id, target_id, 0, 0).await, told) else { continue };
+        let reported = || format!("the delta from {base_name} ({:?}) to {target_name}", base.phase);
+        let Some(delta) = findings.take(client.delta(base_id, target_id, 0, 0).await, reported) else {
+            continue;
+        };
         let changed = target.content.changed_since(&base.content, BLOCK);
-        findings.expect(blocks_of(&delta, BLOCK) == changed, || format!("{} is wrong", told()));
+        findings.expect(blocks_of(&delta, BLOCK) == changed, || format!("{} is wrong", reported()));
     }
 }
 
@@ -293,7 +295,7 @@ async fn work(
     model: &Model,
     findings: &mut Findings,
 ) -> Result<(), String> {
-    let told = |error: csi_client::Error| format!("after the cut: {error}");
+    let reported = |error: csi_client::Error| format!("after the cut: {error}");
     let kubelet = machine.kubelet();
     let whole = |(name, _): &(&String, &Volume)| found.volumes.contains_key(*name);
     let chosen = model.volumes.iter().rfind(whole);
@@ -301,10 +303,10 @@ async fn work(
         Some((name, _)) => found.volumes[name].id.clone(),
         None => {
             let request = new_volume("after", super::clients::SIZE, block_capability());
-            client.create_volume(request).await.map_err(told)?.volume_id
+            client.create_volume(request).await.map_err(reported)?.volume_id
         }
     };
-    let device = client.publish(&volume, block_capability(), false, &kubelet).await.map_err(told)?;
+    let device = client.publish(&volume, block_capability(), false, &kubelet).await.map_err(reported)?;
     let mut content = Content::default();
     let mut base = None;
     if let Some((name, volume)) = chosen {
@@ -317,7 +319,7 @@ async fn work(
     }
     content.write(&device, 77, 5, 99);
     open_device(&device).sync_all().map_err(|error| format!("sync the device: {error}"))?;
-    let snapshot = client.create_snapshot("after the cut", &volume).await.map_err(told)?;
+    let snapshot = client.create_snapshot("after the cut", &volume).await.map_err(reported)?;
     let data = machine.pool_dir().join("snapshots").join(&snapshot.snapshot_id).join("bytes/data.img");
     compare_bytes(
         "the first snapshot after the cut",
@@ -329,18 +331,18 @@ async fn work(
     );
     if let Some(base) = base {
         let id = base.id.expect("found");
-        let delta = client.delta(&id, &snapshot.snapshot_id, 0, 0).await.map_err(told)?;
+        let delta = client.delta(&id, &snapshot.snapshot_id, 0, 0).await.map_err(reported)?;
         let changed = content.changed_since(&base.content, BLOCK);
         findings
             .expect(blocks_of(&delta, BLOCK) == changed, || "the first delta after the cut is wrong".into());
     }
     let mut request = new_volume("restored", 0, block_capability());
     request.volume_content_source = Some(from_snapshot(&snapshot.snapshot_id));
-    let restored = client.create_volume(request).await.map_err(told)?.volume_id;
-    client.delete_snapshot(&snapshot.snapshot_id).await.map_err(told)?;
-    client.delete_volume(&restored).await.map_err(told)?;
-    client.unpublish(&volume, &kubelet).await.map_err(told)?;
-    client.delete_volume(&volume).await.map_err(told)
+    let restored = client.create_volume(request).await.map_err(reported)?.volume_id;
+    client.delete_snapshot(&snapshot.snapshot_id).await.map_err(reported)?;
+    client.delete_volume(&restored).await.map_err(reported)?;
+    client.unpublish(&volume, &kubelet).await.map_err(reported)?;
+    client.delete_volume(&volume).await.map_err(reported)
 }
 
 /// What a volume holds, where a write to it was on the way.

@@ -59,7 +59,7 @@ impl Worker {
         }
     }
 
-    /// Works until it is told to stop.
+    /// Works until `stop` is set.
     pub async fn work(mut self) {
         self.create_volume(Call::CreateVolume, None).await;
         while !self.stop.load(Ordering::Relaxed) {

@@ -23,10 +23,10 @@ pub struct Record {
 impl Record {
     fn read(dir: PathBuf) -> Result<Self, String> {
         let path = dir.join("record.json");
-        let told = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-        let bytes = std::fs::read(&path).map_err(|error| told(&error))?;
-        let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| told(&error))?;
-        let id = json["id"].as_str().ok_or_else(|| told(&"no id"))?.to_owned();
+        let reported = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+        let bytes = std::fs::read(&path).map_err(|error| reported(&error))?;
+        let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| reported(&error))?;
+        let id = json["id"].as_str().ok_or_else(|| reported(&"no id"))?.to_owned();
         Ok(Record { id, dir, json })
     }
 

@@ -49,7 +49,7 @@ pub enum Lock {
 }
 
 impl Lock {
-    /// Takes the lock, or says who has it. `stop` is told when it is lost.
+    /// Takes the lock, or says who has it. `stop` is set when it is lost.
     pub fn take(store: &Store, mode: Mode, command: &str, stop: &Stop) -> Result<Self> {
         let Some(dir) = store.dir() else {
             return ObjectLock::take(store, mode, command, stop).map(Lock::Object);

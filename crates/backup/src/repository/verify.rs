@@ -123,8 +123,8 @@ pub fn verify(
         }
         // What hurts no backup is damage all the same.
         for ((pack, _), why) in &broken.chunks {
-            let is_told = report.damage.iter().any(|damage| damage.what.contains(why.as_str()));
-            if !is_told {
+            let is_reported = report.damage.iter().any(|damage| damage.what.contains(why.as_str()));
+            if !is_reported {
                 let pack = blake3::Hash::from(*pack).to_hex();
                 report.damage.push(Damage {
                     backup: None,

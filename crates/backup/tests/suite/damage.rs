@@ -88,7 +88,7 @@ fn a_flipped_bit_is_found_by_verify_and_by_restore() {
 }
 
 #[test]
-fn damage_is_told_by_backup_and_bytes_and_a_full_backup_follows() {
+fn damage_is_reported_by_backup_and_bytes_and_a_full_backup_follows() {
     let place = Place::new();
     let driver = Driver::start(&place.path("csi.sock"));
     let [(first, _), (second, image)] = two(&place, &driver);
@@ -147,11 +147,11 @@ fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let name = pack.file_name().and_then(|name| name.to_str()).expect("a name");
     let damage = report["damage"].as_array().expect("a list");
-    let is_told = |of: &serde_json::Value| {
+    let is_reported = |of: &serde_json::Value| {
         of["what"].as_str().is_some_and(|what| what.contains(name) && what.contains("not found"))
     };
-    assert!(damage.iter().all(is_told), "{report}");
-    // What the first backup wrote, and of that what the second one has not replaced. Whole segments are told too.
+    assert!(damage.iter().all(is_reported), "{report}");
+    // What the first backup wrote, and of that what the second one has not replaced. Whole segments are reported too.
     let ranges = |id: &str| {
         let of = damage.iter().filter(|of| of["backup"] == id);
         let mut ranges: Vec<(u64, u64)> = of

@@ -1,4 +1,4 @@
-//! A CSI driver whose snapshots are models: it answers from them, and fails and lies when told.
+//! A CSI driver whose snapshots are models: it answers from them, and fails and lies on demand.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};

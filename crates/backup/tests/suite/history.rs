@@ -28,7 +28,7 @@ pub struct Life {
     /// Backups that were acknowledged and not pruned since, and the snapshot of each.
     backups: BTreeMap<String, String>,
     /// What happened, for whoever reads a failure.
-    told: Vec<String>,
+    steps: Vec<String>,
 }
 
 impl Life {
@@ -47,7 +47,7 @@ impl Life {
             size,
             taken: BTreeMap::new(),
             backups: BTreeMap::new(),
-            told: vec![format!("seed {seed}")],
+            steps: vec![format!("seed {seed}")],
         };
         life.write();
         life
@@ -86,7 +86,7 @@ impl Life {
             0 if self.size < 300 * MIB => {
                 self.size += self.random.u64(1..40) * MIB;
                 self.file.set_len(self.size).expect("grow");
-                self.told.push(format!("grow to {}", self.size));
+                self.steps.push(format!("grow to {}", self.size));
             }
             0..3 => self.write(),
             3 => self.prune(),
@@ -94,7 +94,7 @@ impl Life {
                 let forgotten = self.taken.keys().nth(self.random.usize(..self.taken.len().max(1))).cloned();
                 if let Some(handle) = forgotten {
                     self.driver.forget(&handle);
-                    self.told.push(format!("the driver forgets {handle}"));
+                    self.steps.push(format!("the driver forgets {handle}"));
                 }
             }
             _ => self.back_up(),
@@ -159,7 +159,7 @@ impl Life {
                 running.signal(signal);
             }
             let output = wait(&mut running);
-            self.told
+            self.steps
                 .push(format!("{wish} {handle}, {faults:?}, {signal:?}, resume {is_resumed}: {}", output.0));
             self.driver.script([]);
             self.wait_for_locks();
@@ -220,7 +220,7 @@ impl Life {
         }
         let output = wait(&mut running);
         self.wait_for_locks();
-        self.told.push(format!("prune to {keep}, {unused} %, killed {is_killed}: {}", output.0));
+        self.steps.push(format!("prune to {keep}, {unused} %, killed {is_killed}: {}", output.0));
         let newest: Vec<String> = self.backups.keys().rev().take(keep).cloned().collect();
         let left = self.place.list();
         match is_killed {
@@ -279,7 +279,7 @@ impl Life {
 impl Drop for Life {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("{}", self.told.join("\n"));
+            eprintln!("{}", self.steps.join("\n"));
         }
     }
 }

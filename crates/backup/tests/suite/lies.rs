@@ -104,7 +104,7 @@ fn the_rest_of_a_stream_that_was_cut_must_fit_what_came_before() {
         (&[Fault::Lies(Lie::Capacity, 0)][..], "volume_capacity_bytes was 209715200 first"),
         (&[Fault::Lies(Lie::Style, 0)], "block_metadata_type was VariableLength first"),
         (&[Fault::Lies(Lie::SwappedMessages, 0)], "and the one before it ends at"),
-        // OK too early: once it is asked again, and the second time it does not know what it has told.
+        // OK too early: once it is asked again, and the second time it does not know what it has sent.
         (&[Fault::Lies(Lie::NoMessage, 0), Fault::Lies(Lie::NoMessage, 0)], "is not in it any more"),
     ] {
         for wish in ["incremental", "full"] {

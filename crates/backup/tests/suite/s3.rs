@@ -189,7 +189,7 @@ fn a_backup_that_is_killed_keeps_its_lock_for_ten_minutes() {
 }
 
 #[test]
-fn a_server_that_refuses_or_is_gone_is_told() {
+fn a_server_that_refuses_or_is_gone_is_reported() {
     let Some(mut bucket) = Bucket::start() else { return };
     Image::default().write(&bucket.place.open_image(SIZE), 0, 1, 1).expect("write");
     let device = bucket.place.image();

@@ -72,7 +72,7 @@ impl Place {
         self.command(arguments).output().expect("run cbt-backup")
     }
 
-    /// Runs it, and expects it to do what it is told.
+    /// Runs it, and expects it to succeed.
     pub fn ok(&self, arguments: &[&str]) -> Value {
         let output = self.command(arguments).args(["--output", "json"]).output().expect("run cbt-backup");
         assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));

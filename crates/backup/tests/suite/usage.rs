@@ -1,4 +1,4 @@
-//! What users get wrong, and what they are told.
+//! What users get wrong, and the errors they get.
 
 use std::process::Command;
 

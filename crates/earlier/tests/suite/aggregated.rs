@@ -243,7 +243,7 @@ pub async fn limits_are_bounded_and_blocks_are_counted(world: World) {
     aggregation.end().await;
 }
 
-pub async fn etcd_is_told_nothing_of_it(world: World) {
+pub async fn nothing_of_it_is_in_etcd(world: World) {
     let volume = Volume::small();
     let _driver = Driver::start(&world.driver, &world.csi, volume);
     two_snapshots(&world).await;
@@ -347,7 +347,7 @@ pub async fn secrets_are_for_those_who_may_read_them(world: World) {
     aggregation.end().await;
 }
 
-pub async fn what_does_not_fit_is_told_as_users_expect(world: World) {
+pub async fn mistakes_get_the_errors_that_users_expect(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
     let taken_at = |second: i64| {
         move |_: &mut Value, content: &mut Value| {

@@ -68,7 +68,7 @@ async fn discovery(world: &World, name: &str, what: &str, is_it: impl Fn(&Value)
     panic!("{name} is not {what} in a minute: {:?}", objects.get_opt(name).await);
 }
 
-pub async fn it_publishes_itself_and_its_state_is_told(world: World) {
+pub async fn it_publishes_itself_and_its_state_is_reported(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
     let aggregation = Aggregation::begin(&world).await;
     let mut http = aggregation.sidecar("http", &[]).await;

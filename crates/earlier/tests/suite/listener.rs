@@ -163,7 +163,7 @@ pub async fn a_user_gets_what_its_rights_allow(world: World) {
     assert_eq!(program.get(&format!("/{}/nowhere", world.namespace), Some(&token)).await.0, 403);
 }
 
-pub async fn bad_requests_are_told_what_is_wrong(world: World) {
+pub async fn bad_requests_get_an_error_that_says_what_is_wrong(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
     driver.volume.lock().unwrap().snapshots.insert("s2".into(), vec![9; 8]);
     two_snapshots(&world).await;
@@ -220,7 +220,7 @@ pub async fn bad_requests_are_told_what_is_wrong(world: World) {
     assert_eq!(program.send(&request).await.0, 405);
 }
 
-pub async fn a_driver_that_is_away_or_broken_is_told(world: World) {
+pub async fn a_driver_that_is_away_or_broken_is_reported(world: World) {
     let driver = Driver::start(&world.driver, &world.csi, Volume::small());
     two_snapshots(&world).await;
     for (name, handle) in [("shuffled", "out-of-order"), ("large", "too-long"), ("unknown", "forgotten")] {

@@ -129,13 +129,13 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     let services = world.api.objects("SnapshotMetadataService", None);
     let object = services.get(&world.driver).await.expect("it is there before the gateway is ready");
     walk("gateway", &|| gateway.log());
-    let told = || library::told(&caller, &ns, &socket, ("block-1", "block-2"), (&first, &second));
-    let expected = library::Told {
+    let listed = || library::answers(&caller, &ns, &socket, ("block-1", "block-2"), (&first, &second));
+    let expected = library::Answers {
         capacity: SIZE as u64,
         allocated: vec![(0, 300 * 4096), (9000 * 4096, 40 * 4096)],
         delta: CHANGED.to_vec(),
     };
-    assert_eq!(told().await, expected);
+    assert_eq!(listed().await, expected);
     drop(gateway);
 
     services.delete(&world.driver, &Default::default()).await.expect("delete");
@@ -148,7 +148,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     });
     world.api.make(service).await;
     walk("sidecar", &|| front.log());
-    assert_eq!(told().await, expected);
+    assert_eq!(listed().await, expected);
     drop(front);
 
     // A deleted base: the handle is all that is left of it.

@@ -76,14 +76,14 @@ async fn client_of(kubeconfig: &Path) -> kube::Client {
     kube::Client::try_from(config.expect("a config")).expect("a client")
 }
 
-/// What the library is told about two snapshots, by whoever serves the cluster and by the driver itself.
-pub async fn told(
+/// What the library gets about two snapshots, from the cluster's service and from the driver itself.
+pub async fn answers(
     kubeconfig: &Path,
     namespace: &str,
     socket: &Path,
     (first, second): (&str, &str),
     handles: (&str, &str),
-) -> Told {
+) -> Answers {
     let cluster = Client::kubernetes(client_of(kubeconfig).await, namespace, Options::default());
     let base = cluster.snapshot_handle(first).await.expect("a handle");
     assert_eq!(base, handles.0);
@@ -94,7 +94,7 @@ pub async fn told(
         let capacity = blocks.capacity();
         let delta = client.delta(&base, second).await.expect("a delta");
         assert_eq!(delta.capacity(), capacity);
-        all.push(Told { capacity, allocated: rest(blocks).await, delta: rest(delta).await });
+        all.push(Answers { capacity, allocated: rest(blocks).await, delta: rest(delta).await });
         let error = client.delta(handles.1, first).await.expect_err("the wrong way round");
         assert_eq!((error.code(), error.advice()), (Some(Code::InvalidArgument), Advice::Stop), "{error}");
     }
@@ -104,7 +104,7 @@ pub async fn told(
 
 /// The answers about two snapshots.
 #[derive(Debug, PartialEq)]
-pub struct Told {
+pub struct Answers {
     pub capacity: u64,
     pub allocated: Vec<(u64, u64)>,
     pub delta: Vec<(u64, u64)>,

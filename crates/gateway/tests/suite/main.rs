@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         streams::cancel_and_deadline_reach_the_driver,
         streams::streams_are_bounded_for_all_and_for_each,
         streams::a_driver_may_go_and_come_back,
-        streams::a_driver_without_the_service_is_told,
+        streams::a_driver_without_the_service_is_reported,
         streams::a_stop_lets_streams_end,
         cost::a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice,
         cost::calls_go_on_while_the_api_server_is_away,

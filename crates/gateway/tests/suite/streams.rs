@@ -186,9 +186,9 @@ pub async fn cancel_and_deadline_reach_the_driver(world: World) {
         let status = outcome.await.expect_err("the deadline passes");
         assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?} {first}");
         eventually("the driver's stream is ended", async || open_now() == 0).await;
-        let told = driver.seen.timeouts.lock().unwrap().pop().expect("a timeout");
-        let left: u64 = told.trim_end_matches('m').parse().unwrap_or_else(|_| panic!("{told:?}"));
-        assert!(left > 0 && left <= millis, "the driver was given {told} of {millis} ms");
+        let given = driver.seen.timeouts.lock().unwrap().pop().expect("a timeout");
+        let left: u64 = given.trim_end_matches('m').parse().unwrap_or_else(|_| panic!("{given:?}"));
+        assert!(left > 0 && left <= millis, "the driver was given {given} of {millis} ms");
     }
     // The gateway keeps the deadline itself too: gRPC clients that do not are not trusted.
     eventually("both are on record", async || {
@@ -211,7 +211,7 @@ pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
     assert_eq!(refused.0, Code::ResourceExhausted);
     let refused = open(&mut client, &others[1], &ns, "snapshot").await.map(drop).expect_err("too many");
     assert!(refused.0 == Code::ResourceExhausted && refused.1.contains("--max-streams)"), "{refused:?}");
-    // Who has no stream of its own left is told that, whatever room the others have.
+    // A client that has used up its own streams gets that error, however many the others have left.
     streams.drain(2..).for_each(drop);
     eventually("their places are free", async || *driver.seen.open.lock().unwrap() == 2).await;
     let refused = open(&mut client, &token, &ns, "snapshot").await.map(drop).expect_err("too many");
@@ -247,7 +247,7 @@ pub async fn a_driver_may_go_and_come_back(world: World) {
     assert!(gateway.is_alive());
 }
 
-pub async fn a_driver_without_the_service_is_told(world: World) {
+pub async fn a_driver_without_the_service_is_reported(world: World) {
     let _driver = Driver::start_with(&world.driver, &world.socket(), false);
     world.snapshot(&world.namespace, "snapshot", "plain-1").await;
     let token = world.reader("reader").await;

@@ -27,7 +27,7 @@ pub struct World {
     pub dir: tempfile::TempDir,
 }
 
-/// What a client is told: a code and a message, or how many messages and tuples.
+/// What a client gets: a code and a message, or how many messages and tuples.
 pub type Answer = Result<(usize, Vec<(i64, i64)>), (Code, String)>;
 
 impl World {

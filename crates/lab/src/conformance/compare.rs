@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_changed_is_told_and_nothing_else() {
+    fn what_changed_is_listed_and_nothing_else() {
         let before = [("a", "pass"), ("b", "fail"), ("gone", "pass")];
         let now = [("a", "pass"), ("b", "pass"), ("new", "skip")];
         let changes = Changes::of(before.into_iter(), now.into_iter());

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_told() {
+    fn addresses_are_read_and_printed() {
         for text in
             ["unix:///run/csi.sock", "https://gateway.svc:6443", "http://127.0.0.1:80", "https://[::1]:443"]
         {
