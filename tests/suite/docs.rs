@@ -53,7 +53,7 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for command in ["demo", "verify", "check"] {
         real.extend(words(&help("deltapath", command), "--"));
     }
-    for command in ["conformance", "faults", "mock"] {
+    for command in ["bench", "conformance", "faults", "mock"] {
         real.extend(words(&help("cbt-lab", command), "--"));
     }
     // Their own tests hold these sections against their flags.
