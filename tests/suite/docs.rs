@@ -12,10 +12,11 @@ use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, PoolKind, Rig};
 
 /// The pages that speak of commands, flags and targets.
-const PAGES: [&str; 6] = [
+const PAGES: [&str; 7] = [
     "README.md",
     "docs/reference.md",
     "docs/conformance.md",
+    "docs/lab-bench.md",
     "docs/faults.md",
     "docs/benchmarks.md",
     "docs/testing.md",

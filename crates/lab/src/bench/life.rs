@@ -76,6 +76,8 @@ pub(super) struct Bench<'a> {
     pub plan: &'a Plan,
     pub book: &'a mut Book,
     pub progress: &'a Progress,
+    /// Whether GetCapacity is worth asking.
+    pub tells_space: bool,
 }
 
 /// A published volume with data, and the same without a driver.
@@ -314,10 +316,12 @@ impl Bench<'_> {
     }
 
     /// What the driver says is left, if it does, once it says the same twice: deletions may go on behind the calls.
-    async fn space(&self, volume: Option<&Volume>) -> Option<f64> {
-        if !self.plugin.claims.capacity {
+    async fn space(&mut self, volume: Option<&Volume>) -> Option<f64> {
+        if !self.tells_space {
             return None;
         }
+        // Whatever ends this, it is not tried again.
+        self.tells_space = false;
         let request = proto::GetCapacityRequest {
             volume_capabilities: volume.map(|volume| vec![volume.capability.clone()]).unwrap_or_default(),
             parameters: self.plugin.settings.volume_parameters.clone(),
@@ -330,8 +334,12 @@ impl Bench<'_> {
             let asked = client.controller.get_capacity(request.clone());
             let answer = tokio::time::timeout(self.plan.patience, asked).await.ok()?.ok()?;
             let told = answer.into_inner().available_capacity;
-            if before == Some(told) || began.elapsed() > STILL {
+            if before == Some(told) {
+                self.tells_space = true;
                 return Some(told as f64);
+            }
+            if began.elapsed() > STILL {
+                return None;
             }
             before = Some(told);
             tokio::time::sleep(STILL / 20).await;
@@ -440,7 +448,7 @@ impl Bench<'_> {
             let spot = self.spot(id, what, size);
             match told {
                 None => {
-                    self.book.not_told(&spot, "the driver does not claim GET_CAPACITY, or does not answer it")
+                    self.book.not_told(&spot, "the driver does not claim GET_CAPACITY, does not answer it, or never says the same twice")
                 }
                 Some(_) if !follows => {
                     let why = format!(
@@ -502,13 +510,19 @@ impl Bench<'_> {
         let plugin = self.plugin;
         let volume = self.step(spot, plugin.create_volume(block_capability(), Some(source), size)).await?;
         let device = self.quietly(plugin.attach(&volume)).await?;
-        let found = self.quietly(holds(content.clone(), device, size)).await;
-        let right = match found {
-            Ok(()) => true,
-            Err(Over::Noted) => false,
-            Err(Over::Trouble(wrong)) => {
+        let reading = holds(content.clone(), device, size);
+        let right = match tokio::time::timeout(self.plan.patience, reading).await {
+            Ok(Ok(())) => true,
+            Ok(Err(wrong)) => {
                 self.book.wrong(spot, format!("the new volume's device: {wrong}"));
                 false
+            }
+            Err(_) => {
+                let seconds = self.plan.patience.as_secs();
+                let late =
+                    format!("the new volume could not be read within {seconds} s: a longer --timeout waits");
+                self.book.failed(spot, late);
+                true
             }
         };
         self.quietly(plugin.detach(&volume.id)).await?;
@@ -535,7 +549,6 @@ impl Bench<'_> {
         let taken = self.timed(self.plugin.create_snapshot(&subject.volume.id)).await;
         let answered = Instant::now();
         let trace = self.quietly(workload.end_after(time)).await?;
-        let (id, _) = taken?;
         subject.content = trace.content.clone();
 
         let paces = [
@@ -566,6 +579,11 @@ impl Bench<'_> {
                 }
             }
         }
+        let id = match taken {
+            Ok((id, _)) => id,
+            Err(wrong) if wrong.code() == Some(Code::FailedPrecondition) => return Ok(()),
+            Err(wrong) => return Err(wrong.into()),
+        };
         // What was written after the answer is not in the snapshot, so the next delta has it.
         if self.plugin.claims.metadata {
             let next = self.quietly(self.plugin.create_snapshot(&subject.volume.id)).await?;

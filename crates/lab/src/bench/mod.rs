@@ -305,10 +305,22 @@ async fn measure(arguments: &Arguments, endpoint: &Endpoint, plan: Plan) -> Resu
 /// Measures, and takes everything away. The first signal ends the measuring, the second leaves things as they are.
 async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, outcome: &mut Outcome) {
     let progress = Progress::new(plan.steps());
+    // All plain files are in here, so that what a thread makes after a signal is removed too.
+    let bare = plan.bare_dir.as_ref();
+    let bare = bare.map(|dir| tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir_in(dir)).transpose();
+    let bare = match bare {
+        Ok(bare) => bare,
+        Err(error) => {
+            outcome.troubles.push(format!("--bare-dir: {error}"));
+            return;
+        }
+    };
+    let plan = &Plan { bare_dir: bare.as_ref().map(|dir| dir.path().to_owned()), ..plan.clone() };
     let mut book = Book::default();
     let (mut troubles, mut left) = (Vec::new(), Vec::new());
     let mut interrupted = false;
-    let mut bench = Bench { plugin, plan, book: &mut book, progress: &progress };
+    let tells_space = plugin.claims.capacity;
+    let mut bench = Bench { plugin, plan, book: &mut book, progress: &progress, tells_space };
     tokio::select! {
         () = bench.measure(&mut troubles, &mut left) => {}
         _ = signals.wait_for(|count| *count >= 1) => interrupted = true,
@@ -318,6 +330,9 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     tokio::select! {
         still = plugin.ledger().clean_up(plugin, plan.patience.min(Duration::from_secs(60))) => left = still,
         _ = signals.wait_for(|count| *count >= 2) => left = plugin.ledger().names(),
+    }
+    if let Some(Err(error)) = bare.map(tempfile::TempDir::close) {
+        left.push(format!("plain files: {error}"));
     }
     outcome.figures = book.figures();
     outcome.verdict = match interrupted {

@@ -22,13 +22,17 @@ pub(super) fn heading(result: &Outcome) -> String {
         true => String::new(),
         false => format!(" ({})", conditions.parameters.join(", ")),
     };
+    let runs = match conditions.runs {
+        1 => "1 run".to_owned(),
+        runs => format!("{runs} runs"),
+    };
     format!(
-        "{driver} {version}{parameters}, {}, {} CPUs, Linux {}, load {before:.1} to {after:.1}; {} of data, {} runs in {:.0} s",
+        "{driver} {version}{parameters}, {}, {} CPUs, Linux {}, load {before:.1} to {after:.1}; {} of data, {} in {:.0} s",
         conditions.when,
         conditions.cpus,
         conditions.kernel,
         Quantity(conditions.data),
-        conditions.runs,
+        runs,
         conditions.seconds
     )
 }
