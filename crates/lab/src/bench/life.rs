@@ -544,7 +544,11 @@ impl Bench<'_> {
         }
         subject.bare = None;
         let workload = Workload::begin(subject.device.clone(), subject.content.clone(), seed);
-        tokio::time::sleep(time).await;
+        let writing = async {
+            workload.go_on(time).await;
+            Ok(())
+        };
+        self.quietly(writing).await?;
         let called = Instant::now();
         let taken = self.timed(self.plugin.create_snapshot(&subject.volume.id)).await;
         let answered = Instant::now();

@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinHandle;
@@ -42,6 +42,8 @@ pub(super) struct Pace {
 /// A workload under way. Dropped, it ends soon.
 pub(super) struct Workload {
     enough: Arc<AtomicBool>,
+    /// Batches that have ended.
+    done: Arc<AtomicU64>,
     task: JoinHandle<Result<Trace, Wrong>>,
 }
 
@@ -56,7 +58,8 @@ impl Workload {
     /// Begins to write on a device, or a file, that holds `content`.
     pub fn begin(device: PathBuf, mut content: Content, seed: u64) -> Self {
         let enough = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&enough);
+        let done = Arc::new(AtomicU64::new(0));
+        let (told, ended) = (Arc::clone(&enough), Arc::clone(&done));
         let task = tokio::spawn(blocking(move |stop| {
             // Held open, so that no batch is the last to close the device.
             let _held = File::open(&device)?;
@@ -79,10 +82,11 @@ impl Workload {
                 let from = Instant::now();
                 content.apply(&device, &edits, stop)?;
                 batches.push(Batch { from, to: Instant::now(), blocks });
+                ended.fetch_add(1, Ordering::SeqCst);
             }
             Ok(Trace { batches, content })
         }));
-        Workload { enough, task }
+        Workload { enough, done, task }
     }
 
     /// Ends it after the batch at hand.
@@ -92,9 +96,19 @@ impl Workload {
         ended.unwrap_or_else(|error| Err(Wrong::new(format!("the workload failed: {error}"))))
     }
 
-    /// The same after some time.
-    pub async fn end_after(self, time: Duration) -> Result<Trace, Wrong> {
+    /// Lets it write for some time, and longer where no whole batch began and ended in it.
+    pub async fn go_on(&self, time: Duration) {
+        // The first of these may have begun before.
+        let wanted = self.done.load(Ordering::SeqCst) + 2;
         tokio::time::sleep(time).await;
+        while self.done.load(Ordering::SeqCst) < wanted && !self.task.is_finished() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// The same, and ends it.
+    pub async fn end_after(self, time: Duration) -> Result<Trace, Wrong> {
+        self.go_on(time).await;
         self.end().await
     }
 }
