@@ -12,10 +12,11 @@ use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, PoolKind, Rig};
 
 /// The pages that speak of commands, flags and targets.
-const PAGES: [&str; 6] = [
+const PAGES: [&str; 7] = [
     "README.md",
     "docs/reference.md",
     "docs/conformance.md",
+    "docs/lab-bench.md",
     "docs/faults.md",
     "docs/benchmarks.md",
     "docs/testing.md",
@@ -53,7 +54,7 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for command in ["demo", "verify", "check"] {
         real.extend(words(&help("deltapath", command), "--"));
     }
-    for command in ["conformance", "faults", "mock"] {
+    for command in ["bench", "conformance", "faults", "mock"] {
         real.extend(words(&help("cbt-lab", command), "--"));
     }
     // Their own tests hold these sections against their flags.

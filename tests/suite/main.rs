@@ -3,6 +3,7 @@
 #![allow(clippy::disallowed_methods)]
 
 mod arrows;
+mod bench;
 mod chaos;
 mod check;
 mod cluster_classes;

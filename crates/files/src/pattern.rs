@@ -2,7 +2,7 @@
 // Written by commands to devices, never by a driver.
 #![allow(clippy::disallowed_methods)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -77,10 +77,35 @@ impl Image {
     /// Compares a device or file of `length` bytes with the model, byte by byte. An error names the
     /// first block that differs.
     pub fn compare(&self, path: &Path, length: u64, stop: &Stop) -> Result<(), Box<dyn std::error::Error>> {
+        self.compare_at(path, length, (0..length / BLOCK as u64).step_by(CHUNK as usize), stop)
+    }
+
+    /// The same for the parts of 1 MiB that hold data, and `spread` parts that are spread over all.
+    pub fn compare_parts(
+        &self,
+        path: &Path,
+        length: u64,
+        spread: u64,
+        stop: &Stop,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let parts = (length / BLOCK as u64).div_ceil(CHUNK);
+        let mut chosen: BTreeSet<u64> = self.blocks.keys().map(|block| block / CHUNK).collect();
+        let far = |number: u64| (u128::from(parts) * u128::from(number) / u128::from(spread)) as u64;
+        chosen.extend((0..spread.min(parts)).map(far));
+        self.compare_at(path, length, chosen.into_iter().map(|part| part * CHUNK), stop)
+    }
+
+    fn compare_at(
+        &self,
+        path: &Path,
+        length: u64,
+        starts: impl Iterator<Item = u64>,
+        stop: &Stop,
+    ) -> Result<(), Box<dyn std::error::Error>> {
         let file = File::open(path)?;
         let blocks = length / BLOCK as u64;
         let (mut found, mut wanted) = (vec![0; BLOCK * CHUNK as usize], vec![0; BLOCK * CHUNK as usize]);
-        for start in (0..blocks).step_by(CHUNK as usize) {
+        for start in starts {
             stop.check()?;
             let count = CHUNK.min(blocks - start) as usize * BLOCK;
             file.read_exact_at(&mut found[..count], start * BLOCK as u64)?;

@@ -5,6 +5,7 @@
 #![allow(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 
+mod bench;
 mod code;
 mod conformance;
 mod faults;
@@ -28,6 +29,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Bench(bench::Arguments),
     Conformance(conformance::Arguments),
     Faults(faults::Arguments),
     Mock(mock::Arguments),
@@ -50,6 +52,7 @@ type Done = Result<ExitCode, Box<dyn Error>>;
 
 fn main() -> ExitCode {
     let done = match Cli::parse().command {
+        Command::Bench(arguments) => bench::run(arguments),
         Command::Conformance(arguments) => conformance::run(arguments),
         Command::Faults(arguments) => faults::run(arguments),
         Command::Mock(arguments) => mock::run(arguments),

@@ -11,7 +11,7 @@ const ENDLESS: usize = 2_000_000;
 
 /// All messages of a stream, and its end.
 #[derive(Clone, Debug)]
-pub(super) struct Answer {
+pub(crate) struct Answer {
     pub messages: Vec<Message>,
     pub end: Result<(), Status>,
 }
@@ -70,7 +70,7 @@ impl Answer {
 }
 
 /// The RPC that answers a question.
-pub(super) fn call_of(question: &Question) -> &'static str {
+pub(crate) fn call_of(question: &Question) -> &'static str {
     match question {
         Question::Allocated { .. } => "GetMetadataAllocated",
         Question::Delta { .. } => "GetMetadataDelta",
@@ -78,13 +78,13 @@ pub(super) fn call_of(question: &Question) -> &'static str {
 }
 
 /// A question as a person would write it.
-pub(super) fn name(question: &Question, options: &Options) -> String {
+pub(crate) fn name(question: &Question, options: &Options) -> String {
     let call = call_of(question);
     format!("{call} (starting_offset {}, max_results {})", options.offset, options.max_results)
 }
 
 /// Says of what is missing how much it is and where it starts.
-pub(super) fn missing(what: &str, must: &Ranges, told: &Ranges) -> Result<(), Wrong> {
+pub(crate) fn missing(what: &str, must: &Ranges, told: &Ranges) -> Result<(), Wrong> {
     let missing = must.minus(told);
     match missing.first() {
         None => Ok(()),
@@ -96,7 +96,7 @@ pub(super) fn missing(what: &str, must: &Ranges, told: &Ranges) -> Result<(), Wr
 
 /// The unit of the driver's tuples, as far as they tell: what divides all their offsets and sizes, but
 /// for one that ends at the capacity.
-pub(super) fn unit<'a>(answers: impl IntoIterator<Item = &'a Answer>) -> u64 {
+pub(crate) fn unit<'a>(answers: impl IntoIterator<Item = &'a Answer>) -> u64 {
     let mut unit = 0;
     for answer in answers {
         for (offset, size) in answer.tuples() {
@@ -114,7 +114,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 }
 
 /// How a stream that had to be refused was answered instead.
-pub(super) fn unexpected(question: &Question, options: &Options, answer: &Answer, wanted: &str) -> Wrong {
+pub(crate) fn unexpected(question: &Question, options: &Options, answer: &Answer, wanted: &str) -> Wrong {
     let call = name(question, options);
     match &answer.end {
         Ok(()) => Wrong::new(format!("{call}: OK with {} tuples, not {wanted}", answer.tuples().count())),

@@ -139,7 +139,7 @@ fn gone<T>(answer: Result<T, Wrong>) -> Result<(), Wrong> {
 }
 
 /// Removes the directories of an attachment. The target itself is the driver's to remove.
-pub(super) fn remove_place(staging: &Path, target: &Path) -> Vec<String> {
+pub(crate) fn remove_place(staging: &Path, target: &Path) -> Vec<String> {
     let parent = target.parent().unwrap_or(target);
     let failed = |dir: &Path| match std::fs::remove_dir(dir) {
         Ok(()) => None,

@@ -70,7 +70,7 @@ impl Verdict {
 
 /// Why a case fails.
 #[derive(Clone, Debug)]
-pub(super) struct Wrong {
+pub(crate) struct Wrong {
     what: String,
     code: Option<Code>,
     silent: bool,
@@ -120,7 +120,7 @@ impl From<std::io::Error> for Wrong {
 }
 
 /// A status in words.
-pub(super) fn said(status: &Status) -> String {
+pub(crate) fn said(status: &Status) -> String {
     format!("{}: {}", code_name(status.code()), status.message())
 }
 

@@ -10,7 +10,7 @@ use proto::{
 
 /// Name, version and capabilities of the driver.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Claims {
+pub(crate) struct Claims {
     pub name: String,
     pub version: String,
     /// SNAPSHOT_METADATA_SERVICE.
@@ -25,6 +25,8 @@ pub(super) struct Claims {
     pub stage: bool,
     /// CLONE_VOLUME.
     pub clone: bool,
+    /// GET_CAPACITY.
+    pub capacity: bool,
     /// CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT.
     pub groups: bool,
     /// EXPAND_VOLUME of the controller.
@@ -84,6 +86,7 @@ impl Claims {
                     rpc::Type::PublishUnpublishVolume => claims.attach = true,
                     rpc::Type::ExpandVolume => claims.expand = true,
                     rpc::Type::CloneVolume => claims.clone = true,
+                    rpc::Type::GetCapacity => claims.capacity = true,
                     _ => {}
                 }
             }

@@ -14,13 +14,13 @@ use base::{BlockSize, Stop};
 use files::pattern::Image;
 
 /// The unit that is written: no common device has a larger sector.
-pub(super) const BLOCK: u64 = BlockSize::MIN.bytes();
+pub(crate) const BLOCK: u64 = BlockSize::MIN.bytes();
 /// Bytes read at once.
 const CHUNK: u64 = 1 << 20;
 
 /// A change of the device, in blocks.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Edit {
+pub(crate) enum Edit {
     Write {
         start: u64,
         count: u64,
@@ -45,7 +45,7 @@ pub(super) enum Edit {
 
 /// The content of a volume.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Content {
+pub(crate) struct Content {
     image: Image,
     /// Written to, also with zeros, and not discarded since.
     written: BTreeSet<u64>,
@@ -90,12 +90,17 @@ impl Content {
                 }
             }
         }
-        file.sync_all().map_err(failed)
+        file.sync_data().map_err(failed)
     }
 
     /// What holds data other than zeros.
     pub fn data(&self) -> Ranges {
         blocks(self.image.allocated())
+    }
+
+    /// The blocks that hold data other than zeros.
+    pub fn blocks(&self) -> Vec<u64> {
+        self.image.allocated()
     }
 
     /// What was written and not discarded.
@@ -108,6 +113,13 @@ impl Content {
         blocks(self.image.changed_since(&base.image))
     }
 
+    /// Compares the parts of a device that hold data, and `spread` parts of 1 MiB in all of it.
+    pub fn compare_parts(&self, device: &Path, size: u64, spread: u64, stop: &Stop) -> Result<(), Wrong> {
+        self.image
+            .compare_parts(device, size, spread, stop)
+            .map_err(|error| Wrong::new(format!("not what was written: {error}")))
+    }
+
     /// Compares a device with it, byte by byte.
     pub fn compare(&self, device: &Path, size: u64, stop: &Stop) -> Result<(), Wrong> {
         self.image
@@ -116,12 +128,12 @@ impl Content {
     }
 }
 
-fn blocks(blocks: impl IntoIterator<Item = u64>) -> Ranges {
+pub(crate) fn blocks(blocks: impl IntoIterator<Item = u64>) -> Ranges {
     Ranges::of(blocks.into_iter().map(|block| block * BLOCK..(block + 1) * BLOCK))
 }
 
 /// The device and its size; an error when it is none.
-pub(super) fn device_size(device: &Path) -> Result<u64, Wrong> {
+pub(crate) fn device_size(device: &Path) -> Result<u64, Wrong> {
     if !std::fs::metadata(device).is_ok_and(|meta| meta.file_type().is_block_device()) {
         return Err(Wrong::new(format!("{} is no block device after NodePublishVolume", device.display())));
     }
@@ -130,7 +142,7 @@ pub(super) fn device_size(device: &Path) -> Result<u64, Wrong> {
 }
 
 /// Finds a byte of `device` outside of `except` that is not as in `other` (zeros where there is none).
-pub(super) fn differs_outside(
+pub(crate) fn differs_outside(
     device: &Path,
     other: Option<&Path>,
     except: &Ranges,
@@ -164,7 +176,7 @@ static AT_WORK: AtomicUsize = AtomicUsize::new(0);
 
 /// Work on a device, which may hang: not on the threads that keep the time. It is told to stop when nobody
 /// waits for it any more.
-pub(super) async fn blocking<T: Send + 'static>(
+pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce(&Stop) -> Result<T, Wrong> + Send + 'static,
 ) -> Result<T, Wrong> {
     struct Tell(Stop);
@@ -191,7 +203,7 @@ pub(super) async fn blocking<T: Send + 'static>(
 }
 
 /// Waits until no thread has a device open, or for `patience`.
-pub(super) async fn at_rest(patience: Duration) {
+pub(crate) async fn at_rest(patience: Duration) {
     let deadline = Instant::now() + patience;
     while AT_WORK.load(Ordering::SeqCst) > 0 && Instant::now() < deadline {
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -199,7 +211,7 @@ pub(super) async fn at_rest(patience: Duration) {
 }
 
 /// [`Content::apply`] away from those threads.
-pub(super) async fn apply(mut content: Content, device: PathBuf, edits: Vec<Edit>) -> Result<Content, Wrong> {
+pub(crate) async fn apply(mut content: Content, device: PathBuf, edits: Vec<Edit>) -> Result<Content, Wrong> {
     blocking(move |stop| content.apply(&device, &edits, stop).map(|()| content)).await
 }
 

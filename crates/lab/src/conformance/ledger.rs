@@ -13,7 +13,7 @@ use procfs::process::Process;
 
 /// A thing that was made, or may have been.
 #[derive(Clone, Debug)]
-pub(super) enum Made {
+pub(crate) enum Made {
     Volume {
         request: Box<proto::CreateVolumeRequest>,
         id: Option<String>,
@@ -32,14 +32,14 @@ pub(super) enum Made {
 
 /// A volume that is, or may be, attached, staged or published.
 #[derive(Clone, Debug)]
-pub(super) struct Attachment {
+pub(crate) struct Attachment {
     pub volume_id: String,
     pub staging: PathBuf,
     pub target: PathBuf,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
+pub(crate) struct Ledger {
     made: Mutex<Vec<Made>>,
     count: AtomicU64,
 }

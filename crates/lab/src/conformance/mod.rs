@@ -7,25 +7,25 @@
 //!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
 //! - `plugin.rs` plays the container orchestrator, `ledger.rs` takes everything away again.
 
-mod answer;
-mod attach;
-mod case;
-mod claims;
+pub(crate) mod answer;
+pub(crate) mod attach;
+pub(crate) mod case;
+pub(crate) mod claims;
 mod compare;
 mod complete;
-mod content;
+pub(crate) mod content;
 mod errors;
 mod fixtures;
 mod format;
 mod history;
-mod ledger;
+pub(crate) mod ledger;
 mod life;
 mod offsets;
-mod plugin;
-mod ranges;
+pub(crate) mod plugin;
+pub(crate) mod ranges;
 mod report;
 mod run;
-mod secrets;
+pub(crate) mod secrets;
 mod streams;
 mod table;
 
@@ -134,7 +134,7 @@ fn volume_size(text: &str) -> Result<Quantity, String> {
     }
 }
 
-fn pair(text: &str) -> Result<(String, String), String> {
+pub(crate) fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err(format!("{text:?} is no parameter: write key=value")),
@@ -179,8 +179,9 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
     let dir = tempfile::Builder::new().prefix("deltapath-conformance-").tempdir();
     let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
+    let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
     let (client, claims) = tokio::select! {
-        asked = ask(arguments) => asked?,
+        asked = ask(endpoint, arguments.controller()?, arguments.patience()) => asked?,
         _ = signals.wait_for(|count| *count > 0) => return Ok(ExitCode::from(INTERRUPTED)),
     };
     let place = |given: &Option<PathBuf>, name: &str| match given {
@@ -201,8 +202,10 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     let patience = arguments.patience();
     let (name, version, claimed) = (claims.name.clone(), claims.version.clone(), claims.metadata);
     let endpoint = arguments.controller()?;
-    let fixtures =
-        Fixtures::new(Plugin::new(endpoint.path(), client, claims, settings, run_name()?), patience);
+    let fixtures = Fixtures::new(
+        Plugin::new(endpoint.path(), client, claims, settings, run_name("conformance")?),
+        patience,
+    );
     if !claimed && !run::serves(&fixtures, patience).await {
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
@@ -236,14 +239,17 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
 }
 
 /// Connects, and asks the driver what it can.
-async fn ask(arguments: &Arguments) -> Result<(Client, Claims), String> {
-    let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
+pub(crate) async fn ask(
+    endpoint: &Endpoint,
+    controller: &Endpoint,
+    patience: Duration,
+) -> Result<(Client, Claims), String> {
     let mut client = connect(endpoint).await?;
-    if arguments.controller()? != endpoint {
-        client = Client { node: client.node, ..connect(arguments.controller()?).await? };
+    if controller != endpoint {
+        client = Client { node: client.node, ..connect(controller).await? };
     }
-    let asked = tokio::time::timeout(arguments.patience(), Claims::ask(&mut client)).await;
-    let late = |_| format!("the driver did not tell its capabilities within {} s", arguments.timeout);
+    let asked = tokio::time::timeout(patience, Claims::ask(&mut client)).await;
+    let late = |_| format!("the driver did not tell its capabilities within {} s", patience.as_secs());
     let claims = asked.map_err(late)??;
     match claims.missing() {
         None => Ok((client, claims)),
@@ -271,7 +277,7 @@ impl Arguments {
 }
 
 /// Counts SIGINT, SIGTERM and SIGHUP.
-fn signals() -> std::io::Result<watch::Receiver<u32>> {
+pub(crate) fn signals() -> std::io::Result<watch::Receiver<u32>> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -294,8 +300,8 @@ fn signals() -> std::io::Result<watch::Receiver<u32>> {
 }
 
 /// Begins the names of one run's volumes, snapshots and directories.
-fn run_name() -> Result<String, String> {
+pub(crate) fn run_name(kind: &str) -> Result<String, String> {
     let mut random = [0; 4];
     getrandom::fill(&mut random).map_err(|error| format!("no random numbers: {error}"))?;
-    Ok(format!("conformance-{:08x}", u32::from_ne_bytes(random)))
+    Ok(format!("{kind}-{:08x}", u32::from_ne_bytes(random)))
 }

@@ -14,7 +14,7 @@ use super::secrets::Secrets;
 use csi_client::Client;
 
 /// How long to wait before a call that the driver put off is made again.
-pub(super) const AGAIN: Duration = Duration::from_millis(200);
+pub(crate) const AGAIN: Duration = Duration::from_millis(200);
 
 /// `call!(plugin, service.method, name, request)`: makes a call until it is not put off with ABORTED, as the
 /// spec has it done. The case's time bounds it.
@@ -32,11 +32,11 @@ macro_rules! call {
         }
     };
 }
-pub(super) use call;
+pub(crate) use call;
 
 /// What the command line says of the driver.
 #[derive(Clone, Debug)]
-pub(super) struct Settings {
+pub(crate) struct Settings {
     /// Parameters of the StorageClass.
     pub volume_parameters: HashMap<String, String>,
     /// Parameters of the VolumeSnapshotClass.
@@ -51,7 +51,7 @@ pub(super) struct Settings {
     pub volume_size: u64,
 }
 
-pub(super) struct Plugin {
+pub(crate) struct Plugin {
     socket: PathBuf,
     client: Client,
     /// What the driver says it can.
@@ -59,18 +59,18 @@ pub(super) struct Plugin {
     pub settings: Settings,
     ledger: Ledger,
     /// Begins the names of all that is made.
-    pub(super) run: String,
+    pub(crate) run: String,
     last_call: Mutex<&'static str>,
 }
 
 /// A volume that the suite made.
 #[derive(Clone, Debug)]
-pub(super) struct Volume {
+pub(crate) struct Volume {
     pub id: String,
     /// `capacity_bytes` as the driver told it.
     pub capacity: i64,
-    pub(super) context: HashMap<String, String>,
-    pub(super) capability: proto::VolumeCapability,
+    pub(crate) context: HashMap<String, String>,
+    pub(crate) capability: proto::VolumeCapability,
 }
 
 /// Where a volume or snapshot must be usable: on this node.
@@ -118,7 +118,7 @@ impl Plugin {
         connected.map_err(|error| Wrong::new(format!("connect: {error}")))
     }
 
-    pub(super) fn secrets(&self, call: &str) -> HashMap<String, String> {
+    pub(crate) fn secrets(&self, call: &str) -> HashMap<String, String> {
         self.settings.secrets.of(call)
     }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 /// A set of bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Ranges(Vec<Range<u64>>);
+pub(crate) struct Ranges(Vec<Range<u64>>);
 
 impl Ranges {
     /// The union of ranges in any order; empty ones count for nothing.

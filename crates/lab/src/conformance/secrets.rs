@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// Secrets by call. They are sent, and shown nowhere.
 #[derive(Clone, Default)]
-pub(super) struct Secrets(HashMap<String, HashMap<String, String>>);
+pub(crate) struct Secrets(HashMap<String, HashMap<String, String>>);
 
 impl Secrets {
     /// Reads the file.

@@ -2,6 +2,7 @@
 //! drivers is tested beside the driver.
 #![allow(clippy::disallowed_methods)]
 
+mod bench;
 mod examples;
 mod faults;
 mod mock;

@@ -1,0 +1,164 @@
+//! What the same costs without a driver: operations on a sparse file in a directory of the user's, with the same bytes in it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use base::ByteRange;
+use files::DataRanges;
+use tempfile::TempDir;
+
+use crate::conformance::case::Wrong;
+use crate::conformance::content::{Content, Edit, blocking};
+use crate::conformance::ranges::Ranges;
+
+/// Bytes copied and read at once.
+const CHUNK: u64 = 1 << 20;
+
+/// A file that is written as the volume is. Dropped, it and its copies are removed.
+pub(super) struct Bare {
+    dir: TempDir,
+    content: Content,
+    size: u64,
+}
+
+impl Bare {
+    /// Makes the file; the milliseconds that it took.
+    pub async fn create(parent: &Path, size: u64) -> Result<(Self, f64), Wrong> {
+        let dir = tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir_in(parent);
+        let dir = dir.map_err(|error| Wrong::new(format!("{}: {error}", parent.display())))?;
+        let bare = Bare { dir, content: Content::new(), size };
+        let path = bare.file();
+        let took = timed(move || {
+            let file = File::create(path)?;
+            file.set_len(size)?;
+            file.sync_all()
+        });
+        let took = took.await?;
+        Ok((bare, took))
+    }
+
+    pub fn file(&self) -> PathBuf {
+        self.dir.path().join("volume")
+    }
+
+    fn copy_at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn content(&self) -> &Content {
+        &self.content
+    }
+
+    pub async fn write(&mut self, edits: Vec<Edit>) -> Result<(), Wrong> {
+        self.content = crate::conformance::content::apply(self.content.clone(), self.file(), edits).await?;
+        Ok(())
+    }
+
+    /// Copies the data of the file to another, and flushes it.
+    pub async fn copy(&self, name: &str) -> Result<f64, Wrong> {
+        let (from, to, size) = (self.file(), self.copy_at(name), self.size);
+        timed(move || {
+            let source = File::open(&from)?;
+            let target = File::create(to)?;
+            target.set_len(size)?;
+            let mut buffer = vec![0; CHUNK as usize];
+            for range in DataRanges::of(&source, &from, ByteRange { start: 0, end: size }) {
+                each_chunk(range.map_err(std::io::Error::other)?, |start, length| {
+                    source.read_exact_at(&mut buffer[..length], start)?;
+                    target.write_all_at(&buffer[..length], start)
+                })?;
+            }
+            target.sync_all()
+        })
+        .await
+    }
+
+    /// Finds which parts of the file hold data.
+    pub async fn walk(&self) -> Result<f64, Wrong> {
+        let (path, size) = (self.file(), self.size);
+        timed(move || {
+            let file = File::open(&path)?;
+            for range in DataRanges::of(&file, &path, ByteRange { start: 0, end: size }) {
+                range.map_err(std::io::Error::other)?;
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    /// Reads these ranges in the file and in a copy.
+    pub async fn read_both(&self, copy: &str, ranges: &Ranges) -> Result<f64, Wrong> {
+        let (one, other, ranges) = (self.file(), self.copy_at(copy), ranges.clone());
+        timed(move || {
+            let files = [File::open(one)?, File::open(other)?];
+            let mut buffer = vec![0; CHUNK as usize];
+            for file in &files {
+                for range in ranges.iter() {
+                    each_chunk(ByteRange { start: range.start, end: range.end }, |start, length| {
+                        file.read_exact_at(&mut buffer[..length], start)
+                    })?;
+                }
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    /// Removes a copy, or the file itself.
+    pub async fn remove(&self, name: &str) -> Result<f64, Wrong> {
+        let (dir, path) = (self.dir.path().to_owned(), self.copy_at(name));
+        timed(move || {
+            std::fs::remove_file(path)?;
+            File::open(dir)?.sync_all()
+        })
+        .await
+    }
+}
+
+fn each_chunk(
+    range: ByteRange,
+    mut work: impl FnMut(u64, usize) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    let mut start = range.start;
+    while start < range.end {
+        let length = CHUNK.min(range.end - start);
+        work(start, length as usize)?;
+        start += length;
+    }
+    Ok(())
+}
+
+async fn timed(work: impl FnOnce() -> std::io::Result<()> + Send + 'static) -> Result<f64, Wrong> {
+    blocking(move |_| {
+        let began = Instant::now();
+        work().map_err(|error| Wrong::new(format!("bare operation: {error}")))?;
+        Ok(began.elapsed().as_secs_f64() * 1000.0)
+    })
+    .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::content::{BLOCK, blocks};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_copy_holds_the_same_and_nothing_stays() {
+        let parent = tempfile::tempdir().expect("temp dir");
+        let size = 64 << 20;
+        let (mut bare, _) = Bare::create(parent.path(), size).await.expect("create");
+        bare.write(vec![Edit::Write { start: 300, count: 600, seed: 1 }]).await.expect("write");
+        bare.copy("copy").await.expect("copy");
+        let stop = base::Stop::default();
+        bare.content().compare(&bare.copy_at("copy"), size, &stop).expect("the same");
+        bare.read_both("copy", &blocks([300, 899])).await.expect("read");
+        assert!(bare.read_both("copy", &blocks([size / BLOCK])).await.is_err(), "behind the end");
+        bare.walk().await.expect("walk");
+        bare.remove("copy").await.expect("remove");
+        assert!(bare.remove("copy").await.is_err(), "it is there still");
+        drop(bare);
+        assert_eq!(std::fs::read_dir(parent.path()).expect("list").count(), 0);
+    }
+}

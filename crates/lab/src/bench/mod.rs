@@ -1,0 +1,375 @@
+//! `cbt-lab bench`: what the snapshots of any CSI driver cost, and what the same costs without one.
+//!
+//! - `life.rs` is what is measured; `writes.rs` is the workload, `bare.rs` the same without a driver, `check.rs` judges the answers.
+//! - `figures.rs` holds what came out; `show.rs` and `page.rs` print it.
+//! - How a driver is called, and how all is taken away again, is shared with `conformance`.
+
+mod bare;
+mod check;
+mod figures;
+mod life;
+mod page;
+mod progress;
+mod show;
+mod writes;
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use base::{Endpoint, Quantity};
+use clap::Args;
+use tokio::sync::watch;
+
+use super::{Done, INTERRUPTED, Output};
+use crate::conformance::claims::Claims;
+use crate::conformance::content::at_rest;
+use crate::conformance::plugin::{Plugin, Settings};
+use crate::conformance::secrets::Secrets;
+use crate::conformance::{ask, pair, run_name, signals};
+use figures::{Book, Conditions, Outcome, Verdict};
+use life::{Bench, Plan};
+use progress::Progress;
+
+/// Exit status where nothing could be measured.
+const CAN_NOT_RUN: u8 = 2;
+/// How long threads may take to let go of devices.
+const REST: Duration = Duration::from_secs(10);
+
+/// Measure what the snapshots of any CSI driver cost.
+///
+/// Creates Block volumes through the driver's socket, publishes them, writes to them, and measures each call: create, snapshot (the
+/// first, and after some of the data changed), allocated, delta (at once and later), restore, clone, delete; the space that they take;
+/// and the rate of random writes before, while and after a snapshot is taken. Over the sizes of --size, and, on the first of them, with
+/// the numbers of snapshots of --snapshots, so that growth is seen. Each figure is the median of --runs, with the least and the most.
+///
+/// All answers are checked against what was written: a figure whose answer was wrong once is not given. What a driver does not claim
+/// or tell is left out, with the reason. With --bare-dir the same is done to a plain file. Needs root, and to see the driver's mounts
+/// and devices; takes away all that it makes.
+///
+/// Exit codes: 0 all is measured that the driver does, 1 an answer is wrong, a call failed or something is left behind, 2 it could
+/// not run, 130 interrupted.
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Socket of the driver; of its node plugin, where that is another process than the controller's.
+    #[arg(long, value_name = "ENDPOINT", env = "CSI_ENDPOINT", required_unless_present = "compare")]
+    endpoint: Option<Endpoint>,
+    /// Socket of the controller plugin, which serves Identity, Controller and SnapshotMetadata. Default: the
+    /// same as --endpoint.
+    #[arg(long, value_name = "ENDPOINT", requires = "endpoint")]
+    controller_endpoint: Option<Endpoint>,
+    /// Sizes of the volumes, such as 1Gi,1Ti,16Ti. A size that the driver refuses is left out.
+    #[arg(long, value_name = "SIZE,...", default_value = "1Gi", value_delimiter = ',', value_parser = volume_size)]
+    size: Vec<Quantity>,
+    /// How many snapshots a volume has when one more is measured, such as 1,10,100,1000; 0: leave that out.
+    #[arg(long, value_name = "NUMBER,...", default_value = "1,10", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(..=10_000))]
+    snapshots: Vec<u64>,
+    /// Data that is written before the first snapshot, in pieces of 1Mi at random places: 1Mi to 4Gi, and not more than the
+    /// smallest volume.
+    #[arg(long, value_name = "SIZE", default_value = "256Mi", value_parser = data_size)]
+    data: Quantity,
+    /// Per cent of the data that change before each further snapshot, in random blocks of 4Ki.
+    #[arg(long, value_name = "PERCENT,...", default_value = "0.01,1,10", value_delimiter = ',', value_parser = percent)]
+    changed: Vec<f64>,
+    /// How often each size is measured.
+    #[arg(long, value_name = "NUMBER", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    runs: u64,
+    /// Seconds between a snapshot and a delta that is asked for later.
+    #[arg(long, value_name = "SECONDS", default_value = "3", value_parser = seconds)]
+    settle: Duration,
+    /// Seconds of random writes before and after a snapshot; 0: leave them out.
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
+    write_time: Duration,
+    /// Directory for a plain file to which the same is done, beside the driver. It should be on the filesystem that the driver
+    /// stores on. It takes three times --data.
+    #[arg(long, value_name = "DIR", requires = "endpoint")]
+    bare_dir: Option<PathBuf>,
+    /// Parameter of the StorageClass; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    parameter: Vec<(String, String)>,
+    /// Parameter of the VolumeSnapshotClass; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    snapshot_parameter: Vec<(String, String)>,
+    /// Secrets by call, in csi-sanity's format, as `cbt-lab conformance` takes them.
+    #[arg(long, value_name = "FILE")]
+    secrets: Option<PathBuf>,
+    /// Directory to stage volumes below; the driver has to see it at the same path. Default: a temporary one.
+    #[arg(long, value_name = "DIR")]
+    staging_dir: Option<PathBuf>,
+    /// Directory to publish volumes below. Default: a temporary one.
+    #[arg(long, value_name = "DIR")]
+    target_dir: Option<PathBuf>,
+    /// Seconds that a call may take.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
+    timeout: u64,
+    /// Results to show side by side, as --json wrote them. With --endpoint, the new one comes after them; without, nothing is
+    /// measured.
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    compare: Vec<PathBuf>,
+    /// What is printed on standard output. JSON is the new result, or, with --compare, a list of all.
+    #[arg(long, value_enum, default_value_t = Output::Text)]
+    output: Output,
+    /// Also write the new result as JSON, for --compare.
+    #[arg(long, value_name = "FILE", requires = "endpoint")]
+    json: Option<PathBuf>,
+    /// Also write a line a figure.
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+    /// Also write a page with charts, which needs nothing else.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+}
+
+fn volume_size(text: &str) -> Result<Quantity, String> {
+    let size: Quantity = text.parse().map_err(|error: base::QuantityError| error.to_string())?;
+    match size.0.checked_next_multiple_of(1 << 20).filter(|bytes| *bytes > 0 && *bytes <= 1 << 60) {
+        Some(bytes) => Ok(Quantity(bytes)),
+        None => Err(format!("{text} is no size of a volume: write 1Mi to 1Ei")),
+    }
+}
+
+fn data_size(text: &str) -> Result<Quantity, String> {
+    let size: Quantity = text.parse().map_err(|error: base::QuantityError| error.to_string())?;
+    match size.0.is_multiple_of(1 << 20) && (1 << 20..=4 << 30).contains(&size.0) {
+        true => Ok(size),
+        false => Err(format!("{text} is not written in pieces of 1Mi: write a multiple of 1Mi, up to 4Gi")),
+    }
+}
+
+fn percent(text: &str) -> Result<f64, String> {
+    let told = text.parse::<f64>().ok().filter(|percent| *percent > 0.0 && *percent <= 100.0);
+    told.ok_or_else(|| format!("{text:?} is no share of the data: write a number above 0, up to 100"))
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let told = text.parse::<f64>().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
+    told.map(Duration::from_secs_f64).ok_or_else(|| format!("{text:?} is no time: write seconds, up to 3600"))
+}
+
+pub(super) fn run(arguments: Arguments) -> Done {
+    let ended = prepared(&arguments).and_then(|(before, plan)| match &arguments.endpoint {
+        None => tell(&arguments, &before, None).map(|()| ExitCode::SUCCESS),
+        Some(endpoint) => {
+            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+            let runtime = runtime.map_err(|error| error.to_string())?;
+            let measured = runtime.block_on(measure(&arguments, endpoint, plan));
+            // A device that hangs holds its thread; that must not hold the program.
+            runtime.shutdown_background();
+            let Some(outcome) = measured? else { return Ok(ExitCode::from(INTERRUPTED)) };
+            let code = match (outcome.verdict, outcome.is_good()) {
+                (Verdict::Interrupted, _) => ExitCode::from(INTERRUPTED),
+                (_, true) => ExitCode::SUCCESS,
+                (_, false) => ExitCode::FAILURE,
+            };
+            tell(&arguments, &before, Some(outcome)).map(|()| code)
+        }
+    });
+    Ok(ended.unwrap_or_else(|error| {
+        let _ = writeln!(std::io::stderr(), "cbt-lab: {error}");
+        ExitCode::from(CAN_NOT_RUN)
+    }))
+}
+
+/// All that can be wrong before anything is made.
+fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
+    let before: Vec<Outcome> =
+        arguments.compare.iter().map(|path| Outcome::read(path)).collect::<Result<_, _>>()?;
+    for file in [&arguments.json, &arguments.csv, &arguments.html].into_iter().flatten() {
+        let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !dir.is_dir() || file.is_dir() {
+            return Err(format!(
+                "{} cannot be written: there is no such directory, or it is one",
+                file.display()
+            ));
+        }
+    }
+    if let Some(dir) = arguments.bare_dir.as_ref().filter(|dir| !dir.is_dir()) {
+        return Err(format!("--bare-dir {}: there is no such directory", dir.display()));
+    }
+    let mut sizes: Vec<u64> = arguments.size.iter().map(|size| size.0).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    if let Some(smallest) = sizes.first().filter(|size| **size < arguments.data.0) {
+        let (data, size) = (arguments.data, Quantity(*smallest));
+        return Err(format!(
+            "--data {data} does not fit in a volume of {size}: write less, or larger volumes"
+        ));
+    }
+    let mut snapshots = arguments.snapshots.clone();
+    snapshots.retain(|count| *count > 0);
+    snapshots.sort_unstable();
+    snapshots.dedup();
+    let plan = Plan {
+        sizes,
+        snapshots,
+        runs: arguments.runs,
+        data: arguments.data.0,
+        changed: arguments.changed.clone(),
+        settle: arguments.settle,
+        write_time: arguments.write_time,
+        bare_dir: arguments.bare_dir.clone(),
+        patience: Duration::from_secs(arguments.timeout),
+    };
+    Ok((before, plan))
+}
+
+/// Prints and writes the results.
+fn tell(arguments: &Arguments, before: &[Outcome], new: Option<Outcome>) -> Result<(), String> {
+    let mut results = before.to_vec();
+    if let (Some(path), Some(new)) = (&arguments.json, &new) {
+        write(path, &json(new)?)?;
+    }
+    results.extend(new);
+    if let Some(path) = &arguments.csv {
+        write(path, &show::csv(&results))?;
+    }
+    if let Some(path) = &arguments.html {
+        write(path, &page::page(&results))?;
+    }
+    let text = match (arguments.output, &results[..]) {
+        (Output::Text, results) => show::text(results),
+        (Output::Json, [one]) => json(one)?,
+        (Output::Json, results) => json(results)?,
+    };
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|error| format!("write: {error}"))
+}
+
+fn json<T: serde::Serialize + ?Sized>(value: &T) -> Result<String, String> {
+    let text = serde_json::to_string_pretty(value).map_err(|error| format!("write JSON: {error}"))?;
+    Ok(text + "\n")
+}
+
+/// Writes a whole file, or leaves the one that is there.
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("write {}: {error}", path.display());
+    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let readable = std::os::unix::fs::PermissionsExt::from_mode(0o644);
+    let mut file = tempfile::Builder::new()
+        .prefix(".cbt-lab-")
+        .permissions(readable)
+        .tempfile_in(dir)
+        .map_err(failed)?;
+    file.write_all(text.as_bytes()).map_err(failed)?;
+    file.persist(path).map(drop).map_err(|error| failed(error.error))
+}
+
+/// Measures the driver. None: interrupted before it began.
+async fn measure(arguments: &Arguments, endpoint: &Endpoint, plan: Plan) -> Result<Option<Outcome>, String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Err("it needs root: it writes to block devices".into());
+    }
+    let secrets = arguments.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default();
+    // Before anything is made that a signal could leave behind.
+    let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
+    let controller = arguments.controller_endpoint.as_ref().unwrap_or(endpoint);
+    let (client, claims) = tokio::select! {
+        asked = ask(endpoint, controller, plan.patience) => asked?,
+        _ = signals.wait_for(|count| *count > 0) => return Ok(None),
+    };
+    let dir = tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir();
+    let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
+    let place = |given: &Option<PathBuf>, name: &str| match given {
+        Some(given) => std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display())),
+        None => Ok(dir.path().join(name)),
+    };
+    let settings = Settings {
+        volume_parameters: HashMap::from_iter(arguments.parameter.iter().cloned()),
+        snapshot_parameters: HashMap::from_iter(arguments.snapshot_parameter.iter().cloned()),
+        secrets,
+        staging_dir: place(&arguments.staging_dir, "staging")?,
+        target_dir: place(&arguments.target_dir, "target")?,
+        volume_size: plan.data,
+    };
+    let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
+    let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
+    let mut outcome = outcome(arguments, &claims, &plan);
+    let began = Instant::now();
+    let plugin = Plugin::new(controller.path(), client, claims, settings, run_name("bench")?);
+    live(&plugin, &plan, signals, &mut outcome).await;
+    // Only what is empty: what a driver holds below is not ours to remove.
+    for dir in ours.into_iter().chain([dir.keep()]) {
+        if let Err(error) = std::fs::remove_dir(&dir)
+            && error.kind() != std::io::ErrorKind::NotFound
+        {
+            outcome.left_behind.push(format!("{}: {error}", dir.display()));
+        }
+    }
+    outcome.conditions.load[1] = load();
+    outcome.conditions.seconds = began.elapsed().as_secs_f64().round();
+    Ok(Some(outcome))
+}
+
+/// Measures, and takes everything away. The first signal ends the measuring, the second leaves things as they are.
+async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, outcome: &mut Outcome) {
+    let progress = Progress::new(plan.steps());
+    // All plain files are in here, so that what a thread makes after a signal is removed too.
+    let bare = plan.bare_dir.as_ref();
+    let bare = bare.map(|dir| tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir_in(dir)).transpose();
+    let bare = match bare {
+        Ok(bare) => bare,
+        Err(error) => {
+            outcome.troubles.push(format!("--bare-dir: {error}"));
+            return;
+        }
+    };
+    let plan = &Plan { bare_dir: bare.as_ref().map(|dir| dir.path().to_owned()), ..plan.clone() };
+    let mut book = Book::default();
+    let (mut troubles, mut left) = (Vec::new(), Vec::new());
+    let mut interrupted = false;
+    let tells_space = plugin.claims.capacity;
+    let mut bench = Bench { plugin, plan, book: &mut book, progress: &progress, tells_space };
+    tokio::select! {
+        () = bench.measure(&mut troubles, &mut left) => {}
+        _ = signals.wait_for(|count| *count >= 1) => interrupted = true,
+    }
+    progress.clear();
+    at_rest(REST).await;
+    tokio::select! {
+        still = plugin.ledger().clean_up(plugin, plan.patience.min(Duration::from_secs(60))) => left = still,
+        _ = signals.wait_for(|count| *count >= 2) => left = plugin.ledger().names(),
+    }
+    if let Some(Err(error)) = bare.map(tempfile::TempDir::close) {
+        left.push(format!("plain files: {error}"));
+    }
+    outcome.figures = book.figures();
+    outcome.verdict = match interrupted {
+        true => Verdict::Interrupted,
+        false => Outcome::verdict_of(&outcome.figures, &troubles),
+    };
+    (outcome.troubles, outcome.left_behind) = (troubles, left);
+}
+
+/// A result without figures.
+fn outcome(arguments: &Arguments, claims: &Claims, plan: &Plan) -> Outcome {
+    let pairs = arguments.parameter.iter().chain(&arguments.snapshot_parameter);
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let now = load();
+    Outcome {
+        lab: env!("CARGO_PKG_VERSION").into(),
+        driver: claims.name.clone(),
+        version: claims.version.clone(),
+        verdict: Verdict::Failed,
+        conditions: Conditions {
+            when: jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%MZ").to_string(),
+            cpus: std::thread::available_parallelism().map_or(0, usize::from),
+            kernel: kernel.trim().to_owned(),
+            load: [now, now],
+            runs: plan.runs,
+            data: plan.data,
+            parameters: pairs.map(|(key, value)| format!("{key}={value}")).collect(),
+            seconds: 0.0,
+        },
+        figures: Vec::new(),
+        troubles: Vec::new(),
+        left_behind: Vec::new(),
+    }
+}
+
+/// Programs that wanted a processor over the last minute.
+fn load() -> f64 {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split(' ').next().and_then(|load| load.parse().ok()).unwrap_or(0.0)
+}

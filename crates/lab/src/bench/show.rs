@@ -1,0 +1,223 @@
+//! Results as text, and as CSV.
+
+use std::fmt::Write;
+
+use base::Quantity;
+
+use super::figures::{Figure, Outcome, Spot, Verdict, spots};
+
+/// The name of a result among several: A, B and so on.
+pub(super) fn letter(at: usize) -> String {
+    match u8::try_from(at).ok().filter(|at| *at < 26) {
+        Some(at) => char::from(b'A' + at).to_string(),
+        None => format!("#{}", at + 1),
+    }
+}
+
+/// What was measured, where and how, in a line.
+pub(super) fn heading(result: &Outcome) -> String {
+    let Outcome { driver, version, conditions, .. } = result;
+    let [before, after] = conditions.load;
+    let parameters = match conditions.parameters.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", conditions.parameters.join(", ")),
+    };
+    let runs = match conditions.runs {
+        1 => "1 run".to_owned(),
+        runs => format!("{runs} runs"),
+    };
+    format!(
+        "{driver} {version}{parameters}, {}, {} CPUs, Linux {}, load {before:.1} to {after:.1}; {} of data, {} in {:.0} s",
+        conditions.when,
+        conditions.cpus,
+        conditions.kernel,
+        Quantity(conditions.data),
+        runs,
+        conditions.seconds
+    )
+}
+
+/// What a user has to know of a result beside its figures.
+pub(super) fn warnings(result: &Outcome) -> Vec<String> {
+    let mut told = Vec::new();
+    match result.verdict {
+        Verdict::Right => {}
+        Verdict::Wrong => told
+            .push("WRONG: the driver's answers are not what was written; these figures are not given".into()),
+        Verdict::Failed => told.push("FAILED: not all could be measured".to_owned()),
+        Verdict::Interrupted => told.push("INTERRUPTED: what was measured until then".to_owned()),
+    }
+    told.extend(result.troubles.iter().cloned());
+    told.extend(result.left_behind.iter().map(|left| format!("left behind: {left}")));
+    let busiest = result.conditions.load.into_iter().fold(0.0, f64::max);
+    if busiest > result.conditions.cpus as f64 + 1.0 {
+        told.push(format!(
+            "the machine was busy: up to {busiest:.1} programs wanted its {} CPUs",
+            result.conditions.cpus
+        ));
+    }
+    told
+}
+
+/// For a person: one result with its spread, or several side by side.
+pub(super) fn text(results: &[Outcome]) -> String {
+    let mut out = String::new();
+    for (at, result) in results.iter().enumerate() {
+        let name = if results.len() > 1 { format!("{}: ", letter(at)) } else { String::new() };
+        let _ = writeln!(out, "{name}{}", heading(result));
+        for warning in warnings(result) {
+            let _ = writeln!(out, "   {warning}");
+        }
+    }
+    let mut place = String::new();
+    for spot in spots(results) {
+        if place != spot.place() {
+            place = spot.place();
+            let _ = write!(out, "\n{place:<54}");
+            match results {
+                [_] => {
+                    let _ = writeln!(out, "{:>12} {:>12} {:>12} {:>12}", "median", "min", "max", "bare");
+                }
+                _ => {
+                    let names: String = (0..results.len()).map(|at| format!("{:<36}", letter(at))).collect();
+                    let _ = writeln!(out, "{}", names.trim_end());
+                }
+            }
+        }
+        let line = match results {
+            [result] => alone(spot, result),
+            _ => {
+                let cells: String =
+                    results.iter().map(|result| format!("{:<36}", cell(spot, result))).collect();
+                format!("  {:<52}{cells}", spot.what)
+            }
+        };
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    if results.len() == 1 {
+        bare_operations(results, &mut out);
+    }
+    out
+}
+
+fn alone(spot: &Spot, result: &Outcome) -> String {
+    let Some(figure) = result.find(spot) else { return String::new() };
+    let unit = spot.unit;
+    let what = &spot.what;
+    if let Some(missing) = &figure.missing {
+        return format!("  {what:<52}{missing}");
+    }
+    let Some(measured) = &figure.measured else { return format!("  {what:<52}not measured") };
+    let numbers =
+        [measured.median, measured.min, measured.max].map(|number| format!("{:>12}", unit.text(number)));
+    let bare = figure.bare.as_ref().map_or(String::new(), |bare| unit.text(bare.measured.median));
+    format!("  {what:<52}{} {bare:>12}", numbers.join(" "))
+}
+
+/// Median and spread of one result, or why there is none.
+pub(super) fn cell(spot: &Spot, result: &Outcome) -> String {
+    match result.find(spot) {
+        None => "-".into(),
+        Some(Figure { missing: Some(missing), .. }) => {
+            let text = missing.to_string();
+            text.split(':').next().unwrap_or_default().to_owned()
+        }
+        Some(Figure { measured: Some(measured), .. }) => {
+            let text = |number| spot.unit.text(number);
+            format!("{} ({} to {})", text(measured.median), text(measured.min), text(measured.max))
+        }
+        Some(_) => "-".into(),
+    }
+}
+
+fn bare_operations(results: &[Outcome], out: &mut String) {
+    let mut told: Vec<(&str, &str)> = Vec::new();
+    for figure in results.iter().flat_map(|result| &result.figures) {
+        if let Some(bare) = &figure.bare
+            && !told.contains(&(&figure.spot.what, &bare.what))
+        {
+            told.push((&figure.spot.what, &bare.what));
+        }
+    }
+    if !told.is_empty() {
+        let _ = writeln!(out, "\nbare, in the directory that was given:");
+    }
+    for (what, bare) in told {
+        let _ = writeln!(out, "  {what:<52}{bare}");
+    }
+}
+
+/// A line a figure, with a heading.
+pub(super) fn csv(results: &[Outcome]) -> String {
+    let mut out = String::from(
+        "driver,version,when,figure,id,size_bytes,snapshots,unit,runs,median,min,max,bare,bare_median,bare_min,bare_max,missing\r\n",
+    );
+    for result in results {
+        for figure in &result.figures {
+            let spread = |spread: Option<&super::figures::Spread>| match spread {
+                None => [String::new(), String::new(), String::new()],
+                Some(spread) => [spread.median, spread.min, spread.max].map(|number| number.to_string()),
+            };
+            let unit = serde_json::to_value(figure.spot.unit).ok();
+            let runs = figure.measured.as_ref().map_or(0, |measured| measured.samples.len());
+            let mut cells = vec![
+                result.driver.clone(),
+                result.version.clone(),
+                result.conditions.when.clone(),
+                figure.spot.what.clone(),
+                figure.spot.id.clone(),
+                figure.spot.size.to_string(),
+                figure.spot.snapshots.map(|count| count.to_string()).unwrap_or_default(),
+                unit.as_ref().and_then(|unit| unit.as_str()).unwrap_or_default().to_owned(),
+                runs.to_string(),
+            ];
+            cells.extend(spread(figure.measured.as_ref()));
+            cells.push(figure.bare.as_ref().map(|bare| bare.what.clone()).unwrap_or_default());
+            cells.extend(spread(figure.bare.as_ref().map(|bare| &bare.measured)));
+            cells.push(figure.missing.as_ref().map(ToString::to_string).unwrap_or_default());
+            let line: Vec<String> = cells.iter().map(|cell| quoted(cell)).collect();
+            out.push_str(&line.join(","));
+            out.push_str("\r\n");
+        }
+    }
+    out
+}
+
+/// A cell as RFC 4180 has it.
+fn quoted(cell: &str) -> String {
+    match cell.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", cell.replace('"', "\"\"")),
+        false => cell.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::figures::tests::result;
+    use super::*;
+
+    #[test]
+    fn a_wrong_figure_has_a_reason_in_every_form() {
+        let wrong = result("a.csi", true);
+        let told = text(std::slice::from_ref(&wrong));
+        assert!(told.contains("WRONG: the driver's answers"), "{told}");
+        assert!(told.contains("wrong answer, no figure: 4096 bytes, \"changed\""), "{told}");
+        assert!(told.contains("2.0 ms") && told.contains("1.0 ms") && told.contains("3.0 ms"), "{told}");
+        let lines = csv(std::slice::from_ref(&wrong));
+        let delta = lines.lines().find(|line| line.contains("DELTA")).expect("a line");
+        let reason = "\"wrong answer, no figure: 4096 bytes, \"\"changed\"\"\"";
+        assert!(delta.ends_with(&format!(",,,,,,{reason}")), "{delta}");
+        assert!(delta.contains(",0,"), "no runs count: {delta}");
+    }
+
+    #[test]
+    fn several_are_side_by_side() {
+        let told = text(&[result("a.csi", true), result("b.csi", false)]);
+        let line = told.lines().find(|line| line.contains("DELTA")).expect("a line");
+        assert!(
+            line.contains("wrong answer, no figure") && line.contains("2.0 ms (1.0 ms to 3.0 ms)"),
+            "{line}"
+        );
+        assert!(told.starts_with("A: a.csi 1, ") && told.contains("\nB: b.csi 1, "), "{told}");
+    }
+}

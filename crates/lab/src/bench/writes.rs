@@ -1,0 +1,194 @@
+//! A workload that writes while snapshots are taken: blocks of 4 KiB at random places of what is written already, flushed after
+//! each batch.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinHandle;
+
+use crate::conformance::case::Wrong;
+use crate::conformance::content::{Content, Edit, blocking};
+use crate::random;
+
+/// Writes between two flushes.
+pub(super) const BATCH: usize = 64;
+
+/// Writes and their flush.
+#[derive(Clone, Debug)]
+struct Batch {
+    from: Instant,
+    to: Instant,
+    blocks: Vec<u64>,
+}
+
+/// What was written when.
+#[derive(Debug)]
+pub(super) struct Trace {
+    batches: Vec<Batch>,
+    pub content: Content,
+}
+
+/// How fast a workload was over some time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Pace {
+    pub per_second: f64,
+    /// Milliseconds that the slowest batch took.
+    pub slowest: f64,
+}
+
+/// A workload under way. Dropped, it ends soon.
+pub(super) struct Workload {
+    enough: Arc<AtomicBool>,
+    /// Batches that have ended.
+    done: Arc<AtomicU64>,
+    task: JoinHandle<Result<Trace, Wrong>>,
+}
+
+impl Drop for Workload {
+    fn drop(&mut self) {
+        self.enough.store(true, Ordering::SeqCst);
+        self.task.abort();
+    }
+}
+
+impl Workload {
+    /// Begins to write on a device, or a file, that holds `content`.
+    pub fn begin(device: PathBuf, mut content: Content, seed: u64) -> Self {
+        let enough = Arc::new(AtomicBool::new(false));
+        let done = Arc::new(AtomicU64::new(0));
+        let (told, ended) = (Arc::clone(&enough), Arc::clone(&done));
+        let task = tokio::spawn(blocking(move |stop| {
+            // Held open, so that no batch is the last to close the device.
+            let _held = File::open(&device)?;
+            let places = content.blocks();
+            if places.is_empty() {
+                return Err(Wrong::new("nothing is written yet that could be written again"));
+            }
+            let mut batches = Vec::new();
+            let mut number = 0;
+            while !told.load(Ordering::SeqCst) {
+                let mut blocks = Vec::with_capacity(BATCH);
+                for _ in 0..BATCH {
+                    number += 1;
+                    blocks.push(places[(random::at(seed, number) % places.len() as u64) as usize]);
+                }
+                // Each batch has a seed of its own: a block that is written again has changed.
+                let seed = seed ^ (number << 20);
+                let edits: Vec<Edit> =
+                    blocks.iter().map(|block| Edit::Write { start: *block, count: 1, seed }).collect();
+                let from = Instant::now();
+                content.apply(&device, &edits, stop)?;
+                batches.push(Batch { from, to: Instant::now(), blocks });
+                ended.fetch_add(1, Ordering::SeqCst);
+            }
+            Ok(Trace { batches, content })
+        }));
+        Workload { enough, done, task }
+    }
+
+    /// Ends it after the batch at hand.
+    pub async fn end(mut self) -> Result<Trace, Wrong> {
+        self.enough.store(true, Ordering::SeqCst);
+        let ended = (&mut self.task).await;
+        ended.unwrap_or_else(|error| Err(Wrong::new(format!("the workload failed: {error}"))))
+    }
+
+    /// Lets it write for some time, and longer where no whole batch began and ended in it.
+    pub async fn go_on(&self, time: Duration) {
+        // The first of these may have begun before.
+        let wanted = self.done.load(Ordering::SeqCst) + 2;
+        tokio::time::sleep(time).await;
+        while self.done.load(Ordering::SeqCst) < wanted && !self.task.is_finished() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// The same, and ends it.
+    pub async fn end_after(self, time: Duration) -> Result<Trace, Wrong> {
+        self.go_on(time).await;
+        self.end().await
+    }
+}
+
+impl Trace {
+    fn pace(batches: &[&Batch]) -> Option<Pace> {
+        let (first, last) = (batches.first()?, batches.last()?);
+        let seconds = (last.to - first.from).as_secs_f64();
+        let slowest = batches.iter().map(|batch| batch.to - batch.from).max()?;
+        Some(Pace {
+            per_second: (batches.len() * BATCH) as f64 / seconds,
+            slowest: slowest.as_secs_f64() * 1000.0,
+        })
+    }
+
+    /// By the batches that ended before `time`.
+    pub fn before(&self, time: Instant) -> Option<Pace> {
+        Self::pace(&self.batches.iter().filter(|batch| batch.to <= time).collect::<Vec<_>>())
+    }
+
+    /// By the batches that any moment from `from` to `to` falls in.
+    pub fn during(&self, from: Instant, to: Instant) -> Option<Pace> {
+        let batches: Vec<&Batch> =
+            self.batches.iter().filter(|batch| batch.to > from && batch.from < to).collect();
+        Self::pace(&batches)
+    }
+
+    /// By the batches that began after `time`.
+    pub fn after(&self, time: Instant) -> Option<Pace> {
+        Self::pace(&self.batches.iter().filter(|batch| batch.from >= time).collect::<Vec<_>>())
+    }
+
+    /// The blocks that were written after `time`, and not before.
+    pub fn blocks_after(&self, time: Instant) -> Vec<u64> {
+        let after = self.batches.iter().filter(|batch| batch.from >= time);
+        after.flat_map(|batch| batch.blocks.iter().copied()).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_batch_counts_where_it_was() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let batch =
+            |from: u64, to: u64, block: u64| Batch { from: at(from), to: at(to), blocks: vec![block] };
+        let trace = Trace {
+            batches: vec![
+                batch(0, 10, 1),
+                batch(10, 20, 2),
+                batch(20, 100, 3),
+                batch(100, 110, 4),
+                batch(110, 140, 5),
+            ],
+            content: Content::new(),
+        };
+        let pace = |pace: Option<Pace>| pace.map(|pace| (pace.per_second.round(), pace.slowest.round()));
+        assert_eq!(pace(trace.before(at(25))), Some((6400.0, 10.0)));
+        assert_eq!(pace(trace.during(at(25), at(90))), Some((800.0, 80.0)));
+        assert_eq!(pace(trace.after(at(90))), Some((3200.0, 30.0)));
+        assert_eq!(trace.blocks_after(at(90)), [4, 5]);
+        assert_eq!(pace(trace.before(at(5))), None);
+    }
+
+    /// On a file: what it says that it wrote is there.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_workload_writes_what_it_tells() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let path = dir.path().join("file");
+        File::create(&path).and_then(|file| file.set_len(1 << 20)).expect("make a file");
+        let mut content = Content::new();
+        let stop = base::Stop::default();
+        content.apply(&path, &[Edit::Write { start: 3, count: 100, seed: 1 }], &stop).expect("write");
+        let workload = Workload::begin(path.clone(), content.clone(), 7);
+        let trace = workload.end_after(Duration::from_millis(50)).await.expect("writes");
+        trace.content.compare(&path, 1 << 20, &stop).expect("as told");
+        assert!(content.compare(&path, 1 << 20, &stop).is_err(), "nothing changed");
+        assert!(trace.batches.iter().flat_map(|batch| &batch.blocks).all(|block| (3..103).contains(block)));
+    }
+}

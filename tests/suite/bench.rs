@@ -1,0 +1,308 @@
+//! `cbt-lab bench`: measures our driver on every pool, gives no figure of an answer that is wrong, and leaves nothing behind.
+
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use proto::{ListSnapshotsRequest, ListVolumesRequest};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, Command};
+
+use testkit::{PoolKind, Rig, leftovers};
+
+/// Little of everything.
+const LITTLE: [(&str, &str); 6] = [
+    ("--size", "64Mi"),
+    ("--data", "8Mi"),
+    ("--runs", "2"),
+    ("--snapshots", "1,3"),
+    ("--settle", "0"),
+    ("--write-time", "0.2"),
+];
+
+/// Measures little, where `arguments` do not say otherwise, and tells it in JSON.
+fn bench(socket: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::new(testkit::program("cbt-lab"));
+    let little = LITTLE.iter().filter(|(flag, _)| !arguments.contains(flag));
+    command
+        .args(["bench", "--endpoint", &format!("unix://{}", socket.display()), "--output", "json"])
+        .args(little.flat_map(|(flag, value)| [flag, value]))
+        .args(arguments)
+        .env_remove("CSI_ENDPOINT")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn said(output: &Output) -> String {
+    format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+async fn run(socket: &Path, arguments: &[&str]) -> (Option<i32>, Value) {
+    let output = bench(socket, arguments).output().await.expect("run");
+    let result = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", said(&output)));
+    (output.status.code(), result)
+}
+
+/// The ids of the figures that have a number, and of those that have none, with the reason.
+fn sorted(result: &Value) -> (Vec<&str>, Vec<(&str, &str)>) {
+    let (mut measured, mut missing) = (Vec::new(), Vec::new());
+    for figure in result["figures"].as_array().expect("figures") {
+        let id = figure["id"].as_str().expect("an id");
+        match figure["missing"]["kind"].as_str() {
+            None => {
+                assert!(figure["measured"]["median"].is_number(), "{figure}");
+                measured.push(id);
+            }
+            Some(kind) => {
+                assert!(figure["measured"].is_null(), "a number beside a reason: {figure}");
+                missing.push((id, kind));
+            }
+        }
+    }
+    (measured, missing)
+}
+
+/// `cbt-lab faults` before a driver; dropped, it is gone.
+async fn faulty(rig: &Rig, faults: &str) -> (Child, PathBuf) {
+    let socket = rig.dir.path().join(format!("{}.sock", faults.split(':').next().unwrap_or_default()));
+    let address = |socket: &Path| format!("unix://{}", socket.display());
+    let mut child = Command::new(testkit::program("cbt-lab"))
+        .args([
+            "faults",
+            "--upstream",
+            &address(&rig.socket()),
+            "--listen",
+            &address(&socket),
+            "--fault",
+            faults,
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .expect("spawn");
+    let mut told = BufReader::new(child.stdout.take().expect("piped")).lines();
+    let ready = told.next_line().await.expect("read").unwrap_or_default();
+    assert!(ready.starts_with("serving at"), "{faults}: {ready:?}");
+    (child, socket)
+}
+
+/// Nothing of the bench's is left in the driver.
+async fn assert_empty(rig: &mut Rig) {
+    let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
+    let left = volumes.expect("ListVolumes").into_inner().entries;
+    assert!(left.is_empty(), "volumes are left: {left:?}");
+    let snapshots = rig.client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
+    let left = snapshots.expect("ListSnapshots").into_inner().entries;
+    assert!(left.is_empty(), "snapshots are left: {left:?}");
+}
+
+fn is_of_writes(id: &str) -> bool {
+    ["write-during", "write-after", "pause-during", "pause-after"].contains(&id)
+}
+
+/// Every figure has a number, a bare one beside it where one is known, and each run is in it.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn ours_is_measured_on_every_pool(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let dir = rig.dir.path().join("bare");
+    std::fs::create_dir(&dir).expect("mkdir");
+    let files = ["json", "csv", "html"].map(|end| dir.with_extension(end));
+    let [json, csv, html] = files.each_ref().map(|file| file.to_str().expect("UTF-8"));
+    let bare = dir.to_str().expect("UTF-8");
+    let (code, result) =
+        run(&rig.socket(), &["--bare-dir", bare, "--json", json, "--csv", csv, "--html", html]).await;
+    assert_eq!((code, &result["verdict"]), (Some(0), &"right".into()), "{result:#}");
+    let (measured, missing) = sorted(&result);
+    let never_told = |id: &str| id.starts_with("space-");
+    // The dir pool shares the space that GetCapacity tells with all else on its filesystem; and what is written all the time, it
+    // does not copy.
+    let may_miss = |id: &str| never_told(id) || (pool == PoolKind::Dir && is_of_writes(id));
+    assert!(missing.iter().all(|(id, kind)| *kind == "left-out" && may_miss(id)), "{missing:?}");
+    for id in [
+        "create",
+        "snapshot-first",
+        "allocated",
+        "snapshot-0.01",
+        "snapshot-1",
+        "snapshot-10",
+        "delta-0.01-at-once",
+        "delta-10-at-once",
+        "delta-1-later",
+        "listed-1",
+        "restore",
+        "clone",
+        "delete-snapshot",
+        "delete-volume",
+        "write-before",
+        "write-during",
+        "write-after",
+        "pause-during",
+        "many-snapshot",
+        "many-delta-last",
+        "many-delta-first",
+        "many-delete",
+    ] {
+        assert!(measured.contains(&id) || may_miss(id), "{id} is missing: {measured:?}");
+    }
+    for figure in result["figures"].as_array().expect("figures") {
+        let (id, measured) = (figure["id"].as_str().expect("id"), &figure["measured"]);
+        if measured.is_null() {
+            continue;
+        }
+        let number = |key: &str| measured[key].as_f64().unwrap_or_else(|| panic!("{figure}"));
+        assert!(number("min") <= number("median") && number("median") <= number("max"), "{figure}");
+        let samples = measured["samples"].as_array().expect("samples").len();
+        // Of four snapshots in each run.
+        assert_eq!(samples, if id == "delete-snapshot" { 8 } else { 2 }, "{figure}");
+        let has_bare = !id.starts_with("many-")
+            && !id.starts_with("listed-")
+            && !id.ends_with("-later")
+            && !never_told(id);
+        assert_eq!(figure["bare"].is_object(), has_bare, "{figure}");
+        if id.starts_with("listed-") {
+            assert_eq!(number("max"), 1.0, "ours lists what changed and nothing else: {figure}");
+        }
+    }
+    let counts: Vec<u64> =
+        result["figures"].as_array().into_iter().flatten().filter_map(|f| f["snapshots"].as_u64()).collect();
+    assert!(counts.contains(&1) && counts.contains(&3), "{counts:?}");
+    let written: Value = serde_json::from_slice(&std::fs::read(json).expect("JSON")).expect("JSON");
+    assert_eq!(written, result);
+    assert_eq!(
+        std::fs::read_to_string(csv).expect("CSV").lines().count(),
+        1 + measured.len() + missing.len()
+    );
+    assert!(std::fs::read_to_string(html).expect("HTML").contains("<svg "));
+    assert_eq!(std::fs::read_dir(&dir).expect("list").count(), 0, "bare files are left");
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
+/// A change that a driver loses: no number for that answer, in any form, and for others still.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_answer_has_no_figure() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    for (fault, wrong) in [
+        ("lose-tuple:call=GetMetadataDelta", "delta-"),
+        ("lose-last:call=GetMetadataAllocated", "allocated"),
+        ("overlap:call=GetMetadataAllocated", "allocated"),
+        ("capacity-wrong:call=GetMetadataDelta", "delta-"),
+    ] {
+        let (_serving, socket) = faulty(&rig, fault).await;
+        let (csv, html) = (rig.dir.path().join("wrong.csv"), rig.dir.path().join("wrong.html"));
+        let few =
+            ["--runs", "1", "--csv", csv.to_str().expect("UTF-8"), "--html", html.to_str().expect("UTF-8")];
+        let (code, result) = run(&socket, &few).await;
+        assert_eq!((code, &result["verdict"]), (Some(1), &"wrong".into()), "{fault}: {result:#}");
+        let (measured, missing) = sorted(&result);
+        let refused: Vec<&str> =
+            missing.iter().filter(|(_, kind)| *kind == "wrong").map(|(id, _)| *id).collect();
+        assert!(refused.iter().any(|id| id.starts_with(wrong)), "{fault}: {missing:?}");
+        assert!(!measured.iter().any(|id| id.starts_with(wrong)), "{fault}: {measured:?}");
+        for id in ["create", "snapshot-first", "restore", "clone", "delete-volume", "write-before"] {
+            assert!(measured.contains(&id), "{fault}: {id}: {missing:?}");
+        }
+        if wrong == "delta-" {
+            let by_deltas = ["many-delta-last", "many-delta-first", "write-after", "write-during"];
+            assert!(by_deltas.iter().all(|id| refused.contains(id)), "{fault}: {refused:?}");
+        }
+        let csv = std::fs::read_to_string(csv).expect("CSV");
+        let line = csv.lines().find(|line| line.contains(&format!(",{wrong}"))).expect("a line");
+        assert!(line.contains(",0,,,,") && line.contains("wrong answer, no figure: "), "{line}");
+        assert!(std::fs::read_to_string(html).expect("HTML").contains("WRONG: "));
+        assert_empty(&mut rig).await;
+    }
+    rig.finish();
+}
+
+/// What a driver does not claim, or has no space for, is left out with the reason, and is no failure.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_driver_cannot_is_left_out() {
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "info").await;
+    let (_serving, socket) = faulty(&rig, "no-service").await;
+    let (code, result) = run(&socket, &["--runs", "1", "--size", "64Mi,2Gi"]).await;
+    assert_eq!(code, Some(0), "{result:#}");
+    let (measured, missing) = sorted(&result);
+    assert!(missing.iter().all(|(_, kind)| *kind == "left-out"), "{missing:?}");
+    for id in ["allocated", "delta-1-at-once", "delta-1-later", "many-delta-first", "create"] {
+        assert!(missing.iter().any(|(left, _)| *left == id), "{id}: {missing:?}");
+    }
+    assert!(measured.contains(&"restore") && measured.contains(&"write-after"), "{measured:?}");
+    let large =
+        result["figures"].as_array().into_iter().flatten().find(|figure| figure["size"] == 2_147_483_648_u64);
+    let why = large.expect("the large size")["missing"]["why"].as_str().expect("a reason");
+    assert!(why.contains("OUT_OF_RANGE"), "{why}");
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
+/// A call that fails ends that life, is told, and leaves nothing.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_fails_is_told() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let (_serving, socket) = faulty(&rig, "refuse:call=CreateSnapshot,code=INTERNAL").await;
+    let (code, result) = run(&socket, &[]).await;
+    assert_eq!((code, &result["verdict"]), (Some(1), &"failed".into()), "{result:#}");
+    let (measured, missing) = sorted(&result);
+    assert_eq!(measured, ["create"]);
+    assert_eq!(missing, [("snapshot-first", "failed")]);
+    assert!(
+        result["troubles"][0].as_str().is_some_and(|told| told.contains("CreateSnapshot: INTERNAL")),
+        "{result:#}"
+    );
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
+/// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is told.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_signal_at_any_time_leaves_nothing() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let work = rig.dir.path().join("work");
+    let bare = rig.dir.path().join("bare");
+    std::fs::create_dir(&bare).expect("mkdir");
+    let [staging, target] = ["staging", "target"].map(|name| work.join(name));
+    let text = |path: &Path| path.to_str().expect("UTF-8").to_owned();
+    let (at_staging, at_target, at_bare) = (text(&staging), text(&target), text(&bare));
+    let dirs =
+        ["--staging-dir", &at_staging, "--target-dir", &at_target, "--bare-dir", &at_bare, "--runs", "50"];
+    for (signal, sign, millis) in [
+        (Signal::SIGINT, "NodePublishVolume", 0),
+        (Signal::SIGTERM, "CreateSnapshot", 0),
+        (Signal::SIGINT, "GetMetadataDelta", 20),
+        (Signal::SIGINT, "DeleteVolume", 400),
+    ] {
+        let before = rig.log().len();
+        let running = bench(&rig.socket(), &dirs).spawn().expect("spawn");
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !rig.log()[before..].contains(sign) {
+            assert!(Instant::now() < deadline, "no {sign}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(millis)).await;
+        let pid = running.id().expect("it runs");
+        kill(nix::unistd::Pid::from_raw(pid as i32), signal).expect("signal");
+        let output = running.wait_with_output().await.expect("wait");
+        assert_eq!(output.status.code(), Some(130), "{signal} at {sign}: {}", said(&output));
+        let result: Value = serde_json::from_slice(&output.stdout).expect("a result");
+        assert_eq!(result["verdict"], "interrupted");
+        assert_eq!(result["left_behind"], Value::Array(Vec::new()));
+        assert_empty(&mut rig).await;
+        assert_eq!(leftovers(&work), Vec::<String>::new(), "{signal} at {sign}");
+        assert!(!staging.exists() && !target.exists(), "directories are left");
+        assert_eq!(std::fs::read_dir(&bare).expect("list").count(), 0, "bare files are left");
+    }
+    rig.finish();
+}
