@@ -254,6 +254,9 @@ pub(super) enum Verdict {
 /// A run on a driver.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Outcome {
+    /// What tells it from others beside it: the name of its file.
+    #[serde(skip)]
+    pub label: Option<String>,
     /// The version of cbt-lab.
     pub lab: String,
     pub driver: String,
@@ -332,6 +335,7 @@ pub(super) mod tests {
         }
         let figures = book.figures();
         Outcome {
+            label: None,
             lab: "0".into(),
             driver: driver.into(),
             version: "1".into(),

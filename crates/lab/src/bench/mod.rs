@@ -174,8 +174,11 @@ pub(super) fn run(arguments: Arguments) -> Done {
 
 /// All that can be wrong before anything is made.
 fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
-    let before: Vec<Outcome> =
-        arguments.compare.iter().map(|path| Outcome::read(path)).collect::<Result<_, _>>()?;
+    let labelled = |path: &PathBuf| {
+        let label = path.file_stem().map(|name| name.to_string_lossy().into_owned());
+        Outcome::read(path).map(|result| Outcome { label, ..result })
+    };
+    let before: Vec<Outcome> = arguments.compare.iter().map(labelled).collect::<Result<_, _>>()?;
     for file in [&arguments.json, &arguments.csv, &arguments.html].into_iter().flatten() {
         let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
         if !dir.is_dir() || file.is_dir() {
@@ -348,6 +351,7 @@ fn outcome(arguments: &Arguments, claims: &Claims, plan: &Plan) -> Outcome {
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let now = load();
     Outcome {
+        label: None,
         lab: env!("CARGO_PKG_VERSION").into(),
         driver: claims.name.clone(),
         version: claims.version.clone(),

@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 use base::Quantity;
 
-use super::figures::{Figure, Outcome, Spot, Spread, Unit, Verdict, spots};
+use super::figures::{Figure, Outcome, Spot, Spread, Unit, Verdict, Why, spots};
 use super::show::{heading, letter, warnings};
 
 /// Width of a chart in units of its own; it is scaled to its column.
@@ -209,7 +209,11 @@ fn charts(spots: &[&Spot], results: &[Outcome]) -> String {
                 (Some(measured), _) => (spread_text(spot.unit, measured), ""),
                 (None, Some(missing)) => {
                     let text = missing.to_string();
-                    (text.split(':').next().unwrap_or_default().to_owned(), " class=\"bad\"")
+                    let class = match missing.kind {
+                        Why::LeftOut => " class=\"soft\"",
+                        Why::Wrong | Why::Failed => " class=\"bad\"",
+                    };
+                    (text.split(':').next().unwrap_or_default().to_owned(), class)
                 }
                 (None, None) => ("not measured".to_owned(), " class=\"soft\""),
             };

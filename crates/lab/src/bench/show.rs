@@ -17,6 +17,7 @@ pub(super) fn letter(at: usize) -> String {
 /// What was measured, where and how, in a line.
 pub(super) fn heading(result: &Outcome) -> String {
     let Outcome { driver, version, conditions, .. } = result;
+    let label = result.label.as_ref().map_or(String::new(), |label| format!("{label}: "));
     let [before, after] = conditions.load;
     let parameters = match conditions.parameters.is_empty() {
         true => String::new(),
@@ -27,7 +28,7 @@ pub(super) fn heading(result: &Outcome) -> String {
         runs => format!("{runs} runs"),
     };
     format!(
-        "{driver} {version}{parameters}, {}, {} CPUs, Linux {}, load {before:.1} to {after:.1}; {} of data, {} in {:.0} s",
+        "{label}{driver} {version}{parameters}, {}, {} CPUs, Linux {}, load {before:.1} to {after:.1}; {} of data, {} in {:.0} s",
         conditions.when,
         conditions.cpus,
         conditions.kernel,

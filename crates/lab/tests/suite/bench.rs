@@ -50,6 +50,7 @@ async fn results_are_shown_side_by_side_without_a_driver() {
         line.contains("4.0 ms (2.0 ms to 8.0 ms)") && line.contains("40.0 ms (20.0 ms to 80.0 ms)"),
         "{line}"
     );
+    assert!(told.starts_with("A: a: one.csi 1, ") && told.contains("\nB: b: two.csi 1, "), "{told}");
     assert!(told.lines().any(|line| line.contains("clone") && line.contains("left out")), "{told}");
     let page = std::fs::read_to_string(&html).expect("the page");
     assert!(
