@@ -98,19 +98,23 @@ fn names(cases: &[Value]) -> BTreeSet<String> {
 
 /// The cluster has nothing of the suite's any more; namespaces wait for a controller that is not here.
 async fn assert_nothing_is_left(world: &World) {
+    let ours = ListParams::default().labels(&format!("cbt-lab/tests={}", world.namespace));
+    let homes = world.api.objects("Namespace", None).list(&ours).await.expect("namespaces");
+    let homes: Vec<String> = homes
+        .into_iter()
+        .map(|home| {
+            let name = home.metadata.name.expect("a name");
+            assert!(home.metadata.deletion_timestamp.is_some(), "{name} is not deleted");
+            name
+        })
+        .collect();
     for kind in ["Role", "RoleBinding", "Secret", "ServiceAccount", "VolumeSnapshot"] {
-        let namespaces = world.api.objects("Namespace", None).list(&ListParams::default()).await;
-        for namespace in namespaces.expect("namespaces") {
-            let name = namespace.metadata.name.expect("a name");
-            let is_ours = name.starts_with("cbt-lab-");
-            assert!(!is_ours || namespace.metadata.deletion_timestamp.is_some(), "{name} is not deleted");
-            if name != world.namespace && !is_ours {
-                continue;
-            }
-            let objects = world.api.objects(kind, Some(&name)).list(&ListParams::default()).await;
+        for namespace in homes.iter().chain([&world.namespace]) {
+            let objects = world.api.objects(kind, Some(namespace)).list(&ListParams::default()).await;
             for object in objects.expect("a list") {
                 let object = object.metadata.name.expect("a name");
-                assert!(!is_ours && !object.starts_with("cbt-lab-"), "{kind} {name}/{object} is left");
+                let is_ours = *namespace != world.namespace || object.starts_with("cbt-lab-");
+                assert!(!is_ours, "{kind} {namespace}/{object} is left");
             }
         }
     }

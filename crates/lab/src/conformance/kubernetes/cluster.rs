@@ -269,7 +269,7 @@ impl Cluster {
     pub async fn make(&mut self) -> Result<(), String> {
         self.home = format!("cbt-lab-{}", run_name()?);
         let (api, home) = (&self.api, self.home.as_str());
-        let labels = json!({"app.kubernetes.io/managed-by": "cbt-lab"});
+        let labels = json!({"app.kubernetes.io/managed-by": "cbt-lab", "cbt-lab/tests": self.namespace});
         let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"labels": labels}});
         api.make("/api/v1/namespaces", home, namespace).await?;
         let accounts = format!("/api/v1/namespaces/{home}/serviceaccounts");
