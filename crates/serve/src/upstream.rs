@@ -29,6 +29,11 @@ const NARROW: u32 = 8 << 10;
 const WIDE: u32 = 512 << 10;
 /// How many bytes show that.
 const PROVEN: u64 = 256 << 10;
+/// Pieces below this size on average need no wide window: each costs more memory than its bytes.
+const SMALL: u64 = 1 << 10;
+/// What h2 may count for pieces that wait (256 bytes each): for as many of 16 bytes as a wide window holds. With h2's own
+/// bound, half of the connection's window, it ends the connection of a stream whose messages have one tuple each.
+const BUDGET: usize = WIDE as usize / 16 * 256;
 /// Between two pings, and how long an answer to one may take.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
@@ -87,6 +92,7 @@ pub struct Answer<T> {
     link: Link<T>,
     body: RecvStream,
     passed: u64,
+    pieces: u64,
     windows: Arc<WideWindows>,
     wide: Option<WideWindow>,
 }
@@ -132,6 +138,7 @@ where
     let handshake = Builder::new()
         .initial_window_size(NARROW)
         .initial_connection_window_size(2 * WIDE)
+        .data_frame_budget(BUDGET)
         .max_header_list_size(16 << 10)
         .enable_push(false)
         .handshake(io);
@@ -156,7 +163,7 @@ where
     })
     .await?;
     let (head, body) = head.into_parts();
-    Ok((head, Answer { link, body, passed: 0, windows, wide: None }))
+    Ok((head, Answer { link, body, passed: 0, pieces: 0, windows, wide: None }))
 }
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
@@ -210,6 +217,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
             Some(Ok(bytes)) => {
                 self.body.flow_control().release_capacity(bytes.len())?;
                 self.passed += bytes.len() as u64;
+                self.pieces += 1;
                 self.widen();
                 // A piece keeps the whole buffer that it was read into. Where a client stops reading, that would be for long,
                 // so a stream with a narrow window passes on copies.
@@ -226,7 +234,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
     }
 
     fn widen(&mut self) {
-        if self.wide.is_none() && self.passed >= PROVEN {
+        if self.wide.is_none() && self.passed >= PROVEN && self.passed / self.pieces >= SMALL {
             self.wide = self.windows.take();
             // Refused while earlier settings are not acknowledged: tried again with the next piece.
             if self.wide.is_some() && self.link.connection.set_initial_window_size(WIDE).is_err() {

@@ -19,7 +19,7 @@ use crate::library;
 use crate::world::{AUDIENCE, Files, Gateway, HOST, Sidecar, World, code};
 
 /// A program of .deps/backup; `None`, with a reason, where it cannot be had. Under CI that is a failure.
-fn program(name: &str) -> Option<PathBuf> {
+pub fn program(name: &str) -> Option<PathBuf> {
     let path = Path::new(testkit::HOME).join(".deps/backup").join(name);
     if path.exists() {
         return Some(path);

@@ -7,6 +7,7 @@
 mod backup_tool;
 mod certificates;
 mod community;
+mod conformance;
 mod cost;
 mod driver;
 mod hostile;
@@ -78,6 +79,10 @@ fn main() -> ExitCode {
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,
         community::the_communitys_sidecar_has_the_faults_that_these_tests_look_for,
+        conformance::the_gateway_passes_every_case_of_kubernetes,
+        conformance::every_fault_before_the_gateway_is_seen_by_its_cases,
+        conformance::what_the_communitys_sidecar_fails_is_what_the_page_says,
+        conformance::what_cannot_be_tested_says_why_and_leaves_nothing,
     ];
     // The drivers of some of them attach loop devices, and Go builds the API server. Under CI nothing is left out.
     let is_ci = std::env::var("CI").as_deref() == Ok("true");

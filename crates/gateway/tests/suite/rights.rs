@@ -319,7 +319,7 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
 }
 
 /// A token of a service account, signed with `key` (ES256).
-fn sign(key: &str, namespace: &str, account: &str, uid: &str, begins: u64, ends: u64) -> String {
+pub fn sign(key: &str, namespace: &str, account: &str, uid: &str, begins: u64, ends: u64) -> String {
     use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
     let pair = KeyPair::from_pem(key).expect("a key");
     let random = ring::rand::SystemRandom::new();

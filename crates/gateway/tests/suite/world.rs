@@ -340,6 +340,17 @@ pub struct Sidecar {
 impl Sidecar {
     /// In front of a driver's socket. It finds no secret without a default class, and its audience in the object.
     pub async fn start(program: &Path, world: &World, socket: &Path, files: &Files) -> Self {
+        Self::start_with(program, world, socket, files, &[]).await
+    }
+
+    /// The same with more flags.
+    pub async fn start_with(
+        program: &Path,
+        world: &World,
+        socket: &Path,
+        files: &Files,
+        more: &[&str],
+    ) -> Self {
         let (port, http) = (free_port(), free_port());
         let log = world.dir.path().join("sidecar.log");
         let child = Command::new(program)
@@ -348,6 +359,7 @@ impl Sidecar {
             .arg(format!("--tls-cert={}", files.chain.display()))
             .arg(format!("--tls-key={}", files.key.display()))
             .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
+            .args(more)
             .stdin(Stdio::null())
             .stderr(std::fs::File::create(&log).expect("a log"))
             .spawn()

@@ -4,10 +4,23 @@ use tonic::Status;
 
 use super::case::{Wrong, said};
 use super::ranges::Ranges;
-use csi_client::{Client, Message, Options, Question};
+use super::subject::Subject;
+use csi_client::{Message, Options, Question, RawStream};
 
 /// A stream that sends more than this is taken for one without an end.
 const ENDLESS: usize = 2_000_000;
+
+/// A stream under way, message by message.
+pub(super) trait Messages: Send {
+    /// The next message; `None` is the end with `OK`.
+    fn next(&mut self) -> impl Future<Output = Result<Option<Message>, Status>> + Send;
+}
+
+impl Messages for RawStream {
+    async fn next(&mut self) -> Result<Option<Message>, Status> {
+        RawStream::next(self).await
+    }
+}
 
 /// All messages of a stream, and its end.
 #[derive(Clone, Debug)]
@@ -18,9 +31,19 @@ pub(crate) struct Answer {
 
 impl Answer {
     /// Reads a stream to its end, whatever that is. An error only where it has none.
-    pub async fn read(client: &mut Client, question: &Question, options: &Options) -> Result<Self, Wrong> {
+    pub async fn read<S: Subject>(
+        client: &mut S::Narrow,
+        question: &Question,
+        options: &Options,
+    ) -> Result<Self, Wrong> {
+        let opened = S::open(client, question, options).await;
+        Self::read_all(opened, &name(question, options)).await
+    }
+
+    /// The same of a stream that was opened; `call` says which.
+    pub async fn read_all(opened: Result<impl Messages, Status>, call: &str) -> Result<Self, Wrong> {
         let mut messages = Vec::new();
-        let mut stream = match client.open_stream(question, options).await {
+        let mut stream = match opened {
             Ok(stream) => stream,
             Err(status) => return Ok(Answer { messages, end: Err(status) }),
         };
@@ -35,7 +58,7 @@ impl Answer {
                 Err(status) => return Ok(Answer { messages, end: Err(status) }),
             }
             if sent > ENDLESS {
-                return Err(Wrong::new(format!("{}: {ENDLESS} tuples and no end", name(question, options))));
+                return Err(Wrong::new(format!("{call}: {ENDLESS} tuples and no end")));
             }
         }
     }

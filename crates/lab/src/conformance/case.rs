@@ -8,11 +8,11 @@ use clap::ValueEnum;
 use serde::Serialize;
 use tonic::{Code, Status};
 
-use super::fixtures::{Fixtures, Need};
+use super::subject::Subject;
 pub(super) use crate::code::name as code_name;
 
 /// One requirement, and the test of it.
-pub(super) struct Case {
+pub(super) struct Case<S: Subject> {
     /// Short, unique, and stable over versions: `--focus` and `--skip` match it.
     pub name: &'static str,
     pub level: Level,
@@ -21,11 +21,11 @@ pub(super) struct Case {
     /// What the spec demands there, in short words.
     pub requirement: &'static str,
     /// What is prepared before, on time of its own.
-    pub needs: &'static [Need],
-    pub run: Run,
+    pub needs: &'static [S::Need],
+    pub run: Run<S>,
 }
 
-pub(super) type Run = for<'a> fn(&'a Fixtures) -> Pin<Box<dyn Future<Output = Judged> + Send + 'a>>;
+pub(super) type Run<S> = for<'a> fn(&'a S) -> Pin<Box<dyn Future<Output = Judged> + Send + 'a>>;
 
 /// How the spec puts a requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]

@@ -5,6 +5,7 @@ use tonic::Code;
 use super::answer::unexpected;
 use super::case::{Judged, Verdict, Wrong, code_name, remarked, said};
 use super::fixtures::{Fixtures, Kind};
+use super::subject::Subject;
 use csi_client::{Options, Question, block_capability};
 
 /// Ids that no driver has given to anything.
@@ -20,15 +21,15 @@ pub(super) async fn claimed(fixtures: &Fixtures) -> Judged {
     }
 }
 
-pub(super) async fn served(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    fixtures.ask(&question, 0, 0).await?;
+pub(super) async fn served(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    subject.ask(&question, 0, 0).await?;
     Ok(Verdict::Pass)
 }
 
 /// Each question must be refused with `code`; codes that the spec allows besides are remarked.
 async fn refused(
-    fixtures: &Fixtures,
+    subject: &impl Subject,
     questions: &[Question],
     options: &Options,
     code: Code,
@@ -36,7 +37,7 @@ async fn refused(
 ) -> Judged {
     let mut remarks = Vec::new();
     for question in questions {
-        let answer = fixtures.try_ask(question, options).await?;
+        let answer = subject.try_ask(question, options).await?;
         match &answer.end {
             Err(status) if status.code() == code => {}
             Err(status) if also.contains(&status.code()) => {
@@ -90,13 +91,13 @@ pub(super) async fn unknown_id(fixtures: &Fixtures, kind: Kind) -> Judged {
 }
 
 /// A negative bound: refused, or taken for none.
-pub(super) async fn negative_bound(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    let whole = fixtures.ask(&question, 0, 0).await?;
+pub(super) async fn negative_bound(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    let whole = subject.ask(&question, 0, 0).await?;
     let mut remarks = Vec::new();
     for max_results in [-1, i32::MIN] {
-        let options = fixtures.options(0, max_results);
-        let answer = fixtures.try_ask(&question, &options).await?;
+        let options = subject.options(0, max_results);
+        let answer = subject.try_ask(&question, &options).await?;
         match &answer.end {
             Err(status) if status.code() == Code::InvalidArgument => {}
             Ok(()) if answer.ranges() == whole.ranges() => {
@@ -113,11 +114,10 @@ pub(super) async fn negative_bound(fixtures: &Fixtures, kind: Kind) -> Judged {
     remarked(remarks)
 }
 
-pub(super) async fn reversed(fixtures: &Fixtures) -> Judged {
-    let pair = fixtures.pair()?;
-    let questions = [pair.first.since(&pair.second), pair.empty.since(&pair.third)];
+pub(super) async fn reversed(subject: &impl Subject) -> Judged {
+    let questions = subject.reversed()?;
     let also = [Code::FailedPrecondition, Code::OutOfRange];
-    refused(fixtures, &questions, &fixtures.options(0, 0), Code::InvalidArgument, &also).await
+    refused(subject, &questions, &subject.options(0, 0), Code::InvalidArgument, &also).await
 }
 
 pub(super) async fn other_volume(fixtures: &Fixtures) -> Judged {
@@ -134,10 +134,10 @@ pub(super) async fn other_volume(fixtures: &Fixtures) -> Judged {
 }
 
 /// The spec wants a target that is newer than its base; nothing has changed since itself.
-pub(super) async fn same_snapshot(fixtures: &Fixtures) -> Judged {
-    let question = delta(&fixtures.pair()?.second.id, &fixtures.pair()?.second.id);
-    let options = fixtures.options(0, 0);
-    let answer = fixtures.try_ask(&question, &options).await?;
+pub(super) async fn same_snapshot(subject: &impl Subject) -> Judged {
+    let question = subject.same()?;
+    let options = subject.options(0, 0);
+    let answer = subject.try_ask(&question, &options).await?;
     let tuples = answer.tuples().count();
     match &answer.end {
         Ok(()) if tuples > 0 => {

@@ -13,7 +13,9 @@ use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
 use super::plugin::{Plugin, Volume};
 use super::ranges::Ranges;
-use csi_client::{Options, Question, block_capability};
+use super::subject::Subject;
+use csi_client::{Client, Options, Question, RawStream, block_capability};
+use tonic::Status;
 
 /// The two streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -251,7 +253,7 @@ impl Fixtures {
     /// An answer, however it ends.
     pub async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
         self.plugin.calls(call_of(question));
-        Answer::read(&mut self.plugin.client(), question, options).await
+        Answer::read::<Self>(&mut self.plugin.client(), question, options).await
     }
 
     /// A new published Block volume.
@@ -274,6 +276,88 @@ impl Fixtures {
         }
         let told = volume.capacity;
         Ok(OpenVolume { volume, device, size, told, content: Content::new() })
+    }
+}
+
+impl Subject for Fixtures {
+    type Need = Need;
+    type Narrow = Client;
+    type Stream = RawStream;
+
+    const MUST: &'static str = "that were written or changed";
+    const SPREAD: &'static str = "the driver's unit is large; a larger --volume-size spreads the writes";
+    const RESUMES: usize = usize::MAX;
+    const MORE: &'static str = "a larger --volume-size makes them more";
+
+    async fn prepare(&self, needs: &[Need]) -> Option<Judged> {
+        self.prepare(needs).await
+    }
+
+    async fn is_silent(&self) -> bool {
+        self.plugin.is_silent().await
+    }
+
+    fn late(&self, patience: Duration) -> Wrong {
+        self.plugin.late(patience)
+    }
+
+    async fn clean_up(&self, patience: Duration) -> Vec<String> {
+        self.plugin.ledger().clean_up(&self.plugin, patience).await
+    }
+
+    fn made(&self) -> Vec<String> {
+        self.plugin.ledger().names()
+    }
+
+    fn question(&self, kind: Kind) -> Result<Question, Wrong> {
+        self.question(kind)
+    }
+
+    fn must(&self, kind: Kind) -> Result<Ranges, Wrong> {
+        self.must(kind)
+    }
+
+    fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong> {
+        self.dense_question(kind)
+    }
+
+    fn size(&self) -> Result<u64, Wrong> {
+        Ok(self.pair()?.second.size)
+    }
+
+    fn end(&self) -> Result<i64, Wrong> {
+        let snap = &self.pair()?.second;
+        Ok((snap.size as i64).max(snap.told))
+    }
+
+    fn reversed(&self) -> Result<Vec<Question>, Wrong> {
+        let pair = self.pair()?;
+        Ok(vec![pair.first.since(&pair.second), pair.empty.since(&pair.third)])
+    }
+
+    fn same(&self) -> Result<Question, Wrong> {
+        let snap = &self.pair()?.second;
+        Ok(snap.since(snap))
+    }
+
+    fn without_tuples(&self) -> Judged {
+        Err(Wrong::new("no answer has a tuple, though dozens of places were written"))
+    }
+
+    fn options(&self, offset: i64, max_results: i32) -> Options {
+        self.options(offset, max_results)
+    }
+
+    async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
+        self.try_ask(question, options).await
+    }
+
+    async fn narrow(&self) -> Result<Client, Wrong> {
+        self.plugin.narrow().await
+    }
+
+    async fn open(client: &mut Client, question: &Question, options: &Options) -> Result<RawStream, Status> {
+        client.open_stream(question, options).await
     }
 }
 

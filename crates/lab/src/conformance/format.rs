@@ -3,29 +3,29 @@
 use super::answer::{Answer, name};
 use super::case::{Judged, Verdict, Wrong, remarked};
 use super::fixtures::{Fixtures, Kind};
+use super::subject::Subject;
 use proto::BlockMetadataType;
 
 /// Answers to one question, cut in different ways, each under its name.
-async fn looks(fixtures: &Fixtures, kind: Kind) -> Result<Vec<(String, Answer)>, Wrong> {
-    let question = fixtures.question(kind)?;
-    let middle = (fixtures.pair()?.second.size / 2) as i64;
+async fn looks(subject: &impl Subject, kind: Kind) -> Result<Vec<(String, Answer)>, Wrong> {
+    let question = subject.question(kind)?;
+    let middle = (subject.size()? / 2) as i64;
     let mut looks = Vec::new();
     for (offset, max_results) in [(0, 0), (0, 1), (0, 3), (middle, 2)] {
-        let answer = fixtures.ask(&question, offset, max_results).await?;
-        looks.push((name(&question, &fixtures.options(offset, max_results)), answer));
+        let answer = subject.ask(&question, offset, max_results).await?;
+        looks.push((name(&question, &subject.options(offset, max_results)), answer));
     }
     Ok(looks)
 }
 
 /// Why there is not enough to look at, if so: a suite that saw no two tuples has compared nothing.
-pub(super) fn too_few<'a>(answers: impl IntoIterator<Item = &'a Answer>) -> Result<Option<Verdict>, Wrong> {
+pub(super) fn too_few<'a, S: Subject>(
+    subject: &S,
+    answers: impl IntoIterator<Item = &'a Answer>,
+) -> Result<Option<Verdict>, Wrong> {
     match answers.into_iter().map(|answer| answer.tuples().count()).max() {
-        None | Some(0) => Err(Wrong::new("no answer has a tuple, though dozens of places were written")),
-        Some(1) => Ok(Some(Verdict::Skip(
-            "no answer has two tuples to compare: the driver's unit is large; a larger --volume-size spreads the \
-             writes"
-                .into(),
-        ))),
+        None | Some(0) => subject.without_tuples().map(Some),
+        Some(1) => Ok(Some(Verdict::Skip(format!("no answer has two tuples to compare: {}", S::SPREAD)))),
         Some(_) => Ok(None),
     }
 }
@@ -36,13 +36,13 @@ fn answers(looks: &[(String, Answer)]) -> impl Iterator<Item = &Answer> {
 
 /// Asks of each pair of neighbouring tuples, in a message and across, whether it is right.
 async fn neighbours(
-    fixtures: &Fixtures,
+    subject: &impl Subject,
     kind: Kind,
     right: fn((i64, i64), (i64, i64)) -> bool,
     what: &str,
 ) -> Judged {
-    let looks = looks(fixtures, kind).await?;
-    if let Some(skip) = too_few(answers(&looks))? {
+    let looks = looks(subject, kind).await?;
+    if let Some(skip) = too_few(subject, answers(&looks))? {
         return Ok(skip);
     }
     for (call, answer) in &looks {
@@ -55,24 +55,24 @@ async fn neighbours(
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn order(fixtures: &Fixtures, kind: Kind) -> Judged {
-    neighbours(fixtures, kind, |a, b| a.0 < b.0, "does not start after its predecessor").await
+pub(super) async fn order(subject: &impl Subject, kind: Kind) -> Judged {
+    neighbours(subject, kind, |a, b| a.0 < b.0, "does not start after its predecessor").await
 }
 
-pub(super) async fn overlap(fixtures: &Fixtures, kind: Kind) -> Judged {
+pub(super) async fn overlap(subject: &impl Subject, kind: Kind) -> Judged {
     let apart = |a: (i64, i64), b: (i64, i64)| a.0.saturating_add(a.1) <= b.0;
-    neighbours(fixtures, kind, apart, "starts before the end of its predecessor").await
+    neighbours(subject, kind, apart, "starts before the end of its predecessor").await
 }
 
 /// Asks of each tuple whether it is right.
 async fn each(
-    fixtures: &Fixtures,
+    subject: &impl Subject,
     kind: Kind,
     right: impl Fn(&Answer, (i64, i64)) -> bool,
     what: &str,
 ) -> Judged {
-    let looks = looks(fixtures, kind).await?;
-    if let Some(skip) = too_few(answers(&looks))? {
+    let looks = looks(subject, kind).await?;
+    if let Some(skip) = too_few(subject, answers(&looks))? {
         return Ok(skip);
     }
     for (call, answer) in &looks {
@@ -83,14 +83,14 @@ async fn each(
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn positive(fixtures: &Fixtures, kind: Kind) -> Judged {
-    each(fixtures, kind, |_, (offset, size)| offset >= 0 && size > 0, "is negative or empty").await
+pub(super) async fn positive(subject: &impl Subject, kind: Kind) -> Judged {
+    each(subject, kind, |_, (offset, size)| offset >= 0 && size > 0, "is negative or empty").await
 }
 
 /// A fixed length may not divide the capacity; then the last tuple may reach past it.
-pub(super) async fn inside(fixtures: &Fixtures, kind: Kind) -> Judged {
+pub(super) async fn inside(subject: &impl Subject, kind: Kind) -> Judged {
     let mut remarks = Vec::new();
-    for (call, answer) in &looks(fixtures, kind).await? {
+    for (call, answer) in &looks(subject, kind).await? {
         for (offset, size) in answer.tuples() {
             let capacity = answer.capacity().unwrap_or(0);
             if offset.saturating_add(size) <= capacity {
@@ -110,11 +110,11 @@ pub(super) async fn inside(fixtures: &Fixtures, kind: Kind) -> Judged {
 
 /// Asks of each message whether it is right beside the first one.
 async fn messages(
-    fixtures: &Fixtures,
+    subject: &impl Subject,
     kind: Kind,
     wrong: impl Fn(&csi_client::Message, &csi_client::Message) -> Option<String>,
 ) -> Judged {
-    for (call, answer) in &looks(fixtures, kind).await? {
+    for (call, answer) in &looks(subject, kind).await? {
         let Some(first) = answer.messages.first() else {
             return Err(Wrong::new(format!("{call}: OK without a message, though there are tuples")));
         };
@@ -127,9 +127,9 @@ async fn messages(
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn style_known(fixtures: &Fixtures, kind: Kind) -> Judged {
+pub(super) async fn style_known(subject: &impl Subject, kind: Kind) -> Judged {
     let known = [BlockMetadataType::FixedLength as i32, BlockMetadataType::VariableLength as i32];
-    messages(fixtures, kind, |_, message| {
+    messages(subject, kind, |_, message| {
         (!known.contains(&message.style)).then(|| {
             format!("block_metadata_type is {}, neither FIXED_LENGTH nor VARIABLE_LENGTH", message.style)
         })
@@ -137,16 +137,16 @@ pub(super) async fn style_known(fixtures: &Fixtures, kind: Kind) -> Judged {
     .await
 }
 
-pub(super) async fn style_constant(fixtures: &Fixtures, kind: Kind) -> Judged {
-    messages(fixtures, kind, |first, message| {
+pub(super) async fn style_constant(subject: &impl Subject, kind: Kind) -> Judged {
+    messages(subject, kind, |first, message| {
         (first.style != message.style)
             .then(|| format!("block_metadata_type is {}, and was {}", message.style, first.style))
     })
     .await
 }
 
-pub(super) async fn capacity_constant(fixtures: &Fixtures, kind: Kind) -> Judged {
-    messages(fixtures, kind, |first, message| {
+pub(super) async fn capacity_constant(subject: &impl Subject, kind: Kind) -> Judged {
+    messages(subject, kind, |first, message| {
         (first.capacity != message.capacity)
             .then(|| format!("volume_capacity_bytes is {}, and was {}", message.capacity, first.capacity))
     })
@@ -163,9 +163,9 @@ pub(super) async fn capacity_value(fixtures: &Fixtures, kind: Kind) -> Judged {
     .await
 }
 
-pub(super) async fn fixed_size(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let looks = looks(fixtures, kind).await?;
-    if let Some(skip) = too_few(answers(&looks))? {
+pub(super) async fn fixed_size(subject: &impl Subject, kind: Kind) -> Judged {
+    let looks = looks(subject, kind).await?;
+    if let Some(skip) = too_few(subject, answers(&looks))? {
         return Ok(skip);
     }
     let is_fixed = |answer: &Answer| {
@@ -187,15 +187,15 @@ pub(super) async fn fixed_size(fixtures: &Fixtures, kind: Kind) -> Judged {
 }
 
 /// Bounds down to one tuple, and far above what a message of gRPC's usual 4 MiB could hold.
-pub(super) async fn max_results(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    let whole = fixtures.ask(&question, 0, 0).await?;
+pub(super) async fn max_results(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    let whole = subject.ask(&question, 0, 0).await?;
     let count = whole.tuples().count();
     let around = [count as i32 - 1, count as i32, count as i32 + 1];
     let bounds = [1, 2, 3, 7].into_iter().chain(around).chain([1 << 20, i32::MAX]);
     for max_results in bounds.filter(|bound| *bound > 0) {
-        let answer = fixtures.ask(&question, 0, max_results).await?;
-        let call = name(&question, &fixtures.options(0, max_results));
+        let answer = subject.ask(&question, 0, max_results).await?;
+        let call = name(&question, &subject.options(0, max_results));
         let most = answer.messages.iter().map(|message| message.tuples.len()).max().unwrap_or(0);
         if most as i64 > i64::from(max_results) {
             return Err(Wrong::new(format!("{call}: a message has {most} tuples")));

@@ -5,6 +5,7 @@
 //!   hold their tests. A test gets the `Fixtures` and returns a `Verdict` or what is `Wrong`.
 //! - `fixtures.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
 //!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
+//! - `subject.rs` is what cases ask: the `Fixtures`, or by `kubernetes/` a service in a cluster.
 //! - `plugin.rs` plays the container orchestrator, `ledger.rs` takes everything away again.
 
 pub(crate) mod answer;
@@ -18,7 +19,8 @@ mod errors;
 mod fixtures;
 mod format;
 mod history;
-pub(crate) mod ledger;
+pub(crate) mod kubernetes;
+mod ledger;
 mod life;
 mod offsets;
 pub(crate) mod plugin;
@@ -27,6 +29,7 @@ mod report;
 mod run;
 pub(crate) mod secrets;
 mod streams;
+mod subject;
 mod table;
 
 use std::collections::HashMap;
@@ -49,8 +52,9 @@ use compare::Before;
 use csi_client::Client;
 use fixtures::Fixtures;
 use plugin::{Plugin, Settings};
-use report::{Choice, Report};
+use report::{CSI, Choice, Report};
 use secrets::Secrets;
+use subject::Subject;
 
 /// Exit status where the suite cannot run on the driver.
 const CAN_NOT_RUN: u8 = 2;
@@ -73,7 +77,7 @@ pub(super) struct Arguments {
         long,
         value_name = "ENDPOINT",
         env = "CSI_ENDPOINT",
-        required_unless_present = "list",
+        required_unless_present_any = ["list", "kubernetes"],
         default_value_if("list", "true", "unix:///")
     )]
     endpoint: Option<Endpoint>,
@@ -124,6 +128,8 @@ pub(super) struct Arguments {
     /// Also write the outcome as JUnit XML.
     #[arg(long, value_name = "FILE")]
     junit: Option<PathBuf>,
+    #[command(flatten)]
+    kubernetes: kubernetes::InCluster,
 }
 
 fn volume_size(text: &str) -> Result<Quantity, String> {
@@ -141,22 +147,33 @@ pub(crate) fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
-fn chosen<'c>(all: &'c [Case], arguments: &Arguments) -> Vec<&'c Case> {
-    let focused = |case: &&Case| arguments.focus.as_ref().is_none_or(|regex| regex.is_match(case.name));
-    let kept = |case: &&Case| !arguments.skip.as_ref().is_some_and(|regex| regex.is_match(case.name));
-    let of_level = |case: &&Case| arguments.level.is_none_or(|level| case.level == level);
+fn chosen<'c, S: Subject>(all: &'c [Case<S>], arguments: &Arguments) -> Vec<&'c Case<S>> {
+    let focused = |case: &&Case<S>| arguments.focus.as_ref().is_none_or(|regex| regex.is_match(case.name));
+    let kept = |case: &&Case<S>| !arguments.skip.as_ref().is_some_and(|regex| regex.is_match(case.name));
+    let of_level = |case: &&Case<S>| arguments.level.is_none_or(|level| case.level == level);
     all.iter().filter(of_level).filter(focused).filter(kept).collect()
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
-    let all = table::cases();
-    let cases = chosen(&all, &arguments);
+    match arguments.kubernetes.kubernetes {
+        true => kubernetes::run(&arguments),
+        false => run_cases(&arguments, &table::cases(), test),
+    }
+}
+
+/// Lists the cases that are chosen, or runs them.
+fn run_cases<S: Subject>(
+    arguments: &Arguments,
+    all: &[Case<S>],
+    test: impl AsyncFnOnce(&Arguments, &[&Case<S>]) -> Result<ExitCode, String>,
+) -> Done {
+    let cases = chosen(all, arguments);
     if arguments.list {
         report::list(&cases, arguments.output == Output::Json)?;
         return Ok(ExitCode::SUCCESS);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let ended = runtime.block_on(test(&arguments, &cases));
+    let ended = runtime.block_on(test(arguments, &cases));
     // A device that hangs holds its thread; that must not hold the suite.
     runtime.shutdown_background();
     Ok(ended.unwrap_or_else(|error| {
@@ -166,7 +183,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
 }
 
 /// Runs the cases. An error: they could not be.
-async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String> {
+async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCode, String> {
     if cases.is_empty() {
         return Err("no case is chosen: --list prints their names".into());
     }
@@ -213,7 +230,7 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
     let by_name = arguments.focus.is_some() || arguments.skip.is_some();
     let choice = Choice { level: arguments.level, by_name };
     let mut report =
-        Report::new(endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
+        Report::new(CSI, endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
     run::run(&fixtures, cases, patience, &mut report, signals).await;
     // Only what is empty: what a driver holds below is not ours to remove.
     for dir in ours.into_iter().chain([dir.keep()]) {
@@ -223,10 +240,20 @@ async fn test(arguments: &Arguments, cases: &[&Case]) -> Result<ExitCode, String
             report.left_behind.push(format!("{}: {error}", dir.display()));
         }
     }
+    end(arguments, report, before.as_ref(), started)
+}
+
+/// Writes what is told of a run that is over.
+fn end(
+    arguments: &Arguments,
+    mut report: Report,
+    before: Option<&Before>,
+    started: Instant,
+) -> Result<ExitCode, String> {
     let junit = arguments.junit.as_ref().map_or(Ok(()), |path| {
         report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))
     });
-    if let Some(before) = &before {
+    if let Some(before) = before {
         report.compare(before);
     }
     report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;

@@ -6,6 +6,7 @@ use super::content::{BLOCK, Edit, blocking};
 use super::fixtures::{Fixtures, Kind};
 use super::format::too_few;
 use super::ranges::Ranges;
+use super::subject::Subject;
 use std::os::unix::fs::FileExt;
 
 use csi_client::Question;
@@ -44,14 +45,17 @@ fn kinds(whole: &Answer, capacity: u64) -> Result<Vec<(u64, &'static str)>, Wron
 }
 
 /// Runs through all kinds of offsets: no tuple may end at or before one.
-pub(super) async fn first_tuple(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    let capacity = fixtures.pair()?.second.size;
-    let whole = fixtures.ask(&question, 0, 0).await?;
+pub(super) async fn first_tuple(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    let capacity = subject.size()?;
+    let whole = subject.ask(&question, 0, 0).await?;
+    if whole.tuples().next().is_none() {
+        return subject.without_tuples();
+    }
     for (offset, what) in kinds(&whole, capacity)? {
         for max_results in [0, 1] {
-            let answer = fixtures.ask(&question, offset as i64, max_results).await?;
-            early(&answer, &question, fixtures, offset, max_results).map_err(|wrong| wrong.at(what))?;
+            let answer = subject.ask(&question, offset as i64, max_results).await?;
+            early(&answer, &question, subject, offset, max_results).map_err(|wrong| wrong.at(what))?;
         }
     }
     Ok(Verdict::Pass)
@@ -60,14 +64,14 @@ pub(super) async fn first_tuple(fixtures: &Fixtures, kind: Kind) -> Judged {
 fn early(
     answer: &Answer,
     question: &Question,
-    fixtures: &Fixtures,
+    subject: &impl Subject,
     offset: u64,
     max: i32,
 ) -> Result<(), Wrong> {
     match answer.tuples().find(|(start, size)| start.saturating_add(*size) <= offset as i64) {
         None => Ok(()),
         Some((start, size)) => {
-            let call = name(question, &fixtures.options(offset as i64, max));
+            let call = name(question, &subject.options(offset as i64, max));
             Err(Wrong::new(format!("{call}: ({start}, {size}) ends at or before the offset")))
         }
     }
@@ -83,13 +87,16 @@ fn rest(whole: &Answer, answer: &Answer, offset: u64) -> Result<Option<String>, 
 }
 
 /// The same offsets: nothing behind them is lost.
-pub(super) async fn complete(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    let capacity = fixtures.pair()?.second.size;
-    let whole = fixtures.ask(&question, 0, 0).await?;
+pub(super) async fn complete(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    let capacity = subject.size()?;
+    let whole = subject.ask(&question, 0, 0).await?;
+    if whole.tuples().next().is_none() {
+        return subject.without_tuples();
+    }
     let mut remarks = Vec::new();
     for (offset, what) in kinds(&whole, capacity)? {
-        let answer = fixtures.ask(&question, offset as i64, 0).await?;
+        let answer = subject.ask(&question, offset as i64, 0).await?;
         let rest = rest(&whole, &answer, offset);
         remarks.extend(rest.map_err(|wrong| wrong.at(&format!("starting_offset {offset}, {what}")))?);
     }
@@ -97,9 +104,9 @@ pub(super) async fn complete(fixtures: &Fixtures, kind: Kind) -> Judged {
 }
 
 /// Cut after each message, and continued where its last tuple ended.
-pub(super) async fn resume(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    resume_at_each(fixtures, &question, fixtures.pair()?.second.size).await
+pub(super) async fn resume(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    resume_at_each(subject, &question, subject.size()?).await
 }
 
 /// The same of a delta over an expansion: base and target have different sizes.
@@ -108,22 +115,23 @@ pub(super) async fn resume_expanded(fixtures: &Fixtures) -> Judged {
     resume_at_each(fixtures, &change.after.since(&change.before), change.after.size).await
 }
 
-async fn resume_at_each(fixtures: &Fixtures, question: &Question, size_of_volume: u64) -> Judged {
+async fn resume_at_each<S: Subject>(subject: &S, question: &Question, size_of_volume: u64) -> Judged {
     let mut remarks = Vec::new();
     for max_results in [1, 5] {
-        let whole = fixtures.ask(question, 0, max_results).await?;
-        if let Some(skip) = too_few([&whole])? {
+        let whole = subject.ask(question, 0, max_results).await?;
+        if let Some(skip) = too_few(subject, [&whole])? {
             return Ok(skip);
         }
-        for (number, message) in whole.messages.iter().enumerate() {
+        let step = whole.messages.len() / S::RESUMES + 1;
+        for (number, message) in whole.messages.iter().enumerate().step_by(step) {
             let Some((offset, size)) = message.tuples.last() else { continue };
             let next = offset.saturating_add(*size);
             if next as u64 >= size_of_volume {
                 continue;
             }
-            let answer = fixtures.ask(question, next, 0).await?;
+            let answer = subject.ask(question, next, 0).await?;
             let place = || format!("continued after message {number}, at {next}");
-            early(&answer, question, fixtures, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
+            early(&answer, question, subject, next as u64, 0).map_err(|wrong| wrong.at(&place()))?;
             remarks.extend(rest(&whole, &answer, next as u64).map_err(|wrong| wrong.at(&place()))?);
         }
     }
@@ -189,12 +197,12 @@ fn overwrite(device: &std::path::Path, ranges: &[std::ops::Range<u64>]) -> Resul
 }
 
 /// An offset at the very end, where a client is that has read a tuple up to the capacity.
-pub(super) async fn at_capacity(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    let whole = fixtures.ask(&question, 0, 0).await?;
+pub(super) async fn at_capacity(subject: &impl Subject, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    let whole = subject.ask(&question, 0, 0).await?;
     let capacity = whole.capacity().ok_or_else(|| Wrong::new("OK without a message"))?;
-    let options = fixtures.options(capacity, 0);
-    let answer = fixtures.try_ask(&question, &options).await?;
+    let options = subject.options(capacity, 0);
+    let answer = subject.try_ask(&question, &options).await?;
     match &answer.end {
         Ok(()) if answer.tuples().next().is_some() => {
             Err(unexpected(&question, &options, &answer, "OK without tuples"))
@@ -213,11 +221,11 @@ pub(super) async fn at_capacity(fixtures: &Fixtures, kind: Kind) -> Judged {
 }
 
 /// Offsets that must be refused with OUT_OF_RANGE.
-async fn refused(fixtures: &Fixtures, kind: Kind, offsets: &[i64]) -> Judged {
-    let question = fixtures.question(kind)?;
+async fn refused(subject: &impl Subject, kind: Kind, offsets: &[i64]) -> Judged {
+    let question = subject.question(kind)?;
     for offset in offsets {
-        let options = fixtures.options(*offset, 0);
-        let answer = fixtures.try_ask(&question, &options).await?;
+        let options = subject.options(*offset, 0);
+        let answer = subject.try_ask(&question, &options).await?;
         match &answer.end {
             Err(status) if status.code() == Code::OutOfRange => {}
             _ => return Err(unexpected(&question, &options, &answer, &code_name(Code::OutOfRange))),
@@ -226,12 +234,11 @@ async fn refused(fixtures: &Fixtures, kind: Kind, offsets: &[i64]) -> Judged {
     Ok(Verdict::Pass)
 }
 
-pub(super) async fn beyond(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let snap = &fixtures.pair()?.second;
-    let size = (snap.size as i64).max(snap.told);
-    refused(fixtures, kind, &[size + 1, size + 4096, size * 2, i64::MAX]).await
+pub(super) async fn beyond(subject: &impl Subject, kind: Kind) -> Judged {
+    let size = subject.end()?;
+    refused(subject, kind, &[size + 1, size + 4096, size * 2, i64::MAX]).await
 }
 
-pub(super) async fn negative(fixtures: &Fixtures, kind: Kind) -> Judged {
-    refused(fixtures, kind, &[-1, -4096, i64::MIN]).await
+pub(super) async fn negative(subject: &impl Subject, kind: Kind) -> Judged {
+    refused(subject, kind, &[-1, -4096, i64::MIN]).await
 }

@@ -9,9 +9,28 @@ use serde::Serialize;
 
 use super::case::{Case, Judged, Level, Verdict};
 use super::compare::{Before, Changes};
+use super::subject::Subject;
 
-/// The CSI spec that the cases are from.
-const SPEC: &str = "1.13";
+/// What the cases are from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Contract {
+    version: &'static str,
+    /// What a driver or service is tested against.
+    title: &'static str,
+    /// The same in a line to quote.
+    short: &'static str,
+}
+
+pub(super) const CSI: Contract = Contract {
+    version: "1.13",
+    title: "the CSI spec, \"Snapshot Metadata Service RPCs\"",
+    short: "CSI 1.13 SnapshotMetadata",
+};
+pub(super) const KUBERNETES: Contract = Contract {
+    version: "KEP-3314",
+    title: "the Kubernetes SnapshotMetadata API (KEP-3314)",
+    short: "Kubernetes SnapshotMetadata (KEP-3314)",
+};
 
 /// Which cases are run.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +55,7 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    pub fn of(case: &Case, judged: Judged, took: Duration) -> Self {
+    pub fn of<S: Subject>(case: &Case<S>, judged: Judged, took: Duration) -> Self {
         let (verdict, detail) = match judged {
             Err(wrong) => ("fail", Some(wrong.to_string())),
             Ok(Verdict::Pass) => (Verdict::Pass.word(), None),
@@ -67,8 +86,10 @@ pub(super) struct Report {
     verdict: &'static str,
     /// One line to quote.
     summary: String,
-    /// Version of the CSI spec that the cases are from.
+    /// Version of the spec that the cases are from.
     spec: &'static str,
+    #[serde(skip)]
+    contract: Contract,
     /// Version of the suite.
     suite: &'static str,
     /// The level that was chosen, where not all cases were.
@@ -93,16 +114,22 @@ pub(super) struct Report {
 
 impl Report {
     /// An empty report; a live one prints each case when it is done.
-    pub fn new(endpoint: String, driver: String, version: String, choice: Choice, live: bool) -> Self {
+    pub fn new(
+        contract: Contract,
+        endpoint: String,
+        driver: String,
+        version: String,
+        choice: Choice,
+        live: bool,
+    ) -> Self {
         if live {
-            tell(&format!(
-                "{driver} {version} at {endpoint}, against the CSI spec, \"Snapshot Metadata Service RPCs\"\n"
-            ));
+            tell(&format!("{} at {endpoint}, against {}\n", named(&driver, &version), contract.title));
         }
         Report {
             verdict: "fail",
             summary: String::new(),
-            spec: SPEC,
+            spec: contract.version,
+            contract,
             suite: env!("CARGO_PKG_VERSION"),
             level: choice.level,
             chosen: choice.by_name,
@@ -157,9 +184,12 @@ impl Report {
             (_, true) => "some cases".to_owned(),
         };
         format!(
-            "{} {}: CSI {} SnapshotMetadata, cbt-lab {}, {which}: {} ({pass} pass, {allowed} allowed, {fail} fail, \
-             {not_shown} not shown, {skip} skipped)",
-            self.driver, self.version, self.spec, self.suite, self.verdict
+            "{}: {}, cbt-lab {}, {which}: {} ({pass} pass, {allowed} allowed, {fail} fail, {not_shown} not shown, \
+             {skip} skipped)",
+            named(&self.driver, &self.version),
+            self.contract.short,
+            self.suite,
+            self.verdict
         )
     }
 
@@ -235,13 +265,18 @@ impl Report {
     }
 }
 
+/// A driver with its version, where that is known.
+fn named(driver: &str, version: &str) -> String {
+    format!("{driver} {version}").trim_end().to_owned()
+}
+
 /// Prints a line. That nobody reads any more is no reason to leave volumes behind.
 fn tell(line: &str) {
     let _ = writeln!(io::stdout(), "{line}");
 }
 
 /// Prints the table of cases.
-pub(super) fn list(cases: &[&Case], json: bool) -> io::Result<()> {
+pub(super) fn list<S: Subject>(cases: &[&Case<S>], json: bool) -> io::Result<()> {
     #[derive(Serialize)]
     struct Row {
         name: &'static str,
@@ -251,7 +286,7 @@ pub(super) fn list(cases: &[&Case], json: bool) -> io::Result<()> {
     }
     let mut out = io::stdout().lock();
     if json {
-        let row = |case: &&Case| Row {
+        let row = |case: &&Case<S>| Row {
             name: case.name,
             level: case.level,
             section: case.section,

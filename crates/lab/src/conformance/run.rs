@@ -10,6 +10,7 @@ use super::case::{Case, Judged, Wrong};
 use super::content::at_rest;
 use super::fixtures::Fixtures;
 use super::report::{Outcome, Report};
+use super::subject::Subject;
 use csi_client::Question;
 
 /// How long a driver may take to answer a Probe before it counts as gone.
@@ -30,9 +31,9 @@ pub(super) async fn serves(fixtures: &Fixtures, patience: Duration) -> bool {
 }
 
 /// Runs `cases`. The first signal ends it before the next one, and the second leaves things as they are.
-pub(super) async fn run(
-    fixtures: &Fixtures,
-    cases: &[&Case],
+pub(super) async fn run<S: Subject>(
+    subject: &S,
+    cases: &[&Case<S>],
     patience: Duration,
     report: &mut Report,
     mut signals: watch::Receiver<u32>,
@@ -43,7 +44,7 @@ pub(super) async fn run(
         let judged = match gone_since {
             Some(since) => Err(Wrong::new(format!("not run: the driver has not answered since {since}"))),
             None => tokio::select! {
-                judged = judge(fixtures, case, patience) => judged,
+                judged = judge(subject, case, patience) => judged,
                 _ = signals.wait_for(|count| *count >= 1) => {
                     report.interrupted = true;
                     break;
@@ -51,7 +52,7 @@ pub(super) async fn run(
             },
         };
         if judged.is_err() && gone_since.is_none() {
-            let pulse = tokio::time::timeout(PULSE.min(patience), pulse(fixtures));
+            let pulse = tokio::time::timeout(PULSE.min(patience), pulse(subject));
             if pulse.await.is_err() {
                 gone_since = Some(case.name);
             }
@@ -60,32 +61,32 @@ pub(super) async fn run(
     }
     at_rest(REST).await;
     tokio::select! {
-        left = fixtures.plugin.ledger().clean_up(&fixtures.plugin, patience.min(CLEAN_UP)) => report.left_behind = left,
+        left = subject.clean_up(patience.min(CLEAN_UP)) => report.left_behind = left,
         _ = signals.wait_for(|count| *count >= 2) => {
             report.interrupted = true;
-            report.left_behind = fixtures.plugin.ledger().names();
+            report.left_behind = subject.made();
         }
     }
 }
 
 /// Prepares and runs a case. A mistake of the suite's own must not leave volumes behind.
-async fn judge(fixtures: &Fixtures, case: &Case, patience: Duration) -> Judged {
+async fn judge<S: Subject>(subject: &S, case: &Case<S>, patience: Duration) -> Judged {
     let prepared_and_run = async {
         tracing::info!(case = case.name, needs = ?case.needs, "prepares");
-        if let Some(judged) = fixtures.prepare(case.needs).await {
+        if let Some(judged) = subject.prepare(case.needs).await {
             return judged;
         }
         tracing::info!(case = case.name, "runs");
-        let ended = tokio::time::timeout(patience, (case.run)(fixtures)).await;
-        ended.unwrap_or_else(|_| Err(fixtures.plugin.late(patience)))
+        let ended = tokio::time::timeout(patience, (case.run)(subject)).await;
+        ended.unwrap_or_else(|_| Err(subject.late(patience)))
     };
     let ended = AssertUnwindSafe(prepared_and_run).catch_unwind().await;
     ended.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))
 }
 
 /// Waits until the driver answers anything: a supervisor may be starting it again.
-async fn pulse(fixtures: &Fixtures) {
-    while fixtures.plugin.is_silent().await {
+async fn pulse(subject: &impl Subject) {
+    while subject.is_silent().await {
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }

@@ -2,13 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use super::answer::{Answer, missing, name};
+use super::answer::{Answer, Messages, missing, name};
 use super::case::{Judged, Verdict, Wrong};
 use super::content::blocking;
 use super::fixtures::{Fixtures, Kind};
 use super::history::MOST;
 use super::ranges::Ranges;
-use csi_client::{Client, Options, Question};
+use super::subject::Subject;
+use csi_client::{Options, Question};
 
 /// Places in a stream where it is cut.
 const CUTS: usize = 8;
@@ -16,24 +17,24 @@ const CUTS: usize = 8;
 const BESIDE: usize = 16;
 
 /// A stream that ended with `OK` is whole.
-fn whole_if_ok(answer: &Answer, must: &Ranges, call: &str) -> Result<(), Wrong> {
+fn whole_if_ok<S: Subject>(answer: &Answer, must: &Ranges, call: &str) -> Result<(), Wrong> {
     match answer.end {
-        Ok(()) => missing("that were written or changed", must, &answer.ranges())
+        Ok(()) => missing(S::MUST, must, &answer.ranges())
             .map_err(|wrong| wrong.at(&format!("{call} ended with OK"))),
         Err(_) => Ok(()),
     }
 }
 
 /// Reads a stream whose deadline passes after `read` messages, while its reader waits.
-async fn overdue(
-    client: &mut Client,
+async fn overdue<S: Subject>(
+    client: &mut S::Narrow,
     question: &Question,
     options: &Options,
     read: usize,
 ) -> Result<Answer, Wrong> {
     let deadline = Instant::now() + Duration::from_millis(options.timeout_ms.unwrap_or(0));
     let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-    let mut stream = match client.open_stream(question, options).await {
+    let mut stream = match S::open(client, question, options).await {
         Ok(stream) => stream,
         Err(status) => return Ok(Answer { end: Err(status), ..answer }),
     };
@@ -60,9 +61,9 @@ struct Rest {
 
 impl Rest {
     /// Rests that are longer and longer, up to the whole: work that grows until something can happen within it.
-    async fn growing(fixtures: &Fixtures, kind: Kind) -> Result<Vec<Rest>, Wrong> {
-        let (question, must) = fixtures.dense_question(kind)?;
-        let whole: Vec<(i64, i64)> = fixtures.ask(&question, 0, 0).await?.tuples().collect();
+    async fn growing(subject: &impl Subject, kind: Kind) -> Result<Vec<Rest>, Wrong> {
+        let (question, must) = subject.dense_question(kind)?;
+        let whole: Vec<(i64, i64)> = subject.ask(&question, 0, 0).await?.tuples().collect();
         let mut rests = Vec::new();
         for messages in [6_000, 60_000, usize::MAX] {
             let skipped = whole.len().saturating_sub(messages);
@@ -77,30 +78,30 @@ impl Rest {
     }
 
     /// With one tuple a message.
-    fn options(&self, fixtures: &Fixtures) -> Options {
-        fixtures.options(self.offset, 1)
+    fn options(&self, subject: &impl Subject) -> Options {
+        subject.options(self.offset, 1)
     }
 }
 
 /// Why a cut was none, in the longest stream that there is.
-fn not_shown(rests: &[Rest], what: &str) -> Verdict {
+fn not_shown<S: Subject>(rests: &[Rest], what: &str) -> Verdict {
     let messages = rests.last().map_or(0, |rest| rest.messages);
     Verdict::NotShown(format!(
-        "no {what} fell inside a stream: a driver may have handed over all {messages} messages before; a larger \
-         --volume-size makes them more"
+        "no {what} fell inside a stream: a driver may have handed over all {messages} messages before; {}",
+        S::MORE
     ))
 }
 
 /// Deadlines at many points of a stream: never `OK` on what was cut. Only one that fell inside a stream, after its first
 /// message and before its last, shows anything.
-pub(super) async fn deadline(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let mut client = fixtures.plugin.narrow().await?;
-    let rests = Rest::growing(fixtures, kind).await?;
+pub(super) async fn deadline<S: Subject>(subject: &S, kind: Kind) -> Judged {
+    let mut client = subject.narrow().await?;
+    let rests = Rest::growing(subject, kind).await?;
     for rest in &rests {
-        let options = rest.options(fixtures);
+        let options = rest.options(subject);
         let started = Instant::now();
         let whole =
-            Answer::read(&mut client, &rest.question, &options).await?.ok(&rest.question, &options)?;
+            Answer::read::<S>(&mut client, &rest.question, &options).await?.ok(&rest.question, &options)?;
         let took = started.elapsed().as_millis() as u64;
         let messages = whole.messages.len();
         let mut inside = 0;
@@ -109,9 +110,9 @@ pub(super) async fn deadline(fixtures: &Fixtures, kind: Kind) -> Judged {
             let read = messages * point / CUTS / 2;
             let timeout = 20 + 2 * took * point as u64 / CUTS as u64;
             let options = Options { timeout_ms: Some(timeout), ..options.clone() };
-            let answer = overdue(&mut client, &rest.question, &options, read).await?;
+            let answer = overdue::<S>(&mut client, &rest.question, &options, read).await?;
             let call = format!("a deadline of {timeout} ms met a reader after {read} messages: the stream");
-            whole_if_ok(&answer, &rest.must, &call)?;
+            whole_if_ok::<S>(&answer, &rest.must, &call)?;
             let is_cut =
                 answer.end.is_err() && !answer.messages.is_empty() && answer.messages.len() < messages;
             inside += usize::from(is_cut);
@@ -120,7 +121,7 @@ pub(super) async fn deadline(fixtures: &Fixtures, kind: Kind) -> Judged {
             return Ok(Verdict::Pass);
         }
     }
-    Ok(not_shown(&rests, "deadline"))
+    Ok(not_shown::<S>(&rests, "deadline"))
 }
 
 /// Bytes that a server's HTTP/2 commonly takes before it waits for the client.
@@ -130,15 +131,15 @@ const MESSAGE: usize = 16;
 
 /// Clients that go away at many points of a stream: later ones get all. A stream whose rest fits into what a server sends
 /// ahead may have been over, so it shows nothing.
-pub(super) async fn cancel(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let mut client = fixtures.plugin.narrow().await?;
-    let rests = Rest::growing(fixtures, kind).await?;
+pub(super) async fn cancel<S: Subject>(subject: &S, kind: Kind) -> Judged {
+    let mut client = subject.narrow().await?;
+    let rests = Rest::growing(subject, kind).await?;
     let mut inside = 0;
     for rest in &rests {
-        let (question, options) = (&rest.question, rest.options(fixtures));
+        let (question, options) = (&rest.question, rest.options(subject));
         for point in 0..2 * CUTS {
             let read = rest.messages * point / (8 * CUTS);
-            let mut stream = client.open_stream(question, &options).await.map_err(|status| {
+            let mut stream = S::open(&mut client, question, &options).await.map_err(|status| {
                 Wrong::call(&name(question, &options), &status).at("after cancelled streams")
             })?;
             for _ in 0..read {
@@ -148,27 +149,26 @@ pub(super) async fn cancel(fixtures: &Fixtures, kind: Kind) -> Judged {
             drop(stream);
             inside += usize::from((rest.messages - read) * MESSAGE > AHEAD);
         }
-        let again = fixtures.ask(question, rest.offset, 0).await;
+        let again = subject.ask(question, rest.offset, 0).await;
         let again = again.map_err(|wrong| wrong.at("after cancelled streams"))?;
-        missing("that were written or changed", &rest.must, &again.ranges())
-            .map_err(|wrong| wrong.at("after cancelled streams"))?;
+        missing(S::MUST, &rest.must, &again.ranges()).map_err(|wrong| wrong.at("after cancelled streams"))?;
         if inside > 0 {
             return Ok(Verdict::Pass);
         }
     }
-    Ok(not_shown(&rests, "cancel"))
+    Ok(not_shown::<S>(&rests, "cancel"))
 }
 
 /// A client that takes a while now and then, and once a whole second.
-pub(super) async fn slow_reader(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let mut client = fixtures.plugin.narrow().await?;
-    let rests = Rest::growing(fixtures, kind).await?;
+pub(super) async fn slow_reader<S: Subject>(subject: &S, kind: Kind) -> Judged {
+    let mut client = subject.narrow().await?;
+    let rests = Rest::growing(subject, kind).await?;
     for rest in &rests {
-        let options = rest.options(fixtures);
+        let options = rest.options(subject);
         let refused =
             |status| Wrong::call(&format!("{}, read slowly", name(&rest.question, &options)), &status);
         let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-        let mut stream = client.open_stream(&rest.question, &options).await.map_err(refused)?;
+        let mut stream = S::open(&mut client, &rest.question, &options).await.map_err(refused)?;
         while let Some(message) = stream.next().await.map_err(refused)? {
             answer.messages.push(message);
             let read = answer.messages.len();
@@ -178,23 +178,23 @@ pub(super) async fn slow_reader(fixtures: &Fixtures, kind: Kind) -> Judged {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
-        missing("that were written or changed", &rest.must, &answer.ranges())
+        missing(S::MUST, &rest.must, &answer.ranges())
             .map_err(|wrong| wrong.at("read slowly, it ended with OK"))?;
         if rest.messages * MESSAGE > AHEAD {
             return Ok(Verdict::Pass);
         }
     }
-    Ok(not_shown(&rests, "pause"))
+    Ok(not_shown::<S>(&rests, "pause"))
 }
 
 /// As many ranges as the volume takes, in messages as large as the driver makes them.
-pub(super) async fn many(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let (question, must) = fixtures.dense_question(kind)?;
+pub(super) async fn many<S: Subject>(subject: &S, kind: Kind) -> Judged {
+    let (question, must) = subject.dense_question(kind)?;
     let mut ranges = 0;
     for max_results in [0, 1 << 20, i32::MAX] {
-        let answer = fixtures.ask(&question, 0, max_results).await?;
-        let call = name(&question, &fixtures.options(0, max_results));
-        missing("that were written or changed", &must, &answer.ranges()).map_err(|wrong| wrong.at(&call))?;
+        let answer = subject.ask(&question, 0, max_results).await?;
+        let call = name(&question, &subject.options(0, max_results));
+        missing(S::MUST, &must, &answer.ranges()).map_err(|wrong| wrong.at(&call))?;
         ranges = answer.tuples().count();
     }
     match ranges as u64 >= MOST {
@@ -206,15 +206,15 @@ pub(super) async fn many(fixtures: &Fixtures, kind: Kind) -> Judged {
 }
 
 /// Many streams of both kinds at once, each cut in its own way.
-pub(super) async fn beside(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let question = fixtures.question(kind)?;
-    let must = fixtures.must(kind)?;
+pub(super) async fn beside<S: Subject>(subject: &S, kind: Kind) -> Judged {
+    let question = subject.question(kind)?;
+    let must = subject.must(kind)?;
     let streams = (0..BESIDE).map(|number| {
-        let options = fixtures.options(0, [0, 1, 2, 5][number % 4]);
+        let options = subject.options(0, [0, 1, 2, 5][number % 4]);
         let (question, must) = (&question, &must);
         async move {
-            let answer = fixtures.try_ask(question, &options).await?.ok(question, &options)?;
-            missing("that were written or changed", must, &answer.ranges())
+            let answer = subject.try_ask(question, &options).await?.ok(question, &options)?;
+            missing(S::MUST, must, &answer.ranges())
         }
     });
     for (number, judged) in futures_util::future::join_all(streams).await.into_iter().enumerate() {

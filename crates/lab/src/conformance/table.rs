@@ -3,7 +3,7 @@
 
 use super::case::{Case, Level, Run};
 use super::fixtures::Kind::{Allocated, Delta};
-use super::fixtures::Need;
+use super::fixtures::{Fixtures, Need};
 use super::{complete, errors, format, life, offsets, streams};
 use Level::{Must, Should};
 
@@ -28,8 +28,8 @@ fn one(
     section: &'static str,
     requirement: &'static str,
     needs: &'static [Need],
-    run: Run,
-) -> Vec<Case> {
+    run: Run<Fixtures>,
+) -> Vec<Case<Fixtures>> {
     vec![Case { name, level, section, requirement, needs, run }]
 }
 
@@ -40,8 +40,8 @@ fn both(
     sections: [&'static str; 2],
     requirement: &'static str,
     needs: &'static [Need],
-    runs: [Run; 2],
-) -> Vec<Case> {
+    runs: [Run<Fixtures>; 2],
+) -> Vec<Case<Fixtures>> {
     let case =
         |at: usize| Case { name: names[at], level, section: sections[at], requirement, needs, run: runs[at] };
     vec![case(0), case(1)]
@@ -73,7 +73,7 @@ macro_rules! one {
 }
 
 /// All cases.
-pub(super) fn cases() -> Vec<Case> {
+pub(super) fn cases() -> Vec<Case<Fixtures>> {
     const RPCS: [&str; 2] = [ALLOCATED, DELTA];
     const FORMATS: [&str; 2] = [FORMAT; 2];
     const STREAMS: [&str; 2] = [STREAM; 2];

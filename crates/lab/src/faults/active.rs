@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use serde::Serialize;
 
 use super::catalog::Kind;
-use super::request::Asked;
+use super::request::{Asked, Stream};
 use super::spec::{Spec, When};
 use crate::random;
 
@@ -138,6 +138,10 @@ pub(super) fn is_about(spec: &Spec, asked: &Asked) -> bool {
     };
     spec.is_for(&asked.call)
         && limits.snapshot.as_ref().is_none_or(|id| asked.snapshots().any(|asked| asked == id))
+        && limits.account.as_ref().is_none_or(|account| {
+            let caller = asked.stream.as_ref().and_then(Stream::caller);
+            caller.and_then(|caller| caller.account()).is_some_and(|asking| asking == *account)
+        })
         && limits.when.is_none_or(of_stream)
 }
 

@@ -50,6 +50,7 @@ pub(super) const LIMITS: &[(&str, &str)] = &[
         "when",
         "streams that are whole (starting_offset 0), resumed, unaligned (to 4096) or negative (max_results)",
     ),
+    ("account", "calls with a token of this ServiceAccount, at a gateway: its name"),
     ("nth", "the n-th of these calls alone"),
     ("first", "the first n of them"),
     ("every", "each n-th of them"),
@@ -87,6 +88,10 @@ catalog! {
         Repeat "repeat-message" STREAMS [after "0"] "sends a message twice, the one after `after` others";
         Huge "huge-messages" STREAMS [size "5Mi"] "fills each message up to `size` with an unknown field: over 4Mi most clients refuse it";
         TlsExpired "tls-expired" CONNECTION [] "shows an expired certificate to new connections (`--listen https://`)";
+        TlsOtherHost "tls-other-host" CONNECTION [] "shows a certificate for another host";
+        TlsOtherAuthority "tls-other-authority" CONNECTION [] "shows a certificate of another authority";
+        TlsOldVersions "tls-old-versions" CONNECTION [] "takes clients that offer nothing later than TLS 1.1, as far as their first message";
+        Plaintext "plaintext" CONNECTION [] "serves HTTP/2 without TLS too";
     }
     "Tuples": {
         SwapTuples "swap-tuples" STREAMS [] "swaps the first two tuples of each message";
@@ -143,6 +148,16 @@ catalog! {
         ExpansionNotClaimed "expansion-not-claimed" ALL [] "does not claim EXPAND_VOLUME";
         GroupsNotClaimed "groups-not-claimed" ALL [] "does not claim GROUP_CONTROLLER_SERVICE";
         NodeElsewhere "node-elsewhere" ALL [] "answers calls of the node plugin with UNIMPLEMENTED";
+    }
+    "Who asks a gateway": {
+        TokenNotNeeded "token-not-needed" STREAMS [] "answers calls without a token as an earlier call that was let in";
+        AudienceNotChecked "audience-not-checked" STREAMS [] "answers tokens for another audience as an earlier call that was let in";
+        ExpiryNotChecked "expiry-not-checked" STREAMS [] "answers tokens that have expired as an earlier call that was let in";
+        SignatureNotChecked "signature-not-checked" STREAMS []
+            "answers tokens of the right audience and time, signed by nobody, and texts that are no tokens, as an earlier call that was let in";
+        RightsNotChecked "rights-not-checked" STREAMS [] "answers calls that were PERMISSION_DENIED as an earlier call that was let in";
+        NamespaceNotChecked "namespace-not-checked" STREAMS []
+            "answers a snapshot that is NOT_FOUND from the namespace of an earlier call that was let in";
     }
     "What happened before": {
         BaseGone "base-gone" DELTA [after "1", code "NOT_FOUND"]

@@ -15,8 +15,8 @@ use rustls::ServerConfig;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 use serve::authority::Tolerant;
 use serve::socket::{self, SocketFile};
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
@@ -48,46 +48,72 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send> Io for T {}
 pub(crate) struct Tls {
     good: TlsAcceptor,
     /// None where the certificate is the user's own.
-    expired: Option<TlsAcceptor>,
+    bad: Option<Bad>,
 }
+
+/// What faults show instead.
+#[derive(Clone)]
+struct Bad {
+    expired: TlsAcceptor,
+    other_host: TlsAcceptor,
+    other_authority: TlsAcceptor,
+}
+
+/// A host that nobody connects to.
+const OTHER_HOST: &str = "another-host.cbt-lab.invalid";
 
 impl Tls {
     /// With a certificate chain and key in PEM files.
     pub fn of(chain: &Path, key: &Path) -> Result<Self, String> {
         let read =
             |path: &Path| std::fs::read(path).map_err(|error| format!("read {}: {error}", path.display()));
-        Ok(Tls { good: acceptor(&read(chain)?, &read(key)?)?, expired: None })
+        Ok(Tls { good: acceptor(&read(chain)?, &read(key)?)?, bad: None })
     }
 
     /// With certificates of an authority that lives as long as this process, and its own certificate, in PEM.
     pub fn made(host: &str) -> Result<(Self, String), String> {
-        let make = || -> Result<_, rcgen::Error> {
-            let now = SystemTime::now();
-            let authority_key = KeyPair::generate()?;
+        let now = SystemTime::now();
+        let authority = || -> Result<_, rcgen::Error> {
+            let key = KeyPair::generate()?;
             let mut authority = CertificateParams::new(Vec::new())?;
             authority.distinguished_name.push(DnType::CommonName, "cbt-lab");
             authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
             authority.not_before = (now - 30 * DAY).into();
             authority.not_after = (now + 30 * DAY).into();
-            let ca = authority.self_signed(&authority_key)?.pem();
-            let issuer = Issuer::new(authority, authority_key);
-            let leaf = |ends: SystemTime| -> Result<(String, String), rcgen::Error> {
+            let ca = authority.self_signed(&key)?.pem();
+            Ok((ca, Issuer::new(authority, key)))
+        };
+        let leaf =
+            |issuer: &Issuer<'_, KeyPair>, names: &[&str], ends: SystemTime| -> Result<_, rcgen::Error> {
                 let key = KeyPair::generate()?;
-                let mut names =
-                    vec!["localhost".to_owned(), "127.0.0.1".to_owned(), "::1".to_owned(), host.to_owned()];
-                names.dedup();
-                let mut leaf = CertificateParams::new(names)?;
+                let mut leaf =
+                    CertificateParams::new(names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>())?;
                 leaf.not_before = (now - 20 * DAY).into();
                 leaf.not_after = ends.into();
                 leaf.use_authority_key_identifier_extension = true;
-                Ok((leaf.signed_by(&key, &issuer)?.pem(), key.serialize_pem()))
+                Ok((leaf.signed_by(&key, issuer)?.pem(), key.serialize_pem()))
             };
-            Ok((ca, leaf(now + 30 * DAY)?, leaf(now - 10 * DAY)?))
+        let mut names = vec!["localhost", "127.0.0.1", "::1", host];
+        names.dedup();
+        let make = || -> Result<_, rcgen::Error> {
+            let ((ca, issuer), (_, other)) = (authority()?, authority()?);
+            let (soon, past) = (now + 30 * DAY, now - 10 * DAY);
+            let bad = [
+                leaf(&issuer, &names, past)?,
+                leaf(&issuer, &[OTHER_HOST], soon)?,
+                leaf(&other, &names, soon)?,
+            ];
+            Ok((ca, leaf(&issuer, &names, soon)?, bad))
         };
-        let (ca, good, expired) =
+        let (ca, good, [expired, other_host, other_authority]) =
             make().map_err(|error| format!("make a certificate for {host}: {error}"))?;
         let acceptor = |(chain, key): (String, String)| acceptor(chain.as_bytes(), key.as_bytes());
-        Ok((Tls { good: acceptor(good)?, expired: Some(acceptor(expired)?) }, ca))
+        let bad = Bad {
+            expired: acceptor(expired)?,
+            other_host: acceptor(other_host)?,
+            other_authority: acceptor(other_authority)?,
+        };
+        Ok((Tls { good: acceptor(good)?, bad: Some(bad) }, ca))
     }
 }
 
@@ -123,33 +149,60 @@ impl Listener {
         }
     }
 
-    /// Whether it can show an expired certificate.
-    pub fn can_expire(&self) -> bool {
-        matches!(&self.accept, Accept::Tcp(_, Some(Tls { expired: Some(_), .. })))
+    /// Whether it can show other certificates than the good one.
+    pub fn has_certificates(&self) -> bool {
+        matches!(&self.accept, Accept::Tcp(_, Some(Tls { bad: Some(_), .. })))
     }
 
     /// Serves until dropped.
     pub async fn serve(self, proxy: Arc<Proxy>) {
         loop {
             let accepted = match &self.accept {
-                Accept::Unix { listener, .. } => listener
-                    .accept()
-                    .await
-                    .map(|(stream, _)| (Box::new(Tolerant::new(stream)) as Box<dyn Io>, None)),
+                Accept::Unix { listener, .. } => listener.accept().await.map(|(stream, _)| {
+                    tokio::spawn(connection(Box::new(Tolerant::new(stream)), None, proxy.clone()));
+                }),
                 Accept::Tcp(listener, tls) => listener.accept().await.map(|(stream, _)| {
                     let _ = stream.set_nodelay(true);
-                    (Box::new(stream) as Box<dyn Io>, tls.clone())
+                    tokio::spawn(tcp_connection(stream, tls.clone(), proxy.clone()));
                 }),
             };
-            match accepted {
-                Ok((stream, tls)) => {
-                    tokio::spawn(connection(stream, tls, proxy.clone()));
-                }
+            if accepted.is_err() {
                 // Out of descriptors, perhaps: some of them come back.
-                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+                tokio::time::sleep(Duration::from_millis(100)).await;
             }
         }
     }
+}
+
+/// Bytes of a client's offer up to its newest version, where it names none in an extension.
+const OFFER: usize = 11;
+/// A ServerHello of TLS 1.1.
+const OLD_HELLO: [u8; 11] = [22, 3, 2, 0, 42, 2, 0, 0, 38, 3, 2];
+
+/// A connection over TCP. Faults that are about what comes before TLS look at the first bytes.
+async fn tcp_connection(mut stream: TcpStream, tls: Option<Tls>, proxy: Arc<Proxy>) {
+    let (plaintext, old) = (proxy.active.has(Kind::Plaintext), proxy.active.has(Kind::TlsOldVersions));
+    if tls.is_some() && (plaintext || old) {
+        let mut first = [0; OFFER];
+        let peeked = async {
+            while stream.peek(&mut first).await? < OFFER {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            Ok::<_, io::Error>(())
+        };
+        if !matches!(tokio::time::timeout(GREETING, peeked).await, Ok(Ok(()))) {
+            return;
+        }
+        if plaintext && first.starts_with(b"PRI ") {
+            return connection(Box::new(stream), None, proxy).await;
+        }
+        if old && first[0] == OLD_HELLO[0] && first[9] == 3 && first[10] < 3 {
+            let rest = [[7; 32].as_slice(), &[0, 0xc0, 0x13, 0]].concat();
+            let _ = stream.write_all(&[&OLD_HELLO[..], &rest].concat()).await;
+            return;
+        }
+    }
+    connection(Box::new(stream), tls, proxy).await;
 }
 
 /// Serves one connection, until its client or a fault closes it.
@@ -157,8 +210,13 @@ async fn connection(stream: Box<dyn Io>, tls: Option<Tls>, proxy: Arc<Proxy>) {
     let stream: Box<dyn Io> = match tls {
         None => stream,
         Some(tls) => {
-            let expired = tls.expired.filter(|_| proxy.active.has(Kind::TlsExpired));
-            let acceptor = expired.unwrap_or(tls.good);
+            let has = |kind| proxy.active.has(kind);
+            let acceptor = match tls.bad {
+                Some(bad) if has(Kind::TlsExpired) => bad.expired,
+                Some(bad) if has(Kind::TlsOtherHost) => bad.other_host,
+                Some(bad) if has(Kind::TlsOtherAuthority) => bad.other_authority,
+                _ => tls.good,
+            };
             match tokio::time::timeout(GREETING, acceptor.accept(stream)).await {
                 Ok(Ok(stream)) => Box::new(stream),
                 _ => return,

@@ -3,12 +3,14 @@
 //!
 //! - `catalog.rs` is the one table of faults, `spec.rs` how one is written, `active.rs` which are on and whom they meet,
 //!   `control.rs` the HTTP API that changes that.
+//! - `caller.rs` is who asks a gateway.
 //! - `proxy.rs` passes a call on; `request.rs` reads what it asks, `seen.rs` remembers what happened, `change.rs` changes the
 //!   messages of a stream and `play.rs` sends them.
 //! - `address.rs`, `listen.rs` and `upstream.rs` are the two sides of the connection.
 
 mod active;
 mod address;
+mod caller;
 mod catalog;
 mod change;
 mod control;
@@ -209,11 +211,13 @@ pub(crate) async fn serve(
     output: Output,
 ) -> Result<(), String> {
     let specs = faults.specs()?;
-    let expires = specs.iter().any(|spec| spec.entry.kind == Kind::TlsExpired);
-    if expires && !listeners.iter().any(Listener::can_expire) {
-        return Err(
-            "tls-expired needs an https:// address with --ca-file: it shows a certificate of its own".into(),
-        );
+    let of_certificates = [Kind::TlsExpired, Kind::TlsOtherHost, Kind::TlsOtherAuthority];
+    if let Some(spec) = specs.iter().find(|spec| of_certificates.contains(&spec.entry.kind))
+        && !listeners.iter().any(Listener::has_certificates)
+    {
+        return Err(format!(
+            "{spec} needs an https:// address with --ca-file: it shows a certificate of its own"
+        ));
     }
     let proxy = Proxy::new(behind, Active::new(faults.seed, specs), faults.seed);
     let mut ready = Ready {

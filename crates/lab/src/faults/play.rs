@@ -308,7 +308,9 @@ pub(super) struct Guarded {
 }
 
 impl Guarded {
-    pub fn new(body: Body, open: Open) -> Self {
+    pub fn new(body: Body, mut open: Open) -> Self {
+        // A refusal is all in its head, and nobody asks for more.
+        open.is_done = body.is_end_stream();
         Guarded { body, open }
     }
 }
@@ -328,5 +330,10 @@ impl HttpBody for Guarded {
             _ => {}
         }
         polled
+    }
+
+    /// A refusal has to end with its head: clients in Go take an empty body behind it for a stream that was cut.
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
     }
 }

@@ -17,6 +17,7 @@ use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, header};
 use tonic::{Code, Status};
 
 use super::active::{Active, is_about};
+use super::caller::Caller;
 use super::catalog::Kind;
 use super::change::{About, Message};
 use super::play::{Guarded, Play};
@@ -29,6 +30,8 @@ use super::upstream::{Reader, Upstream};
 pub(super) const REQUEST_MARKER: &str = "cbt-lab-fault";
 /// Parameter of CreateSnapshot, so of a VolumeSnapshotClass: the faults of calls about that snapshot.
 pub(super) const SNAPSHOT_MARKER: &str = "cbt-lab.fault";
+/// Callers of a gateway that are remembered.
+const LET_IN: usize = 16;
 /// The largest request.
 const REQUEST: usize = 16 << 20;
 /// Calls that change nothing.
@@ -277,7 +280,10 @@ impl Proxy {
         }
         // Counted after that: a stream does not stand beside itself.
         let open = self.seen.open();
-        let answered = self.upstream.call(request(head, body)).await?;
+        let mut answered = self.upstream.call(request(head.clone(), body)).await?;
+        if let Some(again) = self.stand_in(&stream, &answered, &met) {
+            answered = self.upstream.call(request(head, again.body())).await?;
+        }
         if met.is_empty() {
             let (head, body) = answered.into_parts();
             return Ok(Response::from_parts(head, Body::new(Guarded::new(body, open))));
@@ -295,6 +301,25 @@ impl Proxy {
         *response.headers_mut() = headers;
         response.headers_mut().remove(header::CONTENT_LENGTH);
         Ok(response)
+    }
+
+    /// Notes whom a gateway lets in. Where it has refused and a fault takes the caller for one whom it let in before, the
+    /// request of that one.
+    fn stand_in(&self, stream: &Stream, answered: &Response<Body>, met: &[Arc<Spec>]) -> Option<Stream> {
+        let caller = stream.caller()?;
+        let mut facts = self.seen.facts();
+        let refused = Status::from_header_map(answered.headers()).map(|status| status.code());
+        let Some(code) = refused.filter(|code| *code != Code::Ok) else {
+            facts.let_in.retain(|let_in| *let_in != caller);
+            facts.let_in.push(caller);
+            if facts.let_in.len() > LET_IN {
+                facts.let_in.remove(0);
+            }
+            return None;
+        };
+        let stands_in =
+            |let_in: &&Caller| met.iter().any(|spec| let_in.stands_in_for(&caller, code, spec.entry.kind));
+        facts.let_in.iter().rev().find(stands_in).map(|let_in| stream.clone().by(let_in))
     }
 
     /// What a fault has to know of a stream.

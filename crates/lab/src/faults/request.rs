@@ -7,6 +7,8 @@ use proto::{kubernetes, *};
 use serve::relay::{frame, unframe};
 use tonic::Status;
 
+use super::caller::Caller;
+
 /// A call.
 #[derive(Clone, Debug)]
 pub(super) struct Asked {
@@ -97,6 +99,29 @@ impl Stream {
             Stream::GatewayAllocated(request) => &request.snapshot_name,
             Stream::GatewayDelta(request) => &request.target_snapshot_name,
         }
+    }
+
+    /// Who asks, at a gateway's address.
+    pub fn caller(&self) -> Option<Caller> {
+        let (token, namespace) = match self {
+            Stream::GatewayAllocated(request) => (&request.security_token, &request.namespace),
+            Stream::GatewayDelta(request) => (&request.security_token, &request.namespace),
+            Stream::Allocated(_) | Stream::Delta(_) => return None,
+        };
+        Some(Caller { token: token.clone(), namespace: namespace.clone() })
+    }
+
+    /// The same request by somebody else.
+    pub fn by(mut self, caller: &Caller) -> Self {
+        let Caller { token, namespace } = caller.clone();
+        match &mut self {
+            Stream::GatewayAllocated(request) => {
+                (request.security_token, request.namespace) = (token, namespace);
+            }
+            Stream::GatewayDelta(request) => (request.security_token, request.namespace) = (token, namespace),
+            Stream::Allocated(_) | Stream::Delta(_) => {}
+        }
+        self
     }
 
     /// The base of a delta.

@@ -8,6 +8,8 @@ use bytes::Bytes;
 use proto::*;
 use serve::relay::unframe;
 
+use super::caller::Caller;
+
 /// What was seen.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
@@ -39,6 +41,8 @@ pub(super) struct Facts {
     pub open: usize,
     /// A stream was left before its end.
     pub cancelled: bool,
+    /// Whom the gateway let in, the last one last.
+    pub let_in: Vec<Caller>,
 }
 
 #[derive(Clone, Debug, Default)]

@@ -39,6 +39,7 @@ pub(super) struct Limits {
     /// Empty: those that the catalogue says.
     pub calls: Vec<String>,
     pub snapshot: Option<String>,
+    pub account: Option<String>,
     pub when: Option<When>,
     pub nth: Option<u64>,
     pub first: Option<u64>,
@@ -157,6 +158,10 @@ impl Limits {
             }
             "snapshot" => {
                 self.snapshot = Some(text.to_owned());
+                Ok(())
+            }
+            "account" => {
+                self.account = Some(text.to_owned());
                 Ok(())
             }
             "when" => {

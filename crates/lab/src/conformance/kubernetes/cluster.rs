@@ -1,0 +1,589 @@
+//! What the cases of Kubernetes ask: the service in front of a driver, about two snapshots of one volume, in the names of
+//! accounts with different rights.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
+use proto::kubernetes::{
+    BlockMetadata, GetMetadataAllocatedRequest, GetMetadataAllocatedResponse, GetMetadataDeltaRequest,
+    GetMetadataDeltaResponse,
+};
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Request, Status, Streaming};
+
+use super::super::answer::{Answer, Messages, name};
+use super::super::case::{Judged, Verdict, Wrong};
+use super::super::fixtures::Kind;
+use super::super::ranges::Ranges;
+use super::super::subject::Subject;
+use super::api::{Account, Api, SNAPSHOTS, is_name};
+use super::front::Front;
+use crate::conformance::run_name;
+use csi_client::{Message, Options, Question};
+
+/// How long a connection may take.
+const CONNECT: Duration = Duration::from_secs(10);
+/// What a stream may send ahead, in bytes, and all streams together: h2 closes a connection on which too many small messages
+/// wait, and allows more the larger its own window is.
+const AHEAD: u32 = 32 << 10;
+const ALL_AHEAD: u32 = 16 << 20;
+/// What a stream may send ahead of a reader that pauses.
+const NARROW: u32 = 512;
+/// How long rights may take to be known to the API server.
+const RIGHTS: Duration = Duration::from_secs(30);
+/// A VolumeSnapshot of the suite's own that is never ready.
+pub(super) const UNREADY: &str = "unready";
+/// A VolumeSnapshot that some account may get, and that does not exist.
+pub(super) const ANOTHER: &str = "another-snapshot";
+
+/// A VolumeSnapshot and what its content says.
+#[derive(Clone, Debug)]
+pub(super) struct Snapshot {
+    pub name: String,
+    /// Its CSI id.
+    pub handle: String,
+    driver: String,
+    volume: Option<String>,
+    created: Option<i64>,
+}
+
+/// What is there in the cluster to be tested.
+pub(super) struct Found {
+    pub base: Snapshot,
+    pub target: Snapshot,
+    front: Front,
+}
+
+fn text(object: &Value, at: &str) -> Option<String> {
+    object.pointer(at).and_then(Value::as_str).filter(|text| !text.is_empty()).map(str::to_owned)
+}
+
+impl Found {
+    /// Two snapshots, and the service of their driver.
+    pub async fn find(api: &Api, namespace: &str, given: Option<[&str; 2]>) -> Result<Self, String> {
+        if !is_name(namespace) {
+            return Err(format!("{namespace:?} is no name of a namespace"));
+        }
+        let names = match given {
+            Some(names) => names.map(str::to_owned),
+            None => newest(api, namespace).await?,
+        };
+        let (one, two) = (
+            Snapshot::read(api, namespace, &names[0]).await?,
+            Snapshot::read(api, namespace, &names[1]).await?,
+        );
+        if one.driver != two.driver {
+            return Err(format!(
+                "{} is of the driver {}, and {} of {}",
+                one.name, one.driver, two.name, two.driver
+            ));
+        }
+        if let (Some(a), Some(b)) = (&one.volume, &two.volume)
+            && a != b
+        {
+            return Err(format!(
+                "{} and {} are snapshots of two volumes: name two of one",
+                one.name, two.name
+            ));
+        }
+        let is_turned = matches!((one.created, two.created), (Some(one), Some(two)) if one > two);
+        let (base, target) = if is_turned { (two, one) } else { (one, two) };
+        let driver = &base.driver;
+        if !is_name(driver) {
+            return Err(format!("{driver:?} is no name of a driver"));
+        }
+        let path = format!("/apis/cbt.storage.k8s.io/v1beta1/snapshotmetadataservices/{driver}");
+        let object = api.find(&path).await?.ok_or_else(|| {
+            format!("there is no SnapshotMetadataService {driver}, by which clients find the service of the driver {driver}")
+        })?;
+        let front = Front::of(&object);
+        Ok(Found { base, target, front })
+    }
+
+    pub fn address(&self) -> &str {
+        &self.front.address
+    }
+
+    pub fn driver(&self) -> &str {
+        &self.base.driver
+    }
+}
+
+/// The newest two of one claim that are ready: of the claim that has the newest.
+async fn newest(api: &Api, namespace: &str) -> Result<[String; 2], String> {
+    let list = api.get(&format!("{SNAPSHOTS}/namespaces/{namespace}/volumesnapshots")).await?;
+    let mut of_claims: BTreeMap<String, Vec<(String, String)>> = BTreeMap::new();
+    for snapshot in list["items"].as_array().into_iter().flatten() {
+        let claim = text(snapshot, "/spec/source/persistentVolumeClaimName");
+        let is_ready = snapshot.pointer("/status/readyToUse") == Some(&json!(true));
+        let created =
+            text(snapshot, "/status/creationTime").or_else(|| text(snapshot, "/metadata/creationTimestamp"));
+        if let (Some(claim), true, Some(created), Some(name)) =
+            (claim, is_ready, created, text(snapshot, "/metadata/name"))
+        {
+            of_claims.entry(claim).or_default().push((created, name));
+        }
+    }
+    for snapshots in of_claims.values_mut() {
+        snapshots.sort();
+    }
+    let newest = of_claims
+        .into_values()
+        .filter(|snapshots| snapshots.len() > 1)
+        .max_by(|a, b| a.last().cmp(&b.last()));
+    match newest.as_deref() {
+        Some([.., (_, one), (_, two)]) => Ok([one.clone(), two.clone()]),
+        _ => Err(format!(
+            "the namespace {namespace} has no two VolumeSnapshots of one claim that are ready: make them, with changes \
+             between them, or name another --namespace or two of them with --snapshot"
+        )),
+    }
+}
+
+impl Snapshot {
+    async fn read(api: &Api, namespace: &str, name: &str) -> Result<Self, String> {
+        let title = format!("VolumeSnapshot {namespace}/{name}");
+        if !is_name(name) {
+            return Err(format!("{name:?} is no name of a VolumeSnapshot"));
+        }
+        let snapshot =
+            api.find(&format!("{SNAPSHOTS}/namespaces/{namespace}/volumesnapshots/{name}")).await?;
+        let snapshot = snapshot.ok_or_else(|| format!("{title} does not exist"))?;
+        let content =
+            text(&snapshot, "/status/boundVolumeSnapshotContentName").filter(|content| is_name(content));
+        let content = content.ok_or_else(|| format!("{title} is not bound to a VolumeSnapshotContent"))?;
+        if snapshot.pointer("/status/readyToUse") != Some(&json!(true)) {
+            return Err(format!("{title} is not ready to use"));
+        }
+        let content = api.find(&format!("{SNAPSHOTS}/volumesnapshotcontents/{content}")).await?;
+        let content =
+            content.ok_or_else(|| format!("the VolumeSnapshotContent of {title} does not exist"))?;
+        let missing = |field: &str| format!("the VolumeSnapshotContent of {title} has no {field}");
+        Ok(Snapshot {
+            name: name.to_owned(),
+            handle: text(&content, "/status/snapshotHandle")
+                .ok_or_else(|| missing("status.snapshotHandle"))?,
+            driver: text(&content, "/spec/driver").ok_or_else(|| missing("spec.driver"))?,
+            volume: text(&content, "/spec/source/volumeHandle"),
+            created: content.pointer("/status/creationTime").and_then(Value::as_i64),
+        })
+    }
+}
+
+/// An account of the suite, and what it may do with VolumeSnapshots.
+pub(super) struct Role {
+    pub name: &'static str,
+    verbs: &'static [&'static str],
+    /// In the namespace of the snapshots; else in the suite's own.
+    here: bool,
+    /// The VolumeSnapshots; empty: all.
+    names: Names,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Names {
+    All,
+    Both,
+    Target,
+    Another,
+}
+
+const GET: &[&str] = &["get"];
+/// May get all VolumeSnapshots, in the namespace of the snapshots and in the suite's own.
+pub(super) const READER: &str = "reader";
+/// May do nothing.
+pub(super) const NOBODY: &str = "nobody";
+/// May list and watch, and not get.
+pub(super) const LISTER: &str = "lister";
+/// May get the two snapshots, by their names.
+pub(super) const NAMED: &str = "named";
+/// May get the target, by its name.
+pub(super) const TARGET_ONLY: &str = "target-only";
+/// May get another VolumeSnapshot of the same namespace, by its name.
+pub(super) const ELSE: &str = "other-name";
+/// May get all in the suite's namespace alone.
+pub(super) const STRANGER: &str = "stranger";
+
+const ROLES: &[Role] = &[
+    Role { name: READER, verbs: GET, here: true, names: Names::All },
+    Role { name: READER, verbs: GET, here: false, names: Names::All },
+    Role { name: LISTER, verbs: &["list", "watch"], here: true, names: Names::All },
+    Role { name: NAMED, verbs: GET, here: true, names: Names::Both },
+    Role { name: TARGET_ONLY, verbs: GET, here: true, names: Names::Target },
+    Role { name: ELSE, verbs: GET, here: true, names: Names::Another },
+    Role { name: STRANGER, verbs: GET, here: false, names: Names::All },
+];
+
+/// The service, and whoever asks it.
+pub(super) struct Cluster {
+    pub api: Api,
+    /// Of the snapshots.
+    pub namespace: String,
+    /// The suite's own, with its accounts.
+    pub home: String,
+    pub base: Snapshot,
+    pub target: Snapshot,
+    pub front: Front,
+    /// A token that has expired.
+    pub expired: Option<String>,
+    /// Of each account, for the service.
+    tokens: BTreeMap<&'static str, String>,
+    channel: Result<Channel, Wrong>,
+    /// What was answered at first, to each [`Kind`].
+    first: Vec<Result<Answer, Wrong>>,
+}
+
+/// Whose name a call is made in, and which namespace it names.
+#[derive(Clone, Debug)]
+pub(super) struct Caller {
+    pub token: String,
+    pub namespace: String,
+}
+
+impl Cluster {
+    pub fn new(api: Api, namespace: String, found: Found, expired: Option<String>) -> Self {
+        let Found { base, target, front } = found;
+        let channel = channel(&front, AHEAD);
+        let tokens = BTreeMap::new();
+        Cluster {
+            api,
+            namespace,
+            home: String::new(),
+            base,
+            target,
+            front,
+            expired,
+            tokens,
+            channel,
+            first: Vec::new(),
+        }
+    }
+
+    /// Makes the accounts, and waits until the API server knows their rights.
+    pub async fn make(&mut self) -> Result<(), String> {
+        self.home = format!("cbt-lab-{}", run_name()?);
+        let (api, home) = (&self.api, self.home.as_str());
+        let labels = json!({"app.kubernetes.io/managed-by": "cbt-lab", "cbt-lab/tests": self.namespace});
+        let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"labels": labels}});
+        api.make("/api/v1/namespaces", home, namespace).await?;
+        let accounts = format!("/api/v1/namespaces/{home}/serviceaccounts");
+        let mut names: Vec<&str> = ROLES.iter().map(|role| role.name).chain([NOBODY]).collect();
+        names.sort_unstable();
+        names.dedup();
+        for name in &names {
+            let account = json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {}});
+            api.make(&accounts, name, account).await?;
+        }
+        for role in ROLES {
+            let place = if role.here { &self.namespace } else { &self.home };
+            let names = self.names(role.names);
+            let mut rule = json!({
+                "apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": role.verbs,
+            });
+            if role.names != Names::All {
+                rule["resourceNames"] = json!(names);
+            }
+            let account = Account { namespace: home, name: role.name };
+            api.allow(place, &format!("{home}-{}", role.name), rule, &account).await?;
+        }
+        self.make_unready(UNREADY, json!({"readyToUse": false})).await?;
+        self.until_rights_are_known().await?;
+        // The object may have none, which is a case.
+        let audience = self.front.audience.as_deref();
+        let mut tokens = BTreeMap::new();
+        for name in ROLES.iter().map(|role| role.name).chain([NOBODY]) {
+            if !tokens.contains_key(name) {
+                tokens.insert(name, api.token(&Account { namespace: home, name }, audience, None).await?);
+            }
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+
+    /// Asks for the first time.
+    pub async fn look(&mut self, patience: Duration) {
+        let mut first = Vec::new();
+        for kind in [Kind::Allocated, Kind::Delta] {
+            let question = self.questions(kind);
+            let asked = tokio::time::timeout(patience, self.ask(&question, 0, 0)).await;
+            first.push(asked.unwrap_or_else(|_| Err(self.late(patience))));
+        }
+        self.first = first;
+    }
+
+    fn names(&self, names: Names) -> Vec<&str> {
+        match names {
+            Names::All => Vec::new(),
+            Names::Both => vec![&self.base.name, &self.target.name],
+            Names::Target => vec![&self.target.name],
+            Names::Another => vec![ANOTHER],
+        }
+    }
+
+    /// A VolumeSnapshot in the suite's own namespace of a claim that does not exist.
+    pub async fn make_unready(&self, name: &str, status: Value) -> Result<(), String> {
+        let path = format!("{SNAPSHOTS}/namespaces/{}/volumesnapshots", self.home);
+        let snapshot = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot", "metadata": {},
+            "spec": {"source": {"persistentVolumeClaimName": "no-such-claim"}},
+        });
+        self.api.make(&path, name, snapshot).await?;
+        if !status.is_null() {
+            self.api.patch(&format!("{path}/{name}/status"), json!({"status": status})).await?;
+        }
+        Ok(())
+    }
+
+    async fn until_rights_are_known(&self) -> Result<(), String> {
+        let deadline = tokio::time::Instant::now() + RIGHTS;
+        for role in ROLES {
+            let account = Account { namespace: &self.home, name: role.name };
+            let place = if role.here { &self.namespace } else { &self.home };
+            let name = self.names(role.names).first().copied().unwrap_or_default();
+            while !self.api.may(&account, place, role.verbs[0], name).await? {
+                if tokio::time::Instant::now() > deadline {
+                    return Err(format!(
+                        "the rights of {} are not known after {} s",
+                        role.name,
+                        RIGHTS.as_secs()
+                    ));
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+        Ok(())
+    }
+
+    pub async fn undo(&self, patience: Duration) -> Vec<String> {
+        self.api.delete_all(patience).await
+    }
+
+    /// An account of the suite, asking in the namespace of the snapshots.
+    pub fn caller(&self, name: &str) -> Caller {
+        let token = self.tokens.get(name).cloned().unwrap_or_default();
+        Caller { token, namespace: self.namespace.clone() }
+    }
+
+    /// An account of the suite.
+    pub fn account<'a>(&'a self, name: &'a str) -> Account<'a> {
+        Account { namespace: &self.home, name }
+    }
+
+    /// The question about both snapshots, or the target.
+    pub fn questions(&self, kind: Kind) -> Question {
+        match kind {
+            Kind::Allocated => Question::Allocated { snapshot: self.target.name.clone() },
+            Kind::Delta => {
+                Question::Delta { base: self.base.handle.clone(), target: self.target.name.clone() }
+            }
+        }
+    }
+
+    /// The first answer.
+    pub fn first(&self, kind: Kind) -> Result<&Answer, Wrong> {
+        let first = self.first.get(kind as usize).ok_or_else(|| Wrong::new("nothing was asked yet"))?;
+        first.as_ref().map_err(|wrong| wrong.clone().at("when it was first asked"))
+    }
+
+    /// An answer to somebody, however it ends.
+    pub async fn ask_as(
+        &self,
+        caller: &Caller,
+        question: &Question,
+        options: &Options,
+    ) -> Result<Answer, Wrong> {
+        let channel = self.channel.clone()?;
+        let mut asking = Asking { client: SnapshotMetadataClient::new(channel), caller: caller.clone() };
+        Answer::read::<Self>(&mut asking, question, options).await
+    }
+}
+
+/// A connection that is made when it is first used, and again when it was lost; with that window.
+fn channel(front: &Front, window: u32) -> Result<Channel, Wrong> {
+    let (host, port) = front.place()?;
+    let (name, config) = (front.server_name()?, Arc::new(front.config()?));
+    let wrong = |error: &dyn std::fmt::Display| Wrong::new(format!("address {}: {error}", front.address));
+    let bracketed = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+    let endpoint =
+        Endpoint::from_shared(format!("http://{bracketed}:{port}")).map_err(|error| wrong(&error))?;
+    let origin: Uri = format!("https://{bracketed}:{port}").parse().map_err(|error| wrong(&error))?;
+    let endpoint = endpoint.origin(origin).connect_timeout(CONNECT);
+    let endpoint = endpoint.initial_stream_window_size(window).initial_connection_window_size(ALL_AHEAD);
+    let connect = tower::service_fn(move |_: Uri| {
+        let (connector, name, place) =
+            (TlsConnector::from(config.clone()), name.clone(), (host.clone(), port));
+        async move {
+            let stream = TcpStream::connect(place).await?;
+            connector.connect(name, stream).await.map(TokioIo::new)
+        }
+    });
+    Ok(endpoint.connect_with_connector_lazy(connect))
+}
+
+/// A connection, and whose name calls on it are made in.
+pub(super) struct Asking {
+    client: SnapshotMetadataClient<Channel>,
+    caller: Caller,
+}
+
+/// An answer under way.
+pub(super) enum Stream {
+    Allocated(Streaming<GetMetadataAllocatedResponse>),
+    Delta(Streaming<GetMetadataDeltaResponse>),
+}
+
+impl Messages for Stream {
+    async fn next(&mut self) -> Result<Option<Message>, Status> {
+        let message = |style: i32, capacity: i64, tuples: Vec<BlockMetadata>| {
+            let tuples = tuples.into_iter().map(|tuple| (tuple.byte_offset, tuple.size_bytes)).collect();
+            Message { style, capacity, tuples }
+        };
+        Ok(match self {
+            Stream::Allocated(stream) => stream
+                .message()
+                .await?
+                .map(|it| message(it.block_metadata_type, it.volume_capacity_bytes, it.block_metadata)),
+            Stream::Delta(stream) => stream
+                .message()
+                .await?
+                .map(|it| message(it.block_metadata_type, it.volume_capacity_bytes, it.block_metadata)),
+        })
+    }
+}
+
+fn timed<M>(message: M, options: &Options) -> Request<M> {
+    let mut request = Request::new(message);
+    if let Some(millis) = options.timeout_ms {
+        request.set_timeout(Duration::from_millis(millis));
+    }
+    request
+}
+
+impl Subject for Cluster {
+    type Need = ();
+    type Narrow = Asking;
+    type Stream = Stream;
+
+    const MUST: &'static str = "that the first answer has";
+    const SPREAD: &'static str =
+        "name two snapshots with changes at several places between them (--snapshot)";
+    /// Snapshots of the user's may have any number of changes.
+    const RESUMES: usize = 40;
+    const MORE: &'static str = "name two snapshots with more changes between them (--snapshot)";
+
+    async fn prepare(&self, _: &[()]) -> Option<Judged> {
+        None
+    }
+
+    async fn is_silent(&self) -> bool {
+        let Ok(place) = self.front.place() else { return false };
+        !matches!(tokio::time::timeout(CONNECT, TcpStream::connect(place)).await, Ok(Ok(_)))
+    }
+
+    fn late(&self, patience: Duration) -> Wrong {
+        Wrong::new(format!("no end within {} s", patience.as_secs()))
+    }
+
+    async fn clean_up(&self, patience: Duration) -> Vec<String> {
+        self.undo(patience).await
+    }
+
+    fn made(&self) -> Vec<String> {
+        self.api.made()
+    }
+
+    fn question(&self, kind: Kind) -> Result<Question, Wrong> {
+        Ok(self.questions(kind))
+    }
+
+    fn must(&self, kind: Kind) -> Result<Ranges, Wrong> {
+        Ok(self.first(kind)?.ranges())
+    }
+
+    fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong> {
+        Ok((self.questions(kind), self.must(kind)?))
+    }
+
+    fn size(&self) -> Result<u64, Wrong> {
+        let capacity =
+            self.first(Kind::Allocated)?.capacity().and_then(|capacity| u64::try_from(capacity).ok());
+        capacity
+            .filter(|capacity| *capacity > 0)
+            .ok_or_else(|| Wrong::new("the first answer tells no capacity"))
+    }
+
+    fn end(&self) -> Result<i64, Wrong> {
+        Ok(self.size()? as i64)
+    }
+
+    fn reversed(&self) -> Result<Vec<Question>, Wrong> {
+        Ok(vec![Question::Delta { base: self.target.handle.clone(), target: self.base.name.clone() }])
+    }
+
+    fn same(&self) -> Result<Question, Wrong> {
+        Ok(Question::Delta { base: self.target.handle.clone(), target: self.target.name.clone() })
+    }
+
+    fn without_tuples(&self) -> Judged {
+        Ok(Verdict::NotShown(format!(
+            "there is no tuple to look at: {} and {} do not differ; {}",
+            self.base.name,
+            self.target.name,
+            Self::SPREAD
+        )))
+    }
+
+    fn options(&self, offset: i64, max_results: i32) -> Options {
+        Options { offset, max_results, ..Options::default() }
+    }
+
+    async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
+        self.ask_as(&self.caller(READER), question, options).await
+    }
+
+    async fn narrow(&self) -> Result<Asking, Wrong> {
+        let channel = channel(&self.front, NARROW)?;
+        Ok(Asking { client: SnapshotMetadataClient::new(channel), caller: self.caller(READER) })
+    }
+
+    async fn open(asking: &mut Asking, question: &Question, options: &Options) -> Result<Stream, Status> {
+        let Caller { token: security_token, namespace } = asking.caller.clone();
+        let Options { offset: starting_offset, max_results, .. } = *options;
+        Ok(match question.clone() {
+            Question::Allocated { snapshot: snapshot_name } => {
+                let request = GetMetadataAllocatedRequest {
+                    security_token,
+                    namespace,
+                    snapshot_name,
+                    starting_offset,
+                    max_results,
+                };
+                Stream::Allocated(
+                    asking.client.get_metadata_allocated(timed(request, options)).await?.into_inner(),
+                )
+            }
+            Question::Delta { base: base_snapshot_id, target: target_snapshot_name } => {
+                let request = GetMetadataDeltaRequest {
+                    security_token,
+                    namespace,
+                    base_snapshot_id,
+                    target_snapshot_name,
+                    starting_offset,
+                    max_results,
+                };
+                Stream::Delta(asking.client.get_metadata_delta(timed(request, options)).await?.into_inner())
+            }
+        })
+    }
+}
+
+/// A question as a person would write it.
+pub(super) fn named(question: &Question) -> String {
+    name(question, &Options::default())
+}

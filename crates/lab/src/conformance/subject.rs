@@ -1,0 +1,89 @@
+//! What is tested: a driver at its socket (`fixtures.rs`), or a service in a cluster (`kubernetes/cluster.rs`). Cases about
+//! answers alone ask either of them.
+
+use std::fmt::Debug;
+use std::future::Future;
+use std::time::Duration;
+
+use super::answer::{Answer, Messages};
+use super::case::{Judged, Wrong};
+use super::fixtures::Kind;
+use super::ranges::Ranges;
+use csi_client::{Options, Question};
+use tonic::Status;
+
+/// What cases ask, and what the run of all cases needs.
+pub(super) trait Subject: Sync + Sized {
+    /// What is prepared before a case.
+    type Need: Copy + Debug + Sync + 'static;
+    /// A connection whose streams wait for their reader.
+    type Narrow: Send;
+    /// An answer under way on such a connection.
+    type Stream: Messages;
+
+    /// Which bytes an answer has to hold.
+    const MUST: &'static str;
+    /// Why an answer has one tuple alone, and what to do for more.
+    const SPREAD: &'static str;
+    /// At how many places of an answer it is cut and continued.
+    const RESUMES: usize;
+    /// How streams become longer.
+    const MORE: &'static str;
+
+    /// Prepares what a case needs. What comes back, if anything, is the case's outcome.
+    fn prepare(&self, needs: &[Self::Need]) -> impl Future<Output = Option<Judged>> + Send;
+    /// Whether nobody answers any more.
+    fn is_silent(&self) -> impl Future<Output = bool> + Send;
+    /// That nothing ended in time, and where.
+    fn late(&self, patience: Duration) -> Wrong;
+    /// Takes all away that was made, each thing within `patience`. Returns what could not be.
+    fn clean_up(&self, patience: Duration) -> impl Future<Output = Vec<String>> + Send;
+    /// What was made and is not taken away yet.
+    fn made(&self) -> Vec<String>;
+
+    /// The question whose answer has many tuples.
+    fn question(&self, kind: Kind) -> Result<Question, Wrong>;
+    /// What an answer to it has to hold.
+    fn must(&self, kind: Kind) -> Result<Ranges, Wrong>;
+    /// The question whose answer has as many tuples as can be, and what it has to hold.
+    fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong>;
+    /// The size of the volume of these questions' target.
+    fn size(&self) -> Result<u64, Wrong>;
+    /// The same, or the capacity that was told of it where that is more.
+    fn end(&self) -> Result<i64, Wrong>;
+    /// The question with its base and target exchanged, and others like it.
+    fn reversed(&self) -> Result<Vec<Question>, Wrong>;
+    /// A snapshot as its own target.
+    fn same(&self) -> Result<Question, Wrong>;
+    /// What comes of a case that finds no tuple to look at.
+    fn without_tuples(&self) -> Judged;
+
+    /// How it is asked.
+    fn options(&self, offset: i64, max_results: i32) -> Options;
+    /// An answer, however it ends.
+    fn try_ask(
+        &self,
+        question: &Question,
+        options: &Options,
+    ) -> impl Future<Output = Result<Answer, Wrong>> + Send;
+    /// An answer that has to end with `OK`.
+    fn ask(
+        &self,
+        question: &Question,
+        offset: i64,
+        max_results: i32,
+    ) -> impl Future<Output = Result<Answer, Wrong>> + Send {
+        async move {
+            let options = self.options(offset, max_results);
+            self.try_ask(question, &options).await?.ok(question, &options)
+        }
+    }
+    /// A new connection whose streams wait for their reader.
+    fn narrow(&self) -> impl Future<Output = Result<Self::Narrow, Wrong>> + Send;
+    /// Opens a stream on it.
+    fn open(
+        narrow: &mut Self::Narrow,
+        question: &Question,
+        options: &Options,
+    ) -> impl Future<Output = Result<Self::Stream, Status>> + Send;
+}
