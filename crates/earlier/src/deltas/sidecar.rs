@@ -237,8 +237,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let lease = arguments.lease.unwrap_or_else(|| format!("cbt-http-{driver_name}"));
     let lease =
         Lease::new(client.clone(), &arguments.namespace, &lease, &arguments.pod_name, Times::default());
-    tasks.spawn({
-        let ready = ready.clone();
+    let election = tasks.spawn({
+        let (lease, ready) = (lease.clone(), ready.clone());
         async move {
             let work = || {
                 let (leads, publisher) = (Leads::of(&ready), publisher.clone());
@@ -261,9 +261,10 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         places: Semaphore::new(usize::from(arguments.max_requests)),
     });
     let graceful = GracefulShutdown::new();
-    serve_until(listener, &ready, sidecar, &graceful, tasks, stop).await?;
+    serve_until(listener, &ready, sidecar, &graceful, &mut tasks, stop).await?;
     ready.is_stopping.store(true, Ordering::Relaxed);
-    server::drain(graceful).await;
+    election.abort();
+    tokio::join!(lease.release(), server::drain(graceful));
     Ok(())
 }
 
@@ -272,7 +273,7 @@ async fn serve_until(
     ready: &Ready,
     sidecar: Arc<Sidecar>,
     graceful: &GracefulShutdown,
-    mut tasks: JoinSet<()>,
+    tasks: &mut JoinSet<()>,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Box<dyn Error>> {
     let config = ready.certificate.clone().server_config();

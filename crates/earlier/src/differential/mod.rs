@@ -82,8 +82,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         &arguments.pod_name,
         Times::default(),
     );
-    tasks.spawn({
-        let ready = ready.clone();
+    let election = tasks.spawn({
+        let (lease, ready) = (lease.clone(), ready.clone());
         async move {
             let work = || {
                 let (leads, controller) = (Leads::of(&ready), controller.clone());
@@ -114,6 +114,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         () = &mut stop => {}
     }
     ready.is_stopping.store(true, Ordering::Relaxed);
-    server::drain(graceful).await;
+    election.abort();
+    tokio::join!(lease.release(), server::drain(graceful));
     Ok(())
 }

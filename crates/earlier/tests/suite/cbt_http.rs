@@ -70,7 +70,7 @@ async fn discovery(world: &World, name: &str, what: &str, is_it: impl Fn(&Value)
 
 pub async fn it_publishes_itself_and_its_state_is_told(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let mut http = aggregation.sidecar("http", &[]).await;
     let _server = aggregation.server("server", &[]).await;
     let name = world.driver.as_str();
@@ -127,7 +127,7 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
         "metadata": {"name": world.driver}, "spec": {"driverName": world.driver, "clientConfig": config},
     });
     world.api.make(object).await;
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let http = aggregation.sidecar_unready("http", &[]);
     while http.readiness().await.1 != "its DriverDiscovery is not written: see the log\n" {
         assert_ne!(http.readiness().await.0, 200, "ready and not to be found");
@@ -142,7 +142,7 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
 
 pub async fn pages_are_for_the_aggregated_server_alone(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let http = aggregation.sidecar("http", &[]).await;
     let ns = &world.namespace;
     world.api.account(ns, "user", json!([create(), snapshots(&[])])).await;
@@ -208,7 +208,7 @@ async fn grpc(program: &Program) -> SnapshotDeltasClient<Channel> {
 pub async fn the_call_lists_deltas_as_the_design_says(world: World) {
     let volume = Volume::small();
     let _driver = Driver::start(&world.driver, &world.csi, volume.clone());
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let http = aggregation.sidecar("http", &[]).await;
     let mut client = grpc(&http).await;
     let request = |from: &str, max_entries: i32, starting_token: &str| ListSnapshotDeltasRequest {

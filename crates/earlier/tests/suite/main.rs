@@ -55,6 +55,8 @@ fn main() -> ExitCode {
         walk::a_page_begins_where_the_one_before_ended,
         walk::nothing_of_a_walk_reaches_the_api_server,
         replicas::the_replica_that_is_not_elected_is_not_ready_and_takes_over,
+        replicas::requests_fail_in_the_readiness_gap_alone,
+        replicas::requests_of_cbt_http_fail_in_the_readiness_gap_alone,
         first_draft::changes_between_any_pair_of_snapshots,
         first_draft::changes_from_a_deleted_snapshot_or_all,
         first_draft::the_smallest_change_is_a_device_block_and_block_sizes_vary,
