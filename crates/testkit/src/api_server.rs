@@ -289,6 +289,15 @@ impl ApiServer {
         self.dir.path().join(name)
     }
 
+    /// The process id of kube-apiserver.
+    pub fn pid(&self) -> u32 {
+        // Its parent is the shell that keeps it.
+        let keeper = self.server.as_ref().expect("a server").id();
+        let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"));
+        let pid = children.expect("children").split_whitespace().next().and_then(|pid| pid.parse().ok());
+        pid.expect("kube-apiserver runs")
+    }
+
     /// The revision of etcd: how often anything was written there.
     pub async fn revision(&self) -> u64 {
         let answer =

@@ -7,6 +7,7 @@
 mod aggregated;
 mod aggregation;
 mod cbt_http;
+mod comparison;
 mod controller;
 mod driver;
 mod first_draft;
@@ -57,6 +58,12 @@ fn main() -> ExitCode {
         replicas::the_replica_that_is_not_elected_is_not_ready_and_takes_over,
         replicas::requests_fail_in_the_readiness_gap_alone,
         replicas::requests_of_cbt_http_fail_in_the_readiness_gap_alone,
+        comparison::a_cut_connection_ends_the_work_and_the_same_place_goes_on,
+        comparison::a_create_that_is_cut_off_ends_at_every_part,
+        comparison::a_snapshot_deleted_midway_ends_a_walk_and_a_new_one_is_told_apart,
+        comparison::an_index_goes_on_in_another_snapshot_of_the_same_name,
+        comparison::silent_clients_are_ended_and_hold_nobody_up,
+        comparison::a_body_that_does_not_come_is_not_waited_for,
         first_draft::changes_between_any_pair_of_snapshots,
         first_draft::changes_from_a_deleted_snapshot_or_all,
         first_draft::the_smallest_change_is_a_device_block_and_block_sizes_vary,

@@ -398,7 +398,8 @@ pub fn https(ca: &str, host: &str, at: SocketAddr) -> reqwest::Client {
     client.resolve(host, at).build().expect("a client")
 }
 
-fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
+/// The begin of a TLS client's configuration that trusts this CA.
+pub fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -417,7 +418,7 @@ impl Drop for Program {
 }
 
 /// A CA, and the files of a certificate by it.
-fn certificate(dir: &Path, name: &str, host: &str) -> (String, PathBuf, PathBuf) {
+pub fn certificate(dir: &Path, name: &str, host: &str) -> (String, PathBuf, PathBuf) {
     let mut ca = CertificateParams::new(Vec::new()).expect("params");
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let ca_key = KeyPair::generate().expect("a key");
