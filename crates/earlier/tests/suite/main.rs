@@ -25,6 +25,9 @@ use tokio::runtime::Runtime;
 
 use world::World;
 
+/// The CRDs of these designs.
+const CRDS: [&str; 2] = ["deploy/components/differential/crd.yaml", "deploy/components/aggregated/crd.yaml"];
+
 /// A test: its name and what it does.
 macro_rules! tests {
     ($($module:ident :: $name:ident),* $(,)?) => {
@@ -57,6 +60,8 @@ fn main() -> ExitCode {
         walk::nothing_of_a_walk_reaches_the_api_server,
         replicas::the_replica_that_is_not_elected_is_not_ready_and_takes_over,
         replicas::requests_fail_in_the_readiness_gap_alone,
+        replicas::a_walk_of_pages_goes_on_whatever_is_killed,
+        replicas::walks_go_on_after_the_api_server_and_etcd_are_killed,
         replicas::requests_of_cbt_http_fail_in_the_readiness_gap_alone,
         comparison::a_cut_connection_ends_the_work_and_the_same_place_goes_on,
         comparison::a_create_that_is_cut_off_ends_at_every_part,
@@ -105,9 +110,7 @@ fn main() -> ExitCode {
                 let start = || {
                     runtime.block_on(async {
                         let api = ApiServer::start().await?;
-                        let crds = ["differential", "aggregated"]
-                            .map(|design| format!("deploy/components/{design}/crd.yaml"));
-                        api.install(&crds).await;
+                        api.install(&CRDS).await;
                         Some(Arc::new(api))
                     })
                 };

@@ -1,6 +1,7 @@
 //! Promise: one replica is elected and ready, the others are not; when it is gone another takes over, and a walk goes on where
 //! it was. Requests fail only while no replica is ready.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
@@ -8,10 +9,11 @@ use kube::Api;
 use nix::sys::signal::Signal;
 use proto::BlockMetadataType;
 use serde_json::{Value, json};
+use testkit::api_server::ApiServer;
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 
-use crate::aggregation::Aggregation;
+use crate::aggregation::{Aggregation, create, entries, snapshots};
 use crate::driver::{Driver, Volume};
 use crate::walk::tuples;
 use crate::world::{Program, World, readiness};
@@ -329,4 +331,121 @@ pub async fn requests_of_cbt_http_fail_in_the_readiness_gap_alone(world: World) 
     let token = world.api.token(&world.namespace, "aggregated", "cbt-http").await;
     let start = async |name: &str| sidecars.sidecar_unready(name, &[]);
     two_changes(&world, Pages::CbtHttp, &token, &expected, one, start).await;
+}
+
+/// Asks again and again, as a user would, until there is a page. Every refusal must be one of those that tell to try again.
+async fn page_of(program: &Program, path: &str, token: &str, at: &str) -> (Value, usize) {
+    let (client, url) = (program.https(program.at()), format!("https://{}{path}", program.address));
+    let deadline = Instant::now() + Duration::from_secs(90);
+    for refused in 0.. {
+        let request = client.get(format!("{url}?maxEntries={PAGE}&startOffset={at}")).bearer_auth(token);
+        // Nobody listens while it is killed.
+        if let Ok(answer) = request.send().await {
+            let code = answer.status().as_u16();
+            let body = answer.bytes().await.expect("a body");
+            let body: Value = serde_json::from_slice(&body).expect("JSON");
+            if code == 200 {
+                return (body, refused);
+            }
+            assert_eq!(code, 503, "{body}");
+        }
+        assert!(Instant::now() < deadline, "no page in 90 s:\n{}", program.log());
+        tokio::time::sleep(PAUSE).await;
+    }
+    unreachable!("it has counted to the end")
+}
+
+pub async fn a_walk_of_pages_goes_on_whatever_is_killed(world: World) {
+    let volume = many();
+    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    let mut driver = Driver::start(&world.driver, &world.csi, volume.clone());
+    world.snapshot("monday", "s0").await;
+    world.snapshot("tuesday", "s1").await;
+    world.ask("walk", Some("monday"), "tuesday").await;
+    let mut program = world.start(&[]).await;
+    let (token, path) = (world.user("user").await, format!("/{}/walk", world.namespace));
+    world.url("walk").await;
+    let (mut told, mut at, mut refused) = (Vec::new(), String::new(), Vec::new());
+    for number in 0.. {
+        match number {
+            3 => {
+                program.kill();
+                program = Program::start(&world, "one", &program.kubeconfig.clone(), &[]);
+            }
+            6 => {
+                drop(driver);
+                let (code, _, body) = program.get(&path, Some(&token)).await;
+                assert_eq!(code, 503, "{body}");
+                driver = Driver::start(&world.driver, &world.csi, volume.clone());
+            }
+            _ => {}
+        }
+        let (page, tries) = page_of(&program, &path, &token, &at).await;
+        refused.push(tries);
+        told.extend(tuples(&page));
+        at = page["NextOffset"].as_str().expect("a place").to_owned();
+        if at.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(told, expected);
+    assert!(refused[3] > 0, "the kill was not noticed: {refused:?}");
+    drop(driver);
+}
+
+/// Its own API server: the others need theirs.
+pub async fn walks_go_on_after_the_api_server_and_etcd_are_killed(shared: World) {
+    let Some(api) = ApiServer::start().await else { return };
+    api.install(&crate::CRDS).await;
+    let api = Arc::new(api);
+    let world = World::new(api.clone(), "walks_go_on_after_the_api_server_and_etcd_are_killed").await;
+    drop(shared);
+    let volume = many();
+    let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
+    let _driver = Driver::start(&world.driver, &world.csi, volume);
+    world.snapshot("monday", "s0").await;
+    world.snapshot("tuesday", "s1").await;
+    world.ask("walk", Some("monday"), "tuesday").await;
+    // Reviews are not remembered, so that every page needs the API server.
+    let program = world.start(&["--review-cache=0s"]).await;
+    let (token, path) = (world.user("user").await, format!("/{}/walk", world.namespace));
+    world.url("walk").await;
+    let aggregation = Aggregation::apart(&world).await;
+    let _http = aggregation.sidecar("http", &[]).await;
+    let server = aggregation.server("server", &[]).await;
+    aggregation.route(&[&server]).await;
+    let user = aggregation.user("user-of-deltas", json!([create(), snapshots(&[])])).await;
+    let spec = |offset: u64| {
+        json!({
+            "baseVolumeSnapshotName": "monday", "targetVolumeSnapshotName": "tuesday",
+            "limit": PAGE, "offset": offset,
+        })
+    };
+    let (page, _) = page_of(&program, &path, &token, "").await;
+    let (mut told, mut at) = (tuples(&page), page["NextOffset"].as_str().expect("a place").to_owned());
+    let status = user.status(spec(0)).await;
+    let (mut told_deltas, mut offset) = (entries(&status), status["continue"].as_u64());
+    api.kill();
+    let (code, _, body) = program.get(&format!("{path}?startOffset={at}"), Some(&token)).await;
+    assert_eq!(code, 503, "{body}");
+    api.start_again().await;
+    while !at.is_empty() {
+        let (page, _) = page_of(&program, &path, &token, &at).await;
+        told.extend(tuples(&page));
+        at = page["NextOffset"].as_str().expect("a place").to_owned();
+    }
+    assert_eq!(told, expected);
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while let Some(next) = offset {
+        let (code, answer) = user.ask(spec(next)).await;
+        if code == 201 && answer["status"]["state"] != json!(2) {
+            told_deltas.extend(entries(&answer["status"]));
+            offset = answer["status"]["continue"].as_u64();
+            continue;
+        }
+        assert!([201, 503].contains(&code), "{code}: {answer}");
+        assert!(Instant::now() < deadline, "no page in 90 s: {answer}");
+        tokio::time::sleep(PAUSE).await;
+    }
+    assert_eq!(told_deltas, expected);
 }
