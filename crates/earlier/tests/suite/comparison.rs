@@ -210,3 +210,19 @@ pub async fn a_body_that_does_not_come_is_not_waited_for(world: World) {
     let (code, body) = post(&good).await;
     assert_eq!(code, 504, "{body}");
 }
+
+pub async fn every_test_that_the_page_names_is_there(_world: World) {
+    let read = |path: &str| std::fs::read_to_string(format!("{}/{path}", testkit::HOME));
+    let page = read("docs/designs.md").expect("the page");
+    let mut named = 0;
+    for (module, test) in page.split('`').filter_map(|code| code.split_once("::")) {
+        let suites = ["crates/earlier/tests/suite", "crates/gateway/tests/suite", "tests/suite"];
+        let is_there = suites.iter().any(|suite| {
+            let source = read(&format!("{suite}/{module}.rs"));
+            source.is_ok_and(|source| source.contains(&format!("fn {test}(")))
+        });
+        assert!(is_there, "docs/designs.md names the test {module}::{test}, which is nowhere");
+        named += 1;
+    }
+    assert!(named >= 20, "docs/designs.md names {named} tests");
+}

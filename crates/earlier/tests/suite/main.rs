@@ -68,6 +68,7 @@ fn main() -> ExitCode {
         comparison::a_snapshot_deleted_midway_ends_a_walk_and_a_new_one_is_told_apart,
         comparison::an_index_goes_on_in_another_snapshot_of_the_same_name,
         comparison::silent_clients_are_ended_and_hold_nobody_up,
+        comparison::every_test_that_the_page_names_is_there,
         comparison::a_body_that_does_not_come_is_not_waited_for,
         first_draft::changes_between_any_pair_of_snapshots,
         first_draft::changes_from_a_deleted_snapshot_or_all,
