@@ -405,7 +405,7 @@ impl<'w> Stage<'w> {
             seen.extend_from_slice(&watch.chunk().await.expect("an event").expect("a URL before the end"));
             let events =
                 seen.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
-            let status = events.map(|mut event: Value| event["object"]["status"].take()).last();
+            let status = events.map(|mut event: Value| event["object"]["status"].take()).next_back();
             if let Some(status) = status.filter(|status| status["state"] == "url-ready") {
                 break status["callbackURL"].as_str().expect("a URL").to_owned();
             }

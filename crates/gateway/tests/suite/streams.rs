@@ -230,7 +230,6 @@ pub async fn a_stream_outlives_the_deletion_of_its_snapshot(world: World) {
     let gateway = world.gateway(&[]).await;
     let mut client = gateway.client().await;
     let mut stream = open(&mut client, &token, ns, "snapshot").await.expect("a stream");
-    let mut number = 0;
     let objects = world.api.objects("VolumeSnapshot", Some(ns));
     objects.delete("snapshot", &Default::default()).await.expect("delete");
     let contents = world.api.objects("VolumeSnapshotContent", None);
