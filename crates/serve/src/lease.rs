@@ -129,6 +129,33 @@ impl Lease {
         self.take(object, &spec).await
     }
 
+    /// Gives the lease back if this replica holds it, so that another need not wait until it runs out. For the end of a process:
+    /// [`Lease::lead`] must have been dropped, for it would take the lease again.
+    pub async fn release(&self) {
+        match timeout(self.times.retry, self.give_back()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(lease = self.name, %error, "give the lease back"),
+            Err(_) => tracing::warn!(lease = self.name, "the API server does not answer about the lease"),
+        }
+    }
+
+    async fn give_back(&self) -> kube::Result<()> {
+        loop {
+            let Some(object) = self.leases.get_opt(&self.name).await? else { return Ok(()) };
+            let mut spec = object.spec.clone().unwrap_or_default();
+            if spec.holder_identity.as_deref() != Some(&self.holder) {
+                return Ok(());
+            }
+            spec.holder_identity = None;
+            let released = LeaseObject { spec: Some(spec), ..object };
+            // A conflict is a renewal that was under way.
+            if won(self.leases.replace(&self.name, &PostParams::default(), &released).await)? {
+                tracing::info!(lease = self.name, holder = self.holder, "gave the lease back");
+                return Ok(());
+            }
+        }
+    }
+
     async fn renew(&self) -> kube::Result<bool> {
         let object = self.leases.get(&self.name).await?;
         let spec = object.spec.clone().unwrap_or_default();

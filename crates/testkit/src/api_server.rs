@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
@@ -38,8 +39,8 @@ pub struct ApiServer {
     port: u16,
     etcd_port: u16,
     programs: PathBuf,
-    etcd: Option<Child>,
-    server: Option<Child>,
+    etcd: Mutex<Option<Child>>,
+    server: Mutex<Option<Child>>,
 }
 
 /// The directory with these programs of Kubernetes; `None`, with a reason on standard error, where they cannot be had. Under
@@ -67,8 +68,8 @@ impl ApiServer {
         let config = Kubeconfig::read_from(&kubeconfig).expect("kubeconfig");
         let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
         let client = Client::try_from(config.expect("a config")).expect("a client");
-        let mut server =
-            ApiServer { client, kubeconfig, dir, port, etcd_port, programs, etcd: None, server: None };
+        let [etcd, server] = [(); 2].map(|()| Mutex::default());
+        let server = ApiServer { client, kubeconfig, dir, port, etcd_port, programs, etcd, server };
         server.start_etcd();
         server.start_server();
         server.ready().await;
@@ -90,9 +91,9 @@ impl ApiServer {
             .expect("sh")
     }
 
-    fn start_etcd(&mut self) {
+    fn start_etcd(&self) {
         let (dir, port, peer) = (self.dir.path().join("etcd.data"), self.etcd_port, super::free_port());
-        self.etcd = Some(self.spawn(
+        *locked(&self.etcd) = Some(self.spawn(
             "etcd",
             &[
                 format!("--data-dir={}", dir.display()),
@@ -105,7 +106,7 @@ impl ApiServer {
         ));
     }
 
-    fn start_server(&mut self) {
+    fn start_server(&self) {
         let file = |name: &str| self.dir.path().join(name).display().to_string();
         let arguments = [
             format!("--etcd-servers=http://127.0.0.1:{}", self.etcd_port),
@@ -141,20 +142,33 @@ impl ApiServer {
             "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules: [{level: Metadata}]\n",
         )
         .expect("write");
-        self.server = Some(self.spawn("kube-apiserver", &arguments));
+        *locked(&self.server) = Some(self.spawn("kube-apiserver", &arguments));
     }
 
     /// Waits until it answers.
-    pub async fn ready(&mut self) {
+    pub async fn ready(&self) {
         let deadline = Instant::now() + Duration::from_secs(90);
         let namespaces: Api<Namespace> = Api::all(self.client.clone());
         // The default namespace is made when the server's own controllers have begun.
         while namespaces.get("default").await.is_err() {
             let log = || std::fs::read_to_string(self.dir.path().join("kube-apiserver")).unwrap_or_default();
-            let gone = self.server.as_mut().and_then(|server| server.try_wait().expect("wait"));
+            let gone = locked(&self.server).as_mut().and_then(|server| server.try_wait().expect("wait"));
             assert!(gone.is_none() && Instant::now() < deadline, "no API server ({gone:?}):\n{}", log());
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
+    }
+
+    /// Kills it and its etcd.
+    pub fn kill(&self) {
+        end(&self.server);
+        end(&self.etcd);
+    }
+
+    /// Starts both again after [`ApiServer::kill`], with what they had.
+    pub async fn start_again(&self) {
+        self.start_etcd();
+        self.start_server();
+        self.ready().await;
     }
 
     async fn install_crds(&self) {
@@ -289,6 +303,15 @@ impl ApiServer {
         self.dir.path().join(name)
     }
 
+    /// The process id of kube-apiserver.
+    pub fn pid(&self) -> u32 {
+        // Its parent is the shell that keeps it.
+        let keeper = locked(&self.server).as_ref().expect("a server").id();
+        let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"));
+        let pid = children.expect("children").split_whitespace().next().and_then(|pid| pid.parse().ok());
+        pid.expect("kube-apiserver runs")
+    }
+
     /// The revision of etcd: how often anything was written there.
     pub async fn revision(&self) -> u64 {
         let answer =
@@ -354,13 +377,16 @@ fn events(answer: &Value) -> impl Iterator<Item = (String, Vec<u8>)> {
 
 impl Drop for ApiServer {
     fn drop(&mut self) {
-        end(&mut self.server);
-        end(&mut self.etcd);
+        self.kill();
     }
 }
 
-fn end(child: &mut Option<Child>) {
-    if let Some(mut child) = child.take() {
+fn locked(child: &Mutex<Option<Child>>) -> MutexGuard<'_, Option<Child>> {
+    child.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn end(child: &Mutex<Option<Child>>) {
+    if let Some(mut child) = locked(child).take() {
         if let Some(mut stdin) = child.stdin.take() {
             let _ = stdin.write_all(b"\n");
         }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use axum::body::{Body, Bytes};
-use axum::extract::State;
+use axum::body::Body;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -54,6 +54,8 @@ const MANAGER: &str = "cbt-http";
 /// How often the DriverDiscovery is written again, and how soon where that failed.
 const EVERY: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_secs(2);
+/// Longest request, in bytes: secrets are the most of it.
+const MAX_REQUEST: usize = 2 << 20;
 /// Messages of ListSnapshotDeltas are longer than gRPC's default allows: a page with tokens.
 const MAX_MESSAGE: usize = 16 << 20;
 
@@ -85,13 +87,12 @@ fn router(sidecar: Arc<Sidecar>) -> Router {
 async fn page(
     State(sidecar): State<Arc<Sidecar>>,
     Extension(calls): Extension<Calls>,
-    headers: HeaderMap,
-    body: Bytes,
+    request: Request,
 ) -> Response {
     let _open = calls.open();
     let answer = match sidecar.places.try_acquire() {
         Ok(_place) => {
-            let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(&headers, &body)).await;
+            let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request)).await;
             page.unwrap_or_else(|_| {
                 Err(Status::deadline_exceeded("the page has taken too long: ask for fewer entries"))
             })
@@ -133,8 +134,9 @@ async fn data(
 impl Sidecar {
     /// Only who may create the subresource of this driver's DriverDiscovery gets a page: handles say nothing of whose they
     /// are, so the aggregated API server alone should have that right.
-    async fn page(&self, headers: &HeaderMap, body: &[u8]) -> Result<wire::Response, Status> {
-        let token = bearer(headers).ok_or_else(|| {
+    async fn page(&self, request: Request) -> Result<wire::Response, Status> {
+        let (head, body) = request.into_parts();
+        let token = bearer(&head.headers).ok_or_else(|| {
             Status::unauthenticated("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
         let caller = self.reviews.caller(token, &self.audience).await?;
@@ -148,7 +150,13 @@ impl Sidecar {
             name: &object_name(&self.driver_name),
         };
         self.reviews.may(&caller, "create", object).await?;
-        let request: wire::Request = serde_json::from_slice(body).map_err(|error| {
+        // Last: nobody waits for a body of those who may not ask.
+        let body = axum::body::to_bytes(body, MAX_REQUEST).await.map_err(|error| {
+            Status::invalid_argument(format!(
+                "the request has more than {MAX_REQUEST} bytes, or was cut off: {error}"
+            ))
+        })?;
+        let request: wire::Request = serde_json::from_slice(&body).map_err(|error| {
             Status::invalid_argument(format!("the request is not as it should be: {error}"))
         })?;
         let page = self.lists.clone().list_snapshot_deltas(ListSnapshotDeltasRequest::from(request)).await?;
@@ -240,8 +248,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     });
     let lease = arguments.lease.unwrap_or_else(|| format!("cbt-http-{driver_name}"));
     let lease = Lease::new(client.clone(), &common.namespace, &lease, &common.pod_name, Times::default());
-    tasks.spawn({
-        let ready = ready.clone();
+    let election = tasks.spawn({
+        let (lease, ready) = (lease.clone(), ready.clone());
         async move {
             let work = || {
                 let (leads, publisher) = (Leads::of(&ready), publisher.clone());
@@ -265,9 +273,10 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         places: Semaphore::new(usize::from(common.max_requests)),
     });
     let graceful = GracefulShutdown::new();
-    serve_until(listener, &ready, sidecar, &graceful, tasks, stop.asked()).await?;
+    serve_until(listener, &ready, sidecar, &graceful, &mut tasks, stop.asked()).await?;
     ready.is_stopping.store(true, Ordering::Relaxed);
-    server::drain(graceful).await;
+    election.abort();
+    tokio::join!(lease.release(), server::drain(graceful));
     Ok(())
 }
 
@@ -276,7 +285,7 @@ async fn serve_until(
     ready: &Ready,
     sidecar: Arc<Sidecar>,
     graceful: &GracefulShutdown,
-    mut tasks: JoinSet<()>,
+    tasks: &mut JoinSet<()>,
     stop: impl Future<Output = ()>,
 ) -> Result<(), Box<dyn Error>> {
     let config = ready.certificate.clone().server_config();

@@ -81,8 +81,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     });
     let lease =
         Lease::new(client.clone(), &common.namespace, &arguments.lease, &common.pod_name, Times::default());
-    tasks.spawn({
-        let ready = ready.clone();
+    let election = tasks.spawn({
+        let (lease, ready) = (lease.clone(), ready.clone());
         async move {
             let work = || {
                 let (leads, controller) = (Leads::of(&ready), controller.clone());
@@ -113,6 +113,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         () = stop.asked() => {}
     }
     ready.is_stopping.store(true, Ordering::Relaxed);
-    server::drain(graceful).await;
+    election.abort();
+    tokio::join!(lease.release(), server::drain(graceful));
     Ok(())
 }

@@ -34,12 +34,17 @@ pub struct Aggregation<'w> {
     kubeconfig: PathBuf,
     http_kubeconfig: PathBuf,
     token: PathBuf,
-    _turn: MutexGuard<'static, ()>,
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 impl<'w> Aggregation<'w> {
     pub async fn begin(world: &'w World) -> Self {
         let turn = TURN.lock().await;
+        Aggregation { _turn: Some(turn), ..Self::apart(world).await }
+    }
+
+    /// For those who have no use for the APIService.
+    pub async fn apart(world: &'w World) -> Self {
         let probe = UdpSocket::bind("0.0.0.0:0").expect("a socket");
         // Nothing is sent: this only asks which address would be used.
         probe.connect("198.51.100.1:9").expect("these tests need an address that is no loopback address");
@@ -55,7 +60,7 @@ impl<'w> Aggregation<'w> {
             .api
             .make(json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": [port]}}))
             .await;
-        Aggregation { world, ip, kubeconfig, http_kubeconfig, token, _turn: turn }
+        Aggregation { world, ip, kubeconfig, http_kubeconfig, token, _turn: None }
     }
 
     /// Begins, and starts one replica and one cbt-http.

@@ -1,13 +1,14 @@
 //! Promise: cbt-http is found by the DriverDiscovery that it writes, gives pages to the aggregated API server alone, and the data
 //! of a block to whoever brings a good token for it.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use kube::api::PostParams;
 use proto::deltas::ListSnapshotDeltasRequest;
 use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
+use rcgen::KeyPair;
 use serde_json::{Value, json};
 use testkit::content::Content;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
@@ -16,6 +17,7 @@ use tonic::transport::Channel;
 
 use crate::aggregation::{Aggregation, create, data, snapshots};
 use crate::driver::{Driver, Volume};
+use crate::listener::sign;
 use crate::world::{Program, World};
 
 const PATH: &str = "/v1alpha1/deltas";
@@ -70,7 +72,7 @@ async fn discovery(world: &World, name: &str, what: &str, is_it: impl Fn(&Value)
 
 pub async fn it_publishes_itself_and_its_state_is_reported(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let mut http = aggregation.sidecar("http", &[]).await;
     let _server = aggregation.server("server", &[]).await;
     let name = world.driver.as_str();
@@ -127,7 +129,7 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
         "metadata": {"name": world.driver}, "spec": {"driverName": world.driver, "clientConfig": config},
     });
     world.api.make(object).await;
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let http = aggregation.sidecar_unready("http", &[]);
     while http.readiness().await.1 != "its DriverDiscovery is not written: see the log\n" {
         assert_ne!(http.readiness().await.0, 200, "ready and not to be found");
@@ -142,19 +144,29 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
 
 pub async fn pages_are_for_the_aggregated_server_alone(world: World) {
     let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let http = aggregation.sidecar("http", &[]).await;
     let ns = &world.namespace;
     world.api.account(ns, "user", json!([create(), snapshots(&[])])).await;
     let good = world.api.token(ns, "aggregated", "cbt-http").await;
     let no_right = world.api.token(ns, "user", "cbt-http").await;
     let other_audience = world.api.token(ns, "aggregated", "cbt-earlier").await;
-    let forged = format!("{good}x");
+    let tampered = format!("{good}x");
+    let account = world.api.objects("ServiceAccount", Some(ns)).get("aggregated").await.expect("the account");
+    let uid = account.metadata.uid.expect("a uid");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
+    let signed = |key: &str, ends: u64| sign(key, (ns, "aggregated", &uid), "cbt-http", now - 7200, ends);
+    let (ours, theirs) = (world.api.signing_key(), KeyPair::generate().expect("a key").serialize_pem());
+    let (control, expired, forged) =
+        (signed(&ours, now + 3600), signed(&ours, now - 3600), signed(&theirs, now + 3600));
     let request = json!({"fromSnapshotId": "s0", "toSnapshotId": "s1", "maxEntries": 2}).to_string();
     for (what, token, expected) in [
         ("good", Some(good.as_str()), 200),
         ("none", None, 401),
         ("garbage", Some("garbage"), 401),
+        ("tampered with", Some(&tampered), 401),
+        ("control", Some(&control), 200),
+        ("expired", Some(&expired), 401),
         ("forged", Some(&forged), 401),
         ("another audience", Some(&other_audience), 401),
         ("a user's", Some(&no_right), 403),
@@ -208,7 +220,7 @@ async fn grpc(program: &Program) -> SnapshotDeltasClient<Channel> {
 pub async fn the_call_lists_deltas_as_the_design_says(world: World) {
     let volume = Volume::small();
     let _driver = Driver::start(&world.driver, &world.csi, volume.clone());
-    let aggregation = Aggregation::begin(&world).await;
+    let aggregation = Aggregation::apart(&world).await;
     let http = aggregation.sidecar("http", &[]).await;
     let mut client = grpc(&http).await;
     let request = |from: &str, max_entries: i32, starting_token: &str| ListSnapshotDeltasRequest {

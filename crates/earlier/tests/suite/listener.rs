@@ -69,7 +69,7 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     let account = world.api.objects("ServiceAccount", Some(ns)).get("user").await.expect("the account");
     let uid = account.metadata.uid.expect("a uid");
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_secs();
-    let signed = |key: &str, begins: u64, ends: u64| sign(key, ns, &uid, begins, ends);
+    let signed = |key: &str, begins: u64, ends: u64| sign(key, (ns, "user", &uid), AUDIENCE, begins, ends);
     let (ours, theirs) = (world.api.signing_key(), KeyPair::generate().expect("a key").serialize_pem());
     let expired = signed(&ours, now - 7200, now - 3600);
     let control = signed(&ours, now - 7200, now + 3600);
@@ -99,16 +99,22 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
     assert!(log.contains("url-ready") && !log.contains(&good) && !log.contains("Bearer"), "{log}");
 }
 
-/// A token of the service account `user`, signed with `key` (ES256).
-fn sign(key: &str, namespace: &str, uid: &str, begins: u64, ends: u64) -> String {
+/// A token of a service account, by its namespace, name and uid, signed with `key` (ES256).
+pub fn sign(
+    key: &str,
+    (namespace, name, uid): (&str, &str, &str),
+    audience: &str,
+    begins: u64,
+    ends: u64,
+) -> String {
     use ring::signature::{ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair};
     let pair = KeyPair::from_pem(key).expect("a key");
     let random = ring::rand::SystemRandom::new();
     let signer = EcdsaKeyPair::from_pkcs8(&ECDSA_P256_SHA256_FIXED_SIGNING, &pair.serialize_der(), &random);
     let claims = json!({
-        "iss": "https://kubernetes.default.svc", "aud": [AUDIENCE], "exp": ends, "nbf": begins, "iat": begins,
-        "sub": format!("system:serviceaccount:{namespace}:user"),
-        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": "user", "uid": uid}},
+        "iss": "https://kubernetes.default.svc", "aud": [audience], "exp": ends, "nbf": begins, "iat": begins,
+        "sub": format!("system:serviceaccount:{namespace}:{name}"),
+        "kubernetes.io": {"namespace": namespace, "serviceaccount": {"name": name, "uid": uid}},
     });
     let encode = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
     let text = format!("{}.{}", encode(&json!({"alg": "ES256", "typ": "JWT"})), encode(&claims));

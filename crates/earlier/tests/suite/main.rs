@@ -7,6 +7,7 @@
 mod aggregated;
 mod aggregation;
 mod cbt_http;
+mod comparison;
 mod controller;
 mod driver;
 mod first_draft;
@@ -23,6 +24,9 @@ use testkit::api_server::ApiServer;
 use tokio::runtime::Runtime;
 
 use world::World;
+
+/// The CRDs of these designs.
+const CRDS: [&str; 2] = ["deploy/components/differential/crd.yaml", "deploy/components/aggregated/crd.yaml"];
 
 /// A test: its name and what it does.
 macro_rules! tests {
@@ -55,6 +59,17 @@ fn main() -> ExitCode {
         walk::a_page_begins_where_the_one_before_ended,
         walk::nothing_of_a_walk_reaches_the_api_server,
         replicas::the_replica_that_is_not_elected_is_not_ready_and_takes_over,
+        replicas::requests_fail_in_the_readiness_gap_alone,
+        replicas::a_walk_of_pages_goes_on_whatever_is_killed,
+        replicas::walks_go_on_after_the_api_server_and_etcd_are_killed,
+        replicas::requests_of_cbt_http_fail_in_the_readiness_gap_alone,
+        comparison::a_cut_connection_ends_the_work_and_the_same_place_goes_on,
+        comparison::a_create_that_is_cut_off_ends_at_every_part,
+        comparison::a_snapshot_deleted_midway_ends_a_walk_and_a_new_one_is_told_apart,
+        comparison::an_index_goes_on_in_another_snapshot_of_the_same_name,
+        comparison::silent_clients_are_ended_and_hold_nobody_up,
+        comparison::every_test_that_the_page_names_is_there,
+        comparison::a_body_that_does_not_come_is_not_waited_for,
         first_draft::changes_between_any_pair_of_snapshots,
         first_draft::changes_from_a_deleted_snapshot_or_all,
         first_draft::the_smallest_change_is_a_device_block_and_block_sizes_vary,
@@ -96,9 +111,7 @@ fn main() -> ExitCode {
                 let start = || {
                     runtime.block_on(async {
                         let api = ApiServer::start().await?;
-                        let crds = ["differential", "aggregated"]
-                            .map(|design| format!("deploy/components/{design}/crd.yaml"));
-                        api.install(&crds).await;
+                        api.install(&CRDS).await;
                         Some(Arc::new(api))
                     })
                 };

@@ -166,6 +166,7 @@ pub async fn nothing_of_a_walk_reaches_the_api_server(world: World) {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
     let before = (world.read("walk").await, world.api.calls_of(&account));
+    let revision = world.api.revision().await;
     let (mut pages, mut next) = (0, String::new());
     loop {
         let (code, _, page) =
@@ -189,4 +190,17 @@ pub async fn nothing_of_a_walk_reaches_the_api_server(world: World) {
         assert!(!is_stored || more == 0, "{call}: {more} more");
     }
     assert!(asked > 0, "the audit log tells nothing");
+    // And etcd itself. The watch has seen what it should: the marker, with its content.
+    let marker = format!("marker-{}", world.namespace);
+    world.api.namespace(&marker).await;
+    let written = world.api.written_since(revision, &marker).await;
+    assert!(written.iter().any(|(key, value)| key.contains(&marker) && !value.is_empty()), "{written:?}");
+    for (key, value) in &written {
+        let value = String::from_utf8_lossy(value);
+        for trace in ["ChangeBlockList", "NextOffset", "ZeroOut"] {
+            assert!(!value.contains(trace), "{key}: {value}");
+        }
+        let is_ours = key.contains("differentialsnapshots") && key.contains(&world.namespace);
+        assert!(!is_ours, "{key} was written during the walk: {value}");
+    }
 }

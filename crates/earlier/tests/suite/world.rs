@@ -1,6 +1,6 @@
 //! What a test lives in: a namespace of the shared API server, programs of the earlier designs, and users of them.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -34,6 +34,8 @@ pub struct World {
     pub dir: tempfile::TempDir,
     /// The CSI driver's socket.
     pub csi: PathBuf,
+    /// What programs write into their logs.
+    pub log: &'static str,
 }
 
 impl World {
@@ -43,7 +45,8 @@ impl World {
         api.namespace(&namespace).await;
         let dir = tempfile::Builder::new().prefix("deltapath-earlier-").tempdir().expect("temp dir");
         let csi = dir.path().join("csi.sock");
-        World { driver: format!("{short}.csi.test"), namespace, api, dir, csi }
+        let log = "debug,h2=info,hyper=info,tower=info,rustls=info";
+        World { driver: format!("{short}.csi.test"), namespace, api, dir, csi, log }
     }
 
     /// Makes a VolumeSnapshot and its content, ready, and bound to each other.
@@ -179,7 +182,7 @@ pub struct Program {
     pub port: u16,
     host: String,
     ip: IpAddr,
-    http: u16,
+    pub http: u16,
     pub ca: String,
     log: PathBuf,
     pub kubeconfig: PathBuf,
@@ -224,7 +227,7 @@ impl Program {
             .args([format!("--tls-cert={}", chain.display()), format!("--tls-key={}", key.display())])
             .args([format!("--namespace={}", world.namespace), format!("--pod-name={name}")])
             .args(flags)
-            .env("RUST_LOG", "debug,h2=info,hyper=info,tower=info,rustls=info")
+            .env("RUST_LOG", world.log)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(std::fs::File::create(&log).expect("a log"))
@@ -245,18 +248,21 @@ impl Program {
 
     /// What the readiness probe gets; 0 where nobody listens.
     pub async fn readiness(&self) -> (u16, String) {
-        let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.http)).await else {
-            return (0, String::new());
-        };
-        let request = "GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-        let mut answer = String::new();
-        if stream.write_all(request.as_bytes()).await.is_err()
-            || stream.read_to_string(&mut answer).await.is_err()
-        {
-            return (0, String::new());
-        }
-        let (head, body) = answer.split_once("\r\n\r\n").expect("HTTP");
-        (head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code"), body.to_owned())
+        readiness(self.http).await
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        testkit::signal(&self.child, signal);
+    }
+
+    /// A client as applications have it: it keeps its connections, and finds the program's host at this address.
+    pub fn https(&self, at: SocketAddr) -> reqwest::Client {
+        https(&self.ca, &self.host, at)
+    }
+
+    /// Where it listens.
+    pub fn at(&self) -> SocketAddr {
+        (self.ip, self.port).into()
     }
 
     pub fn kill(&mut self) {
@@ -268,6 +274,18 @@ impl Program {
     pub fn stop(&mut self) -> Option<i32> {
         testkit::signal(&self.child, nix::sys::signal::Signal::SIGTERM);
         testkit::wait(&mut self.child, Duration::from_secs(60)).code()
+    }
+
+    /// Waits for its end.
+    pub async fn ended(&mut self) -> Option<i32> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = self.child.try_wait().expect("wait") {
+                return status.code();
+            }
+            assert!(Instant::now() < deadline, "it does not end:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     pub fn log(&self) -> String {
@@ -314,11 +332,7 @@ impl Program {
         protocols: &[&str],
         own: Option<(PathBuf, PathBuf)>,
     ) -> TlsStream<TcpStream> {
-        let mut roots = RootCertStore::empty();
-        roots.add(CertificateDer::from_pem_slice(self.ca.as_bytes()).expect("PEM")).expect("a CA");
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let config = config.expect("versions").with_root_certificates(roots);
+        let config = trusting(&self.ca);
         let mut config = match own {
             None => config.with_no_client_auth(),
             Some((chain, key)) => {
@@ -361,6 +375,38 @@ impl Program {
     }
 }
 
+/// What the readiness probe at that port gets; 0 where nobody listens.
+pub async fn readiness(port: u16) -> (u16, String) {
+    let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)).await else {
+        return (0, String::new());
+    };
+    let request = "GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
+    let mut answer = String::new();
+    if stream.write_all(request.as_bytes()).await.is_err()
+        || stream.read_to_string(&mut answer).await.is_err()
+    {
+        return (0, String::new());
+    }
+    // It may be killed in the middle.
+    let Some((head, body)) = answer.split_once("\r\n\r\n") else { return (0, String::new()) };
+    (head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code"), body.to_owned())
+}
+
+/// A client that trusts this CA and finds the host at this address.
+pub fn https(ca: &str, host: &str, at: SocketAddr) -> reqwest::Client {
+    let client = reqwest::Client::builder().tls_backend_preconfigured(trusting(ca).with_no_client_auth());
+    client.resolve(host, at).build().expect("a client")
+}
+
+/// The begin of a TLS client's configuration that trusts this CA.
+pub fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+    config.expect("versions").with_root_certificates(roots)
+}
+
 impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.child.kill();
@@ -372,7 +418,7 @@ impl Drop for Program {
 }
 
 /// A CA, and the files of a certificate by it.
-fn certificate(dir: &Path, name: &str, host: &str) -> (String, PathBuf, PathBuf) {
+pub fn certificate(dir: &Path, name: &str, host: &str) -> (String, PathBuf, PathBuf) {
     let mut ca = CertificateParams::new(Vec::new()).expect("params");
     ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     let ca_key = KeyPair::generate().expect("a key");

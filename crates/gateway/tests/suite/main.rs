@@ -51,6 +51,7 @@ fn main() -> ExitCode {
         streams::a_client_that_stops_reading_is_ended_and_disturbs_nobody,
         streams::cancel_and_deadline_reach_the_driver,
         streams::streams_are_bounded_for_all_and_for_each,
+        streams::a_stream_outlives_the_deletion_of_its_snapshot,
         streams::a_driver_may_go_and_come_back,
         streams::a_driver_without_the_service_is_reported,
         streams::a_stop_lets_streams_end,

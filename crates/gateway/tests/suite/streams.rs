@@ -224,6 +224,30 @@ pub async fn streams_are_bounded_for_all_and_for_each(world: World) {
     assert!(open(&mut client, &token, &ns, "snapshot").await.is_ok());
 }
 
+pub async fn a_stream_outlives_the_deletion_of_its_snapshot(world: World) {
+    let (_driver, token) = with_snapshot(&world, "endless-1").await;
+    let ns = &world.namespace;
+    let gateway = world.gateway(&[]).await;
+    let mut client = gateway.client().await;
+    let mut stream = open(&mut client, &token, ns, "snapshot").await.expect("a stream");
+    let objects = world.api.objects("VolumeSnapshot", Some(ns));
+    objects.delete("snapshot", &Default::default()).await.expect("delete");
+    let contents = world.api.objects("VolumeSnapshotContent", None);
+    contents.delete(&format!("content-{ns}-snapshot"), &Default::default()).await.expect("delete");
+    let mut other = gateway.client().await;
+    eventually("a new stream is refused", async || {
+        let refused = open(&mut other.clone(), &token, ns, "snapshot").await.map(drop);
+        matches!(refused, Err((Code::NotFound, _)))
+    })
+    .await;
+    assert_eq!(code(&other.allocated(&token, ns, "snapshot").await), Code::NotFound);
+    // More than client, gateway and driver's socket hold of it.
+    for number in 0..10_000 {
+        let message = stream.message().await.expect("a message").expect("one more");
+        assert_eq!(message.block_metadata[0].byte_offset, number * TUPLES * 8192);
+    }
+}
+
 pub async fn a_driver_may_go_and_come_back(world: World) {
     let (driver, token) = with_snapshot(&world, "slow-1").await;
     let ns = world.namespace.clone();

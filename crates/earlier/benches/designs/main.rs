@@ -1,0 +1,533 @@
+//! The designs beside each other, as `make bench` shows them: the same delta through each, on one API server, in front of one
+//! driver. Needs root, and Go for the API server. All bytes are counted by go-betweens, which cost every design a little.
+//!
+//! `cargo bench -p deltapath-earlier -- 10 10000` measures deltas of so many blocks; without numbers 10, 10,000 and 1,000,000.
+#![allow(clippy::disallowed_methods)]
+
+#[allow(dead_code)]
+#[path = "../../tests/suite/aggregation.rs"]
+mod aggregation;
+mod cost;
+mod driver;
+mod wire;
+#[allow(dead_code)]
+#[path = "../../tests/suite/world.rs"]
+mod world;
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hyper_util::rt::TokioIo;
+use proto::GetMetadataDeltaRequest;
+use proto::differential::DifferentialSnapshotRequest;
+use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
+use proto::kubernetes::GetMetadataDeltaRequest as KubernetesDeltaRequest;
+use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient as KubernetesClient;
+use proto::snapshot_metadata_client::SnapshotMetadataClient;
+use rustls::pki_types::ServerName;
+use serde_json::{Value, json};
+use testkit::api_server::ApiServer;
+use testkit::free_port;
+use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Endpoint, Uri};
+
+use aggregation::{Aggregation, create, snapshots};
+use cost::Watched;
+use driver::{BLOCK, handle, offset};
+use wire::{Count, Wire};
+use world::{AUDIENCE, Program, World, certificate, https, readiness, trusting};
+
+/// How the bench starts itself as a driver.
+const DRIVER: &str = "--serve-driver";
+/// The name in the gateway's certificate.
+const GATEWAY: &str = "gateway.test";
+/// Entries in an answer of a VolumeSnapshotDelta, and in one of cbt-http: the most that each gives by default.
+const DELTA_PAGE: u64 = 256;
+const HTTP_PAGE: u64 = 4096;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
+    if let [DRIVER, name, socket] = arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        return runtime.block_on(driver::serve(name, Path::new(socket)));
+    }
+    let wanted: Vec<u64> = arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
+    let sizes = if wanted.is_empty() { vec![10, 10_000, 1_000_000] } else { wanted };
+    runtime.block_on(async {
+        let api = ApiServer::start().await.expect("an API server");
+        let crds =
+            ["differential", "aggregated"].map(|design| format!("deploy/components/{design}/crd.yaml"));
+        api.install(&crds).await;
+        let api = Arc::new(api);
+        let mut world = World::new(api.clone(), "designs_beside_each_other").await;
+        // The name that the gateway's role allows; no logs of debugging.
+        (world.driver, world.log) = ("deltapath.csi.dev".into(), "info");
+        compare(&world, &sizes).await;
+    });
+}
+
+async fn compare(world: &World, sizes: &[u64]) {
+    let _driver = Process::start(Command::new(std::env::current_exe().expect("this program")).args([
+        DRIVER,
+        &world.driver,
+        &world.csi.display().to_string(),
+    ]));
+    world.snapshot("base", "base").await;
+    for blocks in sizes.iter().chain([&10]) {
+        let name = handle(*blocks);
+        if world
+            .api
+            .objects("VolumeSnapshot", Some(&world.namespace))
+            .get_opt(&name)
+            .await
+            .expect("get")
+            .is_none()
+        {
+            world.snapshot(&name, &name).await;
+        }
+    }
+    let stage = Stage::new(world).await;
+    for design in Design::ALL {
+        // Reviews are remembered, connections and caches are there.
+        stage.walk(design, 10).await;
+    }
+    let mut idle = Watched::begin(&world.api, &stage.counts()).await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    let idle = idle.end(world, 1).await;
+    for blocks in sizes {
+        println!("\nA delta of {blocks} blocks:\n");
+        println!(
+            "| Design | Time | Beside the stream | Calls | Calls at kube-apiserver by the parts | Bytes to and from the user | Bytes between the parts | CPU of kube-apiserver | Its memory | Writes to etcd |"
+        );
+        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
+        let mut stream = None;
+        for design in Design::ALL {
+            let rounds = match blocks {
+                ..1_000 => 20,
+                1_000..100_000 => 5,
+                _ => 1,
+            };
+            let mut watched = Watched::begin(&world.api, &stage.counts()).await;
+            let (mut times, mut calls) = (Vec::new(), 0);
+            for _ in 0..rounds {
+                let begun = Instant::now();
+                calls = stage.walk(design, *blocks).await;
+                times.push(begun.elapsed());
+            }
+            let cost = watched.end(world, rounds).await;
+            times.sort();
+            let time = times[times.len() / 2];
+            let beside = match design {
+                Design::Driver => "-".to_owned(),
+                _ => format!("{:.1} x", time.as_secs_f64() / stream.get_or_insert(time).as_secs_f64()),
+            };
+            println!("| {} | {} | {beside} | {calls} | {} |", design.name(), shown(time), cost.cells());
+        }
+    }
+    println!("\nIn 10 s in which nobody asks, the parts and the API server by themselves: {idle}");
+    let load = std::fs::read_to_string("/proc/loadavg").expect("loadavg");
+    println!("Load of the machine in the end: {}", load.split(' ').take(3).collect::<Vec<_>>().join(" "));
+}
+
+fn shown(time: Duration) -> String {
+    match time.as_secs_f64() {
+        seconds if seconds < 1.0 => format!("{:.1} ms", seconds * 1e3),
+        seconds => format!("{seconds:.1} s"),
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Design {
+    Driver,
+    Stream,
+    Listener,
+    Call,
+    Delta,
+    CbtHttp,
+}
+
+impl Design {
+    const ALL: [Design; 6] =
+        [Design::Driver, Design::Stream, Design::Listener, Design::Call, Design::Delta, Design::CbtHttp];
+
+    fn name(self) -> &'static str {
+        match self {
+            Design::Driver => "(the driver's own stream, on its socket)",
+            Design::Stream => "SnapshotMetadata: the stream, by way of deltapath-gateway",
+            Design::Listener => "DifferentialSnapshot: the callback listener",
+            Design::Call => "DifferentialSnapshot: the call, on its socket",
+            Design::Delta => "VolumeSnapshotDelta, by way of kube-apiserver",
+            Design::CbtHttp => "VolumeSnapshotDelta: cbt-http without kube-apiserver",
+        }
+    }
+}
+
+/// The blocks that a walk has told so far, each checked.
+#[derive(Default)]
+struct Told(u64);
+
+impl Told {
+    fn push(&mut self, begin: u64, size: u64) {
+        assert_eq!((begin, size), (offset(self.0), BLOCK), "block {}", self.0);
+        self.0 += 1;
+    }
+
+    fn list(&mut self, list: &Value, at: &str, size: &str, unit: u64) {
+        for block in list.as_array().expect("a list") {
+            let number = |field: &str| block[field].as_u64().expect("a number");
+            self.push(number(at) * unit, number(size));
+        }
+    }
+}
+
+/// A process that ends with this.
+struct Process(Child);
+
+impl Process {
+    fn start(command: &mut Command) -> Self {
+        Process(command.stdin(Stdio::null()).spawn().expect("start a program"))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// All programs, with wires between them.
+struct Stage<'w> {
+    world: &'w World,
+    differential: Program,
+    http: Program,
+    _server: Program,
+    _aggregation: Aggregation<'w>,
+    _gateway: Process,
+    gateway_ca: String,
+    /// Where users find each of them.
+    to_kube: Wire,
+    to_listener: Wire,
+    to_gateway: Wire,
+    to_http: Wire,
+    driver_socket: PathBuf,
+    call_socket: PathBuf,
+    user: Count,
+    parts: Count,
+    /// The user's tokens: for the API server, and for listener and gateway; and the one of the aggregated API server for cbt-http.
+    kube_token: String,
+    token: String,
+    http_token: String,
+}
+
+impl<'w> Stage<'w> {
+    async fn new(world: &'w World) -> Self {
+        let (api, ns, dir) = (&world.api, &world.namespace, world.dir.path());
+        let (user, parts) = (Count::default(), Count::default());
+        let local = "127.0.0.1".parse().expect("an address");
+        let kube = kube_address(&api.kubeconfig);
+        let wire = async |count: &Count| Wire::new(local, count).await;
+        let (to_kube, to_listener) = (wire(&user).await, wire(&user).await);
+        let (to_gateway, to_http) = (wire(&user).await, wire(&user).await);
+        let (parts_to_kube, parts_to_http) = (wire(&parts).await, wire(&parts).await);
+        to_kube.lead_to(kube);
+        parts_to_kube.lead_to(kube);
+
+        let config =
+            world.kubeconfig("differential", "deploy/components/differential/differential.yaml").await;
+        lead(&config, &parts_to_kube);
+        let address = format!("--service-address=differential.test:{}", to_listener.at.port());
+        let differential = Program::start(world, "one", &config, &[&address]);
+        differential.ready().await;
+        to_listener.lead_to(differential.at());
+
+        let aggregation = Aggregation::begin(world).await;
+        for account in ["aggregated", "cbt-http"] {
+            lead(&api.file(&format!("{ns}.{account}.kubeconfig")), &parts_to_kube);
+        }
+        let url = format!("--url=https://localhost:{}/v1alpha1/deltas", parts_to_http.at.port());
+        let http = aggregation.sidecar("http", &[&url]).await;
+        parts_to_http.lead_to(http.at());
+        to_http.lead_to(http.at());
+        // Its bound for each user is not what is measured.
+        let rate = ["--client-qps=1000000", "--client-burst=1000000"];
+        let mut server = aggregation.server("server", &rate).await;
+        let kube_to_server = Wire::new(aggregation.ip, &parts).await;
+        kube_to_server.lead_to(server.at());
+        server.port = kube_to_server.at.port();
+        aggregation.route(&[&server]).await;
+
+        let config = world.kubeconfig("gateway", "deploy/base/gateway.yaml").await;
+        lead(&config, &parts_to_kube);
+        let (gateway_ca, chain, key) = certificate(dir, "gateway", GATEWAY);
+        let (port, probes) = (free_port(), free_port());
+        let gateway = Process::start(
+            Command::new(testkit::program("deltapath-gateway"))
+                .arg(format!("--csi-address={}", world.csi.display()))
+                .arg(format!("--kubeconfig={}", config.display()))
+                .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
+                .arg(format!("--http-endpoint=127.0.0.1:{probes}"))
+                .arg(format!("--audience={AUDIENCE}"))
+                .arg(format!("--tls-cert={}", chain.display()))
+                .arg(format!("--tls-key={}", key.display()))
+                .stdout(Stdio::null())
+                .stderr(std::fs::File::create(dir.join("gateway.log")).expect("a log")),
+        );
+        while readiness(probes).await.0 != 200 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        to_gateway.lead_to(([127, 0, 0, 1], port).into());
+        let class = json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+            "metadata": {
+                "name": "default", "annotations": {"snapshot.storage.kubernetes.io/is-default-class": "true"},
+            },
+            "driver": world.driver, "deletionPolicy": "Delete",
+        });
+        api.make(class).await;
+
+        let objects = json!({
+            "apiGroups": ["differential.cbt.storage.k8s.io"], "resources": ["differentialsnapshots"],
+            "verbs": ["get", "create", "delete", "watch"],
+        });
+        api.account(ns, "user", json!([objects, create(), snapshots(&[])])).await;
+        Stage {
+            world,
+            call_socket: wire::socket(dir, "call", &differential.socket, &user),
+            driver_socket: wire::socket(dir, "driver", &world.csi, &user),
+            kube_token: api.token(ns, "user", "https://kubernetes.default.svc").await,
+            token: api.token(ns, "user", AUDIENCE).await,
+            http_token: api.token(ns, "aggregated", "cbt-http").await,
+            differential,
+            http,
+            _server: server,
+            _aggregation: aggregation,
+            _gateway: gateway,
+            gateway_ca,
+            to_kube,
+            to_listener,
+            to_gateway,
+            to_http,
+            user,
+            parts,
+        }
+    }
+
+    fn counts(&self) -> [Count; 2] {
+        [self.user.clone(), self.parts.clone()]
+    }
+
+    /// Walks the whole delta, with connections of its own, and says with how many calls.
+    async fn walk(&self, design: Design, blocks: u64) -> u64 {
+        let (mut told, target) = (Told::default(), handle(blocks));
+        let calls = match design {
+            Design::Driver => self.driver(target, &mut told).await,
+            Design::Stream => self.stream(target, &mut told).await,
+            Design::Listener => self.listener(target, &mut told).await,
+            Design::Call => self.call(target, &mut told).await,
+            Design::Delta => self.delta(target, &mut told).await,
+            Design::CbtHttp => self.cbt_http(target, &mut told).await,
+        };
+        assert_eq!(told.0, blocks, "{}", design.name());
+        calls
+    }
+
+    async fn driver(&self, target: String, told: &mut Told) -> u64 {
+        let mut client = SnapshotMetadataClient::new(channel_to(&self.driver_socket).await);
+        let request = GetMetadataDeltaRequest {
+            base_snapshot_id: "base".into(),
+            target_snapshot_id: target,
+            ..Default::default()
+        };
+        let mut stream = client.get_metadata_delta(request).await.expect("a stream").into_inner();
+        while let Some(message) = stream.message().await.expect("a message") {
+            for tuple in message.block_metadata {
+                told.push(tuple.byte_offset as u64, tuple.size_bytes as u64);
+            }
+        }
+        1
+    }
+
+    async fn stream(&self, target: String, told: &mut Told) -> u64 {
+        let mut tls = trusting(&self.gateway_ca).with_no_client_auth();
+        tls.alpn_protocols = vec![b"h2".to_vec()];
+        let (connector, at) = (TlsConnector::from(Arc::new(tls)), self.to_gateway.at);
+        let connector = tower::service_fn(move |_: Uri| {
+            let connector = connector.clone();
+            async move {
+                let stream = TcpStream::connect(at).await?;
+                stream.set_nodelay(true)?;
+                let host = ServerName::try_from(GATEWAY).expect("a name");
+                connector.connect(host, stream).await.map(TokioIo::new)
+            }
+        });
+        // TLS is the connector's.
+        let channel = Endpoint::from_static("http://gateway.test").connect_with_connector(connector).await;
+        let mut client = KubernetesClient::new(channel.expect("connect"));
+        let request = KubernetesDeltaRequest {
+            security_token: self.token.clone(),
+            namespace: self.world.namespace.clone(),
+            base_snapshot_id: "base".into(),
+            target_snapshot_name: target,
+            ..Default::default()
+        };
+        let mut stream = client.get_metadata_delta(request).await.expect("a stream").into_inner();
+        while let Some(message) = stream.message().await.expect("a message") {
+            for tuple in message.block_metadata {
+                told.push(tuple.byte_offset as u64, tuple.size_bytes as u64);
+            }
+        }
+        1
+    }
+
+    async fn listener(&self, target: String, told: &mut Told) -> u64 {
+        let kube = self.kube();
+        let objects = format!(
+            "https://localhost:{}/apis/differential.cbt.storage.k8s.io/v1alpha1/namespaces/{}/differentialsnapshots",
+            self.to_kube.at.port(),
+            self.world.namespace
+        );
+        let spec = json!({"baseVolumeSnapshotName": "base", "targetVolumeSnapshotName": target});
+        let made = self.world.object("walk", spec).to_string();
+        let made = kube.post(&objects).header("content-type", "application/json").body(made);
+        let made = answer(made.bearer_auth(&self.kube_token), 201).await;
+        // It waits for the URL as `kubectl wait` does.
+        let version = made["metadata"]["resourceVersion"].as_str().expect("a version");
+        let watch =
+            format!("{objects}?watch=true&fieldSelector=metadata.name%3Dwalk&resourceVersion={version}");
+        let mut watch = kube.get(watch).bearer_auth(&self.kube_token).send().await.expect("a watch");
+        assert_eq!(watch.status(), 200);
+        let mut seen = Vec::new();
+        let url = loop {
+            seen.extend_from_slice(&watch.chunk().await.expect("an event").expect("a URL before the end"));
+            let events =
+                seen.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok());
+            let status = events.map(|mut event: Value| event["object"]["status"].take()).next_back();
+            if let Some(status) = status.filter(|status| status["state"] == "url-ready") {
+                break status["callbackURL"].as_str().expect("a URL").to_owned();
+            }
+        };
+        drop(watch);
+        let (client, mut at, mut calls) = (self.differential.https(self.to_listener.at), String::new(), 3);
+        loop {
+            let page = client.get(format!("{url}?startOffset={at}")).bearer_auth(&self.token);
+            let page = answer(page, 200).await;
+            calls += 1;
+            told.list(&page["ChangeBlockList"], "Offset", "Size", 1);
+            at = page["NextOffset"].as_str().expect("a place").to_owned();
+            if at.is_empty() {
+                break;
+            }
+        }
+        answer(kube.delete(format!("{objects}/walk")).bearer_auth(&self.kube_token), 200).await;
+        calls
+    }
+
+    async fn call(&self, target: String, told: &mut Told) -> u64 {
+        let mut client = DifferentialSnapshotClient::new(channel_to(&self.call_socket).await);
+        let (mut start_offset, mut calls) = (String::new(), 0);
+        loop {
+            let request = DifferentialSnapshotRequest {
+                snapshot_base: "base".into(),
+                snapshot_target: target.clone(),
+                start_offset,
+                ..Default::default()
+            };
+            let page = client.get_differential_snapshot(request).await.expect("a page").into_inner();
+            calls += 1;
+            page.change_block_list.iter().for_each(|block| told.push(block.offset, block.size));
+            start_offset = page.next_offset;
+            if start_offset.is_empty() {
+                return calls;
+            }
+        }
+    }
+
+    async fn delta(&self, target: String, told: &mut Told) -> u64 {
+        let kube = self.kube();
+        let url = format!(
+            "https://localhost:{}/apis/cbt.storage.k8s.io/v1alpha1/namespaces/{}/volumesnapshotdeltas",
+            self.to_kube.at.port(),
+            self.world.namespace
+        );
+        let (mut offset, mut calls) = (0, 0);
+        loop {
+            let object = aggregation::object(json!({
+                "baseVolumeSnapshotName": "base", "targetVolumeSnapshotName": target, "offset": offset,
+            }));
+            let object = kube.post(&url).header("content-type", "application/json").body(object.to_string());
+            let status = answer(object.bearer_auth(&self.kube_token), 201).await["status"].take();
+            calls += 1;
+            assert_eq!(status["limit"], DELTA_PAGE, "{status}");
+            told.list(&status["changedBlocks"], "offset", "blockSizeBytes", BLOCK);
+            match status["state"].as_u64() {
+                Some(0) => return calls,
+                Some(1) => offset = status["continue"].as_u64().expect("where to go on"),
+                _ => panic!("{status}"),
+            }
+        }
+    }
+
+    async fn cbt_http(&self, target: String, told: &mut Told) -> u64 {
+        let client = self.http.https(self.to_http.at);
+        let url = format!("https://localhost:{}/v1alpha1/deltas", self.to_http.at.port());
+        let (mut token, mut calls) = (String::new(), 0);
+        loop {
+            let request = json!({
+                "fromSnapshotId": "base", "toSnapshotId": target, "maxEntries": HTTP_PAGE, "startingToken": token,
+            });
+            let page = client.post(&url).header("content-type", "application/json").body(request.to_string());
+            let page = answer(page.bearer_auth(&self.http_token), 200).await;
+            calls += 1;
+            told.list(&page["changedBlocks"], "offset", "blockSizeBytes", 1);
+            token = page["nextToken"].as_str().expect("a token").to_owned();
+            if token.is_empty() {
+                return calls;
+            }
+        }
+    }
+
+    /// A new client of the API server.
+    fn kube(&self) -> reqwest::Client {
+        let ca = std::fs::read_to_string(self.world.api.file("ca.crt")).expect("the CA");
+        https(&ca, "localhost", self.to_kube.at)
+    }
+}
+
+/// The JSON of an answer with that code.
+async fn answer(request: reqwest::RequestBuilder, code: u16) -> Value {
+    let answer = request.send().await.expect("an answer");
+    let found = answer.status();
+    let body = answer.bytes().await.expect("a body");
+    assert_eq!(found.as_u16(), code, "{}", String::from_utf8_lossy(&body));
+    serde_json::from_slice(&body).expect("JSON")
+}
+
+async fn channel_to(socket: &Path) -> Channel {
+    let socket = socket.to_owned();
+    let connector = tower::service_fn(move |_: Uri| {
+        let socket = socket.clone();
+        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    Endpoint::from_static("http://localhost").connect_with_connector(connector).await.expect("connect")
+}
+
+/// Where a kubeconfig of the test kit says that the API server is.
+fn kube_address(kubeconfig: &Path) -> std::net::SocketAddr {
+    let server = read(kubeconfig)["clusters"][0]["cluster"]["server"].take();
+    server.as_str().and_then(|url| url.strip_prefix("https://")?.parse().ok()).expect("an address")
+}
+
+/// Lets whoever uses this kubeconfig go by way of a wire.
+fn lead(kubeconfig: &Path, wire: &Wire) {
+    let mut config = read(kubeconfig);
+    config["clusters"][0]["cluster"]["server"] = json!(format!("https://{}", wire.at));
+    std::fs::write(kubeconfig, config.to_string()).expect("write");
+}
+
+fn read(kubeconfig: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(kubeconfig).expect("a kubeconfig")).expect("JSON")
+}
