@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use csi_client::{Options, Question};
 
-use crate::conformance::answer::{Answer, missing};
+use crate::conformance::answer::{Answer, missing, name};
 use crate::conformance::case::Wrong;
 use crate::conformance::content::{Content, blocking};
 use crate::conformance::plugin::Plugin;
@@ -18,7 +18,8 @@ const SPREAD: u64 = 1024;
 /// Reads a stream to its end.
 pub(super) async fn stream(plugin: &Plugin, question: &Question) -> Result<Answer, Wrong> {
     let options = Options { secrets: plugin.stream_secrets(), ..Options::default() };
-    Answer::read(&mut plugin.client(), question, &options).await?.ok(question, &options)
+    let opened = plugin.client().open_stream(question, &options).await;
+    Answer::read_all(opened, &name(question, &options)).await?.ok(question, &options)
 }
 
 /// That the tuples are in order, inside a volume of `size` bytes, and hold every byte of `must`. The bytes that they name.

@@ -11,7 +11,7 @@ use csi_client::{Message, Options, Question, RawStream};
 const ENDLESS: usize = 2_000_000;
 
 /// A stream under way, message by message.
-pub(super) trait Messages: Send {
+pub(crate) trait Messages: Send {
     /// The next message; `None` is the end with `OK`.
     fn next(&mut self) -> impl Future<Output = Result<Option<Message>, Status>> + Send;
 }
@@ -31,7 +31,7 @@ pub(crate) struct Answer {
 
 impl Answer {
     /// Reads a stream to its end, whatever that is. An error only where it has none.
-    pub async fn read<S: Subject>(
+    pub(super) async fn read<S: Subject>(
         client: &mut S::Narrow,
         question: &Question,
         options: &Options,

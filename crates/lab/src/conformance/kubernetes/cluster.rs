@@ -267,7 +267,7 @@ impl Cluster {
 
     /// Makes the accounts, and waits until the API server knows their rights.
     pub async fn make(&mut self) -> Result<(), String> {
-        self.home = format!("cbt-lab-{}", run_name()?);
+        self.home = run_name("cbt-lab-conformance")?;
         let (api, home) = (&self.api, self.home.as_str());
         let labels = json!({"app.kubernetes.io/managed-by": "cbt-lab", "cbt-lab/tests": self.namespace});
         let namespace = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"labels": labels}});
