@@ -18,7 +18,7 @@ use tokio::process::{Child, Command};
 
 use crate::community::program;
 use crate::rights::sign;
-use crate::world::{AUDIENCE, Files, Gateway, Sidecar, World};
+use crate::world::{AUDIENCE, Files, Gateway, Sidecar, World, eventually};
 
 /// A `cbt-lab` that serves; dropped, it is gone.
 struct Lab {
@@ -451,6 +451,27 @@ pub async fn what_the_communitys_sidecar_fails_is_what_the_page_says(world: Worl
         .collect();
     assert_eq!(found, told, "{report:#}\n{}", front.log());
     assert_nothing_is_left(&world).await;
+}
+
+pub async fn an_interrupted_run_leaves_nothing(world: World) {
+    let _driver = Lab::driver(&world, SOME).await;
+    let _gateway = gateway(&world).await;
+    let ours = ListParams::default().labels(&format!("cbt-lab/tests={}", world.namespace));
+    let homes = world.api.objects("Namespace", None);
+    // While it makes its accounts, and while it asks.
+    for (round, wait) in [0, 2000].into_iter().enumerate() {
+        let suite = suite(&world, &world.api.kubeconfig, &[]).stdout(Stdio::null()).spawn().expect("spawn");
+        eventually("it has a namespace", async || {
+            homes.list(&ours).await.expect("a list").items.len() > round
+        })
+        .await;
+        tokio::time::sleep(std::time::Duration::from_millis(wait)).await;
+        let pid = nix::unistd::Pid::from_raw(suite.id().expect("it runs") as i32);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGINT).expect("kill");
+        let ended = suite.wait_with_output().await.expect("wait");
+        assert_eq!(ended.status.code(), Some(130), "{wait}");
+        assert_nothing_is_left(&world).await;
+    }
 }
 
 pub async fn what_cannot_be_tested_says_why_and_leaves_nothing(world: World) {

@@ -83,6 +83,7 @@ fn main() -> ExitCode {
         conformance::the_gateway_passes_every_case_of_kubernetes,
         conformance::every_fault_before_the_gateway_is_seen_by_its_cases,
         conformance::what_the_communitys_sidecar_fails_is_what_the_page_says,
+        conformance::an_interrupted_run_leaves_nothing,
         conformance::what_cannot_be_tested_says_why_and_leaves_nothing,
     ];
     // The drivers of some of them attach loop devices, and Go builds the API server. Under CI nothing is left out.

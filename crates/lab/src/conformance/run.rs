@@ -42,7 +42,7 @@ pub(super) async fn run<S: Subject>(
     for case in cases {
         let started = Instant::now();
         let judged = match gone_since {
-            Some(since) => Err(Wrong::new(format!("not run: the driver has not answered since {since}"))),
+            Some(since) => Err(Wrong::new(format!("not run: nobody has answered since {since}"))),
             None => tokio::select! {
                 judged = judge(subject, case, patience) => judged,
                 _ = signals.wait_for(|count| *count >= 1) => {
