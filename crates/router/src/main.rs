@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 mod calls;
+mod certificates;
 mod forget;
 mod node;
 mod nodes;
@@ -11,6 +12,7 @@ mod place;
 mod record;
 mod server;
 mod service;
+mod slices;
 
 use std::io::IsTerminal;
 use std::net::SocketAddr;
@@ -63,8 +65,21 @@ struct Serve {
     )]
     endpoint: Endpoint,
     /// Addresses of the nodes' drivers (their --router-listen), separated by commas. An IP address or a name, and a port.
-    #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',', required = true, value_parser = node_endpoint)]
+    #[arg(
+        long,
+        value_name = "HOST:PORT,...",
+        value_delimiter = ',',
+        required_unless_present = "node_service",
+        value_parser = node_endpoint
+    )]
     node_endpoints: Vec<String>,
+    /// Instead: the headless Kubernetes Service of the nodes' drivers. Their addresses are those in its EndpointSlices, which
+    /// are watched, ready or not; their port is the one named `router`, or the only one.
+    #[arg(long, value_name = "NAMESPACE/NAME", conflicts_with = "node_endpoints")]
+    node_service: Option<NodeService>,
+    /// Kubeconfig file for --node-service. Default: the pod's service account, or what kubectl would take.
+    #[arg(long, value_name = "FILE", requires = "node_service", conflicts_with = "node_endpoints")]
+    kubeconfig: Option<PathBuf>,
     /// Certificate chain, in PEM, with the URI SAN spiffe://CLUSTER/deltapath/router. This file and the next two are
     /// watched: new ones are used without a restart.
     #[arg(long, value_name = "FILE", required = true)]
@@ -115,6 +130,8 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         forgotten: PathBuf,
     },
+    Certificates(certificates::Certificates),
+    NodeCertificate(certificates::NodeCertificate),
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -123,6 +140,30 @@ enum LogFormat {
     Text,
     /// A JSON object an event.
     Json,
+}
+
+/// A Service of Kubernetes.
+#[derive(Clone, Debug)]
+struct NodeService {
+    namespace: String,
+    name: String,
+}
+
+impl std::str::FromStr for NodeService {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let is_name = |text: &str| {
+            !text.is_empty()
+                && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+        };
+        match text.split_once('/') {
+            Some((namespace, name)) if is_name(namespace) && is_name(name) => {
+                Ok(NodeService { namespace: namespace.to_owned(), name: name.to_owned() })
+            }
+            _ => Err("a Service is a namespace and a name, such as deltapath/deltapath-nodes"),
+        }
+    }
 }
 
 fn node_endpoint(text: &str) -> Result<String, String> {
@@ -157,6 +198,22 @@ fn start_tracing(format: LogFormat) {
     registry().with(log.with_filter(levels)).init();
 }
 
+/// Runs what ends by a signal alone.
+fn until_stopped(
+    work: impl Future<Output = Result<(), Box<dyn std::error::Error>>>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    start_tracing(LogFormat::Text);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let mut terminate = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+        tokio::select! {
+            done = work => done,
+            _ = terminate.recv() => Ok(()),
+            _ = tokio::signal::ctrl_c() => Ok(()),
+        }
+    })
+}
+
 fn serve(arguments: Serve) -> Result<(), Box<dyn std::error::Error>> {
     start_tracing(arguments.log_format);
     // A stream is two descriptors.
@@ -184,6 +241,8 @@ fn main() -> ExitCode {
             }
             Err(error) => Err(error.into()),
         },
+        (Some(Command::Certificates(flags)), _) => until_stopped(certificates::run(flags)),
+        (Some(Command::NodeCertificate(flags)), _) => until_stopped(certificates::request(flags)),
         (None, Some(flags)) => serve(flags),
         // Clap has seen to it that the flags are there.
         (None, None) => Err("no flags: see --help".into()),
@@ -210,11 +269,19 @@ mod tests {
         let parse = |line: &str| Arguments::try_parse_from(line.split(' '));
         let serve = parse(&format!("router --node-endpoints a:1,10.0.0.1:2,[::1]:3 {TLS}")).expect("flags");
         assert_eq!(serve.serve.expect("flags").node_endpoints, ["a:1", "10.0.0.1:2", "[::1]:3"]);
+        let serve = parse(&format!("router --node-service a/b-1 --kubeconfig k {TLS}")).expect("flags");
+        let service = serve.serve.and_then(|serve| serve.node_service).expect("a service");
+        assert_eq!((service.namespace.as_str(), service.name.as_str()), ("a", "b-1"));
         parse("router forget 0123abcd --forgotten f").expect("a command");
         for wrong in [
             "router",
             "router --node-endpoints a:1",
             &format!("router {TLS}"),
+            &format!("router --node-service b {TLS}"),
+            &format!("router --node-service a/ {TLS}"),
+            &format!("router --node-service a/b/c {TLS}"),
+            &format!("router --node-service a/b --node-endpoints a:1 {TLS}"),
+            &format!("router --node-endpoints a:1 --kubeconfig k {TLS}"),
             &format!("router --node-endpoints a {TLS}"),
             &format!("router --node-endpoints a:0 {TLS}"),
             &format!("router --node-endpoints a:1 {TLS} --endpoint tcp://1.2.3.4:5"),
@@ -231,7 +298,8 @@ mod tests {
     fn the_reference_has_every_flag() {
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference.md");
         let page = std::fs::read_to_string(page).expect("the reference");
-        let section = page.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-router`"));
+        let section =
+            page.split("\n## ").find(|section| section.starts_with("Flags of `deltapath-router`\n"));
         let section = section.expect("a section of flags");
         let command = Arguments::command();
         let flags: Vec<_> = command.get_arguments().filter_map(|argument| argument.get_long()).collect();
@@ -241,6 +309,22 @@ mod tests {
         for named in section.split("`--").skip(1) {
             let named: String = named.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
             assert!(flags.contains(&named.as_str()), "the reference names --{named}, which is no flag");
+        }
+        for name in ["certificates", "node-certificate"] {
+            let section = page
+                .split("\n## ")
+                .find(|section| section.starts_with(&format!("Flags of `deltapath-router {name}`")));
+            let named: Vec<&str> = section.expect("a section").split("| `--").skip(1).collect();
+            let command = command.find_subcommand(name).expect("a command");
+            let flags: Vec<&str> =
+                command.get_arguments().filter_map(|argument| argument.get_long()).collect();
+            for flag in &flags {
+                assert!(
+                    named.iter().any(|row| row.starts_with(&format!("{flag}`"))),
+                    "{name}: --{flag} is missing"
+                );
+            }
+            assert_eq!(named.len(), flags.len(), "{name}");
         }
     }
 }

@@ -9,7 +9,7 @@ use axum::http::StatusCode;
 use axum::routing::get;
 use serve::authority::Tolerant;
 use serve::http::text;
-use serve::mutual::{Files, Mutual, Role};
+use serve::mutual::{self, Files, Mutual, Role};
 use serve::streams::Streams;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -39,7 +39,16 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let files =
         Files { certificate: arguments.tls_cert, key: arguments.tls_key, authorities: arguments.tls_ca };
     let tls = Mutual::new(files, Role::Router);
-    tls.load()?;
+    match tls.load() {
+        Ok(()) => {}
+        // In Kubernetes the files of a Secret are there as soon as somebody has filled it.
+        Err(mutual::Error::Certificate(error))
+            if arguments.node_service.is_some() && error.is_not_found() =>
+        {
+            tracing::warn!(error = base::report(&error), "no node is asked until there is a certificate");
+        }
+        Err(error) => return Err(error.into()),
+    }
     tasks.spawn(tls.clone().follow());
     if let Some(forgotten) = &arguments.forgotten {
         crate::forget::read(forgotten)?;
@@ -51,7 +60,13 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
 
     let nodes = Nodes::new(tls, arguments.node_timeout, arguments.forgotten);
     nodes.read_forgotten();
-    nodes.set_addresses(&arguments.node_endpoints.into_iter().collect());
+    match &arguments.node_service {
+        Some(service) => {
+            let client = crate::slices::connect(arguments.kubeconfig.as_deref()).await?;
+            tasks.spawn(crate::slices::follow(client, service.clone(), nodes.clone()));
+        }
+        None => nodes.set_addresses(&arguments.node_endpoints.iter().cloned().collect()),
+    }
     tasks.spawn(nodes.clone().follow_forgotten());
 
     let is_stopping = Arc::new(AtomicBool::new(false));

@@ -122,6 +122,8 @@ impl ApiServer {
             format!("--service-account-signing-key-file={}", file("accounts.key")),
             "--service-account-issuer=https://kubernetes.default.svc".into(),
             "--authorization-mode=RBAC".into(),
+            // A driver's pod is.
+            "--allow-privileged=true".into(),
             // The aggregation layer: how it shows other API servers who it is, and that it asks endpoints, for no proxy
             // leads from a Service to them here.
             format!("--requestheader-client-ca-file={}", file("proxy-ca.crt")),
@@ -142,6 +144,17 @@ impl ApiServer {
         )
         .expect("write");
         self.server = Some(self.spawn("kube-apiserver", &arguments));
+    }
+
+    /// Stops the server alone: what is stored stays.
+    pub fn stop(&mut self) {
+        end(&mut self.server);
+    }
+
+    /// Starts it again, at the same address.
+    pub async fn start_again(&mut self) {
+        self.start_server();
+        self.ready().await;
     }
 
     /// Waits until it answers.
@@ -371,6 +384,7 @@ fn end(child: &mut Option<Child>) {
 fn resource(kind: &str) -> ApiResource {
     let (group, version, plural) = match kind {
         "Namespace" => ("", "v1", "namespaces"),
+        "ConfigMap" => ("", "v1", "configmaps"),
         "ServiceAccount" => ("", "v1", "serviceaccounts"),
         "Secret" => ("", "v1", "secrets"),
         "Pod" => ("", "v1", "pods"),
