@@ -3,6 +3,7 @@
 
 mod calls;
 mod certificates;
+mod delete;
 mod forget;
 mod node;
 mod nodes;
@@ -130,6 +131,22 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         forgotten: PathBuf,
     },
+    /// Delete one volume by its id, through a router; for volumes that were made twice.
+    ///
+    /// A volume that is in use is not deleted. Whether anybody else knows the id, only you can say: in Kubernetes, no
+    /// PersistentVolume may have it as its spec.csi.volumeHandle.
+    DeleteVolume {
+        /// Id of the volume, such as vol-0123abcd...
+        volume_id: String,
+        /// The router's socket.
+        #[arg(
+            long,
+            env = "CSI_ENDPOINT",
+            value_name = "unix:///PATH",
+            default_value = "unix:///run/deltapath/router.sock"
+        )]
+        endpoint: Endpoint,
+    },
     Certificates(certificates::Certificates),
     NodeCertificate(certificates::NodeCertificate),
 }
@@ -198,6 +215,13 @@ fn start_tracing(format: LogFormat) {
     registry().with(log.with_filter(levels)).init();
 }
 
+fn delete_volume(endpoint: &Endpoint, id: String) -> Result<(), Box<dyn std::error::Error>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(delete::volume(endpoint.path(), id.clone()))?;
+    println!("{id} is deleted");
+    Ok(())
+}
+
 /// Runs what ends by a signal alone.
 fn until_stopped(
     work: impl Future<Output = Result<(), Box<dyn std::error::Error>>>,
@@ -241,6 +265,7 @@ fn main() -> ExitCode {
             }
             Err(error) => Err(error.into()),
         },
+        (Some(Command::DeleteVolume { volume_id, endpoint }), _) => delete_volume(&endpoint, volume_id),
         (Some(Command::Certificates(flags)), _) => until_stopped(certificates::run(flags)),
         (Some(Command::NodeCertificate(flags)), _) => until_stopped(certificates::request(flags)),
         (None, Some(flags)) => serve(flags),

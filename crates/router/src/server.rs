@@ -121,6 +121,10 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let streams = Streams::new(arguments.max_streams, arguments.max_streams, record::OPEN_STREAMS);
     tasks.spawn(streams.clone().end_idle(arguments.idle_timeout));
     let router = Arc::new(Router::new(nodes, streams));
+    tasks.spawn({
+        let router = router.clone();
+        async move { router.find_twice().await }
+    });
     tracing::info!(endpoint = %arguments.endpoint, "serving");
     let connections = UnixListenerStream::new(socket).map(|connection| connection.map(Tolerant::new));
     let (mut shutdown, mut overdue) = (stop.clone(), stop);

@@ -5,6 +5,7 @@ mod lists;
 mod methods;
 mod names;
 mod snapshots;
+mod twice;
 mod volumes;
 
 use std::collections::{BTreeSet, HashMap};
@@ -55,6 +56,8 @@ pub struct Router {
     names: Mutex<BTreeSet<(i32, String)>>,
     /// The node that was last asked to make a volume of this name and has not answered: it may be there.
     unanswered: Mutex<HashMap<String, (Key, Instant)>>,
+    /// Volumes that were made while nodes were away, which may have one of the same name: their ids by name.
+    doubtful: Mutex<HashMap<String, String>>,
 }
 
 fn decode<M: Message + Default>(message: &Bytes) -> Result<M, Status> {
@@ -69,7 +72,13 @@ fn forgotten(id: &str) -> Status {
 impl Router {
     /// Routes to these.
     pub fn new(nodes: Arc<Nodes>, streams: Arc<Streams<Connection, Record>>) -> Self {
-        Router { nodes, streams, names: Mutex::default(), unanswered: Mutex::default() }
+        Router {
+            nodes,
+            streams,
+            names: Mutex::default(),
+            unanswered: Mutex::default(),
+            doubtful: Mutex::default(),
+        }
     }
 
     /// Makes a unary call.

@@ -43,23 +43,34 @@ impl Router {
         deadline: Option<Instant>,
     ) -> Vec<(Arc<Node>, String)> {
         let ask = |node: Arc<Node>| async move {
-            let mut client = NodeClient::new(node.link().channel());
-            let mut request = Request::new(FindRequest { kind: kind.into(), name: name.to_owned() });
-            if let Some(deadline) = deadline {
-                request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-            }
-            let found =
-                within(deadline, async { client.find(request).await.map_err(|status| node.told(status)) });
-            match found.await {
-                Ok(found) => Some(found.into_inner().id).filter(|id| !id.is_empty()).map(|id| (node, id)),
-                // What it holds cannot be used before it is back, and then it is asked again.
-                Err(status) => {
-                    tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");
-                    None
-                }
-            }
+            let id = Self::find_on(&node, kind, name, deadline).await?;
+            Some((node, id))
         };
         let found = stream::iter(self.nodes.up()).map(ask).buffer_unordered(AT_ONCE);
         found.filter_map(std::future::ready).collect().await
+    }
+
+    /// The object of this name on one node.
+    pub(super) async fn find_on(
+        node: &Arc<Node>,
+        kind: Kind,
+        name: &str,
+        deadline: Option<Instant>,
+    ) -> Option<String> {
+        let mut client = NodeClient::new(node.link().channel());
+        let mut request = Request::new(FindRequest { kind: kind.into(), name: name.to_owned() });
+        if let Some(deadline) = deadline {
+            request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+        }
+        let found =
+            within(deadline, async { client.find(request).await.map_err(|status| node.told(status)) });
+        match found.await {
+            Ok(found) => Some(found.into_inner().id).filter(|id| !id.is_empty()),
+            // What it holds cannot be used before it is back, and then it is asked again.
+            Err(status) => {
+                tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");
+                None
+            }
+        }
     }
 }

@@ -22,14 +22,28 @@ const WAITED_FOR: Duration = Duration::from_secs(600);
 const MOST_UNANSWERED: usize = 10_000;
 
 impl Router {
+    /// Makes a volume, and notes whether there may be another of its name.
+    pub(super) async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        let request: proto::CreateVolumeRequest = decode(&work.message)?;
+        let is_any_away = !self.nodes.away().is_empty();
+        let answer = self.place_volume(&request, work).await?;
+        if is_any_away {
+            self.doubt(&request.name, &answer);
+        }
+        Ok(answer)
+    }
+
     /// 1. A volume of this name is found again, wherever it is.
     /// 2. A node that was asked before and has not answered is asked again: the volume may be there.
     /// 3. A source decides, for it is where it is.
     /// 4. Else the best node, as the arbiter of the name has it: so two routers make one volume. The next best where that
     ///    has no room.
-    pub(super) async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+    async fn place_volume(
+        &self,
+        request: &proto::CreateVolumeRequest,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
         use proto::volume_content_source::Type;
-        let request: proto::CreateVolumeRequest = decode(&work.message)?;
         let name = request.name.as_str();
         work.record.about(name);
         if name.is_empty() {

@@ -4,14 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use base::Key;
-use hyper_util::rt::TokioIo;
 use k8s_openapi::api::certificates::v1::CertificateSigningRequest;
 use kube::api::{ObjectMeta, PostParams};
 use kube::{Api, Client};
 use proto::identity_client::IdentityClient;
 use rcgen::{CertificateParams, KeyPair, SanType};
-use tokio::net::UnixStream;
-use tonic::transport::{Endpoint, Uri};
 use x509_parser::pem::parse_x509_pem;
 
 use super::SIGNER;
@@ -75,13 +72,7 @@ pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::E
 
 /// The key of the driver's data directory.
 async fn key_of(socket: &Path) -> Result<Key, String> {
-    let socket = socket.to_owned();
-    let connect = tower::service_fn(move |_: Uri| {
-        let socket = socket.clone();
-        async move { UnixStream::connect(socket).await.map(TokioIo::new) }
-    });
-    let channel =
-        Endpoint::from_static("http://localhost").timeout(5 * EVERY).connect_with_connector_lazy(connect);
+    let channel = crate::delete::channel(socket, 5 * EVERY);
     let asked = IdentityClient::new(channel).get_plugin_info(proto::GetPluginInfoRequest {}).await;
     let info = asked.map_err(|status| format!("ask the driver for its key: {}", base::report(&status)))?;
     let key = info

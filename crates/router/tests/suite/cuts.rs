@@ -19,7 +19,7 @@ use testkit::{PoolKind, network};
 use tokio::net::UnixStream;
 use tonic::{Code, Request};
 
-use crate::world::{Cluster, PATIENCE};
+use crate::world::{Cluster, PATIENCE, Router, eventually, patiently};
 
 /// What a call is given, as sidecars give it.
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -97,6 +97,49 @@ fn a_cut_link_holds_no_call_past_its_deadline() {
             Err(status) => assert_eq!(status.code(), Code::NotFound, "{status}"),
         }
         client.allocated(&snapshot, 0, 0).await.expect("a stream");
+        cluster.finish();
+    });
+}
+
+/// A retry that crosses a partition: the first node has the volume, its answer is lost, and the router that is asked again has
+/// never heard of it.
+#[test_with::root]
+#[test]
+fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
+    network::alone(|| async {
+        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let first = cluster.volume_on(0, "twice").await;
+        cluster.nodes[0].host.as_ref().expect("a host").cut();
+        let endpoints = cluster.endpoints();
+        let fresh = Router::start(cluster.dir.path(), "fresh", &endpoints, &["--node-timeout", "1s"]).await;
+        fresh.sees(1).await;
+        let mut client = fresh.client.clone();
+        let request = || new_volume("twice", 16 << 20, block_capability());
+        let second = patiently!(client.create_volume(request())).expect("the other node").volume_id;
+        assert_eq!(cluster.node_of(&second), 1);
+        cluster.volume_on(1, "once").await;
+        cluster.nodes[0].host.as_ref().expect("a host").mend();
+        let counted = "deltapath_router_volumes_made_twice_total 1\n";
+        eventually("it is found", async || fresh.get("/metrics").await.contains(counted)).await;
+        let log = fresh.log();
+        assert!(log.contains(&first) && log.contains(&second) && log.contains("was made twice"), "{log}");
+        let error = client.create_volume(request()).await.expect_err("which of them?");
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        // Both are there until an operator says which one goes, and the one in use does not.
+        cluster.nodes[1].rig.attach(&second).await;
+        let delete = |id: &str| {
+            let program = testkit::program("deltapath-router");
+            let endpoint = format!("--endpoint=unix://{}", fresh.socket.display());
+            let done = std::process::Command::new(program).args(["delete-volume", id, &endpoint]).output();
+            let done = done.expect("run");
+            (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+        };
+        let (code, said) = delete(&second);
+        assert!(code == Some(1) && said.contains("FailedPrecondition"), "{code:?}: {said}");
+        assert_eq!(delete(&first), (Some(0), String::new()));
+        assert_eq!(client.create_volume(request()).await.expect("one is left").volume_id, second);
+        cluster.nodes[1].rig.detach(&second).await;
+        fresh.finish();
         cluster.finish();
     });
 }
