@@ -89,8 +89,11 @@ fn segments(key: &str) -> std::collections::HashMap<String, String> {
 impl Node {
     async fn answer(&self, request: axum::extract::Request) -> Response<Body> {
         let path = request.uri().path().to_owned();
-        let body = request.into_body().collect().await.expect("a request").to_bytes();
-        let request = unframe_bytes(body).expect("a message");
+        // A router gives up the nodes that it has asked ahead when a page is full.
+        let Ok(body) = request.into_body().collect().await else {
+            return Status::cancelled("the request is given up").into_http();
+        };
+        let request = unframe_bytes(body.to_bytes()).expect("a message");
         let messages = match path.as_str() {
             "/deltapath.node.v1.Node/Describe" => vec![frame(&DescribeResponse {
                 key: self.key.clone(),
