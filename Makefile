@@ -56,12 +56,13 @@ test: deps test-deps lint image-rootfs ## Everything that must hold: lint, unit 
 unit: ## Unit tests alone: no root, no devices, under two minutes on two cores
 	$(CARGO) test --locked --workspace --lib --bins
 
-bench: deps ## What things cost, each beside the bare operation in the same run, in three tables; and the designs beside each other
+bench: deps ## What things cost, each beside the bare operation in the same run, in four tables; and the designs beside each other
 	@hack/test-deps.sh --bench
 	$(CARGO) bench --locked --bench table
 	$(CARGO) bench --locked --package deltapath-gateway --bench gateway
 	$(CARGO) bench --locked --package cbt-backup --bench backup
 	$(CARGO) bench --locked --package deltapath-earlier --bench designs
+	$(CARGO) bench --locked --package deltapath-router --bench router
 
 bench-core: deps ## Criterion benches of the core: hash, map, delta, tuples
 	$(CARGO) bench --locked --bench core

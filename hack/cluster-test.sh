@@ -160,7 +160,7 @@ no_devices() { [ -z "$(left_on "$1")" ]; }
 part_distributed() {
     on "$name-a" up --nodes 2
     on "$name-a" install --distributed
-    on "$name-a" exec "$root/hack/e2e.sh" --distributed
+    on "$name-a" exec "$root/hack/e2e.sh" "${e2e_flags[@]}"
     on "$name-a" down
     unchanged
 }

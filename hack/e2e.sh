@@ -6,18 +6,16 @@ set -euo pipefail
 # shellcheck source=hack/lib.sh
 . "$(dirname "$0")/lib.sh"
 
-usage="usage: e2e.sh [--keep] [--smoke] [--distributed] [--no-growth]
+usage="usage: e2e.sh [--keep] [--smoke] [--no-growth]
   --keep         leave volumes and pods as they are at the end
   --smoke        end after the listed delta
-  --distributed  the cluster runs a driver a node: no expansion, no attributes, no group snapshots
   --no-growth    root on the nodes lacks CAP_SYS_RESOURCE, which ext4 wants to grow while it is mounted: expects the
                  driver to say so"
-keep=no distributed=no smoke=no growth=yes
+keep=no smoke=no growth=yes
 while [ $# -gt 0 ]; do
     case "$1" in
         --keep) keep=yes ;;
         --smoke) smoke=yes ;;
-        --distributed) distributed=yes ;;
         --no-growth) growth=no ;;
         -h | --help) echo "$usage" && exit 0 ;;
         *) fail "unknown argument $1
@@ -135,28 +133,26 @@ done
 [ "$(kube logs --namespace default files-as-block | tr -d ' ')" = 53ef ] ||
     fail "the device of files-1 does not begin as an ext4 does"
 
-if [ "$distributed" = no ]; then
-    say "expansion, attributes, group snapshot"
-    apply expansion.yaml
-    if [ "$growth" = yes ]; then
-        kube wait --for jsonpath='{.status.capacity.storage}'=2Gi --timeout 120s --namespace default \
-            persistentvolumeclaim/files
-        size=$(kube exec --namespace default files -- df -k /data | awk 'NR == 2 { print $2 }')
-        [ "$size" -gt 1500000 ] || fail "the filesystem did not grow with its volume: $size KiB"
-    else
-        refusal='{.status.conditions[?(@.type=="NodeResizeError")].message}'
-        kube wait --for "jsonpath=$refusal" --timeout 120s --namespace default persistentvolumeclaim/files
-        said=$(kube get persistentvolumeclaim files --namespace default --output "jsonpath=$refusal")
-        [[ $said = *CAP_SYS_RESOURCE* ]] || fail "the filesystem is to want CAP_SYS_RESOURCE to grow, and: $said"
-    fi
-    apply modify.yaml
-    kube wait --for jsonpath='{.status.currentVolumeAttributesClassName}'=deltapath-sequential --timeout 120s \
-        --namespace default persistentvolumeclaim/block
-    apply group.yaml
-    ready group
-    apply group-snapshot.yaml
-    kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default volumegroupsnapshot/group
+say "expansion, attributes, group snapshot"
+apply expansion.yaml
+if [ "$growth" = yes ]; then
+    kube wait --for jsonpath='{.status.capacity.storage}'=2Gi --timeout 120s --namespace default \
+        persistentvolumeclaim/files
+    size=$(kube exec --namespace default files -- df -k /data | awk 'NR == 2 { print $2 }')
+    [ "$size" -gt 1500000 ] || fail "the filesystem did not grow with its volume: $size KiB"
+else
+    refusal='{.status.conditions[?(@.type=="NodeResizeError")].message}'
+    kube wait --for "jsonpath=$refusal" --timeout 120s --namespace default persistentvolumeclaim/files
+    said=$(kube get persistentvolumeclaim files --namespace default --output "jsonpath=$refusal")
+    [[ $said = *CAP_SYS_RESOURCE* ]] || fail "the filesystem is to want CAP_SYS_RESOURCE to grow, and: $said"
 fi
+apply modify.yaml
+kube wait --for jsonpath='{.status.currentVolumeAttributesClassName}'=deltapath-sequential --timeout 120s \
+    --namespace default persistentvolumeclaim/block
+apply group.yaml
+ready group
+apply group-snapshot.yaml
+kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default volumegroupsnapshot/group
 
 [ "$keep" = yes ] || cleanup
 say "all examples work"

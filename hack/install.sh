@@ -10,10 +10,10 @@ usage="usage: install.sh [--distributed] [--overlay NAME]
   --overlay NAME  another directory of deploy/overlays than kind or kind-distributed
 The environment: KUBE_CONTEXT names the cluster (kind-\$CLUSTER), and DELTAPATH_CRDS a directory with the CRDs, where they
 are not to be fetched."
-overlay=kind controller=base
+overlay=kind
 while [ $# -gt 0 ]; do
     case "$1" in
-        --distributed) overlay=kind-distributed controller=distributed ;;
+        --distributed) overlay=kind-distributed ;;
         --overlay) overlay=${2:?$usage} && shift ;;
         -h | --help) echo "$usage" && exit 0 ;;
         *) fail "unknown argument $1
@@ -40,17 +40,17 @@ kube wait --for condition=established --timeout 60s \
     crd/snapshotmetadataservices.cbt.storage.k8s.io
 
 say "installing the snapshot controller"
-kube apply --server-side --kustomize "$root/deploy/snapshot-controller/$controller"
+kube apply --server-side --kustomize "$root/deploy/snapshot-controller/base"
 
 say "installing deltapath, overlay $overlay"
 kube apply --server-side --kustomize "$root/deploy/overlays/$overlay"
 
 say "waiting until all of it runs"
 kube rollout status --namespace kube-system deployment/snapshot-controller --timeout 180s
-kind=statefulset gateway=deployment
-case "$overlay" in *distributed) kind=daemonset gateway=daemonset ;; esac
+plugin=statefulset gateway=deployment/deltapath-gateway
+case "$overlay" in *distributed) plugin=daemonset gateway=deployment/deltapath-controller ;; esac
 runs() { kube rollout status --namespace "$namespace" "$1" --timeout 300s; }
-if ! runs "$kind/deltapath-plugin" || ! runs "$gateway/deltapath-gateway"; then
+if ! runs "$plugin/deltapath-plugin" || ! runs "$gateway"; then
     kube get pods --namespace "$namespace" --output wide
     kube describe pods --namespace "$namespace" | tail -n 40
     fail "deltapath does not run; docs/troubleshooting.md says where to look"

@@ -12,6 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -n 1)
 image=deltapath:$version
 gateway_image=deltapath-gateway:$version
+router_image=deltapath-router:$version
 earlier_image=cbt-earlier:$version
 backup_image=deltapath-backup:$version
 namespace=deltapath

@@ -108,7 +108,13 @@ func validate(object runtime.Object) field.ErrorList {
 	case *core.ServiceAccount:
 		return core_validation.ValidateServiceAccount(object)
 	case *core.Service:
+		// The API server gives addresses of its own; the one that says that there is none it copies.
+		if object.Spec.ClusterIP == core.ClusterIPNone && object.Spec.ClusterIPs == nil {
+			object.Spec.ClusterIPs = []string{core.ClusterIPNone}
+		}
 		return core_validation.ValidateServiceCreate(object)
+	case *core.ConfigMap:
+		return core_validation.ValidateConfigMap(object)
 	case *core.PersistentVolumeClaim:
 		return core_validation.ValidatePersistentVolumeClaim(
 			object, core_validation.ValidationOptionsForPersistentVolumeClaimCreate())

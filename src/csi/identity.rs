@@ -21,7 +21,12 @@ impl Identity for IdentityService {
             Ok(proto::GetPluginInfoResponse {
                 name: driver.config().driver_name.clone(),
                 vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
-                manifest: [("pool".to_owned(), driver.pool().kind().to_string())].into(),
+                manifest: [
+                    ("pool".to_owned(), driver.pool().kind().to_string()),
+                    // Whoever makes its certificate for the router asks for this.
+                    ("key".to_owned(), driver.key().to_string()),
+                ]
+                .into(),
             })
         })
         .await

@@ -12,9 +12,10 @@ use crate::manifests::{DRIVER, Found, list, objects, objects_of, pod_spec, read,
 fn the_gateway_tells_clients_where_its_service_is() {
     let Some(plugins) = plugins() else { return };
     for (source, objects, _) in plugins {
-        let gateway = objects
-            .iter()
-            .find(|found| found.name() == "deltapath-gateway" && pod_spec(&found.object).is_some());
+        let gateway = objects.iter().find(|found| {
+            ["deltapath-gateway", "deltapath-controller"].contains(&found.name())
+                && pod_spec(&found.object).is_some()
+        });
         let gateway = gateway.unwrap_or_else(|| panic!("{source} has no gateway"));
         let pod = pod_spec(&gateway.object).expect("a pod");
         let arguments = strings(&pod["containers"][0]["args"]);
@@ -65,9 +66,7 @@ fn classes_are_this_drivers_and_take_their_parameters() {
                     VolumeParameters::parse(&parameters(found)).expect(&who);
                     // A volume lives on one node: it is made where its first pod goes.
                     assert_eq!(object["volumeBindingMode"], "WaitForFirstConsumer", "{who}");
-                    let resizer = source != "deploy/overlays/distributed"
-                        && source != "deploy/overlays/kind-distributed";
-                    assert_eq!(object["allowVolumeExpansion"], resizer, "{who}");
+                    assert_eq!(object["allowVolumeExpansion"], true, "{who}");
                 }
                 "VolumeSnapshotClass" | "VolumeGroupSnapshotClass" => {
                     assert_eq!(object["driver"], DRIVER, "{who}");

@@ -11,20 +11,18 @@ use crate::manifests::{Found, OVERLAYS, containers, list, objects_of, pod_spec, 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum When {
     Always,
-    /// Except with one driver a node.
-    Central,
     /// With attachments.
     Attach,
     /// With one driver a node.
     Distributed,
 }
 
-use When::{Always, Attach, Central, Distributed};
+use When::{Always, Attach, Distributed};
 
 /// What a program calls: its container, an API group and resource, the verbs, and when. Looked up in
 /// the sources of the versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and
 /// snapshot-controller were seen in the audit log of an API server too. What only an informer reads needs no get.
-const CALLS: [(&str, &str, &str, &str, When); 77] = [
+const CALLS: [(&str, &str, &str, &str, When); 89] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
     // Finalizers of claims that are being cloned; the selected node taken back on RESOURCE_EXHAUSTED.
@@ -36,9 +34,9 @@ const CALLS: [(&str, &str, &str, &str, When); 77] = [
     // Source protection: a finalizer while a snapshot is being restored, swept now and then.
     ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch update", Always),
     ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
-    // Topology; with --node-deployment the driver tells it.
-    ("csi-provisioner", "storage.k8s.io", "csinodes", "get list watch", Central),
-    ("csi-provisioner", "", "nodes", "get list watch", Central),
+    // Topology.
+    ("csi-provisioner", "storage.k8s.io", "csinodes", "get list watch", Always),
+    ("csi-provisioner", "", "nodes", "get list watch", Always),
     // Only where the driver has PUBLISH_UNPUBLISH_VOLUME: a volume is deleted once it is detached.
     ("csi-provisioner", "storage.k8s.io", "volumeattachments", "get list watch", Attach),
     // --enable-capacity, and the owner of these objects (--capacity-ownerref-level=1: the pod says who it is).
@@ -50,29 +48,52 @@ const CALLS: [(&str, &str, &str, &str, When); 77] = [
         Always,
     ),
     ("csi-provisioner", "", "pods", "get", Always),
+    // The owner of the pod's owner: --capacity-ownerref-level=2.
+    ("csi-provisioner", "apps", "replicasets", "get", Distributed),
+    // Election, of two replicas.
+    ("csi-provisioner", "coordination.k8s.io", "leases", "create get update", Distributed),
+    ("csi-resizer", "coordination.k8s.io", "leases", "create get update", Distributed),
+    ("csi-snapshotter", "coordination.k8s.io", "leases", "create get update", Distributed),
+    (
+        "csi-external-health-monitor-controller",
+        "coordination.k8s.io",
+        "leases",
+        "create get update",
+        Distributed,
+    ),
+    // Ours: where the nodes are. Its test has this right alone.
+    ("router", "discovery.k8s.io", "endpointslices", "list watch", Distributed),
+    // And their certificates; the test has these rights alone.
+    ("certificates", "", "secrets", "get update", Distributed),
+    ("certificates", "", "configmaps", "get update", Distributed),
+    ("certificates", "certificates.k8s.io", "certificatesigningrequests", "list", Distributed),
+    ("certificates", "certificates.k8s.io", "certificatesigningrequests/approval", "patch", Distributed),
+    ("certificates", "certificates.k8s.io", "certificatesigningrequests/status", "patch", Distributed),
+    ("certificates", "certificates.k8s.io", "signers", "approve sign", Distributed),
+    ("node-certificate", "certificates.k8s.io", "certificatesigningrequests", "create get", Distributed),
     // No pods: --handle-volume-inuse-error=false.
-    ("csi-resizer", "", "persistentvolumes", "list watch patch", Central),
-    ("csi-resizer", "", "persistentvolumeclaims", "list watch", Central),
-    ("csi-resizer", "", "persistentvolumeclaims/status", "patch", Central),
-    ("csi-resizer", "storage.k8s.io", "volumeattributesclasses", "list watch", Central),
-    ("csi-resizer", "", "events", "create patch", Central),
+    ("csi-resizer", "", "persistentvolumes", "list watch patch", Always),
+    ("csi-resizer", "", "persistentvolumeclaims", "list watch", Always),
+    ("csi-resizer", "", "persistentvolumeclaims/status", "patch", Always),
+    ("csi-resizer", "storage.k8s.io", "volumeattributesclasses", "list watch", Always),
+    ("csi-resizer", "", "events", "create patch", Always),
     ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotclasses", "list watch", Always),
     ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get list watch patch", Always),
     ("csi-snapshotter", "snapshot.storage.k8s.io", "volumesnapshotcontents/status", "update patch", Always),
-    ("csi-snapshotter", "groupsnapshot.storage.k8s.io", "volumegroupsnapshotclasses", "list watch", Central),
+    ("csi-snapshotter", "groupsnapshot.storage.k8s.io", "volumegroupsnapshotclasses", "list watch", Always),
     (
         "csi-snapshotter",
         "groupsnapshot.storage.k8s.io",
         "volumegroupsnapshotcontents",
         "get list watch patch",
-        Central,
+        Always,
     ),
     (
         "csi-snapshotter",
         "groupsnapshot.storage.k8s.io",
         "volumegroupsnapshotcontents/status",
         "update patch",
-        Central,
+        Always,
     ),
     ("csi-snapshotter", "", "events", "create patch", Always),
     // The one secret that a class may name.
@@ -128,8 +149,6 @@ const CALLS: [(&str, &str, &str, &str, When); 77] = [
     ("snapshot-controller", "", "persistentvolumes", "get list watch", Always),
     ("snapshot-controller", "", "persistentvolumeclaims", "get list watch update", Always),
     ("snapshot-controller", "", "events", "create patch", Always),
-    // Where a snapshot content belongs to.
-    ("snapshot-controller", "", "nodes", "get list watch", Distributed),
     ("snapshot-controller", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list watch", Always),
     (
         "snapshot-controller",
@@ -192,6 +211,14 @@ fn users(role: &str) -> Vec<&str> {
     match role {
         "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "gateway", "csi-snapshot-metadata"],
         "snapshot-controller" => vec!["snapshot-controller"],
+        "deltapath-leader-election" => {
+            vec![
+                "csi-provisioner",
+                "csi-resizer",
+                "csi-snapshotter",
+                "csi-external-health-monitor-controller",
+            ]
+        }
         "cbt-earlier-differential" => vec!["differential"],
         "cbt-earlier-aggregated" => vec!["aggregated"],
         "cbt-earlier-cbt-http" => vec!["cbt-http"],
@@ -223,13 +250,12 @@ fn roles<'o>(objects: &'o [&Found]) -> impl Iterator<Item = &'o Found> {
 fn applies(when: When, source: &str) -> bool {
     match when {
         Always => true,
-        Central => !source.contains("distributed"),
         Attach => source.ends_with("/attach"),
         Distributed => source.contains("distributed"),
     }
 }
 
-const SOURCES: [&str; 10] = [
+const SOURCES: [&str; 9] = [
     OVERLAYS[0],
     OVERLAYS[1],
     OVERLAYS[2],
@@ -239,7 +265,6 @@ const SOURCES: [&str; 10] = [
     OVERLAYS[6],
     OVERLAYS[7],
     "deploy/snapshot-controller/base",
-    "deploy/snapshot-controller/distributed",
 ];
 
 #[test]

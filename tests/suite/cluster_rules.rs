@@ -20,7 +20,7 @@ const SIDECARS: [(&str, &[&str]); 9] = [
         &[
             "csi-address",
             "extra-create-metadata",
-            "node-deployment",
+            "leader-election",
             "strict-topology",
             "immediate-topology",
             "enable-capacity",
@@ -30,14 +30,17 @@ const SIDECARS: [(&str, &[&str]); 9] = [
         ],
     ),
     ("csi-attacher:v4.13.0", &["csi-address", "timeout", "v"]),
-    ("csi-resizer:v2.3.0", &["csi-address", "handle-volume-inuse-error", "resize-timeout", "v"]),
     (
-        "csi-snapshotter:v8.7.0",
-        &["csi-address", "extra-create-metadata", "node-deployment", "feature-gates", "timeout", "v"],
+        "csi-resizer:v2.3.0",
+        &["csi-address", "leader-election", "handle-volume-inuse-error", "resize-timeout", "v"],
     ),
-    ("csi-external-health-monitor-controller:v0.19.0", &["csi-address", "list-volumes-interval", "v"]),
+    ("csi-snapshotter:v8.7.0", &["csi-address", "leader-election", "extra-create-metadata", "timeout", "v"]),
+    (
+        "csi-external-health-monitor-controller:v0.19.0",
+        &["csi-address", "leader-election", "list-volumes-interval", "v"],
+    ),
     ("csi-snapshot-metadata:v1.1.0", &["csi-address", "port", "tls-cert", "tls-key", "http-endpoint", "v"]),
-    ("snapshot-controller:v8.7.0", &["enable-distributed-snapshotting", "v"]),
+    ("snapshot-controller:v8.7.0", &["v"]),
 ];
 
 fn name(container: &Value) -> &str {
@@ -94,6 +97,82 @@ fn every_flag_of_the_driver_is_in_its_help() {
         }
     }
     assert!(seen >= 4 * OVERLAYS.len(), "too few flags are seen: {seen}");
+}
+
+/// Of the router, and of what makes its certificates and the nodes'.
+#[test]
+fn every_flag_of_the_router_is_in_its_help() {
+    let Some(objects) = objects() else { return };
+    let mut seen = BTreeSet::new();
+    for (found, pod) in pods(objects) {
+        for container in containers(pod) {
+            if !container["image"].as_str().expect("an image").starts_with("deltapath-router:") {
+                continue;
+            }
+            let command =
+                strings(&container["args"]).into_iter().next().filter(|first| !first.starts_with('-'));
+            let output =
+                Command::new(testkit::program("deltapath-router")).args(command).arg("--help").output();
+            let help = String::from_utf8(output.expect("run").stdout).expect("utf-8");
+            for flag in flags(container).keys() {
+                let known = help.contains(&format!("--{flag} "));
+                assert!(known, "{}: {} has no flag --{flag}", found.source, name(container));
+            }
+            seen.insert(name(container));
+        }
+    }
+    assert_eq!(seen.into_iter().collect::<Vec<_>>(), ["certificates", "node-certificate", "router"]);
+}
+
+/// The controller's pods: what asks a socket asks the router's, and the router finds the nodes at the port that drivers serve.
+#[test]
+fn the_controller_asks_a_router_that_finds_the_drivers() {
+    for source in ["deploy/overlays/distributed", "deploy/overlays/kind-distributed"] {
+        let Some(objects) = objects_of(source) else { return };
+        let of = |kind: &str, name: &str| {
+            let found = objects.iter().find(|found| found.is(kind, name));
+            &found.unwrap_or_else(|| panic!("{source} has no {kind} {name}")).object
+        };
+        let controller = of("Deployment", "deltapath-controller");
+        assert_eq!(controller["spec"]["replicas"], 2, "{source}");
+        let pod = pod_spec(controller).expect("a pod");
+        let all = containers(pod);
+        let router = *all.iter().find(|container| name(container) == "router").expect("a router");
+        let socket = flags(router)["endpoint"].strip_prefix("unix://").expect("a UNIX socket");
+        let names: Vec<&str> = all.iter().map(|container| name(container)).collect();
+        let sidecars =
+            ["csi-provisioner", "csi-resizer", "csi-snapshotter", "csi-external-health-monitor-controller"];
+        for wanted in sidecars.iter().chain(&["gateway"]) {
+            assert!(names.contains(wanted), "{source}: no {wanted} among {names:?}");
+        }
+        for container in all.iter().filter(|container| name(container) != "router") {
+            let flags = flags(container);
+            assert_eq!(flags.get("csi-address"), Some(&socket), "{source}: {}", name(container));
+            let is_elected = flags.contains_key("leader-election");
+            assert_eq!(is_elected, sidecars.contains(&name(container)), "{source}: {}", name(container));
+        }
+        // The CA's key is in the same Secret as the router's certificate.
+        let tls = list(&pod["volumes"]).find(|volume| volume["name"] == "router-tls").expect("certificates");
+        let files: Vec<&str> =
+            list(&tls["secret"]["items"]).filter_map(|item| item["key"].as_str()).collect();
+        assert_eq!(files, ["tls.crt", "tls.key", "ca.crt"], "{source}");
+
+        let service = of("Service", "deltapath-nodes");
+        assert_eq!(flags(router)["node-service"], "deltapath/deltapath-nodes", "{source}");
+        assert_eq!(service["spec"]["clusterIP"], "None", "{source}");
+        assert_eq!(service["spec"]["publishNotReadyAddresses"], true, "{source}");
+        let plugin = of("DaemonSet", "deltapath-plugin");
+        let driver = containers(pod_spec(plugin).expect("a pod"));
+        let driver = *driver.iter().find(|container| name(container) == "deltapath").expect("a driver");
+        let port = flags(driver)["router-listen"].rsplit(':').next().expect("a port");
+        let served =
+            list(&driver["ports"]).find(|port| port["name"] == "router").expect("a port of the router's");
+        assert_eq!(served["containerPort"].to_string(), port, "{source}");
+        assert_eq!(service["spec"]["ports"][0]["targetPort"], "router", "{source}");
+        for container in containers(pod_spec(plugin).expect("a pod")) {
+            assert!(!sidecars.contains(&name(container)), "{source}: {} runs on each node", name(container));
+        }
+    }
 }
 
 #[test]
@@ -226,7 +305,7 @@ fn every_image_is_pinned_and_of_one_version() {
             assert_eq!(before, tag, "{}: {repository} in two versions", found.source);
         }
     }
-    for ours in ["deltapath", "deltapath-backup", "cbt-earlier"] {
+    for ours in ["deltapath", "deltapath-backup", "deltapath-router", "cbt-earlier"] {
         assert_eq!(versions[ours], env!("CARGO_PKG_VERSION"), "{ours} is not of this version");
     }
     assert!(versions.len() >= 12, "{versions:?}");

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// What kustomize can build.
-pub const KUSTOMIZATIONS: [&str; 10] = [
+pub const KUSTOMIZATIONS: [&str; 9] = [
     "deploy/base",
     "deploy/overlays/aggregated",
     "deploy/overlays/attach",
@@ -19,7 +19,6 @@ pub const KUSTOMIZATIONS: [&str; 10] = [
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
     "deploy/snapshot-controller/base",
-    "deploy/snapshot-controller/distributed",
 ];
 /// Those of them that hold a driver.
 pub const OVERLAYS: [&str; 8] = [

@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod calls;
+mod certificates;
+mod delete;
 mod forget;
 mod node;
 mod nodes;
@@ -11,15 +13,17 @@ mod place;
 mod record;
 mod server;
 mod service;
+mod slices;
 
+use std::error::Error;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use base::{Endpoint, Key};
 use clap::{Parser, Subcommand};
-use serve::program::{LogFormat, age, host_and_port, http_endpoint};
+use serve::program::{LogFormat, Stop, age, host_and_port, http_endpoint};
 
 /// Messages come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -59,8 +63,21 @@ struct Serve {
     )]
     endpoint: Endpoint,
     /// Addresses of the nodes' drivers (their --router-listen), separated by commas. An IP address or a name, and a port.
-    #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',', required = true, value_parser = host_and_port)]
+    #[arg(
+        long,
+        value_name = "HOST:PORT,...",
+        value_delimiter = ',',
+        required_unless_present = "node_service",
+        value_parser = host_and_port
+    )]
     node_endpoints: Vec<String>,
+    /// Instead: the headless Kubernetes Service of the nodes' drivers. Their addresses are those in its EndpointSlices, which
+    /// are watched, ready or not; their port is the one named `router`, or the only one.
+    #[arg(long, value_name = "NAMESPACE/NAME", conflicts_with = "node_endpoints")]
+    node_service: Option<NodeService>,
+    /// Kubeconfig file for --node-service. Default: the pod's service account, or what kubectl would take.
+    #[arg(long, value_name = "FILE", requires = "node_service", conflicts_with = "node_endpoints")]
+    kubeconfig: Option<PathBuf>,
     /// Certificate chain, in PEM, with the URI SAN spiffe://CLUSTER/deltapath/router. This file and the next two are
     /// watched: new ones are used without a restart.
     #[arg(long, value_name = "FILE", required = true)]
@@ -111,31 +128,89 @@ enum Command {
         #[arg(long, value_name = "FILE")]
         forgotten: PathBuf,
     },
+    /// Delete one volume by its id, through a router; for volumes that were made twice.
+    ///
+    /// A volume that is in use is not deleted. Whether anybody else knows the id, only you can say: in Kubernetes, no
+    /// PersistentVolume may have it as its spec.csi.volumeHandle.
+    DeleteVolume {
+        /// Id of the volume, such as vol-0123abcd...
+        volume_id: String,
+        /// The router's socket.
+        #[arg(
+            long,
+            env = "CSI_ENDPOINT",
+            value_name = "unix:///PATH",
+            default_value = "unix:///run/deltapath/router.sock"
+        )]
+        endpoint: Endpoint,
+    },
+    Certificates(certificates::Certificates),
+    NodeCertificate(certificates::NodeCertificate),
+}
+
+/// A Service of Kubernetes.
+#[derive(Clone, Debug)]
+struct NodeService {
+    namespace: String,
+    name: String,
+}
+
+impl std::str::FromStr for NodeService {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let is_name = |text: &str| {
+            !text.is_empty()
+                && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+        };
+        match text.split_once('/') {
+            Some((namespace, name)) if is_name(namespace) && is_name(name) => {
+                Ok(NodeService { namespace: namespace.to_owned(), name: name.to_owned() })
+            }
+            _ => Err("a Service is a namespace and a name, such as deltapath/deltapath-nodes"),
+        }
+    }
 }
 
 fn main() -> ExitCode {
+    use serve::program::run;
+    const NAME: &str = "deltapath-router";
     let Arguments { command, serve: flags } = Arguments::parse();
-    match (command, flags) {
-        (Some(Command::Forget { key, forgotten }), _) => forget(key, &forgotten),
-        (None, flags) => {
-            let flags = flags.expect("clap asks for them where there is no command");
-            flags.log_format.start();
-            serve::program::allow_open_files();
-            serve::program::run("deltapath-router", server::run(flags))
-        }
+    let Some(command) = command else {
+        let flags = flags.expect("clap asks for them where there is no command");
+        flags.log_format.start();
+        serve::program::allow_open_files();
+        return run(NAME, server::run(flags));
+    };
+    match command {
+        Command::Forget { key, forgotten } => run(NAME, async move {
+            match forget::add(&forgotten, key)? {
+                true => println!(
+                    "{key} is forgotten: routers that watch {} know within seconds",
+                    forgotten.display()
+                ),
+                false => println!("{key} was forgotten before"),
+            }
+            Ok(())
+        }),
+        Command::DeleteVolume { volume_id, endpoint } => run(NAME, async move {
+            delete::volume(endpoint.path(), volume_id.clone()).await?;
+            println!("{volume_id} is deleted");
+            Ok(())
+        }),
+        Command::Certificates(flags) => run(NAME, until_stopped(certificates::run(flags))),
+        Command::NodeCertificate(flags) => run(NAME, until_stopped(certificates::request(flags))),
     }
 }
 
-fn forget(key: Key, file: &Path) -> ExitCode {
-    match forget::add(file, key) {
-        Ok(true) => println!("{key} is forgotten: routers that watch {} know within seconds", file.display()),
-        Ok(false) => println!("{key} was forgotten before"),
-        Err(error) => {
-            eprintln!("deltapath-router: {error}");
-            return ExitCode::FAILURE;
-        }
+/// Runs what ends by a signal alone.
+async fn until_stopped(work: impl Future<Output = Result<(), Box<dyn Error>>>) -> Result<(), Box<dyn Error>> {
+    LogFormat::Text.start();
+    let stop = Stop::watch()?;
+    tokio::select! {
+        done = work => done,
+        () = stop.asked() => Ok(()),
     }
-    ExitCode::SUCCESS
 }
 
 #[cfg(test)]
@@ -152,11 +227,19 @@ mod tests {
         let parse = |line: &str| Arguments::try_parse_from(line.split(' '));
         let serve = parse(&format!("router --node-endpoints a:1,10.0.0.1:2,[::1]:3 {TLS}")).expect("flags");
         assert_eq!(serve.serve.expect("flags").node_endpoints, ["a:1", "10.0.0.1:2", "[::1]:3"]);
+        let serve = parse(&format!("router --node-service a/b-1 --kubeconfig k {TLS}")).expect("flags");
+        let service = serve.serve.and_then(|serve| serve.node_service).expect("a service");
+        assert_eq!((service.namespace.as_str(), service.name.as_str()), ("a", "b-1"));
         parse("router forget 0123abcd --forgotten f").expect("a command");
         for wrong in [
             "router",
             "router --node-endpoints a:1",
             &format!("router {TLS}"),
+            &format!("router --node-service b {TLS}"),
+            &format!("router --node-service a/ {TLS}"),
+            &format!("router --node-service a/b/c {TLS}"),
+            &format!("router --node-service a/b --node-endpoints a:1 {TLS}"),
+            &format!("router --node-endpoints a:1 --kubeconfig k {TLS}"),
             &format!("router --node-endpoints a {TLS}"),
             &format!("router --node-endpoints a:0 {TLS}"),
             &format!("router --node-endpoints a:1 {TLS} --endpoint tcp://1.2.3.4:5"),
@@ -172,7 +255,14 @@ mod tests {
     #[test]
     fn the_reference_has_every_flag() {
         let command = Arguments::command();
-        let flags = command.get_arguments().filter_map(|argument| argument.get_long());
-        assert_names_every_flag("deltapath-router", flags);
+        let flags = |command: &clap::Command| -> Vec<String> {
+            command.get_arguments().filter_map(|argument| argument.get_long()).map(str::to_owned).collect()
+        };
+        assert_names_every_flag("deltapath-router", flags(&command).iter().map(String::as_str));
+        for name in ["certificates", "node-certificate"] {
+            let command = command.find_subcommand(name).expect("a command");
+            let title = format!("deltapath-router {name}");
+            assert_names_every_flag(&title, flags(command).iter().map(String::as_str));
+        }
     }
 }

@@ -38,7 +38,12 @@ pub struct Nodes {
 
 #[derive(Default)]
 struct Table {
+    /// Whether the addresses are known, be they none.
+    has_addresses: bool,
     by_address: BTreeMap<Arc<str>, Entry>,
+    /// Nodes that have answered, and whose addresses are nobody's or another's now. They have objects, so they are missed
+    /// until they answer elsewhere or an operator says that they are gone.
+    departed: BTreeMap<Key, Arc<Node>>,
     forgotten: BTreeSet<Key>,
     driver_name: Option<String>,
 }
@@ -59,11 +64,38 @@ enum State {
 }
 
 impl State {
+    /// Who is or was there.
+    fn node(&self) -> Option<&Arc<Node>> {
+        match self {
+            State::Up(node, _) | State::Away(Some(node), _) => Some(node),
+            State::Away(None, _) | State::New => None,
+        }
+    }
+
     /// Before something else is known of the address.
     fn is_no_more(&self) {
         if let State::Up(node, _) = self {
             node_up(node).set(0);
         }
+    }
+}
+
+impl Table {
+    /// The state of an address is no more, and another may follow.
+    fn is_past(departed: &mut BTreeMap<Key, Arc<Node>>, past: &State, next: Option<&State>) {
+        past.is_no_more();
+        let stays = next.and_then(State::node).map(|node| node.key);
+        if let Some(node) = past.node().filter(|node| stays != Some(node.key)) {
+            departed.insert(node.key, node.clone());
+        }
+        if let Some(State::Up(node, _)) = next {
+            departed.remove(&node.key);
+        }
+    }
+
+    /// Departed nodes that are missed.
+    fn missed(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.departed.values().filter(|node| !self.forgotten.contains(&node.key))
     }
 }
 
@@ -106,13 +138,23 @@ impl Nodes {
     /// These are the addresses from now on: new ones are asked, and others no longer.
     pub fn set_addresses(self: &Arc<Self>, addresses: &BTreeSet<String>) {
         let mut table = self.table();
-        table.by_address.retain(|address, entry| {
+        let Table { by_address, departed, .. } = &mut *table;
+        by_address.retain(|address, entry| {
             let stays = addresses.contains(&**address);
             if !stays {
-                entry.state.is_no_more();
+                Table::is_past(departed, &entry.state, None);
             }
             stays
         });
+        // One that has come up at another address before this one went is there.
+        let up = by_address.values().filter_map(|entry| match &entry.state {
+            State::Up(node, _) => Some(node.key),
+            State::New | State::Away(..) => None,
+        });
+        for key in up {
+            departed.remove(&key);
+        }
+        table.has_addresses = true;
         for address in addresses {
             if !table.by_address.contains_key(address.as_str()) {
                 let address: Arc<str> = address.as_str().into();
@@ -214,8 +256,9 @@ impl Nodes {
 
     fn put(&self, address: &Arc<str>, state: State) {
         let mut table = self.table();
+        let Table { by_address, departed, .. } = &mut *table;
         // Dropped from the list while it was asked.
-        let Some(entry) = table.by_address.get_mut(address) else { return };
+        let Some(entry) = by_address.get_mut(address) else { return };
         match (&entry.state, &state) {
             (State::Up(..), State::Up(..)) => {}
             (_, State::Up(node, _)) => {
@@ -228,16 +271,13 @@ impl Nodes {
             }
             (_, State::New) => {}
         }
-        entry.state.is_no_more();
+        Table::is_past(departed, &entry.state, Some(&state));
         entry.state = state;
         self.changed(&table);
     }
 
     fn put_away(&self, address: &Arc<str>, why: String) {
-        let before = match self.table().by_address.get(address).map(|entry| &entry.state) {
-            Some(State::Up(node, _) | State::Away(Some(node), _)) => Some(node.clone()),
-            _ => None,
-        };
+        let before = self.table().by_address.get(address).and_then(|entry| entry.state.node().cloned());
         self.put(address, State::Away(before, why));
     }
 
@@ -254,10 +294,12 @@ impl Nodes {
                 node_up(node).set(1);
             }
         }
+        counts[1] += table.missed().count() as u32;
         for (state, count) in ["up", "away", "forgotten"].into_iter().zip(counts) {
             gauge!("deltapath_router_nodes", "state" => state).set(count);
         }
-        let settled = table.by_address.values().all(|entry| !matches!(entry.state, State::New));
+        let settled =
+            table.has_addresses && table.by_address.values().all(|entry| !matches!(entry.state, State::New));
         // One that joins later holds nobody up.
         self.settled.send_if_modified(|before| settled && !std::mem::replace(before, true));
     }
@@ -311,6 +353,7 @@ impl Nodes {
                 State::Away(None, _) | State::New => away.push((address.to_string(), None)),
             }
         }
+        away.extend(table.missed().map(|node| (node.name.clone(), Some(node.clone()))));
         // A pod that came back at another address is there.
         away.retain(|(_, node)| node.as_ref().is_none_or(|node| !claimed.contains_key(&node.key)));
         away
@@ -342,6 +385,9 @@ impl Nodes {
                 one.name, two.name
             ))),
             ([], Some((node, why))) => Place::Away(node.unavailable(why)),
+            ([], None) if table.departed.contains_key(&key) => {
+                Place::Away(table.departed[&key].unavailable("its address is none of a node any more"))
+            }
             ([], None) => Place::Away(Status::unavailable(format!(
                 "no node with the data directory {key} has answered: try again when it is back, or, if it is gone for \
                  good, run deltapath-router forget {key}"

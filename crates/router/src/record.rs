@@ -28,7 +28,7 @@ pub fn describe() {
     );
     describe_counter!(
         "deltapath_router_volumes_made_twice_total",
-        "CreateVolume calls that found volumes of their name on several nodes."
+        "Times that volumes of one name were found on several nodes."
     );
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serve::authority::Tolerant;
-use serve::mutual::{Files, Mutual, Role};
+use serve::mutual::{self, Files, Mutual, Role};
 use serve::program::{self, Stop};
 use serve::streams::Streams;
 use tokio::task::JoinSet;
@@ -30,7 +30,16 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let files =
         Files { certificate: arguments.tls_cert, key: arguments.tls_key, authorities: arguments.tls_ca };
     let tls = Mutual::new(files, Role::Router);
-    tls.load()?;
+    match tls.load() {
+        Ok(()) => {}
+        // In Kubernetes the files of a Secret are there as soon as somebody has filled it.
+        Err(mutual::Error::Certificate(error))
+            if arguments.node_service.is_some() && error.is_not_found() =>
+        {
+            tracing::warn!(error = base::report(&error), "no node is asked until there is a certificate");
+        }
+        Err(error) => return Err(error.into()),
+    }
     tasks.spawn(tls.clone().follow());
     if let Some(forgotten) = &arguments.forgotten {
         crate::forget::read(forgotten)?;
@@ -42,7 +51,13 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
 
     let nodes = Nodes::new(tls, arguments.node_timeout, arguments.forgotten);
     nodes.read_forgotten();
-    nodes.set_addresses(&arguments.node_endpoints.into_iter().collect());
+    match &arguments.node_service {
+        Some(service) => {
+            let client = serve::questions::client(arguments.kubeconfig.as_deref()).await?;
+            tasks.spawn(crate::slices::follow(client, service.clone(), nodes.clone()));
+        }
+        None => nodes.set_addresses(&arguments.node_endpoints.iter().cloned().collect()),
+    }
     tasks.spawn(nodes.clone().follow_forgotten());
 
     let is_stopping = Arc::new(AtomicBool::new(false));
@@ -63,6 +78,10 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let streams = Streams::new(arguments.max_streams, arguments.max_streams, record::OPEN_STREAMS);
     tasks.spawn(streams.clone().end_idle(arguments.idle_timeout));
     let router = Arc::new(Router::new(nodes, streams));
+    tasks.spawn({
+        let router = router.clone();
+        async move { router.find_twice().await }
+    });
     tracing::info!(endpoint = %arguments.endpoint, "serving");
     let connections = UnixListenerStream::new(socket).map(|connection| connection.map(Tolerant::new));
     let server = Server::builder()

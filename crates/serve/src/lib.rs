@@ -1,14 +1,17 @@
 //! What servers share, each thing once: HTTP for probes and metrics ([`http`]), sockets ([`authority`], [`socket`]), and answers
 //! that are fetched and passed on as bytes ([`upstream`], [`relay`]). As features: connections over TLS whose certificate
-//! changes without a restart (`tls`: `certificate`, `mutual`, `listen`), and the streams on them (`streams`); and, for the
-//! driver links none of it, the flags, log and end of a program that only serves (`program`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls
-//! and what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
+//! changes without a restart (`tls`: `certificate`, `mutual`, `listen`), and the streams on them (`streams`); and, so that the
+//! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign
+//! (`certificates`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls and
+//! what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
 pub mod authority;
 #[cfg(feature = "tls")]
 pub mod certificate;
+#[cfg(feature = "certificates")]
+pub mod certificates;
 pub mod http;
 #[cfg(feature = "lease")]
 pub mod lease;

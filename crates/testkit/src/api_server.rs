@@ -123,6 +123,8 @@ impl ApiServer {
             format!("--service-account-signing-key-file={}", file("accounts.key")),
             "--service-account-issuer=https://kubernetes.default.svc".into(),
             "--authorization-mode=RBAC".into(),
+            // A driver's pod is.
+            "--allow-privileged=true".into(),
             // The aggregation layer: how it shows other API servers who it is, and that it asks endpoints, for no proxy
             // leads from a Service to them here.
             format!("--requestheader-client-ca-file={}", file("proxy-ca.crt")),
@@ -158,15 +160,22 @@ impl ApiServer {
         }
     }
 
+    /// Kills the server, and not its etcd.
+    pub fn kill_server(&self) {
+        end(&self.server);
+    }
+
     /// Kills it and its etcd.
     pub fn kill(&self) {
         end(&self.server);
         end(&self.etcd);
     }
 
-    /// Starts both again after [`ApiServer::kill`], with what they had.
+    /// Starts again what was killed, at the same addresses and with what it had.
     pub async fn start_again(&self) {
-        self.start_etcd();
+        if locked(&self.etcd).is_none() {
+            self.start_etcd();
+        }
         self.start_server();
         self.ready().await;
     }
@@ -397,6 +406,7 @@ fn end(child: &Mutex<Option<Child>>) {
 fn resource(kind: &str) -> ApiResource {
     let (group, version, plural) = match kind {
         "Namespace" => ("", "v1", "namespaces"),
+        "ConfigMap" => ("", "v1", "configmaps"),
         "ServiceAccount" => ("", "v1", "serviceaccounts"),
         "Secret" => ("", "v1", "secrets"),
         "Pod" => ("", "v1", "pods"),

@@ -6,6 +6,7 @@
 pub mod api_server;
 pub mod content;
 pub mod disk;
+pub mod network;
 pub mod order;
 pub mod places;
 pub mod reference;
@@ -82,6 +83,10 @@ pub struct Rig {
     log_filter: String,
     child: Option<Child>,
 }
+
+/// A variable of [`Rig::environment`] that is not the driver's: the driver is started by this command line, whose words are
+/// separated by spaces and which it ends.
+pub const STARTED_BY: &str = "DELTAPATH_TEST_STARTED_BY";
 
 impl Rig {
     /// Starts a driver on a fresh data directory.
@@ -309,6 +314,21 @@ pub fn driver_command(dir: &Path, pool: PoolKind) -> Command {
     command
 }
 
+/// A command line that ends with another.
+fn started_by(words: &str, ended: &Command) -> Command {
+    let mut words = words.split(' ');
+    let mut command = Command::new(words.next().expect("a program"));
+    command.args(words).arg(ended.get_program()).args(ended.get_args());
+    for (name, value) in ended.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}
+
 async fn command(
     dir: &Path,
     pool: PoolKind,
@@ -334,7 +354,11 @@ pub async fn try_command(
     log_filter: &str,
 ) -> Result<(Child, Client), ExitStatus> {
     let log = std::fs::File::options().create(true).append(true).open(dir.join("driver.log")).expect("log");
-    let mut child = driver_command(dir, pool)
+    let mut command = driver_command(dir, pool);
+    if let Some((_, words)) = environment.iter().find(|(name, _)| *name == STARTED_BY) {
+        command = started_by(words.to_str().expect("a command line"), &command);
+    }
+    let mut child = command
         .args(arguments)
         .env("RUST_LOG", log_filter)
         .envs(environment.iter().map(|(name, value)| (*name, value)))

@@ -3,9 +3,12 @@
 #![allow(missing_docs)]
 
 mod certificates;
+mod cuts;
 mod lists;
 mod names;
 mod nodes;
+mod signing;
+mod slices;
 mod streams;
 mod suites;
 mod world;

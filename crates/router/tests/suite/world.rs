@@ -13,7 +13,8 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
 };
 use tempfile::TempDir;
-use testkit::{PoolKind, Rig, free_port};
+use testkit::network::Host;
+use testkit::{PoolKind, Rig, STARTED_BY, free_port};
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response};
@@ -69,6 +70,10 @@ pub struct Node {
     pub rig: Rig,
     pub key: String,
     pub port: u16,
+    /// Where it answers routers.
+    pub address: String,
+    // After the driver.
+    pub host: Option<Host>,
 }
 
 impl Node {
@@ -101,9 +106,10 @@ impl Router {
         let socket = dir.join(format!("{name}.sock"));
         let log = dir.join(format!("{name}.log"));
         let http = free_port();
+        let nodes = (!endpoints.is_empty()).then(|| format!("--node-endpoints={}", endpoints.join(",")));
         let child = Command::new(testkit::program("deltapath-router"))
             .arg(format!("--endpoint=unix://{}", socket.display()))
-            .arg(format!("--node-endpoints={}", endpoints.join(",")))
+            .args(nodes)
             .arg(format!("--http-endpoint=127.0.0.1:{http}"))
             .args(tls_flags("", dir, "router"))
             .args(more)
@@ -119,6 +125,12 @@ impl Router {
             panic!("no router: {error}\n{}", std::fs::read_to_string(&log).unwrap_or_default())
         });
         Router { client, socket, http, log, child: child.0.take().expect("set above") }
+    }
+
+    /// For the bench.
+    #[allow(dead_code)]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub fn log(&self) -> String {
@@ -192,10 +204,7 @@ impl Cluster {
 
     /// Drivers with flags of their own.
     pub async fn start_each(pool: PoolKind, drivers: &[&[&str]], router: &[&str]) -> Self {
-        let dir = tempfile::Builder::new().prefix("deltapath-router-").tempdir().expect("temp dir");
-        let authority = Authority::new("the cluster's CA");
-        authority.issue(dir.path(), "router", &uri("router"));
-        let mut cluster = Cluster { router: None, nodes: Vec::new(), authority, dir };
+        let mut cluster = Self::empty();
         for driver in drivers {
             cluster.add_node(pool, driver).await;
         }
@@ -206,25 +215,55 @@ impl Cluster {
         cluster
     }
 
-    /// Starts a driver. Its certificate is made when its key is known, as it is in life.
+    /// Drivers that are no node's yet.
+    pub fn empty() -> Self {
+        let dir = tempfile::Builder::new().prefix("deltapath-router-").tempdir().expect("temp dir");
+        let authority = Authority::new("the cluster's CA");
+        authority.issue(dir.path(), "router", &uri("router"));
+        Cluster { router: None, nodes: Vec::new(), authority, dir }
+    }
+
+    /// So many drivers, each on a host of its own, behind one router. The caller is in a network of its own.
+    pub async fn start_on_hosts(pool: PoolKind, nodes: u8, router: &[&str]) -> Self {
+        let mut cluster = Self::empty();
+        for number in 0..nodes {
+            cluster.add_node_on(pool, &[], "", Some(Host::new(number))).await;
+        }
+        let endpoints = cluster.endpoints();
+        let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;
+        router.sees(nodes.into()).await;
+        cluster.router = Some(router);
+        cluster
+    }
+
+    /// Starts a driver.
     pub async fn add_node(&mut self, pool: PoolKind, driver: &[&str]) {
+        self.add_node_on(pool, driver, "127.0.0.1", None).await;
+    }
+
+    /// Starts a driver at a local address or on a host. Its certificate is made when its key is known, as it is in life.
+    pub async fn add_node_on(&mut self, pool: PoolKind, driver: &[&str], address: &str, host: Option<Host>) {
         let port = free_port();
+        // Ports are free on all hosts at once, and names are different.
+        let address = host.as_ref().map_or(address, |host| &host.address).to_owned();
         let name = format!("node-{port}");
-        let mut arguments = vec![format!("--router-listen=127.0.0.1:{port}"), format!("--node-id={name}")];
+        let mut arguments = vec![format!("--router-listen={address}:{port}"), format!("--node-id={name}")];
         arguments.extend(tls_flags("router-", self.dir.path(), &name));
         arguments.extend(driver.iter().map(|argument| (*argument).to_owned()));
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let rig = Rig::start_with(pool, &arguments, "info").await;
+        let by = host.as_ref().map(|host| (STARTED_BY, host.enter().join(" ").into()));
+        let rig =
+            Rig::start_as(testkit::temp_dir(), pool, &arguments, by.into_iter().collect(), "info").await;
         let manifest =
             std::fs::read_to_string(rig.data_dir().join("deltapath.json")).expect("deltapath.json");
         let manifest: serde_json::Value = serde_json::from_str(&manifest).expect("JSON");
         let key = manifest["key"].as_str().expect("a key").to_owned();
         self.authority.issue(self.dir.path(), &name, &uri(&format!("node/{key}")));
-        self.nodes.push(Node { rig, key, port });
+        self.nodes.push(Node { rig, key, port, address: format!("{address}:{port}"), host });
     }
 
     pub fn endpoints(&self) -> Vec<String> {
-        self.nodes.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect()
+        self.nodes.iter().map(|node| node.address.clone()).collect()
     }
 
     pub fn router(&self) -> &Router {

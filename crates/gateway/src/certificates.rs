@@ -1,9 +1,6 @@
 //! Certificates that look after themselves (`--manage-certificates`): the elected replica keeps a CA and a serving
 //! certificate in a Secret, and the SnapshotMetadataService object up to date; every replica shows what the Secret holds.
 
-mod issue;
-mod plan;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +16,13 @@ use kube::{Api, Client};
 use metrics::gauge;
 use serde_json::json;
 use serve::certificate::Certificate;
+use serve::certificates::{self, State};
 use tokio::time::{sleep, timeout};
 
-use issue::Authority;
-pub use plan::Lifetimes;
-use plan::{Announced, Former, State, Step, signed};
+pub use serve::certificates::Lifetimes;
 
+/// In the subjects of authority and certificate.
+const OWNER: &str = "deltapath-gateway";
 /// Marks a SnapshotMetadataService that this gateway wrote; one without it is a person's, and left alone.
 const OURS: (&str, &str) = ("app.kubernetes.io/managed-by", "deltapath-gateway");
 /// The key of the Secret under which everything is kept; `tls.crt`, `tls.key` and `ca.crt` repeat parts of it for other tools.
@@ -38,7 +36,7 @@ enum Error {
     #[error("{0}")]
     Api(&'static str, #[source] kube::Error),
     #[error("make a certificate")]
-    Issue(#[from] rcgen::Error),
+    Issue(#[from] certificates::Error),
     #[error("the Secret's {KEPT} cannot be read: delete it from the Secret, and new certificates are made")]
     Kept(#[source] serde_json::Error),
     #[error("the API server does not answer")]
@@ -134,13 +132,8 @@ impl Certificates {
         let now = Timestamp::now();
         let (secret, state) = self.read().await?;
         let Some(state) = state else {
-            let former = self
-                .named()
-                .await?
-                .map(|certificates| Former { certificates, until: now + signed(self.lifetimes.overlap) });
-            let current = Authority::new(now, self.lifetimes.authority)?;
-            let leaf = current.issue(&self.hosts(), now, self.lifetimes.leaf)?;
-            let state = State { current, next: None, former, leaf };
+            let known = self.named().await?;
+            let state = State::first(OWNER, &self.hosts(), known, now, &self.lifetimes)?;
             tracing::info!("making the first certificates");
             self.name_authorities(&state, has_warned).await?;
             self.write(secret, &state).await?;
@@ -151,7 +144,7 @@ impl Certificates {
             None => state,
             Some(step) => {
                 tracing::info!(?step, "certificates");
-                self.after(step, state, now)?
+                state.after(step, OWNER, &self.hosts(), now, &self.lifetimes)?
             }
         };
         self.name_authorities(&state, has_warned).await?;
@@ -159,30 +152,6 @@ impl Certificates {
             self.write(secret, &state).await?;
         }
         Ok(due.is_some())
-    }
-
-    /// The state after a step.
-    fn after(&self, step: Step, state: State, now: Timestamp) -> Result<State, Error> {
-        let overlap = signed(self.lifetimes.overlap);
-        Ok(match step {
-            Step::Forget => State { former: None, ..state },
-            Step::Announce => {
-                let authority = Authority::new(now, self.lifetimes.authority)?;
-                State { next: Some(Announced { authority, since: now }), ..state }
-            }
-            Step::Promote => match state.next {
-                None => state,
-                Some(Announced { authority, .. }) => State {
-                    leaf: authority.issue(&self.hosts(), now, self.lifetimes.leaf)?,
-                    former: Some(Former { certificates: state.current.certificate, until: now + overlap }),
-                    current: authority,
-                    next: None,
-                },
-            },
-            Step::Renew => {
-                State { leaf: state.current.issue(&self.hosts(), now, self.lifetimes.leaf)?, ..state }
-            }
-        })
     }
 
     fn secrets(&self) -> Api<Secret> {

@@ -1,6 +1,6 @@
-//! When certificates and their authorities (CAs) change: pure decisions over what is kept in the Secret.
+//! When certificates and their authorities (CAs) change: pure decisions over what is kept in a Secret.
 //!
-//! A client that read the SnapshotMetadataService object at any time in the last `overlap` must be able to connect. So the
+//! An object that clients read names the authorities. A client that read it at any time in the last `overlap` must be able to connect. So the
 //! object names a new authority for that long before anything is signed by it, and the one before for that long after.
 
 use std::time::Duration;
@@ -84,6 +84,51 @@ impl State {
         (self.leaf.renew <= now || self.leaf.hosts != hosts).then_some(Step::Renew)
     }
 
+    /// The first: an authority of `owner`, and a certificate with these names. `known` are the authorities of before, in PEM,
+    /// that clients may go by for a while.
+    pub fn first(
+        owner: &str,
+        hosts: &[String],
+        known: Option<String>,
+        now: Timestamp,
+        lifetimes: &Lifetimes,
+    ) -> Result<Self, rcgen::Error> {
+        let current = Authority::new(owner, now, lifetimes.authority)?;
+        let leaf = current.issue(owner, hosts, now, lifetimes.leaf)?;
+        let until = now + signed(lifetimes.overlap);
+        let former = known.map(|certificates| Former { certificates, until });
+        Ok(State { current, next: None, former, leaf })
+    }
+
+    /// The state after a step.
+    pub fn after(
+        self,
+        step: Step,
+        owner: &str,
+        hosts: &[String],
+        now: Timestamp,
+        lifetimes: &Lifetimes,
+    ) -> Result<Self, rcgen::Error> {
+        let until = now + signed(lifetimes.overlap);
+        Ok(match step {
+            Step::Forget => State { former: None, ..self },
+            Step::Announce => {
+                let authority = Authority::new(owner, now, lifetimes.authority)?;
+                State { next: Some(Announced { authority, since: now }), ..self }
+            }
+            Step::Promote => match self.next {
+                None => self,
+                Some(Announced { authority, .. }) => State {
+                    leaf: authority.issue(owner, hosts, now, lifetimes.leaf)?,
+                    former: Some(Former { certificates: self.current.certificate, until }),
+                    current: authority,
+                    next: None,
+                },
+            },
+            Step::Renew => State { leaf: self.current.issue(owner, hosts, now, lifetimes.leaf)?, ..self },
+        })
+    }
+
     /// The authorities that the object names, in PEM.
     pub fn bundle(&self) -> String {
         let mut bundle = self.current.certificate.clone();
@@ -94,7 +139,7 @@ impl State {
 }
 
 /// A span of time for arithmetic with timestamps.
-pub fn signed(duration: Duration) -> SignedDuration {
+pub(super) fn signed(duration: Duration) -> SignedDuration {
     SignedDuration::try_from(duration).unwrap_or(SignedDuration::MAX)
 }
 

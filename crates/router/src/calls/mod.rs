@@ -1,0 +1,185 @@
+//! What each call does: to which node it goes, or what is made of the answers of many. Here is what all calls share; the table of
+//! them is in `methods`.
+
+mod lists;
+mod methods;
+mod names;
+mod snapshots;
+mod twice;
+mod volumes;
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use base::Key;
+use bytes::Bytes;
+use prost::Message;
+use serve::relay::frame_bytes;
+use serve::streams::Streams;
+use serve::upstream::Answer;
+use tonic::codegen::http::response;
+use tonic::{Code, Status};
+
+pub use methods::Method;
+use methods::{Ids, Route, TwoIds};
+
+use crate::node::{Connection, Node};
+use crate::nodes::{Nodes, Place};
+use crate::record::Record;
+
+/// Nodes that are asked at once on behalf of one call.
+const AT_ONCE: usize = 32;
+
+/// A call under way: its message, its deadline, and what is kept of it.
+struct Work<'c> {
+    path: &'static str,
+    message: Bytes,
+    deadline: Option<Instant>,
+    record: &'c mut Record,
+}
+
+/// Where a call about an object goes.
+enum Target {
+    Node(Arc<Node>),
+    /// The object is gone with its node.
+    Forgotten,
+}
+
+/// Routes calls to nodes.
+pub struct Router {
+    /// The nodes.
+    pub nodes: Arc<Nodes>,
+    /// Answers under way.
+    pub streams: Arc<Streams<Connection, Record>>,
+    /// Names of objects that are being made.
+    names: Mutex<BTreeSet<(i32, String)>>,
+    /// The node that was last asked to make a volume of this name and has not answered: it may be there.
+    unanswered: Mutex<HashMap<String, (Key, Instant)>>,
+    /// Volumes that were made while nodes were away, which may have one of the same name: their ids by name.
+    doubtful: Mutex<HashMap<String, String>>,
+}
+
+fn decode<M: Message + Default>(message: &Bytes) -> Result<M, Status> {
+    M::decode(message.clone())
+        .map_err(|_| Status::invalid_argument("the request is not a message of this call"))
+}
+
+fn forgotten(id: &str) -> Status {
+    Status::not_found(format!("{id} does not exist: its node was forgotten (deltapath-router forget)"))
+}
+
+impl Router {
+    /// Routes to these.
+    pub fn new(nodes: Arc<Nodes>, streams: Arc<Streams<Connection, Record>>) -> Self {
+        Router {
+            nodes,
+            streams,
+            names: Mutex::default(),
+            unanswered: Mutex::default(),
+            doubtful: Mutex::default(),
+        }
+    }
+
+    /// Makes a unary call.
+    pub async fn call(
+        &self,
+        method: Method,
+        message: Bytes,
+        deadline: Option<Instant>,
+        record: &mut Record,
+    ) -> Result<Bytes, Status> {
+        self.nodes.settled().await;
+        let mut work = Work { path: method.path, message, deadline, record };
+        match method.route {
+            Route::PluginInfo => self.plugin_info(),
+            Route::Probe => {
+                let ready = Some(!self.nodes.up().is_empty());
+                Ok(proto::ProbeResponse { ready }.encode_to_vec().into())
+            }
+            Route::Any => self.ask_any(&mut work).await,
+            Route::ById | Route::Undo => {
+                let id = decode::<Ids>(&work.message)?.first;
+                work.record.about(&id);
+                match self.target(&id)? {
+                    Target::Node(node) => work.ask(&node).await,
+                    Target::Forgotten if method.route == Route::Undo => Ok(Bytes::new()),
+                    Target::Forgotten => Err(forgotten(&id)),
+                }
+            }
+            Route::CreateVolume => self.create_volume(&mut work).await,
+            Route::CreateSnapshot => self.create_snapshot(&mut work).await,
+            Route::CreateGroup => self.create_group(&mut work).await,
+            Route::List => self.list(method, &mut work, true).await,
+            Route::ListSnapshots => self.list_snapshots(method, &mut work).await,
+            Route::GetCapacity => self.get_capacity(&mut work).await,
+            Route::Allocated | Route::Delta => Err(Status::internal("a stream is no unary call")),
+        }
+    }
+
+    /// Opens a stream.
+    pub async fn open(
+        &self,
+        method: Method,
+        message: Bytes,
+        deadline: Option<Instant>,
+        record: &mut Record,
+    ) -> Result<(response::Parts, Answer<Connection>), Status> {
+        self.nodes.settled().await;
+        let id = match method.route {
+            Route::Delta => decode::<TwoIds>(&message)?.target,
+            _ => decode::<Ids>(&message)?.first,
+        };
+        record.about(&id);
+        match self.target(&id)? {
+            Target::Node(node) => {
+                record.on(&node);
+                node.open(method.path, frame_bytes(&message), deadline).await
+            }
+            Target::Forgotten => Err(forgotten(&id)),
+        }
+    }
+
+    /// The node of an object. What is no id of ours exists nowhere, and any node says so.
+    fn target(&self, id: &str) -> Result<Target, Status> {
+        let Some(key) = Key::of(id) else { return self.any().map(Target::Node) };
+        match self.nodes.place(key) {
+            Place::Here(node) => Ok(Target::Node(node)),
+            Place::Forgotten => Ok(Target::Forgotten),
+            Place::Away(status) => Err(status),
+        }
+    }
+
+    fn any(&self) -> Result<Arc<Node>, Status> {
+        let first = self.nodes.up().into_iter().next();
+        first.ok_or_else(|| Status::unavailable("no node answers: see the router's log"))
+    }
+
+    /// Asks the nodes in turn, until one is there.
+    async fn ask_any(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        let mut last = Status::unavailable("no node answers: see the router's log");
+        for node in self.nodes.up() {
+            match work.ask(&node).await {
+                Err(status) if status.code() == Code::Unavailable => last = status,
+                answer => return answer,
+            }
+        }
+        Err(last)
+    }
+
+    fn plugin_info(&self) -> Result<Bytes, Status> {
+        let name = self.nodes.driver_name();
+        let name = name.ok_or_else(|| Status::unavailable("no node has said its driver's name yet"))?;
+        let vendor_version = env!("CARGO_PKG_VERSION").to_owned();
+        let manifest = [("nodes".to_owned(), self.nodes.up().len().to_string())].into();
+        Ok(proto::GetPluginInfoResponse { name, vendor_version, manifest }.encode_to_vec().into())
+    }
+}
+
+impl Work<'_> {
+    /// Makes the call on this node, as it came.
+    async fn ask(&mut self, node: &Arc<Node>) -> Result<Bytes, Status> {
+        self.record.on(node);
+        node.call(self.path, self.message.clone(), self.deadline).await
+    }
+}

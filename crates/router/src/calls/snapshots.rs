@@ -1,0 +1,82 @@
+//! Snapshots and groups of them: made where their source is, if their name is free on the other nodes; and their lists.
+
+use base::Key;
+use bytes::Bytes;
+use proto::node::Kind;
+use tonic::Status;
+
+use super::{Method, Router, Target, Work, decode, forgotten};
+use crate::nodes::Place;
+
+impl Router {
+    pub(super) async fn create_snapshot(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        let request: proto::CreateSnapshotRequest = decode(&work.message)?;
+        work.record.about(&request.name);
+        let target = self.target(&request.source_volume_id)?;
+        self.create_by_name(Kind::Snapshot, &request.name, target, &request.source_volume_id, work).await
+    }
+
+    pub(super) async fn create_group(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        let request: proto::CreateVolumeGroupSnapshotRequest = decode(&work.message)?;
+        work.record.about(&request.name);
+        let mut by_node: Vec<(Key, &str)> =
+            request.source_volume_ids.iter().filter_map(|id| Some((Key::of(id)?, id.as_str()))).collect();
+        by_node.dedup_by_key(|(key, _)| *key);
+        if let [(one, first), (_, second), ..] = by_node[..] {
+            return Err(match (self.nodes.place(one), Key::of(second).map(|two| self.nodes.place(two))) {
+                (Place::Here(one), Some(Place::Here(two))) => Status::failed_precondition(format!(
+                    "volume {first} is on node {} and volume {second} on node {}: the volumes of a group snapshot must \
+                     be on one node",
+                    one.name, two.name
+                )),
+                _ => Status::failed_precondition(format!(
+                    "volumes {first} and {second} are on different nodes: the volumes of a group snapshot must be on \
+                     one node"
+                )),
+            });
+        }
+        let source = by_node.first().map_or("", |(_, id)| *id);
+        let target = self.target(source)?;
+        self.create_by_name(Kind::GroupSnapshot, &request.name, target, source, work).await
+    }
+
+    /// Makes a snapshot or a group on the node of its source, unless its name is taken on another.
+    async fn create_by_name(
+        &self,
+        kind: Kind,
+        name: &str,
+        target: Target,
+        source: &str,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
+        let Target::Node(node) = target else { return Err(forgotten(source)) };
+        if name.is_empty() || Key::of(source).is_none() {
+            // The node says what is wrong with it.
+            return work.ask(&node).await;
+        }
+        let _held = self.hold(kind, name)?;
+        let found = self.find(kind, name, work.deadline).await;
+        match found.iter().find(|(found, _)| found.key != node.key) {
+            Some((other, id)) => Err(Status::already_exists(format!(
+                "{name:?} already exists as {id} on node {}: use another name, or the same request",
+                other.name
+            ))),
+            None => work.ask(&node).await,
+        }
+    }
+
+    /// Lists of a volume's or for one snapshot are its node's; the others are of all nodes.
+    pub(super) async fn list_snapshots(&self, method: Method, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        let request: proto::ListSnapshotsRequest = decode(&work.message)?;
+        let ids = [&request.snapshot_id, &request.source_volume_id];
+        let Some(id) = ids.into_iter().find(|id| !id.is_empty()) else {
+            // The spec has all snapshots of the storage system listed, so a part of them is no answer.
+            return self.list(method, work, false).await;
+        };
+        work.record.about(id);
+        match self.target(id)? {
+            Target::Node(node) => work.ask(&node).await,
+            Target::Forgotten => Ok(Bytes::new()),
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! CreateVolume: on which node a volume is made, so that there is one of a name.
+
+use std::collections::HashMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::Key;
+use bytes::Bytes;
+use metrics::counter;
+use proto::node::node_client::NodeClient;
+use proto::node::{ChooseRequest, Kind};
+use tonic::{Code, Status};
+
+use super::{Router, Target, Work, decode, forgotten};
+use crate::node::{Node, within};
+use crate::nodes::Place;
+use crate::place;
+
+/// How long a volume that a node was asked for, without an answer, is waited for after the last try.
+const WAITED_FOR: Duration = Duration::from_secs(600);
+/// Names of such volumes, when those that nobody waits for any more are left out.
+const MOST_UNANSWERED: usize = 10_000;
+
+impl Router {
+    /// Makes a volume, and notes whether there may be another of its name.
+    pub(super) async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        let request: proto::CreateVolumeRequest = decode(&work.message)?;
+        let is_any_away = !self.nodes.away().is_empty();
+        let answer = self.place_volume(&request, work).await?;
+        if is_any_away {
+            self.doubt(&request.name, &answer);
+        }
+        Ok(answer)
+    }
+
+    /// 1. A volume of this name is found again, wherever it is.
+    /// 2. A node that was asked before and has not answered is asked again: the volume may be there.
+    /// 3. A source decides, for it is where it is.
+    /// 4. Else the best node, as the arbiter of the name has it: so two routers make one volume. The next best where that
+    ///    has no room.
+    async fn place_volume(
+        &self,
+        request: &proto::CreateVolumeRequest,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
+        use proto::volume_content_source::Type;
+        let name = request.name.as_str();
+        work.record.about(name);
+        if name.is_empty() {
+            return self.ask_any(work).await;
+        }
+        let _held = self.hold(Kind::Volume, name)?;
+        let requirement = request.accessibility_requirements.as_ref();
+        match &self.find(Kind::Volume, name, work.deadline).await[..] {
+            [] => {}
+            [(node, id)] if !place::is_allowed(&node.topology, requirement) => {
+                return Err(Status::already_exists(format!(
+                    "volume {name:?} already exists as {id} on node {}, which the requisite topologies leave out: use \
+                     another name, or delete it",
+                    node.name
+                )));
+            }
+            [(node, _)] => return self.create_on(node, name, work).await,
+            found => {
+                counter!("deltapath_router_volumes_made_twice_total").increment(1);
+                let places: Vec<_> =
+                    found.iter().map(|(node, id)| format!("{id} on node {}", node.name)).collect();
+                return Err(Status::failed_precondition(format!(
+                    "volume {name:?} was made twice, as {}: delete the one that is not in use",
+                    places.join(" and as ")
+                )));
+            }
+        }
+        if let Some(key) = self.waits_for(name) {
+            match self.nodes.place(key) {
+                Place::Here(node) if place::is_allowed(&node.topology, requirement) => {
+                    return self.create_on(&node, name, work).await;
+                }
+                Place::Away(status) => return Err(status),
+                Place::Here(_) | Place::Forgotten => {}
+            }
+        }
+        let source = request.volume_content_source.as_ref().and_then(|source| match &source.r#type {
+            Some(Type::Snapshot(source)) => Some(source.snapshot_id.as_str()),
+            Some(Type::Volume(source)) => Some(source.volume_id.as_str()),
+            None => None,
+        });
+        match source.filter(|source| Key::of(source).is_some()) {
+            Some(source) => self.create_from(name, source, requirement, work).await,
+            None => self.create_anywhere(name, requirement, work).await,
+        }
+    }
+
+    fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (Key, Instant)>> {
+        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks a node to make the volume. Until it answers, also beyond the end of this call, its name is kept for it.
+    async fn create_on(&self, node: &Arc<Node>, name: &str, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        {
+            let mut unanswered = self.unanswered();
+            if unanswered.len() >= MOST_UNANSWERED {
+                unanswered.retain(|_, (_, asked)| asked.elapsed() < WAITED_FOR);
+            }
+            unanswered.insert(name.to_owned(), (node.key, Instant::now()));
+        }
+        let answer = work.ask(node).await;
+        let is_answered = answer.as_ref().err().is_none_or(|status| {
+            !matches!(
+                status.code(),
+                Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled | Code::Unknown | Code::Aborted
+            )
+        });
+        if is_answered {
+            self.unanswered().remove(name);
+        }
+        answer
+    }
+
+    /// The node that has not answered for this name, if there is one.
+    fn waits_for(&self, name: &str) -> Option<Key> {
+        let mut unanswered = self.unanswered();
+        let (key, asked) = unanswered.get_mut(name).filter(|(_, asked)| asked.elapsed() < WAITED_FOR)?;
+        *asked = Instant::now();
+        Some(*key)
+    }
+
+    async fn create_from(
+        &self,
+        name: &str,
+        source: &str,
+        requirement: Option<&proto::TopologyRequirement>,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
+        match self.target(source)? {
+            Target::Forgotten => Err(forgotten(source)),
+            Target::Node(node) if !place::is_allowed(&node.topology, requirement) => {
+                Err(Status::resource_exhausted(format!(
+                    "{source} is on node {}, which the requisite topologies leave out: volumes are made where their \
+                     source is",
+                    node.name
+                )))
+            }
+            Target::Node(node) => self.create_on(&node, name, work).await,
+        }
+    }
+
+    async fn create_anywhere(
+        &self,
+        name: &str,
+        requirement: Option<&proto::TopologyRequirement>,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
+        let nodes = self.nodes.candidates();
+        let node = |key: Key| nodes.iter().map(|(node, _)| node).find(|node| node.key == key);
+        let allowed =
+            place::order(nodes.iter().map(|(_, candidate)| candidate.clone()).collect(), requirement);
+        let away = self.nodes.away();
+        let may_be_away = away
+            .iter()
+            .any(|(_, node)| node.as_ref().is_none_or(|node| place::is_allowed(&node.topology, requirement)));
+        let mut excluded = Vec::new();
+        let mut full = None;
+        loop {
+            let mut left = allowed.iter().filter(|key| !excluded.contains(*key));
+            let Some(best) = left.next() else {
+                return Err(full.unwrap_or_else(|| match may_be_away {
+                    true => Status::unavailable("no node that the topologies allow answers: try again later"),
+                    false => Status::resource_exhausted("none of the requisite topologies is that of a node"),
+                }));
+            };
+            // Where there is nothing to choose, nobody needs to agree.
+            let chosen = match left.next().is_none() && !may_be_away && excluded.is_empty() {
+                true => *best,
+                false => self.choose(name, *best, &excluded, &nodes, work.deadline).await?,
+            };
+            match node(chosen) {
+                Some(node) if allowed.contains(&chosen) => match self.create_on(node, name, work).await {
+                    Err(status) if status.code() == Code::ResourceExhausted => full = Some(status),
+                    answer => return answer,
+                },
+                // Chosen by an earlier call, whose volume may be there.
+                None => match self.nodes.place(chosen) {
+                    Place::Away(status) => return Err(status),
+                    Place::Here(_) | Place::Forgotten => {}
+                },
+                Some(_) => {}
+            }
+            excluded.push(chosen);
+        }
+    }
+
+    /// Which node makes the volume, as the arbiter of its name knows it.
+    async fn choose(
+        &self,
+        name: &str,
+        best: Key,
+        excluded: &[Key],
+        nodes: &[(Arc<Node>, place::Candidate)],
+        deadline: Option<Instant>,
+    ) -> Result<Key, Status> {
+        let request = ChooseRequest {
+            volume_name: name.to_owned(),
+            proposed_key: best.to_string(),
+            excluded_keys: excluded.iter().map(Key::to_string).collect(),
+        };
+        let mut last = Status::unavailable("no node answers: see the router's log");
+        for arbiter in place::arbiters(name, nodes.iter().map(|(node, _)| node.key).collect()) {
+            let Some((node, _)) = nodes.iter().find(|(node, _)| node.key == arbiter) else { continue };
+            let mut client = NodeClient::new(node.link().channel());
+            let chosen = within(deadline, async {
+                client.choose(request.clone()).await.map_err(|status| node.told(status))
+            });
+            match chosen.await {
+                Ok(chosen) => {
+                    let key = chosen.into_inner().key;
+                    return key
+                        .parse()
+                        .map_err(|_| Status::internal(format!("a node chose {key:?}, which is no key")));
+                }
+                Err(status) if status.code() == Code::Unavailable => last = status,
+                Err(status) => return Err(status),
+            }
+        }
+        Err(last)
+    }
+}

@@ -1,0 +1,248 @@
+//! Promise: nodes whose link is cut, who freeze or die in the middle of calls hold no call past its deadline, disturb no other
+//! node, and nothing is made twice or lost. Each driver is on a host of its own, which a link leads to.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use csi_client::{block_capability, new_volume};
+use nix::sys::signal::Signal;
+use prost::Message;
+use proto::{
+    ControllerExpandVolumeRequest, ControllerGetVolumeRequest, CreateSnapshotRequest, CreateVolumeRequest,
+    DeleteVolumeRequest, GetMetadataAllocatedRequest, ListSnapshotsRequest, ListVolumesRequest,
+};
+use serve::relay::frame_bytes;
+use serve::upstream::{self, WideWindows};
+use testkit::{PoolKind, network};
+use tokio::net::UnixStream;
+use tonic::{Code, Request};
+
+use crate::world::{Cluster, PATIENCE, Router, eventually, patiently};
+
+/// What a call is given, as sidecars give it.
+const DEADLINE: Duration = Duration::from_secs(2);
+/// How a call may end whose node is not there.
+const GIVEN_UP: [Code; 4] = [Code::DeadlineExceeded, Code::Unavailable, Code::Cancelled, Code::Aborted];
+
+fn timed<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.set_timeout(DEADLINE);
+    request
+}
+
+/// A call whose node is not there: the router itself ends it in time, and says why. The client has no clock of its own.
+async fn is_given_up(cluster: &Cluster, path: &str, message: impl Message) {
+    let connection = UnixStream::connect(&cluster.router().socket).await.expect("connect");
+    let asked = Instant::now();
+    let request = upstream::request(path, Some(asked + DEADLINE)).expect("a request");
+    let call = upstream::call(connection, request, frame_bytes(&message.encode_to_vec()), WideWindows::of(0));
+    // Four times what it was given: no slow machine, and sooner than the pings of a connection find that it is dead.
+    let answered = tokio::time::timeout(4 * DEADLINE, call).await;
+    let (head, _) = answered.unwrap_or_else(|_| panic!("{path} hangs")).expect("an answer");
+    let code = head.headers.get("grpc-status").and_then(|code| code.to_str().ok()?.parse::<i32>().ok());
+    let code = Code::from(code.unwrap_or_else(|| panic!("{path} is answered: {head:?}")));
+    assert!(GIVEN_UP.contains(&code), "{path}: {head:?}");
+}
+
+#[test_with::root]
+#[test]
+fn a_cut_link_holds_no_call_past_its_deadline() {
+    network::alone(|| async {
+        let cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let (here, there) = (cluster.volume_on(0, "here").await, cluster.volume_on(1, "there").await);
+        let mut client = cluster.client();
+        let snapshot = client.create_snapshot("there", &there).await.expect("CreateSnapshot").snapshot_id;
+        let host = cluster.nodes[1].host.as_ref().expect("a host");
+        host.cut();
+        let mut controller = client.controller.clone();
+        // At once, when nobody knows yet, and later.
+        for round in 0..2 {
+            let id = || there.clone();
+            let get = ControllerGetVolumeRequest { volume_id: id() };
+            is_given_up(&cluster, "/csi.v1.Controller/ControllerGetVolume", get).await;
+            let new = CreateSnapshotRequest {
+                name: format!("more-{round}"),
+                source_volume_id: id(),
+                ..Default::default()
+            };
+            is_given_up(&cluster, "/csi.v1.Controller/CreateSnapshot", new).await;
+            let grow = ControllerExpandVolumeRequest {
+                volume_id: id(),
+                capacity_range: Some(proto::CapacityRange { required_bytes: 32 << 20, limit_bytes: 0 }),
+                volume_capability: Some(block_capability()),
+                ..Default::default()
+            };
+            is_given_up(&cluster, "/csi.v1.Controller/ControllerExpandVolume", grow).await;
+            let delete = DeleteVolumeRequest { volume_id: id(), ..Default::default() };
+            is_given_up(&cluster, "/csi.v1.Controller/DeleteVolume", delete).await;
+            let stream = GetMetadataAllocatedRequest { snapshot_id: snapshot.clone(), ..Default::default() };
+            is_given_up(&cluster, "/csi.v1.SnapshotMetadata/GetMetadataAllocated", stream).await;
+            // The healthy node is none the worse for it.
+            let get = ControllerGetVolumeRequest { volume_id: here.clone() };
+            controller.controller_get_volume(timed(get)).await.expect("a healthy node");
+            client.create_snapshot(&format!("here-{round}"), &here).await.expect("a healthy node");
+        }
+        cluster.router().sees(1).await;
+        cluster.volume_on(0, "meanwhile").await;
+        let listed = controller.list_volumes(timed(ListVolumesRequest::default())).await.expect("the others");
+        assert_eq!(listed.into_inner().entries.len(), 2);
+        host.mend();
+        cluster.router().sees(2).await;
+        // What was asked in vain may have been done or not, and is right in both cases when it is asked again.
+        let get = ControllerGetVolumeRequest { volume_id: there.clone() };
+        match controller.controller_get_volume(timed(get)).await {
+            Ok(_) => client.delete_volume(&there).await.expect("DeleteVolume"),
+            Err(status) => assert_eq!(status.code(), Code::NotFound, "{status}"),
+        }
+        client.allocated(&snapshot, 0, 0).await.expect("a stream");
+        cluster.finish();
+    });
+}
+
+/// A retry that crosses a partition: the first node has the volume, its answer is lost, and the router that is asked again has
+/// never heard of it.
+#[test_with::root]
+#[test]
+fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
+    network::alone(|| async {
+        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let first = cluster.volume_on(0, "twice").await;
+        cluster.nodes[0].host.as_ref().expect("a host").cut();
+        let endpoints = cluster.endpoints();
+        let fresh = Router::start(cluster.dir.path(), "fresh", &endpoints, &["--node-timeout", "1s"]).await;
+        fresh.sees(1).await;
+        let mut client = fresh.client.clone();
+        let request = || new_volume("twice", 16 << 20, block_capability());
+        let second = patiently!(client.create_volume(request())).expect("the other node").volume_id;
+        assert_eq!(cluster.node_of(&second), 1);
+        cluster.volume_on(1, "once").await;
+        cluster.nodes[0].host.as_ref().expect("a host").mend();
+        let counted = "deltapath_router_volumes_made_twice_total 1\n";
+        eventually("it is found", async || fresh.get("/metrics").await.contains(counted)).await;
+        let log = fresh.log();
+        assert!(log.contains(&first) && log.contains(&second) && log.contains("was made twice"), "{log}");
+        let error = client.create_volume(request()).await.expect_err("which of them?");
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        // Both are there until an operator says which one goes, and the one in use does not.
+        cluster.nodes[1].rig.attach(&second).await;
+        let delete = |id: &str| {
+            let program = testkit::program("deltapath-router");
+            let endpoint = format!("--endpoint=unix://{}", fresh.socket.display());
+            let done = std::process::Command::new(program).args(["delete-volume", id, &endpoint]).output();
+            let done = done.expect("run");
+            (done.status.code(), String::from_utf8_lossy(&done.stderr).into_owned())
+        };
+        let (code, said) = delete(&second);
+        assert!(code == Some(1) && said.contains("FailedPrecondition"), "{code:?}: {said}");
+        assert_eq!(delete(&first), (Some(0), String::new()));
+        assert_eq!(client.create_volume(request()).await.expect("one is left").volume_id, second);
+        cluster.nodes[1].rig.detach(&second).await;
+        fresh.finish();
+        cluster.finish();
+    });
+}
+
+/// A call made again until it is answered, as sidecars do it.
+macro_rules! until_answered {
+    ($call:expr) => {{
+        let begun = Instant::now();
+        loop {
+            match $call.await {
+                Err(status) if GIVEN_UP.contains(&status.code()) && begun.elapsed() < PATIENCE => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                answer => break answer.expect("an answer").into_inner(),
+            }
+        }
+    }};
+}
+
+#[test_with::root]
+#[test]
+fn cuts_freezes_and_kills_in_the_middle_of_calls_make_nothing_twice_and_lose_nothing() {
+    const CLIENTS: usize = 8;
+    const ROUNDS: usize = 1;
+    network::alone(|| async {
+        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let is_over = Arc::new(AtomicBool::new(false));
+        let work: Vec<_> = (0..CLIENTS)
+            .map(|number| {
+                let (mut controller, is_over) = (cluster.client().controller.clone(), is_over.clone());
+                tokio::spawn(async move {
+                    let mut made = Vec::new();
+                    for each in 0.. {
+                        if is_over.load(Ordering::Relaxed) {
+                            break;
+                        }
+                        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..100))).await;
+                        let name = format!("volume-{number}-{each}");
+                        let request: CreateVolumeRequest = new_volume(&name, 16 << 20, block_capability());
+                        let volume = until_answered!(controller.create_volume(timed(request.clone())));
+                        let id = volume.volume.expect("a volume").volume_id;
+                        let request = CreateSnapshotRequest {
+                            name: name.clone(),
+                            source_volume_id: id.clone(),
+                            ..Default::default()
+                        };
+                        let snapshot = until_answered!(controller.create_snapshot(timed(request.clone())));
+                        made.push((name, id, snapshot.snapshot.expect("a snapshot").snapshot_id));
+                    }
+                    made
+                })
+            })
+            .collect();
+        // Each for longer than a call is given, so that its client asks again meanwhile.
+        let pause = async || tokio::time::sleep(DEADLINE + Duration::from_millis(500)).await;
+        for _ in 0..ROUNDS {
+            for node in &mut cluster.nodes {
+                let between =
+                    async || tokio::time::sleep(Duration::from_millis(fastrand::u64(300..600))).await;
+                between().await;
+                node.host.as_ref().expect("a host").cut();
+                pause().await;
+                node.host.as_ref().expect("a host").mend();
+                between().await;
+                node.signal(Signal::SIGSTOP);
+                pause().await;
+                node.signal(Signal::SIGCONT);
+                between().await;
+                node.rig.kill();
+                pause().await;
+                node.rig.start_again().await;
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+        let mut made = BTreeMap::new();
+        for work in work {
+            for (name, volume, snapshot) in work.await.expect("a client") {
+                made.insert(name, (volume, snapshot));
+            }
+        }
+        assert!(made.len() >= CLIENTS, "only {} volumes", made.len());
+        cluster.router().sees(2).await;
+        let mut client = cluster.client();
+        for (name, (volume, snapshot)) in &made {
+            let again = new_volume(name, 16 << 20, block_capability());
+            assert_eq!(client.create_volume(again).await.expect("the same").volume_id, *volume);
+            assert_eq!(client.create_snapshot(name, volume).await.expect("the same").snapshot_id, *snapshot);
+        }
+        // Each node's own list: the router would not tell of a volume that it does not know.
+        let (mut volumes, mut snapshots) = (0, 0);
+        for node in &mut cluster.nodes {
+            let own = &mut node.rig.client.controller;
+            volumes += own
+                .list_volumes(ListVolumesRequest::default())
+                .await
+                .expect("a list")
+                .into_inner()
+                .entries
+                .len();
+            let listed = own.list_snapshots(ListSnapshotsRequest::default()).await.expect("a list");
+            snapshots += listed.into_inner().entries.len();
+        }
+        assert_eq!((volumes, snapshots), (made.len(), made.len()), "volumes and snapshots");
+        cluster.finish();
+    });
+}

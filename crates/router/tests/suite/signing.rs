@@ -1,0 +1,202 @@
+//! Promise: in Kubernetes router and nodes get their certificates by themselves, and no node gets another's.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{ConfigMap, Secret, ServiceAccount};
+use kube::Api;
+use kube::api::PostParams;
+use serde_json::json;
+use testkit::api_server::{ApiServer, kube_programs};
+use testkit::{PoolKind, Rig, free_port};
+
+use crate::world::{Router, eventually};
+
+const NAMESPACE: &str = "deltapath";
+
+/// `deltapath-router` with another command than to route.
+struct Program(Child, std::path::PathBuf);
+
+impl Program {
+    fn start(dir: &Path, name: &str, arguments: &[String]) -> Self {
+        let log = dir.join(format!("{name}.log"));
+        let child = Command::new(testkit::program("deltapath-router"))
+            .args(arguments)
+            .env("RUST_LOG", "info")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).expect("log"))
+            .spawn()
+            .expect("start");
+        Program(child, log)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(&self.1).expect("the log")
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}:\n{}", self.1.display(), self.log());
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A kubeconfig by which the API server knows on which node its bearer is: that of a pod there.
+async fn of_pod(api: &ApiServer, dir: &Path, account: &str, node: &str) -> std::path::PathBuf {
+    let name = format!("{account}-{node}");
+    api.make(json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "nodeName": node, "serviceAccountName": account, "automountServiceAccountToken": false,
+            "containers": [{"name": "c", "image": "i"}],
+        },
+    }))
+    .await;
+    let accounts: Api<ServiceAccount> = Api::namespaced(api.client.clone(), NAMESPACE);
+    let request = TokenRequest {
+        spec: Some(TokenRequestSpec {
+            attestations: None,
+            audiences: Some(vec!["https://kubernetes.default.svc".to_owned()]),
+            bound_object_ref: Some(BoundObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Pod".to_owned()),
+                name: Some(name.clone()),
+                uid: None,
+            }),
+            expiration_seconds: Some(3600),
+        }),
+        ..TokenRequest::default()
+    };
+    let made = accounts.create_token_request(account, &PostParams::default(), &request).await;
+    let token = made.expect("a token").status.expect("a status").token.expect("a token");
+    let config = std::fs::read_to_string(&api.kubeconfig).expect("a kubeconfig");
+    let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    config["users"][0]["user"] = json!({"token": token});
+    let path = dir.join(format!("{name}.kubeconfig"));
+    std::fs::write(&path, config.to_string()).expect("write");
+    path
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_real_api_server_takes_the_manifests() {
+    let Some(programs) = kube_programs(&["kubectl"]) else { return };
+    let Some(api) = ApiServer::start().await else { return };
+    api.namespace(NAMESPACE).await;
+    for overlay in ["distributed", "kind-distributed"] {
+        let done = Command::new(programs.join("kubectl"))
+            .arg("--kubeconfig")
+            .arg(&api.kubeconfig)
+            .args(["apply", "--server-side", "--dry-run=server", "--kustomize"])
+            .arg(Path::new(testkit::HOME).join("deploy/overlays").join(overlay))
+            .output()
+            .expect("kubectl");
+        let said = String::from_utf8_lossy(&done.stdout).into_owned();
+        assert!(done.status.success(), "{overlay}: {said}{}", String::from_utf8_lossy(&done.stderr));
+        assert!(
+            said.contains("deployment.apps/deltapath-controller serverside-applied"),
+            "{overlay}: {said}"
+        );
+    }
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
+    let Some(api) = ApiServer::start().await else { return };
+    let dir = tempfile::tempdir().expect("temp dir");
+    let path = |name: &str| dir.path().join(name).display().to_string();
+    // The objects and rights of deploy/overlays/distributed, and no more.
+    api.namespace(NAMESPACE).await;
+    let manifest = std::fs::read_to_string(
+        Path::new(testkit::HOME).join("deploy/overlays/distributed/certificates.yaml"),
+    );
+    for text in manifest.expect("the manifest").split("\n---\n") {
+        let object: serde_json::Value = serde_saphyr::from_str(text).expect("YAML");
+        if object["kind"] != "Deployment" && object["kind"] != "NetworkPolicy" {
+            api.make(object).await;
+        }
+    }
+    api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "deltapath-plugin", "namespace": NAMESPACE}})).await;
+
+    let signer = of_pod(&api, dir.path(), "deltapath-certificates", "control").await;
+    let signing = Program::start(
+        dir.path(),
+        "signer",
+        &[
+            "certificates".into(),
+            format!("--kubeconfig={}", signer.display()),
+            format!("--namespace={NAMESPACE}"),
+        ],
+    );
+    let maps: Api<ConfigMap> = Api::namespaced(api.client.clone(), NAMESPACE);
+    let ca = || async { maps.get("deltapath-router-ca").await.ok()?.data?.remove("ca.crt") };
+    eventually("there is a CA", async || ca().await.is_some()).await;
+    std::fs::write(path("ca.crt"), ca().await.expect("a CA")).expect("write");
+    let secrets: Api<Secret> = Api::namespaced(api.client.clone(), NAMESPACE);
+    let kept = || async { secrets.get("deltapath-router-tls").await.expect("the Secret").data };
+    eventually("the router's certificate is there", async || kept().await.is_some()).await;
+    for (file, key) in [("router.crt", "tls.crt"), ("router.key", "tls.key"), ("router.ca", "ca.crt")] {
+        std::fs::write(path(file), &kept().await.expect("data")[key].0).expect("write");
+    }
+
+    // A driver with what runs beside it, on node-1.
+    let port = free_port();
+    let mut arguments = vec![format!("--router-listen=127.0.0.1:{port}")];
+    for (flag, file) in [("cert", "node.crt"), ("key", "node.key"), ("ca", "ca.crt")] {
+        arguments.push(format!("--router-tls-{flag}={}", path(file)));
+    }
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let rig = Rig::start_with(PoolKind::Dir, &arguments, "info").await;
+    let beside = |name: &str, kubeconfig: &Path, to: &str| {
+        let flags = ["node-certificate".into(), format!("--csi-address={}", rig.socket().display())];
+        let more = [format!("--kubeconfig={}", kubeconfig.display()), format!("--dir={to}")];
+        Program::start(dir.path(), name, &[flags, more].concat())
+    };
+    let first = of_pod(&api, dir.path(), "deltapath-plugin", "node-1").await;
+    let asking = beside("beside", &first, &path(""));
+    eventually("the certificate is there", async || Path::new(&path("node.crt")).exists()).await;
+    let router = Router::start(dir.path(), "router", &[format!("127.0.0.1:{port}")], &[]).await;
+    router.sees(1).await;
+
+    // The same key from another node: denied, and it is told why. And from a pod that is no driver's: it may not ask at all.
+    std::fs::create_dir(path("other")).expect("mkdir");
+    let second = of_pod(&api, dir.path(), "deltapath-plugin", "node-2").await;
+    let posing = beside("posing", &second, &path("other"));
+    eventually("it is denied", async || posing.log().contains("is on node node-1")).await;
+    let stranger = beside("stranger", &signer, &path("other"));
+    eventually("it may not ask", async || stranger.log().contains("forbidden")).await;
+    assert!(testkit::names(Path::new(&path("other"))).is_empty(), "it got a certificate");
+    let keys = maps.get("deltapath-node-keys").await.expect("the keys").data.expect("one");
+    assert_eq!(keys.into_values().collect::<Vec<_>>(), ["node-1"]);
+
+    // An operator says that the data directory has moved.
+    let none = json!({"data": null});
+    let merge = kube::api::Patch::Merge(&none);
+    maps.patch("deltapath-node-keys", &kube::api::PatchParams::default(), &merge).await.expect("patch");
+    eventually("the other node has it", async || Path::new(&path("other/node.crt")).exists()).await;
+    // Whoever starts again goes on with the CA that is there.
+    let before = ca().await;
+    drop(signing);
+    let again = Program::start(
+        dir.path(),
+        "signer-again",
+        &[
+            "certificates".into(),
+            format!("--kubeconfig={}", signer.display()),
+            format!("--namespace={NAMESPACE}"),
+        ],
+    );
+    eventually("it works", async || again.log().contains("signing")).await;
+    tokio::time::sleep(std::time::Duration::from_secs(3)).await;
+    assert!(before.is_some() && ca().await == before, "another CA");
+    assert!(!again.log().contains("WARN"), "{}", again.log());
+    drop(asking);
+    router.finish();
+    rig.finish();
+}

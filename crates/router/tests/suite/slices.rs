@@ -1,0 +1,119 @@
+//! Promise: a router that watches a Service of Kubernetes knows the nodes of now, and keeps those of before while the API
+//! server is away.
+
+use kube::api::{DeleteParams, Patch, PatchParams};
+use proto::ListSnapshotsRequest;
+use serde_json::{Value, json};
+use testkit::api_server::ApiServer;
+use testkit::{PoolKind, network};
+use tonic::Code;
+
+use crate::world::{Cluster, Router, eventually, patiently};
+
+const SERVICE: &str = "deltapath-nodes";
+
+fn endpoint(pod: usize, address: &str) -> Value {
+    json!({
+        "addresses": [address],
+        "conditions": {"ready": pod != 1},
+        "targetRef": {"kind": "Pod", "name": format!("node-{pod}"), "uid": format!("uid-{pod}")},
+    })
+}
+
+/// A slice with this port, as the cluster's own controller writes it.
+fn slice(name: &str, service: &str, port: u16, endpoints: &[Value]) -> Value {
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"name": name, "namespace": "deltapath", "labels": {"kubernetes.io/service-name": service}},
+        "ports": [{"name": "metrics", "port": 1, "protocol": "TCP"}, {"name": "router", "port": port, "protocol": "TCP"}],
+        "endpoints": endpoints,
+    })
+}
+
+#[test_with::root]
+#[test]
+fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
+    network::alone(|| async {
+        // Addresses that a slice may hold: no loopback ones.
+        let addresses = ["10.99.0.1", "10.99.0.2", "10.99.0.3"];
+        addresses.iter().for_each(|address| network::add_local_address(address));
+        let Some(api) = ApiServer::start().await else { return };
+        let mut cluster = Cluster::empty();
+        for address in &addresses[..2] {
+            cluster.add_node_on(PoolKind::Dir, &[], address, None).await;
+        }
+        api.namespace("deltapath").await;
+        // What deploy/overlays/distributed gives it, and no more.
+        let rules = json!([{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]);
+        api.account("deltapath", "router", rules).await;
+        let kubeconfig = api.kubeconfig_of("deltapath", "router").await;
+        let ports = [cluster.nodes[0].port, cluster.nodes[1].port];
+        api.make(slice("one", SERVICE, ports[0], &[endpoint(0, addresses[0])])).await;
+        // Of another Service: not asked.
+        api.make(slice("other", "other", ports[1], &[endpoint(1, addresses[1])])).await;
+
+        let flags = [
+            format!("--node-service=deltapath/{SERVICE}"),
+            format!("--kubeconfig={}", kubeconfig.display()),
+            "--node-timeout=2s".to_owned(),
+        ];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        cluster.router = Some(Router::start(cluster.dir.path(), "router", &[], &flags).await);
+        cluster.router().sees(1).await;
+        let mut client = cluster.client();
+        let first = cluster.volume_on(0, "first").await;
+
+        // One comes; it is not ready, and its volumes are where it is all the same.
+        api.make(slice("two", SERVICE, ports[1], &[endpoint(1, addresses[1])])).await;
+        cluster.router().sees(2).await;
+        let second = cluster.volume_on(1, "second").await;
+        client.create_snapshot("second", &second).await.expect("CreateSnapshot");
+
+        // One goes: its objects are missed, and not taken for gone.
+        let slices = api.objects("EndpointSlice", Some("deltapath"));
+        slices.delete("two", &DeleteParams::default()).await.expect("delete");
+        cluster.router().sees(1).await;
+        let error = client.create_snapshot("more", &second).await.expect_err("its node has no address");
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+        let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
+        let status = all.expect_err("not all of them");
+        assert!(status.message().contains(&cluster.nodes[1].name()), "{status}");
+        client.create_snapshot("first", &first).await.expect("the other node");
+
+        // It comes back at another address, in the slice of the first.
+        cluster.nodes[1].rig.terminate();
+        let (name, port) = (cluster.nodes[1].name(), ports[0]);
+        let mut arguments =
+            vec![format!("--router-listen={}:{port}", addresses[2]), format!("--node-id={name}")];
+        arguments.extend(crate::world::tls_flags("router-", cluster.dir.path(), &name));
+        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+        cluster.nodes[1].rig.start_again_with(&arguments).await;
+        let both = json!({"endpoints": [endpoint(0, addresses[0]), endpoint(1, addresses[2])]});
+        slices.patch("one", &PatchParams::default(), &Patch::Merge(&both)).await.expect("patch");
+        cluster.router().sees(2).await;
+        client.create_snapshot("more", &second).await.expect("it is back");
+        let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
+        assert_eq!(all.expect("all of them").into_inner().entries.len(), 3);
+
+        // The API server is away: the last list is kept, also by what happens to the nodes meanwhile.
+        api.kill_server();
+        eventually("the watch has ended", async || cluster.router().log().contains("cannot be watched now"))
+            .await;
+        cluster.router().sees(2).await;
+        cluster.nodes[1].rig.terminate();
+        cluster.router().sees(1).await;
+        cluster.nodes[1].rig.start_again().await;
+        cluster.router().sees(2).await;
+        patiently!(client.create_snapshot("meanwhile", &second)).expect("both nodes are there");
+        // And what has changed in the meantime is seen when it is back.
+        api.start_again().await;
+        let one = json!({"endpoints": [endpoint(1, addresses[2])]});
+        slices.patch("one", &PatchParams::default(), &Patch::Merge(&one)).await.expect("patch");
+        cluster.router().sees(1).await;
+        let error = client.create_snapshot("late", &first).await.expect_err("its node has no address");
+        assert_eq!(error.code(), Code::Unavailable, "{error}");
+        let missed = "deltapath_router_nodes{state=\"away\"} 1\n";
+        assert!(cluster.router().get("/metrics").await.contains(missed), "it is not missed");
+        cluster.finish();
+    });
+}
