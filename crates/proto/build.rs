@@ -6,13 +6,15 @@ use std::path::PathBuf;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
-    for contract in ["csi", "snapshotmetadata", "differentialsnapshot", "listsnapshotdeltas", "node"] {
+    for contract in
+        ["csi", "snapshotmetadata", "differentialsnapshot", "listsnapshotdeltas", "node", "transfer"]
+    {
         println!("cargo:rerun-if-changed=proto/{contract}.proto");
         let mut compiler = protox::Compiler::new(["proto"])?;
         compiler.include_imports(true).open_file(format!("{contract}.proto"))?;
         // Encoded by the compiler itself: the typed set would drop the custom options (csi_secret).
         std::fs::write(out.join(format!("{contract}.bin")), compiler.encode_file_descriptor_set())?;
-        tonic_prost_build::configure().compile_fds(compiler.file_descriptor_set())?;
+        tonic_prost_build::configure().bytes(".deltapath").compile_fds(compiler.file_descriptor_set())?;
     }
     Ok(())
 }

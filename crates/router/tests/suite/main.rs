@@ -8,4 +8,6 @@ mod names;
 mod nodes;
 mod streams;
 mod suites;
+mod transfer_kills;
+mod transfers;
 mod world;

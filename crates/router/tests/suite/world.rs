@@ -69,6 +69,8 @@ pub struct Node {
     pub rig: Rig,
     pub key: String,
     pub port: u16,
+    /// Its driver's.
+    pub flags: Vec<String>,
 }
 
 impl Node {
@@ -192,12 +194,18 @@ impl Cluster {
 
     /// Drivers with flags of their own.
     pub async fn start_each(pool: PoolKind, drivers: &[&[&str]], router: &[&str]) -> Self {
+        let drivers: Vec<_> = drivers.iter().map(|flags| (pool, *flags)).collect();
+        Self::start_mixed(&drivers, router).await
+    }
+
+    /// Drivers with flags and pools of their own.
+    pub async fn start_mixed(drivers: &[(PoolKind, &[&str])], router: &[&str]) -> Self {
         let dir = tempfile::Builder::new().prefix("deltapath-router-").tempdir().expect("temp dir");
         let authority = Authority::new("the cluster's CA");
         authority.issue(dir.path(), "router", &uri("router"));
         let mut cluster = Cluster { router: None, nodes: Vec::new(), authority, dir };
-        for driver in drivers {
-            cluster.add_node(pool, driver).await;
+        for (pool, driver) in drivers {
+            cluster.add_node(*pool, driver).await;
         }
         let endpoints = cluster.endpoints();
         let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;
@@ -213,6 +221,7 @@ impl Cluster {
         let mut arguments = vec![format!("--router-listen=127.0.0.1:{port}"), format!("--node-id={name}")];
         arguments.extend(tls_flags("router-", self.dir.path(), &name));
         arguments.extend(driver.iter().map(|argument| (*argument).to_owned()));
+        let flags = arguments.clone();
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let rig = Rig::start_with(pool, &arguments, "info").await;
         let manifest =
@@ -220,7 +229,7 @@ impl Cluster {
         let manifest: serde_json::Value = serde_json::from_str(&manifest).expect("JSON");
         let key = manifest["key"].as_str().expect("a key").to_owned();
         self.authority.issue(self.dir.path(), &name, &uri(&format!("node/{key}")));
-        self.nodes.push(Node { rig, key, port });
+        self.nodes.push(Node { rig, key, port, flags });
     }
 
     pub fn endpoints(&self) -> Vec<String> {
