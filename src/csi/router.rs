@@ -108,7 +108,7 @@ impl RouterListener {
         let transfers = TransferServer::new(transfers).max_decoding_message_size(MAX_MESSAGE);
         let refused = Routes::new(transfers).into_axum_router().fallback(|| async {
             Status::permission_denied("only the router's certificate may ask this")
-                .into_http::<axum::body::Body>()
+                .into_http::<tonic::body::Body>()
         });
         let for_nodes =
             server().add_routes(Routes::from(refused)).serve_with_incoming_shutdown(of_nodes, shutdown);
@@ -228,7 +228,7 @@ impl Node for NodeService {
         request: Request<CreateFromRequest>,
     ) -> Result<Response<CreateFromResponse>, Status> {
         let request = request.into_inner();
-        let create = proto::CreateVolumeRequest::decode(request.create_volume)
+        let create = proto::CreateVolumeRequest::decode(&request.create_volume[..])
             .map_err(|_| Status::invalid_argument("create_volume is not a CreateVolumeRequest"))?;
         let (tls, driver) = (self.tls.clone(), self.driver.clone());
         let runtime = tokio::runtime::Handle::current();
@@ -248,7 +248,7 @@ impl Node for NodeService {
                 Puller::new(&tls, &request.address, key, request.ticket, source)
             };
             let record = driver.create_volume_from(&create, Box::new(way))?;
-            Ok(CreateFromResponse { created: encode_created(&driver, &record).encode_to_vec().into() })
+            Ok(CreateFromResponse { created: encode_created(&driver, &record).encode_to_vec() })
         })
         .await
     }

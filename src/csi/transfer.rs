@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::Stream;
-use prost::bytes::Bytes;
 use roaring::RoaringBitmap;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, mpsc};
@@ -89,11 +88,11 @@ fn decode_blocks(bytes: &[u8]) -> Result<RoaringBitmap, Status> {
     blocks.map_err(|error| Status::invalid_argument(format!("these are no blocks: {error}")))
 }
 
-fn encode_blocks(blocks: &RoaringBitmap) -> Bytes {
+fn encode_blocks(blocks: &RoaringBitmap) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(blocks.serialized_size());
     // A Vec takes everything.
     let _ = blocks.serialize_into(&mut bytes);
-    bytes.into()
+    bytes
 }
 
 #[async_trait]
@@ -148,7 +147,7 @@ impl Transfer for TransferService {
                 source.hashes(index, &blocks, &wish)
             })
             .await?;
-        Ok(Response::new(HashesResponse { hashes: hashes.into() }))
+        Ok(Response::new(HashesResponse { hashes }))
     }
 
     type ReadStream = Pin<Box<dyn Stream<Item = Result<ReadResponse, Status>> + Send>>;
@@ -166,7 +165,7 @@ impl Transfer for TransferService {
             let read = source.check(index, &blocks).and_then(|()| {
                 source.read(index, &blocks, &Stop::default(), |data, hashes| {
                     metrics::counter!("deltapath_transfer_sent_bytes_total").increment(data.len() as u64);
-                    let message = ReadResponse { data: data.into(), hashes: hashes.into() };
+                    let message = ReadResponse { data, hashes };
                     // Whoever asked is gone.
                     messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
                 })
@@ -202,7 +201,7 @@ pub(super) struct Puller {
     runtime: Handle,
     client: TransferClient<Channel>,
     node: String,
-    ticket: Bytes,
+    ticket: Vec<u8>,
     source: String,
     point: String,
     answer: Option<Streaming<ReadResponse>>,
@@ -210,7 +209,7 @@ pub(super) struct Puller {
 
 impl Puller {
     /// The way to a source. To be made in a runtime; used from threads outside of it.
-    pub(super) fn new(tls: &Arc<Mutual>, address: &str, key: Key, ticket: Bytes, source: String) -> Self {
+    pub(super) fn new(tls: &Arc<Mutual>, address: &str, key: Key, ticket: Vec<u8>, source: String) -> Self {
         let channel = tls.channel(address, &key.to_string(), PATIENCE, WINDOW);
         Puller {
             runtime: Handle::current(),
@@ -298,7 +297,7 @@ impl Remote for Puller {
         index: SegmentIndex,
         blocks: &RoaringBitmap,
         stop: &Stop,
-    ) -> Result<Bytes, RemoteFault> {
+    ) -> Result<Vec<u8>, RemoteFault> {
         let request = self.request(index, blocks);
         let mut client = self.client.clone();
         Ok(self.wait(stop, client.hashes(request))?.into_inner().hashes)
@@ -311,7 +310,7 @@ impl Remote for Puller {
         Ok(())
     }
 
-    fn next(&mut self, stop: &Stop) -> Result<Option<(Bytes, Bytes)>, RemoteFault> {
+    fn next(&mut self, stop: &Stop) -> Result<Option<(Vec<u8>, Vec<u8>)>, RemoteFault> {
         let Some(mut answer) = self.answer.take() else { return Ok(None) };
         let message = self.wait(stop, answer.message())?;
         Ok(message.map(|message| {

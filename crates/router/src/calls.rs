@@ -439,15 +439,15 @@ impl Router {
         // Without its source's node it can still be found.
         let Place::Here(from) = self.nodes.place(key) else { return work.ask(node).await };
         let request = CreateFromRequest {
-            create_volume: work.message.clone(),
+            create_volume: work.message.to_vec(),
             address: from.address.to_string(),
             key: key.to_string(),
-            ticket: self.nodes.ticket(source, node.key)?.into(),
+            ticket: self.nodes.ticket(source, node.key)?,
         };
         work.record.on(node);
         let request = request.encode_to_vec().into();
         let answer = node.call("/deltapath.node.v1.Node/CreateFrom", request, work.deadline).await?;
-        Ok(decode::<CreateFromResponse>(&answer)?.created)
+        Ok(decode::<CreateFromResponse>(&answer)?.created.into())
     }
 
     /// The node that has not answered for this name, if there is one.

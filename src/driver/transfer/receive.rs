@@ -11,7 +11,6 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use prost::bytes::Bytes;
 use roaring::RoaringBitmap;
 
 use super::plan::{Plan, portions, runs};
@@ -77,11 +76,11 @@ pub trait Remote: Send {
         index: SegmentIndex,
         blocks: &RoaringBitmap,
         stop: &Stop,
-    ) -> Result<Bytes, RemoteFault>;
+    ) -> Result<Vec<u8>, RemoteFault>;
     /// Asks for the bytes of blocks, which [`Remote::next`] hands out.
     fn read(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<(), RemoteFault>;
     /// Whole blocks, and their hashes, in the order in which they were asked for; `None` after the last ones.
-    fn next(&mut self, stop: &Stop) -> Result<Option<(Bytes, Bytes)>, RemoteFault>;
+    fn next(&mut self, stop: &Stop) -> Result<Option<(Vec<u8>, Vec<u8>)>, RemoteFault>;
     /// It is not needed any more.
     fn close(&mut self);
     /// Which node it is on, for messages.

@@ -438,7 +438,7 @@ async fn a_node_reads_what_a_ticket_names_and_nothing_else() {
         router.signer().expect("loaded").issue(source, &key_of(reader)).expect("a ticket")
     };
     let open = |ticket: Vec<u8>, source: &str| OpenRequest {
-        ticket: ticket.into(),
+        ticket,
         source_id: source.to_owned(),
         volume_id: format!("vol-{}{}", key_of(1), "0".repeat(24)),
     };
