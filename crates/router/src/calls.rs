@@ -436,8 +436,19 @@ impl Router {
         source: &str,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
-        // Without its source's node it can still be found.
-        let Place::Here(from) = self.nodes.place(key) else { return work.ask(node).await };
+        let away = match self.nodes.place(key) {
+            Place::Here(from) => Ok(from),
+            Place::Away(status) => Err(status),
+            Place::Forgotten => Err(forgotten(source)),
+        };
+        let from = match away {
+            Ok(from) => from,
+            // Without its source's node it can still be found. The node itself knows no more than that the source is elsewhere.
+            Err(status) => match work.ask(node).await {
+                Err(refused) if refused.code() == Code::ResourceExhausted => return Err(status),
+                answer => return answer,
+            },
+        };
         let request = CreateFromRequest {
             create_volume: work.message.to_vec(),
             address: from.address.to_string(),
