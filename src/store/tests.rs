@@ -287,6 +287,8 @@ fn a_transfer_outlives_a_restart_while_its_record_and_bytes_are_there() {
         assert_eq!(entries(&store.dir.staging()).expect("list").len(), 1);
         assert_eq!(store.read(|index| index.volume(&kept.id)), None, "it is no volume yet");
     }
+    // Cut in the middle of the commit.
+    slots::create(&ObjectDir::new(store.dir.staging().join(kept.id.as_str())).state()).expect("create");
     store.commit_transfer(store.transfer_draft(&kept.id), kept.clone()).expect("commit");
     let again = open(dir.path());
     assert_eq!(again.read(|index| index.volume(&kept.id)).as_deref(), Some(&kept));

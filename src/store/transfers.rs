@@ -36,6 +36,8 @@ impl Store {
     ///    caller was told nothing, and transfers it anew.
     /// 2. Rename it into place: this is the commit, as of all volumes.
     pub fn commit_transfer(&self, mut draft: Draft, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
+        // One that a crash left between these steps.
+        durable::remove(&draft.dir.state())?;
         slots::create(&draft.dir.state())?;
         durable::rename(&draft.dir.transfer(), &draft.dir.record())?;
         durable::rename(draft.dir.path(), self.dir.volume(&record.id).path())?;

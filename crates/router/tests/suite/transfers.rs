@@ -399,10 +399,10 @@ async fn transfers_together_take_no_more_than_their_rate() {
         let made = made.expect("CreateVolume").volume_id;
         assert_same(&data(&cluster, 0, "snapshots", &snapshot), &data(&cluster, 1, "volumes", &made));
     }
-    // The least that it can take, and a tenth of that.
-    let least =
-        Duration::from_secs_f64(2.0 * (content.blocks.len() as u64 * BLOCK) as f64 / f64::from(4 << 20));
-    assert!(started.elapsed() > least / 10, "{:?} of {least:?}", started.elapsed());
+    // A bound from below, to which whatever is slow adds. The last portions are handed out before their time is over.
+    let bytes = 2 * content.blocks.len() as u64 * BLOCK;
+    let least = Duration::from_secs_f64(bytes as f64 / f64::from(4 << 20));
+    assert!(started.elapsed() > least * 3 / 4, "{:?} of {least:?}", started.elapsed());
     cluster.nodes[0].rig.detach(&origin).await;
     cluster.finish();
 }
