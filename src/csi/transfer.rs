@@ -18,7 +18,7 @@ use tonic::{Code, Request, Response, Status, Streaming, async_trait};
 
 use super::rpc::{rpc_span, unary};
 use super::status::status;
-use crate::driver::{Driver, OpenSource, Opened, Remote, RemoteFault};
+use crate::driver::{Blocks, Driver, OpenSource, Opened, Remote, RemoteFault};
 use base::{BlockSize, Key, SnapshotId, Stop, Stopped, VolumeId};
 use cbt::SegmentIndex;
 use proto::transfer::transfer_client::TransferClient;
@@ -310,7 +310,7 @@ impl Remote for Puller {
         Ok(())
     }
 
-    fn next(&mut self, stop: &Stop) -> Result<Option<(Vec<u8>, Vec<u8>)>, RemoteFault> {
+    fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault> {
         let Some(mut answer) = self.answer.take() else { return Ok(None) };
         let message = self.wait(stop, answer.message())?;
         Ok(message.map(|message| {

@@ -46,7 +46,7 @@ pub use metadata::{Message, MetadataRequest, MetadataStream, Turn};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
-pub use transfer::{OpenSource, Opened, Point, Remote, RemoteFault, TransferFigures};
+pub use transfer::{Blocks, OpenSource, Opened, Point, Remote, RemoteFault, TransferFigures};
 pub use volumes::{CreateVolume, SourceRef};
 
 use std::collections::BTreeMap;

@@ -64,6 +64,9 @@ pub struct Opened {
     pub relatives: Vec<String>,
 }
 
+/// The bytes of whole blocks, and a hash of each.
+pub type Blocks = (Vec<u8>, Vec<u8>);
+
 /// A source on another node. Each call waits until it is answered, or `stop` says so.
 pub trait Remote: Send {
     /// Opens it for the new volume of this id. To be called again after a fault.
@@ -80,7 +83,7 @@ pub trait Remote: Send {
     /// Asks for the bytes of blocks, which [`Remote::next`] hands out.
     fn read(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<(), RemoteFault>;
     /// Whole blocks, and their hashes, in the order in which they were asked for; `None` after the last ones.
-    fn next(&mut self, stop: &Stop) -> Result<Option<(Vec<u8>, Vec<u8>)>, RemoteFault>;
+    fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault>;
     /// It is not needed any more.
     fn close(&mut self);
     /// Which node it is on, for messages.
