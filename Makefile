@@ -18,13 +18,14 @@ SECONDS ?= 60
 
 # Power cuts of `make power-cuts`.
 CUTS ?= 200
+KILLS ?= 300
 
 # Copies that each test of `make order` takes.
 COPIES ?= 300
 
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts soak order fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts transfer-kills soak order fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -84,6 +85,9 @@ seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the drive
 
 power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
 	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
+
+transfer-kills: deps ## Kill both ends of transfers between nodes, KILLS=300 times, and compare every copy with its source
+	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath --package deltapath-router --test suite -- transfer_kills --nocapture
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \

@@ -6,7 +6,9 @@ use std::path::PathBuf;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
-    for contract in ["csi", "snapshotmetadata", "differentialsnapshot", "listsnapshotdeltas", "node"] {
+    for contract in
+        ["csi", "snapshotmetadata", "differentialsnapshot", "listsnapshotdeltas", "node", "transfer"]
+    {
         println!("cargo:rerun-if-changed=proto/{contract}.proto");
         let mut compiler = protox::Compiler::new(["proto"])?;
         compiler.include_imports(true).open_file(format!("{contract}.proto"))?;

@@ -95,10 +95,13 @@ pub(super) struct Arguments {
     /// Its key, in PEM.
     #[arg(long, value_name = "FILE", requires = "router_listen")]
     router_tls_key: Option<PathBuf>,
-    /// CA certificates that may sign the router's certificate, in PEM. The router's has the URI SAN
+    /// CA certificates that may sign the certificates of the router and of other nodes, in PEM. The router's has the URI SAN
     /// spiffe://CLUSTER/deltapath/router, with the same CLUSTER.
     #[arg(long, value_name = "FILE", requires = "router_listen")]
     router_tls_ca: Option<PathBuf>,
+    /// How many bytes a second all transfers from other nodes to this one may take together, such as 100Mi. Default: no limit.
+    #[arg(long, value_name = "SIZE", requires = "router_listen", value_parser = transfer_rate)]
+    transfer_rate: Option<Quantity>,
 }
 
 /// `--block-metadata-type`.
@@ -108,6 +111,14 @@ enum TupleFlag {
     Variable,
     /// Every block on its own (`FIXED_LENGTH`).
     Fixed,
+}
+
+fn transfer_rate(text: &str) -> Result<Quantity, String> {
+    match text.parse::<Quantity>() {
+        Ok(rate) if rate.0 > 0 => Ok(rate),
+        Ok(_) => Err("a rate is above 0; without the flag there is no limit".into()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 fn ratio(text: &str) -> Result<f64, String> {
@@ -151,6 +162,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
         attach: arguments.enable_attach,
         max_volumes: arguments.max_volumes_per_node,
         retain: arguments.retain_deleted,
+        transfer_rate: arguments.transfer_rate,
     })?);
     let hashing = HashingThread::start(driver.clone())?;
     let runtime =
@@ -169,6 +181,8 @@ pub(super) fn run(arguments: Arguments) -> Done {
     };
     let served =
         runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address, router));
+    // While their runtime is there.
+    driver.stop_transfers();
     // Threads still at work hold the driver; they are given a last moment to let go.
     runtime.shutdown_timeout(LAST_CALL);
     drop(hashing);

@@ -10,6 +10,7 @@ use crate::driver::{
     AttachRequest, CreateVolume, Driver, Error, PageRequest, Result as DriverResult, SnapshotFilter,
     SnapshotParameters, VolumeParameters, parse_tuning,
 };
+use crate::store::VolumeRecord;
 use proto::controller_server::Controller;
 use proto::controller_service_capability::{Rpc, Type, rpc};
 
@@ -34,6 +35,24 @@ const CAPABILITIES: [rpc::Type; 13] = [
 const ATTACH_CAPABILITIES: [rpc::Type; 3] =
     [rpc::Type::PublishUnpublishVolume, rpc::Type::ListVolumesPublishedNodes, rpc::Type::PublishReadonly];
 
+/// What a CreateVolume request asks for.
+pub(super) fn create_volume(request: proto::CreateVolumeRequest) -> DriverResult<CreateVolume> {
+    Ok(CreateVolume {
+        name: request.name,
+        range: decode::range(request.capacity_range)?,
+        capabilities: decode::capabilities(request.volume_capabilities)?,
+        parameters: VolumeParameters::parse(&request.parameters)?,
+        tuning: parse_tuning(&request.mutable_parameters)?,
+        source: decode::source(request.volume_content_source)?,
+        requisite: decode::requisite(request.accessibility_requirements),
+    })
+}
+
+/// The answer about the volume that it came to.
+pub(super) fn encode_created(driver: &Driver, record: &VolumeRecord) -> proto::CreateVolumeResponse {
+    proto::CreateVolumeResponse { volume: Some(decode::encode_volume(record, driver.topology())) }
+}
+
 #[async_trait]
 impl Controller for ControllerService {
     async fn create_volume(
@@ -43,17 +62,8 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("CreateVolume", volume_name = request.name);
         unary(&self.0, span, move |driver| {
-            let record = driver.create_volume(&CreateVolume {
-                name: request.name,
-                range: decode::range(request.capacity_range)?,
-                capabilities: decode::capabilities(request.volume_capabilities)?,
-                parameters: VolumeParameters::parse(&request.parameters)?,
-                tuning: parse_tuning(&request.mutable_parameters)?,
-                source: decode::source(request.volume_content_source)?,
-                requisite: decode::requisite(request.accessibility_requirements),
-            })?;
-            let volume = decode::encode_volume(&record, driver.topology());
-            Ok(proto::CreateVolumeResponse { volume: Some(volume) })
+            let record = driver.create_volume(&create_volume(request)?)?;
+            Ok(encode_created(driver, &record))
         })
         .await
     }

@@ -13,6 +13,7 @@ mod rpc;
 mod server;
 mod snapshot_metadata;
 pub mod status;
+mod transfer;
 
 pub use router::{RouterError, RouterListener};
 pub use serve::mutual::Files as RouterFiles;

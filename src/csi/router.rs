@@ -1,30 +1,45 @@
 //! The services for the router of a cluster, over TCP: those of CSI that are asked on behalf of the cluster, and the few
-//! questions of `deltapath.node.v1`. The CSI Node service is not among them: what is mounted here is kubelet's business.
+//! questions of `deltapath.node.v1`. The CSI Node service is not among them: what is mounted here is kubelet's business. And, on
+//! the same address, the service for the drivers of other nodes (`transfer.rs`).
 //!
-//! Only the router's certificate is let in; others learn nothing (`serve::mutual`).
+//! Only certificates of the cluster are let in; others learn nothing (`serve::mutual`). A connection with the router's
+//! goes to one server, and one with a node's to another, which knows transfers alone.
 
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use prost::Message;
 use tokio::net::TcpListener;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::service::Routes;
 use tonic::transport::{self, Server};
 use tonic::{Request, Response, Status, async_trait};
 
+use super::controller::{create_volume, encode_created};
 use super::rpc::{rpc_span, unary};
 use super::server::cluster_services;
 use super::snapshot_metadata::SnapshotMetadataService;
-use crate::driver::{Driver, Error, Named};
+use super::transfer::{MAX_MESSAGE, Puller, TransferService};
+use crate::driver::{Driver, Error, Named, SourceRef};
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
-    ChooseRequest, ChooseResponse, DescribeRequest, DescribeResponse, FindRequest, FindResponse, Kind,
+    ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
+    FindRequest, FindResponse, Kind,
 };
-use serve::listen::{self, Limits};
-use serve::mutual::{self, Files, Mutual, Role};
+use proto::transfer::transfer_server::TransferServer;
+use serve::listen::{self, Connection, Limits};
+use serve::mutual::{self, Files, Identity, Mutual, Role};
 
 /// Between two pings of a router's connection, and until one that does not answer is given up.
 const KEEPALIVE: Duration = Duration::from_secs(20);
+/// How often it is looked which transfers nobody wants any more.
+const SWEEP: Duration = Duration::from_secs(60);
+/// A connection that nobody uses stays: its calls are not counted here, and the pings end dead ones.
+const UNUSED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Why routers could not be served.
 #[derive(Debug, thiserror::Error)]
@@ -77,27 +92,83 @@ impl RouterListener {
             tracing::info!(%address, key = %driver.key(), "listening for the router");
         }
         let tls = self.tls.clone();
-        let connections = listen::tls(self.listener, move || tls.server(), Limits::default());
-        let mut server = Server::builder()
-            .http2_keepalive_interval(Some(KEEPALIVE))
-            .http2_keepalive_timeout(Some(KEEPALIVE));
-        let served = cluster_services(&mut server, &driver, metadata)
-            .add_service(NodeServer::new(NodeService(driver)))
-            .serve_with_incoming_shutdown(connections, shutdown);
+        let limits = Limits { unused: UNUSED, ..Limits::default() };
+        let connections = listen::tls(self.listener, move || tls.server(), limits);
+        let (of_router, of_nodes) = by_role(connections);
+        let shutdown = futures_util::FutureExt::shared(shutdown);
+        let server = || {
+            Server::builder()
+                .http2_keepalive_interval(Some(KEEPALIVE))
+                .http2_keepalive_timeout(Some(KEEPALIVE))
+        };
+        let for_router = cluster_services(&mut server(), &driver, metadata)
+            .add_service(NodeServer::new(NodeService { driver: driver.clone(), tls: self.tls.clone() }))
+            .serve_with_incoming_shutdown(of_router, shutdown.clone());
+        let transfers = TransferService::new(driver.clone(), self.tls.clone());
+        let transfers = TransferServer::new(transfers).max_decoding_message_size(MAX_MESSAGE);
+        let refused = Routes::new(transfers).into_axum_router().fallback(|| async {
+            Status::permission_denied("only the router's certificate may ask this")
+                .into_http::<tonic::body::Body>()
+        });
+        let for_nodes =
+            server().add_routes(Routes::from(refused)).serve_with_incoming_shutdown(of_nodes, shutdown);
         tokio::select! {
-            served = served => served.map_err(RouterError::Serve),
+            served = async { tokio::try_join!(for_router, for_nodes) } => {
+                served.map(drop).map_err(RouterError::Serve)
+            }
             () = self.tls.follow() => Ok(()),
+            () = sweep(driver) => Ok(()),
         }
     }
 }
 
-struct NodeService(Arc<Driver>);
+/// Removes now and then what nobody wants any more, for ever.
+async fn sweep(driver: Arc<Driver>) {
+    loop {
+        tokio::time::sleep(SWEEP).await;
+        let driver = driver.clone();
+        let _ = tokio::task::spawn_blocking(move || driver.sweep_transfers()).await;
+    }
+}
+
+type Incoming = ReceiverStream<io::Result<Connection>>;
+
+/// Connections of the router, and those of nodes.
+fn by_role(
+    mut connections: impl Stream<Item = io::Result<Connection>> + Send + Unpin + 'static,
+) -> (Incoming, Incoming) {
+    let (router, of_router) = mpsc::channel(1);
+    let (nodes, of_nodes) = mpsc::channel(1);
+    tokio::spawn(async move {
+        while let Some(connection) = connections.next().await {
+            let role = match &connection {
+                Ok(connection) => connection.client_certificates().first().and_then(Identity::of),
+                Err(_) => None,
+            };
+            // Who has no role did not get as far as this.
+            let to = match role.map(|identity| identity.role) {
+                Some(Role::Node(_)) => &nodes,
+                Some(Role::Router) => &router,
+                None => continue,
+            };
+            if to.send(connection).await.is_err() {
+                return;
+            }
+        }
+    });
+    (ReceiverStream::new(of_router), ReceiverStream::new(of_nodes))
+}
+
+struct NodeService {
+    driver: Arc<Driver>,
+    tls: Arc<Mutual>,
+}
 
 #[async_trait]
 impl Node for NodeService {
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<DescribeResponse>, Status> {
         // Asked every few seconds: no line in the log and no place in the metrics.
-        let driver = self.0.clone();
+        let driver = self.driver.clone();
         let described = tokio::task::spawn_blocking(move || {
             let room = driver.room();
             DescribeResponse {
@@ -117,21 +188,22 @@ impl Node for NodeService {
 
     async fn find(&self, request: Request<FindRequest>) -> Result<Response<FindResponse>, Status> {
         let request = request.into_inner();
-        unary(&self.0, rpc_span!("Find", name = request.name), move |driver| {
+        unary(&self.driver, rpc_span!("Find", name = request.name), move |driver| {
             let kind = match request.kind() {
                 Kind::Volume => Named::Volume,
                 Kind::Snapshot => Named::Snapshot,
                 Kind::GroupSnapshot => Named::Group,
                 Kind::Unknown => return Err(Error::Missing { field: "kind" }),
             };
-            Ok(FindResponse { id: driver.find_named(kind, &request.name)?.unwrap_or_default() })
+            let (id, in_progress) = driver.find_named(kind, &request.name)?.unwrap_or_default();
+            Ok(FindResponse { id, in_progress })
         })
         .await
     }
 
     async fn choose(&self, request: Request<ChooseRequest>) -> Result<Response<ChooseResponse>, Status> {
         let request = request.into_inner();
-        unary(&self.0, rpc_span!("Choose", volume_name = request.volume_name), move |driver| {
+        unary(&self.driver, rpc_span!("Choose", volume_name = request.volume_name), move |driver| {
             let key = |field, text: &String| {
                 text.parse().map_err(|error: base::KeyError| Error::Invalid {
                     field,
@@ -147,6 +219,36 @@ impl Node for NodeService {
                 .collect::<Result<Vec<_>, _>>()?;
             let chosen = driver.choose_node(&request.volume_name, proposed, &excluded)?;
             Ok(ChooseResponse { key: chosen.to_string() })
+        })
+        .await
+    }
+
+    async fn create_from(
+        &self,
+        request: Request<CreateFromRequest>,
+    ) -> Result<Response<CreateFromResponse>, Status> {
+        let request = request.into_inner();
+        let create = proto::CreateVolumeRequest::decode(&request.create_volume[..])
+            .map_err(|_| Status::invalid_argument("create_volume is not a CreateVolumeRequest"))?;
+        let (tls, driver) = (self.tls.clone(), self.driver.clone());
+        let runtime = tokio::runtime::Handle::current();
+        unary(&self.driver, rpc_span!("CreateFrom", volume_name = create.name), move |_| {
+            let key: base::Key = request.key.parse().map_err(|error: base::KeyError| Error::Invalid {
+                field: "key",
+                value: format!("{:?}", request.key),
+                want: error.to_string(),
+            })?;
+            let create = create_volume(create)?;
+            let source = match &create.source {
+                Some(SourceRef::Snapshot(id) | SourceRef::Volume(id)) => id.clone(),
+                None => return Err(Error::Missing { field: "volume_content_source" }),
+            };
+            let way = {
+                let _in_runtime = runtime.enter();
+                Puller::new(&tls, &request.address, key, request.ticket, source)
+            };
+            let record = driver.create_volume_from(&create, Box::new(way))?;
+            Ok(CreateFromResponse { created: encode_created(&driver, &record).encode_to_vec() })
         })
         .await
     }

@@ -172,7 +172,7 @@ impl Driver {
         let kept: u64 = self.store.read(|index| {
             index.volumes_after(None).fold(0, |sum: u64, record| sum.saturating_add(record.capacity))
         });
-        most.saturating_sub(kept).saturating_sub(taken)
+        most.saturating_sub(kept).saturating_sub(self.transfers.promised()).saturating_sub(taken)
     }
 
     /// What can be provisioned with these capabilities and parameters. Where nothing limits promises, the

@@ -141,7 +141,13 @@ impl Audit<'_> {
         }
         // A driver at work makes and removes objects there.
         if !self.inspection.is_served() {
+            let transfers = self.inspection.store().transfers()?;
             for path in list(&pool.staging())? {
+                if transfers.iter().any(|record| path.ends_with(record.id.as_str())) {
+                    let what = "a volume that is still copied from another node; the driver goes on with it, or removes it";
+                    self.add(Severity::Note, path, what);
+                    continue;
+                }
                 let what = "half made or half removed; the next start removes it";
                 let found = Discovery::new(Severity::Leftover, path, what);
                 self.found.push(found.mended_by(Mend::Clear));

@@ -73,20 +73,25 @@ impl Driver {
             total: sys::space(self.open_pool.dir().path()).map_or(0, |space| space.total),
             free: self.open_pool.free().unwrap_or(0),
             provisioned: self.store.read(|index| {
-                index.volumes_after(None).fold(0, |sum: u64, record| sum.saturating_add(record.capacity))
+                let capacities = index.volumes_after(None).map(|record| record.capacity);
+                capacities.fold(self.transfers.promised(), u64::saturating_add)
             }),
         }
     }
 
-    /// The id of the object that a client gave this name.
-    pub fn find_named(&self, kind: Named, name: &str) -> Result<Option<String>> {
+    /// The id of the object that a client gave this name, and whether it is a volume that is still being transferred.
+    pub fn find_named(&self, kind: Named, name: &str) -> Result<Option<(String, bool)>> {
         check_name("name", name)?;
         self.store.check_alive()?;
-        Ok(self.store.read(|index| match kind {
+        // Before the volumes: what becomes one in between is found among them.
+        let in_progress = self.transfers.id_of(name).filter(|_| kind == Named::Volume);
+        let found = self.store.read(|index| match kind {
             Named::Volume => index.volume_named(name).map(|record| record.id.to_string()),
             Named::Snapshot => index.snapshot_named(name).map(|record| record.id.to_string()),
             Named::Group => index.group_named(name).map(|record| record.id.to_string()),
-        }))
+        });
+        let in_progress = in_progress.map(|id| (id.to_string(), true));
+        Ok(found.map(|id| (id, false)).or(in_progress))
     }
 
     /// The node that the new volume `name` is made on: the one that was proposed first and is not among `not`.

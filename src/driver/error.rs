@@ -70,6 +70,20 @@ pub enum Error {
         /// The object.
         what: String,
     },
+    /// The volume is being copied from another node.
+    #[error("volume {id} is being copied from another node, {progress}: try again when it is done")]
+    Copying {
+        /// Its id to be.
+        id: String,
+        /// How far it is.
+        progress: String,
+    },
+    /// Another node does not answer, or does not give what it is asked for now.
+    #[error("{0}")]
+    Away(String),
+    /// What is on another node is damaged.
+    #[error("{0}")]
+    Damaged(String),
     /// A token that no list of this driver ended with.
     #[error("starting_token {token} was not issued by this driver: list again without a token")]
     BadToken {

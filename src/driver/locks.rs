@@ -37,6 +37,8 @@ pub(super) enum Key {
     Place(PathBuf),
     /// The links between the snapshots of a volume: held for short, waited for.
     Chain(VolumeId),
+    /// The opening of a source, for a transfer to another node.
+    Transfer(String),
     /// The making of a snapshot's `allocated` map from its data. Waited for as long as the caller wishes.
     Map(SnapshotId),
 }
@@ -53,6 +55,7 @@ impl std::fmt::Display for Key {
             Key::Snapshot(id) => write!(f, "snapshot {id}"),
             Key::Place(path) => write!(f, "{}", path.display()),
             Key::Chain(id) => write!(f, "the snapshots of {id}"),
+            Key::Transfer(name) => write!(f, "the transfer {name}"),
             Key::Map(id) => write!(f, "the allocated map of {id}"),
         }
     }

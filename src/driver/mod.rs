@@ -26,6 +26,7 @@ mod quiesce;
 mod snapshots;
 mod start;
 mod streams;
+mod transfer;
 mod volumes;
 
 pub use attach::AttachRequest;
@@ -45,6 +46,7 @@ pub use metadata::{Message, MetadataRequest, MetadataStream, Turn};
 pub use node::{PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
+pub use transfer::{Blocks, OpenSource, Opened, Point, Remote, RemoteFault, TransferFigures};
 pub use volumes::{CreateVolume, SourceRef};
 
 use std::collections::BTreeMap;
@@ -58,6 +60,7 @@ use base::{Quantity, VolumeId};
 use capacity::Reserved;
 use choices::Choices;
 use locks::OpLocks;
+use transfer::{Sources, Transfers};
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -85,6 +88,8 @@ pub struct Config {
     pub max_volumes: u32,
     /// `--retain-deleted`.
     pub retain: Retention,
+    /// `--transfer-rate`, a second; `None` for no limit.
+    pub transfer_rate: Option<Quantity>,
 }
 
 /// The driver of one data directory.
@@ -105,6 +110,10 @@ pub struct Driver {
     attaching: Reserved,
     hashing: hashing::Hashing,
     streams: Arc<Streams>,
+    /// Volumes in the making, of what is on other nodes.
+    transfers: Transfers,
+    /// What other nodes read.
+    sources: Sources,
     /// Volumes whose data could not be read.
     suspects: health::Suspects,
     /// Held for its lock; dropped last.
@@ -130,6 +139,8 @@ pub struct Figures {
     pub free_bytes: Option<u64>,
     /// Bytes of blocks whose hash is still to be made.
     pub hashing_backlog: u64,
+    /// Transfers to this node.
+    pub transfers: TransferFigures,
 }
 
 impl Driver {
@@ -191,6 +202,7 @@ impl Driver {
             pool_bytes,
             free_bytes,
             hashing_backlog: self.hashing.backlog(),
+            transfers: self.transfers.figures(),
         })
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::capacity::Reserved;
 use super::choices::Choices;
 use super::locks::{Key, OpLocks};
+use super::transfer::{Sources, Transfers};
 use super::{Config, Driver, Error, Result, hashing, health};
 use crate::pool::{Known, OpenPool, PoolRequest};
 use crate::store::{Claim, Manifest, SnapshotRecord, Store};
@@ -21,11 +22,12 @@ impl Driver {
     /// 3. Open the pool (`pool/open_pool.rs`): choose and make it in a new directory; attach and mount its image, where a
     ///    dead driver has not left it so; mount one anew that takes no writes any more.
     /// 4. In a new directory, write down what it is. Last, so that a start that is cut short begins again.
-    /// 5. Empty `staging/` and read all records (`store/mod.rs`). What cannot be read is reported and withheld. A pool whose
+    /// 5. Empty `staging/`, save of transfers, and read all records (`store/mod.rs`). What cannot be read is reported and withheld. A pool whose
     ///    filesystem is dead has none: pods can still be ended on it.
     /// 6. Thaw what a dead driver left frozen (`quiesce.rs`): somebody may be waiting for it.
     /// 7. Undo what a copy that was cut short left set on volumes (`quiesce.rs`).
     /// 8. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
+    /// 9. Note the transfers that a dead driver has begun: each goes on with the next CreateVolume (`transfer/mod.rs`).
     ///
     /// Afterwards the hashing thread takes up what is not hashed (`take_up_hashing`), and calls are served. What
     /// an expansion that was cut short left is undone when the volume is used next (`expand.rs`, `truncate_to_record`);
@@ -67,6 +69,7 @@ impl Driver {
         if let Some(cached) = cached {
             tracing::warn!("{cached}");
         }
+        let transfer_rate = config.transfer_rate;
         let driver = Driver {
             config,
             key,
@@ -79,12 +82,20 @@ impl Driver {
             attaching: Reserved::default(),
             hashing: hashing::Hashing::default(),
             streams: Arc::default(),
+            transfers: Transfers::new(transfer_rate),
+            sources: Sources::default(),
             suspects: health::Suspects::default(),
             _claim: claim,
         };
         driver.thaw_leftovers();
         driver.end_cut_copies();
         driver.remove_unplaced();
+        match driver.store.transfers() {
+            Ok(records) => driver.transfers.take_up(records),
+            Err(error) => {
+                tracing::warn!(error = base::report(&error), "transfers that were cut are not gone on with");
+            }
+        }
         tracing::info!(
             data_dir = %driver.config.data_dir.display(),
             key = %driver.key,

@@ -60,13 +60,10 @@ impl Driver {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
         let _name = self.locks.take(Key::VolumeName(request.name.clone()))?;
-        if let Some(existing) = self.store.read(|index| index.volume_named(&request.name)) {
-            return match difference(&existing, request, &access) {
-                None => Ok(existing),
-                Some(difference) => {
-                    Err(Error::Clash { kind: "volume", name: shown(&request.name), difference })
-                }
-            };
+        // Before the volumes: what becomes one in between is found among them.
+        self.transferring(request, &access)?;
+        if let Some(existing) = self.existing_volume(request, &access)? {
+            return Ok(existing);
         }
         self.check_topology(&request.requisite, "volumes are made where the driver runs")?;
         let (content, _guard) = match &request.source {
@@ -111,6 +108,19 @@ impl Driver {
             created: Timestamp::now(),
         };
         self.fill_and_commit(record, content)
+    }
+
+    /// The volume that an earlier call of this name made.
+    pub(super) fn existing_volume(
+        &self,
+        request: &CreateVolume,
+        access: &[AccessKind],
+    ) -> Result<Option<Arc<VolumeRecord>>> {
+        let existing = self.store.read(|index| index.volume_named(&request.name));
+        match existing.as_ref().and_then(|existing| difference(existing, request, access)) {
+            None => Ok(existing),
+            Some(difference) => Err(Error::Clash { kind: "volume", name: shown(&request.name), difference }),
+        }
     }
 
     /// The caller holds the name.
@@ -164,13 +174,16 @@ impl Driver {
         }
     }
 
-    /// Deletes a volume that nobody uses. Its snapshots stay. An unknown id is no error.
+    /// Deletes a volume that nobody uses, or ends the transfer that makes it. Its snapshots stay. An unknown id is no error.
     pub fn delete_volume(&self, id: &str) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
         let _guard = self.locks.take(Key::Volume(id.clone()))?;
+        if self.remove_transfer(&id)? {
+            return Ok(());
+        }
         let Some(record) = self.store.read(|index| index.volume(&id)) else {
             // A volume whose record cannot be read is not gone.
             return Ok(self.store.check_readable(id.as_str())?);
@@ -282,7 +295,11 @@ impl Driver {
 }
 
 /// What about an existing volume does not fit a new call of its name.
-fn difference(existing: &VolumeRecord, request: &CreateVolume, access: &[AccessKind]) -> Option<String> {
+pub(super) fn difference(
+    existing: &VolumeRecord,
+    request: &CreateVolume,
+    access: &[AccessKind],
+) -> Option<String> {
     if !request.range.holds(existing.capacity) {
         return Some(format!("capacity {}", existing.capacity));
     }

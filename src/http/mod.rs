@@ -11,7 +11,7 @@ use axum::Router;
 use axum::http::StatusCode;
 use axum::response::Response;
 use axum::routing::get;
-use metrics::{Unit, describe_counter, describe_gauge, describe_histogram, gauge};
+use metrics::{Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge};
 use metrics_exporter_prometheus::{BuildError, PrometheusHandle};
 use serve::http::text;
 use tokio::net::TcpListener;
@@ -89,6 +89,29 @@ fn describe() {
         Unit::Bytes,
         "Bytes of snapshots that are not hashed yet."
     );
+    describe_gauge!(
+        "deltapath_transfers",
+        "Volumes that are copied from other nodes, by state: running, waiting."
+    );
+    describe_gauge!(
+        "deltapath_transfer_left_bytes",
+        Unit::Bytes,
+        "Bytes that running transfers still have to do."
+    );
+    describe_counter!(
+        "deltapath_transfers_ended_total",
+        "Transfers that ended, by outcome: done, failed, removed."
+    );
+    describe_counter!(
+        "deltapath_transfer_received_bytes_total",
+        Unit::Bytes,
+        "Bytes of blocks received from other nodes."
+    );
+    describe_counter!(
+        "deltapath_transfer_sent_bytes_total",
+        Unit::Bytes,
+        "Bytes of blocks sent to other nodes."
+    );
     describe_gauge!("deltapath_ready", "1 when the pool is there and takes a write.");
 }
 
@@ -148,6 +171,17 @@ fn scrape(driver: &Driver, counted: &PrometheusHandle) -> String {
     }
     gauge!("deltapath_retained_snapshots").set(figures.retained as f64);
     gauge!("deltapath_hashing_backlog_bytes").set(figures.hashing_backlog as f64);
+    let transfers = figures.transfers;
+    for (state, count) in [("running", transfers.running), ("waiting", transfers.waiting)] {
+        gauge!("deltapath_transfers", "state" => state).set(count as f64);
+    }
+    gauge!("deltapath_transfer_left_bytes").set(transfers.left_bytes as f64);
+    for (outcome, count) in
+        [("done", transfers.done), ("failed", transfers.failed), ("removed", transfers.removed)]
+    {
+        counter!("deltapath_transfers_ended_total", "outcome" => outcome).absolute(count);
+    }
+    counter!("deltapath_transfer_received_bytes_total").absolute(transfers.received_bytes);
     gauge!("deltapath_ready").set(if driver.ready().is_ok() { 1.0 } else { 0.0 });
     counted.run_upkeep();
     counted.render()

@@ -10,6 +10,7 @@ mod index;
 mod manifest;
 mod records;
 mod retained;
+mod transfers;
 
 pub use error::{Damage, Error};
 pub use groups::GroupDraft;
@@ -64,6 +65,11 @@ impl Draft {
     pub fn dir(&self) -> &ObjectDir {
         &self.dir
     }
+
+    /// Leaves the files where they are.
+    pub fn keep(mut self) {
+        self.committed = true;
+    }
 }
 
 impl Drop for Draft {
@@ -82,7 +88,7 @@ impl Drop for Draft {
 
 impl Store {
     /// Reads every record of the pool; what cannot be read is kept aside and named, and does not
-    /// stop the rest. Empties `staging/` of what a crash left there.
+    /// stop the rest. Empties `staging/` of what a crash left there, save of transfers.
     pub fn open(dir: PoolDir) -> Result<Self> {
         let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.staging()];
         let missing: Vec<_> = kinds.iter().filter(|path| !path.exists()).collect();
@@ -100,7 +106,7 @@ impl Store {
         Self::survey(dir)
     }
 
-    /// Removes what a crash left half made or half removed. Nobody else may be at work on the pool.
+    /// Removes what a crash left half made or half removed, save transfers. Nobody else may be at work on the pool.
     pub fn clear_leftovers(&self) -> Result<()> {
         empty_staging(&self.dir)
     }
@@ -332,6 +338,9 @@ fn empty_staging(dir: &PoolDir) -> Result<()> {
     }
     let mut outcome = retained::remove_empty(dir);
     for entry in left {
+        if transfers::read(&entry).is_some() {
+            continue;
+        }
         let removed = match fs::symlink_metadata(&entry).is_ok_and(|meta| meta.is_dir()) {
             true => tree::remove(&entry),
             false => durable::remove(&entry),

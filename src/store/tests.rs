@@ -261,3 +261,38 @@ fn an_impossible_sequence_number_takes_no_place_and_leaves_room_for_the_next() {
     // One more for each whose place is not known.
     assert_eq!(store.read(|index| index.next_sequence(&of)), 10);
 }
+
+#[test]
+fn a_transfer_outlives_a_restart_while_its_record_and_bytes_are_there() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let mut store = open(dir.path());
+    let begin = |store: &Store, name: &str| {
+        let record = volume(name);
+        let draft = store.draft_volume(&record.id).expect("draft");
+        fs::create_dir(draft.dir().bytes()).expect("mkdir");
+        fs::File::create(draft.dir().data()).expect("create").set_len(record.capacity).expect("set_len");
+        store.begin_transfer(&draft, &record).expect("begin");
+        draft.keep();
+        record
+    };
+    let (kept, cut, unwanted) = (begin(&store, "kept"), begin(&store, "cut"), begin(&store, "unwanted"));
+    let broken = begin(&store, "broken");
+    let files_of = |record: &VolumeRecord| ObjectDir::new(store.dir.staging().join(record.id.as_str()));
+    fs::remove_file(files_of(&cut).data()).expect("remove");
+    fs::write(files_of(&broken).transfer(), b"{").expect("write");
+    store.end_transfer(&store.transfer_draft(&unwanted.id)).expect("end");
+    for _ in 0..2 {
+        store = open(dir.path());
+        assert_eq!(store.transfers().expect("list"), std::slice::from_ref(&kept));
+        assert_eq!(entries(&store.dir.staging()).expect("list").len(), 1);
+        assert_eq!(store.read(|index| index.volume(&kept.id)), None, "it is no volume yet");
+    }
+    // Cut in the middle of the commit.
+    slots::create(&ObjectDir::new(store.dir.staging().join(kept.id.as_str())).state()).expect("create");
+    store.commit_transfer(store.transfer_draft(&kept.id), kept.clone()).expect("commit");
+    let again = open(dir.path());
+    assert_eq!(again.read(|index| index.volume(&kept.id)).as_deref(), Some(&kept));
+    assert_eq!(again.transfers().expect("list"), []);
+    let there = again.dir.volume(&kept.id);
+    assert!(there.record().exists() && !there.transfer().exists());
+}

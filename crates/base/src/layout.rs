@@ -14,7 +14,8 @@
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
 //!                                 a snapshot or a group that has a deleted.json was deleted, and is kept as a base
 //!                                 for deltas; the bytes may be gone
-//!     staging/                    half-made and half-removed objects, emptied at start
+//!     staging/                    half-made and half-removed objects, emptied at start, save what is being transferred
+//!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
 //!
 //! A crash may leave drafts beside these files, which nobody reads: `<name>.new` of a file that was to be made or
@@ -161,6 +162,11 @@ impl ObjectDir {
     /// The directory itself.
     pub fn path(&self) -> &Path {
         &self.0
+    }
+
+    /// `transfer.json`: in `staging/` alone, the record of a volume that is still copied from another node.
+    pub fn transfer(&self) -> PathBuf {
+        self.0.join("transfer.json")
     }
 
     /// `record.json`.

@@ -1,7 +1,8 @@
-//! The messages, clients and servers of five contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
+//! The messages, clients and servers of six contracts: CSI v1 here, made from `proto/csi.proto`; the Kubernetes
 //! SnapshotMetadata API in [`kubernetes`], made from `proto/snapshotmetadata.proto`; two earlier designs of it in
-//! [`differential`] and [`deltas`], made from `proto/differentialsnapshot.proto` and `proto/listsnapshotdeltas.proto`; and what
-//! router and driver say to each other beside CSI in [`node`], made from `proto/node.proto`.
+//! [`differential`] and [`deltas`], made from `proto/differentialsnapshot.proto` and `proto/listsnapshotdeltas.proto`; what
+//! router and driver say to each other beside CSI in [`node`], made from `proto/node.proto`; and what drivers say to each other
+//! in [`transfer`], made from `proto/transfer.proto`.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, rustdoc::all)]
 
@@ -26,6 +27,11 @@ pub mod differential {
 /// What the router asks of a node's driver, beside CSI. Private to deltapath.
 pub mod node {
     tonic::include_proto!("deltapath.node.v1");
+}
+
+/// What one node's driver asks of another's. Private to deltapath.
+pub mod transfer {
+    tonic::include_proto!("deltapath.transfer.v1");
 }
 
 /// The call ListSnapshotDeltas, of another earlier design of KEP-3314.

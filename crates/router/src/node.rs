@@ -13,13 +13,11 @@ use std::time::{Duration, Instant};
 use base::Key;
 use bytes::Bytes;
 use hyper_util::rt::TokioIo;
-use rustls::pki_types::ServerName;
-use serve::mutual::{Identity, Mutual, Role};
+use serve::mutual::Mutual;
 use serve::streams::passed_on;
 use serve::upstream::{self, Answer, ORIGIN, WideWindows, time_left};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::codegen::http::response;
 use tonic::codegen::http::uri::PathAndQuery;
@@ -110,24 +108,8 @@ impl Connector {
     }
 
     async fn connect_patiently(&self) -> io::Result<Connection> {
-        let config =
-            self.tls.client().ok_or_else(|| io::Error::other("the router has no certificate yet"))?;
-        let stream = TcpStream::connect(&*self.address)
-            .await
-            .map_err(|error| io::Error::new(error.kind(), format!("connect to {}: {error}", self.address)))?;
-        stream.set_nodelay(true)?;
-        // Who the node is stands in its certificate, and not in its name.
-        let name = ServerName::try_from("node").map_err(io::Error::other)?;
-        let stream = TlsConnector::from(config)
-            .connect(name, stream)
-            .await
-            .map_err(|error| io::Error::new(error.kind(), format!("TLS with {}: {error}", self.address)))?;
-        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-        let key = match shown.and_then(Identity::of).map(|identity| identity.role) {
-            Some(Role::Node(key)) => key.parse::<Key>().ok(),
-            _ => None,
-        };
-        let key = key.ok_or_else(|| {
+        let (stream, key) = self.tls.connect(&self.address).await?;
+        let key: Key = key.parse().map_err(|_| {
             io::Error::other(format!("the certificate at {} names no key of a data directory", self.address))
         })?;
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);

@@ -395,6 +395,13 @@ impl Nodes {
         }
     }
 
+    /// A ticket that lets the node `reader` read `source` on another.
+    pub fn ticket(&self, source: &str, reader: Key) -> Result<Vec<u8>, Status> {
+        let signer = self.tls.signer().ok_or_else(|| Status::unavailable("there is no certificate yet"))?;
+        let issued = signer.issue(source, &reader.to_string());
+        issued.map_err(|error| Status::internal(format!("sign a ticket: {error}")))
+    }
+
     /// The name of the driver, as the nodes say it.
     pub fn driver_name(&self) -> Option<String> {
         self.table().driver_name.clone()

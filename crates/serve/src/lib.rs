@@ -1,6 +1,6 @@
 //! What servers share, each thing once: HTTP for probes and metrics ([`http`]), sockets ([`authority`], [`socket`]), and answers
 //! that are fetched and passed on as bytes ([`upstream`], [`relay`]). As features: connections over TLS whose certificate
-//! changes without a restart (`tls`: `certificate`, `mutual`, `listen`), and the streams on them (`streams`); and, so that the
+//! changes without a restart (`tls`: `certificate`, `mutual`, `ticket`, `listen`), and the streams on them (`streams`); and, so that the
 //! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign
 //! (`certificates`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls and
 //! what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
@@ -33,4 +33,6 @@ pub mod snapshots;
 pub mod socket;
 #[cfg(feature = "tls")]
 pub mod streams;
+#[cfg(feature = "tls")]
+pub mod ticket;
 pub mod upstream;

@@ -96,6 +96,7 @@ pub struct Connection {
 pub struct Calls {
     close: CancellationToken,
     open: Arc<AtomicUsize>,
+    client: Option<Arc<CertificateDer<'static>>>,
 }
 
 /// A call that is open on a connection, until it is dropped.
@@ -107,6 +108,11 @@ impl Calls {
     pub fn open(&self) -> OpenCall {
         self.open.fetch_add(1, Ordering::Relaxed);
         OpenCall(self.clone())
+    }
+
+    /// The certificate that the client has shown.
+    pub fn client(&self) -> Option<&CertificateDer<'static>> {
+        self.client.as_deref()
     }
 
     fn are_none(&self) -> bool {
@@ -133,7 +139,8 @@ impl Drop for OpenCall {
 
 impl Connection {
     fn new(stream: TlsStream<TcpStream>, limits: Limits, place: OwnedSemaphorePermit) -> Self {
-        let calls = Calls::default();
+        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+        let calls = Calls { client: shown.cloned().map(Arc::new), ..Calls::default() };
         Connection {
             stream,
             closed: Box::pin(calls.close.clone().cancelled_owned()),

@@ -1,17 +1,20 @@
-//! Mutual TLS between the router of a cluster and the drivers of its nodes. Each side's certificate says in a URI what it
-//! is: `spiffe://CLUSTER/deltapath/router`, or `spiffe://CLUSTER/deltapath/node/KEY` with the key of the data directory. Both
-//! sides check that the other's is signed by the CA of their own file, is of their own cluster, and has the role that it
-//! takes here. Names and addresses are not looked at: nodes come and go, and their addresses with them.
+//! Mutual TLS between the router of a cluster and the drivers of its nodes, and between these. Each side's certificate says in a
+//! URI what it is: `spiffe://CLUSTER/deltapath/router`, or `spiffe://CLUSTER/deltapath/node/KEY` with the key of the data
+//! directory. Both sides check that the other's is signed by the CA of their own file, is of their own cluster, and has a role.
+//! What a role may ask is for the server to look at ([`Identity::of`]). Names and addresses are not looked at: nodes come and
+//! go, and their addresses with them.
 //!
 //! The files are read again when they change. Connections that are open go on. No session is resumed, since that would skip
 //! the check of the client's certificate.
 
 use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
+use hyper_util::rt::TokioIo;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
 use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
@@ -24,7 +27,13 @@ use rustls::{
     ServerConfig, SignatureScheme,
 };
 
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tonic::transport::{Channel, Endpoint, Uri};
+
 use crate::certificate::{self, read};
+use crate::ticket::{Judge, Signer};
 
 /// How often the files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
@@ -43,7 +52,7 @@ pub struct Identity {
 pub enum Role {
     /// Make CSI calls on nodes.
     Router,
-    /// Answer them, for the data directory with this key.
+    /// Answer them, for the data directory with this key; and read from other nodes what the router's tickets name.
     Node(String),
 }
 
@@ -126,12 +135,21 @@ pub struct Mutual {
     own: Role,
     server: ArcSwapOption<ServerConfig>,
     client: ArcSwapOption<ClientConfig>,
+    signer: ArcSwapOption<Signer>,
+    judge: ArcSwapOption<Judge>,
 }
 
 impl Mutual {
     /// Nothing is loaded yet. `own` is what our certificate must be for.
     pub fn new(files: Files, own: Role) -> Arc<Self> {
-        Arc::new(Mutual { files, own, server: ArcSwapOption::empty(), client: ArcSwapOption::empty() })
+        Arc::new(Mutual {
+            files,
+            own,
+            server: ArcSwapOption::empty(),
+            client: ArcSwapOption::empty(),
+            signer: ArcSwapOption::empty(),
+            judge: ArcSwapOption::empty(),
+        })
     }
 
     /// Uses what the files hold now. On an error what was loaded before stays.
@@ -168,16 +186,25 @@ impl Mutual {
         }
         let roots = Arc::new(roots);
         let provider = Arc::new(ring::default_provider());
+        let (cluster, copy) = (identity.cluster, key.clone_key());
+        let config = client(provider.clone(), roots.clone(), cluster.clone(), chain.clone(), copy);
+        let config = config.map_err(Error::Tls)?;
         match self.own {
             Role::Node(_) => {
-                let config = server(provider, roots, identity.cluster, chain, key).map_err(Error::Tls)?;
+                let signed = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
+                    .build()
+                    .map_err(|error| Error::Tls(rustls::Error::General(error.to_string())))?;
+                let judge = Judge::new(signed.clone(), provider.clone(), &cluster);
+                let config = server(provider, signed, cluster, chain, key).map_err(Error::Tls)?;
                 self.server.store(Some(Arc::new(config)));
+                self.judge.store(Some(Arc::new(judge)));
             }
             Role::Router => {
-                let config = client(provider, roots, identity.cluster, chain, key).map_err(Error::Tls)?;
-                self.client.store(Some(Arc::new(config)));
+                let key = provider.key_provider.load_private_key(key).map_err(Error::Tls)?;
+                self.signer.store(Some(Arc::new(Signer::new(key, chain))));
             }
         }
+        self.client.store(Some(Arc::new(config)));
         Ok(())
     }
 
@@ -196,21 +223,74 @@ impl Mutual {
     pub fn client(&self) -> Option<Arc<ClientConfig>> {
         self.client.load_full()
     }
+
+    /// Signs the router's tickets, as soon as something is loaded.
+    pub fn signer(&self) -> Option<Arc<Signer>> {
+        self.signer.load_full()
+    }
+
+    /// Judges them on a node, as soon as something is loaded.
+    pub fn judge(&self) -> Option<Arc<Judge>> {
+        self.judge.load_full()
+    }
+
+    /// A channel to the node with this key, which connects when it is used. A connection takes no longer than `patience`, and
+    /// ends when the node is silent for twice as long.
+    pub fn channel(self: &Arc<Self>, address: &str, key: &str, patience: Duration, window: u32) -> Channel {
+        let (tls, address, key) = (self.clone(), address.to_owned(), key.to_owned());
+        let connect = tower::service_fn(move |_: Uri| {
+            let (tls, address, key) = (tls.clone(), address.clone(), key.clone());
+            async move {
+                let connecting = tokio::time::timeout(patience, tls.connect(&address)).await;
+                let late = || io::Error::new(io::ErrorKind::TimedOut, format!("{address} does not answer"));
+                match connecting.map_err(|_| late())?? {
+                    (stream, found) if found == key => Ok(TokioIo::new(stream)),
+                    (_, found) => {
+                        let why = format!("at {address} is data directory {found}, and {key} is expected");
+                        Err(io::Error::other(why))
+                    }
+                }
+            }
+        });
+        Endpoint::from_static("http://node")
+            .initial_stream_window_size(window)
+            .initial_connection_window_size(window)
+            .http2_keep_alive_interval(patience)
+            .keep_alive_timeout(patience)
+            .connect_with_connector_lazy(connect)
+    }
+
+    /// Connects to a node. The key of its data directory, which its certificate names, is for the caller to look at.
+    pub async fn connect(&self, address: &str) -> io::Result<(TlsStream<TcpStream>, String)> {
+        let config = self.client().ok_or_else(|| io::Error::other("there is no certificate yet"))?;
+        let stream = TcpStream::connect(address)
+            .await
+            .map_err(|error| io::Error::new(error.kind(), format!("connect to {address}: {error}")))?;
+        stream.set_nodelay(true)?;
+        // Who the node is stands in its certificate, and not in its name.
+        let name = ServerName::try_from("node").map_err(io::Error::other)?;
+        let stream = TlsConnector::from(config)
+            .connect(name, stream)
+            .await
+            .map_err(|error| io::Error::new(error.kind(), format!("TLS with {address}: {error}")))?;
+        let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+        match shown.and_then(Identity::of).map(|identity| identity.role) {
+            Some(Role::Node(key)) => Ok((stream, key)),
+            _ => Err(io::Error::other(format!("the certificate at {address} names no data directory"))),
+        }
+    }
 }
 
 fn server(
     provider: Arc<CryptoProvider>,
-    roots: Arc<RootCertStore>,
+    signed: Arc<dyn ClientCertVerifier>,
     cluster: String,
     chain: Vec<CertificateDer<'static>>,
     key: PrivateKeyDer<'static>,
 ) -> Result<ServerConfig, rustls::Error> {
-    let signed = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
-        .build()
-        .map_err(|error| rustls::Error::General(error.to_string()))?;
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])?
-        .with_client_cert_verifier(Arc::new(RouterOnly { signed, cluster }))
+        .with_client_cert_verifier(Arc::new(ClusterOnly { signed, cluster }))
         .with_single_cert(chain, key)?;
     config.alpn_protocols = vec![b"h2".to_vec()];
     config.session_storage = Arc::new(NoServerSessionStorage {});
@@ -243,14 +323,14 @@ fn refused(wanted: &str, found: Option<Identity>) -> rustls::Error {
     CertificateError::Other(OtherError(Arc::new(std::io::Error::other(why)))).into()
 }
 
-/// Lets in clients whose certificate is the router's.
+/// Lets in clients whose certificate is the router's or a node's.
 #[derive(Debug)]
-struct RouterOnly {
+struct ClusterOnly {
     signed: Arc<dyn ClientCertVerifier>,
     cluster: String,
 }
 
-impl ClientCertVerifier for RouterOnly {
+impl ClientCertVerifier for ClusterOnly {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         self.signed.root_hint_subjects()
     }
@@ -263,8 +343,8 @@ impl ClientCertVerifier for RouterOnly {
     ) -> Result<ClientCertVerified, rustls::Error> {
         let verified = self.signed.verify_client_cert(end_entity, intermediates, now)?;
         match Identity::of(end_entity) {
-            Some(Identity { cluster, role: Role::Router }) if cluster == self.cluster => Ok(verified),
-            found => Err(refused(&format!("the router of {}", self.cluster), found)),
+            Some(Identity { cluster, .. }) if cluster == self.cluster => Ok(verified),
+            found => Err(refused(&format!("the router or a node of {}", self.cluster), found)),
         }
     }
 
@@ -325,7 +405,7 @@ impl ServerCertVerifier for NodeOnly {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(rustls::Error::General("TLS 1.2 is not spoken between router and node".to_owned()))
+        Err(rustls::Error::General("TLS 1.2 is not spoken in a cluster".to_owned()))
     }
 
     fn verify_tls13_signature(

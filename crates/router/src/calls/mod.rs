@@ -37,6 +37,8 @@ struct Work<'c> {
     message: Bytes,
     deadline: Option<Instant>,
     record: &'c mut Record,
+    /// What a new volume is made of, and the key of its node.
+    source: Option<(Key, String)>,
 }
 
 /// Where a call about an object goes.
@@ -90,7 +92,7 @@ impl Router {
         record: &mut Record,
     ) -> Result<Bytes, Status> {
         self.nodes.settled().await;
-        let mut work = Work { path: method.path, message, deadline, record };
+        let mut work = Work { path: method.path, message, deadline, record, source: None };
         match method.route {
             Route::PluginInfo => self.plugin_info(),
             Route::Probe => {

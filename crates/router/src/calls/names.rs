@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use futures_util::stream::{self, StreamExt};
 use proto::node::node_client::NodeClient;
-use proto::node::{FindRequest, Kind};
+use proto::node::{FindRequest, FindResponse, Kind};
 use tonic::{Request, Status};
 
 use super::{AT_ONCE, Router};
@@ -41,10 +41,10 @@ impl Router {
         kind: Kind,
         name: &str,
         deadline: Option<Instant>,
-    ) -> Vec<(Arc<Node>, String)> {
+    ) -> Vec<(Arc<Node>, FindResponse)> {
         let ask = |node: Arc<Node>| async move {
-            let id = Self::find_on(&node, kind, name, deadline).await?;
-            Some((node, id))
+            let found = Self::find_on(&node, kind, name, deadline).await?;
+            Some((node, found))
         };
         let found = stream::iter(self.nodes.up()).map(ask).buffer_unordered(AT_ONCE);
         found.filter_map(std::future::ready).collect().await
@@ -56,7 +56,7 @@ impl Router {
         kind: Kind,
         name: &str,
         deadline: Option<Instant>,
-    ) -> Option<String> {
+    ) -> Option<FindResponse> {
         let mut client = NodeClient::new(node.link().channel());
         let mut request = Request::new(FindRequest { kind: kind.into(), name: name.to_owned() });
         if let Some(deadline) = deadline {
@@ -65,7 +65,7 @@ impl Router {
         let found =
             within(deadline, async { client.find(request).await.map_err(|status| node.told(status)) });
         match found.await {
-            Ok(found) => Some(found.into_inner().id).filter(|id| !id.is_empty()),
+            Ok(found) => Some(found.into_inner()).filter(|found| !found.id.is_empty()),
             // What it holds cannot be used before it is back, and then it is asked again.
             Err(status) => {
                 tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");

@@ -57,9 +57,9 @@ impl Router {
         let _held = self.hold(kind, name)?;
         let found = self.find(kind, name, work.deadline).await;
         match found.iter().find(|(found, _)| found.key != node.key) {
-            Some((other, id)) => Err(Status::already_exists(format!(
-                "{name:?} already exists as {id} on node {}: use another name, or the same request",
-                other.name
+            Some((other, found)) => Err(Status::already_exists(format!(
+                "{name:?} already exists as {} on node {}: use another name, or the same request",
+                found.id, other.name
             ))),
             None => work.ask(&node).await,
         }

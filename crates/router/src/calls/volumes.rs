@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use base::Key;
 use bytes::Bytes;
 use metrics::counter;
+use prost::Message;
 use proto::node::node_client::NodeClient;
-use proto::node::{ChooseRequest, Kind};
+use proto::node::{ChooseRequest, CreateFromRequest, CreateFromResponse, Kind};
 use tonic::{Code, Status};
 
 use super::{Router, Target, Work, decode, forgotten};
@@ -33,11 +34,11 @@ impl Router {
         Ok(answer)
     }
 
-    /// 1. A volume of this name is found again, wherever it is.
+    /// 1. A volume of this name is found again, wherever it is, also while it is copied there.
     /// 2. A node that was asked before and has not answered is asked again: the volume may be there.
     /// 3. A source decides, for it is where it is.
-    /// 4. Else the best node, as the arbiter of the name has it: so two routers make one volume. The next best where that
-    ///    has no room.
+    /// 4. Else, and where the topologies leave the source's node out, the best node, as the arbiter of the name has it: so two
+    ///    routers make one volume. The next best where that has no room.
     async fn place_volume(
         &self,
         request: &proto::CreateVolumeRequest,
@@ -51,20 +52,36 @@ impl Router {
         }
         let _held = self.hold(Kind::Volume, name)?;
         let requirement = request.accessibility_requirements.as_ref();
+        let source = request.volume_content_source.as_ref().and_then(|source| match &source.r#type {
+            Some(Type::Snapshot(source)) => Some(&source.snapshot_id),
+            Some(Type::Volume(source)) => Some(&source.volume_id),
+            None => None,
+        });
+        work.source = source.and_then(|source| Some((Key::of(source)?, source.clone())));
+        let is_forgotten = |key: Key| matches!(self.nodes.place(key), Place::Forgotten);
+        let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
         match &self.find(Kind::Volume, name, work.deadline).await[..] {
             [] => {}
-            [(node, id)] if !place::is_allowed(&node.topology, requirement) => {
+            // Half a copy, of what will never be read, or where nobody wants it any more.
+            [(node, found)]
+                if found.in_progress
+                    && (source_is_forgotten || !place::is_allowed(&node.topology, requirement)) =>
+            {
+                self.delete_on(node, &found.id, work).await?;
+                self.unanswered().remove(name);
+            }
+            [(node, found)] if !place::is_allowed(&node.topology, requirement) => {
                 return Err(Status::already_exists(format!(
-                    "volume {name:?} already exists as {id} on node {}, which the requisite topologies leave out: use \
+                    "volume {name:?} already exists as {} on node {}, which the requisite topologies leave out: use \
                      another name, or delete it",
-                    node.name
+                    found.id, node.name
                 )));
             }
             [(node, _)] => return self.create_on(node, name, work).await,
             found => {
                 counter!("deltapath_router_volumes_made_twice_total").increment(1);
                 let places: Vec<_> =
-                    found.iter().map(|(node, id)| format!("{id} on node {}", node.name)).collect();
+                    found.iter().map(|(node, found)| format!("{} on node {}", found.id, node.name)).collect();
                 return Err(Status::failed_precondition(format!(
                     "volume {name:?} was made twice, as {}: delete the one that is not in use",
                     places.join(" and as ")
@@ -80,15 +97,23 @@ impl Router {
                 Place::Here(_) | Place::Forgotten => {}
             }
         }
-        let source = request.volume_content_source.as_ref().and_then(|source| match &source.r#type {
-            Some(Type::Snapshot(source)) => Some(source.snapshot_id.as_str()),
-            Some(Type::Volume(source)) => Some(source.volume_id.as_str()),
-            None => None,
-        });
-        match source.filter(|source| Key::of(source).is_some()) {
-            Some(source) => self.create_from(name, source, requirement, work).await,
-            None => self.create_anywhere(name, requirement, work).await,
+        if let Some((_, source)) = work.source.clone() {
+            match self.target(&source)? {
+                Target::Forgotten => return Err(forgotten(&source)),
+                Target::Node(node) if place::is_allowed(&node.topology, requirement) => {
+                    return self.create_on(&node, name, work).await;
+                }
+                Target::Node(_) => {}
+            }
         }
+        self.create_anywhere(name, requirement, work).await
+    }
+
+    /// Ends what was begun on a node.
+    async fn delete_on(&self, node: &Arc<Node>, id: &str, work: &Work<'_>) -> Result<(), Status> {
+        let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
+        let message = request.encode_to_vec().into();
+        node.call("/csi.v1.Controller/DeleteVolume", message, work.deadline).await.map(drop)
     }
 
     fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (Key, Instant)>> {
@@ -104,7 +129,10 @@ impl Router {
             }
             unanswered.insert(name.to_owned(), (node.key, Instant::now()));
         }
-        let answer = work.ask(node).await;
+        let answer = match work.source.clone() {
+            Some((key, source)) if key != node.key => self.copy_to(node, key, &source, work).await,
+            _ => work.ask(node).await,
+        };
         let is_answered = answer.as_ref().err().is_none_or(|status| {
             !matches!(
                 status.code(),
@@ -117,32 +145,45 @@ impl Router {
         answer
     }
 
+    /// Asks a node to make the volume of a source that is on another, which is allowed to it by a ticket.
+    async fn copy_to(
+        &self,
+        node: &Arc<Node>,
+        key: Key,
+        source: &str,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
+        let away = match self.nodes.place(key) {
+            Place::Here(from) => Ok(from),
+            Place::Away(status) => Err(status),
+            Place::Forgotten => Err(forgotten(source)),
+        };
+        let from = match away {
+            Ok(from) => from,
+            // Without its source's node it can still be found. The node itself knows no more than that the source is elsewhere.
+            Err(status) => match work.ask(node).await {
+                Err(refused) if refused.code() == Code::ResourceExhausted => return Err(status),
+                answer => return answer,
+            },
+        };
+        let request = CreateFromRequest {
+            create_volume: work.message.to_vec(),
+            address: from.address.to_string(),
+            key: key.to_string(),
+            ticket: self.nodes.ticket(source, node.key)?,
+        };
+        work.record.on(node);
+        let request = request.encode_to_vec().into();
+        let answer = node.call("/deltapath.node.v1.Node/CreateFrom", request, work.deadline).await?;
+        Ok(decode::<CreateFromResponse>(&answer)?.created.into())
+    }
+
     /// The node that has not answered for this name, if there is one.
     fn waits_for(&self, name: &str) -> Option<Key> {
         let mut unanswered = self.unanswered();
         let (key, asked) = unanswered.get_mut(name).filter(|(_, asked)| asked.elapsed() < WAITED_FOR)?;
         *asked = Instant::now();
         Some(*key)
-    }
-
-    async fn create_from(
-        &self,
-        name: &str,
-        source: &str,
-        requirement: Option<&proto::TopologyRequirement>,
-        work: &mut Work<'_>,
-    ) -> Result<Bytes, Status> {
-        match self.target(source)? {
-            Target::Forgotten => Err(forgotten(source)),
-            Target::Node(node) if !place::is_allowed(&node.topology, requirement) => {
-                Err(Status::resource_exhausted(format!(
-                    "{source} is on node {}, which the requisite topologies leave out: volumes are made where their \
-                     source is",
-                    node.name
-                )))
-            }
-            Target::Node(node) => self.create_on(&node, name, work).await,
-        }
     }
 
     async fn create_anywhere(

@@ -95,7 +95,7 @@ enum Error {
 
 /// Serves until a signal.
 pub async fn run(flags: Certificates) -> Result<(), Box<dyn std::error::Error>> {
-    let client = crate::slices::connect(flags.kubeconfig.as_deref()).await?;
+    let client = serve::questions::client(flags.kubeconfig.as_deref()).await?;
     tracing::info!(cluster = flags.cluster, secret = flags.secret, "signing");
     let keeper = Keeper { client, flags };
     let mut said = String::new();

@@ -39,7 +39,7 @@ pub struct NodeCertificate {
 
 /// Serves until a signal.
 pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::Error>> {
-    let client = crate::slices::connect(flags.kubeconfig.as_deref()).await?;
+    let client = serve::questions::client(flags.kubeconfig.as_deref()).await?;
     let mut said = String::new();
     // For whom the files are, and until when that is well.
     let mut written: Option<(Key, SystemTime)> = None;

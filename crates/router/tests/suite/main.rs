@@ -11,4 +11,6 @@ mod signing;
 mod slices;
 mod streams;
 mod suites;
+mod transfer_kills;
+mod transfers;
 mod world;

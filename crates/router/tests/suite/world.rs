@@ -74,6 +74,8 @@ pub struct Node {
     pub address: String,
     // After the driver.
     pub host: Option<Host>,
+    /// Its driver's.
+    pub flags: Vec<String>,
 }
 
 impl Node {
@@ -204,9 +206,15 @@ impl Cluster {
 
     /// Drivers with flags of their own.
     pub async fn start_each(pool: PoolKind, drivers: &[&[&str]], router: &[&str]) -> Self {
+        let drivers: Vec<_> = drivers.iter().map(|flags| (pool, *flags)).collect();
+        Self::start_mixed(&drivers, router).await
+    }
+
+    /// Drivers with flags and pools of their own.
+    pub async fn start_mixed(drivers: &[(PoolKind, &[&str])], router: &[&str]) -> Self {
         let mut cluster = Self::empty();
-        for driver in drivers {
-            cluster.add_node(pool, driver).await;
+        for (pool, driver) in drivers {
+            cluster.add_node(*pool, driver).await;
         }
         let endpoints = cluster.endpoints();
         let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;
@@ -250,6 +258,7 @@ impl Cluster {
         let mut arguments = vec![format!("--router-listen={address}:{port}"), format!("--node-id={name}")];
         arguments.extend(tls_flags("router-", self.dir.path(), &name));
         arguments.extend(driver.iter().map(|argument| (*argument).to_owned()));
+        let flags = arguments.clone();
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let by = host.as_ref().map(|host| (STARTED_BY, host.enter().join(" ").into()));
         let rig =
@@ -259,7 +268,7 @@ impl Cluster {
         let manifest: serde_json::Value = serde_json::from_str(&manifest).expect("JSON");
         let key = manifest["key"].as_str().expect("a key").to_owned();
         self.authority.issue(self.dir.path(), &name, &uri(&format!("node/{key}")));
-        self.nodes.push(Node { rig, key, port, address: format!("{address}:{port}"), host });
+        self.nodes.push(Node { rig, key, port, address: format!("{address}:{port}"), host, flags });
     }
 
     pub fn endpoints(&self) -> Vec<String> {

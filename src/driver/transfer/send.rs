@@ -1,0 +1,331 @@
+//! The side of the source: what other nodes have open here, and the maps, hashes and bytes of it. Nothing here asks whether they
+//! may: `csi/transfer.rs` has looked at the ticket before it opens, and everything else goes by what is open.
+//!
+//! A snapshot is read where it is; it stays readable when it is deleted meanwhile. Of a volume a snapshot is taken that nobody
+//! sees: it lies in `staging/`, and goes when it is closed, when nobody asks for it any more, and at a start.
+
+use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use roaring::RoaringBitmap;
+
+use super::plan::runs;
+use super::receive::Opened;
+use crate::driver::fill::NewSnapshot;
+use crate::driver::locks::Key;
+use crate::driver::{Driver, Error, Result};
+use crate::pool::{self, Bytes};
+use crate::store::{Draft, SnapshotRecord};
+use base::{Block, BlockRange, BlockSize, ObjectDir, SnapshotId, Stop, VolumeId};
+use cbt::{Allocation, BlockHash, HashFile, HashReader, MapFile, SegmentIndex, hash_each};
+use files::Context;
+
+/// Sources open at once; each has four open files.
+const MOST: usize = 64;
+/// How long one stays open that nobody asks for.
+const IDLE: Duration = Duration::from_secs(600);
+/// Bytes of a message, unless a block is larger.
+const MESSAGE: u64 = 1 << 20;
+/// Ids of relatives that are told, the newest.
+const RELATIVES: usize = 1000;
+
+/// What other nodes have open.
+#[derive(Debug, Default)]
+pub(in crate::driver) struct Sources(Mutex<HashMap<String, Arc<OpenSource>>>);
+
+/// What a transfer reads from.
+#[derive(Debug)]
+pub struct OpenSource {
+    /// Whoever names it in a call must be this node.
+    reader: String,
+    source: String,
+    volume: String,
+    record: SnapshotRecord,
+    allocation: Allocation,
+    data: Bytes,
+    /// The hashes, and the blocks whose slots do not count; `None` where none were made.
+    hashes: Option<(HashFile, MapFile)>,
+    used: Mutex<Instant>,
+    /// Dropped last: its files are gone then.
+    _draft: Option<Draft>,
+}
+
+/// Blocks whose slots count, and the file of slots.
+struct Known {
+    blocks: RoaringBitmap,
+    hashes: HashReader,
+}
+
+/// A name of what was opened, and what it is.
+pub type Point = (String, Opened);
+
+impl Sources {
+    fn open(&self) -> MutexGuard<'_, HashMap<String, Arc<OpenSource>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Closes all.
+    pub fn clear(&self) {
+        self.open().clear();
+    }
+
+    /// Closes what nobody has asked for in a while.
+    pub fn sweep(&self, now: Instant) {
+        let is_idle = |source: &OpenSource| now.saturating_duration_since(source.used()) >= IDLE;
+        let idle: Vec<_> = self.open().extract_if(|_, source| is_idle(source)).collect();
+        for (_, source) in idle {
+            tracing::info!(
+                source_id = source.source,
+                reader = source.reader,
+                "nobody reads a source any more"
+            );
+        }
+    }
+}
+
+impl OpenSource {
+    fn used(&self) -> Instant {
+        *self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn touch(&self) {
+        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    fn size(&self) -> BlockSize {
+        self.record.block_size
+    }
+
+    /// Fails where blocks are past the end.
+    pub fn check(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> Result<()> {
+        let end = Block(self.allocation.header().blocks);
+        match blocks.max().is_some_and(|last| index.block(last) >= end) {
+            true => Err(Error::OutOfRange {
+                field: "blocks",
+                value: i128::from(blocks.max().unwrap_or(0)),
+                want: format!("before the end of the source, block {}", end.0),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// The blocks of a segment that hold data.
+    pub fn map(&self, index: SegmentIndex) -> Result<RoaringBitmap> {
+        Ok(self.allocation.segment(index)?)
+    }
+
+    /// The hashes of blocks, which are made where there are none.
+    pub fn hashes(&self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<Vec<u8>> {
+        let mut all = Vec::with_capacity(blocks.len() as usize * 32);
+        let mut known = self.known(index, blocks)?;
+        let mut buffer = Vec::new();
+        // Runs that need no data are long where there are hashes.
+        for run in runs(blocks, (MESSAGE / self.size().bytes()).max(1) as u32) {
+            stop.check()?;
+            let hashes = self.hashes_of(index, run, &mut known, &mut buffer, false)?;
+            all.extend_from_slice(hashes.as_flattened());
+        }
+        Ok(all)
+    }
+
+    /// Hands out the bytes and the hashes of blocks, in messages.
+    pub fn read(
+        &self,
+        index: SegmentIndex,
+        blocks: &RoaringBitmap,
+        stop: &Stop,
+        mut put: impl FnMut(Vec<u8>, Vec<u8>) -> Result<(), base::Stopped>,
+    ) -> Result<()> {
+        let mut known = self.known(index, blocks)?;
+        let most = MESSAGE.max(self.size().bytes());
+        let (mut data, mut hashes, mut buffer) = (Vec::new(), Vec::new(), Vec::new());
+        for run in runs(blocks, (MESSAGE / self.size().bytes()).max(1) as u32) {
+            stop.check()?;
+            let of_run = self.hashes_of(index, run, &mut known, &mut buffer, true)?;
+            if !data.is_empty() && (data.len() + buffer.len()) as u64 > most {
+                put(std::mem::take(&mut data), std::mem::take(&mut hashes))?;
+                self.touch();
+            }
+            data.extend_from_slice(&buffer);
+            hashes.extend_from_slice(of_run.as_flattened());
+        }
+        match data.is_empty() {
+            true => Ok(()),
+            false => Ok(put(data, hashes)?),
+        }
+    }
+
+    /// The hashes of these blocks, as far as there are such.
+    fn known(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> Result<Option<Known>> {
+        let Some((hashes, pending)) = &self.hashes else { return Ok(None) };
+        let blocks = blocks - pending.segment_or_all(index)?;
+        Ok(Some(Known { blocks, hashes: HashReader::new(hashes.try_clone()?) }))
+    }
+
+    /// The hashes of a run of blocks: those that were made when the data was written or soon after it, so that damage since
+    /// shows. Where there are none they are made from the data. That is in `buffer` when it was `wanted`.
+    fn hashes_of(
+        &self,
+        index: SegmentIndex,
+        run: std::ops::Range<u32>,
+        known: &mut Option<Known>,
+        buffer: &mut Vec<u8>,
+        wanted: bool,
+    ) -> Result<Vec<BlockHash>> {
+        let mut hashes: Vec<Option<BlockHash>> = vec![None; run.len()];
+        if let Some(known) = known {
+            for (block, hash) in run.clone().zip(&mut hashes) {
+                if known.blocks.contains(block) {
+                    *hash = known.hashes.get(index.block(block))?;
+                }
+            }
+        }
+        let is_whole = hashes.iter().all(Option::is_some);
+        if wanted || !is_whole {
+            let start = index.block(run.start);
+            let bytes = BlockRange { start, end: Block(start.0 + run.len() as u64) }.bytes(self.size());
+            buffer.resize(bytes.len() as usize, 0);
+            let (file, path) = (self.data.file(), self.data.path());
+            file.read_exact_at(buffer, bytes.start).context_at("read", path, bytes.start)?;
+        }
+        if !is_whole {
+            hash_each(buffer, self.size(), |number, hash| {
+                hashes[number as usize].get_or_insert(hash);
+            });
+        }
+        Ok(hashes.into_iter().flatten().collect())
+    }
+}
+
+impl Driver {
+    /// Opens a snapshot or a volume for the node `reader`, which makes `volume` of it.
+    pub fn open_source(&self, source: &str, reader: &str, volume: &str) -> Result<Point> {
+        self.sources.sweep(Instant::now());
+        let name = format!("{source}/{reader}/{volume}");
+        // Two calls for one transfer: the later one finds what the first has opened.
+        let _lock = self.locks.take(Key::Transfer(name.clone()))?;
+        let found = self.sources.open().get(&name).cloned();
+        let open = match found {
+            Some(open) => open,
+            None => {
+                if self.sources.open().len() >= MOST {
+                    return Err(Error::Busy { what: format!("{MOST} transfers to other nodes") });
+                }
+                let open = Arc::new(match source.parse::<SnapshotId>() {
+                    Ok(_) => self.open_snapshot(source, reader, volume)?,
+                    Err(_) => self.open_volume(source, reader, volume)?,
+                });
+                tracing::info!(source_id = source, reader, volume_id = volume, "another node reads a source");
+                self.sources.open().insert(name.clone(), open.clone());
+                open
+            }
+        };
+        open.touch();
+        let map = open.allocation.map();
+        let record = &open.record;
+        let opened = Opened {
+            capacity: record.capacity,
+            block_size: record.block_size,
+            tracking: record.tracking,
+            segments: map.indexes().collect(),
+            allocated_blocks: map
+                .indexes()
+                .try_fold(0, |sum, index| Ok::<_, Error>(sum + open.map(index)?.len()))?,
+            relatives: self.relatives_of(&record.volume),
+        };
+        // What is copied anew has another name: what was read from the one before does not count.
+        Ok((format!("{name}/{}", record.id), opened))
+    }
+
+    /// What was opened under this name, by this node.
+    pub fn source(&self, point: &str, reader: &str) -> Option<Arc<OpenSource>> {
+        let (name, id) = point.rsplit_once('/')?;
+        let open = self.sources.open().get(name).cloned()?;
+        let is_it = open.reader == reader && open.record.id.as_str() == id;
+        open.touch();
+        is_it.then_some(open)
+    }
+
+    /// Nobody needs it any more.
+    pub fn close_source(&self, point: &str, reader: &str) {
+        let Some(open) = self.source(point, reader) else { return };
+        let name = format!("{}/{}/{}", open.source, open.reader, open.volume);
+        let closed = self.sources.open().remove(&name);
+        tracing::info!(
+            source_id = open.source,
+            reader,
+            volume_id = open.volume,
+            "another node has read a source"
+        );
+        drop(closed);
+    }
+
+    fn relatives_of(&self, volume: &VolumeId) -> Vec<String> {
+        self.store.read(|index| {
+            let snapshots = index.line(volume).rev().take(RELATIVES).map(|record| record.id.to_string());
+            snapshots.chain([volume.to_string()]).collect()
+        })
+    }
+
+    fn open_snapshot(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
+        let record = self.snapshot(source)?;
+        let opened =
+            self.open_files(&record, &self.store.snapshot_dir(&record), None, [source, reader, volume]);
+        match opened {
+            // Deleted since it was looked up.
+            Err(_) if self.snapshot(source).is_err() => Err(Error::no_snapshot(source)),
+            opened => opened,
+        }
+    }
+
+    /// Takes a snapshot of a volume that is in no index and in no history.
+    fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
+        let found = self.volume(source)?;
+        let _volume = self.locks.take(Key::Volume(found.id.clone()))?;
+        let found = self.volume(source)?;
+        self.check_host()?;
+        self.truncate_to_record(&found)?;
+        let record = self.new_snapshot("", None, &found, None)?;
+        let draft = self.store.draft_snapshot(&record.id)?;
+        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: found, record, pending: 0 };
+        self.fill_snapshots(std::slice::from_mut(&mut new))?;
+        let dir = draft.dir().clone();
+        self.open_files(&new.record, &dir, Some(draft), [source, reader, volume])
+    }
+
+    fn open_files(
+        &self,
+        record: &SnapshotRecord,
+        dir: &ObjectDir,
+        draft: Option<Draft>,
+        [source, reader, volume]: [&str; 3],
+    ) -> Result<OpenSource> {
+        let data = match self.pool().open(dir) {
+            Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(source)),
+            data => data?,
+        };
+        let for_damage = data.file().try_clone().context("open", data.path())?;
+        let allocation = Allocation::new(MapFile::open(&dir.allocated())?, Some(for_damage), data.path());
+        let hashes = match record.tracking {
+            // Before the hashes: a slot is written before its block leaves `pending`.
+            true => match MapFile::open_sound(&dir.pending())? {
+                Some(pending) => Some((HashFile::open(&dir.hashes())?, pending)),
+                None => None,
+            },
+            false => None,
+        };
+        Ok(OpenSource {
+            reader: reader.to_owned(),
+            source: source.to_owned(),
+            volume: volume.to_owned(),
+            record: record.clone(),
+            allocation,
+            data,
+            hashes,
+            used: Mutex::new(Instant::now()),
+            _draft: draft,
+        })
+    }
+}

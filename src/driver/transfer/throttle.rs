@@ -1,0 +1,57 @@
+//! How fast all transfers together may be (`--transfer-rate`).
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Nobody sleeps longer without a look at whether it is to stop.
+pub(super) const LOOK: Duration = Duration::from_millis(50);
+
+/// Hands out bytes at a rate. Time in which nobody asks is not saved up.
+#[derive(Debug)]
+pub(super) struct Throttle {
+    /// Bytes a second; `None` for no limit.
+    rate: Option<u64>,
+    /// When all that was handed out is used up.
+    until: Mutex<Option<Instant>>,
+}
+
+impl Throttle {
+    /// So many bytes a second.
+    pub fn new(rate: Option<u64>) -> Self {
+        Throttle { rate, until: Mutex::default() }
+    }
+
+    /// The most that is worth asking for at once, of portions that are `most` else: a tenth of a second.
+    pub fn portion(&self, most: u64) -> u64 {
+        self.rate.map_or(most, |rate| most.min(rate / 10))
+    }
+
+    /// Takes `bytes`; they may be used after so long.
+    pub fn take(&self, bytes: u64, now: Instant) -> Duration {
+        let Some(rate) = self.rate else { return Duration::ZERO };
+        let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = until.unwrap_or(now).max(now);
+        *until = Some(start + Duration::from_secs_f64(bytes as f64 / rate as f64));
+        start - now
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_taken_together_is_no_faster_than_the_rate() {
+        let throttle = Throttle::new(Some(1000));
+        let start = Instant::now();
+        let at = |millis| start + Duration::from_millis(millis);
+        let millis = Duration::from_millis;
+        assert_eq!(throttle.take(500, at(0)), millis(0));
+        assert_eq!(throttle.take(500, at(0)), millis(500), "two at once share it");
+        assert_eq!(throttle.take(100, at(400)), millis(600));
+        assert_eq!(throttle.take(100, at(5000)), millis(0), "and nothing is saved up:");
+        assert_eq!(throttle.take(100, at(5000)), millis(100));
+        assert_eq!((throttle.portion(1 << 20), Throttle::new(None).portion(1 << 20)), (100, 1 << 20));
+        assert_eq!(Throttle::new(None).take(u64::MAX, start), millis(0));
+    }
+}
