@@ -11,7 +11,7 @@ peers=
 # What is missing of: a program, and the Debian package that has it.
 missing=()
 # shellcheck disable=SC2086 # several words
-for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils $peers; do
+for pair in shellcheck:shellcheck=0.9.* nbdcopy:libnbd-bin qemu-img:qemu-utils ip:iproute2 $peers; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
 done
 if [ ${#missing[@]} -gt 0 ]; then
