@@ -246,7 +246,7 @@ async fn what_a_driver_cannot_is_left_out() {
     rig.finish();
 }
 
-/// A call that fails ends that life, is told, and leaves nothing.
+/// A call that fails ends that life, is reported, and leaves nothing.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_fails_is_told() {
@@ -265,7 +265,7 @@ async fn a_call_that_fails_is_told() {
     rig.finish();
 }
 
-/// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is told.
+/// Ctrl-C and SIGTERM at any time: nothing is left, and what was measured is printed.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signal_at_any_time_leaves_nothing() {

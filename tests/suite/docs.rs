@@ -62,6 +62,8 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for program in [
         "deltapath-gateway",
         "deltapath-router",
+        "deltapath-router certificates",
+        "deltapath-router node-certificate",
         "cbt-backup",
         "cbt-earlier differential",
         "cbt-earlier aggregated",

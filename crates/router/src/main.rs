@@ -24,6 +24,7 @@ use std::time::Duration;
 use base::{Endpoint, Key};
 use clap::{Parser, Subcommand};
 use serve::program::{LogFormat, Stop, age, host_and_port, http_endpoint};
+use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
 
 /// Messages come and go, of different sizes: glibc keeps more of their memory.
 #[global_allocator]
@@ -159,15 +160,10 @@ impl std::str::FromStr for NodeService {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let is_name = |text: &str| {
-            !text.is_empty()
-                && text.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
-        };
-        match text.split_once('/') {
-            Some((namespace, name)) if is_name(namespace) && is_name(name) => {
-                Ok(NodeService { namespace: namespace.to_owned(), name: name.to_owned() })
-            }
-            _ => Err("a Service is a namespace and a name, such as deltapath/deltapath-nodes"),
+        let (namespace, name) = text.split_once('/').unwrap_or_default();
+        match is_object_name(namespace, NAMESPACE_MAX) && is_object_name(name, NAME_MAX) {
+            true => Ok(NodeService { namespace: namespace.to_owned(), name: name.to_owned() }),
+            false => Err("a Service is a namespace and a name, such as deltapath/deltapath-nodes"),
         }
     }
 }

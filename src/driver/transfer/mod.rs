@@ -8,7 +8,7 @@
 //! Here: which transfers there are, who waits for them, and how each ends. A transfer begins and goes on when CreateVolume is
 //! called with the way to its source, and ends as a volume or as nothing:
 //!
-//! 1. The source is opened, so that what cannot be is told at once.
+//! 1. The source is opened, so that an error of it is known at once.
 //! 2. An empty volume is drafted in `staging/`, and `transfer.json` makes it outlive the driver (`store/transfers.rs`).
 //! 3. A thread makes its bytes like the source's, and syncs them. A source that is away is tried again and again.
 //! 4. The draft becomes a volume by a rename, as ever.
@@ -124,7 +124,7 @@ enum Phase {
     /// Nobody is at work on it.
     Waiting,
     Running,
-    /// It is gone. The next call is told why.
+    /// It is gone. The answer to the next call says why.
     Failed(Error),
     /// It is a volume, or was removed.
     Over,

@@ -97,7 +97,7 @@ fn schema() -> Value {
                 "type": "object",
                 "description": "The answer.",
                 "properties": {
-                    "state": number("0: all is told; 1: there is more; 2: failed."),
+                    "state": number("0: all is listed; 1: there is more; 2: failed."),
                     "error": text("Why it has failed."),
                     "limit": number("Entries in this answer at most."),
                     "offset": number("Index of the first block that counts."),

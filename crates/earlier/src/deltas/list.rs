@@ -225,7 +225,7 @@ mod tests {
         assert_eq!(cut(&[(0, 10), (30, 20)], 0, 3), (vec![0, 3, 4], None));
         assert_eq!(cut(&[(0, 10), (30, 20)], 0, 2), (vec![0, 3], Some(4)));
         assert_eq!(cut(&[(0, 10), (30, 20)], 0, 1), (vec![0], Some(3)));
-        // What is not cut at multiples is widened, and a block of two tuples is told once.
+        // What is not cut at multiples is widened, and a block of two tuples is listed once.
         assert_eq!(cut(&[(5, 1), (7, 1), (19, 2)], 0, 9), (vec![0, 1, 2], None));
         // A driver may round down where it begins.
         assert_eq!(cut(&[(0, 100)], 8, 9), (vec![8, 9], None));

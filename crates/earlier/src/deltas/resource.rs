@@ -77,7 +77,7 @@ pub struct State {
     pub changed_blocks: Vec<Entry>,
 }
 
-/// All is told.
+/// Everything is listed.
 pub const COMPLETED: u8 = 0;
 /// There is more.
 pub const CONTINUE: u8 = 1;

@@ -37,7 +37,7 @@ pub struct Spec {
     pub parameters: BTreeMap<String, String>,
 }
 
-/// What the user is told.
+/// What the user sees.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct State {

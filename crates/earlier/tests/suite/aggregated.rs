@@ -90,7 +90,7 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     // Nothing is there.
     let (is_done, _, err) = run(&["get", "volumesnapshotdeltas"], "").expect("kubectl");
     assert!(!is_done && err.contains("MethodNotAllowed"), "{err}");
-    // What is served is told, and explained.
+    // What is served is listed, and explained.
     let resources =
         done(&["api-resources", "--api-group=cbt.storage.k8s.io", "--no-headers"], "").expect("kubectl");
     let words: Vec<Vec<&str>> = resources.lines().map(|line| line.split_whitespace().collect()).collect();
@@ -299,7 +299,7 @@ pub async fn users_get_what_their_rights_allow(world: World) {
             }
         }
     }
-    // What does not exist is not told to whoever may not ask.
+    // Who may not ask does not learn whether something exists.
     let user = aggregation.user_of(&world.namespace, "base-only").await;
     assert_eq!(user.ask(json!({"targetVolumeSnapshotName": "nowhere"})).await.0, 403);
     aggregation.end().await;

@@ -204,7 +204,7 @@ pub async fn a_body_that_does_not_come_is_not_waited_for(world: World) {
         let (code, _, body) = answer.expect("an answer without a body");
         (code, body)
     };
-    // Who may not ask is told so at once; who may has as long as a page takes.
+    // Who may not ask is refused at once; who may has as long as a page takes.
     let (code, body) = post("garbage").await;
     assert_eq!(code, 401, "{body}");
     let (code, body) = post(&good).await;

@@ -164,7 +164,7 @@ pub async fn a_user_gets_what_its_rights_allow(world: World) {
             }
         }
     }
-    // What does not exist is not told to whoever may not ask.
+    // Who may not ask does not learn whether something exists.
     let token = world.api.token(&world.namespace, "nothing", AUDIENCE).await;
     assert_eq!(program.get(&format!("/{}/nowhere", world.namespace), Some(&token)).await.0, 403);
 }

@@ -259,9 +259,9 @@ async fn two_changes(
         load.add(&next);
         // Users are at work.
         tokio::time::sleep(Duration::from_millis(500)).await;
+        let before = lease(world).await;
         let begun = Instant::now();
         elected.signal(signal);
-        let before = lease(world).await;
         if signal == Signal::SIGTERM {
             elected.ended().await;
             // It has not left the lease to run out.

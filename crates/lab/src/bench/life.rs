@@ -46,7 +46,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// How often progress is told.
+    /// How often progress is printed.
     pub fn steps(&self) -> u64 {
         let life = 8 + 3 * self.changed.len() as u64;
         let growth =
@@ -210,7 +210,7 @@ impl Bench<'_> {
         }
     }
 
-    /// A volume with data in it, and its space as the driver told it before there was any.
+    /// A volume with data in it, and its space as the driver gave it before there was any.
     async fn subject(&mut self, size: u64, seed: u64, create: Option<&Spot>) -> Lived<Subject> {
         let plugin = self.plugin;
         let making = plugin.create_volume(block_capability(), None, size);

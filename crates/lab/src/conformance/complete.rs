@@ -141,7 +141,7 @@ fn nothing(answer: &Answer, what: &str) -> Judged {
     let bytes = answer.ranges().bytes();
     if answer.messages.is_empty() {
         return Ok(Verdict::Allowed(
-            "OK without a message: the client is told neither type nor capacity".into(),
+            "OK without a message: the client gets neither type nor capacity".into(),
         ));
     }
     remarked(if bytes > 0 { vec![format!("lists {bytes} bytes, though {what}")] } else { Vec::new() })

@@ -174,7 +174,7 @@ pub(crate) fn differs_outside(
 /// Threads at work on devices.
 static AT_WORK: AtomicUsize = AtomicUsize::new(0);
 
-/// Work on a device, which may hang: not on the threads that keep the time. It is told to stop when nobody
+/// Work on a device, which may hang: not on the threads that keep the time. It is stopped when nobody
 /// waits for it any more.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce(&Stop) -> Result<T, Wrong> + Send + 'static,
@@ -219,7 +219,7 @@ pub(crate) async fn apply(mut content: Content, device: PathBuf, edits: Vec<Edit
 mod tests {
     use super::*;
 
-    /// On files: what is told of the content is what is there.
+    /// On files: what is listed of the content is what is there.
     #[test]
     fn the_model_is_the_file() {
         let dir = tempfile::tempdir().expect("temp dir");

@@ -144,7 +144,7 @@ pub(super) async fn same_snapshot(subject: &impl Subject) -> Judged {
             Ok(Verdict::Allowed(format!("{tuples} tuples: more than has changed, nothing")))
         }
         Ok(()) if answer.messages.is_empty() => {
-            Ok(Verdict::Allowed("OK without a message: the client is told neither type nor capacity".into()))
+            Ok(Verdict::Allowed("OK without a message: the client gets neither type nor capacity".into()))
         }
         Ok(()) => Ok(Verdict::Pass),
         Err(status) if status.code() == Code::InvalidArgument => {

@@ -61,7 +61,7 @@ pub(super) struct Snap {
     pub content: Content,
     /// The size of the device when it was taken.
     pub size: u64,
-    /// The capacity that the driver told of the volume by then.
+    /// The capacity that the driver had given of the volume by then.
     pub told: i64,
 }
 

@@ -243,7 +243,7 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
     end(arguments, report, before.as_ref(), started)
 }
 
-/// Writes what is told of a run that is over.
+/// Writes the report of a run that is over.
 fn end(
     arguments: &Arguments,
     mut report: Report,

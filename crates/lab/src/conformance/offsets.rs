@@ -208,7 +208,7 @@ pub(super) async fn at_capacity(subject: &impl Subject, kind: Kind) -> Judged {
             Err(unexpected(&question, &options, &answer, "OK without tuples"))
         }
         Ok(()) if answer.messages.is_empty() => {
-            Ok(Verdict::Allowed("OK without a message: the client is told neither type nor capacity".into()))
+            Ok(Verdict::Allowed("OK without a message: the client gets neither type nor capacity".into()))
         }
         Ok(()) => Ok(Verdict::Pass),
         Err(status) if status.code() == Code::OutOfRange => Ok(Verdict::Allowed(

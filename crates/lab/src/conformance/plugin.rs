@@ -67,7 +67,7 @@ pub(crate) struct Plugin {
 #[derive(Clone, Debug)]
 pub(crate) struct Volume {
     pub id: String,
-    /// `capacity_bytes` as the driver told it.
+    /// `capacity_bytes` as the driver gave it.
     pub capacity: i64,
     pub(crate) context: HashMap<String, String>,
     pub(crate) capability: proto::VolumeCapability,

@@ -1,4 +1,4 @@
-//! What is told of a run: to a person as it goes, as one JSON object, as JUnit XML.
+//! The report of a run: to a person as it goes, as one JSON object, as JUnit XML.
 
 use std::io::{self, Write};
 use std::path::Path;

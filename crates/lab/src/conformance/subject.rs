@@ -49,7 +49,7 @@ pub(super) trait Subject: Sync + Sized {
     fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong>;
     /// The size of the volume of these questions' target.
     fn size(&self) -> Result<u64, Wrong>;
-    /// The same, or the capacity that was told of it where that is more.
+    /// The same, or the capacity that the driver gave where that is more.
     fn end(&self) -> Result<i64, Wrong>;
     /// The question with its base and target exchanged, and others like it.
     fn reversed(&self) -> Result<Vec<Question>, Wrong>;

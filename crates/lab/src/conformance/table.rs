@@ -177,7 +177,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             "delta-offset-partial",
             Must,
             STREAM,
-            "a change of a few bytes, at the start or the end of a block, is told from any offset before it",
+            "a change of a few bytes, at the start or the end of a block, is listed from any offset before it",
             NONE,
             offsets::partial
         ),
@@ -410,7 +410,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             "tail",
             Must,
             ALLOCATED,
-            "of a volume whose size is no multiple of usual blocks, the last bytes are told, and no other capacity",
+            "of a volume whose size is no multiple of usual blocks, the last bytes are listed, and no other capacity",
             NONE,
             life::tail
         ),
@@ -458,7 +458,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             "many",
             Must,
             STREAMS,
-            "a million ranges are all told, in messages that a client takes (4 MiB), whatever max_results",
+            "a million ranges are all listed, in messages that a client takes (4 MiB), whatever max_results",
             DENSE,
             streams::many
         ),

@@ -17,7 +17,7 @@ pub(super) type Message = GetMetadataDeltaResponse;
 pub(super) struct About {
     pub offset: i64,
     pub seed: u64,
-    /// The capacity that is told instead.
+    /// The capacity that is sent instead.
     pub capacity: Option<i64>,
     /// Where the volume ended before it was expanded.
     pub old_end: Option<i64>,

@@ -1,5 +1,5 @@
 //! Volumes that were made twice: by a retry that was given to another node while the first one was cut off, and by a router that
-//! did not know of the first try. They are found when the node is back, and told to an operator. None is removed here: a node
+//! did not know of the first try. They are found when the node is back, and reported to an operator. None is removed here: a node
 //! cannot know whether somebody holds the id of its volume, since its answer may have arrived.
 
 use std::collections::BTreeSet;

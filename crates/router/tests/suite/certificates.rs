@@ -97,7 +97,7 @@ async fn only_certificates_of_the_cluster_get_a_byte() {
     for name in ["node-elsewhere", "other-cluster", "no-role", "no-spiffe", "other-authority"] {
         assert_eq!(bytes_for(port, Some((dir, name))).await, 0, "with the certificate {name}");
     }
-    // A node's gets as far as to be told no, whatever it asks (`transfers.rs` has the rest).
+    // A node's gets a refusal, whatever it asks (`transfers.rs` has the rest).
     let node = cluster.nodes[0].name();
     assert!(bytes_for(port, Some((dir, &node))).await > 0, "a node");
     // The node is none the worse for it.

@@ -41,7 +41,7 @@ async fn a_node_that_is_killed_fails_its_own_objects_alone() {
     let new =
         client.create_volume(new_volume("new", 16 << 20, block_capability())).await.expect("CreateVolume");
     assert_eq!(cluster.node_of(&new.volume_id), 0);
-    // What is listed is there; that something is missing is told. A list of snapshots that lacks some is none.
+    // What is listed is there; that something is missing is reported. A list of snapshots that lacks some is none.
     let listed = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("ListVolumes");
     let listed: Vec<String> =
         listed.into_inner().entries.into_iter().filter_map(|entry| Some(entry.volume?.volume_id)).collect();

@@ -164,7 +164,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     let router = Router::start(dir.path(), "router", &[format!("127.0.0.1:{port}")], &[]).await;
     router.sees(1).await;
 
-    // The same key from another node: denied, and it is told why. And from a pod that is no driver's: it may not ask at all.
+    // The same key from another node: denied, and the answer says why. And from a pod that is no driver's: it may not ask at all.
     std::fs::create_dir(path("other")).expect("mkdir");
     let second = of_pod(&api, dir.path(), "deltapath-plugin", "node-2").await;
     let posing = beside("posing", &second, &path("other"));
