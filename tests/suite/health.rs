@@ -149,7 +149,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         .flat_map(|labels| labels.split(','))
         .filter_map(|label| Some(label.split_once('=')?.0))
         .collect();
-    assert_eq!(labels, BTreeSet::from(["code", "le", "method"]));
+    assert_eq!(labels, BTreeSet::from(["code", "le", "method", "outcome", "state"]));
     assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's word is a label");
     let documented =
         std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference.md")).expect("the page");

@@ -100,7 +100,8 @@ impl Blocks {
 
     /// The next ranges; `None` when the answer is whole. After an error there is nothing more.
     ///
-    /// A call that is given up, as `tokio::select!` does, loses nothing.
+    /// A call that is given up, as `tokio::select!` does, loses no ranges. Where it was opening the stream again, or pausing
+    /// before that, the next call begins this anew: so do not give calls up after a short time, over and over.
     pub async fn next(&mut self) -> Option<Result<Vec<Range>, Error>> {
         if let Some(first) = self.first.take()
             && !first.is_empty()

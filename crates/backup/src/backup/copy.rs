@@ -166,6 +166,13 @@ impl<'r> Run<'r> {
         self.is_failed.load(Ordering::Relaxed) || self.stop.check().is_err()
     }
 
+    /// Ends when the copy does.
+    async fn over(&self) {
+        while !self.is_over() {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
     fn dispatch(
         &self,
         repository: &Repository,
@@ -199,23 +206,18 @@ impl<'r> Run<'r> {
             }
             Ranges::Stream(mut blocks) => {
                 let runtime = repository.store.runtime();
-                loop {
-                    let next =
-                        async { tokio::time::timeout(Duration::from_millis(200), blocks.next()).await };
-                    match runtime.block_on(next) {
-                        Err(_) => self.stop.check()?,
-                        Ok(None) => break,
-                        Ok(Some(ranges)) => {
-                            for range in ranges? {
-                                take(
-                                    ByteRange { start: range.offset, end: range.offset + range.length },
-                                    &mut segments,
-                                )?;
-                            }
-                        }
+                // Whatever is begun for the next ranges, a new call or the pause before it, goes on until they are there.
+                let mut next = async || {
+                    tokio::select! {
+                        biased;
+                        () = self.over() => Err(Error::Stopped),
+                        ranges = blocks.next() => Ok(ranges.transpose()?),
                     }
-                    if self.is_failed.load(Ordering::Relaxed) {
-                        return Err(Error::Stopped);
+                };
+                while let Some(ranges) = runtime.block_on(next())? {
+                    for range in ranges {
+                        let range = ByteRange { start: range.offset, end: range.offset + range.length };
+                        take(range, &mut segments)?;
                     }
                 }
             }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use files::pattern::Image;
 use futures_util::{Stream, stream};
@@ -32,6 +33,8 @@ pub enum Fault {
     Lies(Lie, usize),
     /// It begins at the first range, whatever offset was asked for; that is allowed.
     FromTheBeginning,
+    /// It begins half a second late.
+    Late,
     /// There are no deltas, in this and all later calls.
     NoDelta,
 }
@@ -99,6 +102,7 @@ impl Lie {
 struct State {
     snapshots: HashMap<String, (Image, u64)>,
     script: VecDeque<Fault>,
+    calls: usize,
 }
 
 /// A running driver.
@@ -136,7 +140,13 @@ impl Driver {
 
     /// What goes wrong with the next calls, one after another; then nothing does.
     pub fn script(&self, faults: impl IntoIterator<Item = Fault>) {
-        self.state.lock().unwrap().script = faults.into_iter().collect();
+        let mut state = self.state.lock().unwrap();
+        (state.script, state.calls) = (faults.into_iter().collect(), 0);
+    }
+
+    /// Streams that were asked for since the script began.
+    pub fn calls(&self) -> usize {
+        self.state.lock().unwrap().calls
     }
 }
 
@@ -159,6 +169,21 @@ impl Metadata {
     fn of(&self, handle: &str) -> Result<(Image, u64), Status> {
         let missing = || Status::not_found(format!("snapshot {handle} does not exist"));
         self.0.lock().unwrap().snapshots.get(handle).cloned().ok_or_else(missing)
+    }
+
+    async fn called(&self) {
+        let is_late = {
+            let mut state = self.0.lock().unwrap();
+            state.calls += 1;
+            let is_late = state.script.front() == Some(&Fault::Late);
+            if is_late {
+                state.script.pop_front();
+            }
+            is_late
+        };
+        if is_late {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
     }
 
     /// Blocks as messages from an offset on, with the fault that is due.
@@ -201,7 +226,7 @@ impl Metadata {
                 lie.spoil(&mut messages, at);
                 (usize::MAX, None)
             }
-            Some(Fault::FromTheBeginning | Fault::NoDelta) | None => (usize::MAX, None),
+            Some(Fault::FromTheBeginning | Fault::Late | Fault::NoDelta) | None => (usize::MAX, None),
         };
         messages.truncate(most);
         messages.into_iter().map(Ok).chain(end.map(Err)).collect()
@@ -217,6 +242,7 @@ impl SnapshotMetadata for Metadata {
         &self,
         request: Request<GetMetadataAllocatedRequest>,
     ) -> Result<Response<Self::GetMetadataAllocatedStream>, Status> {
+        self.called().await;
         let request = request.into_inner();
         let (image, size) = self.of(&request.snapshot_id)?;
         let messages = self.answer(&image.allocated(), size, request.starting_offset);
@@ -230,6 +256,7 @@ impl SnapshotMetadata for Metadata {
         if self.0.lock().unwrap().script.front() == Some(&Fault::NoDelta) {
             return Err(Status::unimplemented("this driver has no deltas"));
         }
+        self.called().await;
         let request = request.into_inner();
         let (base, _) = self.of(&request.base_snapshot_id)?;
         let (target, size) = self.of(&request.target_snapshot_id)?;

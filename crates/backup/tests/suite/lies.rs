@@ -134,6 +134,19 @@ fn streams_that_are_cut_and_come_back_are_whole() {
     }
 }
 
+/// The incident: the tool looked five times a second whether it was to stop, and gave up what it had begun each time. A stream
+/// whose first message took longer was asked for again and again.
+#[test]
+fn a_stream_that_begins_late_is_waited_for() {
+    let mut world = World::new();
+    for wish in ["incremental", "full"] {
+        let handle = world.snapshot();
+        world.driver.script([Fault::Cut(2), Fault::Late]);
+        assert_eq!(world.honest(wish, &handle), wish);
+        assert_eq!(world.driver.calls(), 2, "{wish}");
+    }
+}
+
 #[test]
 fn a_volume_that_does_not_fit_its_device_is_refused() {
     let mut world = World::new();
