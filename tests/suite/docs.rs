@@ -74,8 +74,8 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
         real.extend(words(section.expect("the section of its flags"), "--"));
     }
     // Flags of other programs and of the scripts, which the pages mention too.
-    // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md.
-    let others = ["--help", "--no-growth", "--data", "--bench"].map(str::to_owned);
+    // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, the community sidecar's in docs/conformance.md.
+    let others = ["--help", "--no-growth", "--data", "--bench", "--kube-api-qps"].map(str::to_owned);
     for flag in words(&pages(), "--") {
         assert!(real.contains(&flag) || others.contains(&flag), "the pages name {flag}, which is not a flag");
     }
