@@ -78,14 +78,14 @@ impl Swept {
 impl Drop for Swept {
     fn drop(&mut self) {
         // Seen from outside, the backing file of a device that a container attached has another path: a device
-        // that is left is found by its file.
+        // that is left, a volume's or the pool's, is found by its file.
         let _ = sweep(&self.0.path().join("kubelet"));
         let mut left = vec![self.0.path().join("data")];
         while let Some(path) = left.pop() {
             if let Ok(entries) = std::fs::read_dir(&path) {
                 left.extend(entries.flatten().map(|entry| entry.path()));
             } else if let Ok(Some(device)) = LoopDevice::find(&path)
-                && path.ends_with("data.img")
+                && (path.ends_with("data.img") || path.ends_with("pool.img"))
             {
                 let _ = device.detach();
             }

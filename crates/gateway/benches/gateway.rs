@@ -13,7 +13,7 @@ mod world;
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,7 @@ use proto::kubernetes::{
     GetMetadataDeltaResponse,
 };
 use testkit::api_server::ApiServer;
+use testkit::bench::{Process, median, ms, row};
 use testkit::free_port;
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status, async_trait};
@@ -81,31 +82,6 @@ fn main() {
             many_snapshots(&api).await;
         }
     });
-}
-
-fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
-    let verdict = if holds { "holds" } else { "MISSED" };
-    println!("| {id} | {what} | {measured} | {beside} | {must} | {verdict} |");
-}
-
-fn median(samples: &[Duration]) -> Duration {
-    let mut sorted = samples.to_vec();
-    sorted.sort();
-    sorted[sorted.len() / 2]
-}
-
-fn ms(time: Duration) -> String {
-    format!("{:.2} ms", time.as_secs_f64() * 1e3)
-}
-
-/// A process that ends with this.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 fn this_bench(arguments: &[&str]) -> Process {

@@ -1,22 +1,19 @@
 //! Certificates that look after themselves (`--manage-certificates`): the elected replica keeps a CA and a serving
 //! certificate in a Secret, and the SnapshotMetadataService object up to date; every replica shows what the Secret holds.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use base64::Engine;
 use jiff::Timestamp;
-use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DynamicObject, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
 use metrics::gauge;
 use serde_json::json;
 use serve::certificate::Certificate;
-use serve::certificates::{self, State};
+use serve::certificates::{self, SecretError, State, secret};
 use tokio::time::{sleep, timeout};
 
 pub use serve::certificates::Lifetimes;
@@ -25,8 +22,6 @@ pub use serve::certificates::Lifetimes;
 const OWNER: &str = "deltapath-gateway";
 /// Marks a SnapshotMetadataService that this gateway wrote; one without it is a person's, and left alone.
 const OURS: (&str, &str) = ("app.kubernetes.io/managed-by", "deltapath-gateway");
-/// The key of the Secret under which everything is kept; `tls.crt`, `tls.key` and `ca.crt` repeat parts of it for other tools.
-const KEPT: &str = "certificates.json";
 /// How long one step may take at the API server.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -37,8 +32,8 @@ enum Error {
     Api(&'static str, #[source] kube::Error),
     #[error("make a certificate")]
     Issue(#[from] certificates::Error),
-    #[error("the Secret's {KEPT} cannot be read: delete it from the Secret, and new certificates are made")]
-    Kept(#[source] serde_json::Error),
+    #[error(transparent)]
+    Secret(#[from] SecretError),
     #[error("the API server does not answer")]
     Late,
 }
@@ -154,47 +149,12 @@ impl Certificates {
         Ok(due.is_some())
     }
 
-    fn secrets(&self) -> Api<Secret> {
-        Api::namespaced(self.client.clone(), &self.namespace)
-    }
-
     async fn read(&self) -> Result<(Option<Secret>, Option<State>), Error> {
-        let secret = self
-            .secrets()
-            .get_opt(&self.secret)
-            .await
-            .map_err(|error| Error::Api("read the Secret", error))?;
-        let kept = secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(KEPT));
-        let state = kept.map(|kept| serde_json::from_slice(&kept.0)).transpose().map_err(Error::Kept)?;
-        Ok((secret, state))
+        Ok(secret::read(&self.client, &self.namespace, &self.secret).await?)
     }
 
-    /// Writes the state, unless the Secret has changed since it was read: then another replica is elected.
-    async fn write(&self, secret: Option<Secret>, state: &State) -> Result<(), Error> {
-        let kept = serde_json::to_vec(state).map_err(Error::Kept)?;
-        let data = [
-            (KEPT, kept),
-            ("tls.crt", state.leaf.certificate.clone().into_bytes()),
-            ("tls.key", state.leaf.key.clone().into_bytes()),
-            ("ca.crt", state.bundle().into_bytes()),
-        ];
-        let data: BTreeMap<_, _> = data.map(|(key, value)| (key.to_owned(), ByteString(value))).into();
-        let failed = |error| Error::Api("write the Secret", error);
-        match secret {
-            Some(secret) => {
-                let secret = Secret { data: Some(data), ..secret };
-                self.secrets()
-                    .replace(&self.secret, &PostParams::default(), &secret)
-                    .await
-                    .map_err(failed)?;
-            }
-            None => {
-                let metadata = ObjectMeta { name: Some(self.secret.clone()), ..ObjectMeta::default() };
-                let secret = Secret { metadata, data: Some(data), ..Secret::default() };
-                self.secrets().create(&PostParams::default(), &secret).await.map_err(failed)?;
-            }
-        }
-        Ok(())
+    async fn write(&self, before: Option<Secret>, state: &State) -> Result<(), Error> {
+        Ok(secret::write(&self.client, &self.namespace, &self.secret, before, state).await?)
     }
 
     fn services(&self) -> (Api<DynamicObject>, ApiResource) {

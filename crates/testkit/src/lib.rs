@@ -4,11 +4,13 @@
 #![allow(missing_docs)]
 
 pub mod api_server;
+pub mod bench;
 pub mod content;
 pub mod disk;
 pub mod network;
 pub mod order;
 pub mod places;
+pub mod plugin;
 pub mod reference;
 pub mod sanity;
 

@@ -16,6 +16,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use testkit::bench::row;
+
 use driver::Driver;
 use source::{Content, PIECE, Source};
 
@@ -128,11 +130,6 @@ impl std::fmt::Display for Samples {
         let (least, most) = (self.0.iter().min().expect("samples"), self.0.iter().max().expect("samples"));
         write!(f, "{:.2} s ({:.2} to {:.2})", self.median(), least.as_secs_f64(), most.as_secs_f64())
     }
-}
-
-fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
-    let verdict = if holds { "holds" } else { "MISSED" };
-    println!("| {id} | {what} | {measured} | {beside} | {must} | {verdict} |");
 }
 
 fn main() {

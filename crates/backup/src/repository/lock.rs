@@ -96,7 +96,7 @@ impl ObjectLock {
         let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
         let holder = Holder { mode, command: command.to_owned(), host, pid: std::process::id() };
         // Numbers and texts.
-        let bytes = serde_json::to_vec(&holder).expect("serializes");
+        let bytes = serde_json::to_vec(&holder).expect("strings and numbers can be written as JSON");
         let name = format!("locks/{}", super::random_digits(16)?);
         store.replace(&name, bytes.clone())?;
         // From here on it goes again where this one fails.

@@ -4,9 +4,10 @@ use std::path::Path;
 use std::pin::Pin;
 
 use futures_util::{Stream, StreamExt, stream};
-use proto::identity_server::{Identity, IdentityServer};
+use proto::identity_server::IdentityServer;
 use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
 use proto::*;
+use testkit::plugin::Plugin;
 use tokio::net::UnixListener;
 use tokio_stream::wrappers::UnixListenerStream;
 use tonic::transport::Server;
@@ -36,35 +37,6 @@ pub async fn serve(name: &str, socket: &Path) {
         .serve_with_incoming(listener)
         .await
         .expect("serve");
-}
-
-struct Plugin {
-    name: String,
-}
-
-#[async_trait]
-impl Identity for Plugin {
-    async fn get_plugin_info(
-        &self,
-        _: Request<GetPluginInfoRequest>,
-    ) -> Result<Response<GetPluginInfoResponse>, Status> {
-        let name = self.name.clone();
-        Ok(Response::new(GetPluginInfoResponse { name, ..Default::default() }))
-    }
-
-    async fn get_plugin_capabilities(
-        &self,
-        _: Request<GetPluginCapabilitiesRequest>,
-    ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
-        let kind = plugin_capability::service::Type::SnapshotMetadataService;
-        let service = plugin_capability::Type::Service(plugin_capability::Service { r#type: kind.into() });
-        let capabilities = vec![PluginCapability { r#type: Some(service) }];
-        Ok(Response::new(GetPluginCapabilitiesResponse { capabilities }))
-    }
-
-    async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
-        Ok(Response::new(ProbeResponse { ready: Some(true) }))
-    }
 }
 
 struct Metadata;

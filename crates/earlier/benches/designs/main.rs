@@ -15,7 +15,7 @@ mod wire;
 mod world;
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,7 @@ use proto::snapshot_metadata_client::SnapshotMetadataClient;
 use rustls::pki_types::ServerName;
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
+use testkit::bench::Process;
 use testkit::free_port;
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
@@ -180,22 +181,6 @@ impl Told {
             let number = |field: &str| block[field].as_u64().expect("a number");
             self.push(number(at) * unit, number(size));
         }
-    }
-}
-
-/// A process that ends with this.
-struct Process(Child);
-
-impl Process {
-    fn start(command: &mut Command) -> Self {
-        Process(command.stdin(Stdio::null()).spawn().expect("start a program"))
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

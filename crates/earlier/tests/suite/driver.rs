@@ -7,9 +7,10 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 
 use futures_util::{Stream, stream};
-use proto::identity_server::{Identity, IdentityServer};
+use proto::identity_server::IdentityServer;
 use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
 use proto::*;
+use testkit::plugin::Plugin;
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -148,32 +149,6 @@ impl Drop for Driver {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
-    }
-}
-
-struct Plugin {
-    name: String,
-}
-
-#[async_trait]
-impl Identity for Plugin {
-    async fn get_plugin_info(
-        &self,
-        _: Request<GetPluginInfoRequest>,
-    ) -> Result<Response<GetPluginInfoResponse>, Status> {
-        let name = self.name.clone();
-        Ok(Response::new(GetPluginInfoResponse { name, ..Default::default() }))
-    }
-
-    async fn get_plugin_capabilities(
-        &self,
-        _: Request<GetPluginCapabilitiesRequest>,
-    ) -> Result<Response<GetPluginCapabilitiesResponse>, Status> {
-        Ok(Response::new(GetPluginCapabilitiesResponse::default()))
-    }
-
-    async fn probe(&self, _: Request<ProbeRequest>) -> Result<Response<ProbeResponse>, Status> {
-        Ok(Response::new(ProbeResponse { ready: Some(true) }))
     }
 }
 

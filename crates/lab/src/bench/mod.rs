@@ -13,7 +13,6 @@ mod progress;
 mod show;
 mod writes;
 
-use std::collections::HashMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -26,9 +25,8 @@ use tokio::sync::watch;
 use super::{Done, INTERRUPTED, Output};
 use crate::conformance::claims::Claims;
 use crate::conformance::content::at_rest;
-use crate::conformance::plugin::{Plugin, Settings};
-use crate::conformance::secrets::Secrets;
-use crate::conformance::{ask, pair, run_name, signals};
+use crate::conformance::plugin::Plugin;
+use crate::conformance::{Storage, ask, run_name, signals};
 use figures::{Book, Conditions, Outcome, Verdict};
 use life::{Bench, Plan};
 use progress::Progress;
@@ -86,21 +84,8 @@ pub(super) struct Arguments {
     /// stores on. It takes three times --data.
     #[arg(long, value_name = "DIR", requires = "endpoint")]
     bare_dir: Option<PathBuf>,
-    /// Parameter of the StorageClass; may be given several times.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
-    parameter: Vec<(String, String)>,
-    /// Parameter of the VolumeSnapshotClass; may be given several times.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
-    snapshot_parameter: Vec<(String, String)>,
-    /// Secrets by call, in csi-sanity's format, as `cbt-lab conformance` takes them.
-    #[arg(long, value_name = "FILE")]
-    secrets: Option<PathBuf>,
-    /// Directory to stage volumes below; the driver has to see it at the same path. Default: a temporary one.
-    #[arg(long, value_name = "DIR")]
-    staging_dir: Option<PathBuf>,
-    /// Directory to publish volumes below. Default: a temporary one.
-    #[arg(long, value_name = "DIR")]
-    target_dir: Option<PathBuf>,
+    #[command(flatten)]
+    storage: Storage,
     /// Seconds that a call may take.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
@@ -264,7 +249,6 @@ async fn measure(arguments: &Arguments, endpoint: &Endpoint, plan: Plan) -> Resu
     if !nix::unistd::geteuid().is_root() {
         return Err("it needs root: it writes to block devices".into());
     }
-    let secrets = arguments.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default();
     // Before anything is made that a signal could leave behind.
     let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
     let controller = arguments.controller_endpoint.as_ref().unwrap_or(endpoint);
@@ -274,18 +258,7 @@ async fn measure(arguments: &Arguments, endpoint: &Endpoint, plan: Plan) -> Resu
     };
     let dir = tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir();
     let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
-    let place = |given: &Option<PathBuf>, name: &str| match given {
-        Some(given) => std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display())),
-        None => Ok(dir.path().join(name)),
-    };
-    let settings = Settings {
-        volume_parameters: HashMap::from_iter(arguments.parameter.iter().cloned()),
-        snapshot_parameters: HashMap::from_iter(arguments.snapshot_parameter.iter().cloned()),
-        secrets,
-        staging_dir: place(&arguments.staging_dir, "staging")?,
-        target_dir: place(&arguments.target_dir, "target")?,
-        volume_size: plan.data,
-    };
+    let settings = arguments.storage.settings(dir.path(), plan.data)?;
     let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
     let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
     let mut outcome = outcome(arguments, &claims, &plan);
@@ -347,7 +320,7 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
 
 /// A result without figures.
 fn outcome(arguments: &Arguments, claims: &Claims, plan: &Plan) -> Outcome {
-    let pairs = arguments.parameter.iter().chain(&arguments.snapshot_parameter);
+    let pairs = arguments.storage.parameter.iter().chain(&arguments.storage.snapshot_parameter);
     let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let now = load();
     Outcome {

@@ -34,7 +34,7 @@ mod table;
 
 use std::collections::HashMap;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -55,6 +55,47 @@ use plugin::{Plugin, Settings};
 use report::{CSI, Choice, Report};
 use secrets::Secrets;
 use subject::Subject;
+
+// No doc comment: clap would show it as the command's own.
+#[derive(Debug, Args)]
+pub(crate) struct Storage {
+    /// Parameter of the StorageClass; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    pub parameter: Vec<(String, String)>,
+    /// Parameter of the VolumeSnapshotClass; may be given several times.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    pub snapshot_parameter: Vec<(String, String)>,
+    /// Secrets by call, in csi-sanity's format: a YAML file with CreateVolumeSecret and so on. The streams get
+    /// CreateSnapshotSecret, unless there is a SnapshotMetadataSecret.
+    #[arg(long, value_name = "FILE")]
+    secrets: Option<PathBuf>,
+    /// Directory to stage volumes below; the driver has to see it at the same path. Default: a temporary one.
+    #[arg(long, value_name = "DIR")]
+    staging_dir: Option<PathBuf>,
+    /// Directory to publish volumes below. Default: a temporary one.
+    #[arg(long, value_name = "DIR")]
+    target_dir: Option<PathBuf>,
+}
+
+impl Storage {
+    /// With directories below `dir` where none are given. An error: one of the files or paths is wrong.
+    pub(crate) fn settings(&self, dir: &Path, volume_size: u64) -> Result<Settings, String> {
+        let place = |given: &Option<PathBuf>, name: &str| match given {
+            Some(given) => {
+                std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display()))
+            }
+            None => Ok(dir.join(name)),
+        };
+        Ok(Settings {
+            volume_parameters: HashMap::from_iter(self.parameter.iter().cloned()),
+            snapshot_parameters: HashMap::from_iter(self.snapshot_parameter.iter().cloned()),
+            secrets: self.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default(),
+            staging_dir: place(&self.staging_dir, "staging")?,
+            target_dir: place(&self.target_dir, "target")?,
+            volume_size,
+        })
+    }
+}
 
 /// Exit status where the suite cannot run on the driver.
 const CAN_NOT_RUN: u8 = 2;
@@ -88,22 +129,8 @@ pub(super) struct Arguments {
     /// Size of the volumes, at least 64Mi.
     #[arg(long, value_name = "SIZE", default_value = "1Gi", value_parser = volume_size)]
     volume_size: Quantity,
-    /// Parameter of the StorageClass; may be given several times.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
-    parameter: Vec<(String, String)>,
-    /// Parameter of the VolumeSnapshotClass; may be given several times.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
-    snapshot_parameter: Vec<(String, String)>,
-    /// Secrets by call, in csi-sanity's format: a YAML file with CreateVolumeSecret and so on. The streams get
-    /// CreateSnapshotSecret, unless there is a SnapshotMetadataSecret.
-    #[arg(long, value_name = "FILE")]
-    secrets: Option<PathBuf>,
-    /// Directory to stage volumes below; the driver has to see it at the same path. Default: a temporary one.
-    #[arg(long, value_name = "DIR")]
-    staging_dir: Option<PathBuf>,
-    /// Directory to publish volumes below. Default: a temporary one.
-    #[arg(long, value_name = "DIR")]
-    target_dir: Option<PathBuf>,
+    #[command(flatten)]
+    storage: Storage,
     /// Seconds that a case, and each preparation that cases share, may take.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
@@ -191,27 +218,15 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
         return Err("it needs root: it writes to block devices".into());
     }
     let before = arguments.compare.as_deref().map(Before::read).transpose()?;
-    let secrets = arguments.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default();
     // Before anything is made that a signal could leave behind.
     let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
     let dir = tempfile::Builder::new().prefix("deltapath-conformance-").tempdir();
     let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
+    let settings = arguments.storage.settings(dir.path(), arguments.volume_size.0)?;
     let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
     let (client, claims) = tokio::select! {
         asked = ask(endpoint, arguments.controller()?, arguments.patience()) => asked?,
         _ = signals.wait_for(|count| *count > 0) => return Ok(ExitCode::from(INTERRUPTED)),
-    };
-    let place = |given: &Option<PathBuf>, name: &str| match given {
-        Some(given) => std::path::absolute(given).map_err(|error| format!("{}: {error}", given.display())),
-        None => Ok(dir.path().join(name)),
-    };
-    let settings = Settings {
-        volume_parameters: HashMap::from_iter(arguments.parameter.iter().cloned()),
-        snapshot_parameters: HashMap::from_iter(arguments.snapshot_parameter.iter().cloned()),
-        secrets,
-        staging_dir: place(&arguments.staging_dir, "staging")?,
-        target_dir: place(&arguments.target_dir, "target")?,
-        volume_size: arguments.volume_size.0,
     };
     let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
     let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();

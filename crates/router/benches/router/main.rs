@@ -12,7 +12,7 @@ mod world;
 mod nodes;
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use proto::{
 use rustls::pki_types::ServerName;
 use serve::mutual::{Files, Mutual, Role};
 use testkit::PoolKind;
+use testkit::bench::{Process, median, ms, row};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -58,31 +59,6 @@ fn main() {
             many().await;
         }
     });
-}
-
-fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
-    let verdict = if holds { "holds" } else { "MISSED" };
-    println!("| {id} | {what} | {measured} | {beside} | {must} | {verdict} |");
-}
-
-fn median(samples: &[Duration]) -> Duration {
-    let mut sorted = samples.to_vec();
-    sorted.sort();
-    sorted[sorted.len() / 2]
-}
-
-fn ms(time: Duration) -> String {
-    format!("{:.2} ms", time.as_secs_f64() * 1e3)
-}
-
-/// A process that ends with this.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 /// A call that a real driver answers at once.

@@ -8,17 +8,14 @@
 mod request;
 mod sign;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use k8s_openapi::ByteString;
-use k8s_openapi::api::core::v1::{ConfigMap, Secret};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::api::core::v1::ConfigMap;
 use kube::api::{ListParams, PostParams};
 use kube::{Api, Client};
-use serve::certificates::{Lifetimes, State};
+use serve::certificates::{Lifetimes, SecretError, State, secret};
 
 pub use request::{NodeCertificate, request};
 
@@ -26,8 +23,6 @@ pub use request::{NodeCertificate, request};
 const SIGNER: &str = "deltapath.csi.dev/node";
 /// In the subjects of all certificates.
 const OWNER: &str = "deltapath";
-/// The key of the Secret under which everything is kept; `tls.crt`, `tls.key` and `ca.crt` repeat parts of it for routers.
-const KEPT: &str = "certificates.json";
 /// How often requests are looked for, and how long one step may take at the API server.
 const EVERY: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -87,8 +82,8 @@ enum Error {
     Api(&'static str, #[source] kube::Error),
     #[error("make a certificate")]
     Issue(#[from] serve::certificates::Error),
-    #[error("the Secret's {KEPT} cannot be read: delete it from the Secret, and new certificates are made")]
-    Kept(#[source] serde_json::Error),
+    #[error(transparent)]
+    Secret(#[from] SecretError),
     #[error("the API server does not answer")]
     Late,
 }
@@ -133,7 +128,8 @@ impl Keeper {
     /// Does what is due. Each change of the CA is written for the nodes first and into the Secret second, so a crash in between
     /// leaves nodes with one CA too many, and never one too few.
     async fn step(&self) -> Result<(), Error> {
-        let (secret, state) = self.read().await?;
+        let (namespace, name) = (&self.flags.namespace, &self.flags.secret);
+        let (secret, state) = secret::read(&self.client, namespace, name).await?;
         let (now, lifetimes, hosts) = (Timestamp::now(), self.lifetimes(), [self.uri("router")]);
         let due = state.as_ref().and_then(|state| state.due(now, &lifetimes, &hosts));
         let (state, is_new) = match (state, due) {
@@ -150,7 +146,7 @@ impl Keeper {
         };
         self.publish(&state).await?;
         if is_new {
-            self.write(secret, &state).await?;
+            secret::write(&self.client, namespace, name, secret, &state).await?;
         }
         let requests = self.requests();
         let of_signer = ListParams::default().fields(&format!("spec.signerName={SIGNER}")).match_any();
@@ -164,45 +160,8 @@ impl Keeper {
         Ok(())
     }
 
-    fn secrets(&self) -> Api<Secret> {
-        Api::namespaced(self.client.clone(), &self.flags.namespace)
-    }
-
     fn config_maps(&self) -> Api<ConfigMap> {
         Api::namespaced(self.client.clone(), &self.flags.namespace)
-    }
-
-    async fn read(&self) -> Result<(Option<Secret>, Option<State>), Error> {
-        let secret = self.secrets().get_opt(&self.flags.secret).await;
-        let secret = secret.map_err(|error| Error::Api("read the Secret", error))?;
-        let kept = secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(KEPT));
-        let state = kept.map(|kept| serde_json::from_slice(&kept.0)).transpose().map_err(Error::Kept)?;
-        Ok((secret, state))
-    }
-
-    /// Writes the state, unless the Secret has changed since it was read: then another one of us works too.
-    async fn write(&self, secret: Option<Secret>, state: &State) -> Result<(), Error> {
-        let kept = serde_json::to_vec(state).map_err(Error::Kept)?;
-        let data = [
-            (KEPT, kept),
-            ("tls.crt", state.leaf.certificate.clone().into_bytes()),
-            ("tls.key", state.leaf.key.clone().into_bytes()),
-            ("ca.crt", state.bundle().into_bytes()),
-        ];
-        let data: BTreeMap<_, _> = data.map(|(key, value)| (key.to_owned(), ByteString(value))).into();
-        let name = &self.flags.secret;
-        let written = match secret {
-            Some(secret) => {
-                let secret = Secret { data: Some(data), ..secret };
-                self.secrets().replace(name, &PostParams::default(), &secret).await
-            }
-            None => {
-                let metadata = ObjectMeta { name: Some(name.clone()), ..ObjectMeta::default() };
-                let secret = Secret { metadata, data: Some(data), ..Secret::default() };
-                self.secrets().create(&PostParams::default(), &secret).await
-            }
-        };
-        written.map(drop).map_err(|error| Error::Api("write the Secret", error))
     }
 
     /// The authorities that nodes believe now.

@@ -1,9 +1,11 @@
-//! Authorities (CAs) and the certificates that they sign, and when each of them changes. Where they are kept, and who must
-//! know of them, is for the program that makes them.
+//! Authorities (CAs) and the certificates that they sign, when each of them changes, and the Secret in which they are kept. Who
+//! must know of them is for the program that makes them.
 
 mod issue;
 mod plan;
+pub mod secret;
 
 pub use issue::{Authority, Leaf};
 pub use plan::{Announced, Former, Lifetimes, State, Step};
 pub use rcgen::Error;
+pub use secret::SecretError;
