@@ -36,6 +36,8 @@ RUN host=$(rustc -vV | sed -n 's/^host: //p') \
  && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway \
  && install -D "target/$host/release/deltapath-router" /out/router/deltapath-router \
  && install -D "target/$host/release/cbt-earlier" /out/earlier/cbt-earlier
+# Whom buckets are trusted by.
+RUN install -D -m 0644 /etc/ssl/certs/ca-certificates.crt /out/backup/etc/ssl/certs/ca-certificates.crt
 
 # Debian's packages bring more than the driver calls (xfsprogs brings Python), so the programs are taken out of
 # them, with the libraries that they are linked to.
@@ -107,8 +109,6 @@ LABEL org.opencontainers.image.title="cbt-backup" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
 COPY --from=static /out/backup /
-# Whom buckets are trusted by.
-COPY --from=build /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ca-certificates.crt
 ENTRYPOINT ["/cbt-backup"]
 CMD ["--help"]
 

@@ -86,8 +86,8 @@ seeds: deps ## Write the seeds of the fuzz corpora anew, from files of the drive
 power-cuts: deps ## Cut the power of machines under a working driver, CUTS=200 times, and audit each boot
 	DELTAPATH_POWER_CUTS=$(CUTS) hack/no-leaks.sh $(CARGO) test --locked --test suite -- power --nocapture
 
-transfer-kills: deps ## Kill both ends of transfers between nodes, KILLS=300 times, and compare every copy with its source
-	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath --package deltapath-router --test suite -- transfer_kills --nocapture
+transfer-kills: deps ## Kill both ends of transfers between nodes, KILLS=300 times and before each step, and nodes in the middle of each call
+	DELTAPATH_TRANSFER_KILLS=$(KILLS) hack/no-leaks.sh $(CARGO) test --locked --package deltapath --package deltapath-router --features failpoints --test suite -- transfer_kills transfer_points every_call --nocapture
 
 image: ## Build the container image deltapath:VERSION (ENGINE=docker or podman)
 	$(ENGINE) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \

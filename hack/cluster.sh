@@ -11,6 +11,8 @@ usage="usage: cluster.sh COMMAND
   load ARCHIVE...           load images, as docker save writes them, into all nodes
   install [--distributed | --overlay NAME]
                             install deltapath into it, as hack/kind-up.sh does
+  off NODE                  cut the power of a node (2): its processes are killed, its mounts and loop devices gone
+  on NODE                   start it again, with the disk that it had
   smoke [--if-built]        up, install, claims, two snapshots, the listed delta, down
   status                    what runs, and where its logs are
   down                      end it, and detach and remove what is left of it"
@@ -111,17 +113,23 @@ watch_over() {
     echo "the cluster ended with status $status"
 }
 
-# Runs a command in a node's namespaces: first in those of the cluster, where the node's process ids are known.
-on_node() {
-    local node=$1 init
-    shift
+# Runs a command in the namespaces of the cluster, where the process ids of the nodes are known.
+in_cluster() {
+    local init
     init=$(pgrep -P "$(cat "$dir/unshare.pid")") || fail "the cluster $CLUSTER is ending"
-    exec nsenter --target "$init" --mount --pid --net \
-        nsenter --target "$(cat "$dir/node$node/pid")" --mount --pid --net --uts --ipc --cgroup --wd="$PWD" \
+    exec nsenter --target "$init" --mount --pid --net "$@"
+}
+# Runs a command in a node's namespaces.
+on_node() {
+    local node=$1
+    shift
+    [ -e "$dir/node$node/pid" ] || fail "node $node of the cluster $CLUSTER is off: hack/cluster.sh on $node"
+    in_cluster nsenter --target "$(cat "$dir/node$node/pid")" --mount --pid --net --uts --ipc --cgroup --wd="$PWD" \
         env KUBECONFIG="$dir/pki/admin.kubeconfig" KUBE_CONTEXT=cluster DELTAPATH_CRDS="$cluster_cache/crds" \
         PATH="$cluster_cache/bin:$kubernetes_bin:$PATH" "$@"
 }
 control() { (on_node 1 "$@"); }
+containerd_runs() { (on_node "$1" ctr version); }
 nodes_of() { find "$dir" -maxdepth 1 -name 'node[0-9]' | wc -l; }
 
 load_archives() {
@@ -159,11 +167,12 @@ $usage" ;;
     for ((node = 1; node <= nodes; node++)); do mkdir -p "$dir/node$node/logs"; done
     certificates
     setsid --fork "$0" watch-over "$nodes" >"$dir/cluster.log" 2>&1 </dev/null
-    await 20 "the nodes are started" test -s "$dir/node$nodes/pid" || fail "the nodes do not start: $(tail -n 5 "$dir/cluster.log" "$dir"/node*/logs/node.log)"
+    started() { [ "$(find "$dir"/node* -maxdepth 1 -name pid -size +0 | wc -l)" -eq "$nodes" ]; }
+    await 20 "the nodes are started" started || fail "the nodes do not start: $(tail -n 5 "$dir/cluster.log" "$dir"/node*/logs/node.log)"
     answering() { control kubectl get --raw /readyz; }
     await 60 "the API server answers" answering || fail "the API server does not answer: $dir/node1/logs/kube-apiserver.log"
-    containerd_runs() { for ((node = 1; node <= nodes; node++)); do (on_node "$node" ctr version) || return 1; done; }
-    await 30 "containerd runs" containerd_runs || fail "containerd does not run: $dir/node1/logs/containerd.log"
+    for ((node = 1; node <= nodes; node++)); do await 30 "containerd of node $node runs" containerd_runs "$node" || break; done
+    [ "$node" -gt "$nodes" ] || fail "containerd does not run: $dir/node$node/logs/containerd.log"
     say "loading images"
     load_archives "$cluster_cache"/images/*.tar "$root"/.deps/image/archives/*.tar
     ready() { [ "$(control kubectl get nodes --no-headers | grep -cw Ready)" -eq "$nodes" ]; }
@@ -186,6 +195,21 @@ down() {
     "$root/hack/cluster/sweep.sh" "$dir" "$CLUSTER" || fail "not all of the cluster $CLUSTER could be removed; $dir stays"
     rm -rf --one-file-system "$dir"
     rmdir "$clusters" 2>/dev/null || true
+}
+
+off() {
+    local place=$dir/node$1 pid
+    pid=$(cat "$place/pid") || fail "node $1 is off already"
+    say "cutting the power of node $1"
+    touch "$place/off"
+    rm "$place/pid"
+    (in_cluster sh -c "kill -KILL $pid && while kill -0 $pid 2>/dev/null; do sleep 0.1; done")
+    "$root/hack/cluster/sweep.sh" "$dir" "$CLUSTER" "node$1" || fail "not all of node $1 could be detached"
+}
+on() {
+    rm "$dir/node$1/off" 2>/dev/null || fail "node $1 is on already"
+    say "starting node $1"
+    await 60 "containerd of node $1 runs" containerd_runs "$1" || fail "node $1 does not start: $dir/node$1/logs"
 }
 
 # In a cluster of its own, which goes again also where a step fails.
@@ -250,6 +274,11 @@ $usage" ;;
         esac
         here_or_fail
         on_node 1 "$root/hack/install.sh" "$@"
+        ;;
+    off | on)
+        here_or_fail
+        [ -e "$dir/node${1:-2}/logs" ] || fail "the cluster $CLUSTER has no node $1"
+        "$command" "${1:-2}"
         ;;
     smoke) smoke "$@" ;;
     # The script's own calls of itself.

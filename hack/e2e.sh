@@ -24,9 +24,8 @@ $usage" ;;
     shift
 done
 need kubectl
-kube version >/dev/null 2>&1 || fail "no cluster answers at $KUBE_CONTEXT: hack/kind-up.sh makes one"
+cluster_answers
 
-examples=$root/deploy/examples
 apply() { kube apply --filename "$examples/$1"; }
 # The same for the Filesystem volume: its names begin with "files".
 as_files() { sed 's/block-/files-/g; s/block\.img/files.img/g' "$examples/$1"; }
@@ -42,32 +41,7 @@ cleanup() {
     done
 }
 
-broken() {
-    [ "$1" -eq 0 ] && return
-    say "what the cluster says"
-    kube get pods,persistentvolumeclaims,volumesnapshots --namespace default --output wide || true
-    kube get events --namespace default --sort-by .lastTimestamp | tail -n 20 || true
-    kube logs --namespace "$namespace" --selector app.kubernetes.io/component=plugin --all-containers --tail 20 || true
-    printf 'e2e.sh: failed; docs/troubleshooting.md says where to look\n' >&2
-}
-trap 'broken $?' EXIT
-
-ready() { kube wait --for condition=ready --timeout 120s --namespace default "pod/$1"; }
-taken() { kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default "volumesnapshot/$1"; }
-# Waits until a pod is done, and shows what it said.
-finished() {
-    local phase
-    for _ in $(seq 120); do
-        phase=$(kube get pod "$1" --namespace default --output 'jsonpath={.status.phase}')
-        case "$phase" in
-            Succeeded) kube logs --namespace default "$1" --all-containers && return ;;
-            Failed) kube logs --namespace default "$1" --all-containers && fail "the pod $1 failed" ;;
-        esac
-        sleep 1
-    done
-    fail "the pod $1 is $phase after 120 s"
-}
-
+trap 'what_broke $?' EXIT
 cleanup
 
 say "a Block volume and a Filesystem volume"

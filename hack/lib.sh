@@ -54,3 +54,33 @@ await() {
     done
     say "$what, waited for at most $seconds s"
 }
+
+# What the tests of a cluster share.
+examples=$root/deploy/examples
+cluster_answers() {
+    kube version >/dev/null 2>&1 || fail "no cluster answers at $KUBE_CONTEXT: hack/kind-up.sh makes one"
+}
+ready() { kube wait --for condition=ready --timeout 120s --namespace default "${@/#/pod/}"; }
+taken() { kube wait --for jsonpath='{.status.readyToUse}'=true --timeout 120s --namespace default "${@/#/volumesnapshot/}"; }
+# Waits until a pod is done, and shows what it said.
+finished() {
+    local phase
+    for _ in $(seq 120); do
+        phase=$(kube get pod "$1" --namespace default --output 'jsonpath={.status.phase}')
+        case "$phase" in
+            Succeeded) kube logs --namespace default "$1" --all-containers && return ;;
+            Failed) kube logs --namespace default "$1" --all-containers && fail "the pod $1 failed" ;;
+        esac
+        sleep 1
+    done
+    fail "the pod $1 is $phase after 120 s"
+}
+# For a trap at the end: what_broke STATUS
+what_broke() {
+    [ "$1" -eq 0 ] && return
+    say "what the cluster says"
+    kube get pods,persistentvolumeclaims,volumesnapshots --namespace default --output wide || true
+    kube get events --namespace default --sort-by .lastTimestamp | tail -n 20 || true
+    kube logs --namespace "$namespace" --selector app.kubernetes.io/component=plugin --all-containers --tail 20 || true
+    printf '%s: failed; docs/troubleshooting.md says where to look\n' "$(basename "$0")" >&2
+}

@@ -122,5 +122,7 @@ say "deleting the driver"
 on delete --kustomize "$root/deploy/overlays/distributed" --ignore-not-found --wait --timeout 180s
 on delete --kustomize "$root/deploy/overlays/attach" --ignore-not-found --wait --timeout 180s
 on delete snapshotmetadataservices.cbt.storage.k8s.io "$driver" --ignore-not-found
+# Else Kubernetes keeps them for an hour.
+on delete certificatesigningrequests --field-selector "spec.signerName=$driver/node" --ignore-not-found
 say "done. On the nodes stays the directory /var/lib/deltapath, which no longer holds a volume: remove it.
     Snapshot controller and CRDs stay too, for other drivers may use them."

@@ -11,7 +11,7 @@ use fastrand::Rng;
 use proto::GetMetadataDeltaRequest;
 use testkit::Rig;
 
-use crate::{Row, SHARING, Table, host, median, ms, ratio};
+use crate::{Row, SHARING, Table, host, median, ms, ratio, spread};
 
 const SIZE: u64 = 8 << 30;
 /// The data: 1 GiB, in pieces that are spread evenly.
@@ -54,13 +54,13 @@ pub async fn run(table: &mut Table) {
                 host::write_blocks(&device, &mut random, &offsets);
                 offsets.sort_unstable();
                 offsets.dedup();
-                drop_caches();
+                host::drop_caches();
                 let target = rig.snapshot(&format!("{percent} {round}"), &volume).await;
                 let (first, whole) = delta(&mut rig.client, &base, &target, offsets.len()).await;
                 host::hashed(&rig, &target).await;
                 at_once.push(Sample { whole, first, bare: read(&rig, &[&target], &offsets) });
                 let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
-                drop_caches();
+                host::drop_caches();
                 let (first, whole) = delta(&mut rig.client, &base, &target, offsets.len()).await;
                 unhashed.push(Sample { whole, first, bare: read(&rig, &[&base, &target], &offsets) });
                 drop(forgotten);
@@ -71,14 +71,15 @@ pub async fn run(table: &mut Table) {
                 ("j", "GetMetadataDelta at once after CreateSnapshot", at_once, "the target's"),
                 ("k", "the same, nothing hashed", unhashed, "both sides'"),
             ] {
-                let whole = median(&samples.iter().map(|sample| sample.whole).collect::<Vec<_>>());
+                let wholes: Vec<Duration> = samples.iter().map(|sample| sample.whole).collect();
+                let whole = median(&wholes);
                 let first = median(&samples.iter().map(|sample| sample.first).collect::<Vec<_>>());
                 let bare = median(&samples.iter().map(|sample| sample.bare).collect::<Vec<_>>());
                 let spare = if id == "j" { Duration::from_millis(20) } else { Duration::ZERO };
                 table.add(Row {
                     id,
                     what: format!("{what}, cold, {percent} % of 1 GiB changed, {name}"),
-                    measured: format!("{}, first message {}", ms(whole), ms(first)),
+                    measured: format!("{}, first message {}", spread(&wholes, ms), ms(first)),
                     beside: format!(
                         "{:.2} x reading {sides} blocks, {IN_FLIGHT} in flight, {}",
                         ratio(whole, bare),
@@ -93,12 +94,6 @@ pub async fn run(table: &mut Table) {
         rig.detach(&volume).await;
         rig.finish();
     }
-}
-
-/// What is clean in the page cache goes: all of the machine's.
-fn drop_caches() {
-    nix::unistd::sync();
-    std::fs::write("/proc/sys/vm/drop_caches", "3").expect("drop the caches");
 }
 
 async fn delta(client: &mut Client, base: &str, target: &str, changed: usize) -> (Duration, Duration) {
@@ -122,7 +117,7 @@ async fn delta(client: &mut Client, base: &str, target: &str, changed: usize) ->
 
 /// Reads these blocks of snapshots, with nothing of them in the cache.
 fn read(rig: &Rig, snapshots: &[&str], offsets: &[u64]) -> Duration {
-    drop_caches();
+    host::drop_caches();
     let paths: Vec<PathBuf> = snapshots.iter().map(|id| host::snapshot_dir(rig, id).data()).collect();
     let files: Vec<File> = paths.iter().map(|path| File::open(path).expect("open")).collect();
     let started = Instant::now();

@@ -1,6 +1,7 @@
 //! What the rows share: writing volumes, the bare operations, and waiting.
 
 use std::fs::File;
+use std::io::{Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -36,6 +37,17 @@ impl Drop for BareCopy {
     fn drop(&mut self) {
         tree::remove(self.scratch.path()).expect("remove");
     }
+}
+
+/// Takes what is clean out of the page cache, of all of the machine.
+pub fn drop_caches() {
+    nix::unistd::sync();
+    std::fs::write("/proc/sys/vm/drop_caches", "3").expect("drop the caches");
+}
+
+/// Of a file or a device, in bytes.
+pub fn length(mut file: &File) -> u64 {
+    file.seek(SeekFrom::End(0)).expect("seek")
 }
 
 /// The bare operation that a snapshot cannot be cheaper than: flush the device, and clone the file or take

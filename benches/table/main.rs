@@ -3,14 +3,17 @@
 //! 20 GB of disk.
 //!
 //! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `btrfs` or `xfs` beside them runs
-//! rows a, b, c, i, j and k on that pool alone.
+//! the rows of one pool on that pool alone.
 #![allow(clippy::disallowed_methods)]
 
 mod changes;
 mod cold;
+mod crowd;
 mod fragments;
 mod host;
+mod load;
 mod pools;
+mod scale;
 mod single;
 mod stream;
 
@@ -20,6 +23,9 @@ use testkit::PoolKind;
 
 /// The pools whose snapshots share blocks.
 const SHARING: [PoolKind; 2] = [PoolKind::Xfs, PoolKind::Btrfs];
+
+/// By how much a ratio may differ from run to run.
+const WORSE: f64 = 1.25;
 
 /// A line of the table.
 struct Row {
@@ -70,6 +76,66 @@ impl Table {
             println!("| {id} | {what} | {measured} | {beside} | {must} | {} |", verdict(*holds));
         }
     }
+
+    /// What the rows that the docs have, too, say less well now. Times of different machines cannot be compared, so the
+    /// first ratio to a bare operation is: `2.1 x` its time, or `85 %` of its speed.
+    fn worse_than(&self, docs: &str) -> String {
+        let mut known = 0;
+        let mut worse = Vec::new();
+        for row in &self.rows {
+            let start = format!("| {} | {} | ", row.id, row.what);
+            let old = docs.lines().find_map(|line| line.strip_prefix(&start)?.split(" | ").nth(1));
+            let Some((old, new)) = old.and_then(Ratio::of).zip(Ratio::of(&row.beside)) else { continue };
+            known += 1;
+            if new.is_worse_than(&old) {
+                worse.push(format!("{} {}: {} was {}", row.id, row.what, new, old));
+            }
+        }
+        match worse.as_slice() {
+            [] => format!("None of {known} rows is worse than in docs/benchmarks.md by more than a quarter."),
+            some => format!("Worse than in docs/benchmarks.md by more than a quarter:\n{}", some.join("\n")),
+        }
+    }
+}
+
+/// How a figure compares with a bare operation.
+enum Ratio {
+    /// Times as long.
+    Cost(f64),
+    /// Percent as quick.
+    Speed(f64),
+}
+
+impl Ratio {
+    /// The first in a cell of the table.
+    fn of(cell: &str) -> Option<Self> {
+        let words: Vec<&str> = cell.split([' ', ';']).collect();
+        words.windows(2).find_map(|pair| {
+            let value = pair[0].parse().ok()?;
+            match pair[1] {
+                "x" => Some(Ratio::Cost(value)),
+                "%" => Some(Ratio::Speed(value)),
+                _ => None,
+            }
+        })
+    }
+
+    fn is_worse_than(&self, old: &Self) -> bool {
+        match (self, old) {
+            (Ratio::Cost(new), Ratio::Cost(old)) => *new > old * WORSE,
+            (Ratio::Speed(new), Ratio::Speed(old)) => new * WORSE < *old,
+            _ => true,
+        }
+    }
+}
+
+impl std::fmt::Display for Ratio {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Ratio::Cost(value) => write!(f, "{value} x"),
+            Ratio::Speed(value) => write!(f, "{value} %"),
+        }
+    }
 }
 
 fn verdict(holds: bool) -> &'static str {
@@ -81,6 +147,14 @@ fn median<T: PartialOrd + Copy>(samples: &[T]) -> T {
     let mut sorted = samples.to_vec();
     sorted.sort_by(|a, b| a.partial_cmp(b).expect("figures"));
     sorted[sorted.len() / 2]
+}
+
+/// The middle one of samples, and the least and the most.
+fn spread<T: PartialOrd + Copy>(samples: &[T], show: impl Fn(T) -> String) -> String {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(|a, b| a.partial_cmp(b).expect("figures"));
+    let [least, .., most] = sorted[..] else { return show(sorted[0]) };
+    format!("{} ({} to {})", show(median(samples)), show(least), show(most))
 }
 
 fn ms(time: Duration) -> String {
@@ -124,10 +198,19 @@ fn main() {
         if table.wants("j") || table.wants("k") {
             cold::run(&mut table).await;
         }
+        if ["l", "m", "n", "o"].iter().any(|id| table.wants(id)) {
+            load::run(&mut table).await;
+        }
+        if table.wants("p") {
+            crowd::run(&mut table).await;
+        }
+        if table.wants("scale") {
+            scale::run(&mut table).await;
+        }
         if table.wants("pools") {
             pools::run(&mut table).await;
         }
     });
     table.print();
-    println!("\n{}", host::machine());
+    println!("\n{}\n\n{}", host::machine(), table.worse_than(include_str!("../../docs/benchmarks.md")));
 }

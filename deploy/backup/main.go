@@ -2,7 +2,7 @@
 // and copies those, and no others, from a volume restored from the snapshot into an image file. It speaks the
 // Kubernetes SnapshotMetadata API (KEP-3314), so it works with any CSI driver that serves it.
 //
-//	backup-example list   -snapshot NAME [-base NAME]
+//	backup-example list   -snapshot NAME [-base NAME] [-table]
 //	backup-example copy   -snapshot NAME [-base NAME] -device DEVICE -image FILE
 //	backup-example verify -device DEVICE -image FILE
 package main
@@ -28,6 +28,7 @@ type options struct {
 	serviceAccount            string
 	kubeconfig                string
 	device, image             string
+	table                     bool
 }
 
 func main() {
@@ -48,6 +49,7 @@ func run(arguments []string) error {
 	flags.StringVar(&o.base, "base", "", "VolumeSnapshot that the backup holds already; without it, a full backup")
 	flags.StringVar(&o.serviceAccount, "service-account", "", "account whose token is shown; default: the caller's own")
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "outside of a cluster: how to reach it")
+	flags.BoolVar(&o.table, "table", false, "list as the community's snapshot-metadata-lister does")
 	flags.StringVar(&o.device, "device", "", "device of a volume restored from the snapshot")
 	flags.StringVar(&o.image, "image", "", "file that holds the backup")
 	if err := flags.Parse(arguments[1:]); err != nil {
@@ -57,6 +59,9 @@ func run(arguments []string) error {
 	defer cancel()
 	switch arguments[0] {
 	case "list":
+		if o.table {
+			return o.stream(ctx, &iterator.TableEmitter{Writer: os.Stdout})
+		}
 		total := &totals{}
 		if err := o.each(ctx, total.print); err != nil {
 			return err
@@ -74,6 +79,10 @@ func run(arguments []string) error {
 
 // each calls take for every message of the stream: of the blocks that changed since the base, or of all that hold data.
 func (o options) each(ctx context.Context, take func(iterator.IteratorMetadata) error) error {
+	return o.stream(ctx, emitter(take))
+}
+
+func (o options) stream(ctx context.Context, to iterator.IteratorEmitter) error {
 	config, err := clientcmd.BuildConfigFromFlags("", o.kubeconfig)
 	if err != nil {
 		return err
@@ -83,7 +92,7 @@ func (o options) each(ctx context.Context, take func(iterator.IteratorMetadata) 
 		return err
 	}
 	arguments := iterator.Args{
-		Clients: clients, Emitter: emitter(take),
+		Clients: clients, Emitter: to,
 		Namespace: o.namespace, SnapshotName: o.snapshot, PrevSnapshotName: o.base,
 	}
 	if o.serviceAccount != "" {

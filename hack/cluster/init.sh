@@ -30,22 +30,29 @@ enter_cgroup() {
     done
 }
 
-for ((number = 1; number <= nodes; number++)); do
-    node=node$number
-    (
-        enter_cgroup "$node"
-        exec unshare --mount --propagation private --pid --net --uts --ipc --cgroup --fork --kill-child --mount-proc \
-            "$here/node.sh" "$dir" "$node" "$nodes"
-    ) >"$dir/$node/logs/node.log" 2>&1 &
-    starter=$!
-    # unshare makes the namespaces before it forks.
-    until [ "$(cat "/proc/$starter/comm" 2>/dev/null)" = unshare ] && pid=$(pgrep -P "$starter"); do
-        kill -0 "$starter" 2>/dev/null || { cat "$dir/$node/logs/node.log" && exit 1; }
-        sleep 0.1
+# Runs a node until it ends, and again after its power was cut: then it waits until its file `off` is gone.
+run() {
+    local node=$1 starter pid
+    while :; do
+        (
+            enter_cgroup "$node"
+            exec unshare --mount --propagation private --pid --net --uts --ipc --cgroup --fork --kill-child --mount-proc \
+                "$here/node.sh" "$dir" "$node" "$nodes"
+        ) >>"$dir/$node/logs/node.log" 2>&1 &
+        starter=$!
+        # unshare makes the namespaces before it forks.
+        until [ "$(cat "/proc/$starter/comm" 2>/dev/null)" = unshare ] && pid=$(pgrep -P "$starter"); do
+            kill -0 "$starter" 2>/dev/null || { cat "$dir/$node/logs/node.log" && exit 1; }
+            sleep 0.1
+        done
+        ip link add "$node" type veth peer name eth0 netns "$pid"
+        ip link set "$node" master bridge up
+        echo "$pid" >"$dir/$node/pid"
+        wait "$starter" || true
+        [ -e "$dir/$node/off" ] || return 0
+        while [ -e "$dir/$node/off" ]; do sleep 0.2; done
     done
-    ip link add "$node" type veth peer name eth0 netns "$pid"
-    ip link set "$node" master bridge up
-    echo "$pid" >"$dir/$node/pid"
-done
+}
+for ((number = 1; number <= nodes; number++)); do run "node$number" & done
 wait -n
 echo "a node ended"

@@ -38,7 +38,6 @@ program_images=(
 )
 pause_image=registry.k8s.io/pause:3.10.2
 busybox_image=docker.io/library/busybox:1.37.0
-own_images=("$image" "$gateway_image" "$backup_image")
 
 # One directory for all versions that hack names, so that a change of one builds anew and a second tree shares it.
 module_version() { awk -v module="$2" '$1 == module { print $2 } $1 == "require" && $2 == module { print $3 }' "$root/hack/$1/go.mod"; }

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # What outlives the processes of a cluster and is the machine's: loop devices and cgroups. Detaches and removes those of
-# one cluster, after its end, however it ended. sweep.sh DIRECTORY NAME
+# one cluster, after its end, however it ended, or of one of its nodes. sweep.sh DIRECTORY NAME [NODE]
 #
 # A loop device is known by the file that it serves (device and inode number), never by a path: the mounts that the path
 # went through are gone. Files in a pool are seen by mounting the pool once more, in a mount namespace of our own.
 set -euo pipefail
-if [ "${3-}" != inside ]; then exec unshare --mount --propagation private "$0" "$1" "$2" inside; fi
-dir=$1 name=$2
+if [ "${4-}" != inside ]; then exec unshare --mount --propagation private "$0" "$1" "$2" "${3-}" inside; fi
+dir=$1 name=$2 node=$3
+cgroups=deltapath-$name${node:+/$node}
 shopt -s nullglob
 
 # Prints "device inode number-of-the-device-that-the-file-is" of a loop device (LOOP_GET_STATUS64).
@@ -48,7 +49,7 @@ detach() {
 # Its processes are gone when its cgroups can be removed.
 for _ in $(seq 100); do
     left=()
-    for cgroup in /sys/fs/cgroup/deltapath-"$name" /sys/fs/cgroup/*/deltapath-"$name"; do
+    for cgroup in "/sys/fs/cgroup/$cgroups" /sys/fs/cgroup/*/"$cgroups"; do
         find "$cgroup" -depth -type d -exec rmdir {} + 2>/dev/null || true
         [ ! -e "$cgroup" ] || left+=("$cgroup")
     done
@@ -60,8 +61,8 @@ done
 failed=no
 scratch=$(mktemp -d)
 trap 'rm -rf --one-file-system "$scratch"' EXIT
-for node in "$dir"/node*/; do
-    files_in "$node/var/lib/deltapath" >"$scratch/files"
+for place in "$dir"/${node:-node*}/; do
+    files_in "$place/var/lib/deltapath" >"$scratch/files"
     mapfile -t direct < <(attached | among "$scratch/files")
     mapfile -t mounted < <(
         for loop in "${direct[@]}"; do

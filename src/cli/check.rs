@@ -13,7 +13,7 @@ use crate::driver::{Discovery, Inspection, Result, Severity};
 use crate::sys;
 use base::Stop;
 
-/// Beside a running driver a thing in the making is found as well; so long after, it is made or gone.
+/// Beside a running driver, what a call is making is found too. After this time the call is done.
 const SECOND_LOOK: Duration = Duration::from_secs(2);
 
 /// Audit a data directory: records, files, block maps, loop devices, mounts.
@@ -58,7 +58,7 @@ struct Found {
     severity: Severity,
     path: PathBuf,
     what: String,
-    /// Whether it was there and is put right.
+    /// Whether it was repaired.
     repaired: bool,
 }
 
@@ -116,7 +116,7 @@ fn look(dir: &Path, inspection: &Inspection, repair: bool, stop: &Stop) -> Resul
 }
 
 fn mended(inspection: &Inspection, discovery: &Discovery) -> bool {
-    inspection.mend(discovery).unwrap_or_else(|error| {
+    inspection.repair(discovery).unwrap_or_else(|error| {
         tracing::error!(path = %discovery.path.display(), error = base::report(&error), "not repaired");
         false
     })

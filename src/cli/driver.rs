@@ -21,7 +21,7 @@ use base::Quantity;
 /// How long calls under way may take to end after SIGTERM.
 const DRAIN: Duration = Duration::from_secs(20);
 /// How long threads at work may take to end after that.
-const LAST_CALL: Duration = Duration::from_secs(5);
+const STOP_PATIENCE: Duration = Duration::from_secs(5);
 /// How long a thread without work stays: each holds memory that a busy moment left in it.
 const IDLE_THREAD: Duration = Duration::from_secs(1);
 
@@ -164,7 +164,7 @@ pub(super) fn run(arguments: Arguments) -> Done {
         retain: arguments.retain_deleted,
         transfer_rate: arguments.transfer_rate,
     })?);
-    let hashing = HashingThread::start(driver.clone())?;
+    let hashing = HashingThread::start(driver.hashing.clone())?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().thread_keep_alive(IDLE_THREAD).build()?;
     let router = match (
@@ -182,18 +182,12 @@ pub(super) fn run(arguments: Arguments) -> Done {
     let served =
         runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address, router));
     // While their runtime is there.
-    driver.stop_transfers();
-    // Threads still at work hold the driver; they are given a last moment to let go.
-    runtime.shutdown_timeout(LAST_CALL);
+    driver.transfers.stop();
+    driver.sources.clear();
+    // Threads still at work hold the driver; they get a last moment to end.
+    runtime.shutdown_timeout(STOP_PATIENCE);
     drop(hashing);
-    match Arc::try_unwrap(driver) {
-        Ok(driver) => driver.close()?,
-        Err(driver) => {
-            tracing::warn!("a call is still at work; the pool stays as it is for the next start");
-            // It dies with the process, and so does the watchdog of a filesystem that it holds frozen.
-            driver.thaw_leftovers();
-        }
-    }
+    driver.close()?;
     served?;
     tracing::info!("stopped");
     Ok(ExitCode::SUCCESS)
@@ -231,7 +225,7 @@ async fn serve(
     };
     tokio::select! {
         served = csi::serve(driver, endpoint, router, shutdown) => served?,
-        () = overdue => tracing::warn!("calls are still under way, leaving them"),
+        () = overdue => tracing::warn!("calls are still in progress, ending without them"),
     }
     Ok(())
 }

@@ -98,7 +98,7 @@ impl Cli {
         };
         let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
         let mut levels = asked.unwrap_or_else(|| Targets::new().with_default(default));
-        // The block maps are a member of their own, and part of the driver to whoever reads its log.
+        // The block maps are a member of their own; in the log they are part of the driver.
         if let Some((_, level)) = levels.iter().find(|(target, _)| *target == "deltapath") {
             levels = levels.with_target("cbt", level);
         }

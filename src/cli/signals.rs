@@ -4,8 +4,8 @@ use nix::sys::signal::{SigSet, Signal};
 
 use base::Stop;
 
-/// From here on a signal asks for an end instead of making it. To be called while there is no other thread: those
-/// that are there keep taking signals as before.
+/// From here on a signal cancels the returned `Stop` instead of ending the process. To be called before any other thread
+/// is started: threads that exist already keep taking signals as before.
 pub(super) fn stop_on_signals() -> std::io::Result<Stop> {
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
     signals.thread_block()?;

@@ -42,7 +42,7 @@ struct Report {
     snapshots: usize,
     /// Bytes of their data.
     bytes: u64,
-    /// Bytes of it that there is no hash for: not compared.
+    /// Bytes of it without a hash, which are not compared.
     unhashed: u64,
     damage: Vec<Damage>,
     /// Objects whose records cannot be read, with the reason.

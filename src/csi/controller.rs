@@ -62,7 +62,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("CreateVolume", volume_name = request.name);
         unary(&self.0, span, move |driver| {
-            let record = driver.create_volume(&create_volume(request)?)?;
+            let record = driver.volumes.create(&create_volume(request)?)?;
             Ok(encode_created(driver, &record))
         })
         .await
@@ -75,7 +75,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("DeleteVolume", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            driver.delete_volume(&request.volume_id)?;
+            driver.volumes.delete(&request.volume_id)?;
             Ok(proto::DeleteVolumeResponse {})
         })
         .await
@@ -95,7 +95,7 @@ impl Controller for ControllerService {
             let Some(capability) = request.volume_capability else {
                 return Err(Error::Missing { field: "volume_capability" });
             };
-            driver.attach(&AttachRequest {
+            driver.volumes.attach(&AttachRequest {
                 volume_id: request.volume_id,
                 node_id: request.node_id,
                 capability: decode::capability(Some(capability))?,
@@ -117,7 +117,7 @@ impl Controller for ControllerService {
             return Err(not_claimed(&span, "PUBLISH_UNPUBLISH_VOLUME"));
         }
         unary(&self.0, span, move |driver| {
-            driver.detach(&request.volume_id, &request.node_id)?;
+            driver.volumes.detach(&request.volume_id, &request.node_id)?;
             Ok(proto::ControllerUnpublishVolumeResponse {})
         })
         .await
@@ -138,14 +138,14 @@ impl Controller for ControllerService {
     ) -> Result<Response<proto::ListVolumesResponse>, Status> {
         let request = request.into_inner();
         unary(&self.0, rpc_span!("ListVolumes"), move |driver| {
-            let page = driver.list_volumes(&PageRequest {
+            let page = driver.volumes.list(&PageRequest {
                 max_entries: request.max_entries,
                 starting_token: request.starting_token,
             })?;
             let entry = |record: &Arc<_>| proto::list_volumes_response::Entry {
                 volume: Some(decode::encode_volume(record, driver.topology())),
                 status: Some(proto::list_volumes_response::VolumeStatus {
-                    published_node_ids: driver.attached_nodes(record),
+                    published_node_ids: driver.volumes.attached_nodes(record),
                 }),
             };
             Ok(proto::ListVolumesResponse {
@@ -162,7 +162,7 @@ impl Controller for ControllerService {
     ) -> Result<Response<proto::ControllerListVolumeHealthResponse>, Status> {
         let request = request.into_inner();
         unary(&self.0, rpc_span!("ControllerListVolumeHealth"), move |driver| {
-            let (entries, next_token) = driver.list_volume_health(&PageRequest {
+            let (entries, next_token) = driver.health.list(&PageRequest {
                 max_entries: request.max_entries,
                 starting_token: request.starting_token,
             })?;
@@ -179,7 +179,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("ControllerGetVolumeHealth", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            let health = decode::encode_health(driver.volume_health(&request.volume_id)?);
+            let health = decode::encode_health(driver.health.of(&request.volume_id)?);
             Ok(proto::ControllerGetVolumeHealthResponse { volume_health: Some(health) })
         })
         .await
@@ -192,7 +192,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         unary(&self.0, rpc_span!("GetCapacity"), move |driver| {
             let capabilities = decode::capabilities(request.volume_capabilities)?;
-            let room = driver.available_capacity(&capabilities, &request.parameters)?;
+            let room = driver.capacity.available(&capabilities, &request.parameters)?;
             let ours = driver.topology();
             let elsewhere = request.accessible_topology.is_some_and(|asked| {
                 ours.iter().any(|(key, value)| asked.segments.get(key).is_some_and(|asked| asked != value))
@@ -233,7 +233,7 @@ impl Controller for ControllerService {
             let parameters = SnapshotParameters::parse(&request.parameters)?;
             let requisite = decode::requisite(request.accessibility_requirements);
             let record =
-                driver.create_snapshot(&request.name, &request.source_volume_id, &parameters, &requisite)?;
+                driver.snapshots.create(&request.name, &request.source_volume_id, &parameters, &requisite)?;
             let snapshot = decode::encode_snapshot(&record, driver.topology());
             Ok(proto::CreateSnapshotResponse { snapshot: Some(snapshot) })
         })
@@ -247,7 +247,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("DeleteSnapshot", snapshot_id = request.snapshot_id);
         unary(&self.0, span, move |driver| {
-            driver.delete_snapshot(&request.snapshot_id)?;
+            driver.snapshots.delete(&request.snapshot_id)?;
             Ok(proto::DeleteSnapshotResponse {})
         })
         .await
@@ -270,7 +270,7 @@ impl Controller for ControllerService {
                 source_volume_id: request.source_volume_id,
                 snapshot_id: request.snapshot_id,
             };
-            let page = driver.list_snapshots(&page, &filter)?;
+            let page = driver.snapshots.list(&page, &filter)?;
             let entry = |record: &Arc<_>| proto::list_snapshots_response::Entry {
                 snapshot: Some(decode::encode_snapshot(record, driver.topology())),
             };
@@ -289,7 +289,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("GetSnapshot", snapshot_id = request.snapshot_id);
         unary(&self.0, span, move |driver| {
-            let record = driver.snapshot(&request.snapshot_id)?;
+            let record = driver.snapshots.get(&request.snapshot_id)?;
             let snapshot = decode::encode_snapshot(&record, driver.topology());
             Ok(proto::GetSnapshotResponse { snapshot: Some(snapshot) })
         })
@@ -311,7 +311,7 @@ impl Controller for ControllerService {
             };
             let range = decode::range(Some(range))?;
             let capability = decode::optional_capability(request.volume_capability)?;
-            let expansion = driver.expand_volume(&request.volume_id, range, capability.as_ref())?;
+            let expansion = driver.volumes.expand(&request.volume_id, range, capability.as_ref())?;
             Ok(proto::ControllerExpandVolumeResponse {
                 capacity_bytes: decode::wire_bytes(expansion.capacity),
                 node_expansion_required: expansion.node_expansion_required,
@@ -327,11 +327,11 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("ControllerGetVolume", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            let record = driver.volume(&request.volume_id)?;
+            let record = driver.volumes.get(&request.volume_id)?;
             Ok(proto::ControllerGetVolumeResponse {
                 volume: Some(decode::encode_volume(&record, driver.topology())),
                 status: Some(proto::controller_get_volume_response::VolumeStatus {
-                    published_node_ids: driver.attached_nodes(&record),
+                    published_node_ids: driver.volumes.attached_nodes(&record),
                 }),
             })
         })
@@ -345,7 +345,7 @@ impl Controller for ControllerService {
         let request = request.into_inner();
         let span = rpc_span!("ControllerModifyVolume", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            driver.modify_volume(&request.volume_id, &request.mutable_parameters)?;
+            driver.volumes.modify(&request.volume_id, &request.mutable_parameters)?;
             Ok(proto::ControllerModifyVolumeResponse {})
         })
         .await
@@ -363,7 +363,7 @@ fn validate(
     if asked.is_empty() {
         return Err(Error::Missing { field: "volume_capabilities" });
     }
-    driver.volume(&request.volume_id)?;
+    driver.volumes.get(&request.volume_id)?;
     let refused = |message| proto::ValidateVolumeCapabilitiesResponse { confirmed: None, message };
     // A capability that no volume has is an answer here, not a bad request.
     let capabilities = match decode::capabilities(request.volume_capabilities) {
@@ -373,7 +373,7 @@ fn validate(
     };
     let parameters = VolumeParameters::parse(&request.parameters)?;
     parse_tuning(&request.mutable_parameters)?;
-    Ok(match driver.validate_capabilities(&request.volume_id, &capabilities, &parameters)? {
+    Ok(match driver.volumes.validate_capabilities(&request.volume_id, &capabilities, &parameters)? {
         Some(lacks) => refused(lacks),
         None => proto::ValidateVolumeCapabilitiesResponse {
             confirmed: Some(proto::validate_volume_capabilities_response::Confirmed {

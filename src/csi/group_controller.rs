@@ -36,7 +36,8 @@ impl GroupController for GroupControllerService {
         let span = rpc_span!("CreateVolumeGroupSnapshot", group_snapshot_name = request.name);
         unary(&self.0, span, move |driver| {
             let parameters = SnapshotParameters::parse(&request.parameters)?;
-            let group = driver.create_group(&request.name, &request.source_volume_ids, &parameters)?;
+            let group =
+                driver.snapshots.create_group(&request.name, &request.source_volume_ids, &parameters)?;
             Ok(proto::CreateVolumeGroupSnapshotResponse { group_snapshot: Some(encode(driver, &group)) })
         })
         .await
@@ -49,7 +50,7 @@ impl GroupController for GroupControllerService {
         let request = request.into_inner();
         let span = rpc_span!("DeleteVolumeGroupSnapshot", group_snapshot_id = request.group_snapshot_id);
         unary(&self.0, span, move |driver| {
-            driver.delete_group(&request.group_snapshot_id, &request.snapshot_ids)?;
+            driver.snapshots.delete_group(&request.group_snapshot_id, &request.snapshot_ids)?;
             Ok(proto::DeleteVolumeGroupSnapshotResponse {})
         })
         .await
@@ -62,7 +63,7 @@ impl GroupController for GroupControllerService {
         let request = request.into_inner();
         let span = rpc_span!("GetVolumeGroupSnapshot", group_snapshot_id = request.group_snapshot_id);
         unary(&self.0, span, move |driver| {
-            let group = driver.group(&request.group_snapshot_id, &request.snapshot_ids)?;
+            let group = driver.snapshots.group(&request.group_snapshot_id, &request.snapshot_ids)?;
             Ok(proto::GetVolumeGroupSnapshotResponse { group_snapshot: Some(encode(driver, &group)) })
         })
         .await

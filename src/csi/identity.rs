@@ -23,7 +23,7 @@ impl Identity for IdentityService {
                 vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
                 manifest: [
                     ("pool".to_owned(), driver.pool().kind().to_string()),
-                    // Whoever makes its certificate for the router asks for this.
+                    // Needed to make its certificate for the router.
                     ("key".to_owned(), driver.key().to_string()),
                 ]
                 .into(),

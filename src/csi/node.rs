@@ -30,7 +30,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         let span = rpc_span!("NodeStageVolume", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            driver.stage(&StageRequest {
+            driver.node.stage(&StageRequest {
                 volume_id: request.volume_id,
                 staging_path: request.staging_target_path.into(),
                 capability: decode::capability(request.volume_capability)?,
@@ -47,7 +47,7 @@ impl Node for NodeService {
         let request = request.into_inner();
         let span = rpc_span!("NodeUnstageVolume", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
-            driver.unstage(&request.volume_id, request.staging_target_path.as_ref())?;
+            driver.node.unstage(&request.volume_id, request.staging_target_path.as_ref())?;
             Ok(proto::NodeUnstageVolumeResponse {})
         })
         .await
@@ -61,7 +61,7 @@ impl Node for NodeService {
         let span =
             rpc_span!("NodePublishVolume", volume_id = request.volume_id, target = request.target_path);
         unary(&self.0, span, move |driver| {
-            driver.publish(&PublishRequest {
+            driver.node.publish(&PublishRequest {
                 volume_id: request.volume_id,
                 staging_path: request.staging_target_path.into(),
                 target_path: request.target_path.into(),
@@ -82,7 +82,7 @@ impl Node for NodeService {
         let span =
             rpc_span!("NodeUnpublishVolume", volume_id = request.volume_id, target = request.target_path);
         unary(&self.0, span, move |driver| {
-            driver.unpublish(&request.volume_id, request.target_path.as_ref())?;
+            driver.node.unpublish(&request.volume_id, request.target_path.as_ref())?;
             Ok(proto::NodeUnpublishVolumeResponse {})
         })
         .await
@@ -96,7 +96,7 @@ impl Node for NodeService {
         let span = rpc_span!("NodeGetVolumeStats", volume_id = request.volume_id);
         unary(&self.0, span, move |driver| {
             use proto::volume_usage::Unit;
-            let stats = driver.stats(&request.volume_id, request.volume_path.as_ref())?;
+            let stats = driver.node.stats(&request.volume_id, request.volume_path.as_ref())?;
             let encode = |unit: Unit, usage: Usage| proto::VolumeUsage {
                 total: decode::wire_bytes(usage.total),
                 used: decode::wire_bytes(usage.used),
@@ -119,7 +119,7 @@ impl Node for NodeService {
         unary(&self.0, span, move |driver| {
             let (published, staged) = (&request.volume_publish_path, &request.staging_target_path);
             let health =
-                driver.node_volume_health(&request.volume_id, published.as_ref(), staged.as_ref())?;
+                driver.node.volume_health(&request.volume_id, published.as_ref(), staged.as_ref())?;
             Ok(proto::NodeGetVolumeHealthResponse { volume_health: Some(decode::encode_health(health)) })
         })
         .await
@@ -130,7 +130,7 @@ impl Node for NodeService {
         _: Request<proto::NodeGetStorageHealthRequest>,
     ) -> Result<Response<proto::NodeGetStorageHealthResponse>, Status> {
         unary(&self.0, rpc_span!("NodeGetStorageHealth"), |driver| {
-            let faults = driver.storage_health().into_iter();
+            let faults = driver.health.of_storage().into_iter();
             let backend_health = faults.map(decode::encode_storage_fault).collect();
             Ok(proto::NodeGetStorageHealthResponse { backend_health })
         })
@@ -147,7 +147,7 @@ impl Node for NodeService {
             let range = decode::range(request.capacity_range)?;
             let capability = decode::optional_capability(request.volume_capability)?;
             let path = request.volume_path.as_ref();
-            let capacity = driver.node_expand(&request.volume_id, path, range, capability.as_ref())?;
+            let capacity = driver.node.expand(&request.volume_id, path, range, capability.as_ref())?;
             Ok(proto::NodeExpandVolumeResponse { capacity_bytes: decode::wire_bytes(capacity) })
         })
         .await

@@ -127,7 +127,11 @@ async fn sweep(driver: Arc<Driver>) {
     loop {
         tokio::time::sleep(SWEEP).await;
         let driver = driver.clone();
-        let _ = tokio::task::spawn_blocking(move || driver.sweep_transfers()).await;
+        let _ = tokio::task::spawn_blocking(move || {
+            driver.transfers.sweep();
+            driver.sources.sweep();
+        })
+        .await;
     }
 }
 
@@ -170,7 +174,7 @@ impl Node for NodeService {
         // Asked every few seconds: no line in the log and no place in the metrics.
         let driver = self.driver.clone();
         let described = tokio::task::spawn_blocking(move || {
-            let room = driver.room();
+            let room = driver.placement.room();
             DescribeResponse {
                 key: driver.key().to_string(),
                 node_id: driver.config().node_id.clone(),
@@ -195,7 +199,7 @@ impl Node for NodeService {
                 Kind::GroupSnapshot => Named::Group,
                 Kind::Unknown => return Err(Error::Missing { field: "kind" }),
             };
-            let (id, in_progress) = driver.find_named(kind, &request.name)?.unwrap_or_default();
+            let (id, in_progress) = driver.placement.find_named(kind, &request.name)?.unwrap_or_default();
             Ok(FindResponse { id, in_progress })
         })
         .await
@@ -217,7 +221,7 @@ impl Node for NodeService {
                 .iter()
                 .map(|text| key("excluded_keys", text))
                 .collect::<Result<Vec<_>, _>>()?;
-            let chosen = driver.choose_node(&request.volume_name, proposed, &excluded)?;
+            let chosen = driver.placement.choose_node(&request.volume_name, proposed, &excluded)?;
             Ok(ChooseResponse { key: chosen.to_string() })
         })
         .await
@@ -247,7 +251,7 @@ impl Node for NodeService {
                 let _in_runtime = runtime.enter();
                 Puller::new(&tls, &request.address, key, request.ticket, source)
             };
-            let record = driver.create_volume_from(&create, Box::new(way))?;
+            let record = driver.transfers.create_volume(&create, Box::new(way))?;
             Ok(CreateFromResponse { created: encode_created(&driver, &record).encode_to_vec() })
         })
         .await

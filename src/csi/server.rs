@@ -35,7 +35,7 @@ pub enum EndpointError {
     /// Another process answers there.
     #[error("another process listens on {0}: stop it, or choose another --endpoint")]
     Live(Endpoint),
-    /// Something that is no socket is in the way.
+    /// The path is there, and is not a socket.
     #[error("{0} is not a socket: move it away, or choose another --endpoint")]
     NotASocket(Endpoint),
     /// The kernel refused.
@@ -95,7 +95,9 @@ pub(super) fn cluster_services(
         .add_service(IdentityServer::new(IdentityService(driver.clone())))
         .add_service(ControllerServer::new(ControllerService(driver.clone())))
         .add_service(GroupControllerServer::new(GroupControllerService(driver.clone())))
-        .add_service(counted(driver.streams().clone()).named_layer(SnapshotMetadataServer::new(metadata)))
+        .add_service(
+            counted(driver.metadata.streams().clone()).named_layer(SnapshotMetadataServer::new(metadata)),
+        )
 }
 
 struct RemoveOnDrop(PathBuf);

@@ -272,7 +272,9 @@ impl SnapshotMetadata for SnapshotMetadataService {
         let rpc = rpc_span!("GetMetadataAllocated", snapshot_id = request.snapshot_id);
         let position =
             MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
-        let open = move |driver: &Driver, stop: &Stop| driver.allocated(&request.snapshot_id, position, stop);
+        let open = move |driver: &Driver, stop: &Stop| {
+            driver.metadata.allocated(&request.snapshot_id, position, stop)
+        };
         self.stream(rpc, deadline, open, |style, volume_capacity_bytes, block_metadata| {
             proto::GetMetadataAllocatedResponse {
                 block_metadata_type: style.into(),
@@ -297,7 +299,7 @@ impl SnapshotMetadata for SnapshotMetadataService {
         let position =
             MetadataRequest { starting_offset: request.starting_offset, max_results: request.max_results };
         let open = move |driver: &Driver, stop: &Stop| {
-            driver.delta(&request.base_snapshot_id, &request.target_snapshot_id, position, stop)
+            driver.metadata.delta(&request.base_snapshot_id, &request.target_snapshot_id, position, stop)
         };
         self.stream(rpc, deadline, open, |style, volume_capacity_bytes, block_metadata| {
             proto::GetMetadataDeltaResponse {

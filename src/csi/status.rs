@@ -23,7 +23,7 @@ pub fn code(error: &Error) -> Code {
         Error::NotFound { .. } => Code::NotFound,
         Error::Clash { .. } => Code::AlreadyExists,
         Error::Busy { .. } | Error::Copying { .. } | Error::BadToken { .. } => Code::Aborted,
-        Error::Away(_) => Code::Unavailable,
+        Error::Unavailable(_) => Code::Unavailable,
         Error::Damaged(_) => Code::DataLoss,
         Error::Precondition(_) => Code::FailedPrecondition,
         Error::Elsewhere(_) | Error::Exhausted(_) => Code::ResourceExhausted,

@@ -54,8 +54,8 @@ impl TransferService {
     }
 
     fn source(&self, reader: &str, point: &str) -> Result<Arc<OpenSource>, Status> {
-        let found = self.driver.source(point, reader);
-        found.ok_or_else(|| Status::aborted("this is not open, or not any more: open it again"))
+        let found = self.driver.sources.get(point, reader);
+        found.ok_or_else(|| Status::aborted("the source is not open: open it again"))
     }
 
     /// Does work on what is open in a blocking thread, in which it may wait for a turn.
@@ -70,7 +70,7 @@ impl TransferService {
             let _turn = turn;
             work(&source).map_err(|error| status(&driver, &error))
         });
-        worked.await.map_err(|_| Status::internal("the node could not read what is asked for"))?
+        worked.await.map_err(|_| Status::internal("the node could not read the source"))?
     }
 }
 
@@ -79,13 +79,13 @@ fn reader<T>(request: &Request<T>) -> Result<String, Status> {
     let certificate = request.extensions().get::<Calls>().and_then(Calls::client);
     match certificate.and_then(Identity::of).map(|identity| identity.role) {
         Some(Role::Node(key)) => Ok(key),
-        _ => Err(Status::permission_denied("only nodes read from nodes")),
+        _ => Err(Status::permission_denied("only a node may read from a node")),
     }
 }
 
 fn decode_blocks(bytes: &[u8]) -> Result<RoaringBitmap, Status> {
     let blocks = RoaringBitmap::deserialize_from(bytes);
-    blocks.map_err(|error| Status::invalid_argument(format!("these are no blocks: {error}")))
+    blocks.map_err(|error| Status::invalid_argument(format!("the blocks cannot be decoded: {error}")))
 }
 
 fn encode_blocks(blocks: &RoaringBitmap) -> Vec<u8> {
@@ -107,11 +107,11 @@ impl Transfer for TransferService {
         }
         let is_id = source_id.parse::<SnapshotId>().is_ok() || source_id.parse::<VolumeId>().is_ok();
         if !is_id || volume_id.parse::<VolumeId>().is_err() {
-            return Err(Status::invalid_argument("source_id or volume_id is no id"));
+            return Err(Status::invalid_argument("source_id and volume_id must be ids of this driver"));
         }
         let span = rpc_span!("Open", source_id = source_id, volume_id = volume_id);
         unary(&self.driver, span, move |driver| {
-            let (point, opened) = driver.open_source(&source_id, &reader, &volume_id)?;
+            let (point, opened) = driver.sources.open(&source_id, &reader, &volume_id)?;
             Ok(OpenResponse {
                 point,
                 capacity: opened.capacity,
@@ -166,7 +166,7 @@ impl Transfer for TransferService {
                 source.read(index, &blocks, &Stop::default(), |data, hashes| {
                     metrics::counter!("deltapath_transfer_sent_bytes_total").increment(data.len() as u64);
                     let message = ReadResponse { data, hashes };
-                    // Whoever asked is gone.
+                    // The caller is gone.
                     messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
                 })
             });
@@ -182,8 +182,8 @@ impl Transfer for TransferService {
         let CloseRequest { point } = request.into_inner();
         let driver = self.driver.clone();
         // What was copied for it is removed, which may take a moment.
-        let closed = tokio::task::spawn_blocking(move || driver.close_source(&point, &reader));
-        closed.await.map_err(|_| Status::internal("it could not be closed"))?;
+        let closed = tokio::task::spawn_blocking(move || driver.sources.close(&point, &reader));
+        closed.await.map_err(|_| Status::internal("a source could not be closed"))?;
         Ok(Response::new(CloseResponse {}))
     }
 }
@@ -245,7 +245,11 @@ impl Puller {
         let said = || format!("{} says: {}", self.node, status.message());
         // A status that has a source was made by the transport, and not by the node.
         if let Some(broken) = status.source() {
-            return RemoteFault::Away(format!("{} does not answer: {}", self.node, base::report(broken)));
+            return RemoteFault::Unavailable(format!(
+                "{} does not answer: {}",
+                self.node,
+                base::report(broken)
+            ));
         }
         match status.code() {
             Code::NotFound => RemoteFault::Gone(format!("{} on {}", self.source, self.node)),
@@ -253,7 +257,7 @@ impl Puller {
             Code::FailedPrecondition | Code::InvalidArgument | Code::OutOfRange | Code::Unimplemented => {
                 RemoteFault::Refused(said())
             }
-            _ => RemoteFault::Away(said()),
+            _ => RemoteFault::Unavailable(said()),
         }
     }
 

@@ -1,51 +1,42 @@
 //! Attaching volumes to the node (`ControllerPublishVolume`), behind `--enable-attach`.
 //!
-//! A volume lives on one node, so there is nothing to do on another machine: an attachment is a line in
+//! A volume is on one node, so there is nothing to do on another machine: an attachment is a line in
 //! the volume's state. It says who may use the volume how, and holds deletion off.
 
 use super::capacity::Reservation;
 use super::error::shown;
 use super::locks::Key;
-use super::{Capability, Driver, Error, Result};
+use super::volumes::Volumes;
+use super::{Capability, Error, Result};
 use crate::store::{Attached, VolumeRecord};
 
-/// A ControllerPublishVolume call.
+/// A ControllerPublishVolume call, with the fields of its message.
 #[derive(Clone, Debug)]
+#[allow(missing_docs)]
 pub struct AttachRequest {
-    /// `volume_id`.
     pub volume_id: String,
-    /// `node_id`.
     pub node_id: String,
-    /// `volume_capability`.
     pub capability: Capability,
-    /// `readonly`.
     pub read_only: bool,
 }
 
-impl Driver {
-    /// The node that a volume is attached to. `None` also without `--enable-attach`: what a driver with
-    /// it left behind binds nobody.
-    pub(super) fn attachment<'r>(&self, record: &'r VolumeRecord) -> Option<&'r Attached> {
-        record.attached.as_ref().filter(|_| self.config().attach)
-    }
-
+impl Volumes {
     /// The nodes that a volume is attached to.
     pub fn attached_nodes(&self, record: &VolumeRecord) -> Vec<String> {
-        self.attachment(record).map(|attached| attached.node_id.clone()).into_iter().collect()
+        self.shared.attachment(record).map(|attached| attached.node_id.clone()).into_iter().collect()
     }
-
     /// Attaches a volume to this node; done already is done.
     pub fn attach(&self, request: &AttachRequest) -> Result<()> {
         if request.node_id.is_empty() {
             return Err(Error::Missing { field: "node_id" });
         }
-        let record = self.volume(&request.volume_id)?;
-        if request.node_id != self.config().node_id {
+        let record = self.shared.volume(&request.volume_id)?;
+        if request.node_id != self.shared.config.node_id {
             return Err(Error::NotFound { kind: "node", id: shown(&request.node_id) });
         }
-        let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
+        let _guard = self.shared.locks.take(Key::Volume(record.id.clone()))?;
         // Looked up again: it may have been deleted before the lock was ours.
-        let record = self.volume(&request.volume_id)?;
+        let record = self.shared.volume(&request.volume_id)?;
         let attached = Attached {
             node_id: request.node_id.clone(),
             access: request.capability.kind_of(&record)?,
@@ -70,39 +61,40 @@ impl Driver {
             None => {}
         }
         let _slot = self.take_slot()?;
-        Ok(self.store.change_volume_state(&record.id, |state| state.attached = Some(attached))?)
+        Ok(self.shared.store.change_volume_state(&record.id, |state| state.attached = Some(attached))?)
     }
 
     /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done. A
     /// volume that is still staged stays so: its use holds deletion off by itself.
     pub fn detach(&self, volume_id: &str, node_id: &str) -> Result<()> {
-        let record = match self.volume(volume_id) {
+        let record = match self.shared.volume(volume_id) {
             Err(Error::NotFound { .. }) => return Ok(()),
             record => record?,
         };
-        let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
-        let Ok(record) = self.volume(volume_id) else { return Ok(()) };
+        let _guard = self.shared.locks.take(Key::Volume(record.id.clone()))?;
+        let Ok(record) = self.shared.volume(volume_id) else { return Ok(()) };
         // By the record, not by our own name: the node may have had another when it was attached.
         let is_attached =
             record.attached.as_ref().is_some_and(|there| node_id.is_empty() || node_id == there.node_id);
         if !is_attached {
             return Ok(());
         }
-        Ok(self.store.change_volume_state(&record.id, |state| state.attached = None)?)
+        Ok(self.shared.store.change_volume_state(&record.id, |state| state.attached = None)?)
     }
 
     /// One of the attachments that `--max-volumes-per-node` allows. Held until a record shows it, so that
     /// two calls at once do not both take the last one.
     fn take_slot(&self) -> Result<Reservation<'_>> {
-        let most = u64::from(self.config().max_volumes);
+        let most = u64::from(self.shared.config.max_volumes);
         self.attaching.take(1, |taken| {
             let attached = self
+                .shared
                 .store
                 .read(|index| index.volumes_after(None).filter(|record| record.attached.is_some()).count());
             match most != 0 && attached as u64 + taken >= most {
                 true => Err(Error::Exhausted(format!(
                     "{most} volumes are attached to node {} (--max-volumes-per-node): detach one first",
-                    self.config().node_id
+                    self.shared.config.node_id
                 ))),
                 false => Ok(()),
             }

@@ -1,11 +1,12 @@
 //! Sizes: of volumes, and of the room there is for them.
 
 use std::collections::HashMap;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::capability::{kinds, least_size};
-use super::{Capability, Driver, Error, Result, VolumeParameters};
+use super::shared::Shared;
+use super::transfer::TransferTable;
+use super::{Capability, Error, Result, VolumeParameters};
 use crate::store::AccessKind;
 use crate::sys;
 use base::{BlockSize, Quantity};
@@ -61,6 +62,15 @@ pub struct AvailableCapacity {
     pub least: u64,
 }
 
+/// How large volumes may be, and how much room there is for them.
+#[derive(Debug)]
+pub struct Capacity {
+    pub(super) shared: Arc<Shared>,
+    pub(super) transfers: Arc<TransferTable>,
+    /// Bytes of volumes that are being made.
+    pub(super) reserved: Reserved,
+}
+
 /// How much of something bounded is being taken and shown by no record yet: two calls at once must not
 /// both take the last of it.
 #[derive(Debug, Default)]
@@ -89,10 +99,10 @@ impl Drop for Reservation<'_> {
     }
 }
 
-impl Driver {
+impl Capacity {
     /// The size of a volume to be: what is asked, what its source holds and what its filesystem needs,
     /// whichever is most, rounded up to a block.
-    pub(super) fn capacity(
+    pub(super) fn of_new(
         &self,
         source: Option<u64>,
         access: &[AccessKind],
@@ -110,7 +120,7 @@ impl Driver {
     }
 
     /// The size of an existing volume to be after an expansion: never less than it has.
-    pub(super) fn expanded(&self, now: u64, block_size: BlockSize, range: CapacityRange) -> Result<u64> {
+    pub(super) fn of_expanded(&self, now: u64, block_size: BlockSize, range: CapacityRange) -> Result<u64> {
         if now >= range.required {
             return match range.limit {
                 Some(limit) if now > limit => Err(Error::OutOfRange {
@@ -125,7 +135,7 @@ impl Driver {
     }
 
     fn rounded(&self, wanted: u64, block_size: BlockSize, limit: Option<u64>) -> Result<u64> {
-        let most = self.config().max_volume_size;
+        let most = self.shared.config.max_volume_size;
         let capacity = block_size.round_up(wanted).filter(|capacity| *capacity <= most.0);
         let capacity = capacity.ok_or_else(|| Error::OutOfRange {
             field: "capacity_range.required_bytes",
@@ -146,13 +156,13 @@ impl Driver {
         }
     }
 
-    /// Takes `bytes` of what may be promised; `RESOURCE_EXHAUSTED` where `--overcommit` forbids them.
+    /// Takes `bytes` of what may be provisioned; `RESOURCE_EXHAUSTED` where `--overcommit` forbids them.
     /// Without the flag nothing is refused: volumes are thin.
     pub(super) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
-        let most = self.promise()?;
-        self.promised.take(bytes, |taken| match most.map(|most| self.left_of(most, taken)) {
+        let most = self.limit()?;
+        self.reserved.take(bytes, |taken| match most.map(|most| self.left_of(most, taken)) {
             Some(left) if bytes > left => Err(Error::Exhausted(format!(
-                "{} more than the {} that may still be promised (--overcommit): delete volumes, or raise it",
+                "{} is more than the {} that may still be provisioned: delete volumes, or raise --overcommit",
                 Quantity(bytes),
                 Quantity(left)
             ))),
@@ -161,23 +171,23 @@ impl Driver {
     }
 
     /// The bytes that all volumes together may have; `None` without `--overcommit`.
-    fn promise(&self) -> Result<Option<u64>> {
-        let Some(ratio) = self.config().overcommit else { return Ok(None) };
-        let total = sys::space(self.open_pool.dir().path())?.total;
+    fn limit(&self) -> Result<Option<u64>> {
+        let Some(ratio) = self.shared.config.overcommit else { return Ok(None) };
+        let total = sys::space(self.shared.open_pool.dir().path())?.total;
         Ok(Some((total as f64 * ratio) as u64))
     }
 
-    /// What is left of a promise of `most` bytes, `taken` of which are being taken.
+    /// What is left of `most` bytes, `taken` of which are being taken.
     fn left_of(&self, most: u64, taken: u64) -> u64 {
-        let kept: u64 = self.store.read(|index| {
+        let kept: u64 = self.shared.store.read(|index| {
             index.volumes_after(None).fold(0, |sum: u64, record| sum.saturating_add(record.capacity))
         });
-        most.saturating_sub(kept).saturating_sub(self.transfers.promised()).saturating_sub(taken)
+        most.saturating_sub(kept).saturating_sub(self.transfers.reserved()).saturating_sub(taken)
     }
 
-    /// What can be provisioned with these capabilities and parameters. Where nothing limits promises, the
+    /// What can be provisioned with these capabilities and parameters. Without a limit, the
     /// bytes free in the pool, or on its host where a sparse image has less behind it.
-    pub fn available_capacity(
+    pub fn available(
         &self,
         capabilities: &[Capability],
         parameters: &HashMap<String, String>,
@@ -189,13 +199,13 @@ impl Driver {
             (true, Some(fs_type)) => vec![AccessKind::Filesystem(fs_type)],
             (false, fs_type) => kinds(capabilities, fs_type.as_deref())?,
         };
-        let most = block_size.round_down(self.config().max_volume_size.0);
+        let most = block_size.round_down(self.shared.config.max_volume_size.0);
         let least = block_size.round_up(least_size(&kinds)).unwrap_or(most);
-        Ok(match self.promise()?.map(|most| self.left_of(most, 0)) {
+        Ok(match self.limit()?.map(|most| self.left_of(most, 0)) {
             Some(left) => {
                 AvailableCapacity { available: left, most: most.min(block_size.round_down(left)), least }
             }
-            None => AvailableCapacity { available: self.open_pool.free()?, most, least },
+            None => AvailableCapacity { available: self.shared.open_pool.free()?, most, least },
         })
     }
 }

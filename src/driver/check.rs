@@ -1,5 +1,5 @@
 //! The audit of a data directory: every record whole, every file accounted for, every loop device and mount
-//! explained. It looks; only [`Inspection::mend`] changes something, and never an object.
+//! explained. It looks; only [`Inspection::repair`] changes something, and never an object.
 
 use std::collections::HashMap;
 use std::fs;
@@ -39,12 +39,12 @@ pub struct Discovery {
     pub path: PathBuf,
     /// What is wrong with it.
     pub what: String,
-    mend: Option<Mend>,
+    repair: Option<Repair>,
 }
 
-/// How something found is put right.
+/// How a finding is repaired.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Mend {
+enum Repair {
     /// What a start clears away: half-made and half-removed objects.
     Clear,
     /// A file that was not written to its end.
@@ -56,11 +56,11 @@ enum Mend {
 
 impl Discovery {
     fn new(severity: Severity, path: impl Into<PathBuf>, what: impl Into<String>) -> Self {
-        Discovery { severity, path: path.into(), what: what.into(), mend: None }
+        Discovery { severity, path: path.into(), what: what.into(), repair: None }
     }
 
-    fn mended_by(mut self, mend: Mend) -> Self {
-        self.mend = Some(mend);
+    fn repaired_by(mut self, repair: Repair) -> Self {
+        self.repair = Some(repair);
         self
     }
 }
@@ -84,8 +84,8 @@ struct Audit<'i> {
 impl Inspection {
     /// Looks at everything but the blocks themselves, which [`Inspection::verify`] reads. Worst first.
     ///
-    /// Beside a running driver something that is in the making may be found: what a second look, a moment
-    /// later, finds as well is there.
+    /// Beside a running driver, what a call is making or removing may be found too. What a second look, a moment later,
+    /// finds again is real.
     pub fn check(&self) -> Result<Vec<Discovery>> {
         let mut audit = Audit { inspection: self, found: Vec::new(), backing: HashMap::new() };
         audit.data_dir()?;
@@ -100,25 +100,25 @@ impl Inspection {
         Ok(found)
     }
 
-    /// Puts something right that was found, and tells whether it did: a device that somebody has open
+    /// Repairs a finding, and returns whether it did: a device that somebody has open
     /// stays.
     ///
     /// # Panics
     ///
     /// Where a driver serves the directory: it makes and removes these things itself.
-    pub fn mend(&self, discovery: &Discovery) -> Result<bool> {
+    pub fn repair(&self, discovery: &Discovery) -> Result<bool> {
         assert!(!self.is_served(), "a driver is at work here");
         let path = &discovery.path;
-        match &discovery.mend {
+        match &discovery.repair {
             None => return Ok(false),
-            Some(Mend::Clear) => self.store().clear_leftovers()?,
-            Some(Mend::Remove) => durable::remove(path)?,
-            Some(Mend::Unmount(dev)) => match mount::mounted_at(path)? {
+            Some(Repair::Clear) => self.store().clear_leftovers()?,
+            Some(Repair::Remove) => durable::remove(path)?,
+            Some(Repair::Unmount(dev)) => match mount::mounted_at(path)? {
                 Some(mounted) if mounted.is_of(dev) => mount::unmount_top(path)?,
                 _ => return Ok(false),
             },
-            Some(Mend::Detach(_)) if blockdev::is_claimed(path)? => return Ok(false),
-            Some(Mend::Detach(device)) => return Ok(device.clone().detach()?),
+            Some(Repair::Detach(_)) if blockdev::is_claimed(path)? => return Ok(false),
+            Some(Repair::Detach(device)) => return Ok(device.clone().detach()?),
         }
         Ok(true)
     }
@@ -150,7 +150,7 @@ impl Audit<'_> {
                 }
                 let what = "half made or half removed; the next start removes it";
                 let found = Discovery::new(Severity::Leftover, path, what);
-                self.found.push(found.mended_by(Mend::Clear));
+                self.found.push(found.repaired_by(Repair::Clear));
             }
         }
         Ok(())
@@ -171,8 +171,8 @@ impl Audit<'_> {
                 // A driver at work writes them, a comparison or a check for as long as it takes.
                 true if self.inspection.is_served() => continue,
                 true => Discovery::new(Severity::Leftover, path, "a file that was not written to its end")
-                    .mended_by(Mend::Remove),
-                false => Discovery::new(Severity::Stranger, path, "no file of this driver"),
+                    .repaired_by(Repair::Remove),
+                false => Discovery::new(Severity::Stranger, path, "not a file of this driver"),
             });
         }
         Ok(())
@@ -298,7 +298,7 @@ impl Audit<'_> {
             if group.deleted().exists() && list(&group.members())?.is_empty() {
                 let what = "a deleted group without members; the next start removes it";
                 let found = Discovery::new(Severity::Leftover, path, what);
-                self.found.push(found.mended_by(Mend::Clear));
+                self.found.push(found.repaired_by(Repair::Clear));
             }
         }
         Ok(())
@@ -325,10 +325,10 @@ impl Audit<'_> {
             for mounted in mounts.iter().rev().filter(|mounted| mounted.is_of(&dev)) {
                 let what = format!("mounted from {}, which {what}", device.path().display());
                 let found = Discovery::new(severity, &mounted.mount_point, what);
-                self.found.push(found.mended_by(Mend::Unmount(dev.clone())));
+                self.found.push(found.repaired_by(Repair::Unmount(dev.clone())));
             }
             let found = Discovery::new(severity, device.path(), what);
-            self.found.push(found.mended_by(Mend::Detach(device)));
+            self.found.push(found.repaired_by(Repair::Detach(device)));
         }
         Ok(())
     }
@@ -384,7 +384,7 @@ impl Audit<'_> {
                 (Severity::Leftover, "serves a half-made or half-removed volume")
             }
             Ok(file) if file == serves => (Severity::Stranger, "serves a file that belongs to no object"),
-            // What is gone lives on in the device, so nobody but a person detaches it.
+            // The deleted data is still in the device, so a person must decide to detach it.
             _ => (
                 Severity::Note,
                 "serves a file that has no name here any more: another node's, or one removed by hand",

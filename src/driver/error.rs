@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use crate::store::SnapshotRecord;
 use crate::{pool, store};
 use base::Stopped;
 
@@ -80,7 +81,7 @@ pub enum Error {
     },
     /// Another node does not answer, or does not give what it is asked for now.
     #[error("{0}")]
-    Away(String),
+    Unavailable(String),
     /// What is on another node is damaged.
     #[error("{0}")]
     Damaged(String),
@@ -123,6 +124,14 @@ impl Error {
 
     pub(super) fn no_snapshot(id: &str) -> Self {
         Error::NotFound { kind: "snapshot", id: shown(id) }
+    }
+
+    /// A file that is missing because its snapshot was deleted meanwhile means that: not found.
+    pub(super) fn gone_or(error: cbt::Error, record: &SnapshotRecord) -> Self {
+        match error {
+            cbt::Error::Sys(error) if error.is_not_found() => Error::no_snapshot(record.id.as_str()),
+            error => error.into(),
+        }
     }
 
     /// The kernel's part of this error, if it has one.

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::locks::Key;
 use super::params::parse_tuning;
-use super::{Capability, CapacityRange, Driver, Error, Result};
+use super::volumes::Volumes;
+use super::{Capability, CapacityRange, Error, Result};
 use crate::store::{AccessKind, Tuning, VolumeRecord};
 use crate::sys::blockdev;
 use crate::sys::loopdev::LoopDevice;
@@ -22,7 +23,7 @@ pub struct Expansion {
     pub node_expansion_required: bool,
 }
 
-impl Driver {
+impl Volumes {
     /// Makes a volume larger, in use or not; large enough already is done. Snapshots keep the size they
     /// were taken with.
     ///
@@ -31,71 +32,52 @@ impl Driver {
     /// 2. Replace the record: this is the commit.
     /// 3. Grow the device: a crash before it leaves a device that stage, publish, a retry and
     ///    `NodeExpandVolume` grow.
-    pub fn expand_volume(
+    pub fn expand(
         &self,
         id: &str,
         range: CapacityRange,
         capability: Option<&Capability>,
     ) -> Result<Expansion> {
-        let record = self.volume(id)?;
-        let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
-        // Looked up again: it may have been deleted before the lock was ours.
-        let mut record = self.volume(id)?;
+        let (mut record, _guard) = self.shared.lock_volume(id)?;
         let node_expansion_required = match capability.map(|asked| asked.kind_of(&record)).transpose()? {
             Some(kind) => kind != AccessKind::Block,
             None => record.fs_type().is_some(),
         };
-        self.truncate_to_record(&record)?;
-        let capacity = self.expanded(record.capacity, record.block_size, range)?;
-        let path = self.volume_data(&record.id);
+        self.shared.truncate_to_record(&record)?;
+        let capacity = self.capacity.of_expanded(record.capacity, record.block_size, range)?;
+        let path = self.shared.volume_data(&record.id);
         if capacity > record.capacity {
-            self.check_host()?;
-            let _room = self.reserve(capacity - record.capacity)?;
+            self.shared.check_host()?;
+            let _room = self.capacity.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
             change::set_len(&file, &path, capacity)?;
             change::sync(&file, &path)?;
         }
         let capacity = capacity.max(record.capacity);
-        record = self.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
+        record = self.shared.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
         if let Some(device) = LoopDevice::find(&path)? {
             grow(&device, capacity)?;
         }
         Ok(Expansion { capacity: record.capacity, node_expansion_required })
     }
 
-    /// Makes the volume's file as long as its record says: an expansion may have been cut short. No device
-    /// is ever larger than the record, so nothing that anybody wrote is cut off. The caller holds the
-    /// volume's lock.
-    pub(super) fn truncate_to_record(&self, record: &VolumeRecord) -> Result<()> {
-        let path = self.volume_data(&record.id);
-        let length = std::fs::metadata(&path).context("stat", &path)?.len();
-        if length != record.capacity {
-            tracing::warn!(volume_id = %record.id, length, capacity = record.capacity, "an expansion was cut short");
-            let file = File::options().write(true).open(&path).context("open", &path)?;
-            change::set_len(&file, &path, record.capacity)?;
-            change::sync(&file, &path)?;
-        }
-        Ok(())
-    }
-
-    /// Sets attributes of a volume's device, now and at every later attach. What is not named stays, so no
-    /// name at all is no change.
+    /// Sets attributes of a volume's device, now and at every later attach. What is not named stays as it is.
     ///
     /// The device first: what it refuses is not recorded. A crash between the two leaves an effect that
     /// ends with the device, and a retry records it.
-    pub fn modify_volume(&self, id: &str, parameters: &HashMap<String, String>) -> Result<()> {
-        let record = self.volume(id)?;
+    pub fn modify(&self, id: &str, parameters: &HashMap<String, String>) -> Result<()> {
+        let record = self.shared.volume(id)?;
         let asked = parse_tuning(parameters)?;
-        let _guard = self.locks.take(Key::Volume(record.id.clone()))?;
-        let record = self.volume(id)?;
-        if let Some(device) = LoopDevice::find(&self.volume_data(&record.id))? {
-            tune(&device, &self.volume_data(&record.id), &asked)?;
+        let _guard = self.shared.locks.take(Key::Volume(record.id.clone()))?;
+        let record = self.shared.volume(id)?;
+        if let Some(device) = LoopDevice::find(&self.shared.volume_data(&record.id))? {
+            tune(&device, &self.shared.volume_data(&record.id), &asked)?;
         }
         let tuning = Tuning {
             read_ahead_kib: asked.read_ahead_kib.or(record.tuning.read_ahead_kib),
             direct_io: asked.direct_io.or(record.tuning.direct_io),
         };
-        self.store.update_volume(VolumeRecord { tuning, ..(*record).clone() })?;
+        self.shared.store.update_volume(VolumeRecord { tuning, ..(*record).clone() })?;
         Ok(())
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::history::{Parent, header};
 use super::quiesce::{HashingSink, LiveCopy};
-use super::{Driver, Error, Result};
+use super::snapshots::Snapshots;
+use super::{Error, Result};
 use crate::pool::Changes;
 use crate::store::{SnapshotRecord, VolumeRecord};
 use crate::sys::extents::Extents;
@@ -28,20 +29,20 @@ pub(super) struct NewSnapshot {
     pub pending: u64,
 }
 
-impl Driver {
+impl Snapshots {
     /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes
     /// their maps. What is to be hashed is left for later, save where the copy read it all.
-    pub(super) fn fill_snapshots(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
+    pub(super) fn fill(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
         let mut copies = Vec::new();
         for new in &*snapshots {
             copies.push(self.live_copy(new)?);
         }
-        let files = self.copy_live(&mut copies)?;
+        let files = self.copier.copy_live(&mut copies)?;
         for ((new, copy), data) in snapshots.iter_mut().zip(copies).zip(files) {
             if let Some(sink) = &copy.sink {
                 sink.sync()?;
             }
-            new.record.birth = self.pool().birth(&new.draft)?;
+            new.record.birth = self.shared.pool().birth(&new.draft)?;
             let blocks = self.write_maps(new, &data, copy.sink.is_some())?;
             new.pending = blocks * new.record.block_size.bytes();
         }
@@ -51,13 +52,13 @@ impl Driver {
     /// The copy that a snapshot starts with; a pool that reads every byte hashes them on the way.
     fn live_copy(&self, new: &NewSnapshot) -> Result<LiveCopy> {
         let block_size = new.record.block_size;
-        let sink = match self.pool().copies_atomically() || !new.record.tracking {
+        let sink = match self.shared.pool().copies_atomically() || !new.record.tracking {
             true => None,
             false => Some(HashingSink::new(HashFile::create(&new.draft.hashes())?, block_size)),
         };
         Ok(LiveCopy {
             id: new.volume.id.clone(),
-            source: self.pool().open(&self.store.dir().volume(&new.volume.id))?,
+            source: self.shared.pool().open(&self.shared.store.dir().volume(&new.volume.id))?,
             target: new.draft.clone(),
             block_size,
             sink,
@@ -70,7 +71,7 @@ impl Driver {
     fn write_maps(&self, new: &NewSnapshot, data: &File, hashed: bool) -> Result<u64> {
         let NewSnapshot { draft, volume, record, .. } = new;
         if record.tracking
-            && let Some(parent) = self.parent(volume, record)
+            && let Some(parent) = self.histories.parent(volume, record)
         {
             match self.write_maps_from(new, data, hashed, &parent) {
                 Ok(Some(pending)) => return Ok(pending),
@@ -130,13 +131,13 @@ impl Driver {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
             return Ok(Some(0));
         }
-        // A parent that was copied after its child is a damaged record, whose word would lose every change.
+        // A parent that was copied after its child is a damaged record, which would lose every change.
         let since = parent.since.filter(|since| record.birth.is_some_and(|birth| *since < birth));
         if since != parent.since {
             let (parent, since) = (&parent.id, parent.since);
-            tracing::error!(%parent, since, birth = record.birth, "the birth of a snapshot cannot be, asking the data instead");
+            tracing::error!(%parent, since, birth = record.birth, "the recorded birth of a snapshot is before its parent's, comparing data instead");
         }
-        match self.pool().changes(since, parent.bytes.as_ref(), data, &path)? {
+        match self.shared.pool().changes(since, parent.bytes.as_ref(), data, &path)? {
             Changes::Written(written) => {
                 let maps = NewMaps {
                     allocated: (&draft.allocated(), header(record)),
@@ -155,7 +156,7 @@ impl Driver {
         // written since: still to be hashed here.
         let changed = MapFile::open(&draft.changed())?;
         let pending = write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
-        self.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;
+        self.shared.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;
         Ok(Some(pending))
     }
 }

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::error::shown;
 use super::fill::NewSnapshot;
-use super::locks::Key;
+use super::locks::{Key, OpGuard};
+use super::snapshots::Snapshots;
 use super::volumes::check_name;
-use super::{Driver, Error, Result, SnapshotParameters};
-use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
+use super::{Error, Result, SnapshotParameters};
+use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp, VolumeRecord};
 use base::GroupId;
 use files::Context;
 
@@ -20,7 +21,7 @@ pub struct Group {
     pub members: Vec<Arc<SnapshotRecord>>,
 }
 
-impl Driver {
+impl Snapshots {
     /// A group snapshot by the id a client sent, which may be any string. `snapshot_ids` must be its
     /// members, in any order.
     pub fn group(&self, id: &str, snapshot_ids: &[String]) -> Result<Group> {
@@ -29,8 +30,8 @@ impl Driver {
         }
         let missing = || Error::NotFound { kind: "group snapshot", id: shown(id) };
         let Ok(parsed) = id.parse::<GroupId>() else { return Err(missing()) };
-        let Some(group) = self.look(|index| index.group(&parsed)) else {
-            self.store.check_readable(id)?;
+        let Some(group) = self.find_group(|index| index.group(&parsed)) else {
+            self.shared.store.check_readable(id)?;
             return Err(missing());
         };
         check_members(&group.record, snapshot_ids)?;
@@ -38,8 +39,8 @@ impl Driver {
     }
 
     /// Looks a group up with its members: both at one moment, for it may be deleted meanwhile.
-    fn look(&self, find: impl FnOnce(&Index) -> Option<Arc<GroupRecord>>) -> Option<Group> {
-        self.store.read(|index| {
+    fn find_group(&self, find: impl FnOnce(&Index) -> Option<Arc<GroupRecord>>) -> Option<Group> {
+        self.shared.store.read(|index| {
             let record = find(index)?;
             let members = record.members.iter().filter_map(|id| index.snapshot(id)).collect();
             Some(Group { record, members })
@@ -67,8 +68,8 @@ impl Driver {
                 want: "every volume once".into(),
             });
         }
-        let _name = self.locks.take(Key::GroupName(name.to_owned()))?;
-        if let Some(group) = self.look(|index| index.group_named(name)) {
+        let _name = self.shared.locks.take(Key::GroupName(name.to_owned()))?;
+        if let Some(group) = self.find_group(|index| index.group_named(name)) {
             let mut theirs: Vec<&str> = group.members.iter().map(|member| member.volume.as_str()).collect();
             theirs.sort_unstable();
             let clash = |difference: &str| Error::Clash {
@@ -84,31 +85,31 @@ impl Driver {
             }
             return Ok(group);
         }
-        let mut guards = Vec::new();
-        for id in volume_ids {
-            guards.push(self.locks.take(Key::Volume(self.volume(id)?.id.clone()))?);
-        }
-        self.take_group(name, volume_ids, parameters)
+        let volumes = volume_ids.iter().map(|id| self.shared.lock_volume(id)).collect::<Result<Vec<_>>>()?;
+        self.take_group(name, &volumes, parameters)
     }
 
-    /// The caller holds the volumes.
     fn take_group(
         &self,
         name: &str,
-        volume_ids: &[String],
+        volumes: &[(Arc<VolumeRecord>, OpGuard)],
         parameters: &SnapshotParameters,
     ) -> Result<Group> {
-        self.check_host()?;
-        let id = GroupId::random(self.key).context("draw an id from", "/dev/random".as_ref())?;
-        let draft = self.store.draft_group(&id)?;
+        self.shared.check_host()?;
+        let id = GroupId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?;
+        let draft = self.shared.store.draft_group(&id)?;
         let mut snapshots = Vec::new();
-        for volume_id in volume_ids {
-            let volume = self.volume(volume_id)?;
-            self.truncate_to_record(&volume)?;
-            let record = self.new_snapshot("", Some(id.clone()), &volume, parameters.tuple_style)?;
-            snapshots.push(NewSnapshot { draft: draft.member(&record.id)?, volume, record, pending: 0 });
+        for (volume, _guard) in volumes {
+            self.shared.truncate_to_record(volume)?;
+            let record = self.new_record("", Some(id.clone()), volume, parameters.tuple_style)?;
+            snapshots.push(NewSnapshot {
+                draft: draft.member(&record.id)?,
+                volume: volume.clone(),
+                record,
+                pending: 0,
+            });
         }
-        self.fill_snapshots(&mut snapshots)?;
+        self.fill(&mut snapshots)?;
         let members: Vec<_> = snapshots.into_iter().map(|new| (new.record, new.pending)).collect();
         let record = GroupRecord {
             version: GroupRecord::VERSION,
@@ -119,24 +120,24 @@ impl Driver {
             created: members.first().map_or_else(Timestamp::now, |(member, _)| member.created),
         };
         let volumes: Vec<_> = members.iter().map(|(member, _)| member.volume.clone()).collect();
-        let (record, members) = self.history(&volumes).add_group(draft, record, members)?;
+        let (record, members) = self.histories.hold(&volumes).add_group(draft, record, members)?;
         Ok(Group { record, members })
     }
 
-    /// Deletes a group and its members; deltas across them stay exact. An unknown id is no error.
+    /// Deletes a group and its members; deltas across them stay exact. An unknown id is not an error.
     pub fn delete_group(&self, id: &str, snapshot_ids: &[String]) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "group_snapshot_id" });
         }
         let Ok(id) = id.parse::<GroupId>() else { return Ok(()) };
-        let _guard = self.locks.take(Key::Group(id.clone()))?;
-        let Some(group) = self.look(|index| index.group(&id)) else {
+        let _guard = self.shared.locks.take(Key::Group(id.clone()))?;
+        let Some(group) = self.find_group(|index| index.group(&id)) else {
             // A group whose record cannot be read is not gone.
-            return Ok(self.store.check_readable(id.as_str())?);
+            return Ok(self.shared.store.check_readable(id.as_str())?);
         };
         check_members(&group.record, snapshot_ids)?;
         let volumes = group.members.iter().map(|member| &member.volume);
-        self.history(volumes).delete_group(&group.record, &group.members)
+        self.histories.hold(volumes).delete_group(&group.record, &group.members)
     }
 }
 

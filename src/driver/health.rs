@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::list::PageRequest;
 use super::locks::Key;
-use super::{Driver, Error, Result};
+use super::shared::Shared;
+use super::{Error, Result};
 use crate::pool;
 use crate::store::{self, VolumeRecord};
 use base::{ByteRange, VolumeId};
@@ -25,7 +26,7 @@ const MAX_PAGE: usize = 1000;
 /// Bytes of a message at most. Kubernetes refuses more than 1024.
 const MESSAGE: usize = 512;
 /// From where a read failed, the bytes that it may have been about: more than any read of a copy or a hash takes.
-const SUSPECT: u64 = 4 << 20;
+const READ: u64 = 4 << 20;
 /// What is read at once to find out which part of them it is.
 const BLOCK: u64 = 4096;
 
@@ -40,7 +41,7 @@ pub enum Trouble {
     DataLoss,
 }
 
-/// Why something is not well.
+/// What is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
     /// The volume's record cannot be read, or the one of where it is used.
@@ -171,15 +172,15 @@ fn cut(mut message: String) -> String {
 
 /// Where volumes may have data that cannot be read: reads failed there.
 #[derive(Debug, Default)]
-pub(super) struct Suspects(Mutex<BTreeMap<VolumeId, ByteRange>>);
+pub(super) struct ReadErrors(Mutex<BTreeMap<VolumeId, ByteRange>>);
 
-impl Suspects {
+impl ReadErrors {
     /// Takes note of a failed read of a volume's data, or of that of one of its snapshots, with which it may share it.
     /// Of several the last counts.
     pub(super) fn note(&self, volume: &VolumeId, error: &Error) {
         let Some(error) = error.sys().filter(|error| error.is_unreadable()) else { return };
         let Some(start) = error.at else { return };
-        self.set(volume, Some(ByteRange { start, end: start + SUSPECT }));
+        self.set(volume, Some(ByteRange { start, end: start + READ }));
     }
 
     /// Forgets a volume.
@@ -188,10 +189,10 @@ impl Suspects {
     }
 
     fn set(&self, volume: &VolumeId, range: Option<ByteRange>) {
-        let mut suspects = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut read_errors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match range {
-            Some(range) => suspects.insert(volume.clone(), range),
-            None => suspects.remove(volume),
+            Some(range) => read_errors.insert(volume.clone(), range),
+            None => read_errors.remove(volume),
         };
     }
 
@@ -216,11 +217,20 @@ fn first_unreadable(path: &Path, range: ByteRange) -> files::Result<Option<(u64,
     Ok(None)
 }
 
-impl Driver {
+/// Finds what is wrong with volumes and the pool.
+#[derive(Debug)]
+pub struct Health {
+    pub(super) shared: Arc<Shared>,
+    pub(super) read_errors: Arc<ReadErrors>,
+    /// What to know of a pool without direct I/O.
+    pub(super) cached: Option<&'static str>,
+}
+
+impl Health {
     /// What is wrong with a volume, as the controller sees it.
-    pub fn volume_health(&self, volume_id: &str) -> Result<VolumeHealth> {
-        let faults = match self.volume(volume_id) {
-            Ok(record) => self.faults_of(&record, &self.pool_faults()),
+    pub fn of(&self, volume_id: &str) -> Result<VolumeHealth> {
+        let faults = match self.shared.volume(volume_id) {
+            Ok(record) => self.of_volume(&record, &self.of_pool()),
             Err(Error::Store(error @ store::Error::Withheld { .. })) => withheld(&error),
             Err(error) => return Err(error),
         };
@@ -229,18 +239,18 @@ impl Driver {
 
     /// Lists the volumes that something is wrong with, those among them whose record cannot be read; and the token of the
     /// next page, empty where this is the last.
-    pub fn list_volume_health(&self, request: &PageRequest) -> Result<(Vec<VolumeHealth>, String)> {
+    pub fn list(&self, request: &PageRequest) -> Result<(Vec<VolumeHealth>, String)> {
         let (limit, after) = (request.limit()?.min(MAX_PAGE), request.after::<VolumeId>()?);
-        self.store.check_alive()?;
-        let pool = self.pool_faults();
-        let records: Vec<Arc<VolumeRecord>> = self.store.read(|index| {
+        self.shared.store.check_alive()?;
+        let pool = self.of_pool();
+        let records: Vec<Arc<VolumeRecord>> = self.shared.store.read(|index| {
             // Ephemeral ones are kubelet's alone.
             let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
             listed.cloned().collect()
         });
         let is_behind = |id: &VolumeId| after.as_ref().is_none_or(|after| id > after);
-        let volumes = self.store.dir().volumes();
-        let damaged = self.store.damaged().iter().filter_map(|damage| {
+        let volumes = self.shared.store.dir().volumes();
+        let damaged = self.shared.store.damaged().iter().filter_map(|damage| {
             let name = damage.path.strip_prefix(&volumes).ok()?.to_str()?;
             name.parse::<VolumeId>().ok().filter(is_behind)
         });
@@ -249,8 +259,8 @@ impl Driver {
         all.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
         let mut entries: Vec<VolumeHealth> = Vec::new();
         for (id, record) in all {
-            let faults = match (record, self.store.check_readable(id.as_str())) {
-                (Some(record), _) => self.faults_of(&record, &pool),
+            let faults = match (record, self.shared.store.check_readable(id.as_str())) {
+                (Some(record), _) => self.of_volume(&record, &pool),
                 (None, Err(error)) => withheld(&error),
                 (None, Ok(())) => Faults::default(),
             };
@@ -267,10 +277,10 @@ impl Driver {
     }
 
     /// What is wrong with the storage of this node: the pool, and what lies below it.
-    pub fn storage_health(&self) -> Vec<Fault> {
-        let mut faults = self.pool_faults();
+    pub fn of_storage(&self) -> Vec<Fault> {
+        let mut faults = self.of_pool();
         if !faults.cut_off() {
-            match self.open_pool.errors() {
+            match self.shared.open_pool.errors() {
                 Ok(Some(errors)) => faults.add(
                     Reason::PoolIoErrors,
                     format!(
@@ -288,25 +298,25 @@ impl Driver {
     }
 
     /// What is wrong with the pool, and so with every volume.
-    pub(super) fn pool_faults(&self) -> Faults {
+    pub(super) fn of_pool(&self) -> Faults {
         let mut faults = Faults::default();
-        if let Err(error) = self.open_pool.check() {
+        if let Err(error) = self.shared.open_pool.check() {
             let reason = match &error {
                 pool::Error::NotMounted(_) => Reason::PoolNotMounted,
-                _ if self.open_pool.is_dead() => Reason::PoolShutDown,
+                _ if self.shared.open_pool.is_dead() => Reason::PoolShutDown,
                 pool::Error::Sys(error) if error.errno() == Some(libc::EROFS) => Reason::PoolReadOnly,
                 _ => Reason::PoolWriteError,
             };
-            faults.add(reason, Error::from(error).explain(&self.config().data_dir));
+            faults.add(reason, Error::from(error).explain(&self.shared.config.data_dir));
         }
-        match self.open_pool.image_cut_short() {
+        match self.shared.open_pool.image_cut_short() {
             Ok(Some(what)) => faults.add(Reason::PoolImageTruncated, what),
             Ok(None) => {}
             Err(error) => faults.add(Reason::PoolWriteError, base::report(&error)),
         }
         // What another filesystem says, or a dead one, is nothing about the pool.
         if !faults.cut_off() {
-            match self.open_pool.shortage() {
+            match self.shared.open_pool.shortage() {
                 Ok(Some(shortage)) => {
                     faults.add(Reason::PoolShortOfSpace, format!("{shortage}: writes will fail"))
                 }
@@ -318,7 +328,7 @@ impl Driver {
     }
 
     /// What is wrong with a volume, given what is wrong with the pool.
-    pub(super) fn faults_of(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
+    pub(super) fn of_volume(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
         let mut faults = pool.clone();
         // A pool that is not there shows no file, and nobody has lost one by that.
         if !pool.cut_off() {
@@ -328,10 +338,12 @@ impl Driver {
     }
 
     fn look_at_bytes(&self, record: &VolumeRecord, faults: &mut Faults) {
-        let path = self.volume_data(&record.id);
+        let path = self.shared.volume_data(&record.id);
         match std::fs::metadata(&path) {
-            // Deleted under the look, which takes no lock.
-            Err(_) if self.locks.is_held(&Key::Volume(record.id.clone())) || !self.is_known(&record.id) => {}
+            // Deleted meanwhile: no lock is held.
+            Err(_)
+                if self.shared.locks.is_held(&Key::Volume(record.id.clone()))
+                    || !self.shared.is_known(&record.id) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 faults.add(Reason::FileMissing, format!("{} is missing", path.display()));
             }
@@ -349,29 +361,25 @@ impl Driver {
             ),
             Ok(_) => {}
         }
-        let Some(range) = self.suspects.of(&record.id) else { return };
+        let Some(range) = self.read_errors.of(&record.id) else { return };
         match first_unreadable(&path, range) {
             Ok(Some((at, error))) => {
-                self.suspects.set(&record.id, Some(ByteRange { start: at, ..range }));
+                self.read_errors.set(&record.id, Some(ByteRange { start: at, ..range }));
                 faults.add(
                     Reason::ReadError,
                     format!(
                         "{} cannot be read at byte {at}: {error}; take a backup of the rest, and write the block \
-                         anew or restore the volume",
+                         again or restore the volume",
                         path.display()
                     ),
                 );
             }
-            // It was written anew, or was never the volume's own.
-            Ok(None) => self.suspects.forget(&record.id),
+            // It was written again, or was never the volume's own.
+            Ok(None) => self.read_errors.forget(&record.id),
             Err(error) => {
                 tracing::warn!(volume_id = %record.id, error = base::report(&error), "not looked at")
             }
         }
-    }
-
-    pub(super) fn is_known(&self, id: &VolumeId) -> bool {
-        self.store.read(|index| index.volume(id).is_some())
     }
 }
 
@@ -401,8 +409,8 @@ mod tests {
     }
 
     #[test]
-    fn only_what_names_a_place_that_cannot_be_read_makes_a_suspect() {
-        let suspects = Suspects::default();
+    fn only_what_names_a_place_that_cannot_be_read_is_noted() {
+        let read_errors = ReadErrors::default();
         let volume = VolumeId::random(base::Key::random().expect("key")).expect("id");
         let error = |errno, at| {
             let source = io::Error::from_raw_os_error(errno);
@@ -414,9 +422,9 @@ mod tests {
             (libc::EIO, Some(8192), Some(8192)),
             (libc::EBADMSG, Some(0), Some(0)),
         ] {
-            suspects.forget(&volume);
-            suspects.note(&volume, &error(errno, at));
-            assert_eq!(suspects.of(&volume).map(|range| range.start), noted, "{errno} {at:?}");
+            read_errors.forget(&volume);
+            read_errors.note(&volume, &error(errno, at));
+            assert_eq!(read_errors.of(&volume).map(|range| range.start), noted, "{errno} {at:?}");
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::start::known_pool;
 use super::{Error, Result};
 use crate::pool::{OpenPool, PoolRequest};
-use crate::store::{self, Claim, Manifest, SnapshotRecord, Store};
+use crate::store::{self, LockedDir, Manifest, SnapshotRecord, Store};
 use base::{DataDir, SnapshotId, Stop};
 use cbt::{self, Finding, MapFile, Progress};
 
@@ -16,8 +16,8 @@ use cbt::{self, Finding, MapFile, Progress};
 pub struct Inspection {
     dir: DataDir,
     store: Store,
-    /// What was mounted for the look, and the claim on it; a running driver has its own.
-    own: Option<(OpenPool, Claim)>,
+    /// The pool that was mounted to look into it, and the lock; `None` where a running driver has both.
+    own: Option<(OpenPool, LockedDir)>,
 }
 
 /// A snapshot to be read.
@@ -35,11 +35,12 @@ impl Inspection {
     /// Opens a data directory. Without a running driver its pool is mounted, and unmounted by
     /// [`Inspection::close`].
     pub fn open(path: &Path) -> Result<Self> {
-        let nothing = || Error::Precondition(format!("{} is no data directory of deltapath", path.display()));
+        let nothing =
+            || Error::Precondition(format!("{} is not a data directory of deltapath", path.display()));
         let path = path.canonicalize().map_err(|_| nothing())?;
         let dir = DataDir::new(&path);
         let Some(manifest) = Manifest::read(&dir)? else { return Err(nothing()) };
-        let claim = match Claim::take(dir.clone(), Duration::ZERO) {
+        let locked = match LockedDir::lock(dir.clone(), Duration::ZERO) {
             Err(store::Error::Locked(_)) if dir.pool().volumes().exists() => {
                 return Ok(Inspection { store: Store::survey(dir.pool())?, dir, own: None });
             }
@@ -50,13 +51,13 @@ impl Inspection {
                     path.display()
                 )));
             }
-            claim => claim?,
+            locked => locked?,
         };
         let request = PoolRequest { kind: None, size: None };
-        let known = known_pool(&claim, &manifest, request)?;
+        let known = known_pool(&locked, &manifest, request)?;
         let open_pool = OpenPool::open(&dir, request, Some(known))?;
         match Store::survey(open_pool.dir().clone()) {
-            Ok(store) => Ok(Inspection { dir, store, own: Some((open_pool, claim)) }),
+            Ok(store) => Ok(Inspection { dir, store, own: Some((open_pool, locked)) }),
             Err(error) => {
                 open_pool.close()?;
                 Err(error.into())
@@ -66,7 +67,7 @@ impl Inspection {
 
     /// Leaves the directory as it was found.
     pub fn close(self) -> Result<()> {
-        if let Some((open_pool, _claim)) = self.own {
+        if let Some((open_pool, _locked)) = self.own {
             open_pool.close()?;
         }
         Ok(())

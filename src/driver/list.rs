@@ -7,9 +7,10 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use super::error::shown;
-use super::{Driver, Error, Result};
-use crate::store::{SnapshotRecord, VolumeRecord};
-use base::{SnapshotId, VolumeId};
+use super::volumes::Volumes;
+use super::{Error, Result};
+use crate::store::VolumeRecord;
+use base::VolumeId;
 
 /// Entries of a page at most: some 300 bytes each, so well under gRPC's 4 MiB.
 pub(super) const MAX_PAGE: usize = 5000;
@@ -63,54 +64,28 @@ pub struct SnapshotFilter {
     pub snapshot_id: String,
 }
 
-impl Driver {
+impl Volumes {
     /// Lists volumes.
-    pub fn list_volumes(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
+    pub fn list(&self, request: &PageRequest) -> Result<Page<VolumeRecord>> {
         let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
-        self.store.check_alive()?;
-        Ok(self.store.read(|index| {
+        self.shared.store.check_alive()?;
+        Ok(self.shared.store.read(|index| {
             // Ephemeral ones are kubelet's alone.
             let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
             page(listed.cloned(), limit, |record| record.id.to_string())
         }))
     }
-
-    /// Lists snapshots. An id that does not exist makes an empty list, as the spec says.
-    pub fn list_snapshots(
-        &self,
-        request: &PageRequest,
-        filter: &SnapshotFilter,
-    ) -> Result<Page<SnapshotRecord>> {
-        let (limit, after) = (request.limit()?, request.after::<SnapshotId>()?);
-        self.store.check_alive()?;
-        let volume = optional::<VolumeId>(&filter.source_volume_id);
-        let only = optional::<SnapshotId>(&filter.snapshot_id);
-        let (Ok(volume), Ok(only)) = (volume, only) else {
-            return Ok(Page { entries: Vec::new(), next_token: String::new() });
-        };
-        let token = |record: &SnapshotRecord| record.id.to_string();
-        Ok(self.store.read(|index| match (only, volume) {
-            (Some(id), volume) => {
-                let found = index.snapshot(&id).filter(|record| volume.is_none_or(|id| record.volume == id));
-                page(found.into_iter(), limit, token)
-            }
-            (None, Some(volume)) => {
-                let mut of_volume: Vec<_> = index.chain(&volume).cloned().collect();
-                of_volume.sort_unstable_by(|a, b| a.id.cmp(&b.id));
-                let behind =
-                    of_volume.into_iter().filter(|record| after.as_ref().is_none_or(|id| record.id > *id));
-                page(behind, limit, token)
-            }
-            (None, None) => page(index.snapshots_after(after.as_ref()).cloned(), limit, token),
-        }))
-    }
 }
 
-fn optional<Id: FromStr>(text: &str) -> Result<Option<Id>, Id::Err> {
+pub(super) fn optional<Id: FromStr>(text: &str) -> Result<Option<Id>, Id::Err> {
     if text.is_empty() { Ok(None) } else { text.parse().map(Some) }
 }
 
-fn page<R>(mut records: impl Iterator<Item = Arc<R>>, limit: usize, token: impl Fn(&R) -> String) -> Page<R> {
+pub(super) fn page<R>(
+    mut records: impl Iterator<Item = Arc<R>>,
+    limit: usize,
+    token: impl Fn(&R) -> String,
+) -> Page<R> {
     let entries: Vec<Arc<R>> = records.by_ref().take(limit).collect();
     let more = records.next().is_some();
     let next_token = entries.last().filter(|_| more).map_or_else(String::new, |last| token(last));

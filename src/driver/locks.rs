@@ -27,13 +27,10 @@ pub(super) enum Key {
     GroupName(String),
     /// The making of an ephemeral volume, by the handle that kubelet gives it.
     Ephemeral(String),
-    /// A volume.
     Volume(VolumeId),
-    /// A snapshot.
     Snapshot(SnapshotId),
-    /// A group snapshot.
     Group(GroupId),
-    /// A place on the node: between the look at it and the mount nothing else is mounted there.
+    /// A path on the node: between the check that it is free and the mount, nothing else is mounted there.
     Place(PathBuf),
     /// The links between the snapshots of a volume: held for short, waited for.
     Chain(VolumeId),

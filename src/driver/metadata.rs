@@ -8,11 +8,13 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::history::Histories;
+use super::shared::Shared;
 use super::streams::{Place, Share, Streams};
-use super::{Driver, Error, Result};
+use super::{Error, Result};
 use crate::store::{SnapshotRecord, TupleStyle};
 use base::{Block, ByteRange, Stop};
-use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Side, Tuples};
+use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Tuples};
 use files::Context;
 
 /// Tuples a message holds when the client leaves the choice.
@@ -111,7 +113,15 @@ impl MetadataStream {
     }
 }
 
-impl Driver {
+/// Answers which blocks snapshots hold, and which differ.
+#[derive(Debug)]
+pub struct Metadata {
+    pub(super) shared: Arc<Shared>,
+    pub(super) histories: Arc<Histories>,
+    pub(super) streams: Arc<Streams>,
+}
+
+impl Metadata {
     /// What its streams hold.
     pub fn streams(&self) -> &Arc<Streams> {
         &self.streams
@@ -124,15 +134,15 @@ impl Driver {
         request: MetadataRequest,
         stop: &Stop,
     ) -> Result<MetadataStream> {
-        let record = self.snapshot(snapshot_id)?;
+        let record = self.shared.snapshot(snapshot_id)?;
         let position = Position::of(&record, request)?;
-        let dir = self.store.snapshot_dir(&record);
-        let map = self.healed(&record, stop, || {
+        let dir = self.shared.store.snapshot_dir(&record);
+        let map = self.histories.healed(&record, stop, || {
             let path = dir.data();
             let data = File::open(&path).context("open", &path)?;
             Ok(Allocation::new(MapFile::open(&dir.allocated())?, Some(data), &path))
         });
-        let map = map.map_err(|error| gone_or(error, &record))?;
+        let map = map.map_err(|error| Error::gone_or(error, &record))?;
         let source = RunSource::Allocated(Box::new(AllocatedScan::new(map, position.block)));
         Ok(self.stream(&record, position, Some(source)))
     }
@@ -152,7 +162,7 @@ impl Driver {
             }
         }
         let base = self.base_snapshot(base_id)?;
-        let target = self.snapshot_in("target_snapshot_id", target_id)?;
+        let target = self.shared.snapshot_in("target_snapshot_id", target_id)?;
         if base.volume != target.volume {
             return Err(Error::Invalid {
                 field: "base_snapshot_id",
@@ -180,31 +190,26 @@ impl Driver {
         }
         // The way first: a merge meanwhile only makes its maps larger. Should a link be missing by
         // then, whole maps are compared.
-        let way = self.way(&base, &target)?;
-        let scan = DeltaScan::new(self.side(&base, stop)?, self.side(&target, stop)?, way, position.block);
+        let way = self.histories.way(&base, &target)?;
+        let scan = DeltaScan::new(
+            self.histories.side(&base, stop)?,
+            self.histories.side(&target, stop)?,
+            way,
+            position.block,
+        );
         Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
     }
 
     /// The base of a delta, which may have been deleted meanwhile.
     fn base_snapshot(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
-        match self.snapshot_in("base_snapshot_id", id) {
+        match self.shared.snapshot_in("base_snapshot_id", id) {
             Err(Error::NotFound { kind, id: shown }) => {
-                let retained = id.parse().ok().and_then(|id| self.store.read(|index| index.known(&id)));
+                let retained =
+                    id.parse().ok().and_then(|id| self.shared.store.read(|index| index.known(&id)));
                 retained.ok_or(Error::NotFound { kind, id: shown })
             }
             found => found,
         }
-    }
-
-    pub(super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
-        let dir = self.store.snapshot_dir(record);
-        let side = self.healed(record, stop, || Side::open(&dir)).map_err(|error| gone_or(error, record))?;
-        // Asked afterwards: bytes are freed after the deletion.
-        if side.data.is_none() && self.store.read(|index| index.snapshot(&record.id).is_some()) {
-            let source = std::io::ErrorKind::NotFound.into();
-            return Err(files::Error { operation: "open", path: side.data_path, at: None, source }.into());
-        }
-        Ok(side)
     }
 
     fn stream(
@@ -213,7 +218,7 @@ impl Driver {
         position: Position,
         source: Option<RunSource>,
     ) -> MetadataStream {
-        let style = record.tuple_style.unwrap_or(self.config().tuple_style);
+        let style = record.tuple_style.unwrap_or(self.shared.config.tuple_style);
         let fixed = style == TupleStyle::Fixed;
         MetadataStream {
             style,
@@ -225,14 +230,6 @@ impl Driver {
             streams: self.streams.clone(),
             parked: None,
         }
-    }
-}
-
-/// A file that is missing because its snapshot was deleted meanwhile means that: not found.
-fn gone_or(error: cbt::Error, record: &SnapshotRecord) -> Error {
-    match error {
-        cbt::Error::Sys(error) if error.is_not_found() => Error::no_snapshot(record.id.as_str()),
-        error => error.into(),
     }
 }
 

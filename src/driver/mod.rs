@@ -6,7 +6,6 @@ mod attach;
 mod capability;
 mod capacity;
 mod check;
-mod choices;
 mod error;
 mod expand;
 mod fill;
@@ -22,7 +21,9 @@ mod locks;
 mod metadata;
 mod node;
 mod params;
+mod placement;
 mod quiesce;
+mod shared;
 mod snapshots;
 mod start;
 mod streams;
@@ -31,36 +32,37 @@ mod volumes;
 
 pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
-pub use capacity::{AvailableCapacity, CapacityRange};
+pub use capacity::{AvailableCapacity, Capacity, CapacityRange};
 pub use check::{Discovery, Severity};
-pub use choices::{Named, Room};
 pub use error::Error;
 pub use expand::Expansion;
 pub use groups::Group;
-pub use hashing::HashingThread;
-pub use health::{Fault, Reason, Trouble, VolumeHealth};
+pub use hashing::{Hashing, HashingThread};
+pub use health::{Fault, Health, Reason, Trouble, VolumeHealth};
 pub use history::Retention;
 pub use inspect::{Inspected, Inspection};
 pub use list::{Page, PageRequest, SnapshotFilter};
-pub use metadata::{Message, MetadataRequest, MetadataStream, Turn};
-pub use node::{PublishRequest, StageRequest, Stats, Usage};
+pub use metadata::{Message, Metadata, MetadataRequest, MetadataStream, Turn};
+pub use node::{Node, PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
+pub use placement::{Named, Placement, Room};
+pub use snapshots::Snapshots;
 pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
-pub use transfer::{Blocks, OpenSource, Opened, Point, Remote, RemoteFault, TransferFigures};
-pub use volumes::{CreateVolume, SourceRef};
+pub use transfer::{
+    Blocks, OpenSource, Opened, Point, Remote, RemoteFault, Sources, TransferFigures, Transfers,
+};
+pub use volumes::{CreateVolume, SourceRef, Volumes};
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::pool::{OpenPool, Pool, PoolRequest};
-use crate::store::{Claim, Store, TupleStyle};
+use crate::pool::{Pool, PoolRequest};
+use crate::store::TupleStyle;
 use crate::sys;
-use base::{Quantity, VolumeId};
-use capacity::Reserved;
-use choices::Choices;
-use locks::OpLocks;
-use transfer::{Sources, Transfers};
+use base::Quantity;
+use quiesce::Copier;
+use shared::Shared;
 
 /// What this room returns.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -92,32 +94,20 @@ pub struct Config {
     pub transfer_rate: Option<Quantity>,
 }
 
-/// The driver of one data directory.
+/// The driver of one data directory: its parts, each with what it needs of the others.
 #[derive(Debug)]
 pub struct Driver {
-    config: Config,
-    /// The data directory's, in every id that is made.
-    key: base::Key,
-    open_pool: OpenPool,
-    store: Store,
-    /// What to know of a pool without direct I/O.
-    cached: Option<&'static str>,
-    choices: Choices,
-    locks: OpLocks,
-    /// Bytes of volumes in the making.
-    promised: Reserved,
-    /// Attachments in the making.
-    attaching: Reserved,
-    hashing: hashing::Hashing,
-    streams: Arc<Streams>,
-    /// Volumes in the making, of what is on other nodes.
-    transfers: Transfers,
-    /// What other nodes read.
-    sources: Sources,
-    /// Volumes whose data could not be read.
-    suspects: health::Suspects,
-    /// Held for its lock; dropped last.
-    _claim: Claim,
+    shared: Arc<Shared>,
+    pub(crate) volumes: Arc<Volumes>,
+    pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) metadata: Metadata,
+    pub(crate) node: Node,
+    pub(crate) capacity: Arc<Capacity>,
+    pub(crate) health: Arc<Health>,
+    pub(crate) hashing: Arc<Hashing>,
+    pub(crate) placement: Placement,
+    pub(crate) transfers: Arc<Transfers>,
+    pub(crate) sources: Sources,
 }
 
 /// Figures of a running driver, for its metrics.
@@ -144,76 +134,73 @@ pub struct Figures {
 }
 
 impl Driver {
-    /// Leaves the data directory. A pool image that volumes still use stays mounted for the next
-    /// start.
-    pub fn close(self) -> Result<()> {
-        if !self.open_pool.close()? {
-            tracing::info!("volumes are in use; the pool stays mounted");
+    /// Leaves the data directory. The pool stays as it is for the next start where volumes still use it, or calls are still
+    /// at work.
+    pub fn close(self: Arc<Self>) -> Result<()> {
+        let shared = self.shared.clone();
+        drop(self);
+        match Arc::try_unwrap(shared) {
+            Ok(shared) => {
+                if !shared.open_pool.close()? {
+                    tracing::info!("volumes are in use; the pool stays mounted");
+                }
+            }
+            Err(shared) => {
+                tracing::warn!("a call is still at work; the pool stays as it is for the next start");
+                // The call ends with the process, and so does the watchdog of a filesystem that it holds frozen.
+                Copier { shared, read_errors: Arc::default() }.thaw_leftovers();
+            }
         }
         Ok(())
     }
 
     /// The flags it runs with.
     pub fn config(&self) -> &Config {
-        &self.config
+        &self.shared.config
     }
 
     /// The data directory's key.
     pub fn key(&self) -> base::Key {
-        self.key
+        self.shared.key
     }
 
-    /// How the pool copies.
-    pub fn pool(&self) -> Pool {
-        self.open_pool.pool()
-    }
-
-    /// Whether the pool is there and takes a write. Whoever unmounted it, or made it read-only after an
-    /// error, is noticed.
+    /// Whether the pool is mounted and takes a write. It may have been unmounted, or made read-only after an error.
     pub fn ready(&self) -> Result<()> {
-        self.open_pool.check().map_err(|error| {
-            let why = Error::from(error).explain(&self.config().data_dir);
-            Error::Precondition(match self.open_pool.host_is_full() {
+        self.shared.open_pool.check().map_err(|error| {
+            let why = Error::from(error).explain(&self.shared.config.data_dir);
+            Error::Precondition(match self.shared.open_pool.host_is_full() {
                 Ok(Some(full)) => format!("the pool is not usable: {why}. {full}"),
                 _ => format!("the pool is not usable: {why}"),
             })
         })
     }
 
-    /// Fails where the disk below the pool is full, so that nothing new may be made.
-    fn check_host(&self) -> Result<()> {
-        self.store.check_alive()?;
-        match self.open_pool.host_is_full()? {
-            Some(full) => Err(Error::Exhausted(full)),
-            None => Ok(()),
-        }
-    }
-
     /// Figures of now.
     pub fn figures(&self) -> Figures {
-        let pool_bytes = sys::space(self.open_pool.dir().path()).ok().map(|space| space.total);
-        let free_bytes = self.open_pool.free().ok();
-        self.store.read(|index| Figures {
+        let Shared { open_pool, store, .. } = &*self.shared;
+        let pool_bytes = sys::space(open_pool.dir().path()).ok().map(|space| space.total);
+        let free_bytes = open_pool.free().ok();
+        store.read(|index| Figures {
             volumes: index.volume_count(),
             snapshots: index.snapshot_count(),
             retained: index.retained_count(),
             groups: index.group_count(),
-            unreadable: self.store.damaged().len(),
+            unreadable: store.damaged().len(),
             pool_bytes,
             free_bytes,
-            hashing_backlog: self.hashing.backlog(),
-            transfers: self.transfers.figures(),
+            hashing_backlog: self.hashing.queue.backlog(),
+            transfers: self.transfers.table.figures(),
         })
+    }
+
+    /// How the pool copies.
+    pub fn pool(&self) -> Pool {
+        self.shared.pool()
     }
 
     /// The key and value that say which node holds the volumes.
     pub fn topology(&self) -> BTreeMap<String, String> {
-        let key = format!("topology.{}/node", self.config.driver_name);
-        BTreeMap::from([(key, self.config.node_id.clone())])
-    }
-
-    fn volume_data(&self, id: &VolumeId) -> PathBuf {
-        self.store.dir().volume(id).data()
+        self.shared.topology()
     }
 }
 

@@ -7,9 +7,12 @@
 //! written between the first step and the last, or the copies are thrown away and made again.
 
 use std::fs::File;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Driver, Error, Result};
+use super::health::ReadErrors;
+use super::shared::Shared;
+use super::{Error, Result};
 use crate::pool::{Bytes, Sink};
 use crate::sys::blockdev::{self, WriteCounters};
 use crate::sys::loopdev::LoopDevice;
@@ -25,6 +28,13 @@ const QUIET_TRIES: usize = 3;
 const QUIET_TIME: Duration = Duration::from_secs(2);
 /// With less room than this, in bytes, a write that failed found none.
 const FULL: u64 = 16 << 20;
+
+/// Copies volumes that may be in use.
+#[derive(Debug)]
+pub(super) struct Copier {
+    pub(super) shared: Arc<Shared>,
+    pub(super) read_errors: Arc<ReadErrors>,
+}
 
 /// A copy to be made of a volume, whose lock the caller holds.
 pub(super) struct LiveCopy {
@@ -80,20 +90,20 @@ impl HashingSink {
 }
 
 /// The filesystems held frozen for a copy. Thawed and forgotten in whatever way the copy ends.
-struct FrozenVolumes<'d> {
-    driver: &'d Driver,
+struct FrozenVolumes<'c> {
+    copier: &'c Copier,
     frozen: Vec<(VolumeId, freeze::Frozen)>,
 }
 
-impl Driver {
+impl Copier {
     /// Copies the bytes of volumes into new files, whatever is done to the volumes meanwhile. All
     /// copies show one moment, as `CreateVolumeGroupSnapshot` demands ("write-order consistency").
     pub(super) fn copy_live(&self, copies: &mut [LiveCopy]) -> Result<Vec<File>> {
-        let mut held = FrozenVolumes { driver: self, frozen: Vec::new() };
+        let mut held = FrozenVolumes { copier: self, frozen: Vec::new() };
         let mut raw = Vec::new();
         let started = Instant::now();
         for copy in copies.iter_mut() {
-            let Some(device) = LoopDevice::find(&self.volume_data(&copy.id))? else { continue };
+            let Some(device) = LoopDevice::find(&self.shared.volume_data(&copy.id))? else { continue };
             let dev = device.dev()?;
             let mut mounts = mount::mounts()?;
             mounts.retain(|mount| mount.is_of(&dev) && !mount.read_only);
@@ -122,7 +132,7 @@ impl Driver {
     /// A write that finds no room is an I/O error to the page cache above the device, and to who has it written.
     fn perhaps_full(&self, error: Error) -> Error {
         let is_io = error.sys().is_some_and(|error| error.errno() == Some(libc::EIO));
-        match self.open_pool.free() {
+        match self.shared.open_pool.free() {
             Ok(free) if is_io && free < FULL => Error::Exhausted(format!(
                 "No space left on device: what was written to the volume cannot be stored ({}); delete volumes or \
                  snapshots, or make room on the disk",
@@ -135,7 +145,7 @@ impl Driver {
     /// Copies all, and again while one of the `raw` devices is written between the first and the last
     /// step.
     fn copy_together(&self, copies: &mut [LiveCopy], raw: &[LoopDevice], stop: &Stop) -> Result<Vec<File>> {
-        let one_step = raw.is_empty() || (raw.len() == 1 && self.pool().copies_atomically());
+        let one_step = raw.is_empty() || (raw.len() == 1 && self.shared.pool().copies_atomically());
         let started = Instant::now();
         let mut tries = 0;
         while tries < QUIET_TRIES || started.elapsed() < QUIET_TIME {
@@ -157,7 +167,7 @@ impl Driver {
                 return Ok(files);
             }
             for copy in copies.iter_mut() {
-                self.pool().discard(&copy.target)?;
+                self.shared.pool().discard(&copy.target)?;
                 if let Some(sink) = &mut copy.sink {
                     sink.start_again()?;
                 }
@@ -177,29 +187,31 @@ impl Driver {
 
     fn copy_once(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
         let copied = self.copy_bytes(copy, stop);
-        copied.inspect_err(|error| self.suspects.note(&copy.id, error))
+        copied.inspect_err(|error| self.read_errors.note(&copy.id, error))
     }
 
     fn copy_bytes(&self, copy: &mut LiveCopy, stop: &Stop) -> Result<File> {
         let LiveCopy { source, target, block_size, sink: hashing, written, .. } = copy;
         let Some(hashing) = hashing else {
             return Ok(match written {
-                true => self.pool().copy_live(source, target, *block_size, None, stop)?,
-                false => self.pool().copy(source, target, *block_size, None, stop)?,
+                true => self.shared.pool().copy_live(source, target, *block_size, None, stop)?,
+                false => self.shared.pool().copy(source, target, *block_size, None, stop)?,
             });
         };
         let mut take = |offset: u64, bytes: &[u8]| hashing.take(offset, bytes);
         let sink: Sink<'_> = &mut take;
-        let copied = self.pool().copy(source, target, *block_size, Some(sink), stop);
+        let copied = self.shared.pool().copy(source, target, *block_size, Some(sink), stop);
         hashing.check()?;
         Ok(copied?)
     }
 
     /// Thaws what a driver froze in this boot and did not thaw, and only that: a dead one at start, this
     /// one when it leaves calls behind.
-    pub fn thaw_leftovers(&self) {
-        let ids: Vec<VolumeId> =
-            self.store.read(|index| index.volumes_after(None).map(|record| record.id.clone()).collect());
+    pub(super) fn thaw_leftovers(&self) {
+        let ids: Vec<VolumeId> = self
+            .shared
+            .store
+            .read(|index| index.volumes_after(None).map(|record| record.id.clone()).collect());
         for id in ids {
             if let Err(error) = self.thaw_leftover(&id) {
                 tracing::error!(volume_id = %id, error = base::report(&error), "a volume may be frozen");
@@ -209,11 +221,11 @@ impl Driver {
 
     /// Undoes what a dead driver left set on volumes while it copied them.
     pub(super) fn end_cut_copies(&self) {
-        let volumes: Vec<_> = self.store.read(|index| index.volumes_after(None).cloned().collect());
+        let volumes: Vec<_> = self.shared.store.read(|index| index.volumes_after(None).cloned().collect());
         for record in volumes {
             let direct = record.tuning.direct_io != Some(false);
-            let dir = self.store.dir().volume(&record.id);
-            if let Err(error) = self.pool().restore_after_copy(&dir, direct) {
+            let dir = self.shared.store.dir().volume(&record.id);
+            if let Err(error) = self.shared.pool().restore_after_copy(&dir, direct) {
                 let error = base::report(&Error::from(error));
                 tracing::warn!(volume_id = %record.id, error, "writes of this volume may be slow until the next start");
             }
@@ -223,9 +235,9 @@ impl Driver {
     /// Undoes a freeze that was intended and never undone, through any mount of the volume's device.
     /// The intent is forgotten once that is done, or the device is gone and nothing can be frozen.
     pub(super) fn thaw_leftover(&self, id: &VolumeId) -> Result<()> {
-        let Some(boot) = self.store.volume_state(id)?.frozen else { return Ok(()) };
+        let Some(boot) = self.shared.store.volume_state(id)?.frozen else { return Ok(()) };
         if boot == sys::boot_id()?
-            && let Some(device) = LoopDevice::find(&self.volume_data(id))?
+            && let Some(device) = LoopDevice::find(&self.shared.volume_data(id))?
         {
             let dev = device.dev()?;
             let mut mounts = mount::mounts()?;
@@ -242,7 +254,7 @@ impl Driver {
 
     /// Records in which boot a volume is to be frozen, or that it is thawed.
     fn set_frozen(&self, id: &VolumeId, boot: Option<String>) -> Result<()> {
-        Ok(self.store.change_volume_state(id, |state| state.frozen = boot)?)
+        Ok(self.shared.store.change_volume_state(id, |state| state.frozen = boot)?)
     }
 }
 
@@ -275,18 +287,18 @@ impl FrozenVolumes<'_> {
     ///
     /// 1. Undo an intent that an earlier call could not: it would be taken for somebody else's freeze, and
     ///    forgotten.
-    /// 2. Record the intent: a driver that dies from here on is followed by one that thaws.
+    /// 2. Record the intent: a copier that dies from here on is followed by one that thaws.
     /// 3. Freeze.
     fn freeze(&mut self, id: &VolumeId, root: freeze::Root) -> Result<bool> {
-        self.driver.thaw_leftover(id)?;
-        self.driver.set_frozen(id, Some(sys::boot_id()?))?;
+        self.copier.thaw_leftover(id)?;
+        self.copier.set_frozen(id, Some(sys::boot_id()?))?;
         match freeze::Frozen::freeze(root, FREEZE_BOUND) {
             Ok(Some(frozen)) => {
                 self.frozen.push((id.clone(), frozen));
                 Ok(true)
             }
             other => {
-                self.driver.set_frozen(id, None)?;
+                self.copier.set_frozen(id, None)?;
                 other?;
                 Ok(false)
             }
@@ -300,10 +312,10 @@ impl FrozenVolumes<'_> {
 
     /// The intent of each is forgotten once it is thawed for sure.
     fn finish(&mut self) -> Result<()> {
-        let driver = self.driver;
+        let copier = self.copier;
         let mut outcome = Ok(());
         for (id, frozen) in self.frozen.drain(..).rev() {
-            let thawed = frozen.thaw().map_err(Error::from).and_then(|()| driver.set_frozen(&id, None));
+            let thawed = frozen.thaw().map_err(Error::from).and_then(|()| copier.set_frozen(&id, None));
             outcome = outcome.and(thawed);
         }
         outcome

@@ -5,37 +5,34 @@ use std::sync::Arc;
 
 use super::error::shown;
 use super::fill::NewSnapshot;
+use super::history::Histories;
+use super::list::{Page, PageRequest, SnapshotFilter, optional, page};
 use super::locks::Key;
+use super::quiesce::Copier;
+use super::shared::Shared;
 use super::volumes::check_name;
-use super::{Driver, Error, Result, SnapshotParameters};
+use super::{Error, Result, SnapshotParameters};
 use crate::store::{SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
-use base::{GroupId, SnapshotId};
+use base::{GroupId, SnapshotId, VolumeId};
 use files::Context;
 
-impl Driver {
-    /// A snapshot by the id a client sent, which may be any string.
-    pub fn snapshot(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
-        self.snapshot_in("snapshot_id", id)
-    }
+/// Takes snapshots, alone and in groups (`groups.rs`), and deletes them.
+#[derive(Debug)]
+pub struct Snapshots {
+    pub(super) shared: Arc<Shared>,
+    pub(super) copier: Arc<Copier>,
+    pub(super) histories: Arc<Histories>,
+}
 
-    /// The same, naming the field that the id came in.
-    pub(super) fn snapshot_in(&self, field: &'static str, id: &str) -> Result<Arc<SnapshotRecord>> {
-        if id.is_empty() {
-            return Err(Error::Missing { field });
-        }
-        let Ok(parsed) = id.parse() else { return Err(Error::no_snapshot(id)) };
-        match self.store.read(|index| index.snapshot(&parsed)) {
-            Some(record) => Ok(record),
-            None => {
-                self.store.check_readable(id)?;
-                Err(Error::no_snapshot(id))
-            }
-        }
+impl Snapshots {
+    /// A snapshot by the id a client sent, which may be any string.
+    pub fn get(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
+        self.shared.snapshot(id)
     }
 
     /// Takes a snapshot, or finds the one that an earlier call of this name took. One of the `requisite` topologies must
-    /// be ours; none is no demand.
-    pub fn create_snapshot(
+    /// be ours; an empty list allows any.
+    pub fn create(
         &self,
         name: &str,
         source_volume_id: &str,
@@ -47,9 +44,9 @@ impl Driver {
             return Err(Error::Missing { field: "source_volume_id" });
         }
         // Before the name: what an earlier call made can only be used here as well.
-        self.check_topology(requisite, "a snapshot can be used where its volume is")?;
-        let _name = self.locks.take(Key::SnapshotName(name.to_owned()))?;
-        if let Some(existing) = self.store.read(|index| index.snapshot_named(name)) {
+        self.shared.check_topology(requisite, "a snapshot can be used where its volume is")?;
+        let _name = self.shared.locks.take(Key::SnapshotName(name.to_owned()))?;
+        if let Some(existing) = self.shared.store.read(|index| index.snapshot_named(name)) {
             let clash = |difference| Error::Clash { kind: "snapshot", name: shown(name), difference };
             if existing.volume.as_str() != source_volume_id {
                 return Err(clash(format!("source_volume_id {}", existing.volume)));
@@ -59,10 +56,7 @@ impl Driver {
             }
             return Ok(existing);
         }
-        let volume = self.volume(source_volume_id)?;
-        let _volume = self.locks.take(Key::Volume(volume.id.clone()))?;
-        // Looked up again: it may have been deleted before the lock was ours.
-        let volume = self.volume(source_volume_id)?;
+        let (volume, _guard) = self.shared.lock_volume(source_volume_id)?;
         self.take_snapshot(name, volume, parameters)
     }
 
@@ -72,17 +66,17 @@ impl Driver {
         volume: Arc<VolumeRecord>,
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
-        self.check_host()?;
-        self.truncate_to_record(&volume)?;
-        let record = self.new_snapshot(name, None, &volume, parameters.tuple_style)?;
-        let draft = self.store.draft_snapshot(&record.id)?;
+        self.shared.check_host()?;
+        self.shared.truncate_to_record(&volume)?;
+        let record = self.new_record(name, None, &volume, parameters.tuple_style)?;
+        let draft = self.shared.store.draft_snapshot(&record.id)?;
         let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record, pending: 0 };
-        self.fill_snapshots(std::slice::from_mut(&mut new))?;
-        self.history([&volume.id]).add(draft, new.record, new.pending)
+        self.fill(std::slice::from_mut(&mut new))?;
+        self.histories.hold([&volume.id]).add(draft, new.record, new.pending)
     }
 
     /// The record of a snapshot to be. The caller holds the volume's lock.
-    pub(super) fn new_snapshot(
+    pub(super) fn new_record(
         &self,
         name: &str,
         group: Option<GroupId>,
@@ -91,11 +85,11 @@ impl Driver {
     ) -> Result<SnapshotRecord> {
         Ok(SnapshotRecord {
             version: SnapshotRecord::VERSION,
-            id: SnapshotId::random(self.key).context("draw an id from", "/dev/random".as_ref())?,
+            id: SnapshotId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?,
             name: name.to_owned(),
             group,
             volume: volume.id.clone(),
-            sequence: self.store.read(|index| index.next_sequence(&volume.id)),
+            sequence: self.shared.store.read(|index| index.next_sequence(&volume.id)),
             capacity: volume.capacity,
             block_size: volume.block_size,
             tracking: volume.tracking,
@@ -106,16 +100,16 @@ impl Driver {
     }
 
     /// Deletes a snapshot; deltas across it stay exact, and those from it for as long as `--retain-deleted`
-    /// says. An unknown id is no error.
-    pub fn delete_snapshot(&self, id: &str) -> Result<()> {
+    /// says. An unknown id is not an error.
+    pub fn delete(&self, id: &str) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "snapshot_id" });
         }
         let Ok(id) = id.parse::<SnapshotId>() else { return Ok(()) };
-        let _guard = self.locks.take(Key::Snapshot(id.clone()))?;
-        let Some(record) = self.store.read(|index| index.snapshot(&id)) else {
+        let _guard = self.shared.locks.take(Key::Snapshot(id.clone()))?;
+        let Some(record) = self.shared.store.read(|index| index.snapshot(&id)) else {
             // A snapshot whose record cannot be read is not gone.
-            return Ok(self.store.check_readable(id.as_str())?);
+            return Ok(self.shared.store.check_readable(id.as_str())?);
         };
         if let Some(group) = &record.group {
             return Err(Error::Invalid {
@@ -124,6 +118,32 @@ impl Driver {
                 want: "a snapshot of its own: delete the group with DeleteVolumeGroupSnapshot".into(),
             });
         }
-        self.history([&record.volume]).delete(&record)
+        self.histories.hold([&record.volume]).delete(&record)
+    }
+
+    /// Lists snapshots. An id that does not exist makes an empty list, as the spec says.
+    pub fn list(&self, request: &PageRequest, filter: &SnapshotFilter) -> Result<Page<SnapshotRecord>> {
+        let (limit, after) = (request.limit()?, request.after::<SnapshotId>()?);
+        self.shared.store.check_alive()?;
+        let volume = optional::<VolumeId>(&filter.source_volume_id);
+        let only = optional::<SnapshotId>(&filter.snapshot_id);
+        let (Ok(volume), Ok(only)) = (volume, only) else {
+            return Ok(Page { entries: Vec::new(), next_token: String::new() });
+        };
+        let token = |record: &SnapshotRecord| record.id.to_string();
+        Ok(self.shared.store.read(|index| match (only, volume) {
+            (Some(id), volume) => {
+                let found = index.snapshot(&id).filter(|record| volume.is_none_or(|id| record.volume == id));
+                page(found.into_iter(), limit, token)
+            }
+            (None, Some(volume)) => {
+                let mut of_volume: Vec<_> = index.chain(&volume).cloned().collect();
+                of_volume.sort_unstable_by(|a, b| a.id.cmp(&b.id));
+                let behind =
+                    of_volume.into_iter().filter(|record| after.as_ref().is_none_or(|id| record.id > *id));
+                page(behind, limit, token)
+            }
+            (None, None) => page(index.snapshots_after(after.as_ref()).cloned(), limit, token),
+        }))
     }
 }

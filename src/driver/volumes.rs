@@ -4,10 +4,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::capability::kinds;
+use super::capacity::{Capacity, Reserved};
 use super::error::shown;
+use super::health::ReadErrors;
+use super::history::Histories;
 use super::locks::Key;
+use super::node::release_devices;
+use super::quiesce::Copier;
 use super::quiesce::LiveCopy;
-use super::{Capability, CapacityRange, Driver, Error, Result, VolumeParameters};
+use super::shared::Shared;
+use super::transfer::TransferTable;
+use super::{Capability, CapacityRange, Error, Result, VolumeParameters};
 use crate::pool::{self, Bytes};
 use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
 use base::{BlockSize, SnapshotId, Stop, VolumeId};
@@ -45,6 +52,19 @@ pub enum SourceRef {
     Volume(String),
 }
 
+/// The volumes of this node, as the controller sees them.
+#[derive(Debug)]
+pub struct Volumes {
+    pub(super) shared: Arc<Shared>,
+    pub(super) copier: Arc<Copier>,
+    pub(super) histories: Arc<Histories>,
+    pub(super) capacity: Arc<Capacity>,
+    pub(super) transfers: Arc<TransferTable>,
+    pub(super) read_errors: Arc<ReadErrors>,
+    /// Attachments that are being made.
+    pub(super) attaching: Reserved,
+}
+
 /// An open content source.
 pub(super) struct Content {
     source: Source,
@@ -54,18 +74,23 @@ pub(super) struct Content {
     tracking: bool,
 }
 
-impl Driver {
+impl Volumes {
+    /// A volume by the id a client sent, which may be any string.
+    pub fn get(&self, id: &str) -> Result<Arc<VolumeRecord>> {
+        self.shared.volume(id)
+    }
+
     /// Makes a volume, or finds the one that an earlier call of this name made.
-    pub fn create_volume(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
+    pub fn create(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
-        let _name = self.locks.take(Key::VolumeName(request.name.clone()))?;
+        let _name = self.shared.locks.take(Key::VolumeName(request.name.clone()))?;
         // Before the volumes: what becomes one in between is found among them.
-        self.transferring(request, &access)?;
-        if let Some(existing) = self.existing_volume(request, &access)? {
+        self.transfers.check(request, &access)?;
+        if let Some(existing) = self.existing(request, &access)? {
             return Ok(existing);
         }
-        self.check_topology(&request.requisite, "volumes are made where the driver runs")?;
+        self.shared.check_topology(&request.requisite, "volumes are made where the driver runs")?;
         let (content, _guard) = match &request.source {
             None => (None, None),
             Some(SourceRef::Snapshot(id)) => {
@@ -73,10 +98,8 @@ impl Driver {
                 (Some(content.map_err(|error| self.perhaps_elsewhere(error, request))?), None)
             }
             Some(SourceRef::Volume(id)) => {
-                let record = self.volume(id).map_err(|error| self.perhaps_elsewhere(error, request))?;
-                let guard = self.locks.take(Key::Volume(record.id.clone()))?;
-                // Looked up again: it may have been deleted before the lock was ours.
-                let record = self.volume(id)?;
+                let locked = self.shared.lock_volume(id);
+                let (record, guard) = locked.map_err(|error| self.perhaps_elsewhere(error, request))?;
                 (Some(self.volume_content(&record)?), Some(guard))
             }
         };
@@ -87,11 +110,11 @@ impl Driver {
             .unwrap_or(BlockSize::MIN);
         // A source smaller than its volume leaves a filesystem that stage grows.
         let source = content.as_ref().map(|content| content.capacity);
-        let capacity = self.capacity(source, &access, block_size, request.range)?;
-        let _room = self.reserve(capacity)?;
+        let capacity = self.capacity.of_new(source, &access, block_size, request.range)?;
+        let _room = self.capacity.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
-            id: VolumeId::random(self.key).context("draw an id from", "/dev/random".as_ref())?,
+            id: VolumeId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?,
             name: request.name.clone(),
             capacity,
             block_size,
@@ -111,12 +134,12 @@ impl Driver {
     }
 
     /// The volume that an earlier call of this name made.
-    pub(super) fn existing_volume(
+    pub(super) fn existing(
         &self,
         request: &CreateVolume,
         access: &[AccessKind],
     ) -> Result<Option<Arc<VolumeRecord>>> {
-        let existing = self.store.read(|index| index.volume_named(&request.name));
+        let existing = self.shared.store.read(|index| index.volume_named(&request.name));
         match existing.as_ref().and_then(|existing| difference(existing, request, access)) {
             None => Ok(existing),
             Some(difference) => Err(Error::Clash { kind: "volume", name: shown(&request.name), difference }),
@@ -129,15 +152,15 @@ impl Driver {
         record: VolumeRecord,
         content: Option<Content>,
     ) -> Result<Arc<VolumeRecord>> {
-        self.check_host()?;
-        let draft = self.store.draft_volume(&record.id)?;
+        self.shared.check_host()?;
+        let draft = self.shared.store.draft_volume(&record.id)?;
         let target = draft.dir();
         let file = match content {
-            None => self.pool().create(target, record.capacity)?,
+            None => self.shared.pool().create(target, record.capacity)?,
             Some(Content { source: Source::Snapshot(id), bytes, block_size, .. }) => {
-                match self.pool().copy(&bytes, target, block_size, None, &Stop::default()) {
+                match self.shared.pool().copy(&bytes, target, block_size, None, &Stop::default()) {
                     // Deleted since it was opened, where that takes its subvolume away.
-                    Err(_) if self.store.read(|index| index.snapshot(&id).is_none()) => {
+                    Err(_) if self.shared.store.read(|index| index.snapshot(&id).is_none()) => {
                         return Err(Error::no_snapshot(id.as_str()));
                     }
                     copied => copied?,
@@ -146,7 +169,7 @@ impl Driver {
             Some(Content { source: Source::Volume(id), bytes, block_size, .. }) => {
                 let target = target.clone();
                 let copy = LiveCopy { id, source: bytes, target, block_size, sink: None, written: false };
-                self.copy_live(&mut [copy])?.remove(0)
+                self.copier.copy_live(&mut [copy])?.remove(0)
             }
         };
         let path = target.data();
@@ -156,53 +179,38 @@ impl Driver {
             change::set_len(&file, &path, record.capacity)?;
             change::sync(&file, &path)?;
         }
-        Ok(self.store.commit_volume(draft, record)?)
+        Ok(self.shared.store.commit_volume(draft, record)?)
     }
 
-    /// A volume by the id a client sent, which may be any string.
-    pub fn volume(&self, id: &str) -> Result<Arc<VolumeRecord>> {
-        if id.is_empty() {
-            return Err(Error::Missing { field: "volume_id" });
-        }
-        let Ok(parsed) = id.parse() else { return Err(Error::no_volume(id)) };
-        match self.store.read(|index| index.volume(&parsed)) {
-            Some(record) => Ok(record),
-            None => {
-                self.store.check_readable(id)?;
-                Err(Error::no_volume(id))
-            }
-        }
-    }
-
-    /// Deletes a volume that nobody uses, or ends the transfer that makes it. Its snapshots stay. An unknown id is no error.
-    pub fn delete_volume(&self, id: &str) -> Result<()> {
+    /// Deletes a volume that nobody uses, or ends the transfer that makes it. Its snapshots stay. An unknown id is not an error.
+    pub fn delete(&self, id: &str) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
         }
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
-        let _guard = self.locks.take(Key::Volume(id.clone()))?;
-        if self.remove_transfer(&id)? {
+        let _guard = self.shared.locks.take(Key::Volume(id.clone()))?;
+        if self.transfers.remove(&id)? {
             return Ok(());
         }
-        let Some(record) = self.store.read(|index| index.volume(&id)) else {
+        let Some(record) = self.shared.store.read(|index| index.volume(&id)) else {
             // A volume whose record cannot be read is not gone.
-            return Ok(self.store.check_readable(id.as_str())?);
+            return Ok(self.shared.store.check_readable(id.as_str())?);
         };
-        if let Some(attached) = self.attachment(&record) {
+        if let Some(attached) = self.shared.attachment(&record) {
             return Err(Error::Precondition(format!(
                 "volume {id} is attached to node {}: call ControllerUnpublishVolume first",
                 attached.node_id
             )));
         }
-        self.remove_idle_volume(&id)
+        self.remove_idle(&id)
     }
 
     /// Removes a volume that nobody uses. The caller holds its lock.
-    pub(super) fn remove_idle_volume(&self, id: &VolumeId) -> Result<()> {
-        self.release_devices(id)?;
-        let _removed = self.store.remove_volume(id)?;
-        self.suspects.forget(id);
-        self.history([id]).apply_retention(id);
+    pub(super) fn remove_idle(&self, id: &VolumeId) -> Result<()> {
+        release_devices(&self.shared, id)?;
+        let _removed = self.shared.store.remove_volume(id)?;
+        self.read_errors.forget(id);
+        self.histories.hold([id]).apply_retention(id);
         Ok(())
     }
 
@@ -213,7 +221,7 @@ impl Driver {
         capabilities: &[Capability],
         parameters: &VolumeParameters,
     ) -> Result<Option<String>> {
-        let record = self.volume(id)?;
+        let record = self.shared.volume(id)?;
         if parameters.block_size.is_some_and(|size| size != record.block_size) {
             return Ok(Some(format!("the volume has blockSize {}", record.block_size)));
         }
@@ -228,24 +236,7 @@ impl Driver {
         }))
     }
 
-    /// Fails where none of the topologies that a client calls requisite is ours; none at all is no demand. `why` says
-    /// what ties us to ours.
-    pub(super) fn check_topology(&self, requisite: &[BTreeMap<String, String>], why: &str) -> Result<()> {
-        let ours = self.topology();
-        // A topology without our key says nothing about us.
-        let fits = |asked: &BTreeMap<String, String>| {
-            ours.iter().all(|(key, value)| asked.get(key).is_none_or(|asked| asked == value))
-        };
-        if requisite.is_empty() || requisite.iter().any(fits) {
-            return Ok(());
-        }
-        Err(Error::Elsewhere(format!(
-            "none of the requisite topologies is this node, {}: {why}",
-            self.config().node_id
-        )))
-    }
-
-    /// What is unknown here may live on another node. A caller that names topologies gets an answer that says so, in the way that
+    /// What is unknown here may be on another node. A caller that names topologies gets an answer that says so, in the way that
     /// makes it try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
     fn perhaps_elsewhere(&self, error: Error, request: &CreateVolume) -> Error {
         let id = match &request.source {
@@ -253,22 +244,22 @@ impl Driver {
             Some(SourceRef::Volume(id)) if id.parse::<VolumeId>().is_ok() => id,
             _ => return error,
         };
-        if base::Key::of(id) == Some(self.key) {
+        if base::Key::of(id) == Some(self.shared.key) {
             // Made here, so it is gone.
             return error;
         }
         match error {
             Error::NotFound { kind, .. } if !request.requisite.is_empty() => Error::Elsewhere(format!(
-                "{kind} {id} is not on this node, {}: it lives on another, or is gone",
-                self.config().node_id
+                "{kind} {id} is not on this node, {}: it is on another, or deleted",
+                self.shared.config.node_id
             )),
             error => error,
         }
     }
 
     fn snapshot_content(&self, id: &str) -> Result<Content> {
-        let record = self.snapshot(id)?;
-        let bytes = match self.pool().open(&self.store.snapshot_dir(&record)) {
+        let record = self.shared.snapshot(id)?;
+        let bytes = match self.shared.pool().open(&self.shared.store.snapshot_dir(&record)) {
             // Deleted since it was looked up.
             Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(id)),
             opened => opened?,
@@ -283,10 +274,10 @@ impl Driver {
     }
 
     fn volume_content(&self, record: &VolumeRecord) -> Result<Content> {
-        self.truncate_to_record(record)?;
+        self.shared.truncate_to_record(record)?;
         Ok(Content {
             source: Source::Volume(record.id.clone()),
-            bytes: self.pool().open(&self.store.dir().volume(&record.id))?,
+            bytes: self.shared.pool().open(&self.shared.store.dir().volume(&record.id))?,
             capacity: record.capacity,
             block_size: record.block_size,
             tracking: record.tracking,

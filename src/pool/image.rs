@@ -46,7 +46,7 @@ impl Image {
         };
         let mounted = match is_mounted()? {
             true if takes_writes(mount_point) => Ok(()),
-            true => mount_anew(mount_point, mount),
+            true => remount(mount_point, mount),
             false => mount(),
         };
         if let Err(error) = mounted {
@@ -71,18 +71,18 @@ fn takes_writes(mount_point: &Path) -> bool {
 /// mount shows the same dead filesystem.
 const COPIES_END: Duration = Duration::from_secs(5);
 
-/// Unmounts a filesystem that takes no changes any more, and mounts it anew. While volumes on it are in use that cannot
+/// Unmounts a filesystem that takes no changes any more, and mounts it again. While volumes on it are in use that cannot
 /// be, and reads go on.
-fn mount_anew(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
+fn remount(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
     let path = mount_point.display();
     let deadline = Instant::now() + COPIES_END;
     loop {
         match mount::unmount(mount_point) {
-            Ok(()) => tracing::warn!(%path, "the pool took no writes, it is mounted anew"),
+            Ok(()) => tracing::warn!(%path, "the pool took no writes; it is mounted again"),
             Err(error) if error.errno() == Some(libc::EBUSY) => {
                 tracing::error!(
                     %path,
-                    "the pool takes no writes, and volumes in use keep it from being mounted anew: unpublish and \
+                    "the pool takes no writes, and volumes in use keep it from being mounted again: unpublish and \
                      unstage them, or unmount them and detach their loop devices by hand, and restart the driver"
                 );
                 return Ok(());

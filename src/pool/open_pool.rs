@@ -17,7 +17,7 @@ use files::durable;
 pub struct Known {
     /// The kind of its pool.
     pub kind: PoolKind,
-    /// Whether it lives in an image, or in the data directory's own filesystem.
+    /// Whether it is in an image, or in the data directory's own filesystem.
     pub in_image: bool,
 }
 
@@ -31,7 +31,7 @@ pub struct OpenPool {
 
 impl OpenPool {
     /// Opens the pool of a data directory, making it where there is none. `known` is what the
-    /// directory was made with: an image that is gone is not made anew over it.
+    /// directory was made with: an image that is gone is not made again.
     ///
     /// `data_dir` must be canonical: its mount is found by path.
     pub fn open(data_dir: &DataDir, request: PoolRequest, known: Option<Known>) -> Result<Self> {

@@ -8,7 +8,7 @@ pub enum Error {
     /// The kernel refused a call.
     #[error(transparent)]
     Sys(#[from] files::Error),
-    /// A record is no valid JSON of its kind.
+    /// A record is not valid JSON of its kind.
     #[error("record {} cannot be read", path.display())]
     Unreadable {
         /// The file.
@@ -16,7 +16,7 @@ pub enum Error {
         /// What is wrong with it.
         source: serde_json::Error,
     },
-    /// A record whose values cannot be.
+    /// A record with impossible values.
     #[error("record {} is invalid: {what}", path.display())]
     Impossible {
         /// The file.
@@ -76,7 +76,7 @@ pub enum Error {
     #[error("data directory {} is in use by another driver: stop it, or choose another --data-dir", .0.display())]
     Locked(PathBuf),
     /// A data directory that was made for something else.
-    #[error("data directory {} was made with {what} {found}, this driver was started with {asked}: start it as it was, or choose another --data-dir", path.display())]
+    #[error("data directory {} was made with {what} {found}, and this driver was started with {asked}: start it with {found}, or choose another --data-dir", path.display())]
     Mismatch {
         /// The data directory.
         path: PathBuf,

@@ -11,7 +11,7 @@ use super::{
     Deleted, GroupRecord, Index, Manifest, SnapshotRecord, VolumeRecord, VolumeState, decode, encode,
 };
 
-/// A record that can be read can be written and read again, and no number in it breaks what is reckoned with it.
+/// A record that can be read can be written and read again, and no number in it makes arithmetic overflow.
 pub(crate) fn records(bytes: &[u8]) {
     let mut index = Index::default();
     if let Some(volume) = read::<VolumeRecord>(bytes) {

@@ -21,7 +21,7 @@ pub struct Manifest {
     pub key: Key,
     /// The kind of the pool.
     pub pool: PoolKind,
-    /// Whether the pool lives in `pool.img`.
+    /// Whether the pool is in `pool.img`.
     pub in_image: bool,
 }
 
@@ -39,17 +39,17 @@ impl Manifest {
 
 /// A data directory that this process alone serves, until this value goes.
 #[derive(Debug)]
-pub struct Claim {
+pub struct LockedDir {
     dir: DataDir,
     _lock: FileLock,
 }
 
-impl Claim {
-    /// Makes the directory where it is missing and takes its lock, which others may hold for so long.
-    pub fn take(dir: DataDir, patience: Duration) -> Result<Self> {
+impl LockedDir {
+    /// Makes the directory where it is missing and takes its lock, waiting for `patience` where another process holds it.
+    pub fn lock(dir: DataDir, patience: Duration) -> Result<Self> {
         change::create_dir_all(dir.path())?;
         match FileLock::try_lock(&dir.lock(), patience)? {
-            Some(lock) => Ok(Claim { dir, _lock: lock }),
+            Some(lock) => Ok(LockedDir { dir, _lock: lock }),
             None => Err(Error::Locked(dir.path().to_owned())),
         }
     }

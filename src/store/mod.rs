@@ -15,7 +15,7 @@ mod transfers;
 pub use error::{Damage, Error};
 pub use groups::GroupDraft;
 pub use index::{Index, Retained};
-pub use manifest::{Claim, Manifest};
+pub use manifest::{LockedDir, Manifest};
 pub use records::{
     AccessKind, Attached, Deleted, GroupRecord, Published, SnapshotRecord, Source, Staged, Timestamp, Tuning,
     TupleStyle, VolumeRecord, VolumeState,
@@ -81,7 +81,7 @@ impl Drop for Draft {
         if !self.committed
             && let Err(error) = remove().or_else(|_| again())
         {
-            tracing::warn!(path = %self.dir.path().display(), %error, "a half-made object stays until the next start");
+            tracing::warn!(path = %self.dir.path().display(), %error, "an incomplete object could not be removed; the next start removes it");
         }
     }
 }
@@ -101,7 +101,7 @@ impl Store {
         if let Err(error) = empty_staging(&dir) {
             // What is there is nobody's. A pool that has become read-only is still to be read.
             let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
-            tracing::error!(%error, cause, "what a crash left half-made stays until the next start");
+            tracing::error!(%error, cause, "objects that a crash left incomplete could not be removed; the next start tries again");
         }
         Self::survey(dir)
     }
@@ -143,7 +143,7 @@ impl Store {
         groups::read_all(&groups, &mut index, &mut damaged);
         let damaged_retained = retained::read_all(&deleted, &deleted_groups, &mut index)?;
         for damage in damaged.iter().chain(&damaged_retained) {
-            tracing::error!(path = %damage.path.display(), error = %damage.error, "record cannot be read; its object is left alone");
+            tracing::error!(path = %damage.path.display(), error = %damage.error, "a record cannot be read; its object is not served");
         }
         let (index, dead, leaving) = (RwLock::new(index), None, Mutex::default());
         Ok(Store { dir, index, damaged, damaged_retained, dead, leaving })
@@ -296,10 +296,10 @@ impl Store {
     /// 2. Forget it in memory.
     /// 3. Remove the files, when the answer is dropped: what a crash leaves is removed at start.
     fn remove(&self, name: &str, dir: &ObjectDir, forget: impl FnOnce(&mut Index)) -> Result<Draft> {
-        let doomed = ObjectDir::new(self.dir.staging().join(name));
-        durable::rename(dir.path(), doomed.path())?;
+        let gone = ObjectDir::new(self.dir.staging().join(name));
+        durable::rename(dir.path(), gone.path())?;
         self.write(forget);
-        Ok(Draft { dir: doomed, committed: false })
+        Ok(Draft { dir: gone, committed: false })
     }
 
     /// What is done to a volume now.
@@ -307,7 +307,7 @@ impl Store {
         read_state(&self.dir.volume(id))
     }
 
-    /// Records what is about to be done to a volume, or is no longer.
+    /// Records what is about to be done to a volume, or what was undone.
     pub fn set_volume_state(&self, id: &VolumeId, state: &VolumeState) -> Result<()> {
         slots::write(&self.dir.volume(id).state(), &encode(state))?;
         self.write(|index| {

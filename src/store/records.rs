@@ -37,7 +37,7 @@ impl Timestamp {
     }
 }
 
-/// What a record must be beyond its form: a number that cannot be would break what is reckoned with it.
+/// What a record must be beyond its form: an impossible number would make arithmetic overflow.
 pub(super) trait Checked {
     /// Fails with what is wrong.
     fn check(&self) -> Result<(), &'static str> {
@@ -52,7 +52,7 @@ fn holds(condition: bool, what: &'static str) -> Result<(), &'static str> {
 fn check_capacity(capacity: u64, size: BlockSize) -> Result<(), &'static str> {
     holds(
         size.round_up(capacity) == Some(capacity),
-        "its capacity is no whole number of blocks, or none there can be",
+        "its capacity must be a whole number of blocks, and not larger than the largest volume",
     )
 }
 
@@ -61,7 +61,7 @@ impl Timestamp {
         // As google.protobuf.Timestamp has it: the years 1 to 9999.
         let years = -62_135_596_800..=253_402_300_799;
         let fits = years.contains(&self.seconds) && (0..1_000_000_000).contains(&self.nanos);
-        holds(fits, "its time cannot be")
+        holds(fits, "its time must be in the years 1 to 9999")
     }
 }
 
@@ -168,12 +168,12 @@ impl VolumeRecord {
 impl Checked for VolumeRecord {
     fn check(&self) -> Result<(), &'static str> {
         check_capacity(self.capacity, self.block_size)?;
-        holds(!self.access.is_empty(), "it names no way of using the volume")?;
+        holds(!self.access.is_empty(), "its list of access types is empty")?;
         self.created.check()
     }
 }
 
-/// `snapshots/<id>/record.json`. Says all that an answer needs, so that a snapshot outlives its
+/// `snapshots/<id>/record.json`. Says all that an answer needs, so that a snapshot survives its
 /// volume, and keeps its own capacity when the volume grows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotRecord {
@@ -183,7 +183,7 @@ pub struct SnapshotRecord {
     pub id: SnapshotId,
     /// The name the CO gave it: creation is idempotent by it. Empty for a member of a group.
     pub name: String,
-    /// The group it was taken with: it lives in that group's directory, and goes with it.
+    /// The group it was taken with: it is in that group's directory, and is deleted with it.
     #[serde(default)]
     pub group: Option<GroupId>,
     /// The volume it was taken of, which may be gone.
@@ -218,7 +218,7 @@ impl Checked for SnapshotRecord {
     fn check(&self) -> Result<(), &'static str> {
         check_capacity(self.capacity, self.block_size)?;
         let room = self.sequence <= Self::LAST_SEQUENCE;
-        holds(room, "its sequence number leaves no room for the next")?;
+        holds(room, "its sequence number is too large")?;
         self.created.check()
     }
 }
@@ -275,7 +275,7 @@ impl Checked for GroupRecord {
 }
 
 /// `volumes/<id>/state.json`: what is done to a volume now. Written before the kernel is asked, so that nothing is mounted
-/// or frozen that no record explains; the kernel has the last word on what is. It changes in place
+/// or frozen that no record explains; what is really there, the kernel says. It changes in place
 /// ([`crate::sys::slots`]): on a full pool volumes must still be staged and unstaged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeState {

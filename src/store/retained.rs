@@ -76,9 +76,9 @@ pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     for path in entries(&pool.groups())? {
         let group = GroupDir::new(&path);
         if group.deleted().exists() && entries(&group.members())?.is_empty() {
-            let doomed = pool.staging().join(path.file_name().unwrap_or_default());
-            durable::rename(&path, &doomed)?;
-            tree::remove(&doomed)?;
+            let gone = pool.staging().join(path.file_name().unwrap_or_default());
+            durable::rename(&path, &gone)?;
+            tree::remove(&gone)?;
         }
     }
     Ok(())

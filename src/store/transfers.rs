@@ -1,5 +1,5 @@
-//! Volumes that are still copied from another node. Each lies in `staging/`, and its `transfer.json` is the record that it is to
-//! have: while that is there, and the bytes are, a start leaves it alone. It is no volume yet, for nobody and in no index.
+//! Volumes that are still copied from another node. Each lies in `staging/`, and its `transfer.json` is the record that it will
+//! have: while that and the bytes are there, a start leaves it alone. It is not a volume yet, and in no index.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use base::{ObjectDir, VolumeId};
 use files::durable;
 
 impl Store {
-    /// Makes a draft one that outlives the driver.
+    /// Makes a draft survive the end of the driver.
     ///
     /// 1. What is in `bytes/` was synced by the pool.
     /// 2. Write and sync `transfer.json`, and its directory: before it a start removes the draft, after it it keeps it.
@@ -25,7 +25,7 @@ impl Store {
         Ok(entries(&self.dir.staging())?.iter().filter_map(|path| read(path)).collect())
     }
 
-    /// The files of a transfer. Whoever calls this sees to it that there is one at a time.
+    /// The files of a transfer. The caller makes sure that there is one at a time.
     pub fn transfer_draft(&self, id: &VolumeId) -> Draft {
         Draft { dir: ObjectDir::new(self.dir.staging().join(id.as_str())), committed: false }
     }
@@ -33,7 +33,7 @@ impl Store {
     /// Makes a volume of a transfer whose bytes are whole and synced.
     ///
     /// 1. Make the state, and make `transfer.json` the record. A crash from here on leaves a draft, removed at start: the
-    ///    caller was told nothing, and transfers it anew.
+    ///    caller got no answer, and transfers it again.
     /// 2. Rename it into place: this is the commit, as of all volumes.
     pub fn commit_transfer(&self, mut draft: Draft, record: VolumeRecord) -> Result<Arc<VolumeRecord>> {
         // One that a crash left between these steps.

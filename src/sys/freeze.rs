@@ -22,7 +22,7 @@ const FITHAW: libc::c_ulong = 0xC004_5878;
 /// Thawed by [`Frozen::thaw`], on drop, and by a watchdog thread when the bound passes.
 #[derive(Debug)]
 pub struct Frozen {
-    release: mpsc::Sender<Told>,
+    release: mpsc::Sender<Command>,
     watchdog: Option<JoinHandle<Outcome>>,
     root: File,
     mount_point: PathBuf,
@@ -30,7 +30,7 @@ pub struct Frozen {
 
 /// Commands to the watchdog.
 #[derive(Debug)]
-enum Told {
+enum Command {
     Thaw,
     NotFrozen,
 }
@@ -54,9 +54,9 @@ impl Frozen {
         let watchdog = std::thread::Builder::new()
             .name("freeze-watchdog".into())
             .spawn(move || match released.recv_timeout(bound) {
-                Ok(Told::NotFrozen) => Outcome::InTime(Ok(())),
+                Ok(Command::NotFrozen) => Outcome::InTime(Ok(())),
                 Err(RecvTimeoutError::Timeout) => Outcome::Expired(thaw_fd(&guarded, &place)),
-                Ok(Told::Thaw) | Err(RecvTimeoutError::Disconnected) => {
+                Ok(Command::Thaw) | Err(RecvTimeoutError::Disconnected) => {
                     Outcome::InTime(thaw_fd(&guarded, &place))
                 }
             })
@@ -77,7 +77,7 @@ impl Frozen {
 
     /// Ends the watchdog of a filesystem that is not frozen by us.
     fn dismiss(mut self) {
-        let _ = self.release.send(Told::NotFrozen);
+        let _ = self.release.send(Command::NotFrozen);
         if let Some(watchdog) = self.watchdog.take() {
             let _ = watchdog.join();
         }
@@ -91,7 +91,7 @@ impl Frozen {
     fn finish(&mut self) -> Result<()> {
         let Some(watchdog) = self.watchdog.take() else { return Ok(()) };
         // A watchdog that has ended already has thawed: its outcome says so.
-        let _ = self.release.send(Told::Thaw);
+        let _ = self.release.send(Command::Thaw);
         let failed =
             |operation, source| Err(Error { operation, path: self.mount_point.clone(), at: None, source });
         match watchdog.join() {

@@ -27,8 +27,8 @@ pub fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
 }
 
-/// Makes the calling thread give way to all others: to their computing (nice(2)) and their I/O
-/// (ioprio_set(2)). A thread that may not is as fast as the others.
+/// Gives the calling thread the lowest priority: for computing (nice(2)) and for I/O
+/// (ioprio_set(2)). Without the right to, it keeps its priority.
 pub fn lower_priority() {
     const LOWEST: libc::c_int = 19;
     const WHO_PROCESS: libc::c_int = 1;

@@ -24,7 +24,7 @@ pub fn sweep(dir: &Path) -> Result<Vec<String>> {
         }
         for mount in below.iter().rev() {
             // A frozen filesystem would live on, and its device with it, without a place to thaw it at.
-            // What is no filesystem of its own cannot be thawed, and need not be.
+            // A bind mount of something else cannot be thawed, and need not be.
             if let Ok(Some(root)) = freeze::Root::open(mount) {
                 let _ = freeze::thaw(&root);
             }

@@ -10,7 +10,7 @@ use deltapath::sys::{self, loopdev::LoopDevice, sweep::sweep};
 use nix::sys::signal::Signal;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{MIB, POOLS, PoolKind, leftovers, signal, wait};
+use testkit::{MIB, PoolKind, leftovers, signal, wait};
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -190,70 +190,71 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
     }
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn the_demos_steps_pass_against_the_container_from_outside() {
+async fn the_demos_steps_pass_against_the_container_from_outside(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
     let Some(rootfs) = rootfs() else { return };
-    for pool in POOLS {
-        let swept = Swept::new();
-        let dir = swept.0.path();
-        let kubelet = dir.join("kubelet");
-        let (mut container, mut client) = Container::start(&rootfs, dir, pool).await;
-        backup_story(&mut client, &kubelet).await;
-        filesystem_story(&mut client, &kubelet).await;
-        signal(&container.child, Signal::SIGTERM);
-        let status = wait(&mut container.child, Duration::from_secs(60));
-        assert!(status.success(), "the driver ended with {status}");
-        let left: Vec<String> =
-            leftovers(dir).into_iter().filter(|left| !mounted_by_the_script(dir).contains(left)).collect();
-        assert!(left.is_empty(), "left behind: {left:?}");
-    }
+    let swept = Swept::new();
+    let dir = swept.0.path();
+    let kubelet = dir.join("kubelet");
+    let (mut container, mut client) = Container::start(&rootfs, dir, pool).await;
+    backup_story(&mut client, &kubelet).await;
+    filesystem_story(&mut client, &kubelet).await;
+    signal(&container.child, Signal::SIGTERM);
+    let status = wait(&mut container.child, Duration::from_secs(60));
+    assert!(status.success(), "the driver ended with {status}");
+    let left: Vec<String> =
+        leftovers(dir).into_iter().filter(|left| !mounted_by_the_script(dir).contains(left)).collect();
+    assert!(left.is_empty(), "left behind: {left:?}");
 }
 
 /// The container dies with a volume in use; the pod that uses it goes on, and the next container knows all of it.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_in_use_outlives_its_container() {
+async fn a_volume_in_use_outlives_its_container(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+) {
     let Some(rootfs) = rootfs() else { return };
-    for pool in POOLS {
-        let swept = Swept::new();
-        let dir = swept.0.path();
-        let kubelet = dir.join("kubelet");
-        let (container, mut client) = Container::start(&rootfs, dir, pool).await;
-        let request = new_volume("raw", 16 * MIB, block_capability());
-        let raw = client.create_volume(request).await.expect("create").volume_id;
-        let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
-        let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
-        let files = client.create_volume(request).await.expect("create").volume_id;
-        let target =
-            client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
-        let mut content = Content::default();
-        content.write(&device, 1, 20, 1);
-        let first = client.create_snapshot("first", &raw).await.expect("snapshot").snapshot_id;
-        let before = content.clone();
-        drop(container);
+    let swept = Swept::new();
+    let dir = swept.0.path();
+    let kubelet = dir.join("kubelet");
+    let (container, mut client) = Container::start(&rootfs, dir, pool).await;
+    let request = new_volume("raw", 16 * MIB, block_capability());
+    let raw = client.create_volume(request).await.expect("create").volume_id;
+    let device = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish");
+    let request = new_volume("files", 64 * MIB, mount_capability("ext4"));
+    let files = client.create_volume(request).await.expect("create").volume_id;
+    let target = client.publish(&files, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    let mut content = Content::default();
+    content.write(&device, 1, 20, 1);
+    let first = client.create_snapshot("first", &raw).await.expect("snapshot").snapshot_id;
+    let before = content.clone();
+    drop(container);
 
-        content.write(&device, 100, 5, 2);
-        std::fs::write(target.join("meanwhile"), "written").expect("write without a driver");
+    content.write(&device, 100, 5, 2);
+    std::fs::write(target.join("meanwhile"), "written").expect("write without a driver");
 
-        let (mut container, mut client) = Container::start(&rootfs, dir, pool).await;
-        let again = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish again");
-        assert_eq!(again, device);
-        content.write(&device, 200, 5, 3);
-        let second = client.create_snapshot("second", &raw).await.expect("snapshot").snapshot_id;
-        let delta = client.delta(&first, &second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&delta, 4096), content.changed_since(&before, 4096));
-        for volume in [&raw, &files] {
-            client.unpublish(volume, &kubelet).await.expect("unpublish");
-            client.delete_volume(volume).await.expect("delete");
-        }
-        signal(&container.child, Signal::SIGTERM);
-        let status = wait(&mut container.child, Duration::from_secs(60));
-        assert!(status.success(), "the driver ended with {status}");
-        let left: Vec<String> =
-            leftovers(dir).into_iter().filter(|left| !mounted_by_the_script(dir).contains(left)).collect();
-        assert!(left.is_empty(), "left behind: {left:?}");
+    let (mut container, mut client) = Container::start(&rootfs, dir, pool).await;
+    let again = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish again");
+    assert_eq!(again, device);
+    content.write(&device, 200, 5, 3);
+    let second = client.create_snapshot("second", &raw).await.expect("snapshot").snapshot_id;
+    let delta = client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, 4096), content.changed_since(&before, 4096));
+    for volume in [&raw, &files] {
+        client.unpublish(volume, &kubelet).await.expect("unpublish");
+        client.delete_volume(volume).await.expect("delete");
     }
+    signal(&container.child, Signal::SIGTERM);
+    let status = wait(&mut container.child, Duration::from_secs(60));
+    assert!(status.success(), "the driver ended with {status}");
+    let left: Vec<String> =
+        leftovers(dir).into_iter().filter(|left| !mounted_by_the_script(dir).contains(left)).collect();
+    assert!(left.is_empty(), "left behind: {left:?}");
 }
 
 /// Loop device nodes for kubelet, as the init container of components/kind makes them.

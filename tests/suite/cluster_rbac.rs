@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::manifests::{Found, OVERLAYS, containers, list, objects_of, pod_spec, strings};
+use crate::manifests::{Found, KUSTOMIZATIONS, containers, list, objects_of, pod_spec, strings};
 
 /// Where a role applies.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -255,21 +255,9 @@ fn applies(when: When, source: &str) -> bool {
     }
 }
 
-const SOURCES: [&str; 9] = [
-    OVERLAYS[0],
-    OVERLAYS[1],
-    OVERLAYS[2],
-    OVERLAYS[3],
-    OVERLAYS[4],
-    OVERLAYS[5],
-    OVERLAYS[6],
-    OVERLAYS[7],
-    "deploy/snapshot-controller/base",
-];
-
 #[test]
 fn every_rule_is_used_and_every_call_is_allowed() {
-    for source in SOURCES {
+    for source in KUSTOMIZATIONS {
         let Some(objects) = objects_of(source) else { return };
         let pods: Vec<&Value> = objects.iter().filter_map(|found| pod_spec(&found.object)).collect();
         let programs: BTreeSet<&str> = pods
@@ -308,7 +296,7 @@ fn every_rule_is_used_and_every_call_is_allowed() {
 
 #[test]
 fn no_rule_is_wide_and_every_binding_joins_what_exists() {
-    for source in SOURCES {
+    for source in KUSTOMIZATIONS {
         let Some(objects) = objects_of(source) else { return };
         for role in objects.iter().filter(|found| ["Role", "ClusterRole"].contains(&found.kind())) {
             for rule in list(&role.object["rules"]) {

@@ -99,6 +99,21 @@ fn every_flag_of_the_driver_is_in_its_help() {
     assert!(seen >= 4 * OVERLAYS.len(), "too few flags are seen: {seen}");
 }
 
+#[test]
+fn every_flag_of_the_go_between_is_in_its_help() {
+    let Some(objects) = objects_of("deploy/overlays/faults") else { return };
+    let all = objects.iter().filter_map(|found| pod_spec(&found.object)).flat_map(containers);
+    let [faults] = all.filter(|container| name(container) == "faults").collect::<Vec<_>>()[..] else {
+        panic!("not one go-between");
+    };
+    assert_eq!(strings(&faults["args"])[0], "faults");
+    let output = Command::new(testkit::program("cbt-lab")).args(["faults", "--help"]).output().expect("run");
+    let help = String::from_utf8(output.stdout).expect("utf-8");
+    for flag in flags(faults).keys() {
+        assert!(help.contains(&format!("--{flag} ")), "cbt-lab faults has no flag --{flag}");
+    }
+}
+
 /// Of the router, and of what makes its certificates and the nodes'.
 #[test]
 fn every_flag_of_the_router_is_in_its_help() {
@@ -209,14 +224,22 @@ fn every_socket_path_leads_to_the_drivers_socket() {
         };
         let driver =
             containers(pod).into_iter().find(|container| name(container) == "deltapath").expect("a driver");
-        let endpoint = flags(driver)["endpoint"].strip_prefix("unix://").expect("a UNIX socket");
+        let mut endpoint = flags(driver)["endpoint"].strip_prefix("unix://").expect("a UNIX socket");
         let volume = volume_at(driver, endpoint)
             .unwrap_or_else(|| panic!("{source}: nothing is mounted at {endpoint}"));
+        // A go-between asks the driver, and all others ask the go-between.
+        if let Some(faults) = containers(pod).into_iter().find(|container| name(container) == "faults") {
+            let at = |flag: &str| flags(faults)[flag].strip_prefix("unix://").expect("a UNIX socket");
+            assert_eq!(at("upstream"), endpoint, "{source}");
+            assert_ne!(at("listen"), endpoint, "{source}");
+            endpoint = at("listen");
+            assert_eq!(volume_at(faults, endpoint).as_deref(), Some(&*volume), "{source}: {endpoint}");
+        }
         let file = endpoint.rsplit('/').next().expect("a name");
         for container in containers(pod) {
             let Some(address) = flags(container).get("csi-address").copied() else {
                 assert!(
-                    ["deltapath", "loop-device-nodes"].contains(&name(container)),
+                    ["deltapath", "faults", "loop-device-nodes"].contains(&name(container)),
                     "{} asks no driver",
                     name(container)
                 );
@@ -305,7 +328,7 @@ fn every_image_is_pinned_and_of_one_version() {
             assert_eq!(before, tag, "{}: {repository} in two versions", found.source);
         }
     }
-    for ours in ["deltapath", "deltapath-backup", "deltapath-router", "cbt-earlier"] {
+    for ours in ["deltapath", "deltapath-backup", "deltapath-router", "cbt-earlier", "cbt-lab"] {
         assert_eq!(versions[ours], env!("CARGO_PKG_VERSION"), "{ours} is not of this version");
     }
     assert!(versions.len() >= 12, "{versions:?}");

@@ -130,87 +130,82 @@ fn every_parameter_in_the_reference_is_accepted() {
 }
 
 /// docs/algorithm.md follows a volume of eight blocks, and docs/format.md has the bytes of its files.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn the_worked_example_and_the_format_are_as_the_pages_say() {
-    for pool in [PoolKind::Btrfs, PoolKind::Xfs] {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("example", 8 * BLOCK as i64).await;
-        let mut content = Content::default();
-        let members = |path: &Path| -> Vec<u32> {
-            MapFile::open(path)
-                .expect("open")
-                .segment(SegmentIndex(0))
-                .expect("segment")
-                .into_iter()
-                .collect()
-        };
-        let is_compared = |rig: &Rig, id: &str| {
-            let dir = live(rig, id);
-            let changed = MapFile::open(&dir.changed()).expect("open");
-            is_hashed(&dir) && (changed.header().relative_to.is_none() || changed.is_exact())
-        };
-        for (block, letter) in [(0, b'A'), (1, b'B'), (2, b'C')] {
-            content.write(&device, block, 1, letter);
-        }
-        let first = rig.client.create_snapshot("1", &volume).await.expect("snapshot").snapshot_id;
-        for (block, letter) in [(4, b'E'), (2, b'D'), (1, b'B')] {
-            content.write(&device, block, 1, letter);
-        }
-        content.discard(&device, 0, 1);
-        let second = rig.client.create_snapshot("2", &volume).await.expect("snapshot").snapshot_id;
-        until("the second is compared", || is_compared(&rig, &second)).await;
-        assert_eq!(members(&live(&rig, &second).allocated()), [1, 2, 4], "{pool:?}");
-        assert_eq!(members(&live(&rig, &second).changed()), [0, 2, 4], "{pool:?}");
-        content.write(&device, 5, 1, b'F');
-        content.discard(&device, 4, 1);
-        content.write(&device, 2, 1, b'C');
-        let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
-        until("the third is compared", || is_compared(&rig, &third)).await;
-        assert_eq!(members(&live(&rig, &third).changed()), [2, 4, 5], "{pool:?}");
-        let list = rig.client.delta(&first, &third, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), [0, 5], "{pool:?}");
-
-        let dir = live(&rig, &third);
-        let map = std::fs::read(dir.changed()).expect("read");
-        let (rest, trailer) = map.split_at(map.len() - 108);
-        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
-        assert_eq!(&trailer[..8], b"dpathmap");
-        assert_eq!(
-            [(8, 12), (12, 16), (16, 24), (24, 32), (32, 36)].map(|(from, to)| number(&trailer[from..to])),
-            [2, BLOCK, 8, 1, 1]
-        );
-        assert_eq!(trailer[36..76].trim_ascii_end().split(|byte| *byte == 0).next(), Some(second.as_bytes()));
-        let (payloads, table) = rest.split_at(rest.len() - 48);
-        let at = number(&table[8..16]) as usize;
-        let payload = &payloads[at..][..number(&table[4..8]) as usize];
-        assert_eq!(&table[16..], blake3::hash(payload).as_bytes());
-        assert_eq!(&trailer[76..], blake3::hash(&map[map.len() - 108 - 48..map.len() - 32]).as_bytes());
-
-        let page = std::fs::read(dir.hashes()).expect("read")[..4096].to_owned();
-        assert_eq!(&page[5 * 32..6 * 32], hash_of(&device, 5).as_bytes(), "the slot of block 5");
-        assert_eq!(number(&page[4064..4068]), 1);
-        let sealed = [&1u32.to_le_bytes()[..], &0u64.to_le_bytes(), &page[..4064]].concat();
-        assert_eq!(&page[4068..], &blake3::hash(&sealed).as_bytes()[..28]);
-
-        let state =
-            std::fs::read(rig.pool_dir().join("volumes").join(&volume).join("state.json")).expect("read");
-        assert_eq!(state.len(), 2 * 8192);
-        let slots = state.chunks(8192).filter_map(|slot| {
-            let line = slot.split(|byte| *byte == b'\n').next()?;
-            let words: Vec<&str> = std::str::from_utf8(line).ok()?.split(' ').collect();
-            let [number, length, hash] = words[..] else { return None };
-            let (number, length): (u64, usize) = (number.parse().ok()?, length.parse().ok()?);
-            let content = &slot[line.len() + 1..][..length];
-            assert!(slot[line.len() + 1 + length..].iter().all(|byte| *byte == 0));
-            assert_eq!(blake3::hash(&[&number.to_le_bytes()[..], content].concat()).to_hex().as_str(), hash);
-            Some((number, serde_json::from_slice::<serde_json::Value>(content).expect("JSON")))
-        });
-        let (_, content) = slots.max_by_key(|(number, _)| *number).expect("a slot");
-        assert!(content["published"].as_array().is_some_and(|places| places.len() == 1), "{content}");
-        rig.detach(&volume).await;
-        rig.finish();
+async fn the_worked_example_and_the_format_are_as_the_pages_say(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs)] pool: PoolKind,
+) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("example", 8 * BLOCK as i64).await;
+    let mut content = Content::default();
+    let members = |path: &Path| -> Vec<u32> {
+        MapFile::open(path).expect("open").segment(SegmentIndex(0)).expect("segment").into_iter().collect()
+    };
+    let is_compared = |rig: &Rig, id: &str| {
+        let dir = live(rig, id);
+        let changed = MapFile::open(&dir.changed()).expect("open");
+        is_hashed(&dir) && (changed.header().relative_to.is_none() || changed.is_exact())
+    };
+    for (block, letter) in [(0, b'A'), (1, b'B'), (2, b'C')] {
+        content.write(&device, block, 1, letter);
     }
+    let first = rig.client.create_snapshot("1", &volume).await.expect("snapshot").snapshot_id;
+    for (block, letter) in [(4, b'E'), (2, b'D'), (1, b'B')] {
+        content.write(&device, block, 1, letter);
+    }
+    content.discard(&device, 0, 1);
+    let second = rig.client.create_snapshot("2", &volume).await.expect("snapshot").snapshot_id;
+    until("the second is compared", || is_compared(&rig, &second)).await;
+    assert_eq!(members(&live(&rig, &second).allocated()), [1, 2, 4], "{pool:?}");
+    assert_eq!(members(&live(&rig, &second).changed()), [0, 2, 4], "{pool:?}");
+    content.write(&device, 5, 1, b'F');
+    content.discard(&device, 4, 1);
+    content.write(&device, 2, 1, b'C');
+    let third = rig.client.create_snapshot("3", &volume).await.expect("snapshot").snapshot_id;
+    until("the third is compared", || is_compared(&rig, &third)).await;
+    assert_eq!(members(&live(&rig, &third).changed()), [2, 4, 5], "{pool:?}");
+    let list = rig.client.delta(&first, &third, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), [0, 5], "{pool:?}");
+
+    let dir = live(&rig, &third);
+    let map = std::fs::read(dir.changed()).expect("read");
+    let (rest, trailer) = map.split_at(map.len() - 108);
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+    assert_eq!(&trailer[..8], b"dpathmap");
+    assert_eq!(
+        [(8, 12), (12, 16), (16, 24), (24, 32), (32, 36)].map(|(from, to)| number(&trailer[from..to])),
+        [2, BLOCK, 8, 1, 1]
+    );
+    assert_eq!(trailer[36..76].trim_ascii_end().split(|byte| *byte == 0).next(), Some(second.as_bytes()));
+    let (payloads, table) = rest.split_at(rest.len() - 48);
+    let at = number(&table[8..16]) as usize;
+    let payload = &payloads[at..][..number(&table[4..8]) as usize];
+    assert_eq!(&table[16..], blake3::hash(payload).as_bytes());
+    assert_eq!(&trailer[76..], blake3::hash(&map[map.len() - 108 - 48..map.len() - 32]).as_bytes());
+
+    let page = std::fs::read(dir.hashes()).expect("read")[..4096].to_owned();
+    assert_eq!(&page[5 * 32..6 * 32], hash_of(&device, 5).as_bytes(), "the slot of block 5");
+    assert_eq!(number(&page[4064..4068]), 1);
+    let sealed = [&1u32.to_le_bytes()[..], &0u64.to_le_bytes(), &page[..4064]].concat();
+    assert_eq!(&page[4068..], &blake3::hash(&sealed).as_bytes()[..28]);
+
+    let state = std::fs::read(rig.pool_dir().join("volumes").join(&volume).join("state.json")).expect("read");
+    assert_eq!(state.len(), 2 * 8192);
+    let slots = state.chunks(8192).filter_map(|slot| {
+        let line = slot.split(|byte| *byte == b'\n').next()?;
+        let words: Vec<&str> = std::str::from_utf8(line).ok()?.split(' ').collect();
+        let [number, length, hash] = words[..] else { return None };
+        let (number, length): (u64, usize) = (number.parse().ok()?, length.parse().ok()?);
+        let content = &slot[line.len() + 1..][..length];
+        assert!(slot[line.len() + 1 + length..].iter().all(|byte| *byte == 0));
+        assert_eq!(blake3::hash(&[&number.to_le_bytes()[..], content].concat()).to_hex().as_str(), hash);
+        Some((number, serde_json::from_slice::<serde_json::Value>(content).expect("JSON")))
+    });
+    let (_, content) = slots.max_by_key(|(number, _)| *number).expect("a slot");
+    assert!(content["published"].as_array().is_some_and(|places| places.len() == 1), "{content}");
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 fn hash_of(device: &Path, block: u64) -> blake3::Hash {

@@ -7,9 +7,9 @@ use deltapath::sys::{self, blockdev};
 use proto::CapacityRange;
 use tonic::Code;
 
-#[cfg(feature = "failpoints")]
-use crate::crash::{Cut, Orders, Point};
 use testkit::content::{Content, blocks_of};
+#[cfg(feature = "failpoints")]
+use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
 
 const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];

@@ -46,7 +46,7 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
     let address = free_address();
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--metrics-address", &address.to_string()], "info").await;
     let (volume, device) = rig.block_volume("counted", 8 * MIB).await;
-    let mut orders = crate::crash::Orders::new(rig.dir.path());
+    let mut orders = testkit::orders::Orders::new(rig.dir.path());
     orders.hold(1, "hashing", 5_000);
     let mut content = Content::default();
     content.write(&device, 0, 10, 1);

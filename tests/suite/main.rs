@@ -8,6 +8,7 @@ mod chaos;
 mod check;
 mod cluster_classes;
 mod cluster_docs;
+mod cluster_faults;
 mod cluster_image;
 mod cluster_rbac;
 mod cluster_rules;

@@ -9,25 +9,27 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// What kustomize can build.
-pub const KUSTOMIZATIONS: [&str; 9] = [
+pub const KUSTOMIZATIONS: [&str; 10] = [
     "deploy/base",
     "deploy/overlays/aggregated",
     "deploy/overlays/attach",
     "deploy/overlays/community-sidecar",
     "deploy/overlays/differential",
     "deploy/overlays/distributed",
+    "deploy/overlays/faults",
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
     "deploy/snapshot-controller/base",
 ];
 /// Those of them that hold a driver.
-pub const OVERLAYS: [&str; 8] = [
+pub const OVERLAYS: [&str; 9] = [
     "deploy/base",
     "deploy/overlays/aggregated",
     "deploy/overlays/attach",
     "deploy/overlays/community-sidecar",
     "deploy/overlays/differential",
     "deploy/overlays/distributed",
+    "deploy/overlays/faults",
     "deploy/overlays/kind",
     "deploy/overlays/kind-distributed",
 ];

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
-use testkit::{MIB, POOLS, PoolKind, Rig, code, leftovers, set_state, state_path, status_code};
+use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, state_path, status_code};
 
 fn with_mode(mut capability: VolumeCapability, mode: Mode) -> VolumeCapability {
     capability.access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
@@ -130,34 +130,35 @@ async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
     rig.finish();
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word() {
-    let filesystems = ["ext4", "xfs", "btrfs"];
-    for (pool, fs_type) in POOLS.into_iter().flat_map(|pool| filesystems.map(|fs_type| (pool, fs_type))) {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let one = with_mode(mount_capability(fs_type), Mode::SingleNodeSingleWriter);
-        let request = new_volume("files", 300 * MIB, one.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        for round in 0..3 {
-            let target = rig.client.publish(&volume, one.clone(), false, &kubelet).await.expect("publish");
-            let mount = deltapath::sys::mount::mounted_at(&target).expect("mountinfo").expect("mounted");
-            assert_eq!(mount.fs_type, fs_type);
-            for earlier in 0..round {
-                assert_eq!(std::fs::read(target.join(earlier.to_string())).expect("read"), b"kept");
-            }
-            std::fs::write(target.join(round.to_string()), "kept").expect("write");
-            let second = rig.dir.path().join("second");
-            let another = publish_at(&rig, &volume, &second, one.clone(), false);
-            let refused = rig.client.node.node_publish_volume(another).await;
-            assert_eq!(status_code(refused), Code::FailedPrecondition, "one writer has one target");
-            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish again");
-            assert!(!target.exists());
+async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let one = with_mode(mount_capability(fs_type), Mode::SingleNodeSingleWriter);
+    let request = new_volume("files", 300 * MIB, one.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    for round in 0..3 {
+        let target = rig.client.publish(&volume, one.clone(), false, &kubelet).await.expect("publish");
+        let mount = deltapath::sys::mount::mounted_at(&target).expect("mountinfo").expect("mounted");
+        assert_eq!(mount.fs_type, fs_type);
+        for earlier in 0..round {
+            assert_eq!(std::fs::read(target.join(earlier.to_string())).expect("read"), b"kept");
         }
-        rig.finish();
+        std::fs::write(target.join(round.to_string()), "kept").expect("write");
+        let second = rig.dir.path().join("second");
+        let another = publish_at(&rig, &volume, &second, one.clone(), false);
+        let refused = rig.client.node.node_publish_volume(another).await;
+        assert_eq!(status_code(refused), Code::FailedPrecondition, "one writer has one target");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish again");
+        assert!(!target.exists());
     }
+    rig.finish();
 }
 
 /// A volume that holds a block, or came from something, is never formatted, whatever `blkid` says.

@@ -10,7 +10,8 @@ use tokio::runtime::Runtime;
 use tonic::Code;
 
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, GIB, PoolKind, Rig, code};
+use testkit::subject::{Subject, key_of};
+use testkit::{BLOCK, GIB, PoolKind, code};
 
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;
@@ -146,7 +147,7 @@ impl Model {
     }
 }
 
-async fn create(rig: &mut Rig, model: &mut Model, case: usize, block_size: u64) {
+async fn create(rig: &mut Subject<'_>, model: &mut Model, case: usize, block_size: u64) {
     let mut request = new_volume(&model.name("volume", case), SIZE, block_capability());
     request.parameters.insert("blockSize".into(), block_size.to_string());
     let id = rig.client.create_volume(request).await.expect("create").volume_id;
@@ -154,7 +155,7 @@ async fn create(rig: &mut Rig, model: &mut Model, case: usize, block_size: u64) 
     model.volumes.push(Volume { id, device, size: SIZE as u64, content: Content::default() });
 }
 
-async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
+async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Step, case: usize) {
     let count = model.volumes.len();
     match step {
         Step::Write { volume, at, fill } if count > 0 => {
@@ -180,6 +181,11 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
             let mut picked = vec![one % count, two % count];
             picked.dedup();
             let ids: Vec<String> = picked.iter().map(|volume| model.volumes[*volume].id.clone()).collect();
+            if ids.iter().any(|id| key_of(id) != key_of(&ids[0])) {
+                let refused = rig.client.create_group(&name, &ids).await;
+                assert_eq!(code(refused), Code::FailedPrecondition, "on different nodes");
+                return;
+            }
             let group = rig.client.create_group(&name, &ids).await.expect("nobody writes meanwhile");
             let members: Vec<String> =
                 group.snapshots.iter().map(|member| member.snapshot_id.clone()).collect();
@@ -236,7 +242,7 @@ async fn apply(rig: &mut Rig, model: &mut Model, step: &Step, case: usize) {
 }
 
 /// Deletes a snapshot that the model no longer holds; a member of a group goes with its group.
-async fn delete(rig: &mut Rig, model: &mut Model, gone: Snapshot) {
+async fn delete(rig: &mut Subject<'_>, model: &mut Model, gone: Snapshot) {
     match &gone.group {
         None => rig.client.delete_snapshot(&gone.id).await.expect("delete"),
         Some((group, members)) => {
@@ -250,8 +256,14 @@ async fn delete(rig: &mut Rig, model: &mut Model, gone: Snapshot) {
     model.settle();
 }
 
+/// No delta of what is not there, nor of what is on two nodes.
+async fn refused(rig: &mut Subject<'_>, base: &str, target: &str, why: &str) {
+    let expected = if key_of(base) == key_of(target) { Code::NotFound } else { Code::InvalidArgument };
+    assert_eq!(code(rig.client.delta(base, target, 0, 0).await), expected, "{why}");
+}
+
 /// Compares all that the driver says with the model.
-async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i32)]) {
+async fn check(rig: &mut Subject<'_>, model: &Model, block_size: u64, offsets: &[(u64, i32)]) {
     for volume in &model.volumes {
         for window in WINDOWS.into_iter().filter(|window| (window + WINDOW) * BLOCK <= volume.size) {
             volume.content.assert_equals(&volume.device, window, WINDOW);
@@ -264,13 +276,13 @@ async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i
     }
     for gone in &model.forgotten {
         for target in &model.snapshots {
-            assert_eq!(code(rig.client.delta(gone, &target.id, 0, 0).await), Code::NotFound, "forgotten");
+            refused(rig, gone, &target.id, "forgotten").await;
         }
     }
     for base in &model.retained {
         assert_eq!(code(rig.client.allocated(&base.id, 0, 0).await), Code::NotFound, "deleted");
         for target in &model.snapshots {
-            assert_eq!(code(rig.client.delta(&target.id, &base.id, 0, 0).await), Code::NotFound, "deleted");
+            refused(rig, &target.id, &base.id, "deleted").await;
         }
     }
     for base in model.snapshots.iter().chain(&model.retained) {
@@ -309,7 +321,7 @@ async fn check(rig: &mut Rig, model: &Model, block_size: u64, offsets: &[(u64, i
     }
 }
 
-async fn clear(rig: &mut Rig, mut model: Model) {
+async fn clear(rig: &mut Subject<'_>, mut model: Model) {
     for volume in std::mem::take(&mut model.volumes) {
         rig.detach(&volume.id).await;
         rig.client.delete_volume(&volume.id).await.expect("delete");
@@ -327,7 +339,8 @@ fn offset() -> impl Strategy<Value = (u64, i32)> {
     (near, prop_oneof![Just(0), 1..6i32, Just(i32::MAX)])
 }
 
-fn lives(pool: PoolKind, style: &'static str) {
+/// `routed`: so many drivers behind a router, where what is restored and cloned goes to one node after the other.
+fn lives(pool: PoolKind, routed: Option<usize>, style: &'static str) {
     let runtime = Runtime::new().expect("runtime");
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(40);
     let mut runner = TestRunner::new(Config {
@@ -338,7 +351,7 @@ fn lives(pool: PoolKind, style: &'static str) {
     });
     let retained = RETAINED.to_string();
     let flags = ["--block-metadata-type", style, "--retain-deleted", &retained];
-    let start = || runtime.block_on(Rig::start_with(pool, &flags, "warn"));
+    let start = || runtime.block_on(Subject::start(pool, routed, &flags, "warn"));
     let rig = std::cell::RefCell::new(start());
     let log = std::cell::RefCell::new(String::new());
     let case = std::cell::Cell::new(0);
@@ -379,35 +392,47 @@ fn lives(pool: PoolKind, style: &'static str) {
 #[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_dir_variable() {
-    lives(PoolKind::Dir, "variable");
+    lives(PoolKind::Dir, None, "variable");
 }
 
 #[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_dir_fixed() {
-    lives(PoolKind::Dir, "fixed");
+    lives(PoolKind::Dir, None, "fixed");
 }
 
 #[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_xfs_variable() {
-    lives(PoolKind::Xfs, "variable");
+    lives(PoolKind::Xfs, None, "variable");
 }
 
 #[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_xfs_fixed() {
-    lives(PoolKind::Xfs, "fixed");
+    lives(PoolKind::Xfs, None, "fixed");
 }
 
 #[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_btrfs_variable() {
-    lives(PoolKind::Btrfs, "variable");
+    lives(PoolKind::Btrfs, None, "variable");
 }
 
 #[test_with::root]
 #[test]
 fn any_life_gives_exact_deltas_on_btrfs_fixed() {
-    lives(PoolKind::Btrfs, "fixed");
+    lives(PoolKind::Btrfs, None, "fixed");
+}
+
+#[test_with::root]
+#[test]
+fn any_life_on_two_nodes_behind_a_router_gives_exact_deltas() {
+    lives(PoolKind::Xfs, Some(2), "variable");
+}
+
+#[test_with::root]
+#[test]
+fn any_life_on_three_nodes_behind_a_router_gives_exact_deltas() {
+    lives(PoolKind::Dir, Some(3), "fixed");
 }

@@ -192,49 +192,48 @@ fn interrupt_verify(rig: &Rig) {
 
 /// CreateSnapshot leaves the hashing to later; a driver that is killed before it is done is followed by one
 /// that goes on. Deltas asked meanwhile are exact, and in the end every hash is right.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn hashing_goes_on_after_a_kill() {
-    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
-        let mut rig = Rig::start(pool).await;
-        let (volume, device) = rig.block_volume("volume", 1024 * MIB).await;
-        let mut content = Content::default();
-        for start in (0..131_072).step_by(4096) {
-            content.write(&device, start, 4096, 1);
-        }
-        let first = rig.snapshot("first", &volume).await;
-        let pending = MapFile::open(&snapshot_dir(&rig, &first).pending()).and_then(|map| map.count());
-        rig.kill();
-        assert_eq!(pending.expect("pending"), 131_072, "{pool:?}: nothing is hashed when the call returns");
-        rig.start_again().await;
-        let before = content.clone();
-        content.write(&device, 70_000, 50, 2);
-        content.discard(&device, 5, 5);
-        let second = rig.snapshot("second", &volume).await;
-        let expected = content.changed_since(&before, BLOCK);
-        let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: while it is being hashed");
-        for id in [&first, &second] {
-            hashed(&snapshot_dir(&rig, id)).await;
-        }
-        let changed = snapshot_dir(&rig, &second).changed();
-        until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
-        let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
-        assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: when it is hashed");
-        let seen = verify(&rig.data_dir());
-        assert!(seen.status.success(), "{pool:?}: {seen:?}");
-        rig.detach(&volume).await;
-        assert!(rig.terminate().success());
-        // Without a driver it mounts the pool for the look.
-        let seen = verify(&rig.data_dir());
-        assert!(seen.status.success(), "{pool:?}: {seen:?}");
-        let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
-        assert_eq!((&report["snapshots"], &report["bytes"]), (&2.into(), &(2 * 512 * MIB - 5 * 4096).into()));
-        assert_eq!(report["unhashed"], 0);
-        interrupt_verify(&rig);
-        rig.start_again().await;
-        rig.finish();
+async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, device) = rig.block_volume("volume", 1024 * MIB).await;
+    let mut content = Content::default();
+    for start in (0..131_072).step_by(4096) {
+        content.write(&device, start, 4096, 1);
     }
+    let first = rig.snapshot("first", &volume).await;
+    let pending = MapFile::open(&snapshot_dir(&rig, &first).pending()).and_then(|map| map.count());
+    rig.kill();
+    assert_eq!(pending.expect("pending"), 131_072, "{pool:?}: nothing is hashed when the call returns");
+    rig.start_again().await;
+    let before = content.clone();
+    content.write(&device, 70_000, 50, 2);
+    content.discard(&device, 5, 5);
+    let second = rig.snapshot("second", &volume).await;
+    let expected = content.changed_since(&before, BLOCK);
+    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: while it is being hashed");
+    for id in [&first, &second] {
+        hashed(&snapshot_dir(&rig, id)).await;
+    }
+    let changed = snapshot_dir(&rig, &second).changed();
+    until("compared", || MapFile::open(&changed).is_ok_and(|map| map.is_exact())).await;
+    let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&list, BLOCK), expected, "{pool:?}: when it is hashed");
+    let seen = verify(&rig.data_dir());
+    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    rig.detach(&volume).await;
+    assert!(rig.terminate().success());
+    // Without a driver it mounts the pool for the look.
+    let seen = verify(&rig.data_dir());
+    assert!(seen.status.success(), "{pool:?}: {seen:?}");
+    let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
+    assert_eq!((&report["snapshots"], &report["bytes"]), (&2.into(), &(2 * 512 * MIB - 5 * 4096).into()));
+    assert_eq!(report["unhashed"], 0);
+    interrupt_verify(&rig);
+    rig.start_again().await;
+    rig.finish();
 }
 
 /// Flips one bit of a file.

@@ -76,55 +76,55 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(
 
 /// Seen elsewhere: a Block volume made from a Filesystem snapshot holds an archive's bytes.
 /// Here both are images of the same device.
+#[rstest::rstest]
+#[case::ext4_on_dir(PoolKind::Dir, "ext4")]
+#[case::ext4_on_xfs(PoolKind::Xfs, "ext4")]
+#[case::xfs_on_xfs(PoolKind::Xfs, "xfs")]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_filesystem_snapshot_restores_as_a_block_volume() {
-    for (pool, fs_type) in [(PoolKind::Dir, "ext4"), (PoolKind::Xfs, "ext4"), (PoolKind::Xfs, "xfs")] {
-        let mut rig = Rig::start(pool).await;
-        let kubelet = rig.kubelet();
-        let request = new_volume("files", 300 * MIB, mount_capability(fs_type));
-        let volume = rig.client.create_volume(request).await.expect("create");
-        let target = rig.client.publish(&volume.volume_id, mount_capability(fs_type), false, &kubelet).await;
-        let target = target.expect("publish");
-        // Buffered, on a live filesystem.
-        File::create(target.join("hello")).and_then(|mut file| file.write_all(b"world")).expect("write");
-        let snapshot = rig.snapshot("live", &volume.volume_id).await;
-        std::fs::write(target.join("hello"), b"overwritten").expect("write");
+async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind, #[case] fs_type: &str) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("files", 300 * MIB, mount_capability(fs_type));
+    let volume = rig.client.create_volume(request).await.expect("create");
+    let target = rig.client.publish(&volume.volume_id, mount_capability(fs_type), false, &kubelet).await;
+    let target = target.expect("publish");
+    // Buffered, on a live filesystem.
+    File::create(target.join("hello")).and_then(|mut file| file.write_all(b"world")).expect("write");
+    let snapshot = rig.snapshot("live", &volume.volume_id).await;
+    std::fs::write(target.join("hello"), b"overwritten").expect("write");
 
-        // As a device, the way a backup tool reads it.
-        let (block, device) = rig.volume_from("as block", 300 * MIB, from_snapshot(&snapshot)).await;
-        let found =
-            deltapath::sys::program::run("blkid", &["-p", "-o", "value", "-s", "TYPE"], &device, |code| {
-                code == 0
-            });
-        assert_eq!(String::from_utf8_lossy(&found.expect("blkid").stdout).trim(), fs_type);
-        if fs_type == "ext4" {
-            let check = deltapath::sys::program::run("fsck.ext4", &["-n", "-f"], &device, |code| code == 0);
-            check.expect("a clean filesystem");
-        }
-        let allocated =
-            rig.client.allocated(&snapshot, 0, 0).await.expect("metadata of a Filesystem snapshot");
-        assert!(allocated.bytes() > 0 && allocated.bytes() < 150 << 20);
-        rig.detach(&block).await;
-
-        // And as a filesystem again, mounted beside its source.
-        let mut request = new_volume("as files", 300 * MIB, mount_capability(fs_type));
-        request.volume_content_source = Some(from_snapshot(&snapshot));
-        let restored = rig.client.create_volume(request).await.expect("create");
-        let beside =
-            rig.client.publish(&restored.volume_id, mount_capability(fs_type), false, &kubelet).await;
-        assert_eq!(std::fs::read(beside.expect("publish").join("hello")).expect("read"), b"world");
-        for id in [&restored.volume_id, &volume.volume_id] {
-            rig.client.unpublish(id, &kubelet).await.expect("unpublish");
-        }
-        if fs_type == "xfs" {
-            // Only now: a frozen xfs keeps its log dirty, so that a mount looks after open files.
-            let image = rig.pool_dir().join("volumes").join(&restored.volume_id).join("bytes/data.img");
-            let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
-            check.expect("a clean filesystem");
-        }
-        rig.finish();
+    // As a device, the way a backup tool reads it.
+    let (block, device) = rig.volume_from("as block", 300 * MIB, from_snapshot(&snapshot)).await;
+    let found =
+        deltapath::sys::program::run("blkid", &["-p", "-o", "value", "-s", "TYPE"], &device, |code| {
+            code == 0
+        });
+    assert_eq!(String::from_utf8_lossy(&found.expect("blkid").stdout).trim(), fs_type);
+    if fs_type == "ext4" {
+        let check = deltapath::sys::program::run("fsck.ext4", &["-n", "-f"], &device, |code| code == 0);
+        check.expect("a clean filesystem");
     }
+    let allocated = rig.client.allocated(&snapshot, 0, 0).await.expect("metadata of a Filesystem snapshot");
+    assert!(allocated.bytes() > 0 && allocated.bytes() < 150 << 20);
+    rig.detach(&block).await;
+
+    // And as a filesystem again, mounted beside its source.
+    let mut request = new_volume("as files", 300 * MIB, mount_capability(fs_type));
+    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let restored = rig.client.create_volume(request).await.expect("create");
+    let beside = rig.client.publish(&restored.volume_id, mount_capability(fs_type), false, &kubelet).await;
+    assert_eq!(std::fs::read(beside.expect("publish").join("hello")).expect("read"), b"world");
+    for id in [&restored.volume_id, &volume.volume_id] {
+        rig.client.unpublish(id, &kubelet).await.expect("unpublish");
+    }
+    if fs_type == "xfs" {
+        // Only now: a frozen xfs keeps its log dirty, so that a mount looks after open files.
+        let image = rig.pool_dir().join("volumes").join(&restored.volume_id).join("bytes/data.img");
+        let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
+        check.expect("a clean filesystem");
+    }
+    rig.finish();
 }
 
 #[rstest::rstest]

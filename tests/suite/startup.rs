@@ -9,7 +9,7 @@ use proto::ListVolumesRequest;
 use tonic::Code;
 
 #[cfg(feature = "failpoints")]
-use crate::crash::{Cut, Orders};
+use testkit::orders::{Cut, Orders};
 use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, names, signal, wait};
 
 /// Runs a driver that must refuse to start, and returns what it said.

@@ -133,7 +133,7 @@ pub struct RunArguments {
     /// Image of the pod.
     #[arg(long, value_name = "IMAGE", default_value = concat!("cbt-backup:", env!("CARGO_PKG_VERSION")))]
     pub image: String,
-    /// Service account of the pod. It needs the rights in deploy/backup/account.yaml.
+    /// Service account of the pod. It needs the rights in deploy/backup/cronjob.yaml.
     #[arg(long, value_name = "NAME", default_value = "cbt-backup")]
     pub service_account: String,
     /// Seconds in which the snapshot must be ready, and then the pod must start.
@@ -173,7 +173,7 @@ pub struct RestoreArguments {
     #[arg(long)]
     pub overwrite: bool,
     /// Segments of 128 MiB at once.
-    #[arg(long, value_name = "NUMBER", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=32))]
+    #[arg(long, value_name = "NUMBER", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=32))]
     pub in_flight: u8,
 }
 

@@ -94,8 +94,8 @@ impl Device {
     }
 }
 
-/// Memory that direct reads can go to.
-#[derive(Debug)]
+/// Memory for direct reads and writes.
+#[derive(Debug, Default)]
 pub struct Buffer {
     bytes: Vec<u8>,
     start: usize,
@@ -109,8 +109,11 @@ impl Buffer {
         Buffer { bytes, start }
     }
 
-    /// The first bytes of it.
+    /// The first bytes of it. Where it is too short it becomes longer, and holds zeros.
     pub fn part(&mut self, length: usize) -> &mut [u8] {
+        if self.bytes.len() < self.start + length {
+            *self = Buffer::new(length);
+        }
         &mut self.bytes[self.start..self.start + length]
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use base::Stop;
 use files::{Context, change, durable};
-use nix::fcntl::{OFlag, PosixFadviseAdvice, posix_fadvise};
+use nix::fcntl::OFlag;
 use serde::Serialize;
 
 use crate::device::{Buffer, Device, is_zeros};
@@ -108,11 +108,24 @@ fn open_device(path: &Path, index: &Index) -> Result<File> {
     }
 }
 
+/// Bytes that are written at once.
+const LONGEST_WRITE: usize = 1 << 20;
+
+/// Blocks that lie side by side and are not written yet.
+#[derive(Default)]
+struct Run {
+    start: u64,
+    length: usize,
+    bytes: Buffer,
+}
+
 struct Job<'r> {
     repository: &'r Repository,
     index: &'r Index,
     base: Option<&'r Index>,
     file: &'r File,
+    /// The same past the page cache, where the filesystem can.
+    direct: Option<File>,
     path: &'r Path,
     /// Everything is a hole before.
     is_new: bool,
@@ -137,6 +150,7 @@ impl<'r> Job<'r> {
             index,
             base,
             file,
+            direct: File::options().write(true).custom_flags(OFlag::O_DIRECT.bits()).open(path).ok(),
             path,
             is_new: false,
             stop,
@@ -233,50 +247,53 @@ impl<'r> Job<'r> {
             }
         }
         let extents: Vec<_> = ranges.iter().flat_map(|range| target.within(range)).collect();
+        let mut run = Run::default();
         self.repository.fetch(pieces(number, &extents, &packs), &mut |piece, bytes| {
             let length = (bytes.len() as u64).min(self.index.about.size - piece.offset) as usize;
-            written += self.write(piece.offset, &bytes[..length])?;
+            for (offset, block) in
+                (piece.offset..).step_by(BLOCK as usize).zip(bytes[..length].chunks(BLOCK as usize))
+            {
+                // What is a hole already stays one.
+                if !self.is_new || !is_zeros(block) {
+                    self.put(&mut run, offset, block)?;
+                    written += block.len() as u64;
+                }
+            }
             self.stop.check()?;
             Ok(())
         })?;
-        if written > 0 {
-            // The disk begins to write now, and not with the flush in the end. Nothing depends on it.
-            let _ = posix_fadvise(
-                self.file,
-                start as i64,
-                (end - start) as i64,
-                PosixFadviseAdvice::POSIX_FADV_DONTNEED,
-            );
-        }
+        self.write(&mut run)?;
         self.written.fetch_add(written, Ordering::Relaxed);
         progress.by(end - start, written);
         Ok(())
     }
 
-    /// Writes what is not a hole already, and says how many bytes that were.
-    fn write(&self, offset: u64, bytes: &[u8]) -> Result<u64> {
-        if !self.is_new {
-            change::write_at(self.file, self.path, bytes, offset)?;
-            return Ok(bytes.len() as u64);
+    /// Takes a block that is to be written, and writes those before it where it does not follow them.
+    fn put(&self, run: &mut Run, offset: u64, block: &[u8]) -> Result<()> {
+        if run.length > 0 && run.start + run.length as u64 != offset
+            || run.length + block.len() > LONGEST_WRITE
+        {
+            self.write(run)?;
         }
-        let (mut written, mut start, mut end) = (0, 0, 0);
-        let mut flush = |start: usize, end: usize| match start < end {
-            true => {
-                written += (end - start) as u64;
-                change::write_at(self.file, self.path, &bytes[start..end], offset + start as u64)
-            }
-            false => Ok(()),
-        };
-        for block in bytes.chunks(BLOCK as usize) {
-            let next = end + block.len();
-            if is_zeros(block) {
-                flush(start, end)?;
-                start = next;
-            }
-            end = next;
+        if run.length == 0 {
+            run.start = offset;
         }
-        flush(start, end)?;
-        Ok(written)
+        run.bytes.part(LONGEST_WRITE)[run.length..][..block.len()].copy_from_slice(block);
+        run.length += block.len();
+        Ok(())
+    }
+
+    fn write(&self, run: &mut Run) -> Result<()> {
+        let length = std::mem::take(&mut run.length);
+        let bytes = run.bytes.part(length);
+        // The end of the volume may be no whole block.
+        let direct = self.direct.as_ref().filter(|_| (length as u64).is_multiple_of(BLOCK));
+        match direct.map(|file| change::write_at(file, self.path, bytes, run.start)) {
+            Some(Ok(())) => Ok(()),
+            // Direct writes of the device want more than we know of.
+            Some(Err(error)) if error.errno() != Some(nix::libc::EINVAL) => Err(error.into()),
+            _ => Ok(change::write_at(self.file, self.path, bytes, run.start)?),
+        }
     }
 
     /// Makes blocks zeros.

@@ -2,8 +2,8 @@
 //!
 //! An id becomes a directory name, so its type can hold nothing but `<prefix>-<32 hex digits>`:
 //! whatever a client sends either parses into that or names nothing we made. The first eight digits
-//! are the [`Key`] of the data directory that the object was made in, so that whoever routes calls
-//! for many nodes knows the node by the id alone. The others are random and never reused, so a stale
+//! are the [`Key`] of the data directory that the object was made in, so that a router in front
+//! of many nodes knows the node by the id alone. The others are random and never reused, so a stale
 //! id cannot come to mean another object.
 
 use std::fmt;

@@ -12,19 +12,23 @@ use base::ByteRange;
 
 /// A read that takes longer went to the disk.
 const SLOW: Duration = Duration::from_micros(30);
-/// Bytes that are asked for at once, in how many ranges at most.
-const BYTES: u64 = 8 << 20;
-const RANGES: usize = 256;
+/// Bytes that are asked for at once, in how many ranges at most. Twice as many are on their way.
+const BYTES: u64 = 4 << 20;
+const RANGES: usize = 128;
 /// Bytes of a call: of more the kernel may take a part alone (its readahead or the disk's largest request).
 const PIECE: u64 = 128 << 10;
 
 /// How far ahead the kernel was asked.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
-    /// Whether the last read went to the disk.
+    /// Whether a read since the last call went to the disk, or waited for what is on its way.
     slow: bool,
+    /// Bytes before it were read.
+    read: u64,
     /// Bytes before it were asked for.
     asked: u64,
+    /// Bytes before it were asked for by the call before the last: once they are read, more is asked for.
+    before: u64,
 }
 
 impl Ahead {
@@ -37,38 +41,46 @@ impl Ahead {
     }
 
     fn took(&mut self, end: u64, time: Duration) {
-        // What was asked for may still be on its way, and the blocks after it too.
-        self.slow = time > SLOW && end >= self.asked;
+        self.slow |= time > SLOW;
+        self.read = end;
     }
 
-    /// After a read that went to the disk, asks for the next blocks of files, which will be read in this order.
+    /// After reads that went to the disk, asks for the next blocks of files, which will be read in this order: before the
+    /// last of those are read that were asked for, so that the disk always has some to read.
     pub(super) fn ask<'f, B: Iterator<Item = ByteRange>>(
         &mut self,
         blocks: impl FnOnce() -> B,
         files: impl Iterator<Item = &'f File> + Clone,
     ) {
-        if !std::mem::take(&mut self.slow) {
-            return;
-        }
-        let ranges = next_ranges(blocks());
-        self.asked = ranges.last().map_or(self.asked, |range| range.end);
-        let pieces = ranges.iter().flat_map(|range| {
+        for range in self.due(blocks) {
             let end = move |start| range.end.min(start + PIECE);
-            (range.start..range.end)
-                .step_by(PIECE as usize)
-                .map(move |start| ByteRange { start, end: end(start) })
-        });
-        for piece in pieces {
-            for file in files.clone() {
-                // Advice: where the kernel does not take it, the read is as slow as before.
-                let _ = posix_fadvise(
-                    file,
-                    piece.start as i64,
-                    piece.len() as i64,
-                    PosixFadviseAdvice::POSIX_FADV_WILLNEED,
-                );
+            for start in (range.start..range.end).step_by(PIECE as usize) {
+                for file in files.clone() {
+                    // Advice: where the kernel does not take it, the read is as slow as before.
+                    let _ = posix_fadvise(
+                        file,
+                        start as i64,
+                        (end(start) - start) as i64,
+                        PosixFadviseAdvice::POSIX_FADV_WILLNEED,
+                    );
+                }
             }
         }
+    }
+
+    /// What to ask for now.
+    fn due<B: Iterator<Item = ByteRange>>(&mut self, blocks: impl FnOnce() -> B) -> Vec<ByteRange> {
+        if !self.slow || self.read < self.before {
+            return Vec::new();
+        }
+        self.slow = false;
+        let from = self.asked.max(self.read);
+        let later = blocks().filter(|block| block.end > from);
+        let ranges = next_ranges(later.map(|block| ByteRange { start: block.start.max(from), ..block }));
+        if let Some(last) = ranges.last() {
+            (self.before, self.asked) = (from, last.end);
+        }
+        ranges
     }
 }
 
@@ -110,18 +122,43 @@ mod tests {
         assert_eq!(asked([1, 2, 3, 7, 9, 10]), [(1, 4), (7, 8), (9, 11)]);
         assert_eq!(asked(0..1 << 20), [(0, BYTES / KIB4)]);
         let scattered = asked((0..1000).map(|block| 2 * block));
-        assert_eq!((scattered.len(), scattered.last()), (RANGES, Some(&(510, 511))));
+        assert_eq!((scattered.len(), scattered.last()), (RANGES, Some(&(254, 255))));
         // A block larger than the limit is asked for all the same.
         let large = ByteRange { start: 0, end: 2 * BYTES };
         assert_eq!(next_ranges([large, large].into_iter()), [large]);
     }
 
-    #[test]
-    fn the_next_blocks_are_asked_for_after_a_slow_read_of_what_was_not_asked_for() {
-        let mut ahead = Ahead { slow: false, asked: 100 };
-        for (end, time, slow) in [(50, 2 * SLOW, false), (200, 2 * SLOW, true), (300, SLOW / 2, false)] {
-            ahead.took(end, time);
-            assert_eq!(ahead.slow, slow, "up to {end} in {time:?}");
+    /// Reads blocks 0, 1, ... of 4 KiB, slow ones where `slow` says so, and collects what is asked for before each.
+    fn asked_while_reading(count: u64, slow: impl Fn(u64) -> bool) -> Vec<(u64, Vec<(u64, u64)>)> {
+        let mut ahead = Ahead::default();
+        let mut asked = Vec::new();
+        for block in 0..count {
+            ahead.took((block + 1) * KIB4, if slow(block) { 2 * SLOW } else { SLOW / 2 });
+            let bytes = |block| ByteRange { start: block * KIB4, end: (block + 1) * KIB4 };
+            let ranges = ahead.due(|| (block + 1..count).map(bytes));
+            let ranges: Vec<_> = ranges.iter().map(|range| (range.start / KIB4, range.end / KIB4)).collect();
+            if !ranges.is_empty() {
+                asked.push((block, ranges));
+            }
         }
+        asked
+    }
+
+    #[test]
+    fn the_next_blocks_are_asked_for_before_the_last_of_those_on_their_way_are_read() {
+        let batch = BYTES / KIB4;
+        assert_eq!(asked_while_reading(10, |_| false), [], "all are cached");
+        let all_slow = asked_while_reading(4 * batch, |_| true);
+        let expected: [(u64, Vec<(u64, u64)>); 4] = [
+            (0, vec![(1, 1 + batch)]),
+            // The second at once, and each later one when the one before the last is read.
+            (1, vec![(1 + batch, 1 + 2 * batch)]),
+            (batch, vec![(1 + 2 * batch, 1 + 3 * batch)]),
+            (2 * batch, vec![(1 + 3 * batch, 4 * batch)]),
+        ];
+        assert_eq!(all_slow, expected);
+        // What follows a slow read is asked for, and nothing where the reads after it find all in the cache.
+        let one_slow = asked_while_reading(4 * batch, |block| block == 7);
+        assert_eq!(one_slow, [(7, vec![(8, 8 + batch)])]);
     }
 }

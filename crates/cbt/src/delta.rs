@@ -162,7 +162,7 @@ fn judge(base: Content, target: Content, zeros: &BlockHash) -> Verdict {
 /// the start are not read to the end.
 const AT_ONCE: usize = 64 << 10;
 
-/// Looks at a stop flag every so many blocks: each may cost two page reads. A block whose bytes are
+/// Looks at a stop flag after a number of blocks: each may cost two page reads. A block whose bytes are
 /// read looks for itself.
 const LOOK: u32 = 64;
 

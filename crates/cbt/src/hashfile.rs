@@ -255,7 +255,7 @@ impl HashReader {
         Ok(unknown)
     }
 
-    /// The same for whoever needs no hash where there is none: `None` also where the disk does not give it back.
+    /// The same for callers that can do without the hash: `None` also where the disk does not give it back.
     pub(super) fn get_if_readable(&mut self, block: Block) -> Result<Option<BlockHash>> {
         match self.get(block) {
             Err(Error::Sys(error)) if error.is_unreadable() => {

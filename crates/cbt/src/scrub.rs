@@ -54,7 +54,7 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
         }
         let unhashed = match pending.as_ref().map(|map| map.segment(index)) {
             Some(Ok(pending)) => pending,
-            // Told above; no slot is known to count.
+            // Reported above; no slot is known to count.
             _ => found.clone(),
         };
         progress((&found & &unhashed).len() * size.bytes());

@@ -20,7 +20,7 @@ pub mod listen;
 #[cfg(feature = "tls")]
 pub mod mutual;
 #[cfg(feature = "kubernetes")]
-mod object;
+pub mod object;
 #[cfg(feature = "program")]
 pub mod program;
 #[cfg(feature = "kubernetes")]

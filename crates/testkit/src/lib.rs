@@ -5,14 +5,18 @@
 
 pub mod api_server;
 pub mod bench;
+pub mod cluster;
 pub mod content;
 pub mod disk;
+pub mod lab;
 pub mod network;
 pub mod order;
+pub mod orders;
 pub mod places;
 pub mod plugin;
 pub mod reference;
 pub mod sanity;
+pub mod subject;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -85,6 +89,10 @@ pub struct Rig {
     log_filter: String,
     child: Option<Child>,
 }
+
+/// How long the kernel may take to let go of a device: another mount namespace, a container's say, may have a copy of a mount
+/// for a moment.
+pub const LETTING_GO: Duration = Duration::from_secs(60);
 
 /// A variable of [`Rig::environment`] that is not the driver's: the driver is started by this command line, whose words are
 /// separated by spaces and which it ends.
@@ -170,6 +178,17 @@ impl Rig {
         self.child.as_ref().expect("the driver runs").id()
     }
 
+    /// Which every id of the data directory's objects begins with.
+    pub fn key(&self) -> String {
+        let manifest = std::fs::read(self.data_dir().join("deltapath.json")).expect("deltapath.json");
+        let manifest: serde_json::Value = serde_json::from_slice(&manifest).expect("JSON");
+        manifest["key"].as_str().expect("a key").to_owned()
+    }
+
+    pub fn is_running(&self) -> bool {
+        self.child.is_some()
+    }
+
     /// SIGKILL, as a crash.
     pub fn kill(&mut self) {
         let mut child = self.child.take().expect("the driver runs");
@@ -210,6 +229,10 @@ impl Rig {
     pub fn finish(mut self) {
         let status = self.terminate();
         assert!(status.success(), "the driver ended with {status}\n{}", self.log());
+        let deadline = Instant::now() + LETTING_GO;
+        while !leftovers(self.dir.path()).is_empty() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
+        }
         let left = leftovers(self.dir.path());
         assert!(left.is_empty(), "left behind: {left:?}");
     }

@@ -14,11 +14,14 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
-pub(super) use queue::Hashing;
+pub(super) use queue::Queue;
 use queue::{Next, Part, TURN, Work};
 
-use super::history::header;
-use super::{Driver, Error, Result};
+use super::health::ReadErrors;
+use super::history::{Histories, header};
+use super::shared::Shared;
+use super::streams::Streams;
+use super::{Error, Result};
 use crate::store::{Index, SnapshotRecord};
 use crate::sys;
 use base::{Block, ObjectDir};
@@ -32,48 +35,57 @@ use files::durable;
 /// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
 const STEP: u64 = 1 << 30;
 
+/// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
+#[derive(Debug)]
+pub struct Hashing {
+    pub(super) shared: Arc<Shared>,
+    pub(super) histories: Arc<Histories>,
+    pub(super) queue: Arc<Queue>,
+    /// What hashing gives way to.
+    pub(super) streams: Arc<Streams>,
+    pub(super) read_errors: Arc<ReadErrors>,
+}
+
 /// The thread that hashes. Ends when dropped, after at most some megabytes.
 #[derive(Debug)]
 pub struct HashingThread {
-    driver: Option<Arc<Driver>>,
+    hashing: Arc<Hashing>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
 impl HashingThread {
     /// Starts hashing what is to be hashed, on all cores.
-    pub fn start(driver: Arc<Driver>) -> Result<Self> {
+    pub fn start(hashing: Arc<Hashing>) -> Result<Self> {
         let helpers = rayon::ThreadPoolBuilder::new()
             .thread_name(|number| format!("hash-{number}"))
             .start_handler(|_| sys::lower_priority())
             .build()
             .map_err(std::io::Error::other)
-            .context("start the hashing threads of", &driver.config().data_dir)?;
+            .context("start the hashing threads of", &hashing.shared.config.data_dir)?;
         let thread = std::thread::Builder::new().name("hashing".into()).spawn({
-            let driver = driver.clone();
-            move || driver.hash_behind(&helpers)
+            let hashing = hashing.clone();
+            move || hashing.run(&helpers)
         });
-        let thread = thread.context("start the hashing thread of", &driver.config().data_dir)?;
-        Ok(HashingThread { driver: Some(driver), thread: Some(thread) })
+        let thread = thread.context("start the hashing thread of", &hashing.shared.config.data_dir)?;
+        Ok(HashingThread { hashing, thread: Some(thread) })
     }
 }
 
 impl Drop for HashingThread {
     fn drop(&mut self) {
-        if let Some(driver) = self.driver.take() {
-            driver.hashing.cease();
-        }
+        self.hashing.queue.cease();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the hashing thread panicked");
         }
     }
 }
 
-impl Driver {
-    fn hash_behind(&self, helpers: &rayon::ThreadPool) {
-        self.take_up_hashing();
+impl Hashing {
+    fn run(&self, helpers: &rayon::ThreadPool) {
+        self.take_up();
         self.apply_retention();
         loop {
-            let work = match self.hashing.next() {
+            let work = match self.queue.next() {
                 Next::Work(work) => work,
                 Next::Retention => {
                     self.apply_retention();
@@ -82,22 +94,22 @@ impl Driver {
                 Next::Stop => return,
             };
             match self.work_on(&work, helpers) {
-                Ok(true) => self.hashing.done(&work),
-                Ok(false) => self.hashing.go_on(&work),
+                Ok(true) => self.queue.done(&work),
+                Ok(false) => self.queue.go_on(&work),
                 Err(error) if error.stopped().is_some() => return,
                 // What the parent held there is gone for good: no later try finds it.
                 Err(Error::Cbt(cbt::Error::Lost { what })) => {
                     tracing::warn!(snapshot_id = %work.id, what, "not compared with the snapshot before");
-                    self.hashing.done(&work);
+                    self.queue.done(&work);
                 }
                 // Deltas read its data instead.
                 Err(error) => {
-                    if let Some(record) = self.store.read(|index| index.known(&work.id)) {
-                        self.suspects.note(&record.volume, &error);
+                    if let Some(record) = self.shared.store.read(|index| index.known(&work.id)) {
+                        self.read_errors.note(&record.volume, &error);
                     }
-                    let error = error.explain(&self.config().data_dir);
+                    let error = error.explain(&self.shared.config.data_dir);
                     tracing::warn!(snapshot_id = %work.id, error, "a snapshot could not be hashed, trying again later");
-                    self.hashing.put_off(&work);
+                    self.queue.put_off(&work);
                 }
             }
         }
@@ -105,22 +117,22 @@ impl Driver {
 
     /// Forgets the retained snapshots of all volumes whose time is over.
     fn apply_retention(&self) {
-        let volumes: Vec<_> = self.store.read(|index| index.lines().cloned().collect());
+        let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
         for volume in volumes {
             let is_retained =
                 |index: &Index| index.line(&volume).any(|record| index.retained(&record.id).is_some());
-            if self.store.read(is_retained) {
-                self.history([&volume]).apply_retention(&volume);
+            if self.shared.store.read(is_retained) {
+                self.histories.hold([&volume]).apply_retention(&volume);
             }
-            if self.hashing.stop.check().is_err() {
+            if self.queue.stop.check().is_err() {
                 return;
             }
         }
     }
 
-    /// Does a step of the work on a snapshot; tells whether it was the last.
+    /// Does a step of the work on a snapshot; returns whether it was the last.
     fn work_on(&self, work: &Work, helpers: &rayon::ThreadPool) -> Result<bool> {
-        let known = || self.store.read(|index| index.known(&work.id));
+        let known = || self.shared.store.read(|index| index.known(&work.id));
         let Some(record) = known() else { return Ok(true) };
         let done = self.work_on_part(work.part, &record, helpers);
         // It went meanwhile, for good.
@@ -134,8 +146,8 @@ impl Driver {
                 if !self.hash_snapshot(record, None, helpers)? {
                     return Ok(false);
                 }
-                self.check_allocated(record)?;
-                self.free_when_sound(record)?;
+                self.histories.check_allocated(record)?;
+                self.histories.free_when_sound(record)?;
                 Ok(true)
             }
         }
@@ -144,13 +156,15 @@ impl Driver {
     /// Hashes what may have changed since the parent, in the parent and the snapshot, and then keeps what did.
     fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
         // Where it is damaged, deltas compare all blocks.
-        let Some(changed) = MapFile::open_sound(&self.store.snapshot_dir(record).changed())? else {
+        let Some(changed) = MapFile::open_sound(&self.shared.store.snapshot_dir(record).changed())? else {
             return Ok(true);
         };
         let Some(relation) = changed.header().relative_to.clone().filter(|relation| !relation.exact) else {
             return Ok(true);
         };
-        let Some(parent) = self.store.read(|index| index.known(&relation.snapshot)) else { return Ok(true) };
+        let Some(parent) = self.shared.store.read(|index| index.known(&relation.snapshot)) else {
+            return Ok(true);
+        };
         for record in [&parent, record] {
             if !self.hash_snapshot(record, Some(&changed), helpers)? {
                 return Ok(false);
@@ -160,7 +174,7 @@ impl Driver {
         Ok(true)
     }
 
-    /// Hashes a step of what is left of a snapshot, of these blocks `only` where there are such; tells whether it was
+    /// Hashes a step of what is left of a snapshot, of these blocks `only` where some are given; returns whether it was
     /// the last.
     ///
     /// 1. Write the slots of a step, take out those of its blocks that are holes now, and sync them: its blocks are
@@ -172,7 +186,7 @@ impl Driver {
         only: Option<&MapFile>,
         helpers: &rayon::ThreadPool,
     ) -> Result<bool> {
-        let dir = self.store.snapshot_dir(record);
+        let dir = self.shared.store.snapshot_dir(record);
         let step = match self.hash_step(record, only, helpers) {
             // The snapshot went, or its bytes were freed: there is nothing to hash any more.
             Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error))
@@ -183,18 +197,18 @@ impl Driver {
             step => step?,
         };
         let Some(step) = step else { return Ok(true) };
-        let _history = self.history([&record.volume]);
-        if self.store.read(|index| index.known(&record.id)).is_none() {
+        let _history = self.histories.hold([&record.volume]);
+        if self.shared.store.read(|index| index.known(&record.id)).is_none() {
             return Ok(true);
         }
         step.replace_pending(&dir)?;
-        self.hashing.progress(record, step.done);
+        self.queue.progress(record, step.done);
         Ok(step.is_last)
     }
 
     /// Whether what may have changed in a snapshot was never compared.
     pub(super) fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
-        let changed = MapFile::open(&self.store.snapshot_dir(record).changed());
+        let changed = MapFile::open(&self.shared.store.snapshot_dir(record).changed());
         changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
     }
 
@@ -203,7 +217,7 @@ impl Driver {
     /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the old one, which holds what changed as well, and perhaps more.
     fn compare(&self, record: &SnapshotRecord, parent: &SnapshotRecord) -> Result<()> {
-        let dir = self.store.snapshot_dir(record);
+        let dir = self.shared.store.snapshot_dir(record);
         // Read again: a deletion may have merged another map into it meanwhile, and queued it again.
         let changed = MapFile::open(&dir.changed())?;
         let relation = changed.header().relative_to.clone();
@@ -217,7 +231,7 @@ impl Driver {
             durable::remove(&fresh)?;
             return written;
         }
-        self.history([&record.volume]).keep_compared(record, &relation, &fresh)
+        self.histories.hold([&record.volume]).keep_compared(record, &relation, &fresh)
     }
 
     fn write_compared(
@@ -232,9 +246,13 @@ impl Driver {
         let header = MapHeader { relative_to: Some(exact), ..changed.header().clone() };
         durable::remove(fresh)?;
         let mut writer = MapWriter::create(fresh, header)?;
-        let stop = &self.hashing.stop;
-        let mut scan =
-            DeltaScan::new(self.side(parent, stop)?, self.side(record, stop)?, Some(vec![changed]), Block(0));
+        let stop = &self.queue.stop;
+        let mut scan = DeltaScan::new(
+            self.histories.side(parent, stop)?,
+            self.histories.side(record, stop)?,
+            Some(vec![changed]),
+            Block(0),
+        );
         loop {
             match scan.next_run(stop, Instant::now() + TURN)? {
                 Found::Run(run) => writer.insert(run)?,
@@ -251,12 +269,12 @@ impl Driver {
         only: Option<&MapFile>,
         helpers: &rayon::ThreadPool,
     ) -> Result<Option<Rest>> {
-        let stop = &self.hashing.stop;
-        let dir = self.store.snapshot_dir(record);
+        let stop = &self.queue.stop;
+        let dir = self.shared.store.snapshot_dir(record);
         let pending = match MapFile::open_sound(&dir.pending())? {
             Some(pending) => pending,
             // Nothing is known to be hashed then.
-            None => self.healed(record, stop, || MapFile::open(&dir.allocated()))?,
+            None => self.histories.healed(record, stop, || MapFile::open(&dir.allocated()))?,
         };
         let wanted: Vec<SegmentIndex> = match only {
             None => pending.indexes().collect(),
@@ -277,7 +295,7 @@ impl Driver {
         let path = dir.data();
         let data = File::open(&path).context("open", &path)?;
         let also = data.try_clone().context("open", &path)?;
-        let allocated = self.healed(record, stop, || MapFile::open(&dir.allocated()))?;
+        let allocated = self.histories.healed(record, stop, || MapFile::open(&dir.allocated()))?;
         let allocated = Allocation::new(allocated, Some(also), &path);
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let size = record.block_size;
@@ -321,8 +339,8 @@ impl Driver {
     fn hashed_parent(&self, dir: &ObjectDir) -> Option<HashedParent> {
         let changed = MapFile::open(&dir.changed()).ok()?;
         let id = changed.header().relative_to.clone()?.snapshot;
-        let parent = self.store.read(|index| index.known(&id))?;
-        let dir = self.store.snapshot_dir(&parent);
+        let parent = self.shared.store.read(|index| index.known(&id))?;
+        let dir = self.shared.store.snapshot_dir(&parent);
         // `pending` before the hashes, as everywhere.
         let pending = MapFile::open(&dir.pending()).ok()?;
         let allocated = MapFile::open(&dir.allocated()).ok()?;

@@ -21,7 +21,7 @@ const RETRY: Duration = Duration::from_secs(5);
 
 /// The snapshots that are still to be hashed.
 #[derive(Debug, Default)]
-pub(in super::super) struct Hashing {
+pub(in super::super) struct Queue {
     state: Mutex<State>,
     wake: Condvar,
     pub(in super::super) stop: Stop,
@@ -129,7 +129,7 @@ impl State {
     }
 }
 
-impl Hashing {
+impl Queue {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn a_part_that_failed_waits_and_holds_up_no_other() {
-        let hashing = Hashing::default();
+        let hashing = Queue::default();
         let (place, now) = ((volume('a'), 1), Instant::now());
         hashing
             .state()

@@ -7,9 +7,9 @@ use std::path::Path;
 
 use roaring::RoaringBitmap;
 
+use super::super::Result;
 use super::super::locks::Key;
-use super::super::{Driver, Result};
-use super::{History, header};
+use super::{Histories, History, header};
 use crate::store::SnapshotRecord;
 use base::{ObjectDir, Stop};
 use cbt::{
@@ -18,7 +18,7 @@ use cbt::{
 use files::Context;
 use files::durable;
 
-impl Driver {
+impl Histories {
     /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
     /// been made again from the data.
     pub(in super::super) fn healed<T>(
@@ -29,7 +29,7 @@ impl Driver {
     ) -> cbt::Result<T> {
         match open() {
             Err(cbt::Error::Damaged { path, what })
-                if path == self.store.snapshot_dir(record).allocated() =>
+                if path == self.shared.store.snapshot_dir(record).allocated() =>
             {
                 self.write_allocated(record, &what, stop)?;
                 open()
@@ -49,8 +49,8 @@ impl Driver {
         what: &str,
         stop: &Stop,
     ) -> cbt::Result<()> {
-        let _map = self.locks.wait_until(Key::Map(record.id.clone()), stop)?;
-        let dir = self.store.snapshot_dir(record);
+        let _map = self.shared.locks.wait_until(Key::Map(record.id.clone()), stop)?;
+        let dir = self.shared.store.snapshot_dir(record);
         let (path, data_path) = (dir.allocated(), dir.data());
         if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
             // Somebody else has made it meanwhile.
@@ -73,17 +73,17 @@ impl Driver {
     /// wrong in one would be wrong in all that follow. Where a block of the map is one of the filesystem's, their number
     /// tells; else all extents are looked at.
     ///
-    /// A map that is wrong is made again. What else was made from it is not believed either: the blocks may have changed
+    /// A map that is wrong is made again. What else was made from it may be wrong too: the blocks may have changed
     /// since the parent, and until the child; they are to be hashed, and the parent is looked at next.
     pub(in super::super) fn check_allocated(&self, record: &SnapshotRecord) -> Result<()> {
-        let dir = self.store.snapshot_dir(record);
+        let dir = self.shared.store.snapshot_dir(record);
         let path = dir.data();
         if record.birth.is_none() || !path.exists() {
             return Ok(());
         }
         let data = File::open(&path).context("open", &path)?;
         let meta = data.metadata().context("stat", &path)?;
-        let map = self.healed(record, &self.hashing.stop, || MapFile::open(&dir.allocated()))?;
+        let map = self.healed(record, &self.queue.stop, || MapFile::open(&dir.allocated()))?;
         if record.block_size.bytes() == meta.blksize()
             && map.count().ok() == Some(meta.blocks() * 512 / meta.blksize())
         {
@@ -91,12 +91,12 @@ impl Driver {
         }
         let fresh = dir.allocated().with_extension("map.checked");
         durable::remove(&fresh)?;
-        scan_allocated(&data, &path, &fresh, header(record), &self.hashing.stop)?;
+        scan_allocated(&data, &path, &fresh, header(record), &self.queue.stop)?;
         let wrong = differing(&map, &MapFile::open(&fresh)?)?;
         if wrong.is_empty() {
             return Ok(durable::remove(&fresh)?);
         }
-        self.history([&record.volume]).replace_allocated(record, &fresh, &wrong)
+        self.hold([&record.volume]).replace_allocated(record, &fresh, &wrong)
     }
 
     /// Frees the bytes of a deleted snapshot whose maps and hashes are all that deltas need from now on. What is damaged
@@ -105,13 +105,13 @@ impl Driver {
         if !self.frees_bytes_of(record) {
             return Ok(());
         }
-        let dir = self.store.snapshot_dir(record);
+        let dir = self.shared.store.snapshot_dir(record);
         let count = || MapFile::open(&dir.allocated()).and_then(|map| map.count());
         if let Err(cbt::Error::Damaged { what, .. }) = count() {
-            self.write_allocated(record, &what, &self.hashing.stop)?;
+            self.write_allocated(record, &what, &self.queue.stop)?;
         }
         let lacking = self.without_hash(&dir)?;
-        self.history([&record.volume]).free_bytes(record, &lacking)
+        self.hold([&record.volume]).free_bytes(record, &lacking)
     }
 
     /// The allocated blocks of a snapshot whose hash is not there, for its page is damaged.
@@ -120,7 +120,7 @@ impl Driver {
         let mut hashes = HashReader::new(HashFile::open(&dir.hashes())?);
         let mut lacking = Segments::new();
         for index in allocated.indexes() {
-            self.hashing.stop.check()?;
+            self.queue.stop.check()?;
             let unknown = hashes.unknown(index, &allocated.segment(index)?)?;
             if !unknown.is_empty() {
                 lacking.push((index, unknown));
@@ -136,8 +136,8 @@ impl History<'_> {
     /// 1. Add them to `changed` of the snapshot and of its child, no longer exact, and to `pending`: all may hold too much.
     /// 2. Replace `allocated`. A crash before it leaves the map to the next snapshot's look.
     fn replace_allocated(&mut self, record: &SnapshotRecord, fresh: &Path, wrong: &Segments) -> Result<()> {
-        let driver = self.driver;
-        let store = &driver.store;
+        let histories = self.histories;
+        let store = &histories.shared.store;
         let dir = store.snapshot_dir(record);
         if !fresh.exists() {
             // It went meanwhile, for good.
@@ -168,7 +168,7 @@ impl History<'_> {
         add_to(&pending, header(record), wrong, &dir.pending())?;
         durable::replace_by(fresh, &dir.allocated())?;
         for record in neighbours.iter().flatten().map(|other| &**other).chain([record]) {
-            driver.hashing.add(record, driver.pending_bytes(record));
+            histories.queue.add(record, histories.pending_bytes(record));
         }
         Ok(())
     }
@@ -176,15 +176,15 @@ impl History<'_> {
     /// Frees the bytes of a deleted snapshot, unless another one needs them by now. Blocks that are `lacking` a hash are
     /// hashed again before.
     fn free_bytes(&mut self, record: &SnapshotRecord, lacking: &Segments) -> Result<()> {
-        let dir = self.driver.store.snapshot_dir(record);
+        let dir = self.histories.shared.store.snapshot_dir(record);
         if !lacking.is_empty() {
             add_to(&MapFile::open(&dir.pending())?, header(record), lacking, &dir.pending())?;
             // Later, for a disk that fails may not keep those either.
             let what = "pages of hashes that are needed once the data is freed are damaged".to_owned();
             return Err(cbt::Error::Damaged { path: dir.hashes(), what }.into());
         }
-        if self.driver.frees_bytes_of(record) && self.driver.pending_bytes(record) == 0 {
-            self.doomed.extend(self.driver.store.take_bytes(record)?);
+        if self.histories.frees_bytes_of(record) && self.histories.pending_bytes(record) == 0 {
+            self.to_remove.extend(self.histories.shared.store.take_bytes(record)?);
         }
         Ok(())
     }

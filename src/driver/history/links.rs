@@ -2,18 +2,31 @@
 
 use std::path::Path;
 
-use super::super::{Driver, Error, Result};
-use super::History;
+use super::super::{Error, Result};
+use super::{Histories, History};
 use crate::store::SnapshotRecord;
 use base::Stop;
-use cbt::{self, MapFile, MapHeader, Relation};
+use cbt::{self, MapFile, MapHeader, Relation, Side};
 use files::durable;
 
 /// The longest way between two snapshots that is walked map by map, each an open file; a longer one
 /// compares whole maps.
 const MAX_STEPS: usize = 64;
 
-impl Driver {
+impl Histories {
+    /// Maps, hashes and data of a snapshot that is compared with another one.
+    pub(in super::super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
+        let dir = self.shared.store.snapshot_dir(record);
+        let side =
+            self.healed(record, stop, || Side::open(&dir)).map_err(|error| Error::gone_or(error, record))?;
+        // Asked afterwards: bytes are freed after the deletion.
+        if side.data.is_none() && self.shared.store.read(|index| index.snapshot(&record.id).is_some()) {
+            let source = std::io::ErrorKind::NotFound.into();
+            return Err(files::Error { operation: "open", path: side.data_path, at: None, source }.into());
+        }
+        Ok(side)
+    }
+
     /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
     pub(in super::super) fn way(
         &self,
@@ -23,13 +36,13 @@ impl Driver {
         let mut maps = Vec::new();
         let mut at = target.clone();
         while at.id != base.id {
-            let map = match MapFile::open_sound(&self.store.snapshot_dir(&at).changed()) {
+            let map = match MapFile::open_sound(&self.shared.store.snapshot_dir(&at).changed()) {
                 Err(cbt::Error::Sys(error)) if error.is_not_found() => return Ok(None),
                 map => map?,
             };
             let Some(map) = map else { return Ok(None) };
             let Some(before) = map.header().relative_to.clone() else { return Ok(None) };
-            let before = self.store.read(|index| index.known(&before.snapshot));
+            let before = self.shared.store.read(|index| index.known(&before.snapshot));
             let Some(before) = before.filter(|before| before.sequence >= base.sequence) else {
                 return Ok(None);
             };
@@ -52,7 +65,7 @@ impl History<'_> {
         relation: &Relation,
         fresh: &Path,
     ) -> Result<()> {
-        let changed = self.driver.store.snapshot_dir(record).changed();
+        let changed = self.histories.shared.store.snapshot_dir(record).changed();
         match MapFile::open(&changed) {
             Ok(now) if now.header().relative_to.as_ref() == Some(relation) => {
                 Ok(durable::replace_by(fresh, &changed)?)
@@ -81,21 +94,22 @@ impl History<'_> {
         if !gone.tracking {
             return Ok(());
         }
-        let next = self
-            .driver
-            .store
-            .read(|index| index.line(&gone.volume).find(|record| record.sequence > gone.sequence).cloned());
+        let next =
+            self.histories.shared.store.read(|index| {
+                index.line(&gone.volume).find(|record| record.sequence > gone.sequence).cloned()
+            });
         let Some(next) = next else { return Ok(()) };
-        let next_dir = self.driver.store.snapshot_dir(&next);
+        let next_dir = self.histories.shared.store.snapshot_dir(&next);
         let theirs = MapFile::open(&next_dir.changed())?;
         if theirs.header().relative_to.as_ref().is_none_or(|relation| relation.snapshot != gone.id) {
             return Ok(());
         }
-        let ours = MapFile::open(&self.driver.store.snapshot_dir(gone).changed())?;
+        let ours = MapFile::open(&self.histories.shared.store.snapshot_dir(gone).changed())?;
         // The first there is hands nothing on: no delta leads past it, and the map would grow for ever.
         let relation = ours.header().relative_to.clone();
-        let is_known =
-            |relation: &Relation| self.driver.store.read(|index| index.known(&relation.snapshot)).is_some();
+        let is_known = |relation: &Relation| {
+            self.histories.shared.store.read(|index| index.known(&relation.snapshot)).is_some()
+        };
         let Some(relation) = relation.filter(is_known) else { return Ok(()) };
         // What changed twice may be as it was: no longer exact.
         let relative_to = Some(Relation { exact: false, ..relation });
@@ -106,7 +120,7 @@ impl History<'_> {
                 .map_err(Error::from)
                 .map(drop)
         })?;
-        self.driver.hashing.add(&next, self.driver.pending_bytes(&next));
+        self.histories.queue.add(&next, self.histories.pending_bytes(&next));
         Ok(())
     }
 }

@@ -15,32 +15,42 @@ mod retention;
 
 use std::sync::Arc;
 
+use super::Result;
+use super::hashing::Queue;
 use super::locks::{Key, OpGuard};
-use super::{Driver, Result};
+use super::shared::Shared;
 use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
 use base::VolumeId;
 use cbt::MapHeader;
 pub(super) use parent::Parent;
 pub use retention::Retention;
 
-/// The histories of one or more volumes, held: nobody else changes them meanwhile.
-pub(super) struct History<'d> {
-    driver: &'d Driver,
-    /// Declared before `doomed`, so dropped before it: freeing bytes may take long, and nobody has to wait for it.
-    _held: Vec<OpGuard>,
-    /// What is gone, and whose files are still to be removed.
-    doomed: Vec<Draft>,
+/// The snapshots of all volumes, and how they are linked.
+#[derive(Debug)]
+pub(super) struct Histories {
+    pub(super) shared: Arc<Shared>,
+    /// Where snapshots wait to be hashed.
+    pub(super) queue: Arc<Queue>,
 }
 
-impl Driver {
+/// The histories of one or more volumes, held: nobody else changes them meanwhile.
+pub(super) struct History<'h> {
+    histories: &'h Histories,
+    /// Declared before `to_remove`, so dropped before it: freeing bytes may take long, and nobody has to wait for it.
+    _held: Vec<OpGuard>,
+    /// What is gone, and whose files are still to be removed.
+    to_remove: Vec<Draft>,
+}
+
+impl Histories {
     /// Takes the histories of these volumes, waiting until they are free. All who take more than one do so in the order
     /// of their ids.
-    pub(super) fn history<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
+    pub(super) fn hold<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
         let mut volumes: Vec<_> = volumes.into_iter().collect();
         volumes.sort_unstable();
         volumes.dedup();
-        let held = volumes.into_iter().map(|id| self.locks.wait(Key::Chain(id.clone()))).collect();
-        History { driver: self, _held: held, doomed: Vec::new() }
+        let held = volumes.into_iter().map(|id| self.shared.locks.wait(Key::Chain(id.clone()))).collect();
+        History { histories: self, _held: held, to_remove: Vec::new() }
     }
 }
 
@@ -52,8 +62,8 @@ impl History<'_> {
         record: SnapshotRecord,
         pending: u64,
     ) -> Result<Arc<SnapshotRecord>> {
-        let record = self.driver.store.commit_snapshot(draft, record)?;
-        self.driver.hashing.add(&record, pending);
+        let record = self.histories.shared.store.commit_snapshot(draft, record)?;
+        self.histories.queue.add(&record, pending);
         // The one before may have been kept only until now.
         self.apply_retention(&record.volume);
         Ok(record)
@@ -68,9 +78,9 @@ impl History<'_> {
     ) -> Result<(Arc<GroupRecord>, Vec<Arc<SnapshotRecord>>)> {
         let (members, pending): (Vec<_>, Vec<_>) = members.into_iter().unzip();
         let made: Vec<_> = members.iter().cloned().map(Arc::new).collect();
-        let record = self.driver.store.commit_group(draft, record, members)?;
+        let record = self.histories.shared.store.commit_group(draft, record, members)?;
         for (member, pending) in made.iter().zip(pending) {
-            self.driver.hashing.add(member, pending);
+            self.histories.queue.add(member, pending);
             self.apply_retention(&member.volume);
         }
         Ok((record, made))
@@ -78,11 +88,13 @@ impl History<'_> {
 
     /// Deletes a snapshot: it is retained where deltas may still be asked from it, else it goes for good.
     pub(super) fn delete(&mut self, record: &SnapshotRecord) -> Result<()> {
-        let driver = self.driver;
-        if !(driver.is_worth_keeping(record) && retention::was_kept(driver.store.retain_snapshot(record))?) {
+        let histories = self.histories;
+        if !(histories.is_worth_keeping(record)
+            && retention::was_kept(histories.shared.store.retain_snapshot(record))?)
+        {
             self.hand_on(record);
-            self.doomed.push(driver.store.remove_snapshot(&record.id)?);
-            driver.hashing.forget(record);
+            self.to_remove.push(histories.shared.store.remove_snapshot(&record.id)?);
+            histories.queue.forget(record);
         }
         self.apply_retention(&record.volume);
         Ok(())
@@ -94,14 +106,14 @@ impl History<'_> {
         group: &GroupRecord,
         members: &[Arc<SnapshotRecord>],
     ) -> Result<()> {
-        let driver = self.driver;
-        let is_wanted = members.iter().any(|member| driver.is_worth_keeping(member));
-        if !(is_wanted && retention::was_kept(driver.store.retain_group(&group.id))?) {
+        let histories = self.histories;
+        let is_wanted = members.iter().any(|member| histories.is_worth_keeping(member));
+        if !(is_wanted && retention::was_kept(histories.shared.store.retain_group(&group.id))?) {
             for member in members {
                 self.hand_on(member);
             }
-            self.doomed.push(driver.store.remove_group(&group.id)?);
-            members.iter().for_each(|member| driver.hashing.forget(member));
+            self.to_remove.push(histories.shared.store.remove_group(&group.id)?);
+            members.iter().for_each(|member| histories.queue.forget(member));
         }
         for member in members {
             self.apply_retention(&member.volume);

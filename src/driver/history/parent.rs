@@ -1,6 +1,7 @@
 //! The snapshot that a new one builds on.
 
-use super::super::{Driver, Result};
+use super::super::Result;
+use super::Histories;
 use crate::pool::{self, Bytes};
 use crate::store::{SnapshotRecord, Source, VolumeRecord};
 use base::SnapshotId;
@@ -22,12 +23,12 @@ pub(in super::super) struct Parent {
     pub linked: bool,
 }
 
-impl Driver {
+impl Histories {
     /// The snapshot to build on: the newest of the volume, else the one that the volume was made
     /// from; a deleted one serves as well. `None` when there is none, or its maps are damaged: then all is
     /// hashed.
     pub(in super::super) fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
-        let (found, linked) = self.store.read(|index| match index.line(&volume.id).next_back() {
+        let (found, linked) = self.shared.store.read(|index| match index.line(&volume.id).next_back() {
             Some(newest) => (Some(newest.clone()), true),
             None => match &volume.source {
                 Some(Source::Snapshot(id)) => (index.known(id), false),
@@ -39,15 +40,15 @@ impl Driver {
             Ok(parent) => Some(parent),
             Err(error) => {
                 let error = base::report(&error);
-                tracing::warn!(snapshot_id = %found.id, error, "hashing everything, for the parent cannot be used");
+                tracing::warn!(snapshot_id = %found.id, error, "the parent cannot be used, hashing everything");
                 None
             }
         }
     }
 
     fn open_parent(&self, record: &SnapshotRecord, volume: &VolumeRecord, linked: bool) -> Result<Parent> {
-        let dir = self.store.snapshot_dir(record);
-        let bytes = match self.pool().open(&dir) {
+        let dir = self.shared.store.snapshot_dir(record);
+        let bytes = match self.shared.pool().open(&dir) {
             Err(pool::Error::Sys(error)) if error.is_not_found() => None,
             opened => Some(opened?),
         };
@@ -56,7 +57,7 @@ impl Driver {
             since: match linked {
                 true => record.birth,
                 // Its first content is that of its source: what was written since it was made counts.
-                false => self.pool().birth(&self.store.dir().volume(&volume.id))?,
+                false => self.shared.pool().birth(&self.shared.store.dir().volume(&volume.id))?,
             },
             bytes,
             allocated: MapFile::open(&dir.allocated())?,

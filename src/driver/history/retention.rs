@@ -7,8 +7,8 @@
 
 use std::time::Duration;
 
-use super::super::{Driver, Result};
-use super::History;
+use super::super::Result;
+use super::{Histories, History};
 use crate::store::{self, Retained, SnapshotRecord};
 use base::{VolumeId, age};
 use cbt::MapFile;
@@ -47,20 +47,23 @@ impl std::fmt::Display for Retention {
     }
 }
 
-impl Driver {
+impl Histories {
     /// Whether deltas may still be asked from a snapshot that is about to be deleted.
     pub(in super::super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
-        self.config().retain.count > 0 && record.tracking && self.may_be_a_base(record) && !self.is_short()
+        self.shared.config.retain.count > 0
+            && record.tracking
+            && self.may_be_a_base(record)
+            && !self.is_short()
     }
 
     /// Whether there is no room to keep anything that is not needed.
     fn is_short(&self) -> bool {
-        matches!(self.open_pool.shortage(), Ok(Some(_)))
+        matches!(self.shared.open_pool.shortage(), Ok(Some(_)))
     }
 
     /// Whether there is, or may come, a later snapshot of its volume.
     fn may_be_a_base(&self, record: &SnapshotRecord) -> bool {
-        self.store.read(|index| {
+        self.shared.store.read(|index| {
             let newest = index.chain(&record.volume).next_back();
             index.volume(&record.volume).is_some()
                 || newest.is_some_and(|newest| newest.sequence > record.sequence)
@@ -69,17 +72,17 @@ impl Driver {
 
     /// Whether the bytes of a snapshot are there, and of no use but to be hashed.
     pub(in super::super) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
-        let (is_retained, newest) = self.store.read(|index| {
+        let (is_retained, newest) = self.shared.store.read(|index| {
             let newest = index.line(&record.volume).next_back().map(|newest| newest.id.clone());
             (index.retained(&record.id).is_some(), newest)
         });
-        let is_next_base = newest.as_ref() == Some(&record.id) && self.pool().compares_bytes();
-        is_retained && !is_next_base && self.store.snapshot_dir(record).bytes().exists()
+        let is_next_base = newest.as_ref() == Some(&record.id) && self.shared.pool().compares_bytes();
+        is_retained && !is_next_base && self.shared.store.snapshot_dir(record).bytes().exists()
     }
 
     /// The bytes of a snapshot that are still to be hashed; all where its map cannot be read.
     pub(in super::super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
-        let path = self.store.snapshot_dir(record).pending();
+        let path = self.shared.store.snapshot_dir(record).pending();
         let count = MapFile::open(&path).and_then(|map| map.count());
         count.map_or(record.capacity, |count| count * record.block_size.bytes())
     }
@@ -96,21 +99,21 @@ pub(super) fn was_kept(outcome: Result<(), store::Error>) -> Result<bool> {
 }
 
 impl History<'_> {
-    /// Forgets the retained snapshots of a volume whose time is over, and queues those whose bytes are no longer needed:
+    /// Forgets the retained snapshots of a volume that are beyond `--retain-deleted`, and queues those whose bytes are no longer needed:
     /// once they are hashed, their bytes are freed.
     pub(in super::super) fn apply_retention(&mut self, volume: &VolumeId) {
-        let driver = self.driver;
-        let (retained, newest) = driver.store.read(|index| {
+        let histories = self.histories;
+        let (retained, newest) = histories.shared.store.read(|index| {
             let line = || index.line(volume);
             let retained: Vec<Retained> = line().filter_map(|record| index.retained(&record.id)).collect();
             (retained, line().next_back().map(|record| record.id.clone()))
         });
-        let limits = driver.config().retain;
-        let short = !retained.is_empty() && driver.is_short();
+        let limits = histories.shared.config.retain;
+        let short = !retained.is_empty() && histories.is_short();
         let is_next_base = |record: &SnapshotRecord| newest.as_ref() == Some(&record.id);
         let is_over = |kept: &Retained| kept.age() > limits.age && !is_next_base(&kept.record);
         let is_wanted = |kept: &Retained| {
-            !short && kept.record.tracking && driver.may_be_a_base(&kept.record) && !is_over(kept)
+            !short && kept.record.tracking && histories.may_be_a_base(&kept.record) && !is_over(kept)
         };
         let wanted: Vec<bool> = retained.iter().map(is_wanted).collect();
         // What goes in any case takes nobody's place.
@@ -121,12 +124,12 @@ impl History<'_> {
                 beyond = beyond.saturating_sub(1);
             }
             if stays {
-                if driver.frees_bytes_of(record) {
-                    driver.hashing.add(record, driver.pending_bytes(record));
+                if histories.frees_bytes_of(record) {
+                    histories.queue.add(record, histories.pending_bytes(record));
                 }
             } else if let Err(error) = self.forget(record) {
                 let error = base::report(&error);
-                tracing::warn!(snapshot_id = %record.id, error, "a deleted snapshot is kept for longer");
+                tracing::warn!(snapshot_id = %record.id, error, "a deleted snapshot could not be removed, it stays for now");
             }
         }
     }
@@ -134,8 +137,8 @@ impl History<'_> {
     /// Forgets a retained snapshot for good.
     fn forget(&mut self, record: &SnapshotRecord) -> Result<()> {
         self.hand_on(record);
-        self.doomed.push(self.driver.store.remove_retained(record)?);
-        self.driver.hashing.forget(record);
+        self.to_remove.push(self.histories.shared.store.remove_retained(record)?);
+        self.histories.queue.forget(record);
         Ok(())
     }
 }

@@ -6,17 +6,17 @@ use std::path::{Path, PathBuf};
 use super::filesystem::{self, is_blank};
 use super::publish::make_directory;
 use super::stage::remove_target;
-use super::{Held, PublishRequest, check_unoccupied, detach, shows};
+use super::{Held, Node, PublishRequest, check_unoccupied, detach, shows};
 use crate::driver::locks::Key;
 use crate::driver::volumes::check_name;
-use crate::driver::{AccessType, CapacityRange, Driver, EphemeralParameters, Error, Result};
+use crate::driver::{AccessType, CapacityRange, EphemeralParameters, Error, Result};
 use crate::store::{Staged, Timestamp, Tuning, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;
 use base::{BlockSize, VolumeId};
 use files::Context;
 
-impl Driver {
+impl Node {
     /// Makes the volume, unless an earlier try did, and mounts it at its target. A try that fails leaves
     /// nothing, unless a pod may have written to it: kubelet may never ask for it to be undone.
     pub(super) fn publish_ephemeral(
@@ -30,7 +30,7 @@ impl Driver {
         if handle.parse::<VolumeId>().is_ok() {
             return Err(Error::Invalid {
                 field: "volume_id",
-                value: format!("{handle}, the id of a volume of its own"),
+                value: format!("{handle}, the id of a persistent volume"),
                 want: "a handle that kubelet made for an ephemeral volume".into(),
             });
         }
@@ -39,9 +39,9 @@ impl Driver {
                 "an ephemeral inline volume is a filesystem, never a device".into(),
             ));
         }
-        let _handle = self.locks.take(Key::Ephemeral(handle.clone()))?;
-        let _place = self.locks.take(Key::Place(target.clone()))?;
-        let is_new = self.store.read(|index| index.ephemeral(handle)).is_none();
+        let _handle = self.shared.locks.take(Key::Ephemeral(handle.clone()))?;
+        let _place = self.shared.locks.take(Key::Place(target.clone()))?;
+        let is_new = self.shared.store.read(|index| index.ephemeral(handle)).is_none();
         if is_new {
             self.create_ephemeral(request, parameters)?;
         }
@@ -59,7 +59,7 @@ impl Driver {
         {
             tracing::warn!(
                 error = base::report(&error),
-                "an ephemeral volume that could not be published stays"
+                "an ephemeral volume that could not be published could not be removed"
             );
         }
         placed
@@ -69,11 +69,11 @@ impl Driver {
         let access = vec![request.capability.kind(None)?];
         let required = parameters.size.map_or(0, |size| size.0);
         let capacity =
-            self.capacity(None, &access, BlockSize::MIN, CapacityRange { required, limit: None })?;
-        let _room = self.reserve(capacity)?;
+            self.capacity.of_new(None, &access, BlockSize::MIN, CapacityRange { required, limit: None })?;
+        let _room = self.capacity.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
-            id: VolumeId::random(self.key).context("draw an id from", "/dev/random".as_ref())?,
+            id: VolumeId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?,
             name: String::new(),
             capacity,
             block_size: BlockSize::MIN,
@@ -85,7 +85,7 @@ impl Driver {
             ephemeral: Some(request.volume_id.clone()),
             created: Timestamp::now(),
         };
-        self.fill_and_commit(record, None).map(drop)
+        self.volumes.fill_and_commit(record, None).map(drop)
     }
 
     /// 1. Make the target: what cannot be one is never recorded. A crash leaves an empty directory, which
@@ -106,7 +106,7 @@ impl Driver {
         check_unoccupied(held, &staged.path)?;
         make_directory(&staged.path)?;
         held.state.staged = Some(staged.clone());
-        self.store.set_volume_state(&held.record.id, &held.state)?;
+        self.shared.store.set_volume_state(&held.record.id, &held.state)?;
         let AccessType::Mount { flags, .. } = &request.capability.access else { return Ok(()) };
         self.stage_filesystem(held, staged, flags)
     }
@@ -122,7 +122,7 @@ impl Driver {
     fn remove_ephemeral(&self, held: Held) -> Result<()> {
         if let Some(staged) = &held.state.staged {
             let device = LoopDevice::find(&held.data)?;
-            self.thaw_leftover(&held.record.id)?;
+            self.copier.thaw_leftover(&held.record.id)?;
             if shows(&staged.path, device.as_ref())? {
                 filesystem::thaw(&staged.path)?;
                 mount::unmount(&staged.path)?;
@@ -133,15 +133,16 @@ impl Driver {
             if let Some(device) = device {
                 detach(device)?;
             }
-            self.store.set_volume_state(&held.record.id, &VolumeState::default())?;
+            self.shared.store.set_volume_state(&held.record.id, &VolumeState::default())?;
         }
-        self.remove_idle_volume(&held.record.id)
+        self.volumes.remove_idle(&held.record.id)
     }
 
     /// Removes ephemeral volumes that were made and never placed: a crash came between, and kubelet need
     /// not ask again.
     pub(in crate::driver) fn remove_unplaced(&self) {
         let ephemeral: Vec<String> = self
+            .shared
             .store
             .read(|index| index.volumes_after(None).filter_map(|record| record.ephemeral.clone()).collect());
         for handle in ephemeral {
@@ -153,7 +154,7 @@ impl Driver {
                 tracing::warn!(
                     volume_id = handle,
                     error = base::report(&error),
-                    "an unplaced ephemeral volume stays"
+                    "an ephemeral volume that was never published could not be removed"
                 );
             }
         }

@@ -2,17 +2,17 @@
 
 use std::path::Path;
 
-use super::{filesystem, place, shows};
+use super::{Node, filesystem, place, shows};
 use crate::driver::expand::grow;
-use crate::driver::{Capability, CapacityRange, Driver, Error, Result};
+use crate::driver::{Capability, CapacityRange, Error, Result};
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;
 
-impl Driver {
+impl Node {
     /// Grows the device and the filesystem of a volume that is staged or published at `volume_path` to
     /// the volume's size, which is returned; done already is done.
-    pub fn node_expand(
+    pub fn expand(
         &self,
         volume_id: &str,
         volume_path: &Path,

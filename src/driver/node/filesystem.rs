@@ -87,7 +87,7 @@ pub(super) fn mount(
 /// outlive its last mount, and keep its device.
 pub(super) fn thaw(path: &Path) -> Result<()> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(()) };
-    // One that was shut down does not open, and what is no filesystem of its own, such as a device, cannot be frozen.
+    // A filesystem that was shut down does not open, and a device that is shown there cannot be frozen.
     if let Ok(Some(root)) = Root::open(&mounted)
         && freeze::thaw(&root).unwrap_or(false)
     {
@@ -140,7 +140,7 @@ pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
     if fs_type != "ext4" || !ext4_is_small(device)? {
         return Ok(());
     }
-    // 1: the journal was replayed, or something small was put right.
+    // 1: the journal was replayed, or a small error was corrected.
     program::run("e2fsck", &["-f", "-p"], device, |code| matches!(code, 0 | 1))?;
     program::run::<&str>("resize2fs", &[], device, |code| code == 0)?;
     Ok(blockdev::flush(device)?)
@@ -183,7 +183,7 @@ fn ext4_is_small(device: &Path) -> Result<bool> {
     };
     let table = number("Inode blocks per group:").unwrap_or(0);
     let reserved = number("Reserved GDT blocks:").unwrap_or(0);
-    // The numbers are whatever is on the device: one that overflows is no filesystem to grow.
+    // The numbers are whatever is on the device: where they overflow, there is nothing to grow.
     let needed = [table, reserved, EXT4_TAIL].iter().try_fold(blocks, |sum, more| sum.checked_add(*more));
     let needed = needed.and_then(|blocks| blocks.checked_mul(block_size));
     let size = blockdev::size(device)?;

@@ -3,19 +3,19 @@
 
 use std::path::{Path, PathBuf};
 
-use super::shows;
+use super::{Node, shows};
 use crate::driver::health::{Faults, Reason, VolumeHealth, withheld};
 use crate::driver::locks::Key;
-use crate::driver::{Driver, Error, Result, checked_path};
+use crate::driver::{Error, Result, checked_path};
 use crate::store::{self, AccessKind, Staged, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::{self, mount};
 use files::Context;
 
-impl Driver {
+impl Node {
     /// Looks at a volume where it is staged and published, or only at those of its places that are named; empty paths name
     /// none. Takes no lock: it is asked for every minute, also during a snapshot.
-    pub fn node_volume_health(
+    pub fn volume_health(
         &self,
         volume_id: &str,
         publish_path: &Path,
@@ -36,16 +36,16 @@ impl Driver {
             }
             record => record?,
         };
-        let pool = self.pool_faults();
-        let mut faults = self.faults_of(&record, &pool);
+        let pool = self.health.of_pool();
+        let mut faults = self.health.of_volume(&record, &pool);
         // The pool says where a volume is meant to be.
         if !pool.cut_off() {
             match self.place_faults(&record, &asked) {
                 Ok(found) => faults.append(found),
-                // Deleted under the look: without a lock that can be.
-                Err(_) if !self.is_known(&record.id) => return Err(Error::no_volume(volume_id)),
+                // Deleted meanwhile: no lock is held.
+                Err(_) if !self.shared.is_known(&record.id) => return Err(Error::no_volume(volume_id)),
                 // About to be.
-                Err(_) if self.locks.is_held(&Key::Volume(record.id.clone())) => {}
+                Err(_) if self.shared.locks.is_held(&Key::Volume(record.id.clone())) => {}
                 Err(Error::Store(error)) => faults.add(Reason::RecordUnreadable, base::report(&error)),
                 // Its file does not answer, which is reported already.
                 Err(_) if !faults.is_empty() => {}
@@ -61,9 +61,11 @@ impl Driver {
         let key = Key::Volume(record.id.clone());
         let mut faults = Faults::default();
         for _ in 0..2 {
-            let state = self.store.volume_state(&record.id)?;
+            let state = self.shared.store.volume_state(&record.id)?;
             faults = self.look_at_places(record, &state, asked)?;
-            if faults.is_empty() || self.locks.is_held(&key) || self.store.volume_state(&record.id)? != state
+            if faults.is_empty()
+                || self.shared.locks.is_held(&key)
+                || self.shared.store.volume_state(&record.id)? != state
             {
                 return Ok(Faults::default());
             }
@@ -88,7 +90,7 @@ impl Driver {
         if places.is_empty() {
             return Ok(faults);
         }
-        let Some(device) = LoopDevice::find(&self.volume_data(&record.id))? else {
+        let Some(device) = LoopDevice::find(&self.shared.volume_data(&record.id))? else {
             faults.add(
                 Reason::DeviceGone,
                 "the volume has no device: it was detached, or lost in a reboot; stage it again",

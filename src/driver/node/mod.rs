@@ -1,8 +1,8 @@
 //! A volume's place on this node: its loop device, its filesystem, its targets.
 //!
 //! `state.json` says where a volume is meant to be; it is written before the kernel is asked, so that
-//! nothing is mounted which no record explains. The kernel has the last word on what is: a record
-//! without its mount is repaired or dropped, never believed.
+//! nothing is mounted which no record explains. What is really there, the kernel says: a record
+//! without its mount is repaired or dropped.
 
 mod ephemeral;
 mod expand;
@@ -17,48 +17,57 @@ pub use stats::{Stats, Usage};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::capacity::Capacity;
 use super::error::shown;
 use super::expand::{grow, tune};
+use super::health::Health;
 use super::locks::{Key, OpGuard};
-use super::{Capability, Driver, EphemeralParameters, Error, Result};
+use super::quiesce::Copier;
+use super::shared::Shared;
+use super::volumes::Volumes;
+use super::{Capability, EphemeralParameters, Error, Result};
 use crate::store::{self, Staged, VolumeRecord, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice, backing_path_of};
 use crate::sys::{blockdev, mount};
 use base::VolumeId;
 
-/// A NodeStageVolume call.
+/// A NodeStageVolume call, with the fields of its message.
 #[derive(Clone, Debug)]
+#[allow(missing_docs)]
 pub struct StageRequest {
-    /// `volume_id`.
     pub volume_id: String,
-    /// `staging_target_path`.
     pub staging_path: PathBuf,
-    /// `volume_capability`.
     pub capability: Capability,
 }
 
-/// A NodePublishVolume call.
+/// A NodePublishVolume call, with the fields of its message.
 #[derive(Clone, Debug)]
+#[allow(missing_docs)]
 pub struct PublishRequest {
-    /// `volume_id`.
     pub volume_id: String,
-    /// `staging_target_path`.
     pub staging_path: PathBuf,
-    /// `target_path`.
     pub target_path: PathBuf,
-    /// `volume_capability`.
     pub capability: Capability,
-    /// `readonly`.
     pub read_only: bool,
     /// What `volume_context` says of an ephemeral inline volume, if it is one.
     pub ephemeral: Option<EphemeralParameters>,
+}
+
+/// The volumes of this node where they are used: devices, filesystems, mounts.
+#[derive(Debug)]
+pub struct Node {
+    pub(super) shared: Arc<Shared>,
+    pub(super) volumes: Arc<Volumes>,
+    pub(super) capacity: Arc<Capacity>,
+    pub(super) copier: Arc<Copier>,
+    pub(super) health: Arc<Health>,
 }
 
 /// A volume that this call alone works on.
 struct Held {
     record: Arc<VolumeRecord>,
     state: VolumeState,
-    /// Whether `state` could be read; else it is empty, and neither to be believed nor to be written.
+    /// Whether `state` could be read; else it is empty, and must not be used or written.
     known: bool,
     /// The bytes behind its device.
     data: PathBuf,
@@ -66,19 +75,19 @@ struct Held {
     _place: Option<OpGuard>,
 }
 
-impl Driver {
+impl Node {
     /// Takes a volume for a node call, and the place where it is put.
     fn hold_at(&self, volume_id: &str, path: &Path) -> Result<Held> {
         let held = self.hold(volume_id)?;
-        Ok(Held { _place: Some(self.locks.take(Key::Place(path.to_owned()))?), ..held })
+        Ok(Held { _place: Some(self.shared.locks.take(Key::Place(path.to_owned()))?), ..held })
     }
 
     /// Takes a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
         let (record, guard) = self.lock_volume(volume_id)?;
-        self.truncate_to_record(&record)?;
-        let state = self.store.volume_state(&record.id)?;
-        let data = self.volume_data(&record.id);
+        self.shared.truncate_to_record(&record)?;
+        let state = self.shared.store.volume_state(&record.id)?;
+        let data = self.shared.volume_data(&record.id);
         Ok(Held { record, state, known: true, data, _volume: guard, _place: None })
     }
 
@@ -92,33 +101,33 @@ impl Driver {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
             locked => locked?,
         };
-        let place = Some(self.locks.take(Key::Place(path.to_owned()))?);
-        let (state, known) = match self.store.volume_state(&record.id) {
+        let place = Some(self.shared.locks.take(Key::Place(path.to_owned()))?);
+        let (state, known) = match self.shared.store.volume_state(&record.id) {
             Err(store::Error::Sys(error)) => {
                 let error = base::report(&error);
-                tracing::warn!(volume_id = %record.id, error, "where the volume was meant to be is not known");
+                tracing::warn!(volume_id = %record.id, error, "the record of where the volume is used cannot be read");
                 (VolumeState::default(), false)
             }
             state => (state?, true),
         };
-        let data = self.volume_data(&record.id);
+        let data = self.shared.volume_data(&record.id);
         Ok(Some(Held { record, state, known, data, _volume: guard, _place: place }))
     }
 
     fn lock_volume(&self, volume_id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {
         let id = self.volume_or_ephemeral(volume_id)?.id.clone();
-        let guard = self.locks.take(Key::Volume(id))?;
+        let guard = self.shared.locks.take(Key::Volume(id))?;
         // Looked up again: it may have been deleted before the lock was ours.
         Ok((self.volume_or_ephemeral(volume_id)?, guard))
     }
 
-    /// Records that a volume is at some place no more. A pool that is full or broken cannot take that, and must
+    /// Records that a volume is no longer at some place. A pool that is full or broken cannot take that, and must
     /// not keep a pod from ending: then the old record stays, which names more than is there, as after a crash.
     fn record_undone(&self, held: &Held) -> Result<()> {
-        match self.store.set_volume_state(&held.record.id, &held.state) {
+        match self.shared.store.set_volume_state(&held.record.id, &held.state) {
             Err(store::Error::Sys(error)) => {
                 let error = base::report(&error);
-                tracing::warn!(volume_id = %held.record.id, error, "a place that is no more stays on record");
+                tracing::warn!(volume_id = %held.record.id, error, "the record still names a place that the volume has left");
                 Ok(())
             }
             recorded => Ok(recorded?),
@@ -127,19 +136,19 @@ impl Driver {
 
     /// A volume by its id, or an ephemeral one by the handle that kubelet gave it.
     fn volume_or_ephemeral(&self, volume_id: &str) -> Result<Arc<VolumeRecord>> {
-        match self.store.read(|index| index.ephemeral(volume_id)) {
+        match self.shared.store.read(|index| index.ephemeral(volume_id)) {
             Some(record) => Ok(record),
-            None => self.volume(volume_id),
+            None => self.shared.volume(volume_id),
         }
     }
 
     /// Undoes what is shown of a volume at `path` where no record can be read, for the pool is dead: by what the kernel
     /// says. The device goes once it is shown nowhere.
     fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
-        let _place = self.locks.take(Key::Place(path.to_owned()))?;
-        let volumes = self.store.dir().volumes();
+        let _place = self.shared.locks.take(Key::Place(path.to_owned()))?;
+        let volumes = self.shared.store.dir().volumes();
         let device = match volume_id.parse::<VolumeId>() {
-            Ok(id) => LoopDevice::find(&self.volume_data(&id))?,
+            Ok(id) => LoopDevice::find(&self.shared.volume_data(&id))?,
             // The handle of an ephemeral volume, which names no file: the one that is shown there.
             Err(_) => {
                 let ours = LoopDevice::all_on(|path| path.starts_with(&volumes))?;
@@ -160,30 +169,30 @@ impl Driver {
         }
         free_unrecorded(device)
     }
+}
 
-    /// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
-    /// volume's lock.
-    pub(super) fn release_devices(&self, id: &VolumeId) -> Result<()> {
-        let state = self.store.volume_state(id)?;
-        let device = LoopDevice::find(&self.volume_data(id))?;
-        let paths = state.staged.iter().map(|staged| &staged.path);
-        for path in paths.chain(state.published.iter().map(|published| &published.target)) {
-            if shows(path, device.as_ref())? {
-                return Err(in_use(id, &format!("in use at {}", path.display())));
-            }
+/// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
+/// volume's lock.
+pub(super) fn release_devices(shared: &Shared, id: &VolumeId) -> Result<()> {
+    let state = shared.store.volume_state(id)?;
+    let device = LoopDevice::find(&shared.volume_data(id))?;
+    let paths = state.staged.iter().map(|staged| &staged.path);
+    for path in paths.chain(state.published.iter().map(|published| &published.target)) {
+        if shows(path, device.as_ref())? {
+            return Err(in_use(id, &format!("in use at {}", path.display())));
         }
-        let Some(device) = device else { return Ok(()) };
-        if blockdev::is_claimed(&device.path())? {
-            // A filesystem that its user froze outlives its last mount, until it is thawed.
-            if !is_shown(&device)? {
-                filesystem::thaw_unmounted(&device, self.config().data_dir.as_path())?;
-            }
-            if blockdev::is_claimed(&device.path())? {
-                return Err(in_use(id, &format!("in use through {}", device.path().display())));
-            }
-        }
-        detach(device)
     }
+    let Some(device) = device else { return Ok(()) };
+    if blockdev::is_claimed(&device.path())? {
+        // A filesystem that its user froze stays after its last unmount, until it is thawed.
+        if !is_shown(&device)? {
+            filesystem::thaw_unmounted(&device, &shared.config.data_dir)?;
+        }
+        if blockdev::is_claimed(&device.path())? {
+            return Err(in_use(id, &format!("in use through {}", device.path().display())));
+        }
+    }
+    detach(device)
 }
 
 /// The place of a volume that a `volume_path` names. One that no record knows is not found, whatever
@@ -204,12 +213,12 @@ fn in_use(id: &VolumeId, how: &str) -> Error {
     Error::Precondition(format!("volume {id} is {how}: unpublish and unstage it first"))
 }
 
-/// Frees a device. Whoever still has it open keeps it until their last close, and a stage before
+/// Frees a device. A process that still has it open keeps it until its last close, and a stage before
 /// that takes it over again, so it is not an error.
 fn detach(device: LoopDevice) -> Result<()> {
     let path = device.path();
     if !device.detach()? {
-        tracing::warn!(device = %path.display(), "somebody has the device open; it is freed when they close it");
+        tracing::warn!(device = %path.display(), "a process has the device open; it is freed when that closes it");
     }
     Ok(())
 }
@@ -269,7 +278,7 @@ fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
             let path = device.path();
             if !device.detach()? {
                 return Err(Error::Precondition(format!(
-                    "{} serves the volume for another access, and somebody has it open: close it first",
+                    "{} serves the volume for another access, and a process has it open: close it first",
                     path.display()
                 )));
             }

@@ -5,16 +5,16 @@ use std::path::Path;
 
 use super::stage::remove_target;
 use super::{
-    Held, PublishRequest, attached, check_unoccupied, detach, free_unrecorded, is_of_another, shows,
+    Held, Node, PublishRequest, attached, check_unoccupied, detach, free_unrecorded, is_of_another, shows,
 };
-use crate::driver::{Driver, Error, Result, checked_path};
+use crate::driver::{Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount;
 use files::Context;
 use files::change;
 
-impl Driver {
+impl Node {
     /// Publishes a staged volume; done already is done.
     ///
     /// 1. Look at the target: what is there and not ours is never recorded, so it is never undone.
@@ -55,59 +55,19 @@ impl Driver {
             read_only: request.read_only
                 || staged.read_only
                 || request.capability.is_read_only()
-                || self.attachment(&held.record).is_some_and(|attached| attached.read_only),
+                || self.shared.attachment(&held.record).is_some_and(|attached| attached.read_only),
             shared: request.capability.mode.is_shared(),
         };
-        self.check_others(&mut held, &kind, &published)?;
+        check_others(&mut held, &kind, &published)?;
         check_target(&held, &kind, &published.target)?;
         if !held.state.published.contains(&published) {
             held.state.published.push(published.clone());
-            self.store.set_volume_state(&held.record.id, &held.state)?;
+            self.shared.store.set_volume_state(&held.record.id, &held.state)?;
         }
         match kind {
             AccessKind::Block => publish_device(&held, &published),
             AccessKind::Filesystem(_) => publish_directory(&held, &staged.path, &published),
         }
-    }
-
-    /// Compares a new target with those there are (table of `NodePublishVolume`), and forgets those
-    /// that the kernel does not know any more.
-    fn check_others(&self, held: &mut Held, kind: &AccessKind, new: &Published) -> Result<()> {
-        let device = LoopDevice::find(&held.data)?;
-        let mut there = Vec::new();
-        for published in std::mem::take(&mut held.state.published) {
-            if published == *new || shows(&published.target, device.as_ref())? {
-                there.push(published);
-            }
-        }
-        held.state.published = there;
-        let others = || held.state.published.iter().filter(|other| *other != new);
-        if let Some(other) = others().find(|other| other.target == new.target) {
-            return Err(Error::Clash {
-                kind: "published volume",
-                name: other.target.display().to_string(),
-                difference: "another access mode or readonly flag".into(),
-            });
-        }
-        for other in others() {
-            if !(other.shared && new.shared) {
-                return Err(Error::Precondition(format!(
-                    "volume {} is published at {} already, in an access mode for one target",
-                    held.record.id,
-                    other.target.display()
-                )));
-            }
-            if *kind == AccessKind::Block && other.read_only != new.read_only {
-                return Err(Error::Precondition(format!(
-                    "block volume {} is published at {} for {}: a device cannot be read-only at one target \
-                     and writable at another",
-                    held.record.id,
-                    other.target.display(),
-                    if other.read_only { "reading only" } else { "writing" }
-                )));
-            }
-        }
-        Ok(())
     }
 
     /// Undoes a publish; nothing to undo is done.
@@ -116,7 +76,7 @@ impl Driver {
             return Err(Error::Missing { field: "volume_id" });
         }
         let target = checked_path("target_path", target)?;
-        if self.store.check_alive().is_err() {
+        if self.shared.store.check_alive().is_err() {
             return self.undo_unrecorded(volume_id, &target, true);
         }
         let Some(mut held) = self.hold_or_gone(volume_id, &target)? else { return Ok(()) };
@@ -130,7 +90,7 @@ impl Driver {
         }
         // Whatever is there: the target is recorded as ours, also when its filesystem was shut down or
         // its device is gone. While it cannot be unmounted, the record stays.
-        if !is_of_another(&target, &held.record.id, &self.store.dir().volumes())? {
+        if !is_of_another(&target, &held.record.id, &self.shared.store.dir().volumes())? {
             mount::unmount(&target)?;
             remove_target(&target)?;
         }
@@ -147,6 +107,46 @@ impl Driver {
         }
         self.record_undone(&held)
     }
+}
+
+/// Compares a new target with those there are (table of `NodePublishVolume`), and forgets those
+/// that the kernel does not know any more.
+fn check_others(held: &mut Held, kind: &AccessKind, new: &Published) -> Result<()> {
+    let device = LoopDevice::find(&held.data)?;
+    let mut there = Vec::new();
+    for published in std::mem::take(&mut held.state.published) {
+        if published == *new || shows(&published.target, device.as_ref())? {
+            there.push(published);
+        }
+    }
+    held.state.published = there;
+    let others = || held.state.published.iter().filter(|other| *other != new);
+    if let Some(other) = others().find(|other| other.target == new.target) {
+        return Err(Error::Clash {
+            kind: "published volume",
+            name: other.target.display().to_string(),
+            difference: "another access mode or readonly flag".into(),
+        });
+    }
+    for other in others() {
+        if !(other.shared && new.shared) {
+            return Err(Error::Precondition(format!(
+                "volume {} is already published at {}, and its access mode allows one target",
+                held.record.id,
+                other.target.display()
+            )));
+        }
+        if *kind == AccessKind::Block && other.read_only != new.read_only {
+            return Err(Error::Precondition(format!(
+                "block volume {} is published at {} for {}: a device cannot be read-only at one target \
+                 and writable at another",
+                held.record.id,
+                other.target.display(),
+                if other.read_only { "reading only" } else { "writing" }
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Fails where something else is mounted at the target, or something lies there that is no place for a

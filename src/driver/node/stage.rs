@@ -5,16 +5,17 @@ use std::fs::{self, File};
 use std::path::Path;
 
 use super::{
-    Held, StageRequest, attached, check_unoccupied, detach, filesystem, free_unrecorded, is_of_another, shows,
+    Held, Node, StageRequest, attached, check_unoccupied, detach, filesystem, free_unrecorded, is_of_another,
+    shows,
 };
-use crate::driver::{AccessType, Driver, Error, MountFlags, Result, checked_path};
+use crate::driver::{AccessType, Error, MountFlags, Result, checked_path};
 use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
 use files::Context;
 use files::change;
 
-impl Driver {
+impl Node {
     /// Stages a volume; done already is done.
     ///
     /// 1. Look at the path: what is there and not ours is never recorded, so it is never undone.
@@ -56,25 +57,14 @@ impl Driver {
         held.state.staged = Some(staged.clone());
         match &request.capability.access {
             AccessType::Block => {
-                self.forget_formatting(&mut held)?;
-                Ok(self.store.set_volume_state(&held.record.id, &held.state)?)
+                forget_formatting(&mut held)?;
+                Ok(self.shared.store.set_volume_state(&held.record.id, &held.state)?)
             }
             AccessType::Mount { flags, .. } => {
-                self.store.set_volume_state(&held.record.id, &held.state)?;
+                self.shared.store.set_volume_state(&held.record.id, &held.state)?;
                 self.stage_filesystem(&mut held, &staged, flags)
             }
         }
-    }
-
-    /// Gives back what our own mkfs wrote before it was cut short: from here on the user's bytes may
-    /// stand there, and must never be formatted over.
-    fn forget_formatting(&self, held: &mut Held) -> Result<()> {
-        if std::mem::take(&mut held.state.formatting) {
-            let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
-            change::punch_hole(&file, &held.data, 0, held.record.capacity)?;
-            change::sync(&file, &held.data)?;
-        }
-        Ok(())
     }
 
     /// Attaches the volume and mounts its filesystem at a directory that the state names already.
@@ -140,10 +130,10 @@ impl Driver {
             };
         }
         held.state.formatting = true;
-        self.store.set_volume_state(&held.record.id, &held.state)?;
+        self.shared.store.set_volume_state(&held.record.id, &held.state)?;
         filesystem::make(&device.path(), wanted)?;
         held.state.formatting = false;
-        self.store.set_volume_state(&held.record.id, &held.state)?;
+        self.shared.store.set_volume_state(&held.record.id, &held.state)?;
         Ok(wanted.clone())
     }
 
@@ -153,7 +143,7 @@ impl Driver {
             return Err(Error::Missing { field: "volume_id" });
         }
         let path = checked_path("staging_target_path", staging_path)?;
-        if self.store.check_alive().is_err() {
+        if self.shared.store.check_alive().is_err() {
             return self.undo_unrecorded(volume_id, &path, false);
         }
         let Some(mut held) = self.hold_or_gone(volume_id, &path)? else { return Ok(()) };
@@ -174,7 +164,7 @@ impl Driver {
         if !recorded && !shows(&path, device.as_ref())? {
             return Ok(());
         }
-        match self.thaw_leftover(&held.record.id) {
+        match self.copier.thaw_leftover(&held.record.id) {
             // A broken pool does not say what was frozen, and keeps no pod from ending.
             Err(Error::Store(store::Error::Sys(error))) => {
                 let error = base::report(&error);
@@ -182,7 +172,7 @@ impl Driver {
             }
             thawed => thawed?,
         }
-        if !is_of_another(&path, &held.record.id, &self.store.dir().volumes())? {
+        if !is_of_another(&path, &held.record.id, &self.shared.store.dir().volumes())? {
             filesystem::thaw(&path)?;
             mount::unmount(&path)?;
         }
@@ -197,6 +187,17 @@ impl Driver {
         held.state = VolumeState { attached, formatting, ..VolumeState::default() };
         self.record_undone(&held)
     }
+}
+
+/// Gives back what our own mkfs wrote before it was cut short: from here on the user's bytes may
+/// stand there, and must never be formatted over.
+fn forget_formatting(held: &mut Held) -> Result<()> {
+    if std::mem::take(&mut held.state.formatting) {
+        let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
+        change::punch_hole(&file, &held.data, 0, held.record.capacity)?;
+        change::sync(&file, &held.data)?;
+    }
+    Ok(())
 }
 
 /// Whether a staged volume is really there. A Block volume is there while it is published.

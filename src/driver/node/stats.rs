@@ -3,8 +3,8 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{no_volume_at, place, shows};
-use crate::driver::{Driver, Error, Result};
+use super::{Node, no_volume_at, place, shows};
+use crate::driver::{Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
 use crate::sys;
 use crate::sys::loopdev::LoopDevice;
@@ -30,7 +30,7 @@ pub struct Stats {
     pub inodes: Option<Usage>,
 }
 
-impl Driver {
+impl Node {
     /// Looks at a volume that is staged or published at `volume_path`. Takes no lock: it is asked for
     /// every minute, also during a snapshot.
     pub fn stats(&self, volume_id: &str, volume_path: &Path) -> Result<Stats> {
@@ -42,8 +42,8 @@ impl Driver {
         }
         let record = self.volume_or_ephemeral(volume_id)?;
         match self.look_at(&record, volume_path) {
-            // Deleted under the look: without a lock that can be.
-            Err(_) if !self.store.dir().volume(&record.id).record().exists() => {
+            // Deleted meanwhile: no lock is held.
+            Err(_) if !self.shared.store.dir().volume(&record.id).record().exists() => {
                 Err(Error::no_volume(volume_id))
             }
             stats => stats,
@@ -51,9 +51,9 @@ impl Driver {
     }
 
     fn look_at(&self, record: &VolumeRecord, volume_path: &Path) -> Result<Stats> {
-        let state = self.store.volume_state(&record.id)?;
+        let state = self.shared.store.volume_state(&record.id)?;
         let (path, staged) = place(&state, volume_path)?;
-        let data = self.volume_data(&record.id);
+        let data = self.shared.volume_data(&record.id);
         if staged.access == AccessKind::Block {
             let allocated = std::fs::metadata(&data).context("stat", &data)?.blocks() * 512;
             let used = allocated.min(record.capacity);

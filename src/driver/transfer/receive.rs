@@ -1,5 +1,5 @@
 //! Makes the bytes of a new volume like those of a source on another node. What is here already counts only for what its
-//! hash says: a copy that was cut, by whatever, goes on where it was, and whatever lies in the file is put right. So there is no
+//! hash says: a copy that was interrupted goes on where it was, and whatever is wrong in the file is replaced. So there is no
 //! record of progress, which could be wrong.
 //!
 //! Segment by segment: ask which blocks hold data there, punch what holds data here alone, compare hashes of what holds data on
@@ -28,22 +28,21 @@ const FETCHED: u64 = 16 << 20;
 /// Bytes that are read here at once, to be hashed.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
-const TOLD_EVERY: Duration = Duration::from_secs(10);
-/// Bytes of a hash.
+const LOG_EVERY: Duration = Duration::from_secs(10);
 const HASH: usize = 32;
 
 /// Why the other node did not give what it was asked for.
 #[derive(Debug)]
 pub enum RemoteFault {
-    /// It is away, or does not allow it for the moment: to be tried again.
-    Away(String),
-    /// There is no such source, and will not be.
+    /// The node does not answer, or refuses for the moment: to be tried again.
+    Unavailable(String),
+    /// The source does not exist any more.
     Gone(String),
     /// The source cannot be read.
     Damaged(String),
-    /// It refuses, for a reason that will not pass by itself.
+    /// The node refuses, for a reason that does not pass by itself.
     Refused(String),
-    /// We were told to stop.
+    /// The transfer was stopped.
     Stopped,
 }
 
@@ -90,22 +89,22 @@ pub trait Remote: Send {
     fn node(&self) -> &str;
 }
 
-/// What has come about so far, for the log and for metrics.
+/// How far it is, for the log and for metrics.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// Bytes that the source holds.
     pub total: AtomicU64,
     /// Of these, what is known to be here.
     pub done: AtomicU64,
-    /// Bytes that came over the network, also in vain.
+    /// Bytes that came over the network, those among them that were not used.
     pub received: AtomicU64,
 }
 
 /// Why a copy ended before its end.
 pub(super) enum Cut {
-    /// It may go on.
-    Away(String),
-    /// It may not.
+    /// It goes on when the source is available again.
+    Unavailable(String),
+    /// It cannot go on.
     Failed(Error),
 }
 
@@ -130,7 +129,7 @@ impl From<Stopped> for Cut {
 impl From<RemoteFault> for Cut {
     fn from(fault: RemoteFault) -> Self {
         match fault {
-            RemoteFault::Away(why) => Cut::Away(why),
+            RemoteFault::Unavailable(why) => Cut::Unavailable(why),
             fault => Cut::Failed(fault.into()),
         }
     }
@@ -139,7 +138,7 @@ impl From<RemoteFault> for Cut {
 impl From<RemoteFault> for Error {
     fn from(fault: RemoteFault) -> Self {
         match fault {
-            RemoteFault::Away(why) => Error::Away(why),
+            RemoteFault::Unavailable(why) => Error::Unavailable(why),
             RemoteFault::Gone(id) => Error::NotFound { kind: "the source", id },
             RemoteFault::Damaged(what) => Error::Damaged(what),
             RemoteFault::Refused(why) => Error::Precondition(why),
@@ -158,8 +157,8 @@ pub(super) struct Receiver<'r> {
     pub progress: &'r Progress,
     pub stop: &'r Stop,
     pub volume_id: &'r VolumeId,
-    /// When the log was told of the progress last.
-    pub told: Instant,
+    /// When progress was logged last.
+    pub logged: Instant,
 }
 
 impl Receiver<'_> {
@@ -256,7 +255,7 @@ impl Receiver<'_> {
             let came: RoaringBitmap = wanted.by_ref().take(count as usize).collect();
             if count == 0 || !(data.len() as u64).is_multiple_of(size.bytes()) || came.len() != count {
                 return Err(
-                    RemoteFault::Refused(format!("{} sent no whole blocks", self.remote.node())).into()
+                    RemoteFault::Refused(format!("{} sent incomplete blocks", self.remote.node())).into()
                 );
             }
             self.check(index, &came, &data, &hashes)?;
@@ -273,7 +272,7 @@ impl Receiver<'_> {
         }
         match wanted.next() {
             None => Ok(()),
-            Some(_) => Err(Cut::Away("the answer was cut short".to_owned())),
+            Some(_) => Err(Cut::Unavailable("the answer was cut short".to_owned())),
         }
     }
 
@@ -295,8 +294,8 @@ impl Receiver<'_> {
         let Some(wrong) = wrong else { return Ok(()) };
         let bytes = range(index, wrong..wrong + 1).bytes(self.opened.block_size);
         Err(Error::Damaged(format!(
-            "bytes {} to {} of the source, as {} sent them, do not have the hash that it knows of them: they are damaged \
-             there, so nothing was made of them; see `deltapath verify` on that node",
+            "bytes {} to {} of the source, as {} sent them, do not match their hash: they are damaged on that node, and no \
+             volume was made; run `deltapath verify` there",
             bytes.start,
             bytes.end,
             self.remote.node()
@@ -307,15 +306,15 @@ impl Receiver<'_> {
     fn count_done(&mut self, blocks: u64) {
         let bytes = blocks * self.opened.block_size.bytes();
         let done = self.progress.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        if self.told.elapsed() >= TOLD_EVERY {
-            self.told = Instant::now();
+        if self.logged.elapsed() >= LOG_EVERY {
+            self.logged = Instant::now();
             let bytes = self.progress.total.load(Ordering::Relaxed);
             let (volume_id, from) = (self.volume_id, self.remote.node());
             tracing::info!(%volume_id, from, done, bytes, "a volume is being copied from another node");
         }
     }
 
-    /// Waits for the right to fetch so many bytes.
+    /// Waits until `bytes` may be fetched.
     fn wait(&self, bytes: u64) -> Result<()> {
         let until = Instant::now() + self.throttle.take(bytes, Instant::now());
         loop {
@@ -339,8 +338,6 @@ fn whole_hashes(hashes: &[u8], blocks: u64) -> Result<std::slice::Iter<'_, Block
     let (hashes, rest) = hashes.as_chunks::<HASH>();
     match rest.is_empty() && hashes.len() as u64 == blocks {
         true => Ok(hashes.iter()),
-        false => {
-            Err(RemoteFault::Refused(format!("{} hashes came for {blocks} blocks", hashes.len())).into())
-        }
+        false => Err(RemoteFault::Refused(format!("got {} hashes for {blocks} blocks", hashes.len())).into()),
     }
 }

@@ -15,7 +15,9 @@ use super::plan::runs;
 use super::receive::Opened;
 use crate::driver::fill::NewSnapshot;
 use crate::driver::locks::Key;
-use crate::driver::{Driver, Error, Result};
+use crate::driver::shared::Shared;
+use crate::driver::snapshots::Snapshots;
+use crate::driver::{Error, Result};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
 use base::{Block, BlockRange, BlockSize, ObjectDir, SnapshotId, Stop, VolumeId};
@@ -28,17 +30,21 @@ const MOST: usize = 64;
 const IDLE: Duration = Duration::from_secs(600);
 /// Bytes of a message, unless a block is larger.
 const MESSAGE: u64 = 1 << 20;
-/// Ids of relatives that are told, the newest.
+/// Ids of relatives that are sent, the newest.
 const RELATIVES: usize = 1000;
 
 /// What other nodes have open.
-#[derive(Debug, Default)]
-pub(in crate::driver) struct Sources(Mutex<HashMap<String, Arc<OpenSource>>>);
+#[derive(Debug)]
+pub struct Sources {
+    shared: Arc<Shared>,
+    snapshots: Arc<Snapshots>,
+    open: Mutex<HashMap<String, Arc<OpenSource>>>,
+}
 
 /// What a transfer reads from.
 #[derive(Debug)]
 pub struct OpenSource {
-    /// Whoever names it in a call must be this node.
+    /// The only node that may read it.
     reader: String,
     source: String,
     volume: String,
@@ -62,26 +68,166 @@ struct Known {
 pub type Point = (String, Opened);
 
 impl Sources {
-    fn open(&self) -> MutexGuard<'_, HashMap<String, Arc<OpenSource>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(in crate::driver) fn new(shared: Arc<Shared>, snapshots: Arc<Snapshots>) -> Self {
+        Sources { shared, snapshots, open: Mutex::default() }
+    }
+
+    fn all(&self) -> MutexGuard<'_, HashMap<String, Arc<OpenSource>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Closes all.
     pub fn clear(&self) {
-        self.open().clear();
+        self.all().clear();
     }
 
     /// Closes what nobody has asked for in a while.
-    pub fn sweep(&self, now: Instant) {
-        let is_idle = |source: &OpenSource| now.saturating_duration_since(source.used()) >= IDLE;
-        let idle: Vec<_> = self.open().extract_if(|_, source| is_idle(source)).collect();
+    pub fn sweep(&self) {
+        let is_idle = |source: &OpenSource| source.used().elapsed() >= IDLE;
+        let idle: Vec<_> = self.all().extract_if(|_, source| is_idle(source)).collect();
         for (_, source) in idle {
             tracing::info!(
                 source_id = source.source,
                 reader = source.reader,
-                "nobody reads a source any more"
+                "a source is closed: no node has read it for ten minutes"
             );
         }
+    }
+
+    /// Opens a snapshot or a volume for the node `reader`, which makes `volume` of it.
+    pub fn open(&self, source: &str, reader: &str, volume: &str) -> Result<Point> {
+        self.sweep();
+        let name = format!("{source}/{reader}/{volume}");
+        // Two calls for one transfer: the later one finds what the first has opened.
+        let _lock = self.shared.locks.take(Key::Transfer(name.clone()))?;
+        let found = self.all().get(&name).cloned();
+        let open = match found {
+            Some(open) => open,
+            None => {
+                if self.all().len() >= MOST {
+                    return Err(Error::Busy { what: format!("{MOST} transfers to other nodes") });
+                }
+                let open = Arc::new(match source.parse::<SnapshotId>() {
+                    Ok(_) => self.open_snapshot(source, reader, volume)?,
+                    Err(_) => self.open_volume(source, reader, volume)?,
+                });
+                tracing::info!(
+                    source_id = source,
+                    reader,
+                    volume_id = volume,
+                    "another node has opened a source"
+                );
+                self.all().insert(name.clone(), open.clone());
+                open
+            }
+        };
+        open.touch();
+        let map = open.allocation.map();
+        let record = &open.record;
+        let opened = Opened {
+            capacity: record.capacity,
+            block_size: record.block_size,
+            tracking: record.tracking,
+            segments: map.indexes().collect(),
+            allocated_blocks: map
+                .indexes()
+                .try_fold(0, |sum, index| Ok::<_, Error>(sum + open.map(index)?.len()))?,
+            relatives: self.relatives_of(&record.volume),
+        };
+        // A new copy has another name: what was read from the one before does not count.
+        Ok((format!("{name}/{}", record.id), opened))
+    }
+
+    /// What was opened under this name, by this node.
+    pub fn get(&self, point: &str, reader: &str) -> Option<Arc<OpenSource>> {
+        let (name, id) = point.rsplit_once('/')?;
+        let open = self.all().get(name).cloned()?;
+        let is_it = open.reader == reader && open.record.id.as_str() == id;
+        open.touch();
+        is_it.then_some(open)
+    }
+
+    /// Nobody needs it any more.
+    pub fn close(&self, point: &str, reader: &str) {
+        let Some(open) = self.get(point, reader) else { return };
+        let name = format!("{}/{}/{}", open.source, open.reader, open.volume);
+        let closed = self.all().remove(&name);
+        tracing::info!(
+            source_id = open.source,
+            reader,
+            volume_id = open.volume,
+            "another node has closed a source"
+        );
+        drop(closed);
+    }
+
+    fn relatives_of(&self, volume: &VolumeId) -> Vec<String> {
+        self.shared.store.read(|index| {
+            let snapshots = index.line(volume).rev().take(RELATIVES).map(|record| record.id.to_string());
+            snapshots.chain([volume.to_string()]).collect()
+        })
+    }
+
+    fn open_snapshot(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
+        let record = self.shared.snapshot(source)?;
+        let opened = self.open_files(
+            &record,
+            &self.shared.store.snapshot_dir(&record),
+            None,
+            [source, reader, volume],
+        );
+        match opened {
+            // Deleted since it was looked up.
+            Err(_) if self.shared.snapshot(source).is_err() => Err(Error::no_snapshot(source)),
+            opened => opened,
+        }
+    }
+
+    /// Takes a snapshot of a volume that is in no index and in no history.
+    fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
+        let (found, _guard) = self.shared.lock_volume(source)?;
+        self.shared.check_host()?;
+        self.shared.truncate_to_record(&found)?;
+        let record = self.snapshots.new_record("", None, &found, None)?;
+        let draft = self.shared.store.draft_snapshot(&record.id)?;
+        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: found, record, pending: 0 };
+        self.snapshots.fill(std::slice::from_mut(&mut new))?;
+        let dir = draft.dir().clone();
+        self.open_files(&new.record, &dir, Some(draft), [source, reader, volume])
+    }
+
+    fn open_files(
+        &self,
+        record: &SnapshotRecord,
+        dir: &ObjectDir,
+        draft: Option<Draft>,
+        [source, reader, volume]: [&str; 3],
+    ) -> Result<OpenSource> {
+        let data = match self.shared.pool().open(dir) {
+            Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(source)),
+            data => data?,
+        };
+        let for_damage = data.file().try_clone().context("open", data.path())?;
+        let allocation = Allocation::new(MapFile::open(&dir.allocated())?, Some(for_damage), data.path());
+        let hashes = match record.tracking {
+            // Before the hashes: a slot is written before its block leaves `pending`.
+            true => match MapFile::open_sound(&dir.pending())? {
+                Some(pending) => Some((HashFile::open(&dir.hashes())?, pending)),
+                None => None,
+            },
+            false => None,
+        };
+        Ok(OpenSource {
+            reader: reader.to_owned(),
+            source: source.to_owned(),
+            volume: volume.to_owned(),
+            record: record.clone(),
+            allocation,
+            data,
+            hashes,
+            used: Mutex::new(Instant::now()),
+            _draft: draft,
+        })
     }
 }
 
@@ -196,136 +342,5 @@ impl OpenSource {
             });
         }
         Ok(hashes.into_iter().flatten().collect())
-    }
-}
-
-impl Driver {
-    /// Opens a snapshot or a volume for the node `reader`, which makes `volume` of it.
-    pub fn open_source(&self, source: &str, reader: &str, volume: &str) -> Result<Point> {
-        self.sources.sweep(Instant::now());
-        let name = format!("{source}/{reader}/{volume}");
-        // Two calls for one transfer: the later one finds what the first has opened.
-        let _lock = self.locks.take(Key::Transfer(name.clone()))?;
-        let found = self.sources.open().get(&name).cloned();
-        let open = match found {
-            Some(open) => open,
-            None => {
-                if self.sources.open().len() >= MOST {
-                    return Err(Error::Busy { what: format!("{MOST} transfers to other nodes") });
-                }
-                let open = Arc::new(match source.parse::<SnapshotId>() {
-                    Ok(_) => self.open_snapshot(source, reader, volume)?,
-                    Err(_) => self.open_volume(source, reader, volume)?,
-                });
-                tracing::info!(source_id = source, reader, volume_id = volume, "another node reads a source");
-                self.sources.open().insert(name.clone(), open.clone());
-                open
-            }
-        };
-        open.touch();
-        let map = open.allocation.map();
-        let record = &open.record;
-        let opened = Opened {
-            capacity: record.capacity,
-            block_size: record.block_size,
-            tracking: record.tracking,
-            segments: map.indexes().collect(),
-            allocated_blocks: map
-                .indexes()
-                .try_fold(0, |sum, index| Ok::<_, Error>(sum + open.map(index)?.len()))?,
-            relatives: self.relatives_of(&record.volume),
-        };
-        // What is copied anew has another name: what was read from the one before does not count.
-        Ok((format!("{name}/{}", record.id), opened))
-    }
-
-    /// What was opened under this name, by this node.
-    pub fn source(&self, point: &str, reader: &str) -> Option<Arc<OpenSource>> {
-        let (name, id) = point.rsplit_once('/')?;
-        let open = self.sources.open().get(name).cloned()?;
-        let is_it = open.reader == reader && open.record.id.as_str() == id;
-        open.touch();
-        is_it.then_some(open)
-    }
-
-    /// Nobody needs it any more.
-    pub fn close_source(&self, point: &str, reader: &str) {
-        let Some(open) = self.source(point, reader) else { return };
-        let name = format!("{}/{}/{}", open.source, open.reader, open.volume);
-        let closed = self.sources.open().remove(&name);
-        tracing::info!(
-            source_id = open.source,
-            reader,
-            volume_id = open.volume,
-            "another node has read a source"
-        );
-        drop(closed);
-    }
-
-    fn relatives_of(&self, volume: &VolumeId) -> Vec<String> {
-        self.store.read(|index| {
-            let snapshots = index.line(volume).rev().take(RELATIVES).map(|record| record.id.to_string());
-            snapshots.chain([volume.to_string()]).collect()
-        })
-    }
-
-    fn open_snapshot(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
-        let record = self.snapshot(source)?;
-        let opened =
-            self.open_files(&record, &self.store.snapshot_dir(&record), None, [source, reader, volume]);
-        match opened {
-            // Deleted since it was looked up.
-            Err(_) if self.snapshot(source).is_err() => Err(Error::no_snapshot(source)),
-            opened => opened,
-        }
-    }
-
-    /// Takes a snapshot of a volume that is in no index and in no history.
-    fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
-        let found = self.volume(source)?;
-        let _volume = self.locks.take(Key::Volume(found.id.clone()))?;
-        let found = self.volume(source)?;
-        self.check_host()?;
-        self.truncate_to_record(&found)?;
-        let record = self.new_snapshot("", None, &found, None)?;
-        let draft = self.store.draft_snapshot(&record.id)?;
-        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: found, record, pending: 0 };
-        self.fill_snapshots(std::slice::from_mut(&mut new))?;
-        let dir = draft.dir().clone();
-        self.open_files(&new.record, &dir, Some(draft), [source, reader, volume])
-    }
-
-    fn open_files(
-        &self,
-        record: &SnapshotRecord,
-        dir: &ObjectDir,
-        draft: Option<Draft>,
-        [source, reader, volume]: [&str; 3],
-    ) -> Result<OpenSource> {
-        let data = match self.pool().open(dir) {
-            Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(source)),
-            data => data?,
-        };
-        let for_damage = data.file().try_clone().context("open", data.path())?;
-        let allocation = Allocation::new(MapFile::open(&dir.allocated())?, Some(for_damage), data.path());
-        let hashes = match record.tracking {
-            // Before the hashes: a slot is written before its block leaves `pending`.
-            true => match MapFile::open_sound(&dir.pending())? {
-                Some(pending) => Some((HashFile::open(&dir.hashes())?, pending)),
-                None => None,
-            },
-            false => None,
-        };
-        Ok(OpenSource {
-            reader: reader.to_owned(),
-            source: source.to_owned(),
-            volume: volume.to_owned(),
-            record: record.clone(),
-            allocation,
-            data,
-            hashes,
-            used: Mutex::new(Instant::now()),
-            _draft: draft,
-        })
     }
 }

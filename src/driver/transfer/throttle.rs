@@ -3,12 +3,12 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Nobody sleeps longer without a look at whether it is to stop.
+/// A thread that waits checks this often whether it is to stop.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
 /// Hands out bytes at a rate. Time in which nobody asks is not saved up.
 #[derive(Debug)]
-pub(super) struct Throttle {
+pub(in crate::driver) struct Throttle {
     /// Bytes a second; `None` for no limit.
     rate: Option<u64>,
     /// When all that was handed out is used up.
@@ -16,8 +16,8 @@ pub(super) struct Throttle {
 }
 
 impl Throttle {
-    /// So many bytes a second.
-    pub fn new(rate: Option<u64>) -> Self {
+    /// Bytes per second.
+    pub(in crate::driver) fn new(rate: Option<u64>) -> Self {
         Throttle { rate, until: Mutex::default() }
     }
 

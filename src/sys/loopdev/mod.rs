@@ -334,7 +334,7 @@ fn tell_once(number: u32, path: &Path, error: &Error) {
     let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
     if warned.insert(number, path.to_owned()).as_deref() != Some(path) {
         let path = path.display();
-        tracing::warn!(%path, %error, "a loop device is passed over, for the filesystem of its file no longer answers");
+        tracing::warn!(%path, %error, "a loop device is skipped: the filesystem of its file does not answer");
     }
 }
 

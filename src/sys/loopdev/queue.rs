@@ -51,12 +51,12 @@ pub(super) fn count_requests(sysfs: &Path) {
         return;
     }
     if let Err(error) = write(&path, "1") {
-        tracing::warn!(path = %path.display(), %error, "requests of this device are not counted");
+        tracing::warn!(path = %path.display(), %error, "the requests of this device cannot be counted");
     }
 }
 
-/// Makes sure that a flush of the device reaches its file. Whoever had this number before may have said that it writes
-/// through its cache, and that stays with the number: no flush would be sent, and a power cut lose what was synced.
+/// Makes sure that a flush of the device reaches its file. An earlier user of this number may have set the device
+/// to write-through, which stays with the number: no flush would be sent, and a power cut would lose what was synced.
 pub(super) fn pass_flushes_on(sysfs: &Path) -> Result<()> {
     let path = sysfs.join("queue/write_cache");
     let passes = || Ok(read(&path)? == "write back");

@@ -124,6 +124,8 @@ const FAULTS: &[(&str, &[&str])] = &[
     ("shifted-window", &["delta-offset-partial", "delta-offset-complete"]),
     ("resume-grown-fails", &["expanded-resume"]),
     ("lose-after-clone", &["cloned-between"]),
+    ("lose-after-modify", &["modified-between"]),
+    ("modify-ends-streams", &["modified-between"]),
     ("base-gone-loses-later", &["base-deleted-again"]),
     ("lose-last", &["tail"]),
     ("lose-group-members", &["group-members"]),

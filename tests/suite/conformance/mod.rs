@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use serde_json::Value;
-use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::process::{Child, Command};
+use tokio::process::Command;
 
+use testkit::lab::Lab;
 use testkit::{PoolKind, Rig};
 
 /// Cases that ours may answer with "allowed, but".
@@ -23,7 +23,7 @@ const OURS_MAY: [&str; 2] = ["base-deleted", "base-deleted-again"];
 /// The suite on small volumes, telling all in JSON.
 fn conformance(socket: &Path, arguments: &[&str]) -> Command {
     let mut command = bare(socket, arguments);
-    command.args(["--volume-size", "64Mi", "--output", "json"]);
+    command.args(["--volume-size", "64Mi", "--modify-parameter", "readAheadKiB=512", "--output", "json"]);
     command
 }
 
@@ -76,25 +76,6 @@ async fn assert_empty(rig: &mut Rig) {
     assert!(left.is_empty(), "snapshots are left: {left:?}");
 }
 
-/// `cbt-lab faults` before a driver; dropped, it is gone.
-struct Faulty(#[expect(dead_code, reason = "it lives as long as this")] Child);
-
-/// Serves on `listen` what the driver at `upstream` does, with faults.
-async fn faulty(upstream: &Path, faults: &str, listen: &Path) -> Faulty {
-    let address = |socket: &Path| format!("unix://{}", socket.display());
-    let mut child = Command::new(testkit::program("cbt-lab"))
-        .args(["faults", "--upstream", &address(upstream), "--listen", &address(listen), "--fault", faults])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .kill_on_drop(true)
-        .spawn()
-        .expect("spawn");
-    let mut reported = BufReader::new(child.stdout.take().expect("piped")).lines();
-    let ready = reported.next_line().await.expect("read").unwrap_or_default();
-    assert!(ready.starts_with("serving at"), "{faults}: {ready:?}");
-    Faulty(child)
-}
-
 /// Serves faults, and runs the cases that are named.
 async fn run_broken(
     rig: &Rig,
@@ -105,7 +86,7 @@ async fn run_broken(
     static SOCKETS: AtomicUsize = AtomicUsize::new(0);
     let number = SOCKETS.fetch_add(1, Ordering::Relaxed);
     let socket = rig.dir.path().join(format!("faulty-{number}.sock"));
-    let _serving = faulty(&rig.socket(), faults, &socket).await;
+    let _serving = Lab::before(&rig.socket(), &socket, faults).await;
     let focus = format!("^({})$", cases.join("|"));
     run(&socket, &["--focus", &focus, "--timeout", timeout]).await
 }

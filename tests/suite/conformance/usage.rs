@@ -1,6 +1,7 @@
 //! Flags and outputs.
 
-use super::{all_cases, bare, conformance, faulty, run, run_broken, said};
+use super::{all_cases, bare, conformance, run, run_broken, said};
+use testkit::lab::Lab;
 use testkit::{PoolKind, Rig};
 
 /// The go-between adds no fault of its own, and secrets go where they belong.
@@ -9,7 +10,7 @@ use testkit::{PoolKind, Rig};
 async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("secrets.sock");
-    let _serving = faulty(&rig.socket(), "wants-secrets", &socket).await;
+    let _serving = Lab::before(&rig.socket(), &socket, "wants-secrets").await;
     let (code, verdicts, _) = run(&socket, &["--focus", "^delta-complete$"]).await;
     assert_eq!(code, Some(1));
     assert!(verdicts["delta-complete"].1.contains("UNAUTHENTICATED"), "{verdicts:?}");
@@ -19,6 +20,7 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
         "CreateVolume",
         "DeleteVolume",
         "ControllerExpandVolume",
+        "ControllerModifyVolume",
         "NodeStageVolume",
         "NodePublishVolume",
         "CreateSnapshot",
@@ -80,7 +82,7 @@ async fn focus_skip_junit_and_text() {
     }
 
     let socket = rig.dir.path().join("text.sock");
-    let _serving = faulty(&rig.socket(), "swap-tuples", &socket).await;
+    let _serving = Lab::before(&rig.socket(), &socket, "swap-tuples").await;
     let mut text = bare(&socket, &["--focus", "^delta-(order|capacity)$", "--volume-size", "64Mi"]);
     text.arg("--junit").arg(&junit);
     let output = text.output().await.expect("run");
@@ -105,7 +107,7 @@ async fn a_level_a_summary_and_a_comparison() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let focus = ["--focus", "^(service-claimed|delta-(order|same-snapshot))$"];
     let socket = rig.dir.path().join("broken.sock");
-    let serving = faulty(&rig.socket(), "swap-tuples", &socket).await;
+    let serving = Lab::before(&rig.socket(), &socket, "swap-tuples").await;
     let (code, _, before) = run(&socket, &focus).await;
     drop(serving);
     assert_eq!(code, Some(1));
@@ -146,7 +148,7 @@ async fn a_cut_that_the_driver_outran_is_not_shown() {
     let rig = Rig::start(PoolKind::Xfs).await;
     // One tuple, one message: there is no inside.
     let cases = ["delta-deadline", "allocated-cancel", "delta-slow-reader"];
-    let (code, verdicts, report) = run_broken(&rig, "too-much", &cases, "60").await;
+    let (code, verdicts, report) = run_broken(&rig, "too-much", &cases, "180").await;
     assert_eq!(code, Some(0), "{report:#}");
     for case in cases {
         assert_eq!(verdicts[case].0, "not-shown", "{report:#}");
@@ -161,7 +163,7 @@ async fn a_cut_that_the_driver_outran_is_not_shown() {
 async fn controller_and_node_may_have_sockets_of_their_own() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let controller = rig.dir.path().join("controller.sock");
-    let _serving = faulty(&rig.socket(), "node-elsewhere", &controller).await;
+    let _serving = Lab::before(&rig.socket(), &controller, "node-elsewhere").await;
     let output = conformance(&controller, &["--focus", "complete"]).output().await.expect("run");
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(String::from_utf8_lossy(&output.stderr).contains("NodeGetCapabilities"), "{}", said(&output));
@@ -179,7 +181,7 @@ async fn controller_and_node_may_have_sockets_of_their_own() {
 async fn a_driver_without_the_service_is_not_run() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("without.sock");
-    let _serving = faulty(&rig.socket(), "no-service", &socket).await;
+    let _serving = Lab::before(&rig.socket(), &socket, "no-service").await;
     let output = conformance(&socket, &[]).output().await.expect("run");
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
     assert!(

@@ -1,5 +1,6 @@
-//! A look at everything: each object is whole or absent, each file, loop device and mount explained, and
-//! what was acknowledged is as it was.
+//! A look at everything that needs no model: the driver and its disk say the same, each object is whole or absent, each
+//! file, loop device and mount explained, and what was acknowledged is as it was. What the calls must have come to is the
+//! matter of `model/world.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -53,27 +54,27 @@ impl Findings {
 
 /// A volume as it is listed.
 #[derive(Debug)]
-pub struct ListedVolume {
-    pub capacity: u64,
-    pub attached: bool,
+struct ListedVolume {
+    capacity: u64,
+    attached: bool,
 }
 
 /// A snapshot as it is listed.
 #[derive(Debug)]
-pub struct ListedSnapshot {
-    pub volume: String,
+struct ListedSnapshot {
+    volume: String,
     /// Empty for one of its own.
-    pub group: String,
+    group: String,
 }
 
 /// All that the driver lists.
 #[derive(Debug)]
-pub struct Listed {
-    pub volumes: BTreeMap<String, ListedVolume>,
-    pub snapshots: BTreeMap<String, ListedSnapshot>,
+struct Listed {
+    volumes: BTreeMap<String, ListedVolume>,
+    snapshots: BTreeMap<String, ListedSnapshot>,
 }
 
-pub async fn listed(rig: &mut Rig) -> Listed {
+async fn listed(rig: &mut Rig) -> Listed {
     let controller = &mut rig.client.controller;
     let volumes = controller.list_volumes(ListVolumesRequest::default()).await.expect("list").into_inner();
     let snapshots =
@@ -224,7 +225,7 @@ fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
             other => found.leak(format!("{} is left frozen: {other:?}", mounted.mount_point.display())),
         }
     }
-    if let Err(difference) = scene.check_files(rig) {
+    if let Err(difference) = scene.check_files() {
         found.loss(difference);
     }
 }

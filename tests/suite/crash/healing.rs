@@ -7,9 +7,9 @@ use csi_client::Error;
 use proto::GetMetadataAllocatedRequest;
 use tonic::Request;
 
-use super::points::{Cut, Orders};
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of};
+use testkit::orders::{Cut, Orders};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the new map was renamed over the damaged one, the sync of their directory failed, and the rename

@@ -5,7 +5,7 @@ use std::process::Command;
 use csi_client::mount_capability;
 use proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
 
-use super::points::{Cut, Orders};
+use testkit::orders::{Cut, Orders};
 use testkit::{PoolKind, Rig, names};
 
 /// The incident: the driver was killed while it made the filesystem of an inline volume; the retry failed with a final

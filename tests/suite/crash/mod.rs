@@ -1,5 +1,8 @@
 //! The driver is killed, and its steps fail, in all calls that change something.
 //!
+//! The calls are those of the model of random lives (`model`), which knows every state that a cut call may leave; what
+//! needs no model is looked at in `audit.rs`.
+//!
 //! The incident: a driver is killed in the middle of a restore; kubelet's retry finds a volume of
 //! that name, answers `OK`, and the workload runs on half its data. So after each
 //! kill here: start again, look at every object (whole or absent), retry the call, look again, and
@@ -9,9 +12,11 @@
 //! needs the cargo feature `failpoints`); there steps also fail.
 
 mod audit;
-mod calls;
+mod cases;
 #[cfg(feature = "failpoints")]
 mod freezes;
+#[cfg(feature = "failpoints")]
+mod handover;
 #[cfg(feature = "failpoints")]
 mod healing;
 #[cfg(feature = "failpoints")]
@@ -29,10 +34,10 @@ mod writes;
 
 use std::time::{Duration, Instant};
 
+use crate::model::calls::Step;
+use crate::model::wire::{Answer, make};
 use audit::When;
-use calls::{CALLS, Job};
-#[cfg(feature = "failpoints")]
-pub use points::{Cut, Orders, Point};
+use cases::{Case, cases};
 use scene::Scene;
 use tally::Tally;
 
@@ -52,28 +57,33 @@ async fn rounds(pool: PoolKind, count: usize) {
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
     let mut scene = Scene::make(&mut rig).await;
     let mut random = fastrand::Rng::with_seed(1);
-    let mut usual = [Duration::from_millis(20); CALLS.len()];
+    let cases = cases();
+    let mut usual = vec![Duration::from_millis(20); cases.len()];
     for round in 0..count {
-        let which = round % CALLS.len();
-        let context = format!("{pool:?}, round {round}, {:?}", CALLS[which]);
-        let job = Job::prepare(CALLS[which], &mut rig, &scene, round).await;
-        let mut client = rig.client.clone();
+        let which = round % cases.len();
+        let case = &cases[which];
+        let context = format!("{pool:?}, round {round}, {}", case.name);
+        scene
+            .live(&mut rig, &case.before)
+            .await
+            .unwrap_or_else(|said| tally.lost(&rig, &format!("{context}: {said}")));
+        let (asked, mut client) = (scene.asked(&case.call), rig.client.clone());
         let started = Instant::now();
         let moment = usual[which].mul_f64(random.f64() * 1.25);
-        let finished = tokio::select! {
-            made = job.make(&mut client, &scene) => {
+        let answer = tokio::select! {
+            answer = make(&mut client, &asked) => {
                 usual[which] = (usual[which] + started.elapsed()) / 2;
-                if let Err(status) = made {
-                    tally.lost(&rig, &format!("{context}: fails before the kill: {status}"));
-                }
-                true
+                answer
             }
-            () = tokio::time::sleep(moment) => false,
+            () = tokio::time::sleep(moment) => Answer::Cut,
         };
         rig.kill();
-        tally.round(!finished);
+        tally.round(matches!(answer, Answer::Cut));
         rig.start_again().await;
-        retried(&mut rig, &mut scene, &job, &mut tally, When::Cut, &context).await;
+        if let Err(said) = scene.ended(&mut rig, asked, answer, true).await {
+            tally.lost(&rig, &format!("{context}: {said}"));
+        }
+        retried(&mut rig, &mut scene, case, &mut tally, When::Cut, &context).await;
     }
     assert!(tally.cut > count / 4, "only {} of {count} calls were cut by the kill", tally.cut);
     scene.leave(&mut rig).await;
@@ -81,24 +91,31 @@ async fn rounds(pool: PoolKind, count: usize) {
 }
 
 /// What follows each call that was cut short: a look, the retry, a look, all undone, and a look.
-async fn retried(rig: &mut Rig, scene: &mut Scene, job: &Job, tally: &mut Tally, when: When, context: &str) {
+async fn retried(
+    rig: &mut Rig,
+    scene: &mut Scene,
+    case: &Case,
+    tally: &mut Tally,
+    when: When,
+    context: &str,
+) {
     tally.look(rig, scene, when, context).await;
-    let mut client = rig.client.clone();
-    let made = match job.make(&mut client, scene).await {
-        Ok(made) => made,
-        Err(status) => tally.lost(rig, &format!("{context}: the retry fails: {status}")),
-    };
-    if let Err(what) = job.shortfall(rig, scene, &made).await {
+    if let Err(said) = scene.live(rig, &[Step::One(case.call.clone())]).await {
+        tally.lost(rig, &format!("{context}, the retry: {said}"));
+    }
+    if let Err(what) = case.shortfall(rig, scene) {
         tally.lost(rig, &format!("{context}: {what}"));
     }
     tally.look(rig, scene, When::Done, context).await;
-    job.undo(rig, &made).await;
+    if let Err(said) = scene.live(rig, &case.after).await {
+        tally.lost(rig, &format!("{context}, undone: {said}"));
+    }
     tally.look(rig, scene, When::Undone, context).await;
 }
 
 /// Rounds a pool; `DELTAPATH_CRASH_ROUNDS` asks for more.
 fn count() -> usize {
-    asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * CALLS.len())
+    asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * cases().len())
 }
 
 #[test_with::root]

@@ -5,33 +5,26 @@
 //! one on each pool; `DELTAPATH_POINT_ROUNDS=N` has every pool take every point, from the start again until it
 //! made N rounds, and `DELTAPATH_POINT_CALL=Restore` takes one call alone.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
 
-use tokio::task::JoinHandle;
 use tonic::Code;
 
 use super::audit::When;
-use super::calls::{CALLS, Call, DELETIONS, Job};
+use super::cases::{Case, DELETIONS, cases};
 use super::scene::Scene;
 use super::tally::Tally;
 use super::{FLAGS, asked, retried};
+pub use crate::model::calls::Call;
+use crate::model::wire::{Answer, make};
+use testkit::orders::{Cut, Orders, Point};
 use testkit::{POOLS, PoolKind, Rig};
-
-/// What is done at a point.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cut {
-    Kill,
-    /// The step fails with this error number, once.
-    Error(i32),
-}
 
 /// The errors that a step fails with, and what the caller gets.
 const ERRORS: [(i32, Code); 2] =
     [(nix::libc::EIO, Code::Internal), (nix::libc::ENOSPC, Code::ResourceExhausted)];
 
 /// Whether a failed step is harmless: the point, those before it (newest first), the call, the error.
-type Harmless = fn(&Point, &[Point], Call, i32) -> bool;
+type Harmless = fn(&Point, &[Point], &Call, i32) -> bool;
 
 /// Steps that may fail while the call succeeds, and why.
 const HARMLESS: [(&str, Harmless); 7] = [
@@ -68,98 +61,20 @@ const HARMLESS: [(&str, Harmless); 7] = [
     (
         "what is undone need not be recorded: the old place stays, and names more than is there",
         |point, _, call, _| {
-            let undoes = [Call::Unpublish, Call::Unstage, Call::UnpublishDevice, Call::UnpublishEphemeral];
-            undoes.contains(&call) && point.path.ends_with("state.json")
+            let undoes = matches!(
+                call,
+                Call::Unpublish { .. } | Call::Unstage { .. } | Call::UnpublishEphemeral { .. }
+            );
+            undoes && point.path.ends_with("state.json")
         },
     ),
     ("a full pool has no room for the note that it was deleted: it goes for good", |_, _, call, errno| {
-        errno == nix::libc::ENOSPC && matches!(call, Call::DeleteSnapshot | Call::DeleteGroup)
+        errno == nix::libc::ENOSPC && matches!(call, Call::DeleteSnapshot(_) | Call::DeleteGroup { .. })
     }),
 ];
 
 fn contains(path: &Path, part: &str) -> bool {
     path.to_string_lossy().contains(part)
-}
-
-/// A point that the driver passed, or was stopped at.
-#[derive(Clone, Debug)]
-pub struct Point {
-    pub number: u64,
-    pub hit: bool,
-    pub step: String,
-    pub path: PathBuf,
-}
-
-/// More steps than any call has.
-const BEYOND: u64 = 1 << 20;
-
-/// The orders to a driver below `dir`.
-pub struct Orders {
-    file: PathBuf,
-    number: u64,
-}
-
-impl Orders {
-    pub fn new(dir: &Path) -> Self {
-        Orders { file: dir.join("failpoints"), number: 0 }
-    }
-
-    /// From now on, the `at`th step of `whose` threads is cut.
-    pub fn give(&mut self, cut: Cut, at: u64, whose: &str) {
-        match cut {
-            Cut::Kill => self.write(&format!("kill {at} {whose}")),
-            Cut::Error(errno) => self.write(&format!("error {at} {whose} {errno}")),
-        }
-    }
-
-    /// From now on, the `at`th step of `whose` threads is made so many milliseconds later.
-    pub fn hold(&mut self, at: u64, whose: &str, ms: u32) {
-        self.write(&format!("hold {at} {whose} {ms}"));
-    }
-
-    /// From now on, the points of calls are counted, and none is cut.
-    pub fn count(&mut self) {
-        self.give(Cut::Kill, BEYOND, "calls");
-    }
-
-    /// Waits until a step of `call` is held.
-    pub async fn reached<T>(&self, call: &JoinHandle<T>) {
-        while !self.passed().iter().any(|point| point.hit) {
-            assert!(!call.is_finished(), "the call ends without passing the step");
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    }
-
-    fn write(&mut self, order: &str) {
-        self.number += 1;
-        let fresh = self.file.with_extension("fresh");
-        std::fs::write(&fresh, format!("{} {order}\n", self.number)).expect("write");
-        std::fs::rename(&fresh, &self.file).expect("rename");
-    }
-
-    /// Takes the order back, and returns the points that were passed under it.
-    pub fn withdraw(&self) -> Vec<Point> {
-        std::fs::remove_file(&self.file).expect("remove");
-        self.passed()
-    }
-
-    /// The points that were passed so far.
-    pub fn passed(&self) -> Vec<Point> {
-        let log = std::fs::read_to_string(self.file.with_extension("log")).unwrap_or_default();
-        // The driver may be in the middle of its last line.
-        let whole = log.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
-        let points = whole.filter_map(|line| {
-            let fields: Vec<&str> = line.split('\t').collect();
-            let [order, number, word, step, path] = fields[..] else { panic!("the log says {line:?}") };
-            (order.parse() == Ok(self.number)).then(|| Point {
-                number: number.parse().expect("a number"),
-                hit: word == "hit",
-                step: step.to_owned(),
-                path: path.into(),
-            })
-        });
-        points.collect()
-    }
 }
 
 /// Which points of a series are stopped at: the first, and how many further each.
@@ -201,73 +116,81 @@ impl Lab {
     }
 
     /// Cuts a call at one point after another, until it ends without reaching one.
-    async fn series(&mut self, call: Call, cut: Cut, stride: Stride) {
+    async fn series(&mut self, case: &Case, cut: Cut, stride: Stride) {
         let mut at = stride.first;
-        while self.round(call, cut, at).await {
+        while self.round(case, cut, at).await {
             at += stride.step;
         }
-        assert!(at > 1 || stride.step > 1, "{call:?} passes no point at all");
+        assert!(at > 1 || stride.step > 1, "{} passes no point at all", case.name);
     }
 
     /// One round; whether the point was reached.
-    async fn round(&mut self, call: Call, cut: Cut, at: u64) -> bool {
+    async fn round(&mut self, case: &Case, cut: Cut, at: u64) -> bool {
         self.round += 1;
-        let job = Job::prepare(call, &mut self.rig, &self.scene, self.round).await;
-        let mut client = self.rig.client.clone();
+        let name = case.name;
+        if let Err(said) = self.scene.live(&mut self.rig, &case.before).await {
+            self.tally.lost(&self.rig, &format!("{:?}, before {name}: {said}", self.pool));
+        }
+        let (asked, mut client) = (self.scene.asked(&case.call), self.rig.client.clone());
         self.orders.give(cut, at, "calls");
-        let outcome = job.make(&mut client, &self.scene).await;
+        let mut answer = make(&mut client, &asked).await;
         let points = self.orders.withdraw();
         let hit = points.iter().find(|point| point.hit);
         let context = match hit {
             Some(point) => format!(
-                "{:?}, {call:?}, {cut:?} at point {at}: {} {}",
+                "{:?}, {name}, {cut:?} at point {at}: {} {}",
                 self.pool,
                 point.step,
                 point.path.display()
             ),
-            None => format!("{:?}, {call:?}, {cut:?} after the last point", self.pool),
+            None => format!("{:?}, {name}, {cut:?} after the last point", self.pool),
         };
         self.tally.round(hit.is_some());
-        match (hit, cut, outcome) {
-            (None, _, Err(status)) => self.tally.lost(&self.rig, &format!("{context}: {status}")),
-            (Some(_), Cut::Kill, Ok(made)) => {
-                self.tally.lost(&self.rig, &format!("{context}: answered with {made}, and was killed"));
+        match (hit, cut, &answer) {
+            (Some(_), Cut::Kill, Answer::Done(made)) => {
+                self.tally.lost(&self.rig, &format!("{context}: answered with {made:?}, and was killed"));
             }
-            (Some(point), Cut::Error(errno), outcome) => {
+            (Some(point), Cut::Error(errno), answer) => {
                 let before = points.iter().filter(|before| before.number < point.number).rev();
                 let before: Vec<Point> = before.cloned().collect();
-                let harmless = HARMLESS.iter().any(|(_, look)| look(point, &before, call, errno));
-                let code = outcome.map(drop).map_err(|status| status.code());
-                self.judge(harmless, errno, code, &context);
+                let harmless = HARMLESS.iter().any(|(_, look)| look(point, &before, &case.call, errno));
+                self.judge(harmless, errno, answer, &context);
             }
             _ => {}
         }
         if let Some(point) = hit {
-            self.tally.point(format!("{call:?} {cut:?} {} {}", point.number, point.step));
+            self.tally.point(format!("{name} {cut:?} {} {}", point.number, point.step));
+            // For the model, a step that failed cut the call as a kill does.
+            if !matches!(answer, Answer::Done(_)) {
+                answer = Answer::Cut;
+            }
         }
         if cut != Cut::Kill {
             self.tally.look(&mut self.rig, &mut self.scene, When::Failed, &context).await;
         }
-        let mut when = When::Failed;
         // A kill also after the last point: done, and no caller knows. After an error half of them, for what
         // memory hides shows then.
-        if cut == Cut::Kill || self.round.is_multiple_of(2) {
+        let is_restarted = cut == Cut::Kill || self.round.is_multiple_of(2);
+        if is_restarted {
             self.rig.kill();
             self.rig.start_again().await;
-            when = When::Cut;
         }
-        retried(&mut self.rig, &mut self.scene, &job, &mut self.tally, when, &context).await;
+        if let Err(said) = self.scene.ended(&mut self.rig, asked, answer, is_restarted).await {
+            self.tally.lost(&self.rig, &format!("{context}: {said}"));
+        }
+        let when = if is_restarted { When::Cut } else { When::Failed };
+        retried(&mut self.rig, &mut self.scene, case, &mut self.tally, when, &context).await;
         hit.is_some()
     }
 
     /// An injected error is reported, unless its step is one that may fail.
-    fn judge(&mut self, harmless: bool, errno: i32, outcome: Result<(), Code>, context: &str) {
+    fn judge(&mut self, harmless: bool, errno: i32, answer: &Answer, context: &str) {
         let (_, expected) = ERRORS.iter().find(|(number, _)| *number == errno).expect("a known error");
-        match outcome {
-            Ok(()) if harmless => {}
-            Ok(()) => self.tally.lost(&self.rig, &format!("{context}: the call succeeds")),
-            Err(code) if code == *expected => {}
-            Err(code) => self.tally.lost(&self.rig, &format!("{context}: {code:?}, not {expected:?}")),
+        match answer {
+            Answer::Done(_) if harmless => {}
+            Answer::Done(_) => self.tally.lost(&self.rig, &format!("{context}: the call succeeds")),
+            Answer::Failed(code, _) if code == expected => {}
+            answer => self.tally.lost(&self.rig, &format!("{context}: {answer}, not {expected:?}")),
         }
     }
 
@@ -283,10 +206,10 @@ pub fn wanted() -> Option<usize> {
     asked("DELTAPATH_POINT_ROUNDS")
 }
 
-/// The calls to cut: all, unless `DELTAPATH_POINT_CALL` names one.
-fn calls(all: &[Call]) -> Vec<Call> {
+/// The cases to cut: all, unless `DELTAPATH_POINT_CALL` names one.
+fn chosen() -> Vec<Case> {
     let one = std::env::var("DELTAPATH_POINT_CALL").ok();
-    all.iter().copied().filter(|call| one.as_ref().is_none_or(|one| *one == format!("{call:?}"))).collect()
+    cases().into_iter().filter(|case| one.as_ref().is_none_or(|one| one == case.name)).collect()
 }
 
 async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
@@ -295,11 +218,11 @@ async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
         for flags in [&["--enable-attach"][..], &["--enable-attach", "--retain-deleted", "0"][..]] {
             lab.rig.kill();
             lab.rig.start_again_with(flags).await;
-            let list = if flags.len() == 1 { &CALLS[..] } else { &DELETIONS[..] };
-            for (number, call) in calls(list).into_iter().enumerate() {
+            let is_one = |case: &&Case| flags.len() == 1 || DELETIONS.contains(&case.name);
+            for (number, case) in chosen().iter().filter(is_one).enumerate() {
                 for (kind, cut) in cuts.iter().enumerate() {
                     let stride = Stride::of(pool, number * cuts.len() + kind, 2 * cuts.len());
-                    lab.series(call, *cut, stride).await;
+                    lab.series(case, *cut, stride).await;
                 }
             }
         }
@@ -318,31 +241,37 @@ async fn errors(pool: PoolKind) {
     all_series(pool, "error-points", &ERRORS.map(|(errno, _)| Cut::Error(errno))).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_before_any_step_loses_nothing_on_dir() {
     kills(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_before_any_step_loses_nothing_on_xfs() {
     kills(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_before_any_step_loses_nothing_on_btrfs() {
     kills(PoolKind::Btrfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failing_step_leaves_nothing_half_made_on_dir() {
     errors(PoolKind::Dir).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failing_step_leaves_nothing_half_made_on_xfs() {
     errors(PoolKind::Xfs).await;
 }
 
+#[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failing_step_leaves_nothing_half_made_on_btrfs() {
     errors(PoolKind::Btrfs).await;

@@ -1,29 +1,39 @@
 //! What the rounds work on, and what must be the same before and after each of them.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
-use csi_client::{block_capability, from_volume, mount_capability, new_volume};
+use csi_client::Client;
 
+use super::cases::{
+    FILESYSTEM, FIRST, NAMES, OF_FILES, ORIGIN, OTHER, RAW, publish, snapshot, stage, target, unpublish,
+    unstage, volume,
+};
+use crate::model::calls::{Access, Call, From, Name, Place, Ref, Step};
+use crate::model::life::{self, Known, Life};
+use crate::model::names::Asked;
+use crate::model::rounds::Event;
+use crate::model::wire::{Answer, make};
+use crate::model::world::{Bytes, MARK, World};
 use testkit::content::Content;
+use testkit::subject::{Site, Subject};
 use testkit::{BLOCK, MIB, Rig};
 
 /// The size of a raw volume.
 pub const SIZE: i64 = 8 * MIB;
 /// The size of a volume with a filesystem.
 pub const FILES: i64 = 16 * MIB;
-/// A file on the mounted volume, and what it says.
-const MARKER: (&str, &str) = ("marker", "written before everything");
+/// What the file on the mounted volume holds.
+const MARKED: u8 = 7;
 
-/// Volumes and snapshots that no round may harm.
+/// Volumes and snapshots that no round may harm, and the model of all there is.
 pub struct Scene {
-    /// A raw volume that nobody uses.
+    /// The ids of the volumes: see `cases.rs`.
     pub origin: String,
-    /// The same content again, for groups.
     pub other: String,
-    /// A raw volume whose device is attached all the time.
     pub raw: String,
-    /// An ext4 that is mounted all the time.
     pub files: String,
     /// A snapshot of the origin.
     pub snapshot: String,
@@ -33,21 +43,14 @@ pub struct Scene {
     pub volumes: BTreeMap<String, blake3::Hash>,
     /// The content of each snapshot that was acknowledged.
     pub snapshots: BTreeMap<String, blake3::Hash>,
+    known: Known,
+    tally: life::Tally,
 }
 
 /// The hash of a whole file.
 pub fn hash(path: &Path) -> Result<blake3::Hash, String> {
     let bytes = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
     Ok(blake3::hash(&bytes))
-}
-
-/// The newest of some snapshots.
-pub fn newest(snapshots: impl Iterator<Item = proto::Snapshot>) -> String {
-    let when = |snapshot: &proto::Snapshot| {
-        let time = snapshot.creation_time.expect("creation_time");
-        (time.seconds, time.nanos)
-    };
-    snapshots.max_by_key(when).expect("a snapshot").snapshot_id
 }
 
 /// Whether an image holds a sound ext4, as it was at one moment.
@@ -60,40 +63,28 @@ pub fn check_filesystem(image: &Path) -> Result<(), String> {
     }
 }
 
+/// Writes and syncs the first block of a device that is published.
+pub fn write_first_block(target: &Path) -> std::io::Result<()> {
+    let file = File::options().write(true).open(target)?;
+    file.write_all_at(&[7; BLOCK as usize], 0).and_then(|()| file.sync_all())
+}
+
 impl Scene {
     pub async fn make(rig: &mut Rig) -> Self {
-        let (origin, device) = rig.block_volume("origin", SIZE).await;
-        let mut content = Content::default();
-        content.write(&device, 0, 300, 1);
-        content.write(&device, 1000, 300, 2);
-        content.discard(&device, 1100, 50);
-        rig.detach(&origin).await;
-        let snapshot = rig.snapshot("first", &origin).await;
-        let copy = |name| {
-            let mut request = new_volume(name, SIZE, block_capability());
-            request.volume_content_source = Some(from_volume(&origin));
-            request
+        let (volumes, snapshots, content) = Default::default();
+        let [origin, other, raw, files, snapshot] = Default::default();
+        let known = Known::new(NAMES, rig.kubelet(), World::new(true, [Site::alone()].into(), 0));
+        let tally = life::Tally::default();
+        let mut scene =
+            Scene { origin, other, raw, files, snapshot, content, volumes, snapshots, known, tally };
+        scene.live(rig, &steps()).await.unwrap_or_else(|said| panic!("the scene: {said}"));
+        [scene.origin, scene.other, scene.raw, scene.files] =
+            [ORIGIN, OTHER, RAW, FILESYSTEM].map(|name| scene.volume(name));
+        scene.snapshot = scene.known.names.snapshot(&Ref::Last(FIRST));
+        let Bytes::Raw(content) = &scene.known.worlds[0].volumes[&scene.origin].bytes else {
+            panic!("the origin is a device")
         };
-        let other = rig.client.create_volume(copy("other")).await.expect("clone").volume_id;
-        let raw = rig.client.create_volume(copy("raw")).await.expect("clone").volume_id;
-        rig.attach(&raw).await;
-        let request = new_volume("files", FILES, mount_capability("ext4"));
-        let files = rig.client.create_volume(request).await.expect("create").volume_id;
-        let kubelet = rig.kubelet();
-        let target = rig.client.publish(&files, mount_capability("ext4"), false, &kubelet).await;
-        let target = target.expect("publish");
-        std::fs::write(target.join(MARKER.0), MARKER.1).expect("write");
-        rig.snapshot("files", &files).await;
-        let mut scene = Scene {
-            content,
-            volumes: BTreeMap::new(),
-            snapshots: BTreeMap::new(),
-            snapshot,
-            other,
-            raw,
-            files,
-            origin,
-        };
+        scene.content = content.clone();
         let image = |id: &str| rig.pool_dir().join("volumes").join(id).join("bytes/data.img");
         let held = hash(&image(&scene.origin)).expect("hash");
         scene.check_origin(&image(&scene.origin)).expect("the origin");
@@ -103,14 +94,68 @@ impl Scene {
         scene
     }
 
-    /// Two volumes that nobody uses.
-    pub fn idle(&self) -> Vec<String> {
-        vec![self.origin.clone(), self.other.clone()]
+    /// The id of a volume.
+    pub fn volume(&self, name: Name) -> String {
+        self.known.names.volume(&Ref::Last(name))
     }
 
-    /// A raw device and a filesystem.
-    pub fn in_use(&self) -> Vec<String> {
-        vec![self.raw.clone(), self.files.clone()]
+    pub fn path(&self, place: Place) -> PathBuf {
+        self.known.names.path(place).into()
+    }
+
+    /// Lives some steps, each as the model says.
+    pub async fn live(&mut self, rig: &mut Rig, steps: &[Step]) -> Result<(), String> {
+        let mut lent = Subject::lent(rig);
+        let mut life = Life::begin(&mut lent, &mut self.tally, &mut self.known).await;
+        for step in steps {
+            let lived = life.step(step).await;
+            lived.map_err(|said| format!("{step}: {}", life.known.names.spelled(&said)))?;
+        }
+        Ok(())
+    }
+
+    /// A call as it is made now.
+    pub fn asked(&self, call: &Call) -> Asked {
+        Asked { call: call.clone(), names: self.known.names.clone() }
+    }
+
+    /// Takes in how a call ended; one that was cut may have come to all that a retry goes on from. With `look`, the lists, the
+    /// kernel and the devices say what that is.
+    pub async fn ended(
+        &mut self,
+        rig: &mut Rig,
+        asked: Asked,
+        answer: Answer,
+        look: bool,
+    ) -> Result<(), String> {
+        let mut lent = Subject::lent(rig);
+        let mut life = Life::begin(&mut lent, &mut self.tally, &mut self.known).await;
+        let mut outcome = life.cut(&[Event { asked, answer }]).await;
+        if look && outcome.is_ok() {
+            outcome = life.look().await;
+        }
+        outcome.map_err(|said| life.known.names.spelled(&said))
+    }
+
+    /// Makes calls of which the model is to know nothing.
+    async fn call(&self, client: &mut Client, calls: &[Call]) {
+        for call in calls {
+            let answer = make(client, &self.asked(call)).await;
+            assert!(matches!(answer, Answer::Done(_)), "{call}: {answer}");
+        }
+    }
+
+    /// Makes sure that the volumes are in use, as kubelet does after a reboot.
+    #[cfg(feature = "failpoints")]
+    pub async fn use_again(&self, rig: &mut Rig) {
+        let calls = [RAW, FILESYSTEM].map(|name| [stage(name), publish(name, false)]);
+        self.call(&mut rig.client, calls.as_flattened()).await;
+    }
+
+    /// Unmounts and detaches what the scene holds.
+    pub async fn leave(&self, rig: &mut Rig) {
+        let calls = [RAW, FILESYSTEM].map(|name| [unpublish(name), unstage(name)]);
+        self.call(&mut rig.client, calls.as_flattened()).await;
     }
 
     /// Whether a file holds what was written to the origin.
@@ -119,18 +164,40 @@ impl Scene {
     }
 
     /// Whether the mounted volume is there and its file as it was written.
-    pub fn check_files(&self, rig: &Rig) -> Result<(), String> {
-        let path = rig.kubelet().join(&self.files).join("target").join(MARKER.0);
+    pub fn check_files(&self) -> Result<(), String> {
+        let path = self.path(target(FILESYSTEM)).join(MARK);
         match std::fs::read(&path) {
-            Ok(bytes) if bytes == MARKER.1.as_bytes() => Ok(()),
+            Ok(bytes) if bytes == [MARKED] => Ok(()),
             other => Err(format!("{}: {other:?}", path.display())),
         }
     }
+}
 
-    /// Unmounts and detaches what the scene holds.
-    pub async fn leave(&self, rig: &mut Rig) {
-        for id in [&self.raw, &self.files] {
-            rig.detach(id).await;
-        }
-    }
+/// What makes the scene.
+fn steps() -> Vec<Step> {
+    let origin = || From::Volume(Ref::Last(ORIGIN));
+    let device = |name, from| volume(name, Access::Block, SIZE, from);
+    let mut steps: Vec<Step> =
+        [device(ORIGIN, From::Nothing), stage(ORIGIN), publish(ORIGIN, false)].map(Step::One).into();
+    steps.extend([
+        Step::Write { volume: ORIGIN, block: 0, count: 300, fill: 1 },
+        Step::Write { volume: ORIGIN, block: 1000, count: 300, fill: 2 },
+        Step::Discard { volume: ORIGIN, block: 1100, count: 50 },
+    ]);
+    let calls = [
+        unpublish(ORIGIN),
+        unstage(ORIGIN),
+        snapshot(FIRST, ORIGIN),
+        device(OTHER, origin()),
+        device(RAW, origin()),
+        stage(RAW),
+        publish(RAW, false),
+        volume(FILESYSTEM, Access::Fs("ext4"), FILES, From::Nothing),
+        stage(FILESYSTEM),
+        publish(FILESYSTEM, false),
+    ];
+    steps.extend(calls.map(Step::One));
+    steps.push(Step::Write { volume: FILESYSTEM, block: 0, count: 1, fill: MARKED });
+    steps.push(Step::One(snapshot(OF_FILES, FILESYSTEM)));
+    steps
 }

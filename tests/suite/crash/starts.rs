@@ -9,10 +9,12 @@ use deltapath::sys::mount;
 
 use super::FLAGS;
 use super::audit::When;
-use super::points::{Cut, Orders, Point, Stride};
+use super::cases::{FILESYSTEM, RAW, target};
+use super::points::Stride;
 use super::scene::Scene;
 use super::tally::{Tally, last_lines};
 use testkit::content::Content;
+use testkit::orders::{Cut, Orders, Point};
 use testkit::{PoolKind, Rig, leftovers, set_state, state_of, try_command, wait};
 
 const CUTS: [Cut; 3] = [Cut::Kill, Cut::Error(nix::libc::EIO), Cut::Error(nix::libc::ENOSPC)];
@@ -159,18 +161,10 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
     let mut state = state_of(&pool, &scene.files);
     state["frozen"] = boot.trim().into();
     set_state(&pool, &scene.files, state);
-    let target = rig.kubelet().join(&scene.files).join("target");
+    let target = scene.path(target(FILESYSTEM));
     let frozen = std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).status();
     assert!(frozen.expect("fsfreeze").success());
     assert!(mount::mounted_at(&target).expect("mounts").is_some());
-}
-
-/// Makes sure that the scene's volumes are in use, as kubelet does after a reboot.
-async fn use_again(rig: &mut Rig, scene: &Scene) {
-    rig.attach(&scene.raw).await;
-    let kubelet = rig.kubelet();
-    let capability = csi_client::mount_capability("ext4");
-    rig.client.publish(&scene.files, capability, false, &kubelet).await.expect("publish");
 }
 
 #[rstest::rstest]
@@ -195,7 +189,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
             tally.round(cut_at(&points).is_some());
             let Some(point) = cut_at(&points) else {
                 outcome.unwrap_or_else(|ended| panic!("{context}: {ended}\n{}", last_lines(&rig.log())));
-                use_again(&mut rig, &scene).await;
+                scene.use_again(&mut rig).await;
                 tally.look(&mut rig, &mut scene, When::Undone, &context).await;
                 break;
             };
@@ -216,7 +210,9 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
                     let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
                     let alone = point.path.ends_with("state.json") || point.step == "thaw" || is_its_sync;
                     let said = match clears_up(point) {
-                        true => reported.contains("what a crash left half-made stays"),
+                        true => {
+                            reported.contains("objects that a crash left incomplete could not be removed")
+                        }
                         false => alone && reported.contains("may be frozen"),
                     };
                     assert!(cut != Cut::Kill && said, "{context}: it started\n{reported}");
@@ -224,7 +220,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
                     rig.start_again().await;
                 }
             }
-            use_again(&mut rig, &scene).await;
+            scene.use_again(&mut rig).await;
             tally.look(&mut rig, &mut scene, When::Undone, &context).await;
         }
     }
@@ -265,7 +261,7 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
             turns.push((cut, at + 1));
         }
         rig.start_again().await;
-        use_again(&mut rig, &scene).await;
+        scene.use_again(&mut rig).await;
         tally.look(&mut rig, &mut scene, When::Undone, &context).await;
     }
     scene.leave(&mut rig).await;
@@ -286,7 +282,7 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(
     let mut orders = Orders::new(rig.dir.path());
     let mut content = Content::default();
     let raw = scene.raw.clone();
-    let device = rig.kubelet().join(&raw).join("target");
+    let device = scene.path(target(RAW));
     let mut round = 0;
     for (series, cut) in CUTS.into_iter().enumerate() {
         let Stride { first, step } = Stride::of(pool, series, 2);

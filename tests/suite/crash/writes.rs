@@ -6,9 +6,9 @@ use std::path::Path;
 use deltapath::sys::attributes::Flag;
 use deltapath::sys::loopdev::LoopDevice;
 
-use super::points::{Cut, Orders};
 use crate::faults::Disk;
 use testkit::content::Content;
+use testkit::orders::{Cut, Orders};
 use testkit::{MIB, PoolKind, Rig};
 
 /// Whether writes are synchronous, and whether they pass the page cache by.

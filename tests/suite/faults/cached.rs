@@ -106,20 +106,21 @@ async fn a_cached_device_on_a_full_pool_loses_nothing_on_btrfs() {
 }
 
 /// tmpfs takes direct I/O and makes it through its cache.
+#[rstest::rstest]
+#[case::dir(PoolKind::Dir, "128m")]
+#[case::xfs(PoolKind::Xfs, "200m")]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_device_on_a_full_tmpfs_loses_nothing() {
-    for (pool, size) in [(PoolKind::Dir, "128m"), (PoolKind::Xfs, "200m")] {
-        let disk = Disk::in_memory_of("tmpfs", size);
-        let mut rig = disk.rig(pool, &["--pool-size", "400Mi"]).await;
-        let (volume, _) = rig.block_volume("volume", MIB).await;
-        // Nothing is wrong with the volume: what is slow is the storage.
-        assert_eq!(health(&rig, &volume).await, []);
-        let said = storage_tells(&storage(&rig).await, "NoDirectIO", StorageTrouble::StorageDegraded);
-        assert!(said.contains("no direct I/O"), "{said}");
-        assert!(rig.log().contains("has no direct I/O"), "{}", rig.log());
-        rig.detach(&volume).await;
-        nothing_is_lost(rig, None).await;
-        disk.finish();
-    }
+async fn a_device_on_a_full_tmpfs_loses_nothing(#[case] pool: PoolKind, #[case] size: &str) {
+    let disk = Disk::in_memory_of("tmpfs", size);
+    let mut rig = disk.rig(pool, &["--pool-size", "400Mi"]).await;
+    let (volume, _) = rig.block_volume("volume", MIB).await;
+    // Nothing is wrong with the volume: what is slow is the storage.
+    assert_eq!(health(&rig, &volume).await, []);
+    let said = storage_tells(&storage(&rig).await, "NoDirectIO", StorageTrouble::StorageDegraded);
+    assert!(said.contains("no direct I/O"), "{said}");
+    assert!(rig.log().contains("has no direct I/O"), "{}", rig.log());
+    rig.detach(&volume).await;
+    nothing_is_lost(rig, None).await;
+    disk.finish();
 }

@@ -83,18 +83,17 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
 }
 
 /// One that cannot be written at all.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_read_only_data_directory_is_refused() {
+async fn a_read_only_data_directory_is_refused(#[values(PoolKind::Dir, PoolKind::Xfs)] pool: PoolKind) {
     let disk = Disk::ext4(64 << 20);
     let dir = disk.dir();
     let remounted =
         std::process::Command::new("mount").args(["-o", "remount,ro"]).arg(&disk.mount_point).status();
     assert!(remounted.expect("mount").success());
-    for pool in [PoolKind::Dir, PoolKind::Xfs] {
-        let said = refused(&mut driver_command(dir.path(), pool));
-        assert!(said.contains("Read-only file system") && said.contains("data/lock"), "{said}");
-    }
+    let said = refused(&mut driver_command(dir.path(), pool));
+    assert!(said.contains("Read-only file system") && said.contains("data/lock"), "{said}");
     drop(dir);
     disk.finish();
 }

@@ -76,24 +76,25 @@ fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
 
 /// A machine without loop devices, or a container that was not given any, cannot have a pool in an image. That
 /// is said, nothing is half made, and a start with loop devices works.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pool_image_without_loop_devices_is_refused() {
+async fn a_pool_image_without_loop_devices_is_refused(
+    #[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind,
+) {
     const BARE: &str = "mount -t tmpfs bare /dev
         mknod /dev/null c 1 3; mknod /dev/random c 1 8; mknod /dev/urandom c 1 9";
-    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
-        let dir = temp_dir();
-        let _swept = SweptOnDrop(dir.path().to_owned());
-        let said = refused(dir.path(), pool, BARE);
-        assert!(said.contains("is the loop module loaded?") && said.contains("--pool dir"), "{said}");
-        assert!(!dir.path().join("data/pool.img").exists(), "an image that nobody can attach");
-        // It is there and gives no device: found out only when the image is made.
-        let said = refused(dir.path(), pool, "mount --bind /dev/null /dev/loop-control");
-        assert!(said.contains("/dev/loop-control") && said.contains("loop module"), "{said}");
-        let (secluded, mut client) = Secluded::start_after(dir.path(), pool, "").await;
-        client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
-        drop(secluded);
-    }
+    let dir = temp_dir();
+    let _swept = SweptOnDrop(dir.path().to_owned());
+    let said = refused(dir.path(), pool, BARE);
+    assert!(said.contains("is the loop module loaded?") && said.contains("--pool dir"), "{said}");
+    assert!(!dir.path().join("data/pool.img").exists(), "an image that nobody can attach");
+    // It is there and gives no device: found out only when the image is made.
+    let said = refused(dir.path(), pool, "mount --bind /dev/null /dev/loop-control");
+    assert!(said.contains("/dev/loop-control") && said.contains("loop module"), "{said}");
+    let (secluded, mut client) = Secluded::start_after(dir.path(), pool, "").await;
+    client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
+    drop(secluded);
 }
 
 /// The static `/dev` of a container has no node for a new device, and cannot take one.

@@ -59,44 +59,48 @@ fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
 
 /// A pool image whose mkfs is missing or fails is refused with the reason, and nothing is left that the next
 /// start would take for a pool.
+#[rstest::rstest]
+#[case::xfs(PoolKind::Xfs, "mkfs.xfs", "xfsprogs")]
+#[case::btrfs(PoolKind::Btrfs, "mkfs.btrfs", "btrfs-progs")]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_pool_without_its_mkfs_is_refused() {
-    for (pool, mkfs, package) in
-        [(PoolKind::Xfs, "mkfs.xfs", "xfsprogs"), (PoolKind::Btrfs, "mkfs.btrfs", "btrfs-progs")]
-    {
-        let dir = temp_dir();
-        let _swept = SweptOnDrop(dir.path().to_owned());
-        let bin = path_without(dir.path(), mkfs);
-        let said = refused(dir.path(), pool, &bin);
-        assert!(said.contains(mkfs) && said.contains(&format!("install {package}")), "{said}");
-        assert!(said.contains("--pool dir"), "{said}");
-        script(&bin, mkfs, "echo 'out of luck' >&2; exit 3");
-        let said = refused(dir.path(), pool, &bin);
-        assert!(said.contains(mkfs) && said.contains("out of luck"), "{said}");
-        let data = names(&dir.path().join("data"));
-        assert!(!data.iter().any(|name| name == "pool.img" || name == "deltapath.json"), "{data:?}");
-        let mut rig = Rig::start_in(dir, pool, &[], "info").await;
-        rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
-        assert!(!rig.data_dir().join("pool.img.new").exists(), "the failed image stays");
-        rig.finish();
-    }
+async fn a_pool_without_its_mkfs_is_refused(
+    #[case] pool: PoolKind,
+    #[case] mkfs: &str,
+    #[case] package: &str,
+) {
+    let dir = temp_dir();
+    let _swept = SweptOnDrop(dir.path().to_owned());
+    let bin = path_without(dir.path(), mkfs);
+    let said = refused(dir.path(), pool, &bin);
+    assert!(said.contains(mkfs) && said.contains(&format!("install {package}")), "{said}");
+    assert!(said.contains("--pool dir"), "{said}");
+    script(&bin, mkfs, "echo 'out of luck' >&2; exit 3");
+    let said = refused(dir.path(), pool, &bin);
+    assert!(said.contains(mkfs) && said.contains("out of luck"), "{said}");
+    let data = names(&dir.path().join("data"));
+    assert!(!data.iter().any(|name| name == "pool.img" || name == "deltapath.json"), "{data:?}");
+    let mut rig = Rig::start_in(dir, pool, &[], "info").await;
+    rig.client.create_volume(new_volume("volume", MIB, block_capability())).await.expect("create");
+    assert!(!rig.data_dir().join("pool.img.new").exists(), "the failed image stays");
+    rig.finish();
 }
 
 /// `auto` takes the next best and says so: an xfs image, and at last plain files.
+#[rstest::rstest]
+#[case::xfs("mkfs.btrfs", PoolKind::Xfs)]
+#[case::dir("mkfs.", PoolKind::Dir)]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn auto_makes_do_with_the_programs_there_are() {
-    for (missing, pool) in [("mkfs.btrfs", PoolKind::Xfs), ("mkfs.", PoolKind::Dir)] {
-        let dir = temp_dir();
-        let path = path_without(dir.path(), missing);
-        let environment = vec![("PATH", OsString::from(path))];
-        let rig = Rig::start_as(dir, pool, &["--pool", "auto"], environment, "info").await;
-        let log = rig.log();
-        assert!(log.contains("mkfs.btrfs is missing: install btrfs-progs"), "{log}");
-        assert_eq!(log.contains("snapshots will be full copies"), pool == PoolKind::Dir, "{log}");
-        rig.finish();
-    }
+async fn auto_makes_do_with_the_programs_there_are(#[case] missing: &str, #[case] pool: PoolKind) {
+    let dir = temp_dir();
+    let path = path_without(dir.path(), missing);
+    let environment = vec![("PATH", OsString::from(path))];
+    let rig = Rig::start_as(dir, pool, &["--pool", "auto"], environment, "info").await;
+    let log = rig.log();
+    assert!(log.contains("mkfs.btrfs is missing: install btrfs-progs"), "{log}");
+    assert_eq!(log.contains("snapshots will be full copies"), pool == PoolKind::Dir, "{log}");
+    rig.finish();
 }
 
 /// A volume whose mkfs is missing, or dies half-way, cannot be staged, which is said with what to do. It is

@@ -46,29 +46,28 @@ async fn a_data_directory_is_one_by_any_path(
 }
 
 /// One image by two names, in two data directories.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn an_image_is_one_by_any_name() {
-    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
-        let mut rig = Rig::start(pool).await;
-        let (volume, _) = rig.block_volume("volume", MIB).await;
-        let other = temp_dir();
-        let _swept = SweptOnDrop(other.path().to_owned());
-        let copy = other.path().join("data");
-        std::fs::create_dir(&copy).expect("mkdir");
-        std::fs::hard_link(rig.data_dir().join("pool.img"), copy.join("pool.img")).expect("link");
-        std::fs::copy(rig.data_dir().join("deltapath.json"), copy.join("deltapath.json")).expect("copy");
-        let said = second(&rig, pool, &copy);
-        assert!(said.contains("pool.img") && said.contains("another"), "{said}");
-        assert!(mount::mounted_at(&copy.join("pool")).expect("mounts").is_none(), "mounted a second time");
-        // Also where the lock of the data directory was taken away: the image's own holds.
-        std::fs::remove_file(rig.data_dir().join("lock")).expect("remove");
-        let said = second(&rig, pool, &rig.data_dir());
-        assert!(said.contains("pool.img") && said.contains("another"), "{said}");
-        let request = new_volume("the first goes on", MIB, block_capability());
-        rig.client.create_volume(request).await.expect("create");
-        rig.snapshot("the first goes on", &volume).await;
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] pool: PoolKind) {
+    let mut rig = Rig::start(pool).await;
+    let (volume, _) = rig.block_volume("volume", MIB).await;
+    let other = temp_dir();
+    let _swept = SweptOnDrop(other.path().to_owned());
+    let copy = other.path().join("data");
+    std::fs::create_dir(&copy).expect("mkdir");
+    std::fs::hard_link(rig.data_dir().join("pool.img"), copy.join("pool.img")).expect("link");
+    std::fs::copy(rig.data_dir().join("deltapath.json"), copy.join("deltapath.json")).expect("copy");
+    let said = second(&rig, pool, &copy);
+    assert!(said.contains("pool.img") && said.contains("another"), "{said}");
+    assert!(mount::mounted_at(&copy.join("pool")).expect("mounts").is_none(), "mounted a second time");
+    // Also where the lock of the data directory was taken away: the image's own holds.
+    std::fs::remove_file(rig.data_dir().join("lock")).expect("remove");
+    let said = second(&rig, pool, &rig.data_dir());
+    assert!(said.contains("pool.img") && said.contains("another"), "{said}");
+    let request = new_volume("the first goes on", MIB, block_capability());
+    rig.client.create_volume(request).await.expect("create");
+    rig.snapshot("the first goes on", &volume).await;
+    rig.detach(&volume).await;
+    rig.finish();
 }

@@ -8,6 +8,28 @@ mod say;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(pub char);
 
+/// The names that clients give; the first ones of each kind are met most. Volumes and ephemeral volumes have no name in
+/// common, for the places on the node go by it.
+#[derive(Clone, Copy, Debug)]
+pub struct NameSet {
+    pub volumes: &'static [char],
+    pub snapshots: &'static [char],
+    pub groups: &'static [char],
+    pub ephemeral: &'static [char],
+}
+
+/// Places of each name.
+pub const SPOTS: u8 = 3;
+
+impl NameSet {
+    /// Every place there is.
+    pub fn places(&self) -> Vec<Place> {
+        let names = self.volumes.iter().chain(self.ephemeral).map(|name| Name(*name));
+        let spots = names.flat_map(|name| (0..SPOTS).map(move |number| Spot { name, number }));
+        spots.flat_map(|spot| [Place::Staging(spot), Place::Target(spot)]).collect()
+    }
+}
+
 /// The name in a request that makes something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewName {
@@ -129,6 +151,22 @@ pub struct NewVolume {
     pub elsewhere: bool,
 }
 
+impl NewVolume {
+    /// Nothing asked but a use for one writer; what is made from something takes at least its size.
+    pub fn plain(name: Name, access: Access, bytes: i64, from: From) -> Self {
+        NewVolume {
+            name: NewName::Fine(name),
+            size: Size { required: bytes, limit: 0 },
+            uses: vec![Use { access, mode: Mode::Writer }],
+            from,
+            block_size: None,
+            tracking: None,
+            read_ahead: None,
+            elsewhere: false,
+        }
+    }
+}
+
 /// The member list in a call on a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Members {
@@ -144,11 +182,15 @@ pub enum Node {
     Empty,
 }
 
+/// The name of a node that there is not.
+pub const ANOTHER: &str = "node-2";
+
 impl Node {
+    /// For a reader.
     pub fn text(self) -> &'static str {
         match self {
             Node::This => "node-1",
-            Node::Another => "node-2",
+            Node::Another => ANOTHER,
             Node::Empty => "",
         }
     }
@@ -163,11 +205,19 @@ pub struct Pages {
     pub bad_token: bool,
 }
 
+impl Pages {
+    pub const ALL: Pages = Pages { most: 0, bad_token: false };
+}
+
 /// Where a stream starts and how it is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     pub offset: Offset,
     pub most: i32,
+}
+
+impl Cut {
+    pub const WHOLE: Cut = Cut { offset: Offset::At(0), most: 0 };
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,6 +283,7 @@ pub enum Call {
     Modify {
         volume: Ref,
         read_ahead: &'static str,
+        direct_io: Option<bool>,
     },
     CreateSnapshot {
         name: NewName,
@@ -331,9 +382,9 @@ pub enum Step {
     /// SIGKILL at rest, and a start.
     Crash,
     /// Some blocks of a Block volume, or a file on a filesystem, wherever it is published for writing.
-    Write { volume: Name, block: u64, fill: u8 },
+    Write { volume: Name, block: u64, count: u64, fill: u8 },
     /// A discard of the same.
-    Discard { volume: Name, block: u64 },
+    Discard { volume: Name, block: u64, count: u64 },
 }
 
 impl Step {
@@ -344,5 +395,12 @@ impl Step {
             Step::Together(calls) | Step::Killed { calls, .. } => calls,
             _ => &[],
         }
+    }
+}
+
+impl Call {
+    /// Whether it makes something that has a name.
+    pub fn makes(&self) -> bool {
+        matches!(self, Call::CreateVolume(_) | Call::CreateSnapshot { .. } | Call::CreateGroup { .. })
     }
 }

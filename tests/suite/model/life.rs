@@ -2,7 +2,7 @@
 //! so are the lists and the kernel.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,25 +10,25 @@ use csi_client::Client;
 use deltapath::sys::mount;
 use tonic::Code;
 
-use super::calls::{Call, Name, Pages, Place, Spot, Step};
+use super::calls::{Call, Name, NameSet, Pages, Place, Step};
 use super::names::{Asked, Names};
 use super::rounds::{Event, Listed, explain};
-use super::wire::{Answer, Reply, make};
+use super::wire::{Answer, make};
 use super::world::{Bytes, MARK, World};
+use testkit::BLOCK;
+pub use testkit::LETTING_GO;
 use testkit::content::Content;
-use testkit::{BLOCK, Rig};
+use testkit::subject::{Subject, key_of};
 
-/// Names of volumes, ephemeral ones last.
-pub const VOLUMES: [char; 3] = ['a', 'b', 'c'];
-pub const EPHEMERAL: [char; 2] = ['x', 'y'];
+/// The names in a life.
+pub const NAMES: NameSet = NameSet {
+    volumes: &['a', 'b', 'c'],
+    snapshots: &['s', 't', 'u', 'v'],
+    groups: &['g', 'h'],
+    ephemeral: &['x', 'y'],
+};
 /// Clients; a step has no more calls at once.
 pub const CLIENTS: usize = 4;
-/// Places of each name.
-pub const SPOTS: u8 = 3;
-/// Blocks that are written at once.
-const COUNT: u64 = 3;
-
-pub const ALL: Pages = Pages { most: 0, bad_token: false };
 
 /// How often each call ended in each way, over many lives.
 #[derive(Default)]
@@ -109,12 +109,28 @@ impl std::fmt::Display for Tally {
     }
 }
 
-/// A driver with clients, and what it may hold.
-pub struct Life<'r> {
-    pub rig: &'r mut Rig,
-    pub tally: &'r mut Tally,
+/// What a driver may hold, and how it is called.
+#[derive(Clone)]
+pub struct Known {
+    pub set: NameSet,
     pub worlds: Vec<World>,
     pub names: Arc<Names>,
+}
+
+impl Known {
+    /// Of an empty driver; `dir` is where volumes are staged and published.
+    pub fn new(set: NameSet, dir: PathBuf, world: World) -> Self {
+        let sites = world.sites.to_vec();
+        let names = Arc::new(Names { sites, ..Names::below(dir, set) });
+        Known { set, worlds: vec![world], names }
+    }
+}
+
+/// A driver, or several behind a router, with clients, and what it may hold.
+pub struct Life<'r, 's> {
+    pub rig: &'r mut Subject<'s>,
+    pub tally: &'r mut Tally,
+    pub known: &'r mut Known,
     clients: Vec<Client>,
     /// The answers so far.
     pub reported: Vec<String>,
@@ -127,8 +143,30 @@ struct Seen {
     left: BTreeMap<Place, bool>,
 }
 
-/// How long the kernel may take to let go of a device.
-pub const LETTING_GO: Duration = Duration::from_secs(60);
+/// With one node of several killed, calls about objects of the others are answered. Of what is asked of all the answer may lack
+/// its part, and tells nothing.
+fn others_are_well(events: &mut [Event], killed: &str) -> Result<(), String> {
+    for Event { asked, answer } in events {
+        let objects = asked.objects();
+        let is_of_all = matches!(
+            asked.call,
+            Call::ListVolumes(_)
+                | Call::ListSnapshots { .. }
+                | Call::ListHealth(_)
+                | Call::GetCapacity { .. }
+        );
+        if is_of_all {
+            *answer = Answer::Cut;
+        } else if let Answer::Cut = answer
+            && !objects.is_empty()
+            && objects.iter().all(|id| key_of(id).is_some_and(|key| key != killed))
+            && objects.iter().all(|id| id.starts_with("vol-") || id.starts_with("snap-"))
+        {
+            return Err(format!("{}: no answer, and the node of {killed} was killed", asked.call));
+        }
+    }
+    Ok(())
+}
 
 /// Makes a call. A filesystem that was unmounted lives on while another mount namespace has a copy of the mount, as
 /// the containers of other tests do for a moment; its volume is in use until then, so the call is made again.
@@ -146,28 +184,10 @@ async fn make_patiently(client: &mut Client, asked: &Asked) -> Answer {
     }
 }
 
-/// Every place there is.
-pub fn places() -> Vec<Place> {
-    let names = VOLUMES.iter().chain(&EPHEMERAL).map(|name| Name(*name));
-    let spots = names.flat_map(|name| (0..SPOTS).map(move |number| Spot { name, number }));
-    spots.flat_map(|spot| [Place::Staging(spot), Place::Target(spot)]).collect()
-}
-
-impl<'r> Life<'r> {
-    /// Begins with an empty driver that may promise `promise` bytes.
-    pub async fn begin(rig: &'r mut Rig, tally: &'r mut Tally, world: World) -> Self {
-        let names = Names { dir: rig.kubelet(), ..Names::default() };
-        for place in places().into_iter().filter(|place| matches!(place, Place::Staging(_))) {
-            std::fs::create_dir_all(names.path(place)).expect("make a staging directory");
-        }
-        let mut life = Life {
-            rig,
-            tally,
-            worlds: vec![world],
-            names: Arc::new(names),
-            clients: Vec::new(),
-            reported: Vec::new(),
-        };
+impl<'r, 's> Life<'r, 's> {
+    /// Goes on with what is known of the driver.
+    pub async fn begin(rig: &'r mut Subject<'s>, tally: &'r mut Tally, known: &'r mut Known) -> Self {
+        let mut life = Life { rig, tally, known, clients: Vec::new(), reported: Vec::new() };
         life.connect().await;
         life
     }
@@ -184,9 +204,9 @@ impl<'r> Life<'r> {
     pub async fn live(&mut self, steps: &[Step]) -> Result<(), String> {
         let outcome = self.live_to_the_end(steps).await;
         for reported in &mut self.reported {
-            *reported = self.names.spelled(reported);
+            *reported = self.known.names.spelled(reported);
         }
-        outcome.map_err(|said| self.names.spelled(&said))
+        outcome.map_err(|said| self.known.names.spelled(&said))
     }
 
     async fn live_to_the_end(&mut self, steps: &[Step]) -> Result<(), String> {
@@ -200,7 +220,8 @@ impl<'r> Life<'r> {
         self.clear().await.map_err(|said| format!("while all is deleted: {said}"))
     }
 
-    async fn step(&mut self, step: &Step) -> Result<(), String> {
+    /// Lives one step, and looks at the lists, the kernel and the devices.
+    pub async fn step(&mut self, step: &Step) -> Result<(), String> {
         match step {
             Step::One(_) => self.round(step.calls(), None).await?,
             Step::Together(calls) => {
@@ -220,34 +241,43 @@ impl<'r> Life<'r> {
                 }
             }
             Step::Crash => {
-                self.rig.kill();
+                self.rig.kill_one();
                 self.rig.start_again().await;
                 self.connect().await;
             }
-            Step::Write { volume, block, fill } => self.write(*volume, *block, Some(*fill)),
-            Step::Discard { volume, block } => self.write(*volume, *block, None),
+            Step::Write { volume, block, count, fill } => self.write(*volume, *block, *count, Some(*fill)),
+            Step::Discard { volume, block, count } => self.write(*volume, *block, *count, None),
         }
         self.look().await
     }
 
-    /// Makes calls at once, and kills the driver on the way, if that is asked for.
+    /// Makes calls at once, and kills the driver on the way, if that is asked for. Of several behind a router one is killed, and
+    /// all where something is made: what has a name that a node which is away may have is made again elsewhere, and found when it
+    /// is back (`docs/router.md`), which is no matter of this model.
     async fn round(&mut self, calls: &[Call], kill: Option<Duration>) -> Result<(), String> {
         let mut running = Vec::new();
         for (call, client) in calls.iter().zip(&self.clients) {
-            let asked = Asked { call: call.clone(), names: self.names.clone() };
+            let asked = Asked { call: call.clone(), names: self.known.names.clone() };
             let mut client = client.clone();
             running.push(tokio::spawn(async move {
                 let answer = make_patiently(&mut client, &asked).await;
                 Event { asked, answer }
             }));
         }
+        let mut killed = None;
         if let Some(after) = kill {
             tokio::time::sleep(after).await;
-            self.rig.kill();
+            match calls.iter().any(Call::makes) {
+                true => self.rig.kill(),
+                false => killed = Some(self.rig.kill_one()),
+            }
         }
         let mut events = Vec::new();
         for call in running {
             events.push(call.await.expect("a call"));
+        }
+        if let Some(killed) = killed.filter(|_| self.rig.is_routed()) {
+            others_are_well(&mut events, &killed)?;
         }
         for Event { asked, answer } in &events {
             let code = match answer {
@@ -259,49 +289,49 @@ impl<'r> Life<'r> {
         }
         let answers: Vec<String> = events.iter().map(|event| event.answer.to_string()).collect();
         self.reported.push(answers.join(" || "));
-        let mut listed = Listed::default();
         if kill.is_some() {
             self.tally.cut += usize::from(events.iter().any(|event| matches!(event.answer, Answer::Cut)));
             self.rig.start_again().await;
             self.connect().await;
-            listed = self.list().await?;
-        } else if events.iter().any(|event| matches!(event.answer, Answer::Cut)) {
+            return self.cut(&events).await;
+        }
+        if events.iter().any(|event| matches!(event.answer, Answer::Cut)) {
             return Err("the connection broke, and nobody had killed the driver".into());
         }
-        self.worlds = explain(&self.worlds, &events, &listed)?;
+        self.known.worlds = explain(&self.known.worlds, &events, &Listed::default())?;
+        self.learn();
+        Ok(())
+    }
+
+    /// Takes in calls of which some were cut, by a kill or a step that failed: all their ends that the lists allow.
+    pub async fn cut(&mut self, events: &[Event]) -> Result<(), String> {
+        let listed = self.list().await?;
+        self.known.worlds = explain(&self.known.worlds, events, &listed)?;
         self.learn();
         Ok(())
     }
 
     /// Learns the ids of what is there.
     fn learn(&mut self) {
-        let mut names = Names::clone(&self.names);
-        for world in &self.worlds {
+        let Known { worlds, names, .. } = &mut *self.known;
+        let names = Arc::make_mut(names);
+        for world in worlds {
             for (id, volume) in &world.volumes {
-                let given = names.volumes.entry(volume.name).or_default();
-                if given.iter().all(|(other, _)| other != id) {
-                    given.push((id.clone(), volume.access.clone()));
-                }
+                names.volume_has(volume.name, id, &volume.access);
             }
             for (id, snapshot) in &world.snapshots {
-                let Some(name) = snapshot.name else { continue };
-                let given = names.snapshots.entry(name).or_default();
-                if !given.contains(id) {
-                    given.push(id.clone());
+                if let Some(name) = snapshot.name {
+                    names.snapshot_has(name, id);
                 }
             }
             for (id, group) in &world.groups {
-                let given = names.groups.entry(group.name).or_default();
-                if given.iter().all(|(other, _)| other != id) {
-                    given.push((id.clone(), group.members.iter().cloned().collect()));
-                }
+                names.group_has(group.name, id, group.members.iter().cloned());
             }
         }
-        self.names = Arc::new(names);
     }
 
     async fn ask(&mut self, call: Call) -> Event {
-        let asked = Asked { call, names: self.names.clone() };
+        let asked = Asked { call, names: self.known.names.clone() };
         let answer = make_patiently(&mut self.clients[0], &asked).await;
         Event { asked, answer }
     }
@@ -313,29 +343,22 @@ impl<'r> Life<'r> {
         if let Answer::Cut = event.answer {
             return Err(format!("then {said}: the connection broke"));
         }
-        let explained = explain(&self.worlds, &[event], &Listed::default());
-        self.worlds = explained.map_err(|reason| format!("then {said}: {reason}"))?;
+        let explained = explain(&self.known.worlds, &[event], &Listed::default());
+        self.known.worlds = explained.map_err(|reason| format!("then {said}: {reason}"))?;
         Ok(())
     }
 
     async fn list(&mut self) -> Result<Listed, String> {
-        let volumes = self.ask(Call::ListVolumes(ALL)).await.answer;
-        let snapshots = self.ask(Call::ListSnapshots { pages: ALL, of: None, only: None }).await.answer;
-        match (volumes, snapshots) {
-            (Answer::Done(Reply::Volumes(volumes)), Answer::Done(Reply::Snapshots(snapshots))) => {
-                Ok(Listed {
-                    volumes: volumes.into_iter().flatten().filter_map(|entry| entry.volume).collect(),
-                    snapshots: snapshots.into_iter().flatten().collect(),
-                })
-            }
-            (volumes, snapshots) => Err(format!("after the start, lists answer {volumes} and {snapshots}")),
-        }
+        let volumes = self.ask(Call::ListVolumes(Pages::ALL)).await.answer;
+        let snapshots =
+            self.ask(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await.answer;
+        Listed::of(&volumes, &snapshots)
     }
 
     /// Holds the lists and the kernel against the worlds.
-    async fn look(&mut self) -> Result<(), String> {
-        self.check(Call::ListVolumes(ALL)).await?;
-        self.check(Call::ListSnapshots { pages: ALL, of: None, only: None }).await?;
+    pub async fn look(&mut self) -> Result<(), String> {
+        self.check(Call::ListVolumes(Pages::ALL)).await?;
+        self.check(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await?;
         let seen = self.seen();
         self.narrow(|world| world.check_kernel(&seen))?;
         self.look_at_devices().await
@@ -344,19 +367,19 @@ impl<'r> Life<'r> {
     /// Keeps the worlds that something fits.
     fn narrow(&mut self, fits: impl Fn(&mut World) -> Result<(), String>) -> Result<(), String> {
         let mut reason = String::new();
-        self.worlds.retain_mut(|world| match fits(world) {
+        self.known.worlds.retain_mut(|world| match fits(world) {
             Ok(()) => true,
             Err(said) => {
                 reason = said;
                 false
             }
         });
-        if self.worlds.is_empty() { Err(reason) } else { Ok(()) }
+        if self.known.worlds.is_empty() { Err(reason) } else { Ok(()) }
     }
 
     fn seen(&self) -> Seen {
         let places: BTreeMap<String, Place> =
-            places().into_iter().map(|place| (self.names.path(place), place)).collect();
+            self.known.set.places().into_iter().map(|place| (self.known.names.path(place), place)).collect();
         let mounts = mount::mounts().expect("mounts");
         let shown = mounts.iter().filter_map(|mount| places.get(&mount.mount_point.display().to_string()));
         let mut mounted: Vec<Place> = shown.copied().collect();
@@ -375,28 +398,28 @@ impl<'r> Life<'r> {
 
     /// Writes or discards blocks, or writes a file, where the volume is published for writing in every
     /// world.
-    fn write(&mut self, name: Name, block: u64, fill: Option<u8>) {
+    fn write(&mut self, name: Name, block: u64, count: u64, fill: Option<u8>) {
         let there = |world: &World| {
             let (id, volume) = world.volumes.iter().find(|(_, volume)| volume.name == name)?;
             let published = volume.published.iter().find(|published| !published.read_only)?;
             Some((id.clone(), published.at, volume.capacity, volume.bytes.clone()))
         };
-        let Some((id, at, capacity, bytes)) = there(&self.worlds[0]) else { return };
+        let Some((id, at, capacity, bytes)) = there(&self.known.worlds[0]) else { return };
         let same = Some((id.clone(), at, capacity, bytes.clone()));
-        if self.worlds.iter().any(|world| there(world) != same) {
+        if self.known.worlds.iter().any(|world| there(world) != same) {
             return;
         }
-        let path = self.names.path(at);
+        let path = self.known.names.path(at);
         let path = Path::new(&path);
-        let kind = self.worlds[0].volumes[&id].staged.as_ref().map(|staged| staged.kind);
+        let kind = self.known.worlds[0].volumes[&id].staged.as_ref().map(|staged| staged.kind);
         let bytes = match (bytes, fill, kind) {
             (Bytes::Raw(mut content), fill, Some(super::names::Kind::Block)) => {
-                if (block + COUNT) * BLOCK > capacity {
+                if (block + count) * BLOCK > capacity {
                     return;
                 }
                 match fill {
-                    Some(fill) => content.write(path, block, COUNT, fill),
-                    None => content.discard(path, block, COUNT),
+                    Some(fill) => content.write(path, block, count, fill),
+                    None => content.discard(path, block, count),
                 }
                 Bytes::Raw(content)
             }
@@ -406,7 +429,7 @@ impl<'r> Life<'r> {
             }
             _ => return,
         };
-        for world in &mut self.worlds {
+        for world in &mut self.known.worlds {
             world.volumes.get_mut(&id).expect("it is the same in all").bytes = bytes.clone();
         }
     }

@@ -8,23 +8,27 @@
 //! cut call may have left, until an answer, a list or a mount tells which it is. Deltas are left to
 //! `property.rs` but for a few blocks.
 //!
+//! The same lives are lived with two and three drivers behind a router. What differs there stands at the rules, by
+//! [`world::World::is_routed`]: each node has room of its own, the volumes of a group are on one node, ids of two nodes are of two
+//! volumes, and a list beside other calls is of no one moment.
+//!
 //! Why not `proptest-state-machine`: it runs one transition after another, and in shrinking it drops those whose
 //! preconditions no longer hold. Here calls run at once, and a step is about names (`a`, not "the third
 //! volume"), so that it has a meaning after any other and any part of a life is a life. Proptest makes
 //! lives; `shrink.rs` makes a failed one short, for proptest goes over the steps once and leaves what a
 //! later step needed only before it was made plainer.
 
-mod calls;
-mod life;
-mod names;
+pub mod calls;
+pub mod life;
+pub mod names;
 mod node;
-mod rounds;
+pub mod rounds;
 mod shrink;
 mod snapshots;
-mod strategies;
+pub mod strategies;
 mod volumes;
-mod wire;
-mod world;
+pub mod wire;
+pub mod world;
 
 use std::cell::RefCell;
 
@@ -43,12 +47,13 @@ fn cases() -> u32 {
     std::env::var("DELTAPATH_MODEL_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(15)
 }
 
-fn lives(pool: PoolKind, strategy: impl Strategy<Value = Vec<Step>>, flags: [bool; 2]) {
-    for attach in flags {
+/// `routed`: so many drivers behind a router.
+fn lives(pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = Vec<Step>>) {
+    for attach in [false, true] {
         // Shrinking is ours: see `shrink.rs`.
         let config =
             Config { cases: cases(), failure_persistence: None, max_shrink_iters: 0, ..Config::default() };
-        let stage = RefCell::new(Stage::new(pool, attach));
+        let stage = RefCell::new(Stage::new(pool, routed, attach));
         let outcome = TestRunner::new(config).run(&strategy, |steps| {
             let lived = stage.borrow_mut().live(&steps);
             lived.map_err(|failure| TestCaseError::fail(failure.story))
@@ -78,35 +83,47 @@ fn lives(pool: PoolKind, strategy: impl Strategy<Value = Vec<Step>>, flags: [boo
 #[test_with::root]
 #[test]
 fn one_client_finds_what_the_model_says_on_dir() {
-    lives(PoolKind::Dir, strategies::alone(), [false, true]);
+    lives(PoolKind::Dir, None, strategies::alone());
 }
 
 #[test_with::root]
 #[test]
 fn one_client_finds_what_the_model_says_on_xfs() {
-    lives(PoolKind::Xfs, strategies::alone(), [false, true]);
+    lives(PoolKind::Xfs, None, strategies::alone());
 }
 
 #[test_with::root]
 #[test]
 fn one_client_finds_what_the_model_says_on_btrfs() {
-    lives(PoolKind::Btrfs, strategies::alone(), [false, true]);
+    lives(PoolKind::Btrfs, None, strategies::alone());
 }
 
 #[test_with::root]
 #[test]
 fn several_clients_at_once_find_what_some_order_gives_on_dir() {
-    lives(PoolKind::Dir, strategies::together(), [false, true]);
+    lives(PoolKind::Dir, None, strategies::together());
 }
 
 #[test_with::root]
 #[test]
 fn several_clients_at_once_find_what_some_order_gives_on_xfs() {
-    lives(PoolKind::Xfs, strategies::together(), [false, true]);
+    lives(PoolKind::Xfs, None, strategies::together());
 }
 
 #[test_with::root]
 #[test]
 fn several_clients_at_once_find_what_some_order_gives_on_btrfs() {
-    lives(PoolKind::Btrfs, strategies::together(), [false, true]);
+    lives(PoolKind::Btrfs, None, strategies::together());
+}
+
+#[test_with::root]
+#[test]
+fn one_client_of_two_drivers_behind_a_router_finds_what_the_model_says() {
+    lives(PoolKind::Xfs, Some(2), strategies::alone());
+}
+
+#[test_with::root]
+#[test]
+fn several_clients_of_three_drivers_behind_a_router_find_what_some_order_gives() {
+    lives(PoolKind::Btrfs, Some(3), strategies::together());
 }

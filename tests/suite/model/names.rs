@@ -9,8 +9,12 @@ use csi_client::{block_capability, mount_capability};
 use proto::VolumeCapability;
 use proto::volume_capability::{AccessMode, access_mode};
 
-use super::calls::{Access, Call, Mode, Name, NewName, Place, Ref, Use};
+use super::calls::{ANOTHER, Access, Call, Mode, Name, NameSet, NewName, Node, Place, Ref, Use};
+use super::volumes::kinds;
+use super::wire::Reply;
+use testkit::subject::{Site, key_of};
 
+/// Digits of an id that was never given.
 const NEVER: &str = "00000000000000000000000000000000";
 
 /// As a device or with a filesystem of this type.
@@ -24,6 +28,8 @@ pub enum Kind {
 pub struct Names {
     /// Where paths are.
     pub dir: PathBuf,
+    /// The node, or the nodes behind a router.
+    pub sites: Vec<Site>,
     /// Ids in the order in which they were given, with what the volume was made for.
     pub volumes: BTreeMap<Name, Vec<(String, Vec<Kind>)>>,
     pub snapshots: BTreeMap<Name, Vec<String>>,
@@ -36,15 +42,80 @@ fn pick<T: Clone>(given: &BTreeMap<Name, Vec<T>>, name: Name, back: usize) -> Op
     given.len().checked_sub(1 + back).map(|at| given[at].clone())
 }
 
-fn odd(kind: &str, id: &Ref) -> String {
-    match id {
-        Ref::Nonsense => "../x".to_owned(),
-        Ref::Empty => String::new(),
-        _ => format!("{kind}-{NEVER}"),
-    }
-}
-
 impl Names {
+    /// An id that is none. A router does not know whether a node that it never heard of has it, so there it is one of a node's.
+    fn odd(&self, kind: &str, id: &Ref) -> String {
+        match (id, &self.sites[..]) {
+            (Ref::Nonsense, _) => "../x".to_owned(),
+            (Ref::Empty, _) => String::new(),
+            (_, [site, _, ..]) => format!("{kind}-{}{}", site.key, &NEVER[site.key.len()..]),
+            _ => format!("{kind}-{NEVER}"),
+        }
+    }
+
+    /// The name of a node.
+    pub fn node(&self, node: Node, volume: &Ref) -> String {
+        let id = self.volume(volume);
+        let its = self.sites.iter().find(|site| key_of(&id) == Some(&site.key)).or(self.sites.first());
+        match node {
+            Node::This => its.map_or_else(|| Site::alone().name, |its| its.name.clone()),
+            Node::Another => ANOTHER.to_owned(),
+            Node::Empty => String::new(),
+        }
+    }
+
+    /// No ids yet; the staging directories are made.
+    pub fn below(dir: PathBuf, set: NameSet) -> Self {
+        let names = Names { dir, ..Names::default() };
+        for place in set.places().into_iter().filter(|place| matches!(place, Place::Staging(_))) {
+            std::fs::create_dir_all(names.path(place)).expect("make a staging directory");
+        }
+        names
+    }
+
+    /// From now on the name stands for this volume, unless it has stood for it before.
+    pub fn volume_has(&mut self, name: Name, id: &str, made_for: &[Kind]) {
+        let given = self.volumes.entry(name).or_default();
+        if given.iter().all(|(other, _)| other != id) {
+            given.push((id.to_owned(), made_for.to_vec()));
+        }
+    }
+
+    /// The same for a snapshot.
+    pub fn snapshot_has(&mut self, name: Name, id: &str) {
+        let given = self.snapshots.entry(name).or_default();
+        if given.iter().all(|other| other != id) {
+            given.push(id.to_owned());
+        }
+    }
+
+    /// The same for a group, whose members stay in this order.
+    pub fn group_has(&mut self, name: Name, id: &str, members: impl Iterator<Item = String>) {
+        let given = self.groups.entry(name).or_default();
+        if given.iter().all(|(other, _)| other != id) {
+            given.push((id.to_owned(), members.collect()));
+        }
+    }
+
+    /// Takes in the ids that an answer brought.
+    pub fn learn(&mut self, call: &Call, reply: &Reply) {
+        match (call, reply) {
+            (Call::CreateVolume(new), Reply::Volume(made)) => {
+                if let NewName::Fine(name) = new.name {
+                    self.volume_has(name, &made.volume_id, &kinds(&new.uses).unwrap_or_default());
+                }
+            }
+            (Call::CreateSnapshot { name: NewName::Fine(name), .. }, Reply::Snapshot(made)) => {
+                self.snapshot_has(*name, &made.snapshot_id);
+            }
+            (Call::CreateGroup { name: NewName::Fine(name), .. }, Reply::Group(made)) => {
+                let members = made.snapshots.iter().map(|member| member.snapshot_id.clone());
+                self.group_has(*name, &made.group_snapshot_id, members);
+            }
+            _ => {}
+        }
+    }
+
     /// A text with short names for ids and paths.
     pub fn spelled(&self, text: &str) -> String {
         let mut text = text.replace(&format!("{}/", self.dir.display()), "");
@@ -73,7 +144,7 @@ impl Names {
     }
 
     pub fn volume(&self, id: &Ref) -> String {
-        self.made(id).map_or_else(|| odd("vol", id), |(id, _)| id)
+        self.made(id).map_or_else(|| self.odd("vol", id), |(id, _)| id)
     }
 
     pub fn snapshot(&self, id: &Ref) -> String {
@@ -85,7 +156,7 @@ impl Names {
             }
             _ => None,
         };
-        found.unwrap_or_else(|| odd("snap", id))
+        found.unwrap_or_else(|| self.odd("snap", id))
     }
 
     /// A group and the members it had.
@@ -95,7 +166,7 @@ impl Names {
             Ref::Former(name) => pick(&self.groups, *name, 1),
             _ => None,
         };
-        found.unwrap_or_else(|| (odd("group", id), vec!["x".into()]))
+        found.unwrap_or_else(|| (self.odd("group", id), vec!["x".into()]))
     }
 
     /// What a use asks of a volume.

@@ -306,7 +306,7 @@ impl World {
         }
         let occupied =
             self.ephemeral.iter().any(|(other, volume)| *other != handle && volume.there && volume.at == at);
-        let room = self.room();
+        let room = self.rooms()[0];
         let read_only = read_only || asked.mode.reads_only();
         if let Some(volume) = self.ephemeral.get_mut(&handle) {
             let Kind::Fs(made) = volume.kind else { return wrong("an ephemeral device") };

@@ -21,6 +21,21 @@ pub struct Listed {
     pub snapshots: Vec<proto::Snapshot>,
 }
 
+impl Listed {
+    /// From the answers to both lists.
+    pub fn of(volumes: &Answer, snapshots: &Answer) -> Result<Self, String> {
+        match (volumes, snapshots) {
+            (Answer::Done(Reply::Volumes(volumes)), Answer::Done(Reply::Snapshots(snapshots))) => {
+                Ok(Listed {
+                    volumes: volumes.iter().flatten().filter_map(|entry| entry.volume.clone()).collect(),
+                    snapshots: snapshots.iter().flatten().cloned().collect(),
+                })
+            }
+            _ => Err(format!("after the start, lists answer {volumes} and {snapshots}")),
+        }
+    }
+}
+
 /// The worlds after calls that ran at once, or why there is none.
 pub fn explain(worlds: &[World], events: &[Event], listed: &Listed) -> Result<Vec<World>, String> {
     let mut search = Search { events, listed, found: Vec::new(), reasons: Vec::new() };
@@ -105,7 +120,9 @@ fn cut(world: &World, asked: &Asked, listed: &Listed) -> Vec<World> {
                 next.volumes.get_mut(&asked.names.volume(volume)).expect("it grew").grown = false;
             }
             if let Call::Modify { volume, .. } = &asked.call {
-                next.volumes.get_mut(&asked.names.volume(volume)).expect("it changed").read_ahead = None;
+                let id = asked.names.volume(volume);
+                let before = world.volumes[&id].read_ahead.iter();
+                next.volumes.get_mut(&id).expect("it changed").read_ahead.extend(before);
             }
             if let Call::UnpublishEphemeral { at, .. } | Call::Unpublish { at, .. } = &asked.call {
                 next.litter.insert(*at);

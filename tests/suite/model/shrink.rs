@@ -1,16 +1,17 @@
 //! Living lives one after the other, and making a failed one short enough to read.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use deltapath::sys::sweep::sweep;
 use tokio::runtime::Runtime;
 
 use super::RETAINED;
 use super::calls::Step;
-use super::life::{LETTING_GO, Life, Tally};
+use super::life::{Known, LETTING_GO, Life, NAMES, Tally};
 use super::world::World;
-use testkit::{PoolKind, Rig, leftovers};
+use testkit::PoolKind;
+use testkit::subject::{Site, Subject};
 
 /// What failed with calls at once, or with a kill, may need luck to fail again: it is tried so often at
 /// least, and for so long.
@@ -27,20 +28,22 @@ pub struct Failure {
     steps: usize,
 }
 
-/// A driver that lives are lived with, one after the other; a new one after each that failed.
+/// A driver, or several behind a router, that lives are lived with, one after the other; a new one after each that failed.
 pub struct Stage {
     runtime: Runtime,
     pool: PoolKind,
     attach: bool,
-    rig: Option<(Rig, u64)>,
+    /// So many drivers behind a router.
+    routed: Option<usize>,
+    rig: Option<(Subject<'static>, Arc<[Site]>)>,
     tally: Tally,
     failed: bool,
 }
 
 impl Stage {
-    pub fn new(pool: PoolKind, attach: bool) -> Self {
+    pub fn new(pool: PoolKind, routed: Option<usize>, attach: bool) -> Self {
         let runtime = Runtime::new().expect("runtime");
-        Stage { runtime, pool, attach, rig: None, tally: Tally::default(), failed: false }
+        Stage { runtime, pool, attach, routed, rig: None, tally: Tally::default(), failed: false }
     }
 
     /// Ends the driver, and says what was lived.
@@ -49,10 +52,10 @@ impl Stage {
             let status = rig.terminate();
             assert!(status.success(), "the driver ended with {status}");
             let deadline = Instant::now() + LETTING_GO;
-            while !leftovers(rig.dir.path()).is_empty() && Instant::now() < deadline {
+            while !rig.leftovers().is_empty() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            let left = leftovers(rig.dir.path());
+            let left = rig.leftovers();
             assert!(left.is_empty(), "left behind: {left:?}");
         }
         self.tally
@@ -85,22 +88,23 @@ impl Stage {
     }
 
     fn try_living(&mut self, steps: &[Step]) -> Result<(), Failure> {
-        let Stage { runtime, pool, attach, rig, tally, .. } = self;
+        let Stage { runtime, pool, attach, routed, rig, tally, .. } = self;
         let retained = RETAINED.to_string();
         let mut flags = vec!["--overcommit", "1", "--retain-deleted", retained.as_str()];
         if *attach {
             flags.push("--enable-attach");
         }
-        let (mut there, promise) = rig.take().unwrap_or_else(|| {
+        let (mut there, sites) = rig.take().unwrap_or_else(|| {
             runtime.block_on(async {
-                let mut rig = Rig::start_with(*pool, &flags, "error").await;
-                let promise = Life::promise(&mut rig).await;
-                (rig, promise)
+                let mut rig = Subject::start(*pool, *routed, &flags, "error").await;
+                let sites = rig.sites().await;
+                (rig, sites.into())
             })
         });
         let (outcome, reported) = runtime.block_on(async {
-            let world = World::new(*attach, promise, RETAINED);
-            let mut life = Life::begin(&mut there, tally, world).await;
+            let world = World::new(*attach, Arc::clone(&sites), RETAINED);
+            let mut known = Known::new(NAMES, there.kubelet(), world);
+            let mut life = Life::begin(&mut there, tally, &mut known).await;
             let outcome = life.live(steps).await;
             (outcome, std::mem::take(&mut life.reported))
         });
@@ -111,7 +115,7 @@ impl Stage {
         };
         match outcome {
             Ok(()) => {
-                *rig = Some((there, promise));
+                *rig = Some((there, sites));
                 Ok(())
             }
             Err(said) => {
@@ -124,10 +128,10 @@ impl Stage {
 
 /// Ends a driver whose state nobody knows. Others may hold its devices for a moment: then it takes another
 /// look.
-fn put_away(mut rig: Rig) {
+fn put_away(mut rig: Subject) {
     rig.kill();
     for _ in 0..600 {
-        if sweep(rig.dir.path()).is_ok_and(|left| left.is_empty()) {
+        if rig.sweep() {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));

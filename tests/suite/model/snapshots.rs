@@ -81,15 +81,19 @@ impl World {
         style: Option<&str>,
         answer: &Answer,
     ) -> Rule {
+        let existing = self.snapshots.iter().find(|(_, there)| there.name.map(NewName::Fine) == Some(name));
+        if existing.is_some_and(|(id, _)| self.are_apart([id, volume])) {
+            return refused(EXISTS, "the name is taken by a snapshot on another node");
+        }
         let fixed = fixed(style)?;
         let name = name_of(name)?;
         if volume.is_empty() {
             return refused(INVALID, "the source volume is missing");
         }
-        let existing = self.snapshots.iter().find(|(_, there)| there.name == Some(name));
         if let Some((id, existing)) = existing {
             if existing.volume != volume || existing.fixed != fixed {
-                return refused(EXISTS, "the name is taken by a snapshot that was asked for differently");
+                let codes = self.taken([volume]);
+                return refused(codes, "the name is taken by a snapshot that was asked for differently");
             }
             let Reply::Snapshot(reported) = done(answer)? else { return wrong("no snapshot in the answer") };
             equal("snapshot_id", &reported.snapshot_id, id)?;
@@ -126,7 +130,14 @@ impl World {
         Ok(())
     }
 
-    pub fn list_snapshots(&mut self, pages: Pages, of: &str, only: &str, answer: &Answer) -> Rule {
+    pub fn list_snapshots(
+        &mut self,
+        pages: Pages,
+        of: &str,
+        only: &str,
+        answer: &Answer,
+        alone: bool,
+    ) -> Rule {
         if pages.most < 0 {
             return refused(INVALID, "max_entries is negative");
         }
@@ -134,7 +145,10 @@ impl World {
             return refused(ABORTED, "no list ended with that token");
         }
         let Reply::Snapshots(list) = done(answer)? else { return wrong("no list in the answer") };
-        check_pages(list, pages.most)?;
+        check_pages(list, pages.most, self.is_routed())?;
+        if self.is_routed() && !alone {
+            return Ok(());
+        }
         list.iter().flatten().try_for_each(|reported| self.check_snapshot(reported))?;
         let mut listed: Vec<&String> = list.iter().flatten().map(|reported| &reported.snapshot_id).collect();
         listed.sort();
@@ -169,17 +183,26 @@ impl World {
         style: Option<&str>,
         answer: &Answer,
     ) -> Rule {
+        if self.are_apart(volumes.iter().map(String::as_str)) {
+            return refused(PRECONDITION, "the volumes are on different nodes");
+        }
+        let existing = self.groups.iter().find(|(_, there)| NewName::Fine(there.name) == name);
+        let all = existing.iter().map(|(id, _)| *id).chain(volumes);
+        if existing.is_some() && self.are_apart(all.map(String::as_str)) {
+            return refused(EXISTS, "the name is taken by a group on another node");
+        }
         let fixed = fixed(style)?;
         let name = name_of(name)?;
         let wanted: BTreeSet<&String> = volumes.iter().collect();
         if volumes.is_empty() || wanted.len() < volumes.len() {
             return refused(INVALID, "no volume, or one twice");
         }
-        if let Some((id, group)) = self.groups.iter().find(|(_, there)| there.name == name) {
+        if let Some((id, group)) = existing {
             let of: BTreeSet<&String> =
                 group.members.iter().map(|member| &self.snapshots[member].volume).collect();
             if of != wanted || group.fixed != fixed {
-                return refused(EXISTS, "the name is taken by a group that was asked for differently");
+                let codes = self.taken(volumes.iter().map(String::as_str));
+                return refused(codes, "the name is taken by a group that was asked for differently");
             }
             let Reply::Group(reported) = done(answer)? else { return wrong("no group in the answer") };
             return self.check_group(id, reported);
@@ -250,6 +273,9 @@ impl World {
     pub fn delta(&mut self, base: &str, target: &str, cut: Cut, answer: &Answer) -> Rule {
         if target.is_empty() {
             return refused(INVALID, "the snapshot id is missing");
+        }
+        if self.are_apart([base, target]) {
+            return refused(INVALID, "they are on different nodes, so not of one volume");
         }
         let kept = self.retained.get(base);
         let base_of = match (self.snapshot(base), kept) {

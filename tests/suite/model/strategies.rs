@@ -4,14 +4,14 @@ use proptest::prelude::*;
 use proptest::strategy::Union;
 
 use super::calls::{
-    Access, Call, Cut, From, Members, Mode, Name, NewName, NewVolume, Node, Offset, Pages, Place, Question,
-    Ref, Size, Spot, Step, Use,
+    Access, Call, Cut, From, Members, Mode, Name, NameSet, NewName, NewVolume, Node, Offset, Pages, Place,
+    Question, Ref, SPOTS, Size, Spot, Step, Use,
 };
-use super::life::{ALL, CLIENTS, EPHEMERAL, SPOTS, VOLUMES};
+use super::life::{CLIENTS, NAMES};
 
-const SNAPSHOTS: [char; 4] = ['s', 't', 'u', 'v'];
-const GROUPS: [char; 2] = ['g', 'h'];
 const MIB: i64 = 1 << 20;
+/// Blocks that are written at once.
+const COUNT: u64 = 3;
 
 fn one<T: Clone + std::fmt::Debug + 'static>(of: &[(u32, T)]) -> Union<Just<T>> {
     Union::new_weighted(of.iter().map(|(weight, value)| (*weight, Just(value.clone()))).collect())
@@ -38,10 +38,10 @@ fn reference(of: &'static [char]) -> impl Strategy<Value = Ref> {
     ]
 }
 
-fn snapshot() -> impl Strategy<Value = Ref> {
+fn snapshot(of: NameSet) -> impl Strategy<Value = Ref> {
     prop_oneof![
-        5 => reference(&SNAPSHOTS),
-        1 => (name(&GROUPS), 0..2usize).prop_map(|(group, place)| Ref::Member(group, place)),
+        5 => reference(of.snapshots),
+        1 => (name(of.groups), 0..2usize).prop_map(|(group, place)| Ref::Member(group, place)),
     ]
 }
 
@@ -102,17 +102,17 @@ fn uses() -> impl Strategy<Value = Vec<Use>> {
     ])
 }
 
-fn new_volume() -> BoxedStrategy<Call> {
+fn new_volume(of: NameSet) -> SBoxedStrategy<Call> {
     let from = prop_oneof![
         6 => Just(From::Nothing),
-        3 => snapshot().prop_map(From::Snapshot),
-        2 => reference(&VOLUMES).prop_map(From::Volume),
+        3 => snapshot(of).prop_map(From::Snapshot),
+        2 => reference(of.volumes).prop_map(From::Volume),
     ];
     let block_size = one(&[(30, None), (6, Some("64Ki")), (1, Some("5Ki"))]);
     let tracking = one(&[(16, None), (1, Some(true)), (2, Some(false))]);
     let read_ahead = one(&[(30, None), (4, Some("64")), (1, Some("3"))]);
     let elsewhere = one(&[(40, false), (1, true)]);
-    (new_name(&VOLUMES), size(), uses(), from, block_size, tracking, read_ahead, elsewhere)
+    (new_name(of.volumes), size(), uses(), from, block_size, tracking, read_ahead, elsewhere)
         .prop_map(|(name, size, uses, from, block_size, tracking, read_ahead, elsewhere)| {
             // What is made from something takes its size, most of the time.
             let size = match (&from, size.limit) {
@@ -131,35 +131,43 @@ fn new_volume() -> BoxedStrategy<Call> {
                 elsewhere,
             })
         })
-        .boxed()
+        .sboxed()
 }
 
 /// A volume, a place to stage it and one to publish it: its own, most of the time.
-fn placed() -> impl Strategy<Value = (Ref, Place, Place)> {
+fn placed(of: NameSet) -> impl Strategy<Value = (Ref, Place, Place)> {
     let number = || one(&[(8, 0u8), (2, 1), (1, SPOTS - 1)]);
-    let owner = prop_oneof![20 => Just(None), 1 => name(&VOLUMES).prop_map(Some)];
+    let owner = prop_oneof![20 => Just(None), 1 => name(of.volumes).prop_map(Some)];
     let empty = one(&[(30, (false, false)), (1, (true, false)), (1, (false, true))]);
-    (reference(&VOLUMES), owner, number(), number(), empty).prop_map(|(volume, owner, one, two, empty)| {
-        let own = match volume {
-            Ref::Last(name) | Ref::Former(name) => name,
-            _ => Name(VOLUMES[0]),
-        };
-        let spot = |number| Spot { name: owner.unwrap_or(own), number };
-        let staging = if empty.0 { Place::Empty } else { Place::Staging(spot(one)) };
-        let target = if empty.1 { Place::Empty } else { Place::Target(spot(two)) };
-        (volume, staging, target)
-    })
+    (reference(of.volumes), owner, number(), number(), empty).prop_map(
+        move |(volume, owner, one, two, empty)| {
+            let own = match volume {
+                Ref::Last(name) | Ref::Former(name) => name,
+                _ => Name(of.volumes[0]),
+            };
+            let spot = |number| Spot { name: owner.unwrap_or(own), number };
+            let staging = if empty.0 { Place::Empty } else { Place::Staging(spot(one)) };
+            let target = if empty.1 { Place::Empty } else { Place::Target(spot(two)) };
+            (volume, staging, target)
+        },
+    )
 }
 
 /// A volume and one of its places.
-fn at() -> impl Strategy<Value = (Ref, Place)> {
-    (placed(), one(&[(1, true), (1, false)]))
+fn at(of: NameSet) -> impl Strategy<Value = (Ref, Place)> {
+    (placed(of), one(&[(1, true), (1, false)]))
         .prop_map(|((volume, staging, target), first)| (volume, if first { staging } else { target }))
 }
 
 fn pages() -> impl Strategy<Value = Pages> {
     let pages = |most| Pages { most, bad_token: false };
-    one(&[(2, ALL), (3, pages(1)), (3, pages(2)), (1, pages(-1)), (1, Pages { bad_token: true, ..ALL })])
+    one(&[
+        (2, Pages::ALL),
+        (3, pages(1)),
+        (3, pages(2)),
+        (1, pages(-1)),
+        (1, Pages { bad_token: true, ..Pages::ALL }),
+    ])
 }
 
 fn style() -> impl Strategy<Value = Option<&'static str>> {
@@ -183,56 +191,59 @@ fn members() -> impl Strategy<Value = Members> {
     one(&[(5, Members::All), (1, Members::ButOne)])
 }
 
-fn controller() -> BoxedStrategy<Call> {
-    let volume = || reference(&VOLUMES);
+fn controller(of: NameSet) -> SBoxedStrategy<Call> {
+    let volume = || reference(of.volumes);
     let read_only = || one(&[(6, false), (1, true)]);
     let node = || one(&[(10, Node::This), (1, Node::Another), (1, Node::Empty)]);
-    prop_oneof![
-        16 => new_volume(),
-        6 => volume().prop_map(Call::DeleteVolume),
-        2 => (volume(), node(), asked(), read_only()).prop_map(|(volume, node, asked, read_only)| {
-            Call::ControllerPublish { volume, node, asked, read_only }
-        }),
-        2 => (volume(), node()).prop_map(|(volume, node)| Call::ControllerUnpublish { volume, node }),
+    let questions = prop_oneof![
         1 => (volume(), asked()).prop_map(|(volume, asked)| Call::Validate { volume, asked }),
         2 => pages().prop_map(Call::ListVolumes),
         1 => volume().prop_map(Call::GetVolume),
         1 => pages().prop_map(Call::ListHealth),
         1 => volume().prop_map(Call::GetHealth),
         1 => proptest::option::weighted(0.5, asked()).prop_map(|asked| Call::GetCapacity { asked }),
+    ];
+    prop_oneof![
+        16 => new_volume(of),
+        6 => volume().prop_map(Call::DeleteVolume),
+        2 => (volume(), node(), asked(), read_only()).prop_map(|(volume, node, asked, read_only)| {
+            Call::ControllerPublish { volume, node, asked, read_only }
+        }),
+        2 => (volume(), node()).prop_map(|(volume, node)| Call::ControllerUnpublish { volume, node }),
+        7 => questions,
         3 => (volume(), size(), proptest::option::weighted(0.3, asked()))
             .prop_map(|(volume, size, asked)| Call::Expand { volume, size, asked }),
         2 => (volume(), one(&[(4, "64"), (3, "512"), (1, "3")]))
-            .prop_map(|(volume, read_ahead)| Call::Modify { volume, read_ahead }),
+            .prop_map(|(volume, read_ahead)| Call::Modify { volume, read_ahead, direct_io: None }),
     ]
-    .boxed()
+    .sboxed()
 }
 
-fn snapshots() -> BoxedStrategy<Call> {
-    let group = || reference(&GROUPS);
-    let optional = || proptest::option::weighted(0.4, reference(&VOLUMES));
+fn snapshots(of: NameSet) -> SBoxedStrategy<Call> {
+    let group = || reference(of.groups);
+    let optional = || proptest::option::weighted(0.4, reference(of.volumes));
     prop_oneof![
-        12 => (new_name(&SNAPSHOTS), reference(&VOLUMES), style())
+        12 => (new_name(of.snapshots), reference(of.volumes), style())
             .prop_map(|(name, volume, style)| Call::CreateSnapshot { name, volume, style }),
-        6 => snapshot().prop_map(Call::DeleteSnapshot),
-        2 => (pages(), optional(), proptest::option::weighted(0.2, snapshot()))
+        6 => snapshot(of).prop_map(Call::DeleteSnapshot),
+        2 => (pages(), optional(), proptest::option::weighted(0.2, snapshot(of)))
             .prop_map(|(pages, of, only)| Call::ListSnapshots { pages, of, only }),
-        1 => snapshot().prop_map(Call::GetSnapshot),
-        5 => (new_name(&GROUPS), prop::collection::vec(reference(&VOLUMES), 0..4), style())
+        1 => snapshot(of).prop_map(Call::GetSnapshot),
+        5 => (new_name(of.groups), prop::collection::vec(reference(of.volumes), 0..4), style())
             .prop_map(|(name, volumes, style)| Call::CreateGroup { name, volumes, style }),
         3 => (group(), members()).prop_map(|(group, members)| Call::DeleteGroup { group, members }),
         2 => (group(), members()).prop_map(|(group, members)| Call::GetGroup { group, members }),
-        2 => (snapshot(), cut()).prop_map(|(snapshot, cut)| Call::Allocated { snapshot, cut }),
-        4 => (snapshot(), snapshot(), cut())
+        2 => (snapshot(of), cut()).prop_map(|(snapshot, cut)| Call::Allocated { snapshot, cut }),
+        4 => (snapshot(of), snapshot(of), cut())
             .prop_map(|(base, target, cut)| Call::Delta { base, target, cut }),
     ]
-    .boxed()
+    .sboxed()
 }
 
-fn node() -> BoxedStrategy<Call> {
+fn node(of: NameSet) -> SBoxedStrategy<Call> {
     let read_only = || one(&[(6, false), (1, true)]);
     let ephemeral = || {
-        (name(&EPHEMERAL), one(&[(6, 0u8), (1, 1)]), one(&[(12, false), (1, true)])).prop_map(
+        (name(of.ephemeral), one(&[(6, 0u8), (1, 1)]), one(&[(12, false), (1, true)])).prop_map(
             |(handle, number, empty)| match empty {
                 true => (handle, Place::Empty),
                 false => (handle, Place::Target(Spot { name: handle, number })),
@@ -245,27 +256,28 @@ fn node() -> BoxedStrategy<Call> {
     )
         .prop_map(|(access, mode)| Use { access, mode });
     prop_oneof![
-        10 => (placed(), asked()).prop_map(|((volume, at, _), asked)| Call::Stage { volume, at, asked }),
-        4 => placed().prop_map(|(volume, at, _)| Call::Unstage { volume, at }),
-        10 => (placed(), asked(), read_only()).prop_map(|((volume, staged, at), asked, read_only)| {
+        10 => (placed(of), asked()).prop_map(|((volume, at, _), asked)| Call::Stage { volume, at, asked }),
+        4 => placed(of).prop_map(|(volume, at, _)| Call::Unstage { volume, at }),
+        10 => (placed(of), asked(), read_only()).prop_map(|((volume, staged, at), asked, read_only)| {
             Call::Publish { volume, staged, at, asked, read_only }
         }),
-        6 => placed().prop_map(|(volume, _, at)| Call::Unpublish { volume, at }),
+        6 => placed(of).prop_map(|(volume, _, at)| Call::Unpublish { volume, at }),
         3 => (ephemeral(), filesystem, one(&[(6, "8Mi"), (1, "16Mi"), (1, "big")]), read_only()).prop_map(
             |((handle, at), asked, size, read_only)| {
                 Call::PublishEphemeral { handle, at, asked, size, read_only }
             }
         ),
         2 => ephemeral().prop_map(|(handle, at)| Call::UnpublishEphemeral { handle, at }),
-        2 => at().prop_map(|(volume, at)| Call::Stats { volume, at }),
-        1 => at().prop_map(|(volume, at)| Call::NodeHealth { volume, at }),
-        2 => (at(), size(), proptest::option::weighted(0.3, asked()))
+        2 => at(of).prop_map(|(volume, at)| Call::Stats { volume, at }),
+        1 => at(of).prop_map(|(volume, at)| Call::NodeHealth { volume, at }),
+        2 => (at(of), size(), proptest::option::weighted(0.3, asked()))
             .prop_map(|((volume, at), size, asked)| Call::NodeExpand { volume, at, size, asked }),
     ]
-    .boxed()
+    .sboxed()
 }
 
-fn call() -> BoxedStrategy<Call> {
+/// Any call, legal or not.
+pub fn call(of: NameSet) -> SBoxedStrategy<Call> {
     let question = one(&[
         (1, Question::Probe),
         (1, Question::GetPluginInfo),
@@ -277,12 +289,12 @@ fn call() -> BoxedStrategy<Call> {
         (1, Question::NodeGetStorageHealth),
     ]);
     prop_oneof![
-        12 => controller(),
-        12 => snapshots(),
-        13 => node(),
+        12 => controller(of),
+        12 => snapshots(of),
+        13 => node(of),
         1 => question.prop_map(Call::Ask),
     ]
-    .boxed()
+    .sboxed()
 }
 
 /// A call as it is made at once with others. A list is whole there, for pages of different moments need
@@ -292,7 +304,7 @@ fn apart(mut call: Call) -> Call {
         Call::ListVolumes(pages) | Call::ListHealth(pages) | Call::ListSnapshots { pages, .. }
             if pages.most > 0 =>
         {
-            *pages = ALL;
+            *pages = Pages::ALL;
         }
         Call::Stage { volume, at, .. } | Call::Unstage { volume, at } | Call::Unpublish { volume, at } => {
             own(volume, at);
@@ -317,9 +329,9 @@ fn own(volume: &Ref, place: &mut Place) {
 fn written() -> impl Strategy<Value = Step> {
     let block = || one(&[(6, 0u64), (3, 15), (2, 1000), (2, 2045), (2, 4093)]);
     prop_oneof![
-        5 => (name(&VOLUMES), block(), 0..4u8)
-            .prop_map(|(volume, block, fill)| Step::Write { volume, block, fill }),
-        1 => (name(&VOLUMES), block()).prop_map(|(volume, block)| Step::Discard { volume, block }),
+        5 => (name(NAMES.volumes), block(), 0..4u8)
+            .prop_map(|(volume, block, fill)| Step::Write { volume, block, count: COUNT, fill }),
+        1 => (name(NAMES.volumes), block()).prop_map(|(volume, block)| Step::Discard { volume, block, count: COUNT }),
     ]
 }
 
@@ -344,7 +356,7 @@ fn mutating() -> impl Strategy<Value = Call> {
                 | Call::Ask(_)
         )
     };
-    call().prop_filter("it only asks", changes).prop_map(apart)
+    call(NAMES).prop_filter("it only asks", changes).prop_map(apart)
 }
 
 fn killed(most: usize) -> BoxedStrategy<Step> {
@@ -360,19 +372,22 @@ fn opening() -> BoxedStrategy<Vec<Step>> {
     let access = one(&[(2, Access::Block), (1, Access::Fs("ext4"))]);
     let mode = one(&[(2, Mode::Writer), (1, Mode::MultiWriter)]);
     let set = one(&[(6, Before::Nothing), (2, Before::Modify), (1, Before::AttachForReading)]);
-    let volumes = prop::collection::vec((access, mode, set, 1..8usize), 0..=VOLUMES.len());
+    let volumes = prop::collection::vec((access, mode, set, 1..8usize), 0..=NAMES.volumes.len());
     let grouped = one(&[(2, false), (1, true)]);
     let steps = (volumes, grouped).prop_map(|(volumes, grouped)| {
         let count = volumes.len();
-        let named =
-            VOLUMES.into_iter().zip(SNAPSHOTS).map(|(volume, snapshot)| (Name(volume), Name(snapshot)));
+        let named = NAMES
+            .volumes
+            .iter()
+            .zip(NAMES.snapshots)
+            .map(|(volume, snapshot)| (Name(*volume), Name(*snapshot)));
         let lives = named.zip(volumes);
         let mut steps: Vec<Step> = lives
             .flat_map(|(named, (access, mode, before, far))| used(named, access, mode, before, far))
             .collect();
         if grouped && count > 0 {
-            let volumes = VOLUMES.into_iter().take(count).map(|name| Ref::Last(Name(name))).collect();
-            let name = NewName::Fine(Name(GROUPS[0]));
+            let volumes = NAMES.volumes.iter().take(count).map(|name| Ref::Last(Name(*name))).collect();
+            let name = NewName::Fine(Name(NAMES.groups[0]));
             steps.push(Step::One(Call::CreateGroup { name, volumes, style: None }));
         }
         steps
@@ -393,19 +408,10 @@ fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, before: Befo
     let spot = Spot { name, number: 0 };
     let (volume, staged, at) = (Ref::Last(name), Place::Staging(spot), Place::Target(spot));
     let asked = Use { access: Access::AsMade, mode };
-    let new = NewVolume {
-        name: NewName::Fine(name),
-        size: Size { required: 8 * MIB, limit: 0 },
-        uses: vec![Use { access, mode: Mode::Writer }],
-        from: From::Nothing,
-        block_size: None,
-        tracking: None,
-        read_ahead: None,
-        elsewhere: false,
-    };
+    let new = NewVolume::plain(name, access, 8 * MIB, From::Nothing);
     let before = match before {
         Before::Nothing => None,
-        Before::Modify => Some(Call::Modify { volume, read_ahead: "512" }),
+        Before::Modify => Some(Call::Modify { volume, read_ahead: "512", direct_io: None }),
         Before::AttachForReading => {
             Some(Call::ControllerPublish { volume, node: Node::This, asked, read_only: true })
         }
@@ -414,10 +420,10 @@ fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, before: Befo
     let steps = [Step::One(Call::CreateVolume(new))].into_iter().chain(before.map(Step::One)).chain([
         Step::One(Call::Stage { volume, at: staged, asked }),
         Step::One(Call::Publish { volume, staged, at, asked, read_only: false }),
-        Step::Write { volume: name, block: 0, fill: 1 },
+        Step::Write { volume: name, block: 0, count: COUNT, fill: 1 },
         taken(snapshot),
-        Step::Write { volume: name, block: 15, fill: 2 },
-        taken(Name(SNAPSHOTS[SNAPSHOTS.len() - 1])),
+        Step::Write { volume: name, block: 15, count: COUNT, fill: 2 },
+        taken(Name(NAMES.snapshots[NAMES.snapshots.len() - 1])),
     ]);
     steps.take(far).collect()
 }
@@ -425,7 +431,7 @@ fn used((name, snapshot): (Name, Name), access: Access, mode: Mode, before: Befo
 /// A life of one client at a time.
 pub fn alone() -> BoxedStrategy<Vec<Step>> {
     let step = prop_oneof![
-        30 => call().prop_map(Step::One),
+        30 => call(NAMES).prop_map(Step::One),
         6 => written(),
         3 => killed(1),
         1 => Just(Step::Restart),
@@ -437,8 +443,8 @@ pub fn alone() -> BoxedStrategy<Vec<Step>> {
 /// A life of several clients at once.
 pub fn together() -> BoxedStrategy<Vec<Step>> {
     let step = prop_oneof![
-        4 => call().prop_map(Step::One),
-        20 => prop::collection::vec(call().prop_map(apart), 1..=CLIENTS).prop_map(Step::Together),
+        4 => call(NAMES).prop_map(Step::One),
+        20 => prop::collection::vec(call(NAMES).prop_map(apart), 1..=CLIENTS).prop_map(Step::Together),
         3 => written(),
         3 => killed(3),
         1 => Just(Step::Crash),

@@ -46,7 +46,7 @@ fn least(access: &[Kind]) -> u64 {
 }
 
 /// The kinds that capabilities name, each once.
-fn kinds(uses: &[Use]) -> Rule<Vec<Kind>> {
+pub fn kinds(uses: &[Use]) -> Rule<Vec<Kind>> {
     if uses.is_empty() {
         return refused(INVALID, "no capability is asked for");
     }
@@ -125,6 +125,13 @@ impl World {
     }
 
     pub fn create_volume(&mut self, names: &Names, new: &NewVolume, answer: &Answer) -> Rule {
+        // No node sees a request that none may carry out.
+        if self.is_routed() && new.elsewhere && new.name != NewName::Empty {
+            return match self.volumes.values().any(|volume| NewName::Fine(volume.name) == new.name) {
+                true => refused(EXISTS, "the volume of this name is on another node"),
+                false => refused(EXHAUSTED, "it is wanted on a node that there is not"),
+            };
+        }
         let (required, limit) = range(new.size)?;
         new.uses.iter().try_for_each(|asked| check_mode(*asked))?;
         let block_size = match new.block_size {
@@ -156,7 +163,11 @@ impl World {
             let same_tracking =
                 new.tracking.map_or(!plain || existing.tracking, |tracking| existing.tracking == tracking);
             if !(fits && same_size && same_tracking) {
-                return refused(EXISTS, "the name is taken by a volume that was asked for differently");
+                let of = source.iter().map(|(Source::Snapshot(id) | Source::Volume(id))| id.as_str());
+                return refused(
+                    self.taken(of),
+                    "the name is taken by a volume that was asked for differently",
+                );
             }
             let Reply::Volume(reported) = done(answer)? else { return wrong("no volume in the answer") };
             return self.check_volume(id, reported);
@@ -175,10 +186,20 @@ impl World {
             (required, _) => required,
         };
         let capacity = rounded(wanted.max(size_of.unwrap_or(least(&access))), block_size, limit)?;
-        if capacity > self.room() {
-            return refused(EXHAUSTED, format!("{} bytes may still be promised", self.room()));
+        let source_id = source.clone().map(|(Source::Snapshot(id) | Source::Volume(id))| id);
+        // Without a source it goes to whatever node has room.
+        let room =
+            source_id.as_ref().map_or(self.rooms().into_iter().max(), |id| Some(self.room(id))).unwrap_or(0);
+        if capacity > room {
+            return refused(EXHAUSTED, format!("{room} bytes may still be promised"));
         }
         let Reply::Volume(reported) = done(answer)? else { return wrong("no volume in the answer") };
+        if capacity > self.room(&reported.volume_id) {
+            return wrong("a volume on a node that has no room for it");
+        }
+        if source_id.is_some_and(|id| self.node(&id) != self.node(&reported.volume_id)) {
+            return wrong("a volume on another node than its source");
+        }
         if self.volumes.contains_key(&reported.volume_id) {
             return wrong("the id of another volume");
         }
@@ -193,7 +214,7 @@ impl World {
             tracking: new.tracking.unwrap_or(tracking),
             access,
             source,
-            read_ahead: Some(read_ahead),
+            read_ahead: [read_ahead].into(),
             attached: None,
             staged: None,
             published: Vec::new(),
@@ -275,14 +296,15 @@ impl World {
         }
     }
 
-    fn nodes(&self, volume: &Volume) -> Vec<String> {
-        match self.attach && volume.attached.is_some() {
-            true => vec!["node-1".to_owned()],
+    fn nodes(&self, id: &str) -> Vec<String> {
+        match self.attach && self.volumes[id].attached.is_some() {
+            true => vec![self.node(id).to_owned()],
             false => Vec::new(),
         }
     }
 
-    pub fn list_volumes(&mut self, pages: Pages, answer: &Answer) -> Rule {
+    /// Behind a router, a list that is made beside other calls shows each node at another moment.
+    pub fn list_volumes(&mut self, pages: Pages, answer: &Answer, alone: bool) -> Rule {
         if pages.most < 0 {
             return refused(INVALID, "max_entries is negative");
         }
@@ -290,14 +312,17 @@ impl World {
             return refused(ABORTED, "no list ended with that token");
         }
         let Reply::Volumes(list) = done(answer)? else { return wrong("no list in the answer") };
-        check_pages(list, pages.most)?;
+        check_pages(list, pages.most, self.is_routed())?;
+        if self.is_routed() && !alone {
+            return Ok(());
+        }
         let mut listed = Vec::new();
         for entry in list.iter().flatten() {
             let (Some(reported), Some(status)) = (&entry.volume, &entry.status) else {
                 return wrong("an entry without a volume or its status");
             };
             self.check_volume(&reported.volume_id, reported)?;
-            let nodes = self.nodes(&self.volumes[&reported.volume_id]);
+            let nodes = self.nodes(&reported.volume_id);
             equal("published_node_ids", &status.published_node_ids, &nodes)?;
             listed.push(reported.volume_id.clone());
         }
@@ -307,8 +332,8 @@ impl World {
     }
 
     pub fn get_volume(&mut self, id: &str, answer: &Answer) -> Rule {
-        let nodes = self.volume(id)?.clone();
-        let nodes = self.nodes(&nodes);
+        self.volume(id)?;
+        let nodes = self.nodes(id);
         let Reply::Status(reported) = done(answer)? else { return wrong("no volume in the answer") };
         let (Some(volume), Some(status)) = (&reported.volume, &reported.status) else {
             return wrong("no volume or status in the answer");
@@ -336,12 +361,15 @@ impl World {
         equal("the health", reported, &Some(well))
     }
 
-    pub fn get_capacity(&mut self, asked: Option<Use>, answer: &Answer) -> Rule {
+    pub fn get_capacity(&mut self, asked: Option<Use>, answer: &Answer, alone: bool) -> Rule {
         let access = asked.map(|asked| kinds(&[asked])).transpose()?.unwrap_or_default();
         let Reply::Capacity(reported) = done(answer)? else { return wrong("no capacity in the answer") };
-        let room = self.room();
-        equal("available_capacity", &reported.available_capacity, &(room as i64))?;
-        let most = MAX_SIZE.min(room / BLOCK * BLOCK) as i64;
+        if self.is_routed() && !alone {
+            return Ok(());
+        }
+        let rooms = self.rooms();
+        equal("available_capacity", &reported.available_capacity, &(rooms.iter().sum::<u64>() as i64))?;
+        let most = rooms.iter().max().map_or(0, |room| MAX_SIZE.min(room / BLOCK * BLOCK)) as i64;
         equal("maximum_volume_size", &reported.maximum_volume_size, &Some(most))?;
         let least = least(&access).next_multiple_of(BLOCK) as i64;
         equal("minimum_volume_size", &reported.minimum_volume_size, &Some(least))
@@ -353,7 +381,7 @@ impl World {
         }
         let (required, limit) = range(size)?;
         asked.map_or(Ok(()), check_mode)?;
-        let room = self.room();
+        let room = self.room(id);
         let volume = self.volume(id)?;
         let on_node = match asked {
             Some(asked) => kind_of(asked, volume)? != Kind::Block,
@@ -379,7 +407,7 @@ impl World {
         let volume = self.volume(id)?;
         let kib = read_ahead(value)?;
         done(answer)?;
-        volume.read_ahead = Some(Some(kib));
+        volume.read_ahead = [Some(kib)].into();
         Ok(())
     }
 }
@@ -392,13 +420,15 @@ pub fn copied(bytes: &Bytes) -> Bytes {
     }
 }
 
-/// No page is longer than asked, and only the last may be empty.
-pub fn check_pages<T>(pages: &[Vec<T>], most: i32) -> Rule {
+/// No page is longer than asked, and none is empty where there are several; but the last one may be of a router, which cannot
+/// know whether the nodes that come next have any entry.
+pub fn check_pages<T>(pages: &[Vec<T>], most: i32, is_routed: bool) -> Rule {
     for (number, page) in pages.iter().enumerate() {
         if most > 0 && page.len() > most as usize {
             return wrong(format!("a page of {}", page.len()));
         }
-        if page.is_empty() && pages.len() > 1 {
+        let may_be_empty = is_routed && number + 1 == pages.len();
+        if page.is_empty() && pages.len() > 1 && !may_be_empty {
             return wrong(format!("page {number} of {} is empty", pages.len()));
         }
     }

@@ -5,7 +5,7 @@ use std::error::Error;
 use csi_client::{BlockList, Client, from_snapshot, from_volume};
 use tonic::{Code, Status};
 
-use super::calls::{Call, From, Members, NewVolume, Pages, Place, Question, Size, Use};
+use super::calls::{ANOTHER, Call, From, Members, NewVolume, Pages, Place, Question, Size, Use};
 use super::names::{Asked, Names, capability};
 
 /// What an `OK` brought.
@@ -81,11 +81,24 @@ pub async fn make(client: &mut Client, asked: &Asked) -> Answer {
         | Call::Delta { .. } => snapshots(client, names, &asked.call).await,
         call => volumes(client, names, call).await,
     };
-    match made {
-        Ok(reply) => Answer::Done(reply),
-        // What no driver says: the connection broke.
-        Err(status) if status.source().is_some() || status.code() == Code::Unavailable => Answer::Cut,
-        Err(status) => Answer::Failed(status.code(), status.message().to_owned()),
+    made.into()
+}
+
+impl std::convert::From<Made> for Answer {
+    fn from(made: Made) -> Self {
+        match made {
+            Ok(reply) => Answer::Done(reply),
+            // What no driver says: the connection broke.
+            Err(status) if status.source().is_some() || status.code() == Code::Unavailable => Answer::Cut,
+            Err(status) => Answer::Failed(status.code(), status.message().to_owned()),
+        }
+    }
+}
+
+impl Answer {
+    /// How a stream ended.
+    pub fn of_blocks(list: Result<BlockList, csi_client::Error>) -> Self {
+        list.map(Reply::Blocks).map_err(|error| error.status).into()
     }
 }
 
@@ -119,7 +132,7 @@ async fn create_volume(client: &mut Client, names: &Names, new: &NewVolume) -> M
         request.mutable_parameters.insert("readAheadKiB".into(), kib.into());
     }
     if new.elsewhere {
-        let segments = [("topology.deltapath.csi.dev/node".to_owned(), "node-2".to_owned())].into();
+        let segments = [("topology.deltapath.csi.dev/node".to_owned(), ANOTHER.to_owned())].into();
         let requisite = vec![proto::Topology { segments }];
         request.accessibility_requirements =
             Some(proto::TopologyRequirement { requisite, preferred: vec![] });
@@ -139,7 +152,7 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
         Call::ControllerPublish { volume, node, asked, read_only } => {
             let request = proto::ControllerPublishVolumeRequest {
                 volume_id: names.volume(volume),
-                node_id: node.text().into(),
+                node_id: names.node(*node, volume),
                 volume_capability: Some(capability(names.access(*asked, volume), asked.mode)),
                 readonly: *read_only,
                 ..Default::default()
@@ -149,7 +162,7 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
         Call::ControllerUnpublish { volume, node } => {
             let request = proto::ControllerUnpublishVolumeRequest {
                 volume_id: names.volume(volume),
-                node_id: node.text().into(),
+                node_id: names.node(*node, volume),
                 ..Default::default()
             };
             controller.controller_unpublish_volume(request).await.map(|_| Reply::Nothing)
@@ -207,12 +220,15 @@ async fn volumes(client: &mut Client, names: &Names, call: &Call) -> Made {
             };
             Ok(Reply::Expanded(controller.controller_expand_volume(request).await?.into_inner()))
         }
-        Call::Modify { volume, read_ahead } => {
+        Call::Modify { volume, read_ahead, direct_io } => {
             let mut request = proto::ControllerModifyVolumeRequest {
                 volume_id: names.volume(volume),
                 ..Default::default()
             };
             request.mutable_parameters.insert("readAheadKiB".into(), (*read_ahead).into());
+            if let Some(direct) = direct_io {
+                request.mutable_parameters.insert("directIO".into(), direct.to_string());
+            }
             controller.controller_modify_volume(request).await.map(|_| Reply::Nothing)
         }
         call => unreachable!("{call} is made elsewhere"),

@@ -2,6 +2,7 @@
 //! are in `volumes.rs`, `snapshots.rs` and `node.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use tonic::Code;
 
@@ -9,6 +10,7 @@ use super::calls::{Access, Call, Mode, Name, Place, Question, Use};
 use super::names::{Asked, Kind};
 use super::wire::{Answer, Reply};
 use testkit::content::Content;
+use testkit::subject::{Site, key_of};
 
 pub const MIB: u64 = 1 << 20;
 /// What a file for a mark is called.
@@ -37,6 +39,7 @@ pub fn wrong<T>(what: impl Into<String>) -> Rule<T> {
 pub const INVALID: &[Code] = &[Code::InvalidArgument];
 pub const NOT_FOUND: &[Code] = &[Code::NotFound];
 pub const EXISTS: &[Code] = &[Code::AlreadyExists];
+const EXISTS_OR_NOT_FOUND: &[Code] = &[Code::AlreadyExists, Code::NotFound];
 pub const PRECONDITION: &[Code] = &[Code::FailedPrecondition];
 pub const RANGE: &[Code] = &[Code::OutOfRange];
 pub const EXHAUSTED: &[Code] = &[Code::ResourceExhausted];
@@ -91,8 +94,8 @@ pub struct Volume {
     pub tracking: bool,
     pub access: Vec<Kind>,
     pub source: Option<Source>,
-    /// Mutable parameter `readAheadKiB`; `None` after a kill left open what it is.
-    pub read_ahead: Option<Option<u32>>,
+    /// What the mutable parameter `readAheadKiB` may be; more than one after a kill, until it is set again.
+    pub read_ahead: BTreeSet<Option<u32>>,
     pub attached: Option<Attached>,
     pub staged: Option<Staged>,
     pub published: Vec<Published>,
@@ -164,8 +167,8 @@ pub struct Ephemeral {
 #[derive(Clone, Debug, PartialEq)]
 pub struct World {
     pub attach: bool,
-    /// Bytes that all volumes together may have.
-    pub promise: u64,
+    /// The node, or the nodes behind a router. A volume is on the one that its id says, ephemeral ones are on the first.
+    pub sites: Arc<[Site]>,
     /// Deleted snapshots of a volume that are kept as a base for deltas.
     pub retain: usize,
     pub volumes: BTreeMap<String, Volume>,
@@ -180,10 +183,10 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(attach: bool, promise: u64, retain: usize) -> Self {
+    pub fn new(attach: bool, sites: Arc<[Site]>, retain: usize) -> Self {
         World {
             attach,
-            promise,
+            sites,
             retain,
             volumes: BTreeMap::new(),
             snapshots: BTreeMap::new(),
@@ -198,7 +201,12 @@ impl World {
     /// Takes an answer in, or says why no driver in this state would have given it. `alone`: no other call
     /// was under way, so that also what is read without a lock is exact.
     pub fn accept(&mut self, asked: &Asked, answer: &Answer, alone: bool) -> Result<(), String> {
-        match self.rule(asked, answer, alone) {
+        self.judge(|world| world.rule(asked, answer, alone), answer)
+    }
+
+    /// Whether an answer is what a rule says.
+    pub fn judge(&mut self, rule: impl FnOnce(&mut World) -> Rule, answer: &Answer) -> Result<(), String> {
+        match rule(self) {
             Ok(()) => Ok(()),
             Err(Unfit::Wrong(what)) => Err(what),
             Err(Unfit::Refused(codes, why)) => match answer {
@@ -222,16 +230,16 @@ impl World {
                 let asked = Use { access: names.access(*asked, volume), mode: asked.mode };
                 self.validate(&names.volume(volume), asked, answer)
             }
-            Call::ListVolumes(pages) => self.list_volumes(*pages, answer),
+            Call::ListVolumes(pages) => self.list_volumes(*pages, answer, alone),
             Call::GetVolume(volume) => self.get_volume(&names.volume(volume), answer),
             Call::ListHealth(pages) => self.list_health(*pages, answer),
             Call::GetHealth(volume) => self.get_health(&names.volume(volume), answer),
-            Call::GetCapacity { asked } => self.get_capacity(*asked, answer),
+            Call::GetCapacity { asked } => self.get_capacity(*asked, answer, alone),
             Call::Expand { volume, size, asked } => {
                 let asked = asked.map(|asked| Use { access: names.access(asked, volume), mode: asked.mode });
                 self.expand(&names.volume(volume), *size, asked, answer)
             }
-            Call::Modify { volume, read_ahead } => self.modify(&names.volume(volume), read_ahead, answer),
+            Call::Modify { volume, read_ahead, .. } => self.modify(&names.volume(volume), read_ahead, answer),
             Call::CreateSnapshot { name, volume, style } => {
                 self.create_snapshot(*name, &names.volume(volume), *style, answer)
             }
@@ -239,7 +247,7 @@ impl World {
             Call::ListSnapshots { pages, of, only } => {
                 let of = of.as_ref().map(|of| names.volume(of)).unwrap_or_default();
                 let only = only.as_ref().map(|only| names.snapshot(only)).unwrap_or_default();
-                self.list_snapshots(*pages, &of, &only, answer)
+                self.list_snapshots(*pages, &of, &only, answer, alone)
             }
             Call::GetSnapshot(snapshot) => self.get_snapshot(&names.snapshot(snapshot), answer),
             Call::CreateGroup { name, volumes, style } => {
@@ -286,11 +294,42 @@ impl World {
         }
     }
 
-    /// Bytes that may still be promised.
-    pub fn room(&self) -> u64 {
-        let taken = self.volumes.values().map(|volume| volume.capacity);
-        let taken: u64 = taken.chain(self.ephemeral.values().map(|volume| volume.capacity)).sum();
-        self.promise.saturating_sub(taken)
+    /// Bytes that may still be promised on each node.
+    pub fn rooms(&self) -> Vec<u64> {
+        let mut rooms: Vec<u64> = self.sites.iter().map(|site| site.room).collect();
+        for (id, volume) in &self.volumes {
+            let room = &mut rooms[self.site(id)];
+            *room = room.saturating_sub(volume.capacity);
+        }
+        let ephemeral: u64 = self.ephemeral.values().map(|volume| volume.capacity).sum();
+        rooms[0] = rooms[0].saturating_sub(ephemeral);
+        rooms
+    }
+
+    /// The same on the node of an object.
+    pub fn room(&self, id: &str) -> u64 {
+        self.rooms()[self.site(id)]
+    }
+
+    /// On which node an object is; what is no id of ours is asked of the first one.
+    fn site(&self, id: &str) -> usize {
+        self.sites.iter().position(|site| Some(site.key.as_str()) == key_of(id)).unwrap_or(0)
+    }
+
+    /// The name of its node.
+    pub fn node(&self, id: &str) -> &str {
+        &self.sites[self.site(id)].name
+    }
+
+    /// Whether there is a router, which looks at some things before a node looks at others.
+    pub fn is_routed(&self) -> bool {
+        self.sites.len() > 1
+    }
+
+    /// Whether ids, as far as they are such, are of objects on different nodes.
+    pub fn are_apart<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> bool {
+        let keys: BTreeSet<&str> = ids.into_iter().filter(|id| id.len() > 20).filter_map(key_of).collect();
+        self.is_routed() && keys.len() > 1
     }
 
     /// Forgets the deleted snapshots of a volume that no delta can be asked from, and those beyond the
@@ -309,10 +348,22 @@ impl World {
         self.retained.retain(|_, kept| !of(kept) || kept.sequence >= first);
     }
 
+    /// What a call with a taken name gets that is about these objects. A router looks for their node first, and a text that is
+    /// no id has none.
+    pub fn taken<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> &'static [Code] {
+        let has_node = |id: &str| self.sites.iter().any(|site| key_of(id) == Some(&site.key));
+        match self.is_routed() && !ids.into_iter().all(has_node) {
+            true => EXISTS_OR_NOT_FOUND,
+            false => EXISTS,
+        }
+    }
+
     fn ask(&self, question: Question, answer: &Answer) -> Rule {
         let Reply::Text(text) = done(answer)? else { return wrong("no answer in the answer") };
+        let node = format!("node_id: {:?}", self.sites[0].name);
         let (has, lacks): (&[&str], &[&str]) = match question {
             Question::Probe => (&["ready: Some(true)"], &[]),
+            Question::GetPluginInfo if self.is_routed() => (&["\"deltapath.csi.dev\"", "\"nodes\""], &[]),
             Question::GetPluginInfo => (&["\"deltapath.csi.dev\"", "\"pool\""], &[]),
             Question::GetPluginCapabilities => (
                 &[
@@ -331,7 +382,7 @@ impl World {
             Question::GroupControllerGetCapabilities => (&["CreateDeleteGetVolumeGroupSnapshot"], &[]),
             Question::NodeGetCapabilities => (&["StageUnstageVolume", "ExpandVolume"], &["VolumeMountGroup"]),
             Question::NodeGetStorageHealth => (&["backend_health"], &["Pool"]),
-            Question::NodeGetInfo => (&["node_id: \"node-1\"", "topology.deltapath.csi.dev/node"], &[]),
+            Question::NodeGetInfo => (&[&node, "topology.deltapath.csi.dev/node"], &[]),
         };
         for word in has {
             if !text.contains(word) {

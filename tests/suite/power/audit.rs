@@ -1,20 +1,24 @@
 //! The boot after a power cut: what must be there is there and whole, what must be gone is gone, what was on
-//! the way is whole or absent, nothing else is there, and the driver works.
+//! the way is whole or absent, nothing else is there, and the driver works. The model tells what may be there: a power
+//! cut ends calls as a kill does.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use csi_client::{Client, block_capability, from_snapshot, new_volume};
-use proto::{ListSnapshotsRequest, ListVolumesRequest};
+use csi_client::{Client, block_capability, from_snapshot};
 
-use super::found::{Found, Record};
+use super::found::Found;
 use super::machine::Machine;
-use super::model::{Cut, Model, Phase, Snapshot, Volume};
+use super::stage::{Cut, Moment};
+use crate::model::calls::{Call, Cut as Part, Pages};
+use crate::model::names::Asked;
+use crate::model::rounds::{Event, Listed, explain};
+use crate::model::wire::{Answer, make};
+use crate::model::world::{Bytes, Snapshot, Volume, World};
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, names};
 
@@ -68,32 +72,31 @@ pub async fn audit(machine: &mut Machine, cut: &Cut) -> Findings {
 
 async fn boot(machine: &mut Machine, cut: &Cut, findings: &mut Findings) -> Result<(), String> {
     machine.boot(cut.disk)?;
-    if !cut.model.volumes.is_empty() {
+    if !cut.moment.world.volumes.is_empty() {
         // Before anything is mended: maps and hashes are as the data says.
         findings.losses.extend(verify(&machine.data_dir()));
     }
-    let mut client = machine.start(async || ()).await?;
+    let client = machine.start(async || ()).await?;
     let pool = machine.pool_dir();
     let staging = pool.join("staging");
     let deadline = Instant::now() + Duration::from_secs(20);
-    // What was deleted may be settled behind.
+    // What was deleted may be removed behind the call.
     while !names(&staging).is_empty() {
         if Instant::now() > deadline {
             return Err(format!("staging holds {:?}", names(&staging)));
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let found = Found::on(&pool, &cut.model)?;
-    let mut model = cut.model.clone();
-    compare_lists(&mut client, &found, findings).await;
-    compare_volumes(&mut client, &found, &model, findings).await;
-    compare_snapshots(&mut client, &found, &mut model, findings).await;
-    compare_deltas(&mut client, &found, &model, findings).await;
-    findings.losses.extend(check(&machine.data_dir()));
-    if findings.losses.is_empty() {
-        work(machine, &mut client, &found, &model, findings).await?;
+    let mut audit = Audit { client, found: Found::on(&pool)?, moment: &cut.moment, findings };
+    let world = audit.world_that_fits().await.map_err(|reason| cut.moment.names.spelled(&reason))?;
+    audit.volumes(&world);
+    audit.snapshots(world.clone()).await;
+    audit.deltas(world.clone()).await;
+    audit.findings.losses.extend(check(&machine.data_dir()));
+    if audit.findings.losses.is_empty() {
+        audit.work(machine, &world).await?;
     }
-    drop(client);
+    drop(audit);
     machine.stop()
 }
 
@@ -123,79 +126,170 @@ fn examine(command: &str, data_dir: &Path) -> (Option<i32>, String) {
     (done.status.code(), String::from_utf8_lossy(&said).trim().to_owned())
 }
 
-/// The lists say what is on the disk.
-async fn compare_lists(client: &mut Client, found: &Found, findings: &mut Findings) {
-    let volumes = client.controller.list_volumes(ListVolumesRequest::default()).await;
-    if let Some(list) = findings.take(volumes, || "ListVolumes".into()) {
-        let ids: BTreeSet<String> =
-            list.into_inner().entries.into_iter().filter_map(|entry| Some(entry.volume?.volume_id)).collect();
-        let there = found.volumes.values().map(|record| record.id.clone()).collect();
-        findings.expect(ids == there, || format!("volumes {there:?} are on the disk, {ids:?} are listed"));
-    }
-    let snapshots = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
-    if let Some(list) = findings.take(snapshots, || "ListSnapshots".into()) {
-        let entries = list.into_inner().entries;
-        let ids: BTreeSet<String> =
-            entries.into_iter().filter_map(|entry| Some(entry.snapshot?.snapshot_id)).collect();
-        let there = found.snapshots.values().map(|record| record.id.clone()).collect();
-        findings.expect(ids == there, || format!("snapshots {there:?} are on the disk, {ids:?} are listed"));
-    }
+struct Audit<'c> {
+    client: Client,
+    found: Found,
+    moment: &'c Moment,
+    findings: &'c mut Findings,
 }
 
-/// Whether an object is there, or not, as its phase demands.
-fn compare_phase(
-    name: &str,
-    phase: Phase,
-    id: Option<&String>,
-    found: Option<&Record>,
-    findings: &mut Findings,
-) {
-    findings.objects += 1;
-    match found {
-        None => findings.expect(!phase.must_be(), || format!("{name} was acknowledged and is lost")),
-        Some(record) => {
-            findings.expect(phase.may_be(), || format!("{name} was deleted and is back"));
-            findings.expect(id.is_none_or(|id| *id == record.id), || format!("{name} has another id"));
+impl Audit<'_> {
+    async fn ask(&mut self, call: Call) -> Event {
+        let asked = Asked { call, names: self.moment.names.clone() };
+        let answer = make(&mut self.client, &asked).await;
+        Event { asked, answer }
+    }
+
+    /// What was acknowledged, with one of the ends of each call that was on the way: that which the lists and the
+    /// records show.
+    async fn world_that_fits(&mut self) -> Result<World, String> {
+        let volumes = self.ask(Call::ListVolumes(Pages::ALL)).await;
+        let snapshots = self.ask(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await;
+        let listed = Listed::of(&volumes.answer, &snapshots.answer)?;
+        let cut = self.moment.under_way.values();
+        let cut: Vec<Event> = cut.map(|asked| Event { asked: asked.clone(), answer: Answer::Cut }).collect();
+        let mut worlds = explain(std::slice::from_ref(&self.moment.world), &cut, &listed)?;
+        for list in [volumes, snapshots] {
+            worlds = explain(&worlds, &[list], &Listed::default())?;
+        }
+        let mut reason = String::new();
+        let mut fitting = worlds.into_iter().filter(|world| match self.found.fits(world) {
+            Ok(()) => true,
+            Err(said) => {
+                reason = said;
+                false
+            }
+        });
+        fitting.next().ok_or(reason)
+    }
+
+    fn volumes(&mut self, world: &World) {
+        for (id, volume) in &world.volumes {
+            let (record, name) = (&self.found.volumes[id], format!("volume {}", volume.name));
+            let read_ahead = record.json["tuning"]["read_ahead_kib"].as_u64().map(|kib| kib as u32);
+            self.findings.expect(volume.read_ahead.contains(&read_ahead), || {
+                format!("{name} has a read-ahead of {read_ahead:?} and not {:?}", volume.read_ahead)
+            });
+            let nothing = BTreeMap::new();
+            let unsynced = self.moment.unsynced.get(id).unwrap_or(&nothing);
+            compare_bytes(
+                &name,
+                &record.data(),
+                volume.capacity,
+                raw(&volume.bytes),
+                unsynced,
+                self.findings,
+            );
+        }
+        self.findings.objects += world.volumes.len() + world.groups.len();
+    }
+
+    async fn snapshots(&mut self, mut world: World) {
+        for (id, snapshot) in world.snapshots.clone() {
+            let name = shown(&snapshot, &world);
+            let data = self.found.snapshots[&id].data();
+            let nothing = BTreeMap::new();
+            compare_bytes(&name, &data, snapshot.capacity, raw(&snapshot.bytes), &nothing, self.findings);
+            let list = Answer::of_blocks(self.client.allocated(&id, 0, 0).await);
+            if let Err(reason) = world.judge(|world| world.allocated(&id, Part::WHOLE, &list), &list) {
+                self.findings.losses.push(format!("the blocks of {name}: {reason}"));
+            }
+        }
+        self.findings.objects += world.snapshots.len();
+    }
+
+    /// Deltas to every snapshot from all before it, deleted ones among them.
+    async fn deltas(&mut self, mut world: World) {
+        let mut pairs = Vec::new();
+        for (id, target) in &world.snapshots {
+            let line = world.snapshots.iter().chain(&world.retained);
+            let mut bases: Vec<(&String, &Snapshot)> = line
+                .filter(|(_, base)| base.volume == target.volume && base.sequence < target.sequence)
+                .collect();
+            bases.sort_by_key(|(_, base)| std::cmp::Reverse(base.sequence));
+            let named = |(base, of): (&String, &Snapshot)| (base.clone(), shown(of, &world));
+            pairs.extend(
+                bases
+                    .into_iter()
+                    .map(named)
+                    .enumerate()
+                    .map(|(distance, base)| (distance, base, id.clone(), shown(target, &world))),
+            );
+        }
+        // The nearest ones first.
+        pairs.sort_by_key(|(distance, ..)| *distance);
+        for (_, (base, base_name), target, target_name) in pairs.into_iter().take(DELTAS) {
+            let list = Answer::of_blocks(self.client.delta(&base, &target, 0, 0).await);
+            if let Err(reason) = world.judge(|world| world.delta(&base, &target, Part::WHOLE, &list), &list) {
+                self.findings.losses.push(format!("the delta from {base_name} to {target_name}: {reason}"));
+            }
         }
     }
+
+    /// The driver goes on with what it found.
+    async fn work(&mut self, machine: &Machine, world: &World) -> Result<(), String> {
+        let reported = |error: csi_client::Error| format!("after the cut: {error}");
+        let (kubelet, client) = (machine.kubelet(), &mut self.client);
+        let chosen = world.volumes.iter().max_by_key(|(_, volume)| volume.name);
+        let volume = match chosen {
+            Some((id, _)) => id.clone(),
+            None => {
+                let request = csi_client::new_volume("after", super::clients::SIZE, block_capability());
+                client.create_volume(request).await.map_err(reported)?.volume_id
+            }
+        };
+        let device = client.publish(&volume, block_capability(), false, &kubelet).await.map_err(reported)?;
+        let mut content = Content::default();
+        let mut base = None;
+        if let Some((id, volume)) = chosen {
+            content = read_content(&device, volume, self.moment.unsynced.get(id));
+            let line = world.snapshots.iter().filter(|(_, snapshot)| snapshot.volume == *id);
+            base = line.max_by_key(|(_, snapshot)| snapshot.sequence);
+        }
+        content.write(&device, 77, 5, 99);
+        open_device(&device).sync_all().map_err(|error| format!("sync the device: {error}"))?;
+        let snapshot = client.create_snapshot("after the cut", &volume).await.map_err(reported)?;
+        let data = machine.pool_dir().join("snapshots").join(&snapshot.snapshot_id).join("bytes/data.img");
+        let (name, size) = ("the first snapshot after the cut", snapshot.size_bytes as u64);
+        compare_bytes(name, &data, size, &content, &BTreeMap::new(), self.findings);
+        if let Some((id, base)) = base {
+            let delta = client.delta(id, &snapshot.snapshot_id, 0, 0).await.map_err(reported)?;
+            let changed = content.changed_since(raw(&base.bytes), BLOCK);
+            let is_right = blocks_of(&delta, BLOCK) == changed;
+            self.findings.expect(is_right, || "the first delta after the cut is wrong".into());
+        }
+        let mut request = csi_client::new_volume("restored", 0, block_capability());
+        request.volume_content_source = Some(from_snapshot(&snapshot.snapshot_id));
+        let restored = client.create_volume(request).await.map_err(reported)?.volume_id;
+        client.delete_snapshot(&snapshot.snapshot_id).await.map_err(reported)?;
+        client.delete_volume(&restored).await.map_err(reported)?;
+        client.unpublish(&volume, &kubelet).await.map_err(reported)?;
+        client.delete_volume(&volume).await.map_err(reported)
+    }
 }
 
-async fn compare_volumes(client: &mut Client, found: &Found, model: &Model, findings: &mut Findings) {
-    for name in found.volumes.keys() {
-        findings.expect(model.volumes.contains_key(name), || format!("nobody asked for {name}"));
-    }
-    let listed = client.controller.list_volumes(ListVolumesRequest::default()).await;
-    let listed = listed.map(|list| list.into_inner().entries).unwrap_or_default();
-    for (name, volume) in &model.volumes {
-        let record = found.volumes.get(name);
-        compare_phase(name, volume.phase, volume.id.as_ref(), record, findings);
-        let Some(record) = record else { continue };
-        let sizes = [Some(volume.size), volume.growing];
-        let entry = listed
-            .iter()
-            .filter_map(|entry| entry.volume.as_ref())
-            .find(|entry| entry.volume_id == record.id);
-        let capacity = entry.map(|entry| entry.capacity_bytes as u64);
-        findings.expect(capacity.is_some() && sizes.contains(&capacity), || {
-            format!("{name} has {capacity:?} bytes and not {}", volume.size)
-        });
-        let read_ahead = record.json["tuning"]["read_ahead_kib"].as_u64().map(|kib| kib as u32);
-        let allowed =
-            read_ahead == volume.read_ahead || volume.retuned.is_some() && read_ahead == volume.retuned;
-        findings.expect(allowed, || {
-            format!("{name} has a read-ahead of {read_ahead:?} and not {:?}", volume.read_ahead)
-        });
-        compare_bytes(name, &record.data(), volume.size, &volume.content, &volume.unsure, findings);
+fn raw(bytes: &Bytes) -> &Content {
+    match bytes {
+        Bytes::Raw(content) => content,
+        other => panic!("all volumes here are devices, and not {other:?}"),
     }
 }
 
-/// Compares a file with what was written; an unsure block may be as before or as after its write.
+fn shown(snapshot: &Snapshot, world: &World) -> String {
+    match (&snapshot.name, snapshot.group.as_ref().and_then(|group| world.groups.get(group))) {
+        (Some(name), _) => format!("snapshot {name}"),
+        (None, Some(group)) => format!("the member of group {} that is of {}", group.name, snapshot.volume),
+        (None, None) => format!("a member of a deleted group, of {}", snapshot.volume),
+    }
+}
+
+/// Compares a file with what was written; one that is not synced may be as before or as after its write.
 fn compare_bytes(
     name: &str,
     path: &Path,
     size: u64,
     content: &Content,
-    unsure: &BTreeMap<u64, Option<u8>>,
+    unsynced: &BTreeMap<u64, Option<u8>>,
     findings: &mut Findings,
 ) {
     let Some(file) = findings.take(File::open(path), || format!("{name}: {}", path.display())) else {
@@ -219,7 +313,7 @@ fn compare_bytes(
         .zip(bytes.chunks_exact(BLOCK as usize))
         .filter(|(block, found)| {
             let before = is(*block, found, content.blocks.get(block).copied());
-            !before && !unsure.get(block).is_some_and(|after| is(*block, found, *after))
+            !before && !unsynced.get(block).is_some_and(|after| is(*block, found, *after))
         })
         .map(|(block, _)| block)
         .collect();
@@ -232,124 +326,11 @@ fn compare_bytes(
     });
 }
 
-async fn compare_snapshots(client: &mut Client, found: &Found, model: &mut Model, findings: &mut Findings) {
-    for name in found.groups.keys() {
-        findings.expect(model.groups.contains_key(name), || format!("nobody asked for {name}"));
-    }
-    for (name, group) in &model.groups {
-        let record = found.groups.get(name);
-        compare_phase(name, group.phase, group.id.as_ref(), record, findings);
-        let members = |(_, member): &(&String, &Snapshot)| member.group.as_ref() == Some(name);
-        let wanted = model.snapshots.iter().filter(members).count();
-        let prefix = format!("{name}/");
-        let there = found.snapshots.keys().filter(|key| key.starts_with(&prefix)).count();
-        let whole = if record.is_some() { wanted } else { 0 };
-        findings.expect(there == whole, || format!("{name} has {there} members, not {whole}"));
-    }
-    for name in found.snapshots.keys() {
-        findings.expect(model.snapshots.contains_key(name), || format!("nobody asked for {name}"));
-    }
-    for (name, snapshot) in &mut model.snapshots {
-        let record = found.snapshots.get(name);
-        compare_phase(name, snapshot.phase, snapshot.id.as_ref(), record, findings);
-        let Some(record) = record else { continue };
-        snapshot.id = Some(record.id.clone());
-        compare_bytes(name, &record.data(), snapshot.size, &snapshot.content, &BTreeMap::new(), findings);
-        let allocated = client.allocated(&record.id, 0, 0).await;
-        let Some(list) = findings.take(allocated, || format!("{name}: allocated")) else { continue };
-        findings.expect(list.capacity == snapshot.size, || format!("{name} has {} bytes", list.capacity));
-        findings.expect(blocks_of(&list, BLOCK) == snapshot.content.allocated(BLOCK), || {
-            format!("{name}: not the blocks that were allocated")
-        });
-    }
-}
-
-/// Deltas to every snapshot from all before it, deleted ones among them.
-async fn compare_deltas(client: &mut Client, found: &Found, model: &Model, findings: &mut Findings) {
-    let mut pairs = Vec::new();
-    for (name, target) in model.snapshots.iter().filter(|(name, _)| found.snapshots.contains_key(*name)) {
-        let line = model.snapshots.iter().filter(|(_, base)| base.volume == target.volume);
-        let mut bases: Vec<_> =
-            line.filter(|(_, base)| base.order < target.order && base.phase != Phase::Making).collect();
-        bases.sort_by_key(|(_, base)| std::cmp::Reverse(base.order));
-        pairs.extend(bases.into_iter().enumerate().map(|(distance, base)| (distance, base, (name, target))));
-    }
-    // The nearest ones first.
-    pairs.sort_by_key(|(distance, ..)| *distance);
-    for (_, (base_name, base), (target_name, target)) in pairs.into_iter().take(DELTAS) {
-        let (Some(base_id), Some(target_id)) = (&base.id, &target.id) else { continue };
-        let reported = || format!("the delta from {base_name} ({:?}) to {target_name}", base.phase);
-        let Some(delta) = findings.take(client.delta(base_id, target_id, 0, 0).await, reported) else {
-            continue;
-        };
-        let changed = target.content.changed_since(&base.content, BLOCK);
-        findings.expect(blocks_of(&delta, BLOCK) == changed, || format!("{} is wrong", reported()));
-    }
-}
-
-/// The driver goes on with what it found.
-async fn work(
-    machine: &Machine,
-    client: &mut Client,
-    found: &Found,
-    model: &Model,
-    findings: &mut Findings,
-) -> Result<(), String> {
-    let reported = |error: csi_client::Error| format!("after the cut: {error}");
-    let kubelet = machine.kubelet();
-    let whole = |(name, _): &(&String, &Volume)| found.volumes.contains_key(*name);
-    let chosen = model.volumes.iter().rfind(whole);
-    let volume = match chosen {
-        Some((name, _)) => found.volumes[name].id.clone(),
-        None => {
-            let request = new_volume("after", super::clients::SIZE, block_capability());
-            client.create_volume(request).await.map_err(reported)?.volume_id
-        }
-    };
-    let device = client.publish(&volume, block_capability(), false, &kubelet).await.map_err(reported)?;
-    let mut content = Content::default();
-    let mut base = None;
-    if let Some((name, volume)) = chosen {
-        content = read_content(&device, volume);
-        let line = model
-            .snapshots
-            .iter()
-            .filter(|(key, snapshot)| snapshot.volume == *name && found.snapshots.contains_key(*key));
-        base = line.max_by_key(|(_, snapshot)| snapshot.order).map(|(_, snapshot)| snapshot.clone());
-    }
-    content.write(&device, 77, 5, 99);
-    open_device(&device).sync_all().map_err(|error| format!("sync the device: {error}"))?;
-    let snapshot = client.create_snapshot("after the cut", &volume).await.map_err(reported)?;
-    let data = machine.pool_dir().join("snapshots").join(&snapshot.snapshot_id).join("bytes/data.img");
-    compare_bytes(
-        "the first snapshot after the cut",
-        &data,
-        snapshot.size_bytes as u64,
-        &content,
-        &BTreeMap::new(),
-        findings,
-    );
-    if let Some(base) = base {
-        let id = base.id.expect("found");
-        let delta = client.delta(&id, &snapshot.snapshot_id, 0, 0).await.map_err(reported)?;
-        let changed = content.changed_since(&base.content, BLOCK);
-        findings
-            .expect(blocks_of(&delta, BLOCK) == changed, || "the first delta after the cut is wrong".into());
-    }
-    let mut request = new_volume("restored", 0, block_capability());
-    request.volume_content_source = Some(from_snapshot(&snapshot.snapshot_id));
-    let restored = client.create_volume(request).await.map_err(reported)?.volume_id;
-    client.delete_snapshot(&snapshot.snapshot_id).await.map_err(reported)?;
-    client.delete_volume(&restored).await.map_err(reported)?;
-    client.unpublish(&volume, &kubelet).await.map_err(reported)?;
-    client.delete_volume(&volume).await.map_err(reported)
-}
-
 /// What a volume holds, where a write to it was on the way.
-fn read_content(device: &Path, volume: &Volume) -> Content {
+fn read_content(device: &Path, volume: &Volume, unsynced: Option<&BTreeMap<u64, Option<u8>>>) -> Content {
     let file = open_device(device);
-    let mut content: Content = (*Arc::clone(&volume.content)).clone();
-    for (block, after) in &volume.unsure {
+    let mut content = raw(&volume.bytes).clone();
+    for (block, after) in unsynced.into_iter().flatten() {
         let mut bytes = vec![0; BLOCK as usize];
         file.read_exact_at(&mut bytes, block * BLOCK).expect("read");
         if bytes.iter().all(|byte| *byte == 0) {

@@ -1,38 +1,64 @@
 //! Clients that make every call that changes something, and write down what was acknowledged.
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use csi_client::{Client, block_capability, from_snapshot, from_volume, new_volume};
-use proto::ControllerModifyVolumeRequest;
-
-use super::model::{Call, Group, Phase, Snapshot, Stage, Turn, Volume};
+use csi_client::{Client, block_capability};
 use fastrand::Rng;
+
+use super::stage::{Moment, NAMES, Stage, Turn, WISHES, Wish};
+use crate::model::calls::{Access, Call, From, Members, Name, NameSet, NewName, NewVolume, Ref, Size};
+use crate::model::wire::{Answer, Reply, make};
+use crate::model::world::Bytes;
 use testkit::content::{Content, open_device};
 use testkit::{BLOCK, MIB};
 
 pub const SIZE: i64 = 8 * MIB;
 const LARGEST: i64 = 20 * MIB;
 const STEP: i64 = 2 * MIB;
-const VOLUMES: usize = 3;
-const SNAPSHOTS: usize = 6;
+/// Values of `readAheadKiB`.
+const READ_AHEAD: [&str; 6] = ["4", "16", "64", "256", "512", "1024"];
 
-/// A client with volumes of its own, so that none of its calls may fail.
+/// A client with objects of its own, so that none of its calls may fail.
 pub struct Worker {
-    pub number: usize,
-    pub client: Client,
-    pub kubelet: PathBuf,
-    pub stage: Arc<Stage>,
-    pub random: Rng,
-    pub stop: Arc<AtomicBool>,
-    made: usize,
-    /// Its volumes and their devices.
-    volumes: BTreeMap<String, PathBuf>,
-    snapshots: Vec<String>,
-    groups: Vec<String>,
+    number: usize,
+    client: Client,
+    kubelet: PathBuf,
+    stage: Arc<Stage>,
+    random: Rng,
+    stop: Arc<AtomicBool>,
+    names: NameSet,
+    /// The devices of its volumes.
+    devices: BTreeMap<Name, PathBuf>,
+}
+
+/// What a client has now.
+struct Own {
+    volumes: Vec<Name>,
+    snapshots: Vec<Name>,
+    groups: Vec<Name>,
+}
+
+impl Own {
+    fn at(moment: &Moment, names: NameSet) -> Self {
+        let world = &moment.world;
+        let of = |there: BTreeSet<Name>, names: &[char]| {
+            names.iter().map(|name| Name(*name)).filter(|name| there.contains(name)).collect()
+        };
+        Own {
+            volumes: of(world.volumes.values().map(|volume| volume.name).collect(), names.volumes),
+            snapshots: of(world.snapshots.values().filter_map(|one| one.name).collect(), names.snapshots),
+            groups: of(world.groups.values().map(|group| group.name).collect(), names.groups),
+        }
+    }
+}
+
+/// The first name that is free.
+fn free(names: &[char], taken: &[Name]) -> Option<Name> {
+    names.iter().map(|name| Name(*name)).find(|name| !taken.contains(name))
 }
 
 impl Worker {
@@ -44,32 +70,21 @@ impl Worker {
         stop: Arc<AtomicBool>,
         seed: u64,
     ) -> Self {
-        let (volumes, snapshots, groups) = Default::default();
-        Worker {
-            number,
-            client,
-            kubelet,
-            stage,
-            random: Rng::with_seed(seed),
-            stop,
-            made: 0,
-            volumes,
-            snapshots,
-            groups,
-        }
+        let (random, names, devices) = (Rng::with_seed(seed), NAMES[number], BTreeMap::new());
+        Worker { number, client, kubelet, stage, random, stop, names, devices }
     }
 
     /// Works until `stop` is set.
     pub async fn work(mut self) {
-        self.create_volume(Call::CreateVolume, None).await;
+        self.make(Wish::CreateVolume).await;
         while !self.stop.load(Ordering::Relaxed) {
             let usual = self.usual();
             match self.stage.turn(self.number) {
                 Turn::Wait => {}
                 Turn::Free => drop(self.make(usual).await),
-                Turn::This(call) => {
-                    // Where it cannot be made yet, another may help.
-                    if !self.make(call).await {
+                Turn::This(wish) => {
+                    // Where it cannot be done yet, another may help.
+                    if !self.make(wish).await {
                         self.make(usual).await;
                     }
                     continue;
@@ -79,248 +94,120 @@ impl Worker {
         }
     }
 
-    fn usual(&mut self) -> Call {
-        match self.random.u64(0..100) {
-            0..30 => Call::Write,
-            30..35 => Call::Discard,
-            35..53 => Call::CreateSnapshot,
-            53..58 => Call::CreateVolume,
-            58..64 => Call::Restore,
-            64..68 => Call::Clone,
-            68..73 => Call::Expand,
-            73..78 => Call::Modify,
-            78..87 => Call::DeleteSnapshot,
-            87..92 => Call::CreateGroup,
-            92..96 => Call::DeleteGroup,
-            _ => Call::DeleteVolume,
-        }
+    fn usual(&mut self) -> Wish {
+        let mut rest = self.random.u32(0..WISHES.iter().map(|(_, often)| often).sum());
+        let chosen = WISHES.iter().find(|(_, often)| {
+            let is_it = rest < *often;
+            rest = rest.saturating_sub(*often);
+            is_it
+        });
+        chosen.expect("less than the sum").0
     }
 
-    /// Makes a call, where it can be made: it needs something, and nothing may grow for ever.
-    async fn make(&mut self, call: Call) -> bool {
-        let which = self.random.u64(0..self.volumes.len() as u64) as usize;
-        let volume = self.volumes.keys().nth(which).expect("there is always one").clone();
-        let has_room = self.volumes.len() < VOLUMES;
-        match call {
-            Call::Write => self.write(&volume),
-            Call::Discard => self.discard(&volume),
-            Call::CreateVolume if has_room => self.create_volume(call, None).await,
-            Call::Restore if has_room && !self.snapshots.is_empty() => {
-                let snapshot = self.snapshots[0].clone();
-                self.create_volume(call, Some(&snapshot)).await;
-            }
-            Call::Clone if has_room => self.create_volume(call, Some(&volume)).await,
-            Call::CreateSnapshot if self.snapshots.len() < SNAPSHOTS => self.create_snapshot(&volume).await,
-            Call::DeleteSnapshot if self.snapshots.len() > 1 => self.delete_snapshot().await,
-            Call::CreateGroup if self.groups.len() < 2 => self.create_group().await,
-            Call::DeleteGroup if !self.groups.is_empty() => self.delete_group().await,
-            Call::Expand => return self.expand(&volume).await,
-            Call::Modify => self.modify(&volume).await,
-            Call::DeleteVolume if self.volumes.len() > 1 => self.delete_volume(&volume).await,
-            _ => return false,
+    /// Does what is wished for, where it can be done: it needs something, and nothing may grow for ever.
+    async fn make(&mut self, wish: Wish) -> bool {
+        let own = self.stage.look(|moment| Own::at(moment, self.names));
+        let volume = self.random.choice(&own.volumes).copied();
+        if let (Wish::Write | Wish::Discard, Some(volume)) = (wish, volume) {
+            self.write(wish, volume);
+            return true;
+        }
+        let Some(call) = self.call(wish, &own, volume) else { return false };
+        if let (Call::DeleteVolume(of), Some(volume)) = (&call, volume) {
+            let id = self.stage.look(|moment| moment.names.volume(of));
+            self.devices.remove(&volume);
+            self.client.unpublish(&id, &self.kubelet).await.expect("unpublish");
+        }
+        let asked = self.stage.begin(self.number, call);
+        let answer = make(&mut self.client, &asked).await;
+        self.stage.end(self.number, wish, &asked, &answer);
+        if let (
+            Call::CreateVolume(NewVolume { name: NewName::Fine(name), .. }),
+            Answer::Done(Reply::Volume(made)),
+        ) = (&asked.call, &answer)
+        {
+            let device = self.client.publish(&made.volume_id, block_capability(), false, &self.kubelet).await;
+            self.devices.insert(*name, device.expect("publish"));
         }
         true
     }
 
-    fn name(&mut self, kind: &str) -> String {
-        self.made += 1;
-        format!("{kind} {}.{}", self.number, self.made)
-    }
-
-    fn id(&self, volume: &str) -> String {
-        self.stage.look(|model| model.volumes[volume].id.clone()).expect("acknowledged")
-    }
-
-    /// Makes a volume, empty or from the volume or snapshot of a name, and attaches it.
-    async fn create_volume(&mut self, call: Call, source: Option<&str>) {
-        let name = self.name("volume");
-        let (source, size, content) = self.stage.look(|model| match (call, source) {
-            (Call::Clone, Some(source)) => {
-                let of = &model.volumes[source];
-                (Some(from_volume(of.id.as_ref().expect("acknowledged"))), of.size, of.content.clone())
-            }
-            (_, Some(source)) => {
-                let of = &model.snapshots[source];
-                (Some(from_snapshot(of.id.as_ref().expect("acknowledged"))), of.size, of.content.clone())
-            }
-            (_, None) => (None, SIZE as u64, Arc::default()),
-        });
-        let mut request = new_volume(&name, size as i64, block_capability());
-        request.volume_content_source = source;
-        self.stage.begin(|model| {
-            let volume = Volume {
-                id: None,
-                phase: Phase::Making,
-                size,
-                growing: None,
-                read_ahead: None,
-                retuned: None,
-                content,
-                unsure: BTreeMap::new(),
-            };
-            model.volumes.insert(name.clone(), volume);
-        });
-        let made = self.client.create_volume(request).await.expect("CreateVolume");
-        assert_eq!(made.capacity_bytes as u64, size);
-        self.stage.acknowledged(self.number, call, |model| {
-            let volume = model.volume(&name);
-            (volume.id, volume.phase) = (Some(made.volume_id.clone()), Phase::There);
-        });
-        let device = self.client.publish(&made.volume_id, block_capability(), false, &self.kubelet).await;
-        self.volumes.insert(name, device.expect("publish"));
-    }
-
-    fn range(&mut self, volume: &str, longest: u64) -> (u64, u64) {
-        let blocks = self.stage.look(|model| model.volumes[volume].size) / BLOCK;
-        let start = self.random.u64(0..blocks);
-        (start, 1 + self.random.u64(0..longest.min(blocks - start)))
-    }
-
-    /// Writes and syncs: what counts is what fsync(2) said is there.
-    fn write(&mut self, volume: &str) {
-        let (start, count) = self.range(volume, 60);
-        let fill = 1 + self.random.u64(0..255) as u8;
-        let blocks = start..start + count;
-        self.stage.begin(|model| model.volume(volume).unsure.extend(blocks.map(|block| (block, Some(fill)))));
-        self.change(Call::Write, volume, |content, device| content.write(device, start, count, fill));
-    }
-
-    fn discard(&mut self, volume: &str) {
-        let (start, count) = self.range(volume, 200);
-        let blocks = start..start + count;
-        self.stage.begin(|model| model.volume(volume).unsure.extend(blocks.map(|block| (block, None))));
-        self.change(Call::Discard, volume, |content, device| content.discard(device, start, count));
-    }
-
-    fn change(&mut self, call: Call, volume: &str, change: impl FnOnce(&mut Content, &std::path::Path)) {
-        let device = &self.volumes[volume];
-        let mut content = self.stage.look(|model| (*model.volumes[volume].content).clone());
-        tokio::task::block_in_place(|| {
-            change(&mut content, device);
-            open_device(device).sync_all().expect("sync the device");
-        });
-        self.stage.acknowledged(self.number, call, |model| {
-            let volume = model.volume(volume);
-            (volume.content, volume.unsure) = (Arc::new(content), BTreeMap::new());
-        });
-    }
-
-    async fn create_snapshot(&mut self, volume: &str) {
-        let (name, id) = (self.name("snapshot"), self.id(volume));
-        self.stage.begin(|model| {
-            let of = &model.volumes[volume];
-            let snapshot = Snapshot {
-                id: None,
-                phase: Phase::Making,
-                volume: volume.to_owned(),
-                group: None,
-                order: model.next_order(volume),
-                size: of.size,
-                content: of.content.clone(),
-            };
-            model.snapshots.insert(name.clone(), snapshot);
-        });
-        let made = self.client.create_snapshot(&name, &id).await.expect("CreateSnapshot");
-        self.stage.acknowledged(self.number, Call::CreateSnapshot, |model| {
-            let snapshot = model.snapshot(&name);
-            (snapshot.id, snapshot.phase) = (Some(made.snapshot_id), Phase::There);
-        });
-        self.snapshots.push(name);
-    }
-
-    async fn delete_snapshot(&mut self) {
-        let which = self.random.u64(0..self.snapshots.len() as u64) as usize;
-        let name = self.snapshots.remove(which);
-        let id = self.stage.look(|model| model.snapshots[&name].id.clone()).expect("acknowledged");
-        self.stage.begin(|model| model.snapshot(&name).phase = Phase::Going);
-        self.client.delete_snapshot(&id).await.expect("DeleteSnapshot");
-        self.stage.acknowledged(self.number, Call::DeleteSnapshot, |model| {
-            model.snapshot(&name).phase = Phase::Gone
-        });
-    }
-
-    async fn create_group(&mut self) {
-        let name = self.name("group");
-        let names: Vec<String> = self.volumes.keys().take(2).cloned().collect();
-        let ids: Vec<String> = names.iter().map(|name| self.id(name)).collect();
-        self.stage.begin(|model| {
-            model.groups.insert(name.clone(), Group { id: None, phase: Phase::Making });
-            for volume in &names {
-                let of = &model.volumes[volume];
-                let member = Snapshot {
-                    id: None,
-                    phase: Phase::Making,
-                    volume: volume.clone(),
-                    group: Some(name.clone()),
-                    order: model.next_order(volume),
-                    size: of.size,
-                    content: of.content.clone(),
-                };
-                model.snapshots.insert(format!("{name}/{volume}"), member);
-            }
-        });
-        let made = self.client.create_group(&name, &ids).await.expect("CreateVolumeGroupSnapshot");
-        self.stage.acknowledged(self.number, Call::CreateGroup, |model| {
-            for member in made.snapshots {
-                let at = ids.iter().position(|id| *id == member.source_volume_id).expect("one of ours");
-                let key = format!("{name}/{}", names[at]);
-                model.snapshot(&key).id = Some(member.snapshot_id);
-            }
-            model.groups.get_mut(&name).expect("begun").id = Some(made.group_snapshot_id);
-            model.set_group(&name, Phase::There);
-        });
-        self.groups.push(name);
-    }
-
-    async fn delete_group(&mut self) {
-        let name = self.groups.remove(0);
-        let (id, members) = self.stage.look(|model| {
-            let members = model.snapshots.values().filter(|member| member.group.as_ref() == Some(&name));
-            let ids: Vec<String> = members.filter_map(|member| member.id.clone()).collect();
-            (model.groups[&name].id.clone().expect("acknowledged"), ids)
-        });
-        self.stage.begin(|model| model.set_group(&name, Phase::Going));
-        self.client.delete_group(&id, &members).await.expect("DeleteVolumeGroupSnapshot");
-        self.stage.acknowledged(self.number, Call::DeleteGroup, |model| model.set_group(&name, Phase::Gone));
-    }
-
-    async fn expand(&mut self, volume: &str) -> bool {
-        let (id, size) = (self.id(volume), self.stage.look(|model| model.volumes[volume].size) as i64 + STEP);
-        if size > LARGEST {
-            return false;
-        }
-        self.stage.begin(|model| model.volume(volume).growing = Some(size as u64));
-        let grown = self.client.expand_volume(&id, size).await.expect("ControllerExpandVolume");
-        assert_eq!(grown.capacity_bytes, size);
-        self.stage.acknowledged(self.number, Call::Expand, |model| {
-            let volume = model.volume(volume);
-            (volume.size, volume.growing) = (size as u64, None);
-        });
-        true
-    }
-
-    async fn modify(&mut self, volume: &str) {
-        let (id, kib) = (self.id(volume), 4 * (1 + self.random.u64(0..256)) as u32);
-        self.stage.begin(|model| model.volume(volume).retuned = Some(kib));
-        let request = ControllerModifyVolumeRequest {
-            volume_id: id,
-            mutable_parameters: [("readAheadKiB".to_owned(), kib.to_string())].into(),
-            ..Default::default()
+    /// The call that is wished for, on one of its volumes where it is about one.
+    fn call(&mut self, wish: Wish, own: &Own, volume: Option<Name>) -> Option<Call> {
+        let names = self.names;
+        let new = |from| {
+            let bytes = if from == From::Nothing { SIZE } else { 0 };
+            let name = free(names.volumes, &own.volumes)?;
+            Some(Call::CreateVolume(NewVolume::plain(name, Access::Block, bytes, from)))
         };
-        self.client.controller.controller_modify_volume(request).await.expect("ControllerModifyVolume");
-        self.stage.acknowledged(self.number, Call::Modify, |model| {
-            let volume = model.volume(volume);
-            (volume.read_ahead, volume.retuned) = (Some(kib), None);
-        });
+        let Some(volume) = volume else { return new(From::Nothing) };
+        let of = Ref::Last(volume);
+        match wish {
+            Wish::Write | Wish::Discard => None,
+            Wish::CreateVolume => new(From::Nothing),
+            Wish::Restore => new(From::Snapshot(Ref::Last(*own.snapshots.first()?))),
+            Wish::Clone => new(From::Volume(of)),
+            Wish::CreateSnapshot => free(names.snapshots, &own.snapshots).map(|name| Call::CreateSnapshot {
+                name: NewName::Fine(name),
+                volume: of,
+                style: None,
+            }),
+            Wish::DeleteSnapshot => {
+                let snapshot = self.random.choice(&own.snapshots).filter(|_| own.snapshots.len() > 1)?;
+                Some(Call::DeleteSnapshot(Ref::Last(*snapshot)))
+            }
+            Wish::CreateGroup => {
+                let volumes = own.volumes.iter().take(2).map(|name| Ref::Last(*name)).collect();
+                let name = NewName::Fine(free(names.groups, &own.groups)?);
+                Some(Call::CreateGroup { name, volumes, style: None })
+            }
+            Wish::DeleteGroup => {
+                let group = Ref::Last(*own.groups.first()?);
+                Some(Call::DeleteGroup { group, members: Members::All })
+            }
+            Wish::Expand => {
+                let id = self.stage.look(|moment| moment.names.volume(&of));
+                let size = self.stage.look(|moment| moment.world.volumes[&id].capacity) as i64 + STEP;
+                let size = Size { required: size, limit: 0 };
+                (size.required <= LARGEST).then_some(Call::Expand { volume: of, size, asked: None })
+            }
+            Wish::Modify => {
+                // Another one than it has, so that a lost one shows.
+                let set = self
+                    .stage
+                    .look(|moment| moment.world.volumes[&moment.names.volume(&of)].read_ahead.clone());
+                let others = READ_AHEAD.iter().filter(|kib| !set.contains(&kib.parse().ok()));
+                let read_ahead = self.random.choice(others.collect::<Vec<_>>())?;
+                Some(Call::Modify { volume: of, read_ahead, direct_io: None })
+            }
+            Wish::DeleteVolume => (own.volumes.len() > 1).then_some(Call::DeleteVolume(of)),
+        }
     }
 
-    async fn delete_volume(&mut self, volume: &str) {
-        let id = self.id(volume);
-        self.volumes.remove(volume);
-        self.client.unpublish(&id, &self.kubelet).await.expect("unpublish");
-        self.stage.begin(|model| model.volume(volume).phase = Phase::Going);
-        self.client.delete_volume(&id).await.expect("DeleteVolume");
-        self.stage
-            .acknowledged(self.number, Call::DeleteVolume, |model| model.volume(volume).phase = Phase::Gone);
+    /// Writes or discards, and syncs: what counts is what fsync(2) said is there.
+    fn write(&mut self, wish: Wish, volume: Name) {
+        let (id, capacity, mut content) = self.stage.look(|moment| {
+            let id = moment.names.volume(&Ref::Last(volume));
+            let of = &moment.world.volumes[&id];
+            let Bytes::Raw(content) = &of.bytes else { panic!("a Block volume") };
+            (id, of.capacity, content.clone())
+        });
+        let blocks = capacity / BLOCK;
+        let start = self.random.u64(0..blocks);
+        let longest: u64 = if wish == Wish::Write { 60 } else { 200 };
+        let count = 1 + self.random.u64(0..longest.min(blocks - start));
+        let fill = (wish == Wish::Write).then(|| self.random.u8(1..));
+        self.stage.begin_write(&id, (start..start + count).map(|block| (block, fill)));
+        let device = &self.devices[&volume];
+        tokio::task::block_in_place(|| change(&mut content, device, start, count, fill));
+        self.stage.end_write(self.number, wish, &id, content);
     }
+}
+
+fn change(content: &mut Content, device: &Path, start: u64, count: u64, fill: Option<u8>) {
+    match fill {
+        Some(fill) => content.write(device, start, count, fill),
+        None => content.discard(device, start, count),
+    }
+    open_device(device).sync_all().expect("sync the device");
 }

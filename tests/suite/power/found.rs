@@ -3,73 +3,78 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::model::Model;
+use crate::model::world::World;
 use testkit::names;
 
-/// The objects on a pool, by the names in their records.
-#[derive(Default)]
+/// The objects on a pool, by their ids. What is retained is deleted, for all but deltas.
 pub struct Found {
     pub volumes: BTreeMap<String, Record>,
+    /// Members of groups among them.
     pub snapshots: BTreeMap<String, Record>,
-    pub groups: BTreeMap<String, Record>,
+    groups: BTreeMap<String, Record>,
 }
 
 pub struct Record {
-    pub id: String,
     dir: PathBuf,
     pub json: serde_json::Value,
 }
 
 impl Record {
-    fn read(dir: PathBuf) -> Result<Self, String> {
-        let path = dir.join("record.json");
-        let reported = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-        let bytes = std::fs::read(&path).map_err(|error| reported(&error))?;
-        let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| reported(&error))?;
-        let id = json["id"].as_str().ok_or_else(|| reported(&"no id"))?.to_owned();
-        Ok(Record { id, dir, json })
-    }
-
-    fn text(&self, field: &str) -> String {
-        self.json[field].as_str().unwrap_or_default().to_owned()
-    }
-
     pub fn data(&self) -> PathBuf {
         self.dir.join("bytes/data.img")
     }
 }
 
+fn read(pool: &Path, kind: &str) -> Result<BTreeMap<String, Record>, String> {
+    let dirs = names(&pool.join(kind)).into_iter().map(|id| (pool.join(kind).join(&id), id));
+    let records = dirs.filter(|(dir, _)| !dir.join("deleted.json").exists()).map(|(dir, id)| {
+        let path = dir.join("record.json");
+        let reported = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+        let bytes = std::fs::read(&path).map_err(|error| reported(&error))?;
+        let json: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| reported(&error))?;
+        match json["id"] == *id {
+            true => Ok((id, Record { dir, json })),
+            false => Err(reported(&format!("the id is {}", json["id"]))),
+        }
+    });
+    records.collect()
+}
+
 impl Found {
-    pub fn on(pool: &Path, model: &Model) -> Result<Self, String> {
-        let mut found = Found::default();
-        let read = |kind: &str| -> Result<Vec<Record>, String> {
-            let dir = pool.join(kind);
-            let dirs = names(&dir).into_iter().map(|name| dir.join(name));
-            // What is retained is deleted, for all but deltas.
-            dirs.filter(|dir| !dir.join("deleted.json").exists()).map(Record::read).collect()
+    pub fn on(pool: &Path) -> Result<Self, String> {
+        let (volumes, mut snapshots, groups) =
+            (read(pool, "volumes")?, read(pool, "snapshots")?, read(pool, "groups")?);
+        for id in groups.keys() {
+            snapshots.extend(read(pool, &format!("groups/{id}/members"))?);
+        }
+        Ok(Found { volumes, snapshots, groups })
+    }
+
+    /// Whether the disk holds what is in a world and nothing else, each under the name that it was asked for with.
+    pub fn fits(&self, world: &World) -> Result<(), String> {
+        let named = |record: &Record| record.json["name"].as_str().unwrap_or_default().to_owned();
+        let on_disk = |records: &BTreeMap<String, Record>| -> BTreeMap<String, String> {
+            records.iter().map(|(id, record)| (id.clone(), named(record))).collect()
         };
-        let once = |before: Option<Record>| match before {
-            Some(before) => Err(format!("two objects have the name of {}", before.dir.display())),
-            None => Ok(()),
-        };
-        for record in read("volumes")? {
-            once(found.volumes.insert(record.text("name"), record))?;
-        }
-        for record in read("snapshots")? {
-            once(found.snapshots.insert(record.text("name"), record))?;
-        }
-        for group in read("groups")? {
-            let name = group.text("name");
-            for member in read(&format!("groups/{}/members", group.id))? {
-                // A group outlives its volumes.
-                let id = member.text("volume");
-                let there = found.volumes.iter().find(|(_, volume)| volume.id == id).map(|(name, _)| name);
-                let known = || model.volumes.iter().find(|(_, volume)| volume.id.as_ref() == Some(&id));
-                let of = there.or_else(|| known().map(|(name, _)| name)).cloned().unwrap_or(id.clone());
-                once(found.snapshots.insert(format!("{name}/{of}"), member))?;
-            }
-            once(found.groups.insert(name, group))?;
-        }
-        Ok(found)
+        let volumes =
+            world.volumes.iter().map(|(id, volume)| (id.clone(), format!("volume {}", volume.name)));
+        same("volumes", on_disk(&self.volumes), volumes.collect())?;
+        let groups = world.groups.iter().map(|(id, group)| (id.clone(), format!("group {}", group.name)));
+        same("groups", on_disk(&self.groups), groups.collect())?;
+        let names = world.snapshots.iter().map(|(id, snapshot)| {
+            let name = snapshot.name.map(|name| format!("snapshot {name}"));
+            // A member has no name of its own.
+            (id.clone(), name.unwrap_or_else(|| self.snapshots.get(id).map(named).unwrap_or_default()))
+        });
+        same("snapshots", on_disk(&self.snapshots), names.collect())
+    }
+}
+
+type NamesById = BTreeMap<String, String>;
+
+fn same(what: &str, on_disk: NamesById, want: NamesById) -> Result<(), String> {
+    match on_disk == want {
+        true => Ok(()),
+        false => Err(format!("{what} on the disk are {on_disk:?}, want {want:?}")),
     }
 }

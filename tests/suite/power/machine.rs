@@ -111,7 +111,7 @@ impl Machine {
         let _ = std::fs::remove_file(&socket);
         let log = File::create(self.root().join("driver.log")).expect("log");
         let driver = driver_command(&self.root(), self.pool)
-            .args(["--retain-deleted", "1000"])
+            .args(["--retain-deleted", &super::RETAINED.to_string()])
             .env("RUST_LOG", "info")
             .stderr(log)
             .spawn();

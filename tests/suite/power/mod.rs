@@ -4,14 +4,14 @@
 //! reached the disk, and the object that the cluster counts on is gone (12 of 12 times, without the sync). A
 //! killed process shows nothing of that, for the kernel lives on and writes what the process wrote.
 //!
-//! So here the machine's disk is one whose cache is lost (`support/disk/mod.rs`): clients make calls, the disk is
+//! So here the machine's disk is one whose cache is lost (`testkit::disk`): clients make calls, the disk is
 //! cut at random moments and right after acknowledgements, and each cut is booted and audited.
 
 mod audit;
 mod clients;
 mod found;
 mod machine;
-mod model;
+mod stage;
 
 use std::fs::File;
 use std::io::Write;
@@ -29,31 +29,20 @@ use proto::ListVolumesRequest;
 use clients::Worker;
 use fastrand::Rng;
 use machine::{Host, Machine, detach};
-use model::{CALLS, Cut, Stage};
+use stage::{Cut, Stage, WISHES};
 use testkit::PoolKind;
 use testkit::disk::Rack;
 
-/// The filesystems of the machine's disk, and the pools on each: in images, and in place.
-const MACHINES: [(Host, PoolKind); 7] = [
-    (Host::Ext4, PoolKind::Dir),
-    (Host::Ext4, PoolKind::Xfs),
-    (Host::Ext4, PoolKind::Btrfs),
-    (Host::Xfs, PoolKind::Xfs),
-    (Host::Xfs, PoolKind::Btrfs),
-    (Host::Btrfs, PoolKind::Btrfs),
-    (Host::Btrfs, PoolKind::Dir),
-];
+/// Machines that power is cut on: see the test.
+const MACHINES: usize = 7;
 /// Clients that work at the same time.
 const CLIENTS: usize = 3;
+/// Deleted snapshots of a volume that are kept as a base for deltas.
+const RETAINED: usize = 1000;
 
 /// Cuts of all machines together; `DELTAPATH_POWER_CUTS` asks for more.
 fn cuts() -> usize {
     std::env::var("DELTAPATH_POWER_CUTS").ok().and_then(|cuts| cuts.parse().ok()).unwrap_or(63)
-}
-
-/// Whether a machine takes part: `DELTAPATH_POWER_MACHINES=btrfs` leaves only those with btrfs in their names.
-fn takes_part(name: &str) -> bool {
-    std::env::var("DELTAPATH_POWER_MACHINES").map_or(true, |part| name.contains(&part))
 }
 
 fn seed() -> u64 {
@@ -98,8 +87,8 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut>
         match random.u64(0..3) {
             0 => stage.cut("at a random moment"),
             _ => {
-                let call = CALLS[random.u64(0..CALLS.len() as u64) as usize];
-                stage.cut_after(call, random.u64(0..CLIENTS as u64) as usize);
+                let (wish, _) = WISHES[random.usize(0..WISHES.len())];
+                stage.cut_after(wish, random.usize(0..CLIENTS));
                 wait(&|| stage.cut_count() > before).await;
             }
         }
@@ -113,99 +102,86 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut>
     stage.take_cuts()
 }
 
+/// Each filesystem of a machine's disk, with the pools that it may have: in images, and in place.
+#[rstest::rstest]
+#[case::dir_on_ext4(Host::Ext4, PoolKind::Dir)]
+#[case::xfs_on_ext4(Host::Ext4, PoolKind::Xfs)]
+#[case::btrfs_on_ext4(Host::Ext4, PoolKind::Btrfs)]
+#[case::xfs_on_xfs(Host::Xfs, PoolKind::Xfs)]
+#[case::btrfs_on_xfs(Host::Xfs, PoolKind::Btrfs)]
+#[case::btrfs_on_btrfs(Host::Btrfs, PoolKind::Btrfs)]
+#[case::dir_on_btrfs(Host::Btrfs, PoolKind::Dir)]
 #[test_with::root]
+#[test_with::path(/dev/fuse)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_acknowledged_is_lost_in_a_power_cut() {
-    if !can_run() {
-        return;
-    }
-    let seed = seed();
-    let mut random = Rng::with_seed(seed);
-    let (mut cuts_made, mut objects, mut losses, mut losing) = (0, 0, Vec::new(), 0);
-    let named = |(host, pool): &(Host, PoolKind)| takes_part(&format!("{} on {}", pool.name(), host.name()));
-    let machines: Vec<_> = MACHINES.into_iter().filter(named).collect();
-    assert!(!machines.is_empty(), "DELTAPATH_POWER_MACHINES leaves no machine");
-    for (host, pool) in machines.iter().copied() {
-        let began = Instant::now();
-        let mut machine = Machine::new(host, pool);
-        let cuts = live(&mut machine, cuts().div_ceil(machines.len()), &mut random).await;
-        let lived = began.elapsed();
-        let (before, count) = (losing, cuts.len());
-        for (number, cut) in cuts.into_iter().enumerate() {
-            let findings = audit::audit(&mut machine, &cut).await;
-            cuts_made += 1;
-            objects += findings.objects;
-            losing += usize::from(!findings.losses.is_empty());
-            let place = format!("{} on {}, cut {number} {}", pool.name(), host.name(), cut.story);
-            for loss in findings.losses {
-                eprintln!("LOST {place}: {loss}");
-                losses.push(format!("{place}: {loss}"));
-            }
+async fn nothing_acknowledged_is_lost_in_a_power_cut(#[case] host: Host, #[case] pool: PoolKind) {
+    let mut random = Rng::with_seed(seed());
+    let machine_name = format!("{} on {}", pool.name(), host.name());
+    let began = Instant::now();
+    let mut machine = Machine::new(host, pool);
+    let cuts = live(&mut machine, cuts().div_ceil(MACHINES), &mut random).await;
+    let lived = began.elapsed();
+    let (mut objects, mut losses, mut losing, count) = (0, Vec::new(), 0, cuts.len());
+    for (number, cut) in cuts.into_iter().enumerate() {
+        let findings = audit::audit(&mut machine, &cut).await;
+        objects += findings.objects;
+        losing += usize::from(!findings.losses.is_empty());
+        for loss in findings.losses {
+            eprintln!("LOST {machine_name}, cut {number} {}: {loss}", cut.story);
+            losses.push(format!("cut {number} {}: {loss}", cut.story));
         }
-        eprintln!(
-            "{} on {}: {count} cuts, {} lost something ({:.1} s of work, {:.1} s of audits)",
-            pool.name(),
-            host.name(),
-            losing - before,
-            lived.as_secs_f64(),
-            (began.elapsed() - lived).as_secs_f64()
-        );
     }
     eprintln!(
-        "power cuts: {cuts_made} cuts of {} machines, {objects} objects audited, {} losses",
-        machines.len(),
-        losses.len()
+        "{machine_name}: {count} cuts, {objects} objects audited, {losing} cuts lost something ({:.1} s of work, {:.1} s of audits)",
+        lived.as_secs_f64(),
+        (began.elapsed() - lived).as_secs_f64()
     );
-    assert!(losses.is_empty(), "{losing} of {cuts_made} cuts lost something:\n{}", losses.join("\n"));
+    assert!(losses.is_empty(), "{losing} of {count} cuts lost something:\n{}", losses.join("\n"));
 }
 
 /// The incident, found by the test above: a volume is unpublished (its directory is in the log of btrfs),
 /// deleted (renamed, its subvolume destroyed, its directory removed), and anything else is synced. Linux 6.18
 /// cannot replay that log: the filesystem, the host's own where the pool is in place, did not mount any
 /// more.
+#[rstest::rstest]
 #[test_with::root]
+#[test_with::path(/dev/fuse)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion() {
-    if !can_run() {
-        return;
-    }
+async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion(
+    #[values(Host::Btrfs, Host::Ext4)] host: Host,
+) {
     let mut random = Rng::with_seed(seed());
-    for host in [Host::Btrfs, Host::Ext4] {
-        let mut machine = Machine::new(host, PoolKind::Btrfs);
-        machine.boot(0).expect("boot");
-        let kubelet = machine.kubelet();
-        let mut client = machine.start(async || ()).await.expect("start");
-        let request = |name| new_volume(name, clients::SIZE, block_capability());
-        let deleted = client.create_volume(request("deleted")).await.expect("create").volume_id;
-        let other = client.create_volume(request("other")).await.expect("create").volume_id;
-        client.publish(&deleted, block_capability(), false, &kubelet).await.expect("publish");
-        // Commits all of it.
-        client.create_snapshot("snapshot", &other).await.expect("snapshot");
-        client.unpublish(&deleted, &kubelet).await.expect("unpublish");
-        client.delete_volume(&deleted).await.expect("delete");
-        client.expand_volume(&other, 2 * clients::SIZE).await.expect("expand");
-        let (disk, story) = machine.rack.cut(0, &mut random);
-        drop(client);
-        machine.off();
-        machine.boot(disk).unwrap_or_else(|error| panic!("{}, {story}: {error}", host.name()));
-        let mut client = machine.start(async || ()).await.unwrap_or_else(|error| panic!("{story}: {error}"));
-        let list = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("list");
-        let listed = list.into_inner().entries.into_iter().filter_map(|entry| entry.volume);
-        assert_eq!(listed.map(|volume| volume.volume_id).collect::<Vec<_>>(), [other]);
-        drop(client);
-        machine.stop().expect("stop");
-        machine.off();
-    }
+    let mut machine = Machine::new(host, PoolKind::Btrfs);
+    machine.boot(0).expect("boot");
+    let kubelet = machine.kubelet();
+    let mut client = machine.start(async || ()).await.expect("start");
+    let request = |name| new_volume(name, clients::SIZE, block_capability());
+    let deleted = client.create_volume(request("deleted")).await.expect("create").volume_id;
+    let other = client.create_volume(request("other")).await.expect("create").volume_id;
+    client.publish(&deleted, block_capability(), false, &kubelet).await.expect("publish");
+    // Commits all of it.
+    client.create_snapshot("snapshot", &other).await.expect("snapshot");
+    client.unpublish(&deleted, &kubelet).await.expect("unpublish");
+    client.delete_volume(&deleted).await.expect("delete");
+    client.expand_volume(&other, 2 * clients::SIZE).await.expect("expand");
+    let (disk, story) = machine.rack.cut(0, &mut random);
+    drop(client);
+    machine.off();
+    machine.boot(disk).unwrap_or_else(|error| panic!("{}, {story}: {error}", host.name()));
+    let mut client = machine.start(async || ()).await.unwrap_or_else(|error| panic!("{story}: {error}"));
+    let list = client.controller.list_volumes(ListVolumesRequest::default()).await.expect("list");
+    let listed = list.into_inner().entries.into_iter().filter_map(|entry| entry.volume);
+    assert_eq!(listed.map(|volume| volume.volume_id).collect::<Vec<_>>(), [other]);
+    drop(client);
+    machine.stop().expect("stop");
+    machine.off();
 }
 
-/// Whether the tests can run here.
-fn can_run() -> bool {
-    let there = Path::new("/dev/fuse").exists();
-    if !there {
-        eprintln!("skipped: needs /dev/fuse, for the disks that lose power are served through it");
-        assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs /dev/fuse");
-    }
-    there
+/// The disks that lose power are served through FUSE. Without it these tests are ignored, and in CI that is a failure.
+#[test]
+fn ci_has_fuse() {
+    let is_ci = std::env::var("CI").as_deref() == Ok("true");
+    assert!(!is_ci || Path::new("/dev/fuse").exists(), "the power cuts need /dev/fuse");
 }
 
 struct SweptOnDrop<'d>(&'d Path);
@@ -217,45 +193,44 @@ impl Drop for SweptOnDrop<'_> {
 }
 
 /// The instrument: what is synced survives every cut, on every filesystem, and what is not gets lost.
+#[rstest::rstest]
 #[test_with::root]
+#[test_with::path(/dev/fuse)]
 #[test]
-fn a_disk_keeps_what_was_synced_and_loses_what_was_not() {
-    if !can_run() {
-        return;
-    }
+fn a_disk_keeps_what_was_synced_and_loses_what_was_not(
+    #[values(Host::Ext4, Host::Xfs, Host::Btrfs)] host: Host,
+) {
     let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
     let mut random = Rng::with_seed(seed());
-    for host in [Host::Ext4, Host::Xfs, Host::Btrfs] {
-        let rack = Rack::start(&dir.path().join(host.name()), 4 << 30);
-        let _swept = SweptOnDrop(dir.path());
-        let mounted = dir.path().join("mounted");
-        std::fs::create_dir_all(&mounted).expect("directory");
-        let device = LoopDevice::attach(&rack.path(0), Access::ReadWrite).expect("attach");
-        host.format(&device.path());
+    let rack = Rack::start(&dir.path().join(host.name()), 4 << 30);
+    let _swept = SweptOnDrop(dir.path());
+    let mounted = dir.path().join("mounted");
+    std::fs::create_dir_all(&mounted).expect("directory");
+    let device = LoopDevice::attach(&rack.path(0), Access::ReadWrite).expect("attach");
+    host.format(&device.path());
+    host.mount(&device.path(), &mounted).expect("mount");
+    let write = |name: &str, sync: bool| {
+        let mut file = File::create(mounted.join(name)).expect("create");
+        file.write_all(name.as_bytes()).expect("write");
+        if sync {
+            file.sync_all().expect("sync");
+            File::open(&mounted).and_then(|dir| dir.sync_all()).expect("sync");
+        }
+    };
+    write("synced", true);
+    write("not synced", false);
+    let cuts: Vec<_> = (0..8).map(|_| rack.cut(0, &mut random)).collect();
+    mount::unmount(&mounted).expect("unmount");
+    detach(device);
+    let mut lost = 0;
+    for (cut, story) in cuts {
+        let device = LoopDevice::attach(&rack.path(cut), Access::ReadWrite).expect("attach");
         host.mount(&device.path(), &mounted).expect("mount");
-        let write = |name: &str, sync: bool| {
-            let mut file = File::create(mounted.join(name)).expect("create");
-            file.write_all(name.as_bytes()).expect("write");
-            if sync {
-                file.sync_all().expect("sync");
-                File::open(&mounted).and_then(|dir| dir.sync_all()).expect("sync");
-            }
-        };
-        write("synced", true);
-        write("not synced", false);
-        let cuts: Vec<_> = (0..8).map(|_| rack.cut(0, &mut random)).collect();
+        let read = |name: &str| std::fs::read(mounted.join(name)).unwrap_or_default();
+        assert_eq!(read("synced"), b"synced", "{}: {story}", host.name());
+        lost += usize::from(read("not synced") != b"not synced");
         mount::unmount(&mounted).expect("unmount");
         detach(device);
-        let mut lost = 0;
-        for (cut, story) in cuts {
-            let device = LoopDevice::attach(&rack.path(cut), Access::ReadWrite).expect("attach");
-            host.mount(&device.path(), &mounted).expect("mount");
-            let read = |name: &str| std::fs::read(mounted.join(name)).unwrap_or_default();
-            assert_eq!(read("synced"), b"synced", "{}: {story}", host.name());
-            lost += usize::from(read("not synced") != b"not synced");
-            mount::unmount(&mounted).expect("unmount");
-            detach(device);
-        }
-        assert_eq!(lost, 8, "{}: what nobody synced cannot be on the disk yet", host.name());
     }
+    assert_eq!(lost, 8, "{}: what nobody synced cannot be on the disk yet", host.name());
 }

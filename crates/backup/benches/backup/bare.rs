@@ -35,32 +35,37 @@ pub fn copy(from: &Path, to: &Path, ranges: &[Range<u64>], in_flight: usize) -> 
     let began = Instant::now();
     let from = File::options().read(true).custom_flags(OFlag::O_DIRECT.bits()).open(from).expect("open");
     let to = create(to, ranges.last().expect("ranges").end);
-    let next = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..in_flight {
-            scope.spawn(|| {
-                let mut buffer = Buffer::new();
-                while let Some(range) = ranges.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let bytes = buffer.part((range.end - range.start) as usize);
-                    from.read_exact_at(bytes, range.start).expect("read");
-                    to.write_all_at(bytes, range.start).expect("write");
-                }
-            });
-        }
+    each(ranges, in_flight, |buffer, range| {
+        let bytes = buffer.part((range.end - range.start) as usize);
+        from.read_exact_at(bytes, range.start).expect("read");
+        to.write_all_at(bytes, range.start).expect("write");
     });
     to.sync_all().expect("flush");
     began.elapsed()
 }
 
-/// Writes ranges, one after another.
-pub fn write(to: &Path, ranges: &[Range<u64>]) -> Duration {
-    let mut buffer = Buffer::new();
-    fastrand::fill(buffer.part(1 << 20));
+/// Writes ranges, so many at once.
+pub fn write(to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
     let began = Instant::now();
-    let file = create(to, ranges.last().expect("ranges").end);
-    for range in ranges {
-        file.write_all_at(buffer.part((range.end - range.start) as usize), range.start).expect("write");
-    }
-    file.sync_all().expect("flush");
+    let to = create(to, ranges.last().expect("ranges").end);
+    each(ranges, in_flight, |buffer, range| {
+        to.write_all_at(buffer.part((range.end - range.start) as usize), range.start).expect("write");
+    });
+    to.sync_all().expect("flush");
     began.elapsed()
+}
+
+/// Goes through ranges of at most 1 MiB in their order, in so many threads.
+fn each(ranges: &[Range<u64>], threads: usize, work: impl Fn(&mut Buffer, &Range<u64>) + Sync) {
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                let mut buffer = Buffer::new();
+                while let Some(range) = ranges.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    work(&mut buffer, range);
+                }
+            });
+        }
+    });
 }

@@ -3,7 +3,8 @@
 //! temporary directory.
 //!
 //! `cargo bench -p cbt-backup --bench backup -- full incremental` runs the rows that are named, of `full`, `peers`,
-//! `incremental` and `restore`; without names all. A number beside them is the GiB of data, in place of 4.
+//! `incremental` and `restore`; without names all. A number beside them is the GiB of data, in place of 4. Each row has a time,
+//! and begins no round that would end after it, so that all of them together take less than ten minutes.
 #![allow(clippy::disallowed_methods)]
 
 mod bare;
@@ -12,6 +13,7 @@ mod source;
 
 use std::fs::File;
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -22,6 +24,8 @@ use driver::Driver;
 use source::{Content, PIECE, Source};
 
 const ROUNDS: usize = 3;
+/// Of what takes a second or less.
+const SHORT_ROUNDS: usize = 7;
 /// Reads at once of `cbt-backup`, which is its default, and of the bare copy.
 const IN_FLIGHT: usize = 8;
 const GIB: u64 = 1 << 30;
@@ -114,7 +118,17 @@ fn has(program: &str) -> bool {
     found.is_ok()
 }
 
+/// Up to `most` rounds, at least one, and none that would end after `seconds` if it takes as long as those before.
+fn rounds(most: usize, seconds: u64) -> impl Iterator<Item = usize> {
+    let began = Instant::now();
+    (0..most).take_while(move |round| {
+        let spent = began.elapsed();
+        *round == 0 || spent + spent / *round as u32 <= Duration::from_secs(seconds)
+    })
+}
+
 /// The middle one, and the least and the most.
+#[derive(Default)]
 struct Samples(Vec<Duration>);
 
 impl Samples {
@@ -128,7 +142,8 @@ impl Samples {
 impl std::fmt::Display for Samples {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (least, most) = (self.0.iter().min().expect("samples"), self.0.iter().max().expect("samples"));
-        write!(f, "{:.2} s ({:.2} to {:.2})", self.median(), least.as_secs_f64(), most.as_secs_f64())
+        let (least, most) = (least.as_secs_f64(), most.as_secs_f64());
+        write!(f, "{:.2} s ({least:.2} to {most:.2}, {} runs)", self.median(), self.0.len())
     }
 }
 
@@ -154,6 +169,7 @@ fn main() {
     if wants("restore") {
         restore(&mut bench);
     }
+    eprintln!("the data lies in {} pieces of 1 MiB; median (least to most)", data / PIECE);
     let mib = bench.peak >> 10;
     row("m", "most memory of all of them", &format!("{mib} MiB"), "", "256 MiB", bench.peak <= MEMORY);
 }
@@ -163,7 +179,7 @@ fn full(bench: &mut Bench) {
     let source = Source::make(&bench.path("image"), 2 * bench.data, bench.data, Content::Noise);
     let driver = Driver::start(&bench.path("csi.sock"), &source, "one");
     let (mut ours, mut bare) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
+    for _ in rounds(ROUNDS, 80) {
         cold();
         bare.push(bare::copy(source.path(), &bench.path("copy"), &source.ranges(), IN_FLIGHT));
         bench.remove("copy");
@@ -208,7 +224,7 @@ fn peers(bench: &mut Bench) {
     let programs: Vec<_> = ["qemu-img", "borg", "restic"].into_iter().filter(|name| has(name)).collect();
     let mut ours = Vec::new();
     let mut theirs: Vec<Vec<Duration>> = vec![Vec::new(); programs.len()];
-    for _ in 0..ROUNDS {
+    for _ in rounds(ROUNDS, 200) {
         ours.push(bench.own(back_up(bench, "repository", "full", &source, &driver, "one")));
         bench.remove("repository");
         for (program, samples) in programs.iter().zip(&mut theirs) {
@@ -265,36 +281,58 @@ fn peer(bench: &Bench, program: &str, image: &Path) -> Command {
     command
 }
 
-/// Incremental backups of 1 %, in random blocks of 4 KiB: of the same volume, of one of 8 TiB with the same data in its first
-/// part, and of one whose data is spread over all of its 8 TiB.
+/// A volume of which incremental backups are made.
+struct Volume {
+    what: String,
+    name: String,
+    source: Source,
+    driver: Driver,
+    ours: Samples,
+    bare: Samples,
+}
+
+/// Incremental backups of 1 %, in random blocks of 4 KiB: of a volume, of one of 8 TiB with the same data in its first
+/// part, and of one whose data is spread over all of its 8 TiB. In turn, so that a slow moment meets all three.
 fn incremental(bench: &mut Bench) {
     const HUGE: u64 = 8 << 40;
     let near = 2 * bench.data;
-    let mut first = None;
-    for (what, size, span) in [
+    let kinds = [
         (format!("in a volume of {} GiB", near / GIB), near, near),
         ("the same in a sparse volume of 8 TiB".to_owned(), HUGE, near),
         ("spread over a sparse volume of 8 TiB".to_owned(), HUGE, HUGE),
-    ] {
-        let mut source = Source::make_within(&bench.path("image"), size, span, bench.data, Content::Noise);
-        let driver = Driver::start(&bench.path("csi.sock"), &source, "0");
-        bench.own(back_up(bench, "repository", "full", &source, &driver, "0"));
-        let (mut ours, mut bare) = (Vec::new(), Vec::new());
-        for round in 1..=ROUNDS {
+    ];
+    let mut volumes = Vec::new();
+    for (number, (what, size, span)) in kinds.into_iter().enumerate() {
+        let name = format!("volume-{number}");
+        let source = Source::make_within(&bench.path(&name), size, span, bench.data, Content::Noise);
+        let driver = Driver::start(&bench.path(&format!("{name}.sock")), &source, "0");
+        bench.own(back_up(bench, &format!("{name}-repository"), "full", &source, &driver, "0"));
+        volumes.push(Volume {
+            what,
+            name,
+            source,
+            driver,
+            ours: Samples::default(),
+            bare: Samples::default(),
+        });
+    }
+    for round in rounds(SHORT_ROUNDS, 60) {
+        for Volume { name, source, driver, ours, bare, .. } in &mut volumes {
             let changed = source.change(bench.data / source::BLOCK / 100);
-            let (before, now) = ((round - 1).to_string(), round.to_string());
-            driver.delta(&before, &now, &changed);
+            let now = (round + 1).to_string();
+            driver.delta(&round.to_string(), &now, &changed);
             cold();
-            bare.push(bare::copy(source.path(), &bench.path("copy"), &changed, IN_FLIGHT));
+            bare.0.push(bare::copy(source.path(), &bench.path("copy"), &changed, IN_FLIGHT));
             bench.remove("copy");
-            ours.push(bench.own(back_up(bench, "repository", "incremental", &source, &driver, &now)));
+            let repository = format!("{name}-repository");
+            ours.0.push(bench.own(back_up(bench, &repository, "incremental", source, driver, &now)));
         }
-        drop(driver);
-        bench.remove("repository");
-        bench.remove("image");
-        let (ours, bare) = (Samples(ours), Samples(bare));
+    }
+    let near = volumes[0].ours.median();
+    for Volume { what, name, ours, bare, .. } in &volumes {
+        bench.remove(&format!("{name}-repository"));
+        bench.remove(name);
         let is_quick = ours.median() <= 2.0 * bare.median() + 0.05;
-        let near = *first.get_or_insert(ours.median());
         let times = ours.median() / near;
         row(
             "c",
@@ -310,56 +348,51 @@ fn incremental(bench: &mut Bench) {
     }
 }
 
-/// A restore into a file, beside a bare sequential write.
+/// A restore into a file, beside a bare write of as much, which reads nothing, and a bare copy, which reads as much.
 fn restore(bench: &mut Bench) {
     let source = Source::make(&bench.path("image"), 2 * bench.data, bench.data, Content::Noise);
     let driver = Driver::start(&bench.path("csi.sock"), &source, "one");
     bench.own(back_up(bench, "repository", "full", &source, &driver, "one"));
     drop(driver);
     let has_qemu = has("qemu-img");
-    let (mut ours, mut bare, mut copy, mut theirs) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
+    let [mut ours, mut bare, mut copy, mut theirs] = std::array::from_fn(|_| Samples::default());
+    for _ in rounds(ROUNDS, 120) {
         cold();
-        bare.push(bare::write(&bench.path("copy"), &source.ranges()));
-        bench.remove("copy");
-        cold();
-        copy.push(bare::copy(source.path(), &bench.path("copy"), &source.ranges(), IN_FLIGHT));
+        bare.0.push(bare::write(&bench.path("copy"), &source.ranges(), IN_FLIGHT));
         bench.remove("copy");
         let mut command = bench.tool("repository", &["restore", "latest", "--to"]);
         command.arg(bench.path("restored"));
-        ours.push(bench.own(command));
-        assert_eq!(
-            File::open(bench.path("restored")).and_then(|file| file.metadata()).expect("there").len(),
-            2 * bench.data
-        );
+        ours.0.push(bench.own(command));
+        let restored = File::open(bench.path("restored")).and_then(|file| file.metadata()).expect("there");
+        // The filesystem counts blocks of its own tables too.
+        let held = restored.blocks() * 512;
+        assert_eq!((restored.len(), held / bench.data), (2 * bench.data, 1), "{held} bytes are held");
         bench.remove("restored");
+        cold();
+        copy.0.push(bare::copy(source.path(), &bench.path("copy"), &source.ranges(), IN_FLIGHT));
+        bench.remove("copy");
         if has_qemu {
-            theirs.push(run(peer(bench, "qemu-img", source.path())).took);
+            theirs.0.push(run(peer(bench, "qemu-img", source.path())).took);
             bench.remove("theirs");
         }
     }
     bench.remove("repository");
     bench.remove("image");
-    let (ours, bare, copy) = (Samples(ours), Samples(bare), Samples(copy));
-    let share = bare.median() / ours.median() * 100.0;
-    let of_copy = copy.median() / ours.median() * 100.0;
-    let qemu = match theirs.is_empty() {
-        true => String::new(),
-        false => {
-            let theirs = Samples(theirs);
-            format!("; {:.1} x the speed of qemu-img, {theirs}", theirs.median() / ours.median())
-        }
+    let of = |other: &Samples| other.median() / ours.median();
+    let qemu = match has_qemu {
+        true => format!("; {:.1} x the speed of qemu-img, {theirs}", of(&theirs)),
+        false => String::new(),
     };
     row(
         "d",
         &format!("restore of {} GiB of noise", bench.data / GIB),
         &ours.to_string(),
         &format!(
-            "{share:.0} % of the speed of a bare sequential write, {bare}; {of_copy:.0} % of a bare copy, which reads too, {copy}{qemu}"
+            "{:.0} % of the speed of a bare write, {bare}; {:.0} % of a bare copy, which reads too, {copy}{qemu}",
+            of(&bare) * 100.0,
+            of(&copy) * 100.0
         ),
         "90 %",
-        share >= 90.0,
+        of(&bare) >= 0.9,
     );
-    let pieces = bench.data / PIECE;
-    eprintln!("the data lies in {pieces} pieces of 1 MiB; {ROUNDS} rounds; median (least to most)");
 }

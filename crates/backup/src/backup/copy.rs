@@ -297,17 +297,25 @@ impl<'r> Run<'r> {
         let content = buffer.part(length as usize);
         self.device.read(offset, content)?;
         self.read.fetch_add(length, Ordering::Relaxed);
+        let (mut found, mut chunks) = (Vec::new(), Vec::new());
         for cell in plan::cells(&read.listed) {
             let block = |block: u32| bytes(block - read.blocks.start) as usize;
             let is_zero = |number: &u32| is_zeros(&content[block(*number)..block(*number + 1)]);
             // Zeros at both ends are left out; those between come along, compressed.
             let Some(start) = cell.clone().find(|number| !is_zero(number)) else { continue };
             let end = cell.rev().find(|number| !is_zero(number)).map_or(start + 1, |last| last + 1);
-            let chunk = compressor.chunk(&content[block(start)..block(end)]);
-            let (pack, chunk) = self.writer.chunk(&chunk)?;
-            let extent = Extent { start, blocks: end - start, pack, chunk, skip: 0 };
-            work.extents.lock().unwrap_or_else(PoisonError::into_inner).push(extent);
+            found.push(start..end);
+            chunks.push(compressor.chunk(&content[block(start)..block(end)]));
         }
+        let places = self.writer.chunks(&chunks)?;
+        let extents = found.into_iter().zip(places).map(|(blocks, (pack, chunk))| Extent {
+            start: blocks.start,
+            blocks: blocks.end - blocks.start,
+            pack,
+            chunk,
+            skip: 0,
+        });
+        work.extents.lock().unwrap_or_else(PoisonError::into_inner).extend(extents);
         self.progress.at(offset + length, length);
         Ok(())
     }

@@ -37,6 +37,7 @@ use pack::{PackRef, Packs, Row, read_table};
 pub use segment::{BLOCK, Extent, SEGMENT, SEGMENT_BLOCKS, Segment};
 use store::Store;
 
+use crate::device::Buffer;
 use crate::error::{Error, Result};
 
 /// The object that makes a directory a repository.
@@ -245,13 +246,15 @@ impl Repository {
         }
     }
 
-    /// Reads pieces and hands their bytes on, checked, in the order of the packs. An extent beyond its chunk is damage.
+    /// Reads pieces and hands their bytes on, checked: part of a pack after part of a pack, and of each the chunks in the
+    /// order of the volume. An extent beyond its chunk is damage.
     pub fn fetch(
         &self,
         mut pieces: Vec<Piece>,
         emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
     ) -> Result<()> {
-        pieces.sort_unstable_by_key(|piece| (piece.pack.id, piece.chunk));
+        pieces.sort_unstable_by_key(|piece| (piece.pack.id, piece.chunk, piece.offset));
+        let mut buffer = Buffer::default();
         for pieces in pieces.chunk_by(|a, b| a.pack == b.pack) {
             let pack = &pieces[0].pack;
             let table = self.table(pack)?;
@@ -268,8 +271,8 @@ impl Repository {
                     count += 1;
                 }
                 let (now, later) = rest.split_at(count);
-                let bytes = self.store.get_range(&pack_name(pack), span.clone())?;
-                emit_span(pack, &table, now, &bytes, span.start, emit)?;
+                let bytes = self.store.read_into(&pack_name(pack), span.clone(), &mut buffer)?;
+                emit_span(pack, &table, now, bytes, span.start, emit)?;
                 rest = later;
             }
         }
@@ -285,7 +288,9 @@ fn emit_span(
     start: u64,
     emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
 ) -> Result<()> {
-    for pieces in pieces.chunk_by(|a, b| a.chunk == b.chunk) {
+    let mut chunks: Vec<&[Piece]> = pieces.chunk_by(|a, b| a.chunk == b.chunk).collect();
+    chunks.sort_unstable_by_key(|pieces| pieces[0].offset);
+    for pieces in chunks {
         let chunk = pieces[0].chunk;
         let row = row(pack, table, chunk)?;
         let range = row.range();

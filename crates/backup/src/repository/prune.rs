@@ -113,7 +113,7 @@ pub fn prune(
     let names =
         |prefix: &str, ids: &[String]| ids.iter().map(|id| format!("{prefix}/{id}")).collect::<Vec<_>>();
     repository.store.remove(&names("backups", &pruned.removed))?;
-    repository.store.settle("backups")?;
+    repository.store.sync_removals("backups")?;
     remove_partials(repository, &pruned.kept, &of_volume)?;
     for object in repository.store.list("damaged")? {
         if !object.location.filename().is_some_and(|id| pruned.kept.iter().any(|kept| kept == id)) {
@@ -167,7 +167,7 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
         }
         partial.map(drop).or_else(|error| if error.is_damage() { Ok(()) } else { Err(error) })?;
     }
-    repository.store.settle("partial")
+    repository.store.sync_removals("partial")
 }
 
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
@@ -383,20 +383,17 @@ fn copy(
     let read = bytes.and_then(|bytes| {
         let table = bytes.get(pack.table().start as usize..).unwrap_or_default();
         let rows = read_table(pack, table)?;
-        let mut chunks = Vec::new();
-        for (chunk, row) in (0..).zip(&rows).filter(|(chunk, _)| used.is_marked(*chunk)) {
+        let (mut numbers, mut chunks) = (Vec::new(), Vec::new());
+        for (number, row) in (0..).zip(&rows).filter(|(number, _)| used.is_marked(*number)) {
             let stored = &bytes[row.start as usize..row.range().end as usize];
             row.open(stored)?;
-            chunks.push((chunk, Chunk::copied(row, stored.to_vec())));
+            numbers.push(number);
+            chunks.push(Chunk::copied(row, stored.to_vec()));
         }
-        Ok(chunks)
+        Ok((numbers, chunks))
     });
     match read {
-        Ok(chunks) => chunks
-            .iter()
-            .map(|(number, chunk)| Ok((*number, writer.chunk(chunk)?)))
-            .collect::<Result<_>>()
-            .map(Some),
+        Ok((numbers, chunks)) => Ok(Some(numbers.into_iter().zip(writer.chunks(&chunks)?).collect())),
         Err(error) if error.is_damage() => Ok(None),
         Err(error) => Err(error),
     }

@@ -33,8 +33,9 @@ struct State {
     packs: Packs,
     data: Option<(u32, OpenPack)>,
     maps: Option<(u32, OpenPack)>,
-    /// Segments whose packs are not all closed.
+    /// Segments that name the pack with data that is open.
     waiting: Vec<(u32, Segment)>,
+    waiting_extents: usize,
     segments: Vec<SegmentRef>,
     sent: Vec<JoinHandle<Result<()>>>,
     added: u64,
@@ -77,17 +78,20 @@ impl<'r> Writer<'r> {
         state.segments.push(kept);
     }
 
-    /// Adds a chunk of data: its pack and number.
-    pub fn chunk(&self, chunk: &Chunk) -> Result<(u32, u32)> {
+    /// Adds chunks of data that lie side by side in the volume, and so in a pack as far as it has room: of each its pack and
+    /// number.
+    pub fn chunks(&self, chunks: &[Chunk]) -> Result<Vec<(u32, u32)>> {
         let mut state = self.state();
-        let State { packs, data, .. } = &mut *state;
-        let (place, open) = data.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
-        let place = *place;
-        let number = open.push(chunk);
-        if open.is_full() {
-            self.close_data(&mut state)?;
+        let mut places = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let State { packs, data, .. } = &mut *state;
+            let (place, open) = data.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
+            places.push((*place, open.push(chunk)));
+            if open.is_full() {
+                self.close_data(&mut state)?;
+            }
         }
-        Ok((place, number))
+        Ok(places)
     }
 
     /// Reads the map of a segment of another index, with places of this writer.
@@ -102,10 +106,14 @@ impl<'r> Writer<'r> {
             return Ok(());
         }
         let mut state = self.state();
+        if segment.packs().iter().all(|pack| state.packs.is_filled(*pack)) {
+            return self.write_maps(&mut state, vec![(number, segment)]);
+        }
+        state.waiting_extents += segment.extents.len();
         state.waiting.push((number, segment));
-        match state.waiting.iter().map(|(_, segment)| segment.extents.len()).sum::<usize>() > WAITING {
+        match state.waiting_extents > WAITING {
             true => self.close_data(&mut state),
-            false => self.write_maps(&mut state),
+            false => Ok(()),
         }
     }
 
@@ -115,24 +123,20 @@ impl<'r> Writer<'r> {
         state.packs.is_filled(place).then(|| state.packs.get(place).id)
     }
 
+    /// Closes the pack with data, and writes the maps that have waited for it: one pack with data is open at a time.
     fn close_data(&self, state: &mut State) -> Result<()> {
         if let Some((place, open)) = state.data.take() {
             self.send(state, place, open)?;
         }
-        self.write_maps(state)
+        state.waiting_extents = 0;
+        let waiting = std::mem::take(&mut state.waiting);
+        self.write_maps(state, waiting)
     }
 
-    /// Writes the maps whose packs are closed.
-    fn write_maps(&self, state: &mut State) -> Result<()> {
+    /// Writes maps whose packs are closed.
+    fn write_maps(&self, state: &mut State, segments: Vec<(u32, Segment)>) -> Result<()> {
         let mut compressor = None;
-        let is_ready =
-            |packs: &Packs, segment: &Segment| segment.packs().iter().all(|pack| packs.is_filled(*pack));
-        let waiting = std::mem::take(&mut state.waiting);
-        for (number, segment) in waiting {
-            if !is_ready(&state.packs, &segment) {
-                state.waiting.push((number, segment));
-                continue;
-            }
+        for (number, segment) in segments {
             let compressor = match &mut compressor {
                 Some(compressor) => compressor,
                 none => none.insert(Compressor::new(1)?),

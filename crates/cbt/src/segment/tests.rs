@@ -80,7 +80,7 @@ fn an_unknown_version_is_refused_by_number() {
     assert!(matches!(error, Error::UnknownVersion { version: 9, known: 2, .. }), "{error}");
 }
 
-/// A damaged segment under a sound table is copied too: whoever reads the copy finds it damaged as well.
+/// A damaged segment under a sound table is copied too: a reader of the copy finds it damaged as well.
 #[test]
 fn a_copy_is_the_same_byte_for_byte() {
     let dir = tempfile::tempdir().expect("temp dir");

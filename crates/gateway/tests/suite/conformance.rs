@@ -13,50 +13,30 @@ use base64::engine::general_purpose::STANDARD;
 use kube::api::{ListParams, Patch, PatchParams};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair};
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::process::{Child, Command};
+use testkit::lab::Lab;
+use tokio::process::Command;
 
 use crate::community::program;
 use crate::rights::sign;
 use crate::world::{AUDIENCE, Files, Gateway, Sidecar, World, eventually};
 
-/// A `cbt-lab` that serves; dropped, it is gone.
-struct Lab {
-    _child: Child,
-    ready: Value,
+/// A driver in memory with two snapshots, of which the cluster knows.
+async fn driver(world: &World, changes: &str) -> Lab {
+    driver_at(world, &world.socket(), &["--changes", changes]).await
 }
 
-impl Lab {
-    async fn start(arguments: &[&str]) -> Self {
-        let mut child = Command::new(testkit::program("cbt-lab"))
-            .args(arguments)
-            .args(["--output", "json"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .kill_on_drop(true)
-            .spawn()
-            .expect("spawn");
-        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-        let line = lines.next_line().await.expect("read").expect("it is ready");
-        Lab { _child: child, ready: serde_json::from_str(&line).expect("JSON") }
+/// The same at another socket, with more flags.
+pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
+    let listen = format!("unix://{}", socket.display());
+    let named = ["mock", "--listen", &listen, "--driver-name", &world.driver];
+    let lab = Lab::start(named.iter().chain(&["--volume", "disk=1Gi", "--snapshots", "2"]).chain(more)).await;
+    for (name, handle, second) in [("monday", "disk-1", 1), ("tuesday", "disk-2", 2)] {
+        let at = |_: &mut Value, content: &mut Value| {
+            content["status"]["creationTime"] = json!(second * 1_000_000_000_i64);
+        };
+        world.snapshot_with(&world.namespace, name, handle, at).await;
     }
-
-    /// A driver in memory with two snapshots, of which the cluster knows.
-    async fn driver(world: &World, changes: &str) -> Self {
-        let listen = format!("unix://{}", world.socket().display());
-        let named = ["mock", "--listen", &listen, "--driver-name", &world.driver];
-        let lab = Self::start(
-            &[&named[..], &["--volume", "disk=1Gi", "--snapshots", "2", "--changes", changes]].concat(),
-        )
-        .await;
-        for (name, handle, second) in [("monday", "disk-1", 1), ("tuesday", "disk-2", 2)] {
-            let at = |_: &mut Value, content: &mut Value| {
-                content["status"]["creationTime"] = json!(second * 1_000_000_000_i64);
-            };
-            world.snapshot_with(&world.namespace, name, handle, at).await;
-        }
-        lab
-    }
+    lab
 }
 
 /// Exit code, verdict and detail by case, and the whole report.
@@ -139,7 +119,7 @@ const MANY: &str = "20000";
 const SOME: &str = "5500";
 
 /// A gateway before the driver, found by the driver's SnapshotMetadataService.
-async fn gateway(world: &World) -> Gateway {
+pub async fn gateway(world: &World) -> Gateway {
     let gateway = world.gateway(&[]).await;
     let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
     world.service(&format!("127.0.0.1:{}", gateway.port), AUDIENCE, &ca).await;
@@ -147,7 +127,7 @@ async fn gateway(world: &World) -> Gateway {
 }
 
 pub async fn the_gateway_passes_every_case_of_kubernetes(world: World) {
-    let _driver = Lab::driver(&world, MANY).await;
+    let _driver = driver(&world, MANY).await;
     let _gateway = gateway(&world).await;
     let expired = expired_token(&world).await;
     let junit = world.dir.path().join("junit.xml").display().to_string();
@@ -366,7 +346,7 @@ pub async fn every_fault_before_the_gateway_is_seen_by_its_cases(world: World) {
 }
 
 async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
-    let _driver = Lab::driver(world, SOME).await;
+    let _driver = driver(world, SOME).await;
     let gateway = world.gateway(&[]).await;
     let at = |name: &str| world.dir.path().join(name).display().to_string();
     std::fs::write(at("gateway-ca"), &gateway.files.as_ref().expect("files").ca).expect("write");
@@ -387,7 +367,7 @@ async fn some_faults_are_seen(world: &World, number: usize) -> Vec<String> {
             Between(faults) => vec!["--fault", faults],
             Object(..) | OldAuthority => Vec::new(),
         };
-        let lab = Lab::start(&[&between[..], &behind, &chosen].concat()).await;
+        let lab = Lab::start([&between[..], &behind, &chosen].concat()).await;
         let listen = lab.ready["listen"][0].as_str().and_then(|listen| listen.strip_prefix("https://"));
         let ca = STANDARD.encode(std::fs::read(&ca_file).expect("the authority"));
         let mut spec = json!({"address": listen.expect("https"), "audience": AUDIENCE, "caCert": ca});
@@ -424,7 +404,7 @@ fn old_authority() -> String {
 
 pub async fn what_the_communitys_sidecar_fails_is_what_the_page_says(world: World) {
     let Some(sidecar) = program("csi-snapshot-metadata") else { return };
-    let _driver = Lab::driver(&world, SOME).await;
+    let _driver = driver(&world, SOME).await;
     world.default_class().await;
     let files = Files::make(world.dir.path());
     // As it is, it makes five calls a second to the API server, and each of its clients waits for the others.
@@ -454,7 +434,7 @@ pub async fn what_the_communitys_sidecar_fails_is_what_the_page_says(world: Worl
 }
 
 pub async fn an_interrupted_run_leaves_nothing(world: World) {
-    let _driver = Lab::driver(&world, SOME).await;
+    let _driver = driver(&world, SOME).await;
     let _gateway = gateway(&world).await;
     let ours = ListParams::default().labels(&format!("cbt-lab/tests={}", world.namespace));
     let homes = world.api.objects("Namespace", None);
@@ -487,10 +467,10 @@ pub async fn what_cannot_be_tested_says_why_and_leaves_nothing(world: World) {
     says(&[], "no two VolumeSnapshots of one claim").await;
     says(&["--snapshot", "monday"], "give it twice").await;
     says(&["--snapshot", "monday", "--snapshot", "tuesday"], "monday does not exist").await;
-    says(&["--snapshot", "../x", "--snapshot", "tuesday"], "no name of a VolumeSnapshot").await;
+    says(&["--snapshot", "../x", "--snapshot", "tuesday"], "is not the name of a VolumeSnapshot").await;
     says(&["--expired-token", "/no/such/file"], "/no/such/file").await;
     says(&["--focus", "nothing"], "--list").await;
-    let _driver = Lab::driver(&world, SOME).await;
+    let _driver = driver(&world, SOME).await;
     says(&[], "there is no SnapshotMetadataService").await;
     let unready = |snapshot: &mut Value, _: &mut Value| snapshot["status"]["readyToUse"] = json!(false);
     world.snapshot_with(&ns, "unready", "disk-1", unready).await;

@@ -11,6 +11,7 @@ mod conformance;
 mod cost;
 mod driver;
 mod hostile;
+mod iterator;
 mod library;
 mod rights;
 mod streams;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         streams::streams_are_bounded_for_all_and_for_each,
         streams::a_stream_outlives_the_deletion_of_its_snapshot,
         streams::a_driver_may_go_and_come_back,
+        streams::a_client_that_is_gone_without_a_word_is_noticed,
         streams::a_driver_without_the_service_is_reported,
         streams::a_stop_lets_streams_end,
         cost::a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice,
@@ -80,6 +82,7 @@ fn main() -> ExitCode {
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,
         community::the_communitys_sidecar_has_the_faults_that_these_tests_look_for,
+        iterator::the_communitys_iterator_meets_each_fault_as_the_page_says,
         conformance::the_gateway_passes_every_case_of_kubernetes,
         conformance::every_fault_before_the_gateway_is_seen_by_its_cases,
         conformance::what_the_communitys_sidecar_fails_is_what_the_page_says,

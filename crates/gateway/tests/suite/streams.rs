@@ -4,10 +4,14 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataAllocatedResponse};
+use tokio::net::{TcpListener, TcpStream};
 use tonic::{Code, Request, Streaming};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
 
 use crate::driver::{Driver, MESSAGES, TUPLES};
-use crate::world::{Client, World, code, eventually, said};
+use crate::world::{Client, HOST, World, code, eventually, said};
 
 /// A request about a snapshot.
 fn about(token: &str, namespace: &str, name: &str) -> GetMetadataAllocatedRequest {
@@ -257,6 +261,14 @@ pub async fn a_driver_may_go_and_come_back(world: World) {
     for round in 0..3 {
         assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok, "{round}");
     }
+    // What probes of Kubernetes and load balancers ask over gRPC.
+    let ca = &gateway.files.as_ref().expect("files").ca;
+    let probe = HealthClient::new(Client::channel(gateway.port, HOST, ca).await.expect("connect"));
+    let health = async || {
+        let request = HealthCheckRequest { service: "snapshotmetadata.SnapshotMetadata".into() };
+        probe.clone().check(request).await.expect("an answer").into_inner().status()
+    };
+    eventually("health follows", async || health().await == ServingStatus::Serving).await;
     let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
     assert!(stream.message().await.expect("a message").is_some());
     drop(driver);
@@ -265,10 +277,45 @@ pub async fn a_driver_may_go_and_come_back(world: World) {
     let answer = client.allocated(&token, &ns, "quick").await;
     assert_eq!(code(&answer), Code::Unavailable, "{answer:?}");
     gateway.until("/readyz", "unready", |(status, why)| *status == 503 && why.contains("CSI driver")).await;
+    eventually("health follows", async || health().await == ServingStatus::NotServing).await;
     let _driver = Driver::start(&world.driver, &world.socket());
     gateway.ready().await;
+    eventually("health follows", async || health().await == ServingStatus::Serving).await;
     assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok);
     assert!(gateway.is_alive());
+}
+
+/// A client's machine that is gone says nothing: no packet comes any more. Between the two stands a relay that stops.
+pub async fn a_client_that_is_gone_without_a_word_is_noticed(world: World) {
+    let (driver, token) = with_snapshot(&world, "slow-1").await;
+    let gateway = world.gateway(&[]).await;
+    let relay = TcpListener::bind("127.0.0.1:0").await.expect("bind");
+    let port = relay.local_addr().expect("address").port();
+    let (stop, mut stopped) = tokio::sync::oneshot::channel::<()>();
+    let to = gateway.port;
+    let relay = tokio::spawn(async move {
+        let mut client = relay.accept().await.expect("accept").0;
+        let mut server = TcpStream::connect(("127.0.0.1", to)).await.expect("connect");
+        tokio::select! {
+            _ = tokio::io::copy_bidirectional(&mut client, &mut server) => panic!("it was to stay open"),
+            _ = &mut stopped => {}
+        }
+        // Open still, and read by nobody.
+        (client, server)
+    });
+    let ca = &gateway.files.as_ref().expect("files").ca;
+    let mut client = Client::connect(port, HOST, ca).await.expect("connect");
+    let mut stream = open(&mut client, &token, &world.namespace, "snapshot").await.expect("a stream");
+    assert!(stream.message().await.expect("a message").is_some());
+    assert_eq!(*driver.seen.open.lock().unwrap(), 1);
+    stop.send(()).expect("the relay works");
+    let held = relay.await.expect("the relay");
+    let deadline = Instant::now() + Duration::from_secs(180);
+    while *driver.seen.open.lock().unwrap() > 0 {
+        assert!(Instant::now() < deadline, "the driver still works for a client that is gone");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    drop((held, stream));
 }
 
 pub async fn a_driver_without_the_service_is_reported(world: World) {

@@ -396,10 +396,15 @@ pub struct Client(pub SnapshotMetadataClient<Channel>);
 
 impl Client {
     pub async fn connect(port: u16, host: &str, ca: &str) -> Result<Self, tonic::transport::Error> {
+        Ok(Client(SnapshotMetadataClient::new(Self::channel(port, host, ca).await?)))
+    }
+
+    /// A connection, for other services on it too.
+    pub async fn channel(port: u16, host: &str, ca: &str) -> Result<Channel, tonic::transport::Error> {
         let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca)).domain_name(host);
         let endpoint =
             Channel::from_shared(format!("https://127.0.0.1:{port}")).expect("an address").tls_config(tls)?;
-        Ok(Client(SnapshotMetadataClient::new(endpoint.connect().await?)))
+        endpoint.connect().await
     }
 
     /// All that is allocated.

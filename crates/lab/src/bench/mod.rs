@@ -1,16 +1,20 @@
 //! `cbt-lab bench`: what the snapshots of any CSI driver cost, and what the same costs without one.
 //!
-//! - `life.rs` is what is measured; `writes.rs` is the workload, `bare.rs` the same without a driver, `check.rs` judges the answers.
+//! - `life.rs` is what is measured, and `growth.rs` with many snapshots, in the steps of `steps.rs` on a volume of `subject.rs`;
+//!   `writes.rs` is the workload, `bare.rs` the same without a driver, `check.rs` judges the answers.
 //! - `figures.rs` holds what came out; `show.rs` and `page.rs` print it.
 //! - How a driver is called, and how all is taken away again, is shared with `conformance`.
 
 mod bare;
 mod check;
 mod figures;
+mod growth;
 mod life;
 mod page;
 mod progress;
 mod show;
+mod steps;
+mod subject;
 mod writes;
 
 use std::io::Write;
@@ -28,8 +32,9 @@ use crate::conformance::content::at_rest;
 use crate::conformance::plugin::Plugin;
 use crate::conformance::{Storage, ask, run_name, signals};
 use figures::{Book, Conditions, Outcome, Verdict};
-use life::{Bench, Plan};
+use life::Plan;
 use progress::Progress;
+use steps::Bench;
 
 /// Exit status where nothing could be measured.
 const CAN_NOT_RUN: u8 = 2;

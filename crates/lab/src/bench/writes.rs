@@ -1,5 +1,5 @@
-//! A workload that writes while snapshots are taken: blocks of 4 KiB at random places of what is written already, flushed after
-//! each batch.
+//! A workload that writes before, while and after a snapshot is taken, and its rate: blocks of 4 KiB at random places of what is
+//! written already, flushed after each batch.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -7,14 +7,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use csi_client::Question;
 use tokio::task::JoinHandle;
+use tonic::Code;
 
+use super::check::{judge, stream};
+use super::steps::{Bench, Lived};
 use crate::conformance::case::Wrong;
-use crate::conformance::content::{Content, Edit, blocking};
+use crate::conformance::content::{Content, Edit, blocking, blocks};
 use crate::random;
 
 /// Writes between two flushes.
-pub(super) const BATCH: usize = 64;
+const BATCH: usize = 64;
 
 /// Writes and their flush.
 #[derive(Clone, Debug)]
@@ -145,6 +149,83 @@ impl Trace {
     pub fn blocks_after(&self, time: Instant) -> Vec<u64> {
         let after = self.batches.iter().filter(|batch| batch.from >= time);
         after.flat_map(|batch| batch.blocks.iter().copied()).collect()
+    }
+}
+
+impl Bench<'_> {
+    /// The rate of writes before, while and after a first snapshot is taken.
+    pub async fn writes(&mut self, size: u64, seed: u64) -> Lived<()> {
+        let time = self.plan.write_time;
+        if time.is_zero() {
+            return Ok(());
+        }
+        self.progress.step("random writes");
+        let mut subject = self.subject(size, seed ^ 2, None).await?;
+        let mut bare_pace = None;
+        if let Some(bare) = &subject.bare {
+            let trace = Workload::begin(bare.file(), bare.content().clone(), seed).end_after(time).await?;
+            bare_pace = trace.before(Instant::now());
+        }
+        subject.bare = None;
+        let workload = Workload::begin(subject.device.clone(), subject.content.clone(), seed);
+        let writing = async {
+            workload.go_on(time).await;
+            Ok(())
+        };
+        self.quietly(writing).await?;
+        let called = Instant::now();
+        let taken = self.timed(self.plugin.create_snapshot(&subject.volume.id)).await;
+        let answered = Instant::now();
+        let trace = self.quietly(workload.end_after(time)).await?;
+        subject.content = trace.content.clone();
+
+        let paces = [
+            ("before", trace.before(called)),
+            ("during", trace.during(called, answered)),
+            ("after", trace.after(answered)),
+        ];
+        let rates = paces.map(|(when, pace)| {
+            let rate = format!("random writes {when} a snapshot");
+            let pause = format!("longest {BATCH} writes and flush {when} a snapshot");
+            let spots = [("write", rate), ("pause", pause)];
+            let [rate, pause] = spots.map(|(id, what)| self.spot(&format!("{id}-{when}"), &what, size));
+            (rate, pause, pace)
+        });
+        for (rate, pause, pace) in &rates {
+            if let Some(bare) = bare_pace {
+                let what = "the same writes to a file";
+                self.book.bare(rate, what, bare.per_second);
+                self.book.bare(pause, what, bare.slowest);
+            }
+            match pace {
+                None => {
+                    self.book.failed(rate, "no write ended in this time: a longer --write-time shows more")
+                }
+                Some(pace) => {
+                    self.book.sample(rate, pace.per_second);
+                    self.book.sample(pause, pace.slowest);
+                }
+            }
+        }
+        let id = match taken {
+            Ok((id, _)) => id,
+            Err(wrong) if wrong.code() == Some(Code::FailedPrecondition) => return Ok(()),
+            Err(wrong) => return Err(wrong.into()),
+        };
+        // What was written after the answer is not in the snapshot, so the next delta has it.
+        if self.plugin.claims.metadata {
+            let next = self.quietly(self.plugin.create_snapshot(&subject.volume.id)).await?;
+            let question = Question::Delta { base: id, target: next };
+            let answer = self.quietly(stream(self.plugin, &question)).await?;
+            let must = blocks(trace.blocks_after(answered));
+            if let Err(wrong) = judge(&answer, "that were written after the snapshot", &must, subject.size) {
+                for (rate, pause, _) in &rates[1..] {
+                    self.book.wrong(rate, &wrong);
+                    self.book.wrong(pause, &wrong);
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -35,6 +35,8 @@ pub(crate) struct Claims {
     pub expand_online: bool,
     /// EXPAND_VOLUME of the node.
     pub node_expand: bool,
+    /// MODIFY_VOLUME.
+    pub modify: bool,
     pub node_id: String,
     /// Where this node is, if the driver has VOLUME_ACCESSIBILITY_CONSTRAINTS.
     pub topology: Option<proto::Topology>,
@@ -87,6 +89,7 @@ impl Claims {
                     rpc::Type::ExpandVolume => claims.expand = true,
                     rpc::Type::CloneVolume => claims.clone = true,
                     rpc::Type::GetCapacity => claims.capacity = true,
+                    rpc::Type::ModifyVolume => claims.modify = true,
                     _ => {}
                 }
             }

@@ -89,6 +89,7 @@ impl Storage {
         Ok(Settings {
             volume_parameters: HashMap::from_iter(self.parameter.iter().cloned()),
             snapshot_parameters: HashMap::from_iter(self.snapshot_parameter.iter().cloned()),
+            attributes: HashMap::new(),
             secrets: self.secrets.as_deref().map(Secrets::read).transpose()?.unwrap_or_default(),
             staging_dir: place(&self.staging_dir, "staging")?,
             target_dir: place(&self.target_dir, "target")?,
@@ -131,6 +132,10 @@ pub(super) struct Arguments {
     volume_size: Quantity,
     #[command(flatten)]
     storage: Storage,
+    /// Parameter of a VolumeAttributesClass, to which a volume is modified; may be given several times. Without it the case about
+    /// that is skipped.
+    #[arg(long, value_name = "KEY=VALUE", value_parser = pair)]
+    modify_parameter: Vec<(String, String)>,
     /// Seconds that a case, and each preparation that cases share, may take.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
@@ -222,7 +227,8 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
     let mut signals = signals().map_err(|error| format!("listen to signals: {error}"))?;
     let dir = tempfile::Builder::new().prefix("deltapath-conformance-").tempdir();
     let dir = dir.map_err(|error| format!("make a temporary directory: {error}"))?;
-    let settings = arguments.storage.settings(dir.path(), arguments.volume_size.0)?;
+    let mut settings = arguments.storage.settings(dir.path(), arguments.volume_size.0)?;
+    settings.attributes.extend(arguments.modify_parameter.iter().cloned());
     let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
     let (client, claims) = tokio::select! {
         asked = ask(endpoint, arguments.controller()?, arguments.patience()) => asked?,

@@ -41,6 +41,8 @@ pub(crate) struct Settings {
     pub volume_parameters: HashMap<String, String>,
     /// Parameters of the VolumeSnapshotClass.
     pub snapshot_parameters: HashMap<String, String>,
+    /// Parameters of the VolumeAttributesClass.
+    pub attributes: HashMap<String, String>,
     /// A call's secrets.
     pub secrets: Secrets,
     /// Where volumes are staged, each in a directory of its own.
@@ -159,6 +161,17 @@ impl Plugin {
         let volume = answer.volume.ok_or_else(|| Wrong::new("CreateVolume: the answer holds no volume"))?;
         self.ledger.volume_is(&request.name, &volume.volume_id);
         Ok(volume)
+    }
+
+    /// ControllerModifyVolume, to the parameters of the VolumeAttributesClass.
+    pub async fn modify_volume(&self, id: &str) -> Result<(), Wrong> {
+        let request = proto::ControllerModifyVolumeRequest {
+            volume_id: id.to_owned(),
+            secrets: self.secrets("ControllerModifyVolume"),
+            mutable_parameters: self.settings.attributes.clone(),
+        };
+        call!(self, controller.controller_modify_volume, "ControllerModifyVolume", request)?;
+        Ok(())
     }
 
     /// DeleteVolume.

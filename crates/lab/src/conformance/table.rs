@@ -367,6 +367,14 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             life::cloned_between
         ),
         one!(
+            "modified-between",
+            Must,
+            DELTA,
+            "a volume that is modified (VolumeAttributesClass), also while it is streamed, loses no change and no answer",
+            NONE,
+            life::modified_between
+        ),
+        one!(
             "restored-snapshot",
             Must,
             ALLOCATED,

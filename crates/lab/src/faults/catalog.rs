@@ -172,6 +172,7 @@ catalog! {
         LoseRestored "lose-restored" STREAMS [] "leaves half of the tuples out of snapshots of restored volumes";
         LoseAfterClone "lose-after-clone" DELTA [] "leaves the first tuple out once a volume was cloned";
         LoseAfterModify "lose-after-modify" DELTA [] "leaves the first tuple out once a volume was modified";
+        ModifyEndsStreams "modify-ends-streams" STREAMS [] "ends open streams with OK when a volume is modified";
         LoseAfterExpand "lose-after-expand" STREAMS [] "leaves the last tuple out once a volume was expanded";
         RestoredInUse "restored-in-use" STREAMS [code "ABORTED"] "refuses streams with `code` while a restored volume is published";
         OldSnapshotsGrow "old-snapshots-grow" STREAMS [] "tells the new capacity of snapshots from before an expansion";

@@ -196,6 +196,7 @@ impl Play {
         self.faults.iter().any(|spec| match spec.entry.kind {
             Kind::DeadlineIsOk => self.deadline.is_some_and(|deadline| Instant::now() >= deadline),
             Kind::DeleteEndsStreams => self.proxy.seen.facts().deletions > self.open.deletions,
+            Kind::ModifyEndsStreams => self.proxy.seen.facts().modifications > self.open.modifications,
             Kind::LoseSlow => {
                 self.last.is_some_and(|last| last.elapsed() >= Duration::from_millis(spec.values.ms))
             }

@@ -344,7 +344,7 @@ impl Proxy {
             Kind::LoseAfterRestore => !facts.restored.is_empty(),
             Kind::LoseRestored => facts.restored.contains(&volume),
             Kind::LoseAfterClone => facts.cloned,
-            Kind::LoseAfterModify => facts.modified,
+            Kind::LoseAfterModify => facts.modifications > 0,
             Kind::LoseAfterExpand => grown.is_some(),
             Kind::LoseMembers => facts.members.contains(stream.target()),
             Kind::LoseAfterCancel => facts.cancelled,

@@ -24,7 +24,6 @@ pub(super) struct Facts {
     /// Volumes with a filesystem.
     pub mounted: HashSet<String>,
     pub cloned: bool,
-    pub modified: bool,
     /// Capacity of each volume when it was made, and of those that were expanded now.
     pub capacity: HashMap<String, i64>,
     pub grown: HashMap<String, i64>,
@@ -35,6 +34,7 @@ pub(super) struct Facts {
     /// How often something was asked or answered, by what it is.
     pub times: HashMap<String, u64>,
     pub deletions: u64,
+    pub modifications: u64,
     /// Restored volumes published.
     pub in_use: HashSet<String>,
     /// Streams open.
@@ -57,7 +57,12 @@ impl Seen {
     pub fn open(&self) -> Open {
         let mut facts = self.facts();
         facts.open += 1;
-        Open { seen: self.clone(), deletions: facts.deletions, is_done: false }
+        Open {
+            seen: self.clone(),
+            deletions: facts.deletions,
+            modifications: facts.modifications,
+            is_done: false,
+        }
     }
 }
 
@@ -65,8 +70,10 @@ impl Seen {
 #[derive(Debug)]
 pub(super) struct Open {
     seen: Seen,
-    /// Deletions when it was opened.
+    /// Deletions of snapshots when it was opened.
     pub deletions: u64,
+    /// Modifications of volumes.
+    pub modifications: u64,
     /// It came to its end.
     pub is_done: bool,
 }
@@ -153,7 +160,7 @@ impl Facts {
                 let id = unframe::<ControllerExpandVolumeRequest>(body).ok()?.volume_id;
                 self.grown.insert(id, unframe::<ControllerExpandVolumeResponse>(answer).ok()?.capacity_bytes);
             }
-            "ControllerModifyVolume" => self.modified = true,
+            "ControllerModifyVolume" => self.modifications += 1,
             "NodeUnpublishVolume" => {
                 self.in_use.remove(&unframe::<NodeUnpublishVolumeRequest>(body).ok()?.volume_id);
             }

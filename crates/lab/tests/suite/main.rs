@@ -3,8 +3,10 @@
 #![allow(clippy::disallowed_methods)]
 
 mod bench;
+mod chosen;
 mod examples;
 mod faults;
+mod life;
 mod mock;
 mod survives;
 mod usage;
@@ -115,7 +117,7 @@ pub(crate) async fn read(
             }
         }
     };
-    let end = tokio::time::timeout(Duration::from_secs(3), reading).await;
+    let end = tokio::time::timeout(Duration::from_secs(10), reading).await;
     all.push(end.unwrap_or_else(|_| "no end".to_owned()));
     all.join(" ")
 }

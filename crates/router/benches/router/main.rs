@@ -1,15 +1,12 @@
-//! The router's part of `make bench`: what it costs beside the node's own answer and beside a bare stream over mutual TLS, and
-//! what 200 nodes cost. Needs root and 2 free cores.
+//! The router's part of `make bench`: what it costs beside the node's own answer and beside a bare stream over mutual TLS,
+//! what 200 nodes cost, and how quickly a volume gets to another node. Needs root and 2 free cores.
 //!
 //! `cargo bench -p deltapath-router -- a c` runs the rows that are named; without names all.
 #![allow(clippy::disallowed_methods)]
 #![allow(missing_docs)]
 
-#[allow(dead_code, unused_imports, unused_macros)]
-#[path = "../../tests/suite/world.rs"]
-mod world;
-
 mod nodes;
+mod transfer;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -30,7 +27,7 @@ use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use nodes::{MESSAGES, TUPLES, key_of};
-use world::{Authority, Cluster, Router, eventually, uri};
+use testkit::cluster::{Authority, Cluster, Router, eventually, uri};
 
 /// How the bench starts itself as the drivers of many nodes.
 const NODES: &str = "--serve-nodes";
@@ -57,6 +54,9 @@ fn main() {
         }
         if wants("c") {
             many().await;
+        }
+        if wants("d") {
+            transfer::transfer().await;
         }
     });
 }

@@ -129,7 +129,18 @@ impl Router {
     ) -> Result<(response::Parts, Answer<Connection>), Status> {
         self.nodes.settled().await;
         let id = match method.route {
-            Route::Delta => decode::<TwoIds>(&message)?.target,
+            Route::Delta => {
+                let TwoIds { base, target } = decode(&message)?;
+                // The node of one has never heard of the other, and would say that it does not exist.
+                if let (Some(one), Some(two)) = (Key::of(&base), Key::of(&target))
+                    && one != two
+                {
+                    return Err(Status::invalid_argument(format!(
+                        "snapshots {base} and {target} are on different nodes, so they are not of one volume"
+                    )));
+                }
+                target
+            }
             _ => decode::<Ids>(&message)?.first,
         };
         record.about(&id);

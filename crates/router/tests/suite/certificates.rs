@@ -12,7 +12,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
-use crate::world::{Authority, Cluster, PATIENCE, eventually, patiently, tls_flags, uri};
+use testkit::cluster::{Authority, Cluster, PATIENCE, eventually, patiently, tls_flags, uri};
 
 /// What a client with these files gets of a node beside the handshake: bytes of HTTP/2, or none.
 async fn bytes_for(port: u16, files: Option<(&Path, &str)>) -> usize {

@@ -2,6 +2,7 @@
 //! node, and nothing is made twice or lost. Each driver is on a host of its own, which a link leads to.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -19,12 +20,12 @@ use testkit::{PoolKind, network};
 use tokio::net::UnixStream;
 use tonic::{Code, Request};
 
-use crate::world::{Cluster, PATIENCE, Router, eventually, patiently};
+use testkit::cluster::{Cluster, PATIENCE, Router, eventually, patiently};
 
 /// What a call is given, as sidecars give it.
 const DEADLINE: Duration = Duration::from_secs(2);
 /// How a call may end whose node is not there.
-const GIVEN_UP: [Code; 4] = [Code::DeadlineExceeded, Code::Unavailable, Code::Cancelled, Code::Aborted];
+pub const GIVEN_UP: [Code; 4] = [Code::DeadlineExceeded, Code::Unavailable, Code::Cancelled, Code::Aborted];
 
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
@@ -32,18 +33,23 @@ fn timed<T>(message: T) -> Request<T> {
     request
 }
 
-/// A call whose node is not there: the router itself ends it in time, and says why. The client has no clock of its own.
-async fn is_given_up(cluster: &Cluster, path: &str, message: impl Message) {
-    let connection = UnixStream::connect(&cluster.router().socket).await.expect("connect");
-    let asked = Instant::now();
-    let request = upstream::request(path, Some(asked + DEADLINE)).expect("a request");
-    let call = upstream::call(connection, request, frame_bytes(&message.encode_to_vec()), WideWindows::of(0));
-    // Four times what it was given: no slow machine, and sooner than the pings of a connection find that it is dead.
-    let answered = tokio::time::timeout(4 * DEADLINE, call).await;
+/// How the router ends a call, or that it answers. The client has no clock of its own: only the router knows the deadline.
+pub async fn code_of(socket: &Path, path: &str, message: &[u8], deadline: Duration) -> Code {
+    let connection = UnixStream::connect(socket).await.expect("connect");
+    let request = upstream::request(path, Some(Instant::now() + deadline)).expect("a request");
+    let call = upstream::call(connection, request, frame_bytes(message), WideWindows::of(0));
+    // No slow machine, and sooner than the pings of a connection find that it is dead.
+    let answered = tokio::time::timeout((4 * deadline).max(Duration::from_secs(8)), call).await;
     let (head, _) = answered.unwrap_or_else(|_| panic!("{path} hangs")).expect("an answer");
+    // An answer has its status behind its messages.
     let code = head.headers.get("grpc-status").and_then(|code| code.to_str().ok()?.parse::<i32>().ok());
-    let code = Code::from(code.unwrap_or_else(|| panic!("{path} is answered: {head:?}")));
-    assert!(GIVEN_UP.contains(&code), "{path}: {head:?}");
+    code.map_or(Code::Ok, Code::from)
+}
+
+/// A call whose node is not there: the router itself ends it in time, and says why.
+async fn is_given_up(cluster: &Cluster, path: &str, message: impl Message) {
+    let code = code_of(&cluster.router().socket, path, &message.encode_to_vec(), DEADLINE).await;
+    assert!(GIVEN_UP.contains(&code), "{path}: {code:?}");
 }
 
 #[test_with::root]

@@ -7,7 +7,7 @@ use proto::{ListSnapshotsRequest, ListVolumesRequest};
 use testkit::PoolKind;
 use tonic::Code;
 
-use crate::world::Cluster;
+use testkit::cluster::Cluster;
 
 async fn volumes(client: &mut Client, max_entries: i32, token: &str) -> (Vec<String>, String) {
     let request = ListVolumesRequest { max_entries, starting_token: token.to_owned() };

@@ -2,8 +2,11 @@
 #![allow(clippy::disallowed_methods)]
 #![allow(missing_docs)]
 
+mod apart;
 mod certificates;
 mod cuts;
+#[cfg(feature = "failpoints")]
+mod every_call;
 mod lists;
 mod names;
 mod nodes;
@@ -12,5 +15,6 @@ mod slices;
 mod streams;
 mod suites;
 mod transfer_kills;
+#[cfg(feature = "failpoints")]
+mod transfer_points;
 mod transfers;
-mod world;

@@ -5,7 +5,7 @@ use proto::{CreateVolumeRequest, ListVolumesRequest, Topology, TopologyRequireme
 use testkit::{GIB, PoolKind};
 use tonic::Code;
 
-use crate::world::{Cluster, Router, patiently};
+use testkit::cluster::{Cluster, Router, patiently};
 
 fn within(topologies: &[Topology], request: CreateVolumeRequest) -> CreateVolumeRequest {
     let requisite = topologies.to_vec();

@@ -9,7 +9,7 @@ use proto::{ControllerGetVolumeRequest, GetCapacityRequest, ListSnapshotsRequest
 use testkit::PoolKind;
 use tonic::{Code, Request};
 
-use crate::world::{Cluster, eventually, patiently};
+use testkit::cluster::{Cluster, eventually, patiently};
 
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -51,6 +51,9 @@ async fn a_node_that_is_killed_fails_its_own_objects_alone() {
         format!("deltapath_router_lists_incomplete_total{{method=\"ListVolumes\",node=\"{name}\"}} 1");
     let metrics = cluster.router().get("/metrics").await;
     assert!(metrics.contains(&missing), "{metrics}");
+    let log = cluster.router().log();
+    let said = |line: &&str| line.contains("nodes are missing from a list") && line.contains(&name);
+    assert!(log.lines().any(|line| said(&line) && line.contains("ListVolumes")), "{log}");
     let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;
     let status = all.expect_err("not all of them");
     assert!(status.code() == Code::Unavailable && status.message().contains(&name), "{status}");
@@ -188,7 +191,7 @@ async fn a_forgotten_node_is_an_operators_word_and_nothing_else() {
     // A router that has never seen the node knows no better, and says what to do.
     let socket_dir = cluster.dir.path();
     let endpoints = cluster.endpoints();
-    let fresh = crate::world::Router::start(socket_dir, "fresh", &endpoints, &[&flag]).await;
+    let fresh = testkit::cluster::Router::start(socket_dir, "fresh", &endpoints, &[&flag]).await;
     fresh.sees(1).await;
     for mut client in [client.clone(), fresh.client.clone()] {
         let error = client.delete_volume(&lost).await.expect_err("nobody said that it is gone");

@@ -11,7 +11,7 @@ use serde_json::json;
 use testkit::api_server::{ApiServer, kube_programs};
 use testkit::{PoolKind, Rig, free_port};
 
-use crate::world::{Router, eventually};
+use testkit::cluster::{Router, eventually};
 
 const NAMESPACE: &str = "deltapath";
 

@@ -8,7 +8,7 @@ use testkit::api_server::ApiServer;
 use testkit::{PoolKind, network};
 use tonic::Code;
 
-use crate::world::{Cluster, Router, eventually, patiently};
+use testkit::cluster::{Cluster, Router, eventually, patiently};
 
 const SERVICE: &str = "deltapath-nodes";
 
@@ -85,7 +85,7 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
         let (name, port) = (cluster.nodes[1].name(), ports[0]);
         let mut arguments =
             vec![format!("--router-listen={}:{port}", addresses[2]), format!("--node-id={name}")];
-        arguments.extend(crate::world::tls_flags("router-", cluster.dir.path(), &name));
+        arguments.extend(testkit::cluster::tls_flags("router-", cluster.dir.path(), &name));
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         cluster.nodes[1].rig.start_again_with(&arguments).await;
         let both = json!({"endpoints": [endpoint(0, addresses[0]), endpoint(1, addresses[2])]});

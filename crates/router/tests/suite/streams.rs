@@ -7,10 +7,10 @@ use csi_client::Client;
 use testkit::PoolKind;
 use tonic::{Code, Request};
 
-use crate::world::{Cluster, eventually};
+use testkit::cluster::{Cluster, eventually};
 
 /// A snapshot with this many MiB of blocks that hold data, each a tuple.
-async fn snapshot(cluster: &mut Cluster, node: usize, mib: i64) -> String {
+pub async fn snapshot(cluster: &mut Cluster, node: usize, mib: i64) -> String {
     let rig = &mut cluster.nodes[node].rig;
     let (volume, device) = rig.block_volume("data", mib << 20).await;
     let device = std::fs::File::options().write(true).open(device).expect("open");
@@ -32,7 +32,7 @@ async fn tidy(mut cluster: Cluster) {
     cluster.finish();
 }
 
-fn question(snapshot_id: &str) -> proto::GetMetadataAllocatedRequest {
+pub fn question(snapshot_id: &str) -> proto::GetMetadataAllocatedRequest {
     proto::GetMetadataAllocatedRequest {
         snapshot_id: snapshot_id.to_owned(),
         max_results: 256,

@@ -5,7 +5,8 @@ use serde_json::Value;
 use testkit::PoolKind;
 use testkit::sanity::assert_finds_nothing;
 
-use crate::world::{Cluster, front};
+use testkit::cluster::Cluster;
+use testkit::subject::front;
 
 async fn sanity(drivers: &[&[&str]], attach: bool) {
     let cluster = Cluster::start_each(PoolKind::Xfs, drivers, &[]).await;
@@ -48,7 +49,8 @@ async fn a_cluster_of_three_conforms() {
     let serving = front(&cluster, &socket).await;
     let mut command = tokio::process::Command::new(testkit::program("cbt-lab"));
     let output = command
-        .args(["conformance", "--volume-size", "64Mi", "--output", "json", "--endpoint"])
+        .args(["conformance", "--volume-size", "64Mi", "--modify-parameter", "readAheadKiB=512"])
+        .args(["--output", "json", "--endpoint"])
         .arg(format!("unix://{}", socket.display()))
         .env_remove("CSI_ENDPOINT")
         .output()
@@ -61,7 +63,7 @@ async fn a_cluster_of_three_conforms() {
     let other: Vec<&Value> = cases.iter().filter(|case| case["verdict"] != "pass").collect();
     eprintln!("cbt-lab conformance through the router: {} cases", cases.len());
     assert!(cases.len() > 50, "only {} cases", cases.len());
-    // A base that was deleted may be refused, and ours answers: allowed, and told. 64 MiB hold no million ranges.
+    // A base that was deleted may be refused, and ours answers: allowed, and noted. 64 MiB hold no million ranges.
     let may = [
         ("base-deleted", "allowed"),
         ("base-deleted-again", "allowed"),

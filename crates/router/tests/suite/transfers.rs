@@ -12,12 +12,13 @@ use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::{BlocksRequest, MapRequest, OpenRequest};
 use proto::{CreateVolumeRequest, TopologyRequirement, VolumeContentSource};
 use serve::mutual::{Files, Mutual, Role};
+use testkit::PoolKind::{self, Btrfs, Dir, Xfs};
 use testkit::content::{Content, blocks_of};
-use testkit::{BLOCK, PoolKind, names};
+use testkit::{BLOCK, names};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tonic::Code;
 
-use crate::world::{Cluster, PATIENCE, Router, eventually, patiently};
+use testkit::cluster::{Cluster, PATIENCE, Router, eventually, patiently};
 
 pub const SIZE: i64 = 64 << 20;
 const BLOCKS: u64 = SIZE as u64 / BLOCK;
@@ -87,7 +88,7 @@ async fn begun(cluster: &Cluster, request: &CreateVolumeRequest) -> String {
 }
 
 /// What the volume's snapshots tell is what was written, and its bytes are.
-async fn later_deltas_are_exact(cluster: &mut Cluster, node: usize, volume: &str, mut content: Content) {
+pub async fn later_deltas_are_exact(cluster: &mut Cluster, node: usize, volume: &str, mut content: Content) {
     let rig = &mut cluster.nodes[node].rig;
     let device = rig.attach(volume).await;
     content.assert_equals(&device, 0, BLOCKS);
@@ -107,94 +108,92 @@ async fn later_deltas_are_exact(cluster: &mut Cluster, node: usize, volume: &str
     rig.detach(volume).await;
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_is_restored_on_another_node_and_its_deltas_are_exact() {
-    use PoolKind::{Btrfs, Dir, Xfs};
-    for pools in [[Dir, Dir], [Xfs, Dir], [Dir, Btrfs], [Btrfs, Xfs]] {
-        let mut cluster = Cluster::start_mixed(&pools.map(|pool| (pool, &[][..])), &[]).await;
-        let mut client = cluster.client();
-        let (origin, device, mut content) = written(&mut cluster, 12).await;
-        let snapshot = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
-        let held = content.clone();
-        content.write(&device, 0, 64, 200);
-        let request = on(&cluster, 1, "restored", from_snapshot(&snapshot));
-        let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
-        assert_eq!((cluster.node_of(&made.volume_id), made.accessible_topology.len()), (1, 1));
-        assert_eq!(made.content_source, request.volume_content_source);
-        let again = client.create_volume(request).await.expect("found again");
-        assert_eq!(again, made);
-        let source = data(&cluster, 0, "snapshots", &snapshot);
-        assert_same(&source, &data(&cluster, 1, "volumes", &made.volume_id));
-        later_deltas_are_exact(&mut cluster, 1, &made.volume_id, held).await;
-        nothing_is_left(&cluster).await;
-        cluster.nodes[0].rig.detach(&origin).await;
-        cluster.finish();
-    }
+async fn a_snapshot_is_restored_on_another_node_and_its_deltas_are_exact(
+    #[values([Dir, Dir], [Xfs, Dir], [Dir, Btrfs], [Btrfs, Xfs])] pools: [PoolKind; 2],
+) {
+    let mut cluster = Cluster::start_mixed(&pools.map(|pool| (pool, &[][..])), &[]).await;
+    let mut client = cluster.client();
+    let (origin, device, mut content) = written(&mut cluster, 12).await;
+    let snapshot = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
+    let held = content.clone();
+    content.write(&device, 0, 64, 200);
+    let request = on(&cluster, 1, "restored", from_snapshot(&snapshot));
+    let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
+    assert_eq!((cluster.node_of(&made.volume_id), made.accessible_topology.len()), (1, 1));
+    assert_eq!(made.content_source, request.volume_content_source);
+    let again = client.create_volume(request).await.expect("found again");
+    assert_eq!(again, made);
+    let source = data(&cluster, 0, "snapshots", &snapshot);
+    assert_same(&source, &data(&cluster, 1, "volumes", &made.volume_id));
+    later_deltas_are_exact(&mut cluster, 1, &made.volume_id, held).await;
+    nothing_is_left(&cluster).await;
+    cluster.nodes[0].rig.detach(&origin).await;
+    cluster.finish();
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_in_use_is_cloned_on_another_node() {
-    for pool in [PoolKind::Dir, PoolKind::Btrfs] {
-        let mut cluster = Cluster::start(pool, 2, &[]).await;
-        let mut client = cluster.client();
-        let (origin, device, content) = written(&mut cluster, 6).await;
-        let mut request = on(&cluster, 1, "clone", from_volume(&origin));
-        // Larger, and with maps of another unit.
-        request.capacity_range.as_mut().expect("a range").required_bytes = SIZE + (1 << 20);
-        request.parameters.insert("blockSize".to_owned(), "64Ki".to_owned());
-        let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
-        assert_eq!(made.capacity_bytes, SIZE + (1 << 20));
-        let rig = &mut cluster.nodes[1].rig;
-        let copy = rig.attach(&made.volume_id).await;
-        content.assert_equals(&copy, 0, BLOCKS + 256);
-        let snapshot = rig.snapshot("of-clone", &made.volume_id).await;
-        let allocated = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
-        assert_eq!(blocks_of(&allocated, 65536), content.allocated(65536));
-        rig.detach(&made.volume_id).await;
-        // What was written since is not in it, and what the source copied for it is gone.
-        Content::default().write(&device, 0, 1, 250);
-        content.assert_equals(&data(&cluster, 1, "volumes", &made.volume_id), 0, BLOCKS);
-        nothing_is_left(&cluster).await;
-        cluster.nodes[0].rig.detach(&origin).await;
-        cluster.finish();
-    }
+async fn a_volume_in_use_is_cloned_on_another_node(#[values(Dir, Btrfs)] pool: PoolKind) {
+    let mut cluster = Cluster::start(pool, 2, &[]).await;
+    let mut client = cluster.client();
+    let (origin, device, content) = written(&mut cluster, 6).await;
+    let mut request = on(&cluster, 1, "clone", from_volume(&origin));
+    // Larger, and with maps of another unit.
+    request.capacity_range.as_mut().expect("a range").required_bytes = SIZE + (1 << 20);
+    request.parameters.insert("blockSize".to_owned(), "64Ki".to_owned());
+    let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
+    assert_eq!(made.capacity_bytes, SIZE + (1 << 20));
+    let rig = &mut cluster.nodes[1].rig;
+    let copy = rig.attach(&made.volume_id).await;
+    content.assert_equals(&copy, 0, BLOCKS + 256);
+    let snapshot = rig.snapshot("of-clone", &made.volume_id).await;
+    let allocated = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
+    assert_eq!(blocks_of(&allocated, 65536), content.allocated(65536));
+    rig.detach(&made.volume_id).await;
+    // What was written since is not in it, and what the source copied for it is gone.
+    Content::default().write(&device, 0, 1, 250);
+    content.assert_equals(&data(&cluster, 1, "volumes", &made.volume_id), 0, BLOCKS);
+    nothing_is_left(&cluster).await;
+    cluster.nodes[0].rig.detach(&origin).await;
+    cluster.finish();
 }
 
 /// The second restore of one origin to a node moves what differs.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn only_what_differs_from_an_earlier_copy_is_transferred() {
-    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
-        let mut cluster = Cluster::start(pool, 2, &[]).await;
-        let mut client = cluster.client();
-        let (origin, device, mut content) = written(&mut cluster, 12).await;
-        let first = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
-        let request = on(&cluster, 1, "one", from_snapshot(&first));
-        let one = patiently!(client.create_volume(request.clone())).expect("CreateVolume").volume_id;
-        let all = logged(&cluster.nodes[1].rig.log(), COPIED, "received");
-        assert_eq!(all, content.blocks.len() as u64 * BLOCK);
-        content.write(&device, 500, 10, 201);
-        content.discard(&device, 900, 30);
-        let second = client.create_snapshot("second", &origin).await.expect("CreateSnapshot").snapshot_id;
-        let request = on(&cluster, 1, "two", from_snapshot(&second));
-        let two = patiently!(client.create_volume(request.clone())).expect("CreateVolume").volume_id;
-        assert_eq!(logged(&cluster.nodes[1].rig.log(), COPIED, "received"), 10 * BLOCK);
-        assert_same(&data(&cluster, 0, "snapshots", &second), &data(&cluster, 1, "volumes", &two));
-        assert_same(&data(&cluster, 0, "snapshots", &first), &data(&cluster, 1, "volumes", &one));
-        // The copy that it starts with is in use, and is another volume by now.
-        let used = cluster.nodes[1].rig.attach(&two).await;
-        Content::default().write(&used, 0, 50, 202);
-        let request = on(&cluster, 1, "three", from_snapshot(&second));
-        let three = patiently!(client.create_volume(request.clone())).expect("CreateVolume").volume_id;
-        let received = logged(&cluster.nodes[1].rig.log(), COPIED, "received");
-        assert!(received <= 50 * BLOCK, "{received}");
-        later_deltas_are_exact(&mut cluster, 1, &three, content).await;
-        cluster.nodes[1].rig.detach(&two).await;
-        cluster.nodes[0].rig.detach(&origin).await;
-        cluster.finish();
-    }
+async fn only_what_differs_from_an_earlier_copy_is_transferred(#[values(Xfs, Btrfs)] pool: PoolKind) {
+    let mut cluster = Cluster::start(pool, 2, &[]).await;
+    let mut client = cluster.client();
+    let (origin, device, mut content) = written(&mut cluster, 12).await;
+    let first = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
+    let request = on(&cluster, 1, "one", from_snapshot(&first));
+    let one = patiently!(client.create_volume(request.clone())).expect("CreateVolume").volume_id;
+    let all = logged(&cluster.nodes[1].rig.log(), COPIED, "received");
+    assert_eq!(all, content.blocks.len() as u64 * BLOCK);
+    content.write(&device, 500, 10, 201);
+    content.discard(&device, 900, 30);
+    let second = client.create_snapshot("second", &origin).await.expect("CreateSnapshot").snapshot_id;
+    let request = on(&cluster, 1, "two", from_snapshot(&second));
+    let two = patiently!(client.create_volume(request.clone())).expect("CreateVolume").volume_id;
+    assert_eq!(logged(&cluster.nodes[1].rig.log(), COPIED, "received"), 10 * BLOCK);
+    assert_same(&data(&cluster, 0, "snapshots", &second), &data(&cluster, 1, "volumes", &two));
+    assert_same(&data(&cluster, 0, "snapshots", &first), &data(&cluster, 1, "volumes", &one));
+    // The copy that it starts with is in use, and is another volume by now.
+    let used = cluster.nodes[1].rig.attach(&two).await;
+    Content::default().write(&used, 0, 50, 202);
+    let request = on(&cluster, 1, "three", from_snapshot(&second));
+    let three = patiently!(client.create_volume(request.clone())).expect("CreateVolume").volume_id;
+    let received = logged(&cluster.nodes[1].rig.log(), COPIED, "received");
+    assert!(received <= 50 * BLOCK, "{received}");
+    later_deltas_are_exact(&mut cluster, 1, &three, content).await;
+    cluster.nodes[1].rig.detach(&two).await;
+    cluster.nodes[0].rig.detach(&origin).await;
+    cluster.finish();
 }
 
 /// Both ends are killed in the middle and come back: what is there is not fetched again.

@@ -17,6 +17,7 @@ func main() {
 	address := flag.String("csi-address", "/run/csi/socket", "the driver's socket")
 	interval := flag.Duration("list-volumes-interval", 5*time.Minute, "how often it asks")
 	flag.Int("v", 0, "taken and not used")
+	flag.Bool("leader-election", false, "taken and not used: what two of them ask and log is the same")
 	flag.Parse()
 	connection, err := grpc.NewClient("unix://"+*address, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {

@@ -1,12 +1,10 @@
 //! What a step could be instead that is plainer, for shrinking.
 
-use super::{Access, Call, Cut, From, Members, Mode, NewVolume, Offset, Pages, Place, Size, Step, Use};
+use super::{Access, Call, Cut, From, Members, Mode, NewVolume, Pages, Place, Size, Step, Use};
 
 const PLAIN: Use = Use { access: Access::AsMade, mode: Mode::Writer };
 const BLOCK: Use = Use { access: Access::Block, mode: Mode::Writer };
 const SMALL: Size = Size { required: 8 << 20, limit: 0 };
-const ALL: Pages = Pages { most: 0, bad_token: false };
-const WHOLE: Cut = Cut { offset: Offset::At(0), most: 0 };
 
 impl Step {
     /// The same with one call less, or one at a time instead of several, or a plainer call.
@@ -76,11 +74,11 @@ impl Call {
                 *asked = None;
             }
             Call::ListVolumes(pages) | Call::ListHealth(pages) | Call::ListSnapshots { pages, .. } => {
-                *pages = ALL;
+                *pages = Pages::ALL;
             }
             Call::CreateSnapshot { style, .. } | Call::CreateGroup { style, .. } => *style = None,
             Call::DeleteGroup { members, .. } | Call::GetGroup { members, .. } => *members = Members::All,
-            Call::Allocated { cut, .. } | Call::Delta { cut, .. } => *cut = WHOLE,
+            Call::Allocated { cut, .. } | Call::Delta { cut, .. } => *cut = Cut::WHOLE,
             _ => {}
         });
         with(&|call| match call {

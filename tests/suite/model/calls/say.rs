@@ -177,7 +177,10 @@ impl Display for Call {
             Call::Expand { volume, size, asked } => {
                 write!(f, "{method} {volume} to {size}{}", optional(asked))
             }
-            Call::Modify { volume, read_ahead } => write!(f, "{method} {volume}, readAheadKiB {read_ahead}"),
+            Call::Modify { volume, read_ahead, direct_io } => {
+                write!(f, "{method} {volume}, readAheadKiB {read_ahead}")?;
+                direct_io.iter().try_for_each(|direct| write!(f, ", directIO {direct}"))
+            }
             Call::CreateSnapshot { name, volume, style } => {
                 write!(f, "{method} {name} of {volume}{}", styled(style))
             }
@@ -227,8 +230,12 @@ impl Display for Step {
             Step::Killed { calls, after } => write!(f, "SIGKILL {after} µs into: {}; start", all(calls)),
             Step::Restart => write!(f, "stop and start"),
             Step::Crash => write!(f, "SIGKILL and start"),
-            Step::Write { volume, block, fill } => write!(f, "write {fill} to block {block} of {volume}"),
-            Step::Discard { volume, block } => write!(f, "discard block {block} of {volume}"),
+            Step::Write { volume, block, count, fill } => {
+                write!(f, "write {fill} to {count} blocks of {volume} from {block} on")
+            }
+            Step::Discard { volume, block, count } => {
+                write!(f, "discard {count} blocks of {volume} from {block} on")
+            }
         }
     }
 }

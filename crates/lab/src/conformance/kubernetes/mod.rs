@@ -3,12 +3,14 @@
 //! service or driver.
 //!
 //! - `table.rs` is the table of cases; `access.rs` and `front.rs` hold the tests that only this side has.
-//! - `cluster.rs` is what they ask: two snapshots, the service in front of their driver, and callers with different rights.
+//! - `found.rs` finds two snapshots and the service in front of their driver.
+//! - `cluster.rs` is what they ask: that service, in the names of callers with different rights.
 //! - `api.rs` calls the API server, and takes away again what was made there.
 
 mod access;
 mod api;
 mod cluster;
+mod found;
 mod front;
 mod table;
 
@@ -25,7 +27,8 @@ use super::run::run as run_all;
 use super::{INTERRUPTED, signals};
 use crate::{Done, Output};
 use api::Api;
-use cluster::{Cluster, Found};
+use cluster::Cluster;
+use found::Found;
 
 /// Where the cluster is and what is asked about.
 #[derive(Debug, Args)]

@@ -5,17 +5,19 @@
 //! meet it. Once the volume is there, its name says where.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::shared::Shared;
+use super::transfer::TransferTable;
 use super::volumes::check_name;
-use super::{Driver, Error, Result};
+use super::{Error, Result};
 use crate::sys;
 use base::Key;
 
 /// How long a choice is kept after it was last asked for.
 const KEPT: Duration = Duration::from_secs(600);
-/// Choices at once. More than that are made in ten minutes by nobody who creates volumes.
+/// Choices at once: more than anybody makes volumes in ten minutes.
 const MOST: usize = 10_000;
 
 /// The room of a node, in bytes.
@@ -34,10 +36,18 @@ pub struct Room {
 pub enum Named {
     /// A volume.
     Volume,
-    /// A snapshot that is no member of a group.
+    /// A snapshot that is not a member of a group.
     Snapshot,
     /// A group snapshot.
     Group,
+}
+
+/// What a router needs to know to place a volume.
+#[derive(Debug)]
+pub struct Placement {
+    pub(super) shared: Arc<Shared>,
+    pub(super) transfers: Arc<TransferTable>,
+    pub(super) choices: Choices,
 }
 
 /// Which node each new volume was given to.
@@ -66,15 +76,15 @@ impl Choices {
     }
 }
 
-impl Driver {
+impl Placement {
     /// The room of now.
     pub fn room(&self) -> Room {
         Room {
-            total: sys::space(self.open_pool.dir().path()).map_or(0, |space| space.total),
-            free: self.open_pool.free().unwrap_or(0),
-            provisioned: self.store.read(|index| {
+            total: sys::space(self.shared.open_pool.dir().path()).map_or(0, |space| space.total),
+            free: self.shared.open_pool.free().unwrap_or(0),
+            provisioned: self.shared.store.read(|index| {
                 let capacities = index.volumes_after(None).map(|record| record.capacity);
-                capacities.fold(self.transfers.promised(), u64::saturating_add)
+                capacities.fold(self.transfers.reserved(), u64::saturating_add)
             }),
         }
     }
@@ -82,10 +92,10 @@ impl Driver {
     /// The id of the object that a client gave this name, and whether it is a volume that is still being transferred.
     pub fn find_named(&self, kind: Named, name: &str) -> Result<Option<(String, bool)>> {
         check_name("name", name)?;
-        self.store.check_alive()?;
+        self.shared.store.check_alive()?;
         // Before the volumes: what becomes one in between is found among them.
         let in_progress = self.transfers.id_of(name).filter(|_| kind == Named::Volume);
-        let found = self.store.read(|index| match kind {
+        let found = self.shared.store.read(|index| match kind {
             Named::Volume => index.volume_named(name).map(|record| record.id.to_string()),
             Named::Snapshot => index.snapshot_named(name).map(|record| record.id.to_string()),
             Named::Group => index.group_named(name).map(|record| record.id.to_string()),

@@ -1,24 +1,18 @@
 //! A cluster under test: real drivers, each with its own data directory and certificate, and routers in front of them.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability};
 use nix::sys::signal::Signal;
-use prost::Message;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, SanType,
 };
 use tempfile::TempDir;
-use testkit::network::Host;
-use testkit::{PoolKind, Rig, STARTED_BY, free_port};
-use tonic::Status;
-use tonic::body::Body;
-use tonic::codegen::http::{Request, Response};
-use tonic::transport::Channel;
+
+use crate::network::Host;
+use crate::{PoolKind, Rig, STARTED_BY, free_port};
 
 /// The name of the cluster in certificates.
 pub const CLUSTER: &str = "cluster.test";
@@ -109,7 +103,7 @@ impl Router {
         let log = dir.join(format!("{name}.log"));
         let http = free_port();
         let nodes = (!endpoints.is_empty()).then(|| format!("--node-endpoints={}", endpoints.join(",")));
-        let child = Command::new(testkit::program("deltapath-router"))
+        let child = Command::new(crate::program("deltapath-router"))
             .arg(format!("--endpoint=unix://{}", socket.display()))
             .args(nodes)
             .arg(format!("--http-endpoint=127.0.0.1:{http}"))
@@ -129,8 +123,6 @@ impl Router {
         Router { client, socket, http, log, child: child.0.take().expect("set above") }
     }
 
-    /// For the bench.
-    #[allow(dead_code)]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -158,8 +150,8 @@ impl Router {
 
     /// SIGTERM: it has to end well.
     pub fn finish(mut self) {
-        testkit::signal(&self.child, Signal::SIGTERM);
-        let status = testkit::wait(&mut self.child, PATIENCE);
+        crate::signal(&self.child, Signal::SIGTERM);
+        let status = crate::wait(&mut self.child, PATIENCE);
         assert!(status.success(), "the router ended with {status}\n{}", self.log());
         assert!(!self.socket.exists(), "the socket stays");
     }
@@ -261,12 +253,8 @@ impl Cluster {
         let flags = arguments.clone();
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
         let by = host.as_ref().map(|host| (STARTED_BY, host.enter().join(" ").into()));
-        let rig =
-            Rig::start_as(testkit::temp_dir(), pool, &arguments, by.into_iter().collect(), "info").await;
-        let manifest =
-            std::fs::read_to_string(rig.data_dir().join("deltapath.json")).expect("deltapath.json");
-        let manifest: serde_json::Value = serde_json::from_str(&manifest).expect("JSON");
-        let key = manifest["key"].as_str().expect("a key").to_owned();
+        let rig = Rig::start_as(crate::temp_dir(), pool, &arguments, by.into_iter().collect(), "info").await;
+        let key = rig.key();
         self.authority.issue(self.dir.path(), &name, &uri(&format!("node/{key}")));
         self.nodes.push(Node { rig, key, port, address: format!("{address}:{port}"), host, flags });
     }
@@ -320,9 +308,10 @@ pub async fn eventually(what: &str, mut is: impl AsyncFnMut() -> bool) {
 }
 
 /// Makes a call again while it is put off, as sidecars do.
+#[macro_export]
 macro_rules! patiently {
     ($call:expr) => {{
-        let deadline = std::time::Instant::now() + crate::world::PATIENCE;
+        let deadline = std::time::Instant::now() + $crate::cluster::PATIENCE;
         loop {
             match $call.await {
                 Err(error)
@@ -336,61 +325,4 @@ macro_rules! patiently {
         }
     }};
 }
-pub(crate) use patiently;
-
-/// A socket on which both the router and the kubelets of all nodes seem to be: calls of the Node service go to the node that
-/// holds the volume, and all others to the router. For suites that know one socket.
-pub async fn front(cluster: &Cluster, socket: &Path) -> tokio::task::JoinHandle<()> {
-    let router = testkit::channel(&cluster.router().socket).await;
-    let mut nodes = BTreeMap::new();
-    for node in &cluster.nodes {
-        nodes.insert(node.key.clone(), testkit::channel(&node.rig.socket()).await);
-    }
-    let first = nodes[&cluster.nodes[0].key].clone();
-    let front = Arc::new(Front { router, first, nodes });
-    let listener = tokio::net::UnixListener::bind(socket).expect("bind");
-    let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
-        let front = front.clone();
-        async move { front.answer(request.map(Body::new)).await.map(axum::body::Body::new) }
-    });
-    let routes = tonic::service::Routes::from(served);
-    tokio::spawn(async move {
-        let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
-        let served = tonic::transport::Server::builder().add_routes(routes).serve_with_incoming(incoming);
-        served.await.expect("serve");
-    })
-}
-
-struct Front {
-    router: Channel,
-    /// Whose NodeGetInfo is answered.
-    first: Channel,
-    nodes: BTreeMap<String, Channel>,
-}
-
-impl Front {
-    async fn answer(&self, request: Request<Body>) -> Response<Body> {
-        use http_body_util::BodyExt;
-        use tower::{Service, ServiceExt};
-        #[derive(Clone, PartialEq, Eq, Message)]
-        struct VolumeId {
-            #[prost(string, tag = "1")]
-            volume_id: String,
-        }
-        let (head, body) = request.into_parts();
-        let (mut channel, body) = if head.uri.path().starts_with("/csi.v1.Node/") {
-            let body = body.collect().await.expect("a request").to_bytes();
-            let id = VolumeId::decode(&body[5..]).map(|id| id.volume_id).unwrap_or_default();
-            let key = id.strip_prefix("vol-").and_then(|digits| digits.get(..8));
-            let node = key.and_then(|key| self.nodes.get(key));
-            (node.unwrap_or(&self.first).clone(), Body::new(http_body_util::Full::new(body)))
-        } else {
-            (self.router.clone(), body)
-        };
-        let request = Request::from_parts(head, body);
-        match channel.ready().await.expect("ready").call(request).await {
-            Ok(response) => response,
-            Err(error) => Status::unavailable(error.to_string()).into_http(),
-        }
-    }
-}
+pub use crate::patiently;

@@ -1,0 +1,153 @@
+//! Row d: a volume that is copied to another node, beside the two things that it cannot be quicker than: a stream of the same
+//! bytes over mutual TLS, and writing them to the target's pool.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use csi_client::{block_capability, from_snapshot, new_volume};
+use rustls::pki_types::ServerName;
+use serve::mutual::{Files, Mutual, Role};
+use testkit::PoolKind;
+use testkit::bench::{median, row};
+use testkit::cluster::{Cluster, patiently};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+/// Bytes of data in the volume, and its size.
+const DATA: usize = 512 << 20;
+const SIZE: i64 = 1 << 30;
+const PIECE: usize = 1 << 20;
+const ROUNDS: usize = 5;
+
+/// Direct I/O wants memory that begins at a multiple of this.
+const ALIGNED: usize = 4096;
+
+/// A piece of memory.
+struct Piece {
+    memory: Vec<u8>,
+    at: usize,
+}
+
+impl Piece {
+    /// Noise, another for each number.
+    fn noise(number: u64) -> Self {
+        let mut memory = vec![0; PIECE + ALIGNED];
+        fastrand::Rng::with_seed(number).fill(&mut memory);
+        let at = memory.as_ptr().align_offset(ALIGNED);
+        Piece { memory, at }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.memory[self.at..][..PIECE]
+    }
+}
+
+/// Writes the data past the page cache.
+fn write(path: &Path, new: bool) -> Duration {
+    let mut options = File::options();
+    options.write(true).create(new).custom_flags(nix::libc::O_DIRECT);
+    let file = options.open(path).expect("open for direct I/O");
+    let pieces: Vec<_> = (0..16).map(Piece::noise).collect();
+    let begun = Instant::now();
+    for number in 0..DATA / PIECE {
+        let piece = pieces[number % pieces.len()].bytes();
+        file.write_all_at(piece, (number * PIECE) as u64).expect("write");
+    }
+    file.sync_all().expect("sync");
+    begun.elapsed()
+}
+
+fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
+    let file = |end: &str| cluster.dir.path().join(format!("{name}.{end}"));
+    let tls =
+        Mutual::new(Files { certificate: file("crt"), key: file("key"), authorities: file("ca") }, role);
+    tls.load().expect("certificates");
+    tls
+}
+
+/// The same bytes over a connection with the nodes' certificates, which nobody looks at.
+async fn stream(cluster: &Cluster) -> Duration {
+    let of = |node: usize| {
+        let node = &cluster.nodes[node];
+        tls(cluster, &node.name(), Role::Node(node.key.clone()))
+    };
+    let acceptor = TlsAcceptor::from(of(0).server().expect("loaded"));
+    let connector = TlsConnector::from(of(1).client().expect("loaded"));
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("listen");
+    let address = listener.local_addr().expect("an address");
+    let sending = tokio::spawn(async move {
+        let (stream, _) = listener.accept().await.expect("accept");
+        let mut stream = acceptor.accept(stream).await.expect("a handshake");
+        let piece = Piece::noise(0);
+        for _ in 0..DATA / PIECE {
+            stream.write_all(piece.bytes()).await.expect("send");
+        }
+        stream.shutdown().await.expect("shut down");
+    });
+    let connection = TcpStream::connect(address).await.expect("connect");
+    let name = ServerName::try_from("node").expect("a name");
+    let mut connection = connector.connect(name, connection).await.expect("a handshake");
+    let (mut buffer, mut left) = (vec![0; PIECE], DATA);
+    let begun = Instant::now();
+    while left > 0 {
+        left -= connection.read(&mut buffer).await.expect("receive");
+    }
+    let took = begun.elapsed();
+    sending.await.expect("the sender");
+    took
+}
+
+pub async fn transfer() {
+    for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
+        let mut cluster = Cluster::start(pool, 2, &[]).await;
+        let (origin, device) = cluster.nodes[0].rig.block_volume("bench", SIZE).await;
+        write(&device, false);
+        let mut client = cluster.client();
+        let snapshot = client.create_snapshot("bench", &origin).await.expect("CreateSnapshot").snapshot_id;
+        cluster.nodes[0].rig.detach(&origin).await;
+        let bench_file = cluster.nodes[1].rig.pool_dir().join("bench");
+        let (mut ours, mut streams, mut writes) = (Vec::new(), Vec::new(), Vec::new());
+        // In turn, so that a slow moment of the machine meets all. The first round is for the hashes of the snapshot.
+        for round in 0..=ROUNDS {
+            let streamed = stream(&cluster).await;
+            let written = write(&bench_file, true);
+            std::fs::remove_file(&bench_file).expect("remove");
+            let mut request = new_volume(&format!("copy {round}"), SIZE, block_capability());
+            request.volume_content_source = Some(from_snapshot(&snapshot));
+            let requisite = vec![cluster.nodes[1].topology()];
+            request.accessibility_requirements =
+                Some(proto::TopologyRequirement { requisite, preferred: Vec::new() });
+            let begun = Instant::now();
+            let made = patiently!(client.create_volume(request.clone())).expect("CreateVolume");
+            let took = begun.elapsed();
+            client.delete_volume(&made.volume_id).await.expect("DeleteVolume");
+            if round > 0 {
+                for (times, time) in [(&mut ours, took), (&mut streams, streamed), (&mut writes, written)] {
+                    times.push(time);
+                }
+            }
+        }
+        cluster.finish();
+        let rate = |times: &[Duration]| DATA as f64 / median(times).as_secs_f64() / f64::from(1 << 20);
+        let (rate, stream, write) = (rate(&ours), rate(&streams), rate(&writes));
+        let bound = stream.min(write);
+        row(
+            "d",
+            &format!("{} MiB copied to another node, {}", DATA >> 20, pool.name()),
+            &format!("{rate:.0} MiB/s"),
+            &format!(
+                "{:.0} % of the smaller: a bare stream over mutual TLS {stream:.0} MiB/s, a bare direct write to the target's \
+                 pool {write:.0} MiB/s",
+                rate / bound * 100.0
+            ),
+            "70 %",
+            rate >= 0.7 * bound,
+        );
+        std::io::stdout().flush().expect("stdout");
+    }
+}

@@ -1,0 +1,202 @@
+//! Promise: what is on one node stays between its driver and the router: no other node gets a call about it, a secret with it, or
+//! an answer from the router, which listens to none.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex};
+
+use csi_client::{block_capability, from_snapshot, new_volume};
+use http_body_util::{BodyExt, Full};
+use prost::Message;
+use proto::TopologyRequirement;
+use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
+use serve::listen::{self, Limits};
+use serve::mutual::{Files, Mutual, Role};
+use serve::relay::{frame_bytes, unframe_bytes};
+use testkit::cluster::{Cluster, Router, uri};
+use testkit::{MIB, PoolKind, free_port};
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::http::{HeaderMap, HeaderValue, Response};
+
+const SECRET: &str = "hunter2-do-not-print";
+const KEY: &str = "0badcafe";
+
+type Seen = Arc<Mutex<Vec<(String, Vec<u8>)>>>;
+
+fn secrets() -> HashMap<String, String> {
+    HashMap::from([("token".to_owned(), SECRET.to_owned())])
+}
+
+/// A node that keeps whatever it is sent, and claims to have more room than any.
+async fn curious(cluster: &Cluster) -> (String, Seen) {
+    let dir = cluster.dir.path();
+    cluster.authority.issue(dir, "curious", &uri(&format!("node/{KEY}")));
+    let file = |end: &str| dir.join(format!("curious.{end}"));
+    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
+    let tls = Mutual::new(files, Role::Node(KEY.to_owned()));
+    tls.load().expect("certificates");
+    let address = format!("127.0.0.1:{}", free_port());
+    let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
+    let seen = Seen::default();
+    let kept = seen.clone();
+    let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
+        let kept = kept.clone();
+        async move { answer(&kept, request).await.map(axum::body::Body::new) }
+    });
+    let connections = listen::tls(listener, move || tls.server(), Limits::default());
+    let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::from(served));
+    tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
+    (address, seen)
+}
+
+async fn answer(seen: &Seen, request: axum::extract::Request) -> Response<Body> {
+    let path = request.uri().path().to_owned();
+    let Ok(body) = request.into_body().collect().await else {
+        return Status::cancelled("the request is given up").into_http();
+    };
+    let message = unframe_bytes(body.to_bytes()).expect("a message");
+    seen.lock().expect("seen").push((path.clone(), message.to_vec()));
+    let answer = match path.rsplit('/').next().unwrap_or_default() {
+        "Describe" => DescribeResponse {
+            key: KEY.to_owned(),
+            node_id: "curious".to_owned(),
+            topology: [("topology.deltapath.csi.dev/node".to_owned(), "curious".to_owned())].into(),
+            driver_name: "deltapath.csi.dev".to_owned(),
+            version: String::new(),
+            total_bytes: 1 << 50,
+            free_bytes: 1 << 50,
+            provisioned_bytes: 0,
+        }
+        .encode_to_vec(),
+        "Find" => FindResponse::default().encode_to_vec(),
+        "Choose" => {
+            let asked = ChooseRequest::decode(message).expect("a request");
+            ChooseResponse { key: asked.proposed_key }.encode_to_vec()
+        }
+        _ => Vec::new(),
+    };
+    let trailers =
+        HeaderMap::from_iter([("grpc-status".parse().expect("a name"), HeaderValue::from_static("0"))]);
+    let body = Full::new(frame_bytes(&answer)).with_trailers(async { Some(Ok::<_, Infallible>(trailers)) });
+    let mut response = Response::new(Body::new(body));
+    response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// The TCP ports on which a process listens.
+fn listening(pid: u32) -> Vec<u16> {
+    let links = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("its files");
+    let links = links.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    let sockets: Vec<String> = links.map(|link| link.display().to_string()).collect();
+    let mut ports = Vec::new();
+    for table in ["tcp", "tcp6"] {
+        let table = std::fs::read_to_string(format!("/proc/{pid}/net/{table}")).expect("its sockets");
+        for line in table.lines().skip(1) {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            // 0A: LISTEN.
+            if fields[3] == "0A" && sockets.contains(&format!("socket:[{}]", fields[9])) {
+                let (_, port) = fields[1].rsplit_once(':').expect("an address");
+                ports.push(u16::from_str_radix(port, 16).expect("a port"));
+            }
+        }
+    }
+    ports
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
+    let mut cluster = Cluster::empty();
+    cluster.add_node(PoolKind::Dir, &[]).await;
+    let (address, seen) = curious(&cluster).await;
+    let endpoints = [cluster.endpoints(), vec![address]].concat();
+    cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
+    cluster.router().sees(2).await;
+    let mut client = cluster.client();
+    let mut request = new_volume("secretive", 16 * MIB, block_capability());
+    request.secrets = secrets();
+    request.accessibility_requirements =
+        Some(TopologyRequirement { requisite: vec![cluster.nodes[0].topology()], preferred: Vec::new() });
+    let volume_id = client.create_volume(request.clone()).await.expect("CreateVolume").volume_id;
+    let snapshot = proto::CreateSnapshotRequest {
+        name: "secretive".to_owned(),
+        source_volume_id: volume_id.clone(),
+        secrets: secrets(),
+        ..Default::default()
+    };
+    let taken = client.controller.create_snapshot(snapshot).await.expect("CreateSnapshot").into_inner();
+    let snapshot_id = taken.snapshot.expect("a snapshot").snapshot_id;
+    // A copy of it, wherever there is room: it is where its source is.
+    (request.name, request.accessibility_requirements) = ("copy".to_owned(), None);
+    request.volume_content_source = Some(from_snapshot(&snapshot_id));
+    let copy = client.create_volume(request).await.expect("CreateVolume").volume_id;
+    assert_eq!(cluster.node_of(&copy), 0);
+    let group = proto::CreateVolumeGroupSnapshotRequest {
+        name: "secretive".to_owned(),
+        source_volume_ids: vec![volume_id.clone(), copy.clone()],
+        secrets: secrets(),
+        ..Default::default()
+    };
+    client.groups.create_volume_group_snapshot(group).await.expect("CreateVolumeGroupSnapshot");
+    let expand = proto::ControllerExpandVolumeRequest {
+        volume_id: volume_id.clone(),
+        capacity_range: Some(proto::CapacityRange { required_bytes: 32 * MIB, limit_bytes: 0 }),
+        secrets: secrets(),
+        ..Default::default()
+    };
+    client.controller.controller_expand_volume(expand).await.expect("ControllerExpandVolume");
+    let validate = proto::ValidateVolumeCapabilitiesRequest {
+        volume_id: volume_id.clone(),
+        volume_capabilities: vec![block_capability()],
+        secrets: secrets(),
+        ..Default::default()
+    };
+    client.controller.validate_volume_capabilities(validate).await.expect("ValidateVolumeCapabilities");
+    let health = proto::ControllerGetVolumeHealthRequest { volume_id: volume_id.clone(), secrets: secrets() };
+    client.controller.controller_get_volume_health(health).await.expect("ControllerGetVolumeHealth");
+    let get = proto::GetSnapshotRequest { snapshot_id: snapshot_id.clone(), secrets: secrets() };
+    client.controller.get_snapshot(get).await.expect("GetSnapshot");
+    for list in [
+        proto::ListSnapshotsRequest { snapshot_id: snapshot_id.clone(), ..Default::default() },
+        proto::ListSnapshotsRequest { source_volume_id: volume_id.clone(), ..Default::default() },
+    ] {
+        let list = proto::ListSnapshotsRequest { secrets: secrets(), ..list };
+        let listed = client.controller.list_snapshots(list).await.expect("ListSnapshots").into_inner();
+        assert!(!listed.entries.is_empty());
+    }
+    let stream = proto::GetMetadataAllocatedRequest {
+        snapshot_id: snapshot_id.clone(),
+        secrets: secrets(),
+        ..Default::default()
+    };
+    let stream = client.metadata.get_metadata_allocated(stream).await.expect("GetMetadataAllocated");
+    assert!(stream.into_inner().message().await.is_ok());
+    for delete in [&copy, &volume_id] {
+        let delete = proto::DeleteVolumeRequest { volume_id: delete.clone(), secrets: secrets() };
+        client.controller.delete_volume(delete).await.expect("DeleteVolume");
+    }
+    let delete = proto::DeleteSnapshotRequest { snapshot_id: snapshot_id.clone(), secrets: secrets() };
+    client.controller.delete_snapshot(delete).await.expect("DeleteSnapshot");
+
+    let is_in =
+        |message: &[u8], text: &str| message.windows(text.len()).any(|window| window == text.as_bytes());
+    let sent = seen.lock().expect("seen").clone();
+    assert!(sent.iter().any(|(path, _)| path.ends_with("/Find")), "it was asked for the names at least");
+    for (path, message) in sent {
+        assert!(path.starts_with("/deltapath.node.v1.Node/"), "{path}");
+        for text in [SECRET, &volume_id, &snapshot_id, &copy, &cluster.nodes[0].key] {
+            // Of a choice between nodes it is told the keys.
+            let is_told = is_in(&message, text) && !(path.ends_with("/Choose") && text.len() == KEY.len());
+            assert!(!is_told, "{text} is sent with {path}");
+        }
+    }
+    let log = cluster.router().log();
+    assert!(!log.contains(SECRET), "{log}");
+    assert_eq!(
+        listening(cluster.router().pid()),
+        [cluster.router().http],
+        "nobody comes in over the network"
+    );
+    cluster.finish();
+}

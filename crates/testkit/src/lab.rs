@@ -1,0 +1,50 @@
+//! `cbt-lab` as a process that serves: the go-between that gets one thing wrong, or the driver in memory.
+
+use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, Command};
+
+/// Serves until it is dropped.
+pub struct Lab {
+    _child: Child,
+    /// What it reported when it was ready.
+    pub ready: Value,
+}
+
+impl Lab {
+    /// `cbt-lab` with these arguments.
+    pub async fn start<A: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = A>) -> Self {
+        let mut command = Command::new(crate::program("cbt-lab"));
+        command.args(arguments).args(["--output", "json"]).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.kill_on_drop(true).spawn().expect("spawn");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
+        let line = lines.next_line().await.expect("read").unwrap_or_default();
+        let ready = serde_json::from_str(&line).unwrap_or_else(|_| panic!("it is not ready: {command:?}"));
+        Lab { _child: child, ready }
+    }
+
+    /// `cbt-lab faults` at `listen`, before the driver at `upstream`; `faults` may be none.
+    pub async fn before(upstream: &Path, listen: &Path, faults: &str) -> Self {
+        let address = |socket: &Path| format!("unix://{}", socket.display());
+        let (upstream, listen) = (address(upstream), address(listen));
+        let fixed = ["faults", "--upstream", &upstream, "--listen", &listen];
+        Self::start(fixed.iter().chain(&["--control", "127.0.0.1:0", "--fault", faults])).await
+    }
+
+    /// Replaces all faults, as `curl -X PUT --data` does.
+    pub async fn put(&self, faults: &str) {
+        let address = self.ready["control"].as_str().and_then(|address| address.strip_prefix("http://"));
+        let mut stream = tokio::net::TcpStream::connect(address.expect("--control")).await.expect("connect");
+        let length = faults.len();
+        let request = format!(
+            "PUT /faults HTTP/1.1\r\nHost: lab\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{faults}"
+        );
+        stream.write_all(request.as_bytes()).await.expect("write");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("read");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{faults}: {answer}");
+    }
+}

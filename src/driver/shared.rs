@@ -1,0 +1,138 @@
+//! What all parts of the driver work on: the flags, the records, the pool, and the locks on objects. Here are the lookups and
+//! the checks that more than one part makes.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::locks::{Key, OpGuard, OpLocks};
+use super::{Config, Error, Result};
+use crate::pool::{OpenPool, Pool};
+use crate::store::{Attached, LockedDir, SnapshotRecord, Store, VolumeRecord};
+use base::VolumeId;
+use files::{Context, change};
+
+/// An open data directory.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) config: Config,
+    /// The data directory's, in every id that is made.
+    pub(super) key: base::Key,
+    pub(super) open_pool: OpenPool,
+    pub(super) store: Store,
+    pub(super) locks: OpLocks,
+    /// Held for its lock; dropped last.
+    pub(super) _lock: LockedDir,
+}
+
+impl Shared {
+    /// How the pool copies.
+    pub(super) fn pool(&self) -> Pool {
+        self.open_pool.pool()
+    }
+
+    /// The key and value that say which node holds the volumes.
+    pub(super) fn topology(&self) -> BTreeMap<String, String> {
+        let key = format!("topology.{}/node", self.config.driver_name);
+        BTreeMap::from([(key, self.config.node_id.clone())])
+    }
+
+    /// Fails where none of the `requisite` topologies of a request is this node; an empty list allows any. `why` says what
+    /// binds the call to this node.
+    pub(super) fn check_topology(&self, requisite: &[BTreeMap<String, String>], why: &str) -> Result<()> {
+        let ours = self.topology();
+        // A topology without our key says nothing about us.
+        let fits = |asked: &BTreeMap<String, String>| {
+            ours.iter().all(|(key, value)| asked.get(key).is_none_or(|asked| asked == value))
+        };
+        if requisite.is_empty() || requisite.iter().any(fits) {
+            return Ok(());
+        }
+        Err(Error::Elsewhere(format!(
+            "none of the requisite topologies is this node, {}: {why}",
+            self.config.node_id
+        )))
+    }
+
+    /// Fails where the disk below the pool is full, so that nothing new may be made.
+    pub(super) fn check_host(&self) -> Result<()> {
+        self.store.check_alive()?;
+        match self.open_pool.host_is_full()? {
+            Some(full) => Err(Error::Exhausted(full)),
+            None => Ok(()),
+        }
+    }
+
+    /// A volume by the id a client sent, which may be any string.
+    pub(super) fn volume(&self, id: &str) -> Result<Arc<VolumeRecord>> {
+        if id.is_empty() {
+            return Err(Error::Missing { field: "volume_id" });
+        }
+        let Ok(parsed) = id.parse() else { return Err(Error::no_volume(id)) };
+        match self.store.read(|index| index.volume(&parsed)) {
+            Some(record) => Ok(record),
+            None => {
+                self.store.check_readable(id)?;
+                Err(Error::no_volume(id))
+            }
+        }
+    }
+
+    /// Locks a volume by the id a client sent. It is looked up again: it may have been deleted before the lock was ours.
+    pub(super) fn lock_volume(&self, id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {
+        let guard = self.locks.take(Key::Volume(self.volume(id)?.id.clone()))?;
+        Ok((self.volume(id)?, guard))
+    }
+
+    /// The file of a volume's bytes.
+    pub(super) fn volume_data(&self, id: &VolumeId) -> PathBuf {
+        self.store.dir().volume(id).data()
+    }
+
+    /// Whether there is a volume of this id.
+    pub(super) fn is_known(&self, id: &VolumeId) -> bool {
+        self.store.read(|index| index.volume(id).is_some())
+    }
+
+    /// Makes the volume's file as long as its record says: an expansion may have been cut short. No device
+    /// is ever larger than the record, so nothing that anybody wrote is cut off. The caller holds the
+    /// volume's lock.
+    pub(super) fn truncate_to_record(&self, record: &VolumeRecord) -> Result<()> {
+        let path = self.volume_data(&record.id);
+        let length = std::fs::metadata(&path).context("stat", &path)?.len();
+        if length != record.capacity {
+            tracing::warn!(volume_id = %record.id, length, capacity = record.capacity, "an expansion was cut short");
+            let file = File::options().write(true).open(&path).context("open", &path)?;
+            change::set_len(&file, &path, record.capacity)?;
+            change::sync(&file, &path)?;
+        }
+        Ok(())
+    }
+
+    /// The node that a volume is attached to. `None` also without `--enable-attach`: what a driver with
+    /// it left behind binds nobody.
+    pub(super) fn attachment<'r>(&self, record: &'r VolumeRecord) -> Option<&'r Attached> {
+        record.attached.as_ref().filter(|_| self.config.attach)
+    }
+
+    /// A snapshot by the id a client sent, which may be any string.
+    pub(super) fn snapshot(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
+        self.snapshot_in("snapshot_id", id)
+    }
+
+    /// The same, naming the field that the id came in.
+    pub(super) fn snapshot_in(&self, field: &'static str, id: &str) -> Result<Arc<SnapshotRecord>> {
+        if id.is_empty() {
+            return Err(Error::Missing { field });
+        }
+        let Ok(parsed) = id.parse() else { return Err(Error::no_snapshot(id)) };
+        match self.store.read(|index| index.snapshot(&parsed)) {
+            Some(record) => Ok(record),
+            None => {
+                self.store.check_readable(id)?;
+                Err(Error::no_snapshot(id))
+            }
+        }
+    }
+}

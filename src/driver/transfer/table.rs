@@ -1,0 +1,292 @@
+//! Which transfers to this node there are, who waits for them, and how each ended. Nothing here reads or writes a volume's
+//! bytes.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::PATIENCE;
+use super::receive::{Progress, Remote};
+use crate::driver::error::shown;
+use crate::driver::shared::Shared;
+use crate::driver::volumes::difference;
+use crate::driver::{CreateVolume, Error, Result};
+use crate::store::{AccessKind, VolumeRecord};
+use base::{Stop, VolumeId};
+
+/// The transfers to this node.
+#[derive(Debug)]
+pub(in crate::driver) struct TransferTable {
+    shared: Arc<Shared>,
+    known: Mutex<HashMap<VolumeId, Arc<Transfer>>>,
+    /// How those ended that are not known any more, and the bytes that they received.
+    pub(super) ended: [AtomicU64; 3],
+    received: AtomicU64,
+}
+
+/// How transfers ended and how many there are, for metrics.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct TransferFigures {
+    /// Under way.
+    pub running: u64,
+    /// Known, and not under way: their CreateVolume has to be called again.
+    pub waiting: u64,
+    /// Bytes that those under way still have to make sure of.
+    pub left_bytes: u64,
+    /// Became a volume.
+    pub done: u64,
+    /// Ended with an error.
+    pub failed: u64,
+    /// Were removed, since nobody wanted them any more.
+    pub removed: u64,
+    /// Bytes that came over the network.
+    pub received_bytes: u64,
+}
+
+#[derive(Clone, Copy)]
+pub(super) enum Outcome {
+    Done,
+    Failed,
+    Removed,
+}
+
+/// A volume that is being copied from another node.
+pub(super) struct Transfer {
+    pub(super) record: VolumeRecord,
+    pub(super) progress: Progress,
+    state: Mutex<State>,
+    pub(super) changed: Condvar,
+}
+
+impl std::fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transfer").field("id", &self.record.id).finish_non_exhaustive()
+    }
+}
+
+pub(super) struct State {
+    pub(super) phase: Phase,
+    /// The newest way to the source, until the thread takes it.
+    pub(super) remote: Option<Box<dyn Remote>>,
+    /// When somebody called for it last.
+    pub(super) asked: Instant,
+    /// Cancelled to end the thread.
+    pub(super) stop: Stop,
+    /// Its files are to go.
+    pub(super) is_unwanted: bool,
+}
+
+pub(super) enum Phase {
+    /// Nobody is at work on it.
+    Waiting,
+    Running,
+    /// It is gone. The answer to the next call says why.
+    Failed(Error),
+    /// It is a volume, or was removed.
+    Over,
+}
+
+impl TransferTable {
+    pub(in crate::driver) fn new(shared: Arc<Shared>) -> Self {
+        TransferTable {
+            shared,
+            known: Mutex::default(),
+            ended: Default::default(),
+            received: AtomicU64::default(),
+        }
+    }
+
+    /// Notes the transfers that an earlier driver has begun: each waits for its next call.
+    pub(in crate::driver) fn take_up(&self) {
+        let records = self.shared.store.transfers().unwrap_or_else(|error| {
+            tracing::warn!(error = base::report(&error), "transfers that were cut short cannot go on");
+            Vec::new()
+        });
+        for record in records {
+            tracing::info!(volume_id = %record.id, name = record.name, "a transfer waits for its next CreateVolume");
+            self.known().insert(record.id.clone(), Arc::new(Transfer::new(record)));
+        }
+    }
+
+    pub(super) fn known(&self) -> MutexGuard<'_, HashMap<VolumeId, Arc<Transfer>>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn named(&self, name: &str) -> Option<Arc<Transfer>> {
+        self.known().values().find(|transfer| transfer.record.name == name).cloned()
+    }
+
+    /// The id of the volume that is being copied under this name.
+    pub(in crate::driver) fn id_of(&self, name: &str) -> Option<VolumeId> {
+        Some(self.named(name)?.record.id.clone())
+    }
+
+    /// Bytes of all volumes that are being copied, when they are done.
+    pub(in crate::driver) fn reserved(&self) -> u64 {
+        let known = self.known();
+        known.values().fold(0, |sum: u64, transfer| sum.saturating_add(transfer.record.capacity))
+    }
+
+    pub(in crate::driver) fn figures(&self) -> TransferFigures {
+        let known: Vec<_> = self.known().values().cloned().collect();
+        let ended = |outcome: Outcome| self.ended[outcome as usize].load(Ordering::Relaxed);
+        let mut figures = TransferFigures {
+            done: ended(Outcome::Done),
+            failed: ended(Outcome::Failed),
+            removed: ended(Outcome::Removed),
+            received_bytes: self.received.load(Ordering::Relaxed),
+            ..TransferFigures::default()
+        };
+        for transfer in known {
+            let Progress { total, done, received } = &transfer.progress;
+            figures.received_bytes += received.load(Ordering::Relaxed);
+            match transfer.state().phase {
+                Phase::Running => {
+                    figures.running += 1;
+                    let done = done.load(Ordering::Relaxed);
+                    figures.left_bytes += total.load(Ordering::Relaxed).saturating_sub(done);
+                }
+                Phase::Waiting => figures.waiting += 1,
+                Phase::Failed(_) | Phase::Over => {}
+            }
+        }
+        figures
+    }
+
+    /// Forgets a transfer.
+    pub(super) fn forget(&self, transfer: &Transfer, outcome: Option<Outcome>) {
+        let Some(_) = self.known().remove(&transfer.record.id) else { return };
+        self.received.fetch_add(transfer.progress.received.load(Ordering::Relaxed), Ordering::Relaxed);
+        if let Some(outcome) = outcome {
+            self.ended[outcome as usize].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The answer to a call for a name that is being transferred, if it is.
+    pub(in crate::driver) fn check(&self, request: &CreateVolume, access: &[AccessKind]) -> Result<()> {
+        let Some(transfer) = self.named(&request.name) else { return Ok(()) };
+        self.called_for(&transfer, request, access)?;
+        Err(transfer.busy())
+    }
+
+    /// Somebody waits for it. Fails where they want another volume, and where it has failed.
+    pub(super) fn called_for(
+        &self,
+        transfer: &Transfer,
+        request: &CreateVolume,
+        access: &[AccessKind],
+    ) -> Result<()> {
+        if let Some(difference) = difference(&transfer.record, request, access) {
+            return Err(Error::Clash { kind: "volume", name: shown(&request.name), difference });
+        }
+        let mut state = transfer.state();
+        state.asked = Instant::now();
+        if let Phase::Failed(_) = state.phase {
+            let phase = std::mem::replace(&mut state.phase, Phase::Over);
+            drop(state);
+            self.forget(transfer, None);
+            if let Phase::Failed(error) = phase {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the transfer that makes this volume and removes what there is of it; returns whether there was one. When it has just
+    /// become a volume there is none. The caller holds the volume's lock.
+    pub(in crate::driver) fn remove(&self, id: &VolumeId) -> Result<bool> {
+        let Some(transfer) = self.known().get(id).cloned() else { return Ok(false) };
+        transfer.end(true);
+        while matches!(transfer.state().phase, Phase::Running) {
+            transfer.wait_while_running(PATIENCE);
+        }
+        let phase = std::mem::replace(&mut transfer.state().phase, Phase::Over);
+        match phase {
+            Phase::Waiting => {
+                let removed = self.discard(&transfer);
+                if removed.is_err() {
+                    transfer.state().is_unwanted = false;
+                    transfer.set(Phase::Waiting);
+                }
+                removed.map(|()| true)
+            }
+            Phase::Failed(_) => {
+                self.forget(&transfer, None);
+                Ok(true)
+            }
+            // It is a volume, or the thread has removed it.
+            Phase::Running | Phase::Over => Ok(self.shared.store.read(|index| index.volume(id).is_none())),
+        }
+    }
+
+    pub(super) fn discard(&self, transfer: &Transfer) -> Result<()> {
+        let draft = self.shared.store.transfer_draft(&transfer.record.id);
+        match self.shared.store.end_transfer(&draft) {
+            Ok(()) => {
+                drop(draft);
+                tracing::info!(volume_id = %transfer.record.id, "a transfer was removed");
+                self.forget(transfer, Some(Outcome::Removed));
+                Ok(())
+            }
+            Err(error) => {
+                draft.keep();
+                Err(error.into())
+            }
+        }
+    }
+}
+
+impl Transfer {
+    pub(super) fn new(record: VolumeRecord) -> Self {
+        let state = State {
+            phase: Phase::Waiting,
+            remote: None,
+            asked: Instant::now(),
+            stop: Stop::default(),
+            is_unwanted: false,
+        };
+        Transfer { record, progress: Progress::default(), state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn set(&self, phase: Phase) {
+        self.state().phase = phase;
+        self.changed.notify_all();
+    }
+
+    /// Waits while the thread is at work, for `patience` at most.
+    pub(super) fn wait_while_running(&self, patience: Duration) {
+        let is_running = |state: &mut State| matches!(state.phase, Phase::Running);
+        let waited = self.changed.wait_timeout_while(self.state(), patience, is_running);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits for so long, or until there is a new way to the source or no wish for it any more.
+    pub(super) fn pause(&self, patience: Duration) {
+        let is_quiet = |state: &mut State| state.remote.is_none() && state.stop.check().is_ok();
+        let waited = self.changed.wait_timeout_while(self.state(), patience, is_quiet);
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    pub(super) fn end(&self, is_unwanted: bool) {
+        let mut state = self.state();
+        state.is_unwanted |= is_unwanted;
+        state.stop.cancel();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    pub(super) fn busy(&self) -> Error {
+        let Progress { total, done, .. } = &self.progress;
+        let (total, done) = (total.load(Ordering::Relaxed), done.load(Ordering::Relaxed));
+        let what = match self.state().phase {
+            Phase::Waiting => "it waits until its source's node answers".to_owned(),
+            _ => format!("{done} of {total} bytes are there"),
+        };
+        Error::Copying { id: self.record.id.to_string(), progress: what }
+    }
+}

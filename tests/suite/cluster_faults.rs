@@ -1,0 +1,89 @@
+//! `cbt-lab faults` as deploy/overlays/faults runs it, before a real driver: all that asks the driver's socket meets the faults that
+//! are turned on over HTTP or named by a class of snapshots, and nothing else is wrong.
+
+use std::time::Duration;
+
+use csi_client::{BlockList, Client};
+use testkit::content::{Content, blocks_of};
+use testkit::lab::Lab;
+use testkit::{MIB, PoolKind, Rig};
+use tonic::Code;
+
+use crate::manifests::{containers, objects_of, pod_spec, strings};
+
+/// Arguments of a container of the overlay's driver pod.
+fn arguments(name: &str) -> Option<Vec<String>> {
+    let objects = objects_of("deploy/overlays/faults")?;
+    let plugin = objects.iter().find(|found| found.is("StatefulSet", "deltapath-plugin")).expect("a driver");
+    let pod = pod_spec(&plugin.object).expect("a pod");
+    let container = containers(pod).into_iter().find(|container| container["name"] == name);
+    let container = container.unwrap_or_else(|| panic!("no container {name}"));
+    Some(strings(&container["args"]).into_iter().map(str::to_owned).collect())
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn the_go_between_of_the_manifest_stands_before_the_driver() {
+    let Some((faults, driver)) = arguments("faults").zip(arguments("deltapath")) else { return };
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let front = rig.dir.path().join("front.sock");
+    // The socket that the driver has in its pod is the one that it has here, and its directory is another; ports are shared with
+    // other tests.
+    let upstream = faults.iter().find_map(|argument| argument.strip_prefix("--upstream=")).expect("a flag");
+    assert!(driver.contains(&format!("--endpoint={upstream}")), "{driver:?} does not serve at {upstream}");
+    let here = |argument: &String| {
+        argument
+            .replace(upstream, &format!("unix://{}", rig.socket().display()))
+            .replace("unix:///csi/csi.sock", &format!("unix://{}", front.display()))
+            .replace("127.0.0.1:9900", "127.0.0.1:0")
+    };
+    let between = Lab::start(faults.iter().map(here)).await;
+    // From here on all calls go through it: those of sidecars, of kubelet and of the gateway.
+    let directly = rig.client.clone();
+    rig.client = Client::connect(&front, Duration::from_secs(10)).await.expect("connect");
+
+    let (volume, device) = rig.block_volume("disk", 64 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 0, 300, 1);
+    let first = rig.snapshot("first", &volume).await;
+    let before = content.clone();
+    content.write(&device, 100, 5, 2);
+    content.write(&device, 5000, 7, 3);
+    let second = rig.snapshot("second", &volume).await;
+    let changed = content.changed_since(&before, 4096);
+    let is_whole = |list: &BlockList| assert_eq!(blocks_of(list, 4096), changed);
+    is_whole(&rig.client.delta(&first, &second, 0, 1).await.expect("a delta"));
+
+    between.put("cut:after=1,first=1").await;
+    let cut = rig.client.delta(&first, &second, 0, 1).await.expect_err("it is cut");
+    assert_eq!(cut.code(), Code::Unavailable, "{cut}");
+    is_whole(&rig.client.delta(&first, &second, 0, 1).await.expect("the next is whole"));
+    between.put("lose-last").await;
+    let lost = rig.client.delta(&first, &second, 0, 0).await.expect("a delta");
+    assert_eq!(lost.tuples().count(), 1, "two ranges changed, and one is lost");
+    between.put("").await;
+
+    // A parameter of a VolumeSnapshotClass, which the driver does not see: it would refuse it.
+    let request = proto::CreateSnapshotRequest {
+        source_volume_id: volume.clone(),
+        name: "marked".into(),
+        parameters: [("cbt-lab.fault".to_owned(), "cut:after=0,code=DATA_LOSS".to_owned())].into(),
+        ..Default::default()
+    };
+    let refused = directly.clone().controller.create_snapshot(request.clone()).await;
+    assert_eq!(refused.expect_err("the driver has no such parameter").code(), Code::InvalidArgument);
+    let made = rig.client.controller.create_snapshot(request).await.expect("CreateSnapshot").into_inner();
+    let marked = made.snapshot.expect("a snapshot").snapshot_id;
+    let refused = rig.client.delta(&second, &marked, 0, 0).await.expect_err("it is marked");
+    assert_eq!(refused.code(), Code::DataLoss);
+    is_whole(&rig.client.delta(&first, &second, 0, 0).await.expect("a delta of others"));
+
+    rig.detach(&volume).await;
+    rig.client.delete_volume(&volume).await.expect("delete");
+    drop(between);
+    rig.client = directly;
+    for snapshot in [first, second, marked] {
+        rig.client.delete_snapshot(&snapshot).await.expect("delete");
+    }
+    rig.finish();
+}

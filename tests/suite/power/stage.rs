@@ -1,0 +1,235 @@
+//! What was acknowledged and what was on the way when the power went, for the model of `model/world.rs`; and who works
+//! when.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use fastrand::Rng;
+use testkit::content::Content;
+use testkit::disk::Rack;
+use testkit::subject::Site;
+
+use super::RETAINED;
+use crate::model::calls::{Call, NameSet};
+use crate::model::names::{Asked, Names};
+use crate::model::wire::Answer;
+use crate::model::world::{Bytes, World};
+
+/// What a client may do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// A write to a device, synced.
+    Write,
+    /// A discard, synced.
+    Discard,
+    CreateVolume,
+    Restore,
+    Clone,
+    CreateSnapshot,
+    DeleteSnapshot,
+    CreateGroup,
+    DeleteGroup,
+    Expand,
+    Modify,
+    DeleteVolume,
+}
+
+/// Each wish, and how often it comes in a hundred.
+pub const WISHES: [(Wish, u32); 12] = [
+    (Wish::Write, 30),
+    (Wish::Discard, 5),
+    (Wish::CreateVolume, 5),
+    (Wish::Restore, 6),
+    (Wish::Clone, 4),
+    (Wish::CreateSnapshot, 18),
+    (Wish::DeleteSnapshot, 9),
+    (Wish::CreateGroup, 5),
+    (Wish::DeleteGroup, 4),
+    (Wish::Expand, 5),
+    (Wish::Modify, 5),
+    (Wish::DeleteVolume, 4),
+];
+
+/// Blocks of volumes that are written or discarded and not synced yet, by the volume's id: what they are to hold.
+pub type Unsynced = BTreeMap<String, BTreeMap<u64, Option<u8>>>;
+
+/// All that matters of one moment.
+#[derive(Clone)]
+pub struct Moment {
+    /// What was acknowledged.
+    pub world: World,
+    pub names: Arc<Names>,
+    /// The call that each client waits for.
+    pub under_way: BTreeMap<usize, Asked>,
+    pub unsynced: Unsynced,
+}
+
+/// A disk after a power cut, and what must be on it.
+pub struct Cut {
+    pub disk: usize,
+    /// When it was, and what the disk lost.
+    pub story: String,
+    pub moment: Moment,
+}
+
+/// The model of a live machine, and the power cuts it has had.
+pub struct Stage {
+    rack: Arc<Rack>,
+    state: Mutex<State>,
+}
+
+struct State {
+    moment: Moment,
+    cuts: Vec<Cut>,
+    acknowledged: usize,
+    wanted: Option<Wanted>,
+    random: Rng,
+}
+
+/// What is done last before the power goes.
+#[derive(Clone, Copy)]
+struct Wanted {
+    wish: Wish,
+    worker: usize,
+}
+
+/// What a client is to do next.
+pub enum Turn {
+    /// What it likes.
+    Free,
+    /// This, after which the power goes.
+    This(Wish),
+    /// Nothing: another one's syncs would make up for one that the wanted call leaves out.
+    Wait,
+}
+
+impl Stage {
+    pub fn new(rack: Arc<Rack>, seed: u64) -> Self {
+        let moment = Moment {
+            world: World::new(false, [Site::alone()].into(), RETAINED),
+            names: Arc::default(),
+            under_way: BTreeMap::new(),
+            unsynced: Unsynced::new(),
+        };
+        let random = Rng::with_seed(seed);
+        let state = State { moment, cuts: Vec::new(), acknowledged: 0, wanted: None, random };
+        Stage { rack, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn look<T>(&self, look: impl FnOnce(&Moment) -> T) -> T {
+        look(&self.state().moment)
+    }
+
+    /// Notes a call that is about to be made.
+    pub fn begin(&self, worker: usize, call: Call) -> Asked {
+        let moment = &mut self.state().moment;
+        let asked = Asked { call, names: moment.names.clone() };
+        moment.under_way.insert(worker, asked.clone());
+        asked
+    }
+
+    /// Notes what was acknowledged: from here on no cut may lose it.
+    pub fn end(&self, worker: usize, wish: Wish, asked: &Asked, answer: &Answer) {
+        self.acknowledged(worker, wish, |moment| {
+            if let Err(reason) = moment.world.accept(asked, answer, false) {
+                panic!("{}: {reason}", asked.call);
+            }
+            if let Answer::Done(reply) = answer {
+                Arc::make_mut(&mut moment.names).learn(&asked.call, reply);
+            }
+            moment.under_way.remove(&worker);
+        });
+    }
+
+    /// Notes a write or discard that is about to be made.
+    pub fn begin_write(&self, volume: &str, blocks: impl Iterator<Item = (u64, Option<u8>)>) {
+        self.state().moment.unsynced.insert(volume.to_owned(), blocks.collect());
+    }
+
+    /// Notes that it was synced.
+    pub fn end_write(&self, worker: usize, wish: Wish, volume: &str, content: Content) {
+        self.acknowledged(worker, wish, |moment| {
+            moment.world.volumes.get_mut(volume).expect("it is there").bytes = Bytes::Raw(content);
+            moment.unsynced.remove(volume);
+        });
+    }
+
+    /// The moment right after an acknowledgement is the one at which a sync that was left out shows best.
+    fn acknowledged(&self, worker: usize, wish: Wish, note: impl FnOnce(&mut Moment)) {
+        let mut state = self.state();
+        note(&mut state.moment);
+        state.acknowledged += 1;
+        if state.wanted.is_some_and(|wanted| (wanted.worker, wanted.wish) == (worker, wish)) {
+            state.wanted = None;
+            self.cut_in(&mut state, &format!("right after {wish:?}"));
+        }
+    }
+
+    /// The number of calls and writes that were acknowledged.
+    pub fn progress(&self) -> usize {
+        self.state().acknowledged
+    }
+
+    /// Cuts the power as soon as this wish of this client is acknowledged.
+    pub fn cut_after(&self, wish: Wish, worker: usize) {
+        self.state().wanted = Some(Wanted { wish, worker });
+    }
+
+    /// What a client is to do next.
+    pub fn turn(&self, worker: usize) -> Turn {
+        match self.state().wanted {
+            None => Turn::Free,
+            Some(wanted) if wanted.worker == worker => Turn::This(wanted.wish),
+            Some(_) => Turn::Wait,
+        }
+    }
+
+    /// Cuts the power as soon as something is in the disk's cache, if that is soon.
+    pub fn cut(&self, when: &str) {
+        let mut state = self.state();
+        let sectors = 1 + state.random.u64(0..40) as usize;
+        self.rack.wait_for_writes(0, sectors, Duration::from_millis(10));
+        self.cut_in(&mut state, when);
+    }
+
+    /// While the state is locked nothing is noted as begun or acknowledged, so it is that of the very moment.
+    fn cut_in(&self, state: &mut State, when: &str) {
+        let (disk, lost) = self.rack.cut(0, &mut state.random);
+        state.cuts.push(Cut { disk, story: format!("{when}, {lost}"), moment: state.moment.clone() });
+    }
+
+    pub fn cut_count(&self) -> usize {
+        self.state().cuts.len()
+    }
+
+    pub fn take_cuts(&self) -> Vec<Cut> {
+        std::mem::take(&mut self.state().cuts)
+    }
+}
+
+/// The names of each client's objects: nobody else's, so that none of its calls may fail.
+pub const NAMES: [NameSet; super::CLIENTS] = [
+    NameSet {
+        volumes: &['a', 'b', 'c'],
+        snapshots: &['A', 'B', 'C', 'D', 'E', 'F'],
+        groups: &['1', '2'],
+        ephemeral: &[],
+    },
+    NameSet {
+        volumes: &['d', 'e', 'f'],
+        snapshots: &['G', 'H', 'I', 'J', 'K', 'L'],
+        groups: &['3', '4'],
+        ephemeral: &[],
+    },
+    NameSet {
+        volumes: &['g', 'h', 'i'],
+        snapshots: &['M', 'N', 'O', 'P', 'Q', 'R'],
+        groups: &['5', '6'],
+        ephemeral: &[],
+    },
+];
