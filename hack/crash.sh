@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Kills the driver so many times at random moments, as many times before chosen steps, and fails every step once:
+# Kills the driver ROUNDS times at random moments, as many times before chosen steps, and fails every step once:
 # hack/crash.sh ROUNDS. The last line says what it came to; it fails where anything was lost or leaked.
 set -euo pipefail
 cd "$(dirname "$0")/.."

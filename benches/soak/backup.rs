@@ -26,8 +26,9 @@ const CHUNK: u64 = 1 << 20;
 const MARKS: u64 = FIO_BYTES;
 const MARK_SLOTS: u64 = 64;
 const SCRIBBLE: u64 = MARKS + MARK_SLOTS * 4096;
-/// A volume grows by this, so many times at most.
+/// What one expansion adds to a volume.
 const GROWTH: u64 = 16 * MIB as u64;
+/// The most expansions of a volume.
 const MOST_GROWTHS: u64 = 6;
 
 fn bytes(random: &mut Rng, length: u64) -> Vec<u8> {

@@ -30,7 +30,7 @@ enum By {
 struct Curve {
     name: &'static str,
     by: By,
-    /// The last third may be so much above the middle one: a part of it, and so many more.
+    /// How far the last third may be above the middle one: by this part of it, and by `more`.
     part: f64,
     more: f64,
     why: &'static str,

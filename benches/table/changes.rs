@@ -9,15 +9,16 @@ use base::ByteRange;
 use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use deltapath::sys::extents::Extents;
 use files::DataRanges;
-use proto::{GetMetadataDeltaRequest, VolumeContentSource};
+use proto::VolumeContentSource;
 
 use crate::host;
-use crate::{Row, SHARING, Table, median, ms, ratio, spread};
+use crate::{Row, SHARING, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::{PoolKind, Rig};
+use testkit::bench::{median, ms};
 
 const GIB: u64 = 1 << 30;
-/// 1 GiB of data in so many pieces, spread evenly.
+/// The number of pieces that 1 GiB of data is in, spread evenly.
 const PIECES: u64 = 4096;
 const PIECE: u64 = GIB / PIECES;
 /// 1 % of the data, in blocks.
@@ -171,15 +172,15 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         let target = rig.snapshot(&format!("next {round}"), &volume).await;
         next.push((started.elapsed(), bare));
         host::hashed(&rig, &target).await;
-        let (message, whole) = stream_delta(&mut rig, &base, &target).await;
-        delta.push((message, whole, walk(&rig, &[&base, &target])));
+        let read_delta = stream_delta(&mut rig, &base, &target).await;
+        delta.push((read_delta.first, read_delta.whole, walk(&rig, &[&base, &target])));
         allocated.push(stream_allocated(&mut rig, &target, size).await);
         changed.sort_unstable();
         changed.dedup();
         // Once before, so that both find them in the cache.
         read(&rig, &[&base, &target], &changed);
         let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
-        let (_, whole) = stream_delta(&mut rig, &base, &target).await;
+        let whole = stream_delta(&mut rig, &base, &target).await.whole;
         pending.push((whole, read(&rig, &[&base, &target], &changed)));
         drop(forgotten);
         base = target;
@@ -193,23 +194,11 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     Figures { first, next, restore, clone, delta, pending, allocated }
 }
 
-async fn stream_delta(rig: &mut Rig, base: &str, target: &str) -> (Duration, Duration) {
-    let request = GetMetadataDeltaRequest {
-        base_snapshot_id: base.to_owned(),
-        target_snapshot_id: target.to_owned(),
-        ..Default::default()
-    };
-    let started = Instant::now();
-    let mut stream = rig.client.metadata.get_metadata_delta(request).await.expect("delta").into_inner();
-    let mut message = stream.message().await.expect("message");
-    let first = started.elapsed();
-    let mut tuples = 0;
-    while let Some(read) = message {
-        tuples += read.block_metadata.len();
-        message = stream.message().await.expect("message");
-    }
-    assert!(tuples > CHANGED as usize, "{tuples} tuples");
-    (first, started.elapsed())
+/// At least one tuple for each block that was changed, less those that were changed twice.
+async fn stream_delta(rig: &mut Rig, base: &str, target: &str) -> host::Streamed {
+    let read = host::delta(&mut rig.client, base, target).await;
+    assert!(read.tuples > CHANGED, "{} tuples", read.tuples);
+    read
 }
 
 async fn stream_allocated(rig: &mut Rig, id: &str, size: u64) -> Pair {

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use csi_client::Client;
 use fastrand::Rng;
-use proto::GetMetadataDeltaRequest;
 use testkit::Rig;
+use testkit::bench::{median, ms};
 
-use crate::{Row, SHARING, Table, host, median, ms, ratio, spread};
+use crate::host::Streamed;
+use crate::{Row, SHARING, Table, host, ratio, spread};
 
 const SIZE: u64 = 8 << 30;
 /// The data: 1 GiB, in pieces that are spread evenly.
@@ -56,12 +57,12 @@ pub async fn run(table: &mut Table) {
                 offsets.dedup();
                 host::drop_caches();
                 let target = rig.snapshot(&format!("{percent} {round}"), &volume).await;
-                let (first, whole) = delta(&mut rig.client, &base, &target, offsets.len()).await;
+                let Streamed { first, whole, .. } = delta(&mut rig.client, &base, &target, offsets.len()).await;
                 host::hashed(&rig, &target).await;
                 at_once.push(Sample { whole, first, bare: read(&rig, &[&target], &offsets) });
                 let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
                 host::drop_caches();
-                let (first, whole) = delta(&mut rig.client, &base, &target, offsets.len()).await;
+                let Streamed { first, whole, .. } = delta(&mut rig.client, &base, &target, offsets.len()).await;
                 unhashed.push(Sample { whole, first, bare: read(&rig, &[&base, &target], &offsets) });
                 drop(forgotten);
                 base = target;
@@ -96,23 +97,10 @@ pub async fn run(table: &mut Table) {
     }
 }
 
-async fn delta(client: &mut Client, base: &str, target: &str, changed: usize) -> (Duration, Duration) {
-    let request = GetMetadataDeltaRequest {
-        base_snapshot_id: base.to_owned(),
-        target_snapshot_id: target.to_owned(),
-        ..Default::default()
-    };
-    let started = Instant::now();
-    let mut stream = client.metadata.get_metadata_delta(request).await.expect("delta").into_inner();
-    let mut message = stream.message().await.expect("message");
-    let first = started.elapsed();
-    let mut bytes = 0;
-    while let Some(read) = message {
-        bytes += read.block_metadata.iter().map(|tuple| tuple.size_bytes).sum::<i64>();
-        message = stream.message().await.expect("message");
-    }
-    assert_eq!(bytes as u64, changed as u64 * BLOCK, "not what was changed");
-    (first, started.elapsed())
+async fn delta(client: &mut Client, base: &str, target: &str, changed: usize) -> Streamed {
+    let read = host::delta(client, base, target).await;
+    assert_eq!(read.bytes, changed as u64 * BLOCK, "not what was changed");
+    read
 }
 
 /// Reads these blocks of snapshots, with nothing of them in the cache.

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use csi_client::Client;
 use fastrand::Rng;
-use proto::GetMetadataDeltaRequest;
 use testkit::Rig;
+use testkit::bench::{median, ms};
 
-use crate::{Row, SHARING, Table, host, median, ms, ratio, spread};
+use crate::{Row, SHARING, Table, host, ratio, spread};
 
 const SIZE: u64 = 1 << 30;
 const BLOCK: u64 = 4096;
@@ -70,15 +70,6 @@ pub async fn run(table: &mut Table) {
 }
 
 async fn delta(mut client: Client, pair: Vec<String>) {
-    let request = GetMetadataDeltaRequest {
-        base_snapshot_id: pair[0].clone(),
-        target_snapshot_id: pair[1].clone(),
-        ..Default::default()
-    };
-    let mut stream = client.metadata.get_metadata_delta(request).await.expect("delta").into_inner();
-    let mut bytes = 0;
-    while let Some(message) = stream.message().await.expect("message") {
-        bytes += message.block_metadata.iter().map(|tuple| tuple.size_bytes).sum::<i64>();
-    }
-    assert_eq!(bytes as u64, CHANGED * BLOCK, "not what was changed");
+    let read = host::delta(&mut client, &pair[0], &pair[1]).await;
+    assert_eq!(read.bytes, CHANGED * BLOCK, "not what was changed");
 }

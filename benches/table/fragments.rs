@@ -12,9 +12,10 @@ use deltapath::sys::extents::Extents;
 use deltapath::sys::tree;
 
 use crate::host;
-use crate::{Row, Table, median, ms, ratio, spread};
+use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::{PoolKind, Rig};
+use testkit::bench::{median, ms};
 
 const SIZE: u64 = 4 << 30;
 const WRITES: usize = 200_000;

@@ -8,11 +8,16 @@ use std::time::{Duration, Instant};
 
 use base::ObjectDir;
 use cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
+use csi_client::Client;
 use deltapath::sys::btrfs::Subvolume;
 use deltapath::sys::{blockdev, clone, tree};
-
 use fastrand::Rng;
+use proto::{BlockMetadata, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
 use testkit::{PoolKind, Rig};
+use tonic::{Response, Status, Streaming};
+
+/// What a stream is asked for, so that few messages carry many tuples.
+pub const TUPLES_OF_A_MESSAGE: i32 = 16384;
 
 /// Writes random blocks of 4 KiB at these offsets and flushes them.
 pub fn write_blocks(device: &Path, random: &mut Rng, offsets: &[u64]) {
@@ -119,6 +124,53 @@ pub fn forget_hashes(rig: &Rig, id: &str) -> Remembered {
     write_union(&dir.pending(), allocated.header().clone(), &[&allocated], &Default::default())
         .expect("write");
     remembered
+}
+
+/// A stream that was read to its end.
+pub struct Streamed {
+    /// The time of the first message, and of the whole stream.
+    pub first: Duration,
+    pub whole: Duration,
+    pub tuples: u64,
+    /// The sum of the tuples' sizes.
+    pub bytes: u64,
+}
+
+async fn read_stream<M>(
+    call: impl Future<Output = Result<Response<Streaming<M>>, Status>>,
+    tuples_of: impl Fn(&M) -> &[BlockMetadata],
+) -> Streamed {
+    let started = Instant::now();
+    let mut stream = call.await.expect("the stream").into_inner();
+    let mut message = stream.message().await.expect("a message");
+    let mut read = Streamed { first: started.elapsed(), whole: Duration::ZERO, tuples: 0, bytes: 0 };
+    while let Some(one) = &message {
+        let tuples = tuples_of(one);
+        read.tuples += tuples.len() as u64;
+        read.bytes += tuples.iter().map(|tuple| tuple.size_bytes as u64).sum::<u64>();
+        message = stream.message().await.expect("a message");
+    }
+    read.whole = started.elapsed();
+    read
+}
+
+pub async fn delta(client: &mut Client, base: &str, target: &str) -> Streamed {
+    let request = GetMetadataDeltaRequest {
+        base_snapshot_id: base.to_owned(),
+        target_snapshot_id: target.to_owned(),
+        ..Default::default()
+    };
+    read_stream(client.metadata.get_metadata_delta(request), |message| &message.block_metadata).await
+}
+
+/// In messages of [`TUPLES_OF_A_MESSAGE`].
+pub async fn allocated(client: &mut Client, snapshot: &str) -> Streamed {
+    let request = GetMetadataAllocatedRequest {
+        snapshot_id: snapshot.to_owned(),
+        max_results: TUPLES_OF_A_MESSAGE,
+        ..Default::default()
+    };
+    read_stream(client.metadata.get_metadata_allocated(request), |message| &message.block_metadata).await
 }
 
 /// Replaces a map behind the driver's back.

@@ -14,8 +14,9 @@ use deltapath::sys::{btrfs, tree};
 use fastrand::Rng;
 use files::DataRanges;
 use testkit::{PoolKind, Rig};
+use testkit::bench::{Aligned, median, ms, write_direct};
 
-use crate::{Row, SHARING, Table, host, median, ms, spread};
+use crate::{Row, SHARING, Table, host, spread};
 
 const PIECE: usize = 1 << 20;
 const BLOCK: usize = 4096;
@@ -50,11 +51,10 @@ pub async fn run(table: &mut Table) {
 /// Rows l and m.
 async fn hashing(table: &mut Table, pool: PoolKind) {
     let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
-    let mut random = Rng::with_seed(13);
     let (hashed, device) = rig.block_volume("hashed", HASHED as i64).await;
-    fill(&device, HASHED, &mut random);
+    write_direct(&device, HASHED);
     let (other, written) = rig.block_volume("written", WRITTEN as i64).await;
-    fill(&written, WRITTEN, &mut random);
+    write_direct(&written, WRITTEN);
     let written = vec![written];
     let (mut alone, mut bare, mut quiet, mut beside) = (vec![], vec![], vec![], vec![]);
     for round in 0..ROUNDS {
@@ -120,7 +120,6 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
 async fn writes(table: &mut Table, pool: PoolKind, count: usize) {
     let size = WRITTEN / count as u64;
     let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
-    let mut random = Rng::with_seed(17);
     let (mut ids, mut ours) = (Vec::new(), Vec::new());
     for number in 0..count {
         let (id, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
@@ -135,7 +134,7 @@ async fn writes(table: &mut Table, pool: PoolKind, count: usize) {
         File::create(file).and_then(|file| file.set_len(size)).expect("create");
     }
     for path in ours.iter().chain(&loops).chain(&files) {
-        fill(path, size, &mut random);
+        write_direct(path, size);
     }
     let load = |paths: &[PathBuf]| Load::of(paths, None, after(SAMPLE)).rate;
     let (mut of_ours, mut of_loops, mut of_files) = (vec![], vec![], vec![]);
@@ -290,22 +289,8 @@ impl Load {
     }
 }
 
-#[repr(align(4096))]
-struct Aligned<const N: usize>([u8; N]);
-
 fn open(path: &Path) -> File {
     File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path).expect("open")
-}
-
-fn fill(path: &Path, size: u64, random: &mut Rng) {
-    let file = open(path);
-    let mut piece = Box::new(Aligned([0; PIECE]));
-    random.fill(&mut piece.0);
-    for offset in (0..size).step_by(PIECE) {
-        piece.0[..8].copy_from_slice(&offset.to_le_bytes());
-        file.write_all_at(&piece.0, offset).expect("write");
-    }
-    file.sync_all().expect("flush");
 }
 
 /// Reads all data of a file once, in order; bytes a second.

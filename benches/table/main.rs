@@ -20,6 +20,7 @@ mod stream;
 use std::time::Duration;
 
 use testkit::PoolKind;
+use testkit::bench::median;
 
 /// The pools whose snapshots share blocks.
 const SHARING: [PoolKind; 2] = [PoolKind::Xfs, PoolKind::Btrfs];
@@ -77,8 +78,8 @@ impl Table {
         }
     }
 
-    /// What the rows that the docs have, too, say less well now. Times of different machines cannot be compared, so the
-    /// first ratio to a bare operation is: `2.1 x` its time, or `85 %` of its speed.
+    /// The rows that are worse than the same rows in the docs. Times of different machines cannot be compared; ratios to a
+    /// bare operation can, so the first ratio of each row is: `2.1 x` its time, or `85 %` of its speed.
     fn worse_than(&self, docs: &str) -> String {
         let mut known = 0;
         let mut worse = Vec::new();
@@ -142,23 +143,12 @@ fn verdict(holds: bool) -> &'static str {
     if holds { "holds" } else { "MISSED" }
 }
 
-/// The middle one of an odd number of samples.
-fn median<T: PartialOrd + Copy>(samples: &[T]) -> T {
-    let mut sorted = samples.to_vec();
-    sorted.sort_by(|a, b| a.partial_cmp(b).expect("figures"));
-    sorted[sorted.len() / 2]
-}
-
 /// The middle one of samples, and the least and the most.
 fn spread<T: PartialOrd + Copy>(samples: &[T], show: impl Fn(T) -> String) -> String {
     let mut sorted = samples.to_vec();
     sorted.sort_by(|a, b| a.partial_cmp(b).expect("figures"));
     let [least, .., most] = sorted[..] else { return show(sorted[0]) };
     format!("{} ({} to {})", show(median(samples)), show(least), show(most))
-}
-
-fn ms(time: Duration) -> String {
-    format!("{:.1} ms", time.as_secs_f64() * 1e3)
 }
 
 fn ratio(ours: Duration, bare: Duration) -> f64 {

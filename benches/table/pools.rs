@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use files::punch_hole;
 
 use crate::host;
-use crate::{Row, SHARING, Table, median, ms};
+use crate::{Row, SHARING, Table};
 use fastrand::Rng;
 use testkit::{PoolKind, Rig};
+use testkit::bench::{median, ms};
 
 const SIZE: u64 = 2 << 30;
 const WRITES: usize = 20_000;

@@ -6,13 +6,11 @@ use base::BlockRange;
 use cbt::{MapFile, Relation};
 use csi_client::{Client, block_capability, new_volume};
 use fastrand::Rng;
-use proto::{
-    GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaRequest, ListSnapshotsRequest,
-    ProbeRequest,
-};
+use proto::{GetCapacityRequest, ListSnapshotsRequest, ProbeRequest};
 use testkit::{PoolKind, Rig};
+use testkit::bench::{median, ms};
 
-use crate::{Row, Table, host, median, ms, ratio};
+use crate::{Row, Table, host, ratio};
 
 /// What may be ten times as large and cost as much a piece: a ratio of 1, and what a busy machine adds.
 const FLAT: f64 = 2.0;
@@ -26,7 +24,7 @@ pub async fn run(table: &mut Table) {
     huge_volume(table).await;
 }
 
-/// What a driver with so many volumes costs.
+/// What calls cost a driver that has many volumes.
 struct Crowd {
     /// A call, in the middle.
     create: Duration,
@@ -112,7 +110,7 @@ async fn crowd(pool: PoolKind, volumes: usize) -> Crowd {
     Crowd { create, start, page, capacity, memory, files }
 }
 
-/// What the newest of so many snapshots of a volume costs.
+/// What calls for the newest snapshots of a long chain cost.
 struct Chain {
     create: Duration,
     /// From the one before, and from the first.
@@ -210,23 +208,11 @@ async fn huge_volume(table: &mut Table) {
                 writer.insert(BlockRange::new(block * every, block * every + 1)).expect("insert");
             }
         });
-        let started = Instant::now();
-        let request = GetMetadataAllocatedRequest {
-            snapshot_id: target.clone(),
-            max_results: 16384,
-            ..Default::default()
-        };
-        let stream = rig.client.metadata.get_metadata_allocated(request).await.expect("allocated");
-        let mut stream = stream.into_inner();
-        let mut tuples = 0;
-        while let Some(message) = stream.message().await.expect("message") {
-            tuples += message.block_metadata.len() as u64;
-        }
-        let listed = started.elapsed();
-        assert_eq!(tuples, allocated);
+        let listed = host::allocated(&mut rig.client, &target).await;
+        assert_eq!(listed.tuples, allocated);
         let took = delta(&mut rig.client, &base, &target).await;
         let memory = host::status_kib(rig.pid(), "VmHWM:") >> 10;
-        streams.push((listed, took, memory));
+        streams.push((listed.whole, took, memory));
         rig.detach(&volume).await;
         rig.finish();
     }
@@ -244,17 +230,7 @@ async fn huge_volume(table: &mut Table) {
 }
 
 async fn delta(client: &mut Client, base: &str, target: &str) -> Duration {
-    let request = GetMetadataDeltaRequest {
-        base_snapshot_id: base.to_owned(),
-        target_snapshot_id: target.to_owned(),
-        ..Default::default()
-    };
-    let started = Instant::now();
-    let mut stream = client.metadata.get_metadata_delta(request).await.expect("delta").into_inner();
-    let mut tuples = 0;
-    while let Some(message) = stream.message().await.expect("message") {
-        tuples += message.block_metadata.len();
-    }
-    assert!(tuples > 0, "nothing changed from {base} to {target}");
-    started.elapsed()
+    let read = host::delta(client, base, target).await;
+    assert!(read.tuples > 0, "nothing changed from {base} to {target}");
+    read.whole
 }

@@ -14,9 +14,10 @@ use proto::ProbeRequest;
 use rayon::prelude::*;
 
 use crate::host;
-use crate::{Row, Table, median, ms, spread};
+use crate::{Row, Table, spread};
 use fastrand::Rng;
 use testkit::{PoolKind, Rig, driver_command};
+use testkit::bench::{median, ms};
 
 const ROUNDS: usize = 5;
 const GB: f64 = 1e9;
@@ -198,7 +199,7 @@ pub async fn many_snapshots(table: &mut Table) {
     rig.finish();
 }
 
-/// Makes a snapshot into so many, each with files of its own.
+/// Makes a snapshot into this number of snapshots, each with files of its own.
 fn multiply(dir: &ObjectDir, id: &str, count: usize) {
     let record = std::fs::read_to_string(dir.record()).expect("record");
     let name = record.split("\"name\": \"").nth(1).and_then(|rest| rest.split('"').next()).expect("a name");

@@ -1,8 +1,8 @@
 //! Row e: how fast tuples leave, beside a bare stream of equal messages.
 
 use std::path::Path;
-use std::process::{Child, Command};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use base::BlockRange;
 use csi_client::Client;
@@ -16,14 +16,15 @@ use tonic::codegen::tokio_stream;
 use tonic::{Request, Response, Status};
 
 use crate::host;
-use crate::{Row, Table, median, spread};
+use crate::{Row, Table, spread};
 use testkit::{PoolKind, Rig};
+use testkit::bench::{Process, median};
 
 /// With this argument the bench is the bare server.
 pub const BARE: &str = "--bare-stream";
 /// 67 million.
 const TUPLES: u64 = 1 << 26;
-const A_MESSAGE: usize = 16384;
+const A_MESSAGE: u64 = host::TUPLES_OF_A_MESSAGE as u64;
 const ROUNDS: usize = 5;
 
 pub async fn run(table: &mut Table) {
@@ -38,7 +39,8 @@ pub async fn run(table: &mut Table) {
     });
     let dir = tempfile::tempdir().expect("temp dir");
     let socket = dir.path().join("bare.sock");
-    let _bare = Bare::start(&socket);
+    let this = std::env::current_exe().expect("this program");
+    let _bare = Process::start(Command::new(this).arg(BARE).arg(&socket));
     let mut bare = Client::connect(&socket, Duration::from_secs(10)).await.expect("the bare server");
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     let before = host::status_kib(rig.pid(), "VmRSS:");
@@ -66,38 +68,12 @@ pub async fn run(table: &mut Table) {
 
 /// Tuples a second.
 async fn consume(client: &mut Client, snapshot: &str) -> f64 {
-    let request = GetMetadataAllocatedRequest {
-        snapshot_id: snapshot.to_owned(),
-        max_results: A_MESSAGE as i32,
-        ..Default::default()
-    };
-    let started = Instant::now();
-    let mut stream = client.metadata.get_metadata_allocated(request).await.expect("allocated").into_inner();
-    let mut tuples = 0;
-    while let Some(message) = stream.message().await.expect("message") {
-        tuples += message.block_metadata.len() as u64;
-    }
-    assert_eq!(tuples, TUPLES);
-    TUPLES as f64 / started.elapsed().as_secs_f64()
+    let read = host::allocated(client, snapshot).await;
+    assert_eq!(read.tuples, TUPLES);
+    TUPLES as f64 / read.whole.as_secs_f64()
 }
 
 /// The bare server, in a process of its own as the driver is.
-struct Bare(Child);
-
-impl Bare {
-    fn start(socket: &Path) -> Self {
-        let this = std::env::current_exe().expect("this program");
-        Bare(Command::new(this).arg(BARE).arg(socket).spawn().expect("start the bare server"))
-    }
-}
-
-impl Drop for Bare {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 pub fn serve_bare(socket: &Path) {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
     runtime.block_on(async {
@@ -127,10 +103,10 @@ impl SnapshotMetadata for Trivial {
             Ok(GetMetadataAllocatedResponse {
                 block_metadata_type: BlockMetadataType::FixedLength.into(),
                 volume_capacity_bytes: (TUPLES * 8192) as i64,
-                block_metadata: (first..first + A_MESSAGE as u64).map(tuple).collect(),
+                block_metadata: (first..first + A_MESSAGE).map(tuple).collect(),
             })
         };
-        let all: Box<dyn Iterator<Item = _> + Send> = Box::new((0..TUPLES).step_by(A_MESSAGE).map(message));
+        let all: Box<dyn Iterator<Item = _> + Send> = Box::new((0..TUPLES).step_by(A_MESSAGE as usize).map(message));
         Ok(Response::new(tokio_stream::iter(all)))
     }
 

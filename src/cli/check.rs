@@ -107,7 +107,7 @@ fn look(dir: &Path, inspection: &Inspection, repair: bool, stop: &Stop) -> Resul
         found.retain(|discovery| still.contains(discovery));
     }
     let found = found.into_iter().map(|discovery| Found {
-        repaired: repair && stop.check().is_ok() && mended(inspection, &discovery),
+        repaired: repair && stop.check().is_ok() && is_repaired(inspection, &discovery),
         severity: discovery.severity,
         path: discovery.path,
         what: discovery.what,
@@ -115,7 +115,7 @@ fn look(dir: &Path, inspection: &Inspection, repair: bool, stop: &Stop) -> Resul
     Ok(found.collect())
 }
 
-fn mended(inspection: &Inspection, discovery: &Discovery) -> bool {
+fn is_repaired(inspection: &Inspection, discovery: &Discovery) -> bool {
     inspection.repair(discovery).unwrap_or_else(|error| {
         tracing::error!(path = %discovery.path.display(), error = base::report(&error), "not repaired");
         false

@@ -5,7 +5,6 @@
 
 use super::capacity::Reservation;
 use super::error::shown;
-use super::locks::Key;
 use super::volumes::Volumes;
 use super::{Capability, Error, Result};
 use crate::store::{Attached, VolumeRecord};
@@ -30,13 +29,10 @@ impl Volumes {
         if request.node_id.is_empty() {
             return Err(Error::Missing { field: "node_id" });
         }
-        let record = self.shared.volume(&request.volume_id)?;
+        let (record, _guard) = self.shared.lock_volume(&request.volume_id)?;
         if request.node_id != self.shared.config.node_id {
             return Err(Error::NotFound { kind: "node", id: shown(&request.node_id) });
         }
-        let _guard = self.shared.locks.take(Key::Volume(record.id.clone()))?;
-        // Looked up again: it may have been deleted before the lock was ours.
-        let record = self.shared.volume(&request.volume_id)?;
         let attached = Attached {
             node_id: request.node_id.clone(),
             access: request.capability.kind_of(&record)?,
@@ -67,12 +63,10 @@ impl Volumes {
     /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done. A
     /// volume that is still staged stays so: its use holds deletion off by itself.
     pub fn detach(&self, volume_id: &str, node_id: &str) -> Result<()> {
-        let record = match self.shared.volume(volume_id) {
+        let (record, _guard) = match self.shared.lock_volume(volume_id) {
             Err(Error::NotFound { .. }) => return Ok(()),
-            record => record?,
+            locked => locked?,
         };
-        let _guard = self.shared.locks.take(Key::Volume(record.id.clone()))?;
-        let Ok(record) = self.shared.volume(volume_id) else { return Ok(()) };
         // By the record, not by our own name: the node may have had another when it was attached.
         let is_attached =
             record.attached.as_ref().is_some_and(|there| node_id.is_empty() || node_id == there.node_id);

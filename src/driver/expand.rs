@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::Path;
 
-use super::locks::Key;
 use super::params::parse_tuning;
 use super::volumes::Volumes;
 use super::{Capability, CapacityRange, Error, Result};
@@ -66,10 +65,8 @@ impl Volumes {
     /// The device first: what it refuses is not recorded. A crash between the two leaves an effect that
     /// ends with the device, and a retry records it.
     pub fn modify(&self, id: &str, parameters: &HashMap<String, String>) -> Result<()> {
-        let record = self.shared.volume(id)?;
+        let (record, _guard) = self.shared.lock_volume(id)?;
         let asked = parse_tuning(parameters)?;
-        let _guard = self.shared.locks.take(Key::Volume(record.id.clone()))?;
-        let record = self.shared.volume(id)?;
         if let Some(device) = LoopDevice::find(&self.shared.volume_data(&record.id))? {
             tune(&device, &self.shared.volume_data(&record.id), &asked)?;
         }

@@ -46,7 +46,7 @@ impl Image {
         };
         let mounted = match is_mounted()? {
             true if takes_writes(mount_point) => Ok(()),
-            true => remount(mount_point, mount),
+            true => mount_anew(mount_point, mount),
             false => mount(),
         };
         if let Err(error) = mounted {
@@ -73,7 +73,7 @@ const COPIES_END: Duration = Duration::from_secs(5);
 
 /// Unmounts a filesystem that takes no changes any more, and mounts it again. While volumes on it are in use that cannot
 /// be, and reads go on.
-fn remount(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
+fn mount_anew(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
     let path = mount_point.display();
     let deadline = Instant::now() + COPIES_END;
     loop {

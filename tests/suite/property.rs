@@ -339,7 +339,7 @@ fn offset() -> impl Strategy<Value = (u64, i32)> {
     (near, prop_oneof![Just(0), 1..6i32, Just(i32::MAX)])
 }
 
-/// `routed`: so many drivers behind a router, where what is restored and cloned goes to one node after the other.
+/// `routed`: the number of drivers behind a router, where what is restored and cloned goes to one node after the other.
 fn lives(pool: PoolKind, routed: Option<usize>, style: &'static str) {
     let runtime = Runtime::new().expect("runtime");
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(40);

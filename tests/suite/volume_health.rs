@@ -68,7 +68,7 @@ fn check(health: &VolumeHealth) {
     }
 }
 
-/// The volumes that something is wrong with, in pages of at most so many.
+/// The volumes that something is wrong with, in pages of at most this number.
 pub async fn unwell(rig: &Rig, most: i32) -> Vec<VolumeHealth> {
     let mut request = proto::ControllerListVolumeHealthRequest { max_entries: most, ..Default::default() };
     let mut all = Vec::new();

@@ -88,7 +88,7 @@ pub struct Source {
     /// Write the result to this file too, as JSON.
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
-    /// Read at most so many bytes a second, such as 100M.
+    /// The most bytes to read a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
     /// Go on with an interrupted backup of the same snapshot, where there is one. Without --snapshot it is that of the same
@@ -209,19 +209,19 @@ pub struct ListArguments {
 /// The rules add up, volume by volume, in UTC. Without any no backup is removed. It needs the repository alone.
 #[derive(Debug, Args)]
 pub struct PruneArguments {
-    /// Keep the last so many.
+    /// The number of last backups to keep.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
     pub keep_last: Option<u16>,
-    /// Keep the last one of each of the last so many days that have one.
+    /// The number of days to keep a backup of: the last one of each day that has one.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
     pub keep_daily: Option<u16>,
-    /// Keep the last one of each of the last so many weeks that have one; weeks begin on Monday.
+    /// The number of weeks to keep a backup of: the last one of each week that has one; weeks begin on Monday.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
     pub keep_weekly: Option<u16>,
     /// Only remove backups of this volume.
     #[arg(long, value_name = "NAME")]
     pub volume: Option<String>,
-    /// Write a pack anew when more than so many percent of it are unused.
+    /// The percentage of a pack that may be unused before it is rewritten.
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub max_unused: u8,
     /// Say which backups would be removed, and do nothing.

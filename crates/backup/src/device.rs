@@ -71,7 +71,7 @@ impl Device {
                 }
                 Ok(count) => done += count,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                // Direct reads of the device want more than we know of.
+                // EINVAL: the device wants another alignment for direct reads than BLOCK.
                 Err(error) if error.raw_os_error() == Some(nix::libc::EINVAL) && self.direct.is_some() => {
                     self.cached
                         .read_exact_at(&mut bytes[done..wanted], offset + done as u64)
@@ -102,7 +102,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Of so many bytes.
+    /// `length` is in bytes.
     pub fn new(length: usize) -> Self {
         let bytes = vec![0; length + ALIGN];
         let start = bytes.as_ptr().align_offset(ALIGN).min(ALIGN);

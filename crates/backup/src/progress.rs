@@ -50,7 +50,7 @@ impl Progress {
         }
     }
 
-    /// So much of the volume is behind, up to `position` at least; so many bytes were moved for it.
+    /// The volume is done up to `position` at least, for which `bytes` were moved.
     pub fn at(&self, position: u64, bytes: u64) {
         self.position.fetch_max(position, Ordering::Relaxed);
         self.moved(bytes);
@@ -103,7 +103,7 @@ impl Limit {
         Limit { rate, paid: Mutex::new(Instant::now()) }
     }
 
-    /// Waits until so many bytes may be moved.
+    /// Waits until this number of bytes may be moved.
     pub fn pass(&self, bytes: u64, stop: &Stop) -> Result<()> {
         let Some(rate) = self.rate else { return Ok(()) };
         let until = {

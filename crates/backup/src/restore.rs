@@ -290,7 +290,7 @@ impl<'r> Job<'r> {
         let direct = self.direct.as_ref().filter(|_| (length as u64).is_multiple_of(BLOCK));
         match direct.map(|file| change::write_at(file, self.path, bytes, run.start)) {
             Some(Ok(())) => Ok(()),
-            // Direct writes of the device want more than we know of.
+            // EINVAL: the device wants another alignment for direct writes than BLOCK.
             Some(Err(error)) if error.errno() != Some(nix::libc::EINVAL) => Err(error.into()),
             _ => Ok(change::write_at(self.file, self.path, bytes, run.start)?),
         }

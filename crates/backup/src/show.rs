@@ -155,7 +155,7 @@ impl Mark {
 }
 
 impl Picture {
-    /// The marks of so many equal parts, which must divide 1024.
+    /// The marks of equal parts, whose number must divide 1024.
     fn marks(&self, parts: usize) -> Vec<Mark> {
         let most = |cells: &[u8]| cells.iter().copied().max().unwrap_or(0);
         let width = CELLS / parts;

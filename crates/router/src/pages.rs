@@ -65,7 +65,7 @@ pub fn after(key: Key) -> String {
 /// The fields that all requests for lists have.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct Asked {
-    /// At most so many entries; 0 for no limit of the caller's.
+    /// The most entries of a page; 0 where the caller sets no limit.
     #[prost(int32, tag = "1")]
     pub max_entries: i32,
     /// Where to go on.
@@ -77,7 +77,7 @@ impl Asked {
     /// The same request as in `body` with these fields instead of its own: of a field that comes twice the last one counts.
     pub fn instead_of_those_in(&self, body: &Bytes) -> Bytes {
         let mut request = BytesMut::from(&body[..]);
-        // In so many words, for a message that is encoded as a whole leaves out what is 0 or empty.
+        // Field by field: a message that is encoded as a whole leaves out fields that are 0 or empty.
         prost::encoding::int32::encode(1, &self.max_entries, &mut request);
         prost::encoding::string::encode(2, &self.starting_token, &mut request);
         request.freeze()

@@ -3,8 +3,8 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use serde::{Deserialize, Deserializer};
 
-/// The part of `metadata` that servers use. The rest, above all who manages which field, is most of an object, and is passed
-/// over: parsed, it would take memory by the page of a list.
+/// The part of `metadata` that servers use. The rest is skipped: `managedFields` alone is most of an object, and a parsed page
+/// of a list would keep it in memory.
 pub fn metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta, D::Error> {
     #[derive(Deserialize)]
     #[serde(rename_all = "camelCase")]

@@ -12,6 +12,7 @@ use rcgen::{
 use tempfile::TempDir;
 
 use crate::network::Host;
+use crate::subject::key_of;
 use crate::{PoolKind, Rig, STARTED_BY, free_port};
 
 /// The name of the cluster in certificates.
@@ -142,7 +143,7 @@ impl Router {
         answer
     }
 
-    /// Waits until so many nodes answer.
+    /// Waits until this number of nodes answer.
     pub async fn sees(&self, nodes: usize) {
         let line = format!("deltapath_router_nodes{{state=\"up\"}} {nodes}\n");
         eventually(&format!("{nodes} nodes up"), async || self.get("/metrics").await.contains(&line)).await;
@@ -273,8 +274,8 @@ impl Cluster {
 
     /// Which node an id is of.
     pub fn node_of(&self, id: &str) -> usize {
-        let key = id.split('-').nth(1).map(|digits| &digits[..8]);
-        self.nodes.iter().position(|node| Some(node.key.as_str()) == key).expect("an id of a node")
+        let key = key_of(id);
+        self.nodes.iter().position(|node| Some(&node.key) == key.as_ref()).expect("an id of a node")
     }
 
     /// A volume on this node, made through the router.

@@ -44,7 +44,7 @@ impl Orders {
         }
     }
 
-    /// From now on, the `at`th step of `whose` threads is made so many milliseconds later.
+    /// From now on, the `at`th step of `whose` threads is delayed by this number of milliseconds.
     pub fn hold(&mut self, at: u64, whose: &str, ms: u32) {
         self.write(&format!("hold {at} {whose} {ms}"));
     }

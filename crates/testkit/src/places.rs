@@ -162,7 +162,7 @@ impl Ballast {
         }
     }
 
-    /// Gives a part back: so many of the files, the smallest first.
+    /// Gives a part back: this number of the files, the smallest first.
     pub fn give_back(&self, files: usize) {
         let mut all = names(&self.dir);
         all.sort_unstable();

@@ -57,9 +57,9 @@ impl Site {
     }
 }
 
-/// What ids of this data directory's objects begin with.
-pub fn key_of(id: &str) -> Option<&str> {
-    id.split_once('-').and_then(|(_, digits)| digits.get(..8))
+/// The key of the data directory that an object is in.
+pub fn key_of(id: &str) -> Option<String> {
+    base::Key::of(id).map(String::from)
 }
 
 impl<'r> Subject<'r> {
@@ -124,7 +124,7 @@ impl<'r> Subject<'r> {
         move |id| {
             let (_, pool) = pools
                 .iter()
-                .find(|(key, _)| key_of(id) == Some(key))
+                .find(|(key, _)| key_of(id).as_ref() == Some(key))
                 .unwrap_or_else(|| panic!("{id} is of no node"));
             pool.join("volumes").join(id).join("bytes/data.img")
         }
@@ -322,8 +322,7 @@ impl Front {
             };
             let body = body.to_bytes();
             let id = VolumeId::decode(&body[5..]).map(|id| id.volume_id).unwrap_or_default();
-            let key = id.strip_prefix("vol-").and_then(|digits| digits.get(..8));
-            let node = key.and_then(|key| self.nodes.get(key));
+            let node = key_of(&id).and_then(|key| self.nodes.get(&key));
             (node.unwrap_or(&self.first).clone(), Body::new(http_body_util::Full::new(body)))
         } else {
             (self.router.clone(), body)

@@ -139,7 +139,7 @@ impl LoopDevice {
                 (Ok(_), _) => {}
                 // Both are of one filesystem, which no longer answers.
                 (Err(error), None) if error.is_dead() => return LoopDevice::of_dead(number, path).map(Some),
-                (Err(error), _) if error.is_dead() => tell_once(number, &path, &error),
+                (Err(error), _) if error.is_dead() => warn_once(number, &path, &error),
                 (Err(error), _) => return Err(error),
             }
         }
@@ -330,7 +330,7 @@ pub fn has_direct_io(file: &File, path: &Path) -> Result<bool> {
 /// The devices of others that were passed over, and what they served.
 static WARNED: Mutex<BTreeMap<u32, PathBuf>> = Mutex::new(BTreeMap::new());
 
-fn tell_once(number: u32, path: &Path, error: &Error) {
+fn warn_once(number: u32, path: &Path, error: &Error) {
     let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
     if warned.insert(number, path.to_owned()).as_deref() != Some(path) {
         let path = path.display();

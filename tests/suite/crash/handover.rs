@@ -15,7 +15,7 @@ const CHANGED: u64 = 12_000;
 /// How long hashing is held: longer than the calls take that are made meanwhile.
 const HOLD: Duration = Duration::from_millis(250);
 
-/// The incident: none yet. Three work on the same files: a stream reads hashes and, where there is none, data; hashing
+/// No incident led to this test. Three work on the same files: a stream reads hashes and, where there is none, data; hashing
 /// writes hashes, then takes their blocks out of `pending`, then replaces `changed`; a deletion frees data and hands
 /// `changed` on. So hashing is held before each kind of step in turn, a stream begins there, both snapshots go, hashing goes
 /// on, and only then the stream is read: it lists what changed and nothing else.

@@ -47,7 +47,7 @@ fn cases() -> u32 {
     std::env::var("DELTAPATH_MODEL_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(15)
 }
 
-/// `routed`: so many drivers behind a router.
+/// `routed`: the number of drivers behind a router; none for a driver alone.
 fn lives(pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = Vec<Step>>) {
     for attach in [false, true] {
         // Shrinking is ours: see `shrink.rs`.

@@ -313,7 +313,7 @@ impl World {
 
     /// On which node an object is; what is no id of ours is asked of the first one.
     fn site(&self, id: &str) -> usize {
-        self.sites.iter().position(|site| Some(site.key.as_str()) == key_of(id)).unwrap_or(0)
+        self.sites.iter().position(|site| Some(&site.key) == key_of(id).as_ref()).unwrap_or(0)
     }
 
     /// The name of its node.
@@ -328,7 +328,7 @@ impl World {
 
     /// Whether ids, as far as they are such, are of objects on different nodes.
     pub fn are_apart<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> bool {
-        let keys: BTreeSet<&str> = ids.into_iter().filter(|id| id.len() > 20).filter_map(key_of).collect();
+        let keys: BTreeSet<String> = ids.into_iter().filter_map(key_of).collect();
         self.is_routed() && keys.len() > 1
     }
 
@@ -351,7 +351,7 @@ impl World {
     /// What a call with a taken name gets that is about these objects. A router looks for their node first, and a text that is
     /// no id has none.
     pub fn taken<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> &'static [Code] {
-        let has_node = |id: &str| self.sites.iter().any(|site| key_of(id) == Some(&site.key));
+        let has_node = |id: &str| self.sites.iter().any(|site| key_of(id).as_ref() == Some(&site.key));
         match self.is_routed() && !ids.into_iter().all(has_node) {
             true => EXISTS_OR_NOT_FOUND,
             false => EXISTS,

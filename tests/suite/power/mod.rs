@@ -52,7 +52,7 @@ fn seed() -> u64 {
     seed
 }
 
-/// Lets a machine work, from its first start on, until its power was cut so many times.
+/// Lets a machine work, from its first start on, until its power was cut `count` times.
 async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut> {
     let stage = Arc::new(Stage::new(machine.rack.clone(), random.u64(..)));
     machine.boot(0).expect("boot");

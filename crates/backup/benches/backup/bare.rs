@@ -30,7 +30,7 @@ fn create(path: &Path, size: u64) -> File {
     file
 }
 
-/// Copies ranges, so many at once.
+/// Copies ranges, this number of them at once.
 pub fn copy(from: &Path, to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
     let began = Instant::now();
     let from = File::options().read(true).custom_flags(OFlag::O_DIRECT.bits()).open(from).expect("open");
@@ -44,7 +44,7 @@ pub fn copy(from: &Path, to: &Path, ranges: &[Range<u64>], in_flight: usize) -> 
     began.elapsed()
 }
 
-/// Writes ranges, so many at once.
+/// Writes ranges, this number of them at once.
 pub fn write(to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
     let began = Instant::now();
     let to = create(to, ranges.last().expect("ranges").end);
@@ -55,7 +55,7 @@ pub fn write(to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
     began.elapsed()
 }
 
-/// Goes through ranges of at most 1 MiB in their order, in so many threads.
+/// Goes through ranges of at most 1 MiB in their order, in this number of threads.
 fn each(ranges: &[Range<u64>], threads: usize, work: impl Fn(&mut Buffer, &Range<u64>) + Sync) {
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {

@@ -12,9 +12,9 @@ use crate::error::{Error, Result};
 pub const MAX_CHUNK: usize = 8 << 20;
 /// Raw bytes of a chunk of data. "The backup tool" in ARCHITECTURE.md says why.
 pub const CELL: u64 = 64 << 10;
-/// A pack is closed once it holds so many bytes.
+/// A pack is closed once it holds this number of bytes.
 pub const PACK: usize = 16 << 20;
-/// A pack is closed once it holds so many chunks, so that its table stays small.
+/// A pack is closed once it holds this number of chunks, so that its table stays small.
 const MAX_ROWS: usize = 16384;
 /// Bytes that are compressed to see whether more are worth it.
 const SAMPLE: usize = 8 << 10;

@@ -29,9 +29,9 @@ const PARTIAL_DAYS: i64 = 7;
 pub struct Keep {
     /// So many of the last ones of each volume.
     pub last: Option<usize>,
-    /// The last one of a day, for so many days that have one.
+    /// The number of days of which the last one is kept.
     pub daily: Option<usize>,
-    /// The last one of a week, for so many weeks that have one.
+    /// The number of weeks of which the last one is kept.
     pub weekly: Option<usize>,
 }
 

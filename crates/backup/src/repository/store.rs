@@ -135,7 +135,7 @@ impl Store {
             Some(dir) if length as u64 >= LARGE => Device::open(&dir.join(name)).ok(),
             _ => None,
         };
-        // What is missing or shorter than it was is told below.
+        // A part that is missing or too short is an error of `get_range`.
         let Some(device) = device.filter(|device| device.size() >= range.end) else {
             let bytes = self.get_range(name, range)?;
             let part = buffer.part(length);

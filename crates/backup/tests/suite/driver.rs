@@ -23,11 +23,11 @@ use crate::tool::BLOCK;
 /// What goes wrong with one stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It is cut after so many messages.
+    /// It is cut after this number of messages.
     Cut(usize),
-    /// It fails for good after so many messages.
+    /// It fails for good after this number of messages.
     Breaks(usize),
-    /// It ends after so many messages, since the driver has lost what it knew.
+    /// It ends after this number of messages, since the driver has lost the base.
     Loses(usize),
     /// It is not what the specification says, from this message on.
     Lies(Lie, usize),

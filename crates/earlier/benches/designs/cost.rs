@@ -21,7 +21,7 @@ pub struct Watched {
     revision: u64,
 }
 
-/// The cost of one walk, of so many.
+/// The cost of one walk, from the sum of several.
 pub struct Cost {
     /// To and from the user, and between the parts.
     bytes: [f64; 2],

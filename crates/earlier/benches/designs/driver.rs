@@ -18,7 +18,7 @@ pub const BLOCK: u64 = 4096;
 /// Tuples in a message, where the client sets no bound.
 const MESSAGE: u64 = 4096;
 
-/// The handle of the snapshot that differs from the base in so many blocks, and holds these.
+/// The handle of the snapshot that differs from the base in this number of blocks, and holds these.
 pub fn handle(blocks: u64) -> String {
     format!("target-{blocks}")
 }

@@ -1,7 +1,7 @@
 //! The designs beside each other, as `make bench` shows them: the same delta through each, on one API server, in front of one
 //! driver. Needs root, and Go for the API server. All bytes are counted by go-betweens, which cost every design a little.
 //!
-//! `cargo bench -p deltapath-earlier -- 10 10000` measures deltas of so many blocks; without numbers 10, 10,000 and 1,000,000.
+//! `cargo bench -p deltapath-earlier -- 10 10000` measures deltas of 10 and 10,000 blocks; without numbers 10, 10,000 and 1,000,000.
 #![allow(clippy::disallowed_methods)]
 
 #[allow(dead_code)]

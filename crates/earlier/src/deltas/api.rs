@@ -63,7 +63,7 @@ pub struct Api {
     pub timeout: Duration,
 }
 
-/// A bound for each user: so many a second, and so many at once after a pause.
+/// A bound for each user: of calls a second, and of calls at once after a pause.
 pub fn bound(qps: NonZeroU32, burst: NonZeroU32) -> DefaultKeyedRateLimiter<String> {
     RateLimiter::keyed(Quota::per_second(qps).allow_burst(burst))
 }

@@ -112,7 +112,7 @@ async fn expired_token(world: &World) -> String {
     path.display().to_string()
 }
 
-/// Changes between the snapshots. Of one tuple a message, so many small messages are on their way at once that a relay has to
+/// Changes between the snapshots. With one tuple a message, enough small messages are under way at once that a relay has to
 /// bound them by their number too.
 const MANY: &str = "20000";
 /// Enough that a stream is still under way when its client goes.

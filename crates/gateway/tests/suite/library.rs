@@ -116,7 +116,7 @@ async fn rest(blocks: Blocks) -> Vec<(u64, u64)> {
     ranges.iter().map(|range| (range.offset, range.length)).collect()
 }
 
-/// What the driver lists in so many messages.
+/// What the driver lists in this number of messages.
 fn listed(messages: i64) -> Vec<(u64, u64)> {
     (0..(messages * TUPLES) as u64).map(|number| (number * 8192, 4096)).collect()
 }

@@ -30,22 +30,22 @@ pub(super) fn judge(answer: &Answer, what: &str, must: &Ranges, size: u64) -> Re
         let place = bytes(offset).zip(bytes(length).filter(|length| *length > 0));
         let place = place.filter(|(offset, _)| *offset >= end);
         let Some((offset, length)) = place.filter(|(offset, _)| *offset < size) else {
-            let told = format!(
+            let text = format!(
                 "the tuple ({offset}, {length}) overlaps the one before, is out of order, or is outside of the volume"
             );
-            return Err(Wrong::new(told));
+            return Err(Wrong::new(text));
         };
         end = offset.saturating_add(length);
     }
     if let Some(capacity) = answer.capacity()
         && bytes(capacity).is_none_or(|capacity| capacity < size)
     {
-        let told = format!("volume_capacity_bytes is {capacity}, and the volume has {size} bytes");
-        return Err(Wrong::new(told));
+        let text = format!("volume_capacity_bytes is {capacity}, and the volume has {size} bytes");
+        return Err(Wrong::new(text));
     }
-    let told = answer.ranges();
-    missing(what, must, &told)?;
-    Ok(told.bytes())
+    let listed = answer.ranges();
+    missing(what, must, &listed)?;
+    Ok(listed.bytes())
 }
 
 /// That a device holds what was written.
@@ -101,7 +101,7 @@ mod tests {
             judge(&answer(capacity, tuples), "changed", &must, 65536).map_err(|wrong| wrong.to_string())
         };
         assert_eq!(judged(65536, &[(0, 4096), (8192, 8192)]), Ok(12288));
-        for (capacity, tuples, told) in [
+        for (capacity, tuples, expected) in [
             (65536, &[(0, 4096)][..], "4096 bytes changed are in no tuple, the first at 8192"),
             (65536, &[(8192, 4096), (0, 4096)], "out of order"),
             (65536, &[(0, 8192), (4096, 8192)], "overlaps"),
@@ -110,8 +110,8 @@ mod tests {
             (65536, &[(0, 0), (0, 12288)], "overlaps"),
             (32768, &[(0, 12288)], "volume_capacity_bytes is 32768"),
         ] {
-            let error = judged(capacity, tuples).expect_err(told);
-            assert!(error.contains(told), "{error}");
+            let error = judged(capacity, tuples).expect_err(expected);
+            assert!(error.contains(expected), "{error}");
         }
         // Empty answers that end with OK have no capacity to judge.
         assert!(judge(&Answer { messages: vec![], end: Ok(()) }, "changed", &must, 65536).is_err());

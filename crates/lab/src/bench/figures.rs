@@ -203,8 +203,8 @@ impl Book {
         row.missing.get_or_insert_with(|| Missing { kind, why: why.to_string() });
     }
 
-    /// The driver does not tell it well enough, in one run at least.
-    pub fn not_told(&mut self, spot: &Spot, why: impl fmt::Display) {
+    /// The driver's answers give no figure, in one run at least.
+    pub fn no_figure(&mut self, spot: &Spot, why: impl fmt::Display) {
         let missing = &mut self.row(spot).missing;
         missing.get_or_insert_with(|| Missing { kind: Why::LeftOut, why: why.to_string() });
     }
@@ -371,10 +371,10 @@ pub(super) mod tests {
     #[test]
     fn sizes_come_one_after_another_and_then_their_growth() {
         let all = [result("a", false)];
-        let told: Vec<_> = spots(&all).iter().map(|spot| spot.place()).collect();
+        let shown: Vec<_> = spots(&all).iter().map(|spot| spot.place()).collect();
         let places = ["1Gi", "1Gi", "1Gi, 1 snapshot there", "1Gi, 10 snapshots there"];
-        assert_eq!(told[..4], places);
-        assert_eq!(told.last().map(String::as_str), Some("2Gi"));
+        assert_eq!(shown[..4], places);
+        assert_eq!(shown.last().map(String::as_str), Some("2Gi"));
     }
 
     fn spot(id: &str) -> Spot {

@@ -85,9 +85,9 @@ impl Bench<'_> {
         let create = self.spot("create", "CreateVolume", size);
         let at_first = self.space(None).await;
         let mut subject = self.subject(size, seed, Some(&create)).await?;
-        let size_told = subject.size;
+        let real_size = subject.size;
 
-        // Snapshots and what they tell.
+        // Snapshots and their metadata.
         let first = self.spot("snapshot-first", "CreateSnapshot, the first", size);
         let copied = "a copy of the data to another sparse file, synced";
         if let Some(bare) = &subject.bare {
@@ -101,7 +101,7 @@ impl Bench<'_> {
             self.book.bare(&allocated, "SEEK_DATA and SEEK_HOLE over a file", bare.walk().await?);
         }
         let question = Question::Allocated { snapshot: last.id.clone() };
-        self.ask(&allocated, question, "with data", &last.content.data(), size_told).await?;
+        self.ask(&allocated, question, "with data", &last.content.data(), real_size).await?;
 
         let mut snaps = vec![last.clone()];
         for percent in self.plan.changed.clone() {
@@ -116,7 +116,7 @@ impl Bench<'_> {
                 self.book.bare(&at_once, "reading what changed in both files", read);
             }
             let taken = self.snapshot(&subject, &spot).await?;
-            let listed = self.delta(&at_once, &last, &taken, size_told).await?;
+            let listed = self.delta(&at_once, &last, &taken, real_size).await?;
             let what = format!("delta of {percent} %: bytes listed for each that changed");
             let spot = self.spot(&format!("listed-{percent}"), &what, size);
             if let Some(listed) = listed {
@@ -132,7 +132,7 @@ impl Bench<'_> {
         for (at, percent) in self.plan.changed.clone().into_iter().enumerate() {
             let later = self.delta_spot(percent, true, size);
             let (base, target) = (snaps[at].clone(), snaps[at + 1].clone());
-            self.delta(&later, &base, &target, size_told).await?;
+            self.delta(&later, &base, &target, real_size).await?;
         }
 
         // Copies, which must hold what was written; the restored snapshot is not the last, so the volume has changed since.
@@ -146,7 +146,7 @@ impl Bench<'_> {
             self.book.bare(&restore, copied, bare.copy("copy").await?);
             bare.remove("copy").await?;
         }
-        let right = self.copy(&restore, source, &from.content, size_told).await?;
+        let right = self.copy(&restore, source, &from.content, real_size).await?;
         if !right {
             // Whichever of the two calls is at fault.
             let spot = Spot { id: spot_of_it, ..restore.clone() };
@@ -160,7 +160,7 @@ impl Bench<'_> {
                 bare.remove("copy").await?;
             }
             let source = csi_client::from_volume(&subject.volume.id);
-            self.copy(&clone, source, &subject.content.clone(), size_told).await?;
+            self.copy(&clone, source, &subject.content.clone(), real_size).await?;
         } else {
             self.progress.step(&clone.what);
             self.book.left_out(&clone, "the driver does not claim CLONE_VOLUME");
@@ -175,21 +175,21 @@ impl Bench<'_> {
             ("space-restored", "space of the restored volume", with_snapshots.zip(with_restored)),
             ("space-clone", "space of the clone", with_restored.zip(with_clone)),
         ];
-        let follows = follows(data.0 as f64, pairs.each_ref().map(|(_, _, told)| *told));
-        for (id, what, told) in pairs {
+        let follows = follows(data.0 as f64, pairs.each_ref().map(|(_, _, space)| *space));
+        for (id, what, space) in pairs {
             let spot = self.spot(id, what, size);
-            match told {
+            match space {
                 None => {
-                    self.book.not_told(&spot, "the driver does not claim GET_CAPACITY, does not answer it, or never says the same twice")
+                    self.book.no_figure(&spot, "the driver does not claim GET_CAPACITY, does not answer it, or never says the same twice")
                 }
                 Some(_) if !follows => {
                     let why = format!(
-                        "what GetCapacity tells does not follow what is written, {data} of data here"
+                        "the answers of GetCapacity do not follow what is written, {data} of data here"
                     );
-                    self.book.not_told(&spot, why);
+                    self.book.no_figure(&spot, why);
                 }
                 Some(_) if id == "space-clone" && !self.plugin.claims.clone => {
-                    self.book.not_told(&spot, "the driver does not claim CLONE_VOLUME");
+                    self.book.no_figure(&spot, "the driver does not claim CLONE_VOLUME");
                 }
                 Some((before, after)) => self.book.sample(&spot, before - after),
             }
@@ -233,9 +233,9 @@ impl Bench<'_> {
 }
 
 /// Whether the space that is left follows what is written: `data` bytes at first, and later things that give none back. Each pair is
-/// what was told before and after. Where others write and delete on the same disk it does not.
-fn follows(data: f64, told: [Option<(f64, f64)>; 4]) -> bool {
-    let taken = told.map(|told| told.map(|(before, after)| before - after));
+/// the capacity before and after. Where others write and delete on the same disk it does not.
+fn follows(data: f64, space: [Option<(f64, f64)>; 4]) -> bool {
+    let taken = space.map(|pair| pair.map(|(before, after)| before - after));
     let is_written = taken[0].is_none_or(|taken| taken >= data / 2.0);
     is_written && taken.into_iter().flatten().all(|taken| taken > -data / 16.0)
 }
@@ -246,10 +246,10 @@ mod tests {
 
     #[test]
     fn space_that_others_take_and_give_back_is_no_figure() {
-        let told = |taken: [f64; 4]| taken.map(|taken| Some((1000.0, 1000.0 - taken)));
-        assert!(follows(64.0, told([64.0, 8.0, 0.1, -0.1])));
+        let space = |taken: [f64; 4]| taken.map(|taken| Some((1000.0, 1000.0 - taken)));
+        assert!(follows(64.0, space([64.0, 8.0, 0.1, -0.1])));
         assert!(follows(64.0, [None; 4]));
-        assert!(!follows(64.0, told([10.0, 8.0, 0.0, 0.0])), "others gave back");
-        assert!(!follows(64.0, told([64.0, 8.0, -140.0, 0.0])), "others gave back later");
+        assert!(!follows(64.0, space([10.0, 8.0, 0.0, 0.0])), "others gave back");
+        assert!(!follows(64.0, space([64.0, 8.0, -140.0, 0.0])), "others gave back later");
     }
 }

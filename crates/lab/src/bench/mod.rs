@@ -129,13 +129,13 @@ fn data_size(text: &str) -> Result<Quantity, String> {
 }
 
 fn percent(text: &str) -> Result<f64, String> {
-    let told = text.parse::<f64>().ok().filter(|percent| *percent > 0.0 && *percent <= 100.0);
-    told.ok_or_else(|| format!("{text:?} is no share of the data: write a number above 0, up to 100"))
+    let number = text.parse::<f64>().ok().filter(|percent| *percent > 0.0 && *percent <= 100.0);
+    number.ok_or_else(|| format!("{text:?} is no share of the data: write a number above 0, up to 100"))
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let told = text.parse::<f64>().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
-    told.map(Duration::from_secs_f64).ok_or_else(|| format!("{text:?} is no time: write seconds, up to 3600"))
+    let number = text.parse::<f64>().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
+    number.map(Duration::from_secs_f64).ok_or_else(|| format!("{text:?} is no time: write seconds, up to 3600"))
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
@@ -300,8 +300,8 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     let mut book = Book::default();
     let (mut troubles, mut left) = (Vec::new(), Vec::new());
     let mut interrupted = false;
-    let tells_space = plugin.claims.capacity;
-    let mut bench = Bench { plugin, plan, book: &mut book, progress: &progress, tells_space };
+    let claims_capacity = plugin.claims.capacity;
+    let mut bench = Bench { plugin, plan, book: &mut book, progress: &progress, claims_capacity };
     tokio::select! {
         () = bench.measure(&mut troubles, &mut left) => {}
         _ = signals.wait_for(|count| *count >= 1) => interrupted = true,

@@ -40,24 +40,24 @@ pub(super) fn heading(result: &Outcome) -> String {
 
 /// What a user has to know of a result beside its figures.
 pub(super) fn warnings(result: &Outcome) -> Vec<String> {
-    let mut told = Vec::new();
+    let mut text = Vec::new();
     match result.verdict {
         Verdict::Right => {}
-        Verdict::Wrong => told
+        Verdict::Wrong => text
             .push("WRONG: the driver's answers are not what was written; these figures are not given".into()),
-        Verdict::Failed => told.push("FAILED: not all could be measured".to_owned()),
-        Verdict::Interrupted => told.push("INTERRUPTED: what was measured until then".to_owned()),
+        Verdict::Failed => text.push("FAILED: not all could be measured".to_owned()),
+        Verdict::Interrupted => text.push("INTERRUPTED: what was measured until then".to_owned()),
     }
-    told.extend(result.troubles.iter().cloned());
-    told.extend(result.left_behind.iter().map(|left| format!("left behind: {left}")));
+    text.extend(result.troubles.iter().cloned());
+    text.extend(result.left_behind.iter().map(|left| format!("left behind: {left}")));
     let busiest = result.conditions.load.into_iter().fold(0.0, f64::max);
     if busiest > result.conditions.cpus as f64 + 1.0 {
-        told.push(format!(
+        text.push(format!(
             "the machine was busy: up to {busiest:.1} programs wanted its {} CPUs",
             result.conditions.cpus
         ));
     }
-    told
+    text
 }
 
 /// For a person: one result with its spread, or several side by side.
@@ -132,18 +132,18 @@ pub(super) fn cell(spot: &Spot, result: &Outcome) -> String {
 }
 
 fn bare_operations(results: &[Outcome], out: &mut String) {
-    let mut told: Vec<(&str, &str)> = Vec::new();
+    let mut text: Vec<(&str, &str)> = Vec::new();
     for figure in results.iter().flat_map(|result| &result.figures) {
         if let Some(bare) = &figure.bare
-            && !told.contains(&(&figure.spot.what, &bare.what))
+            && !text.contains(&(&figure.spot.what, &bare.what))
         {
-            told.push((&figure.spot.what, &bare.what));
+            text.push((&figure.spot.what, &bare.what));
         }
     }
-    if !told.is_empty() {
+    if !text.is_empty() {
         let _ = writeln!(out, "\nbare, in the directory that was given:");
     }
-    for (what, bare) in told {
+    for (what, bare) in text {
         let _ = writeln!(out, "  {what:<52}{bare}");
     }
 }
@@ -200,10 +200,10 @@ mod tests {
     #[test]
     fn a_wrong_figure_has_a_reason_in_every_form() {
         let wrong = result("a.csi", true);
-        let told = text(std::slice::from_ref(&wrong));
-        assert!(told.contains("WRONG: the driver's answers"), "{told}");
-        assert!(told.contains("wrong answer, no figure: 4096 bytes, \"changed\""), "{told}");
-        assert!(told.contains("2.0 ms") && told.contains("1.0 ms") && told.contains("3.0 ms"), "{told}");
+        let text = text(std::slice::from_ref(&wrong));
+        assert!(text.contains("WRONG: the driver's answers"), "{text}");
+        assert!(text.contains("wrong answer, no figure: 4096 bytes, \"changed\""), "{text}");
+        assert!(text.contains("2.0 ms") && text.contains("1.0 ms") && text.contains("3.0 ms"), "{text}");
         let lines = csv(std::slice::from_ref(&wrong));
         let delta = lines.lines().find(|line| line.contains("DELTA")).expect("a line");
         let reason = "\"wrong answer, no figure: 4096 bytes, \"\"changed\"\"\"";
@@ -213,12 +213,12 @@ mod tests {
 
     #[test]
     fn several_are_side_by_side() {
-        let told = text(&[result("a.csi", true), result("b.csi", false)]);
-        let line = told.lines().find(|line| line.contains("DELTA")).expect("a line");
+        let text = text(&[result("a.csi", true), result("b.csi", false)]);
+        let line = text.lines().find(|line| line.contains("DELTA")).expect("a line");
         assert!(
             line.contains("wrong answer, no figure") && line.contains("2.0 ms (1.0 ms to 3.0 ms)"),
             "{line}"
         );
-        assert!(told.starts_with("A: a.csi 1, ") && told.contains("\nB: b.csi 1, "), "{told}");
+        assert!(text.starts_with("A: a.csi 1, ") && text.contains("\nB: b.csi 1, "), "{text}");
     }
 }

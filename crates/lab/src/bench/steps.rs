@@ -17,8 +17,8 @@ use crate::conformance::content::Content;
 use crate::conformance::plugin::{Plugin, Volume};
 use crate::conformance::ranges::Ranges;
 
-/// How long is waited at most until a driver says the same of its space twice.
-const STILL: Duration = Duration::from_secs(5);
+/// The longest wait until two answers of GetCapacity are equal.
+const STEADY: Duration = Duration::from_secs(5);
 
 /// Why the rest of a life is not lived.
 pub(super) enum Over {
@@ -42,7 +42,7 @@ pub(super) struct Bench<'a> {
     pub book: &'a mut Book,
     pub progress: &'a Progress,
     /// Whether GetCapacity is worth asking.
-    pub tells_space: bool,
+    pub claims_capacity: bool,
 }
 
 #[derive(Clone)]
@@ -102,8 +102,8 @@ impl Bench<'_> {
     pub async fn delta(&mut self, spot: &Spot, base: &Snap, target: &Snap, size: u64) -> Lived<Option<f64>> {
         let must = target.content.changed_since(&base.content);
         let question = Question::Delta { base: base.id.clone(), target: target.id.clone() };
-        let told = self.ask(spot, question, "that changed", &must, size).await?;
-        Ok(told.map(|told| told as f64 / must.bytes().max(1) as f64))
+        let answer = self.ask(spot, question, "that changed", &must, size).await?;
+        Ok(answer.map(|answer| answer as f64 / must.bytes().max(1) as f64))
     }
 
     /// A stream, judged. None: the driver has none, or it is wrong.
@@ -122,9 +122,9 @@ impl Bench<'_> {
         }
         match self.timed(stream(self.plugin, &question)).await {
             Ok((answer, took)) => match judge(&answer, what, must, size) {
-                Ok(told) => {
+                Ok(answer) => {
                     self.book.sample(spot, took);
-                    return Ok(Some(told));
+                    return Ok(Some(answer));
                 }
                 Err(wrong) => self.book.wrong(spot, wrong),
             },
@@ -136,11 +136,11 @@ impl Bench<'_> {
 
     /// What the driver says is left, if it does, once it says the same twice: deletions may go on behind the calls.
     pub async fn space(&mut self, volume: Option<&Volume>) -> Option<f64> {
-        if !self.tells_space {
+        if !self.claims_capacity {
             return None;
         }
         // Whatever ends this, it is not tried again.
-        self.tells_space = false;
+        self.claims_capacity = false;
         let request = proto::GetCapacityRequest {
             volume_capabilities: volume.map(|volume| vec![volume.capability.clone()]).unwrap_or_default(),
             parameters: self.plugin.settings.volume_parameters.clone(),
@@ -152,16 +152,16 @@ impl Bench<'_> {
         loop {
             let asked = client.controller.get_capacity(request.clone());
             let answer = tokio::time::timeout(self.plan.patience, asked).await.ok()?.ok()?;
-            let told = answer.into_inner().available_capacity;
-            if before == Some(told) {
-                self.tells_space = true;
-                return Some(told as f64);
+            let answer = answer.into_inner().available_capacity;
+            if before == Some(answer) {
+                self.claims_capacity = true;
+                return Some(answer as f64);
             }
-            if began.elapsed() > STILL {
+            if began.elapsed() > STEADY {
                 return None;
             }
-            before = Some(told);
-            tokio::time::sleep(STILL / 20).await;
+            before = Some(answer);
+            tokio::time::sleep(STEADY / 20).await;
         }
     }
 

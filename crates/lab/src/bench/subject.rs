@@ -82,25 +82,25 @@ impl Bench<'_> {
             }
         };
         let device = self.quietly(plugin.attach(&volume)).await?;
-        let told = device_size(&device)?;
-        if told < size {
-            let made = format!("a volume of {size} bytes was asked for, its device has {told}");
+        let real = device_size(&device)?;
+        if real < size {
+            let made = format!("a volume of {size} bytes was asked for, its device has {real}");
             return Err(Wrong::new(made).into());
         }
         let mut bare = None;
         if let Some(dir) = &self.plan.bare_dir {
-            let (made, took) = Bare::create(dir, told).await?;
+            let (made, took) = Bare::create(dir, real).await?;
             if let Some(spot) = create {
                 self.book.bare(spot, "a sparse file, synced", took);
             }
             bare = Some(made);
         }
-        let edits: Vec<Edit> = pieces(told, self.plan.data, seed)
+        let edits: Vec<Edit> = pieces(real, self.plan.data, seed)
             .into_iter()
             .map(|piece| Edit::Write { start: piece * PIECE, count: PIECE, seed: seed ^ 1 })
             .collect();
         let content = Content::new();
-        let mut subject = Subject { volume, device, size: told, content, data: Vec::new(), bare, seed };
+        let mut subject = Subject { volume, device, size: real, content, data: Vec::new(), bare, seed };
         self.write(&mut subject, edits).await?;
         subject.data = subject.content.blocks();
         Ok(subject)
@@ -115,7 +115,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Changes so many per cent of the data.
+    /// Changes this share of the data, in per cent.
     pub async fn change(&self, subject: &mut Subject, percent: f64) -> Lived<()> {
         subject.seed = random::at(subject.seed, 1);
         let seed = subject.seed;

@@ -63,7 +63,7 @@ impl Workload {
     pub fn begin(device: PathBuf, mut content: Content, seed: u64) -> Self {
         let enough = Arc::new(AtomicBool::new(false));
         let done = Arc::new(AtomicU64::new(0));
-        let (told, ended) = (Arc::clone(&enough), Arc::clone(&done));
+        let (over, ended) = (Arc::clone(&enough), Arc::clone(&done));
         let task = tokio::spawn(blocking(move |stop| {
             // Held open, so that no batch is the last to close the device.
             let _held = File::open(&device)?;
@@ -73,7 +73,7 @@ impl Workload {
             }
             let mut batches = Vec::new();
             let mut number = 0;
-            while !told.load(Ordering::SeqCst) {
+            while !over.load(Ordering::SeqCst) {
                 let mut blocks = Vec::with_capacity(BATCH);
                 for _ in 0..BATCH {
                     number += 1;
@@ -268,7 +268,7 @@ mod tests {
         content.apply(&path, &[Edit::Write { start: 3, count: 100, seed: 1 }], &stop).expect("write");
         let workload = Workload::begin(path.clone(), content.clone(), 7);
         let trace = workload.end_after(Duration::from_millis(50)).await.expect("writes");
-        trace.content.compare(&path, 1 << 20, &stop).expect("as told");
+        trace.content.compare(&path, 1 << 20, &stop).expect("equal");
         assert!(content.compare(&path, 1 << 20, &stop).is_err(), "nothing changed");
         assert!(trace.batches.iter().flat_map(|batch| &batch.blocks).all(|block| (3..103).contains(block)));
     }

@@ -107,8 +107,8 @@ pub(crate) fn name(question: &Question, options: &Options) -> String {
 }
 
 /// Says of what is missing how much it is and where it starts.
-pub(crate) fn missing(what: &str, must: &Ranges, told: &Ranges) -> Result<(), Wrong> {
-    let missing = must.minus(told);
+pub(crate) fn missing(what: &str, must: &Ranges, listed: &Ranges) -> Result<(), Wrong> {
+    let missing = must.minus(listed);
     match missing.first() {
         None => Ok(()),
         Some(first) => {

@@ -89,11 +89,11 @@ mod tests {
         let before = [("a", "pass"), ("b", "fail"), ("gone", "pass")];
         let now = [("a", "pass"), ("b", "pass"), ("new", "skip")];
         let changes = Changes::of(before.into_iter(), now.into_iter());
-        let mut told = Vec::new();
-        changes.tell(&mut told).expect("write");
-        let told = String::from_utf8(told).expect("UTF-8");
+        let mut text = Vec::new();
+        changes.tell(&mut text).expect("write");
+        let text = String::from_utf8(text).expect("UTF-8");
         assert_eq!(
-            told,
+            text,
             "changed: b: fail -> pass\nchanged: gone: pass -> not run\nchanged: new: not run -> skip\n"
         );
         let same = Changes::of(before.into_iter(), before.into_iter());

@@ -9,8 +9,8 @@ use super::history::{emptied, filled};
 use super::ranges::Ranges;
 
 /// Says how much more is listed than had to be, beyond the driver's own unit.
-fn more(told: &Ranges, may: &Ranges, unit: u64, what: &str) -> Vec<String> {
-    let more = told.minus(&may.rounded(unit)).bytes();
+fn more(listed: &Ranges, may: &Ranges, unit: u64, what: &str) -> Vec<String> {
+    let more = listed.minus(&may.rounded(unit)).bytes();
     match more {
         0 => Vec::new(),
         more => vec![format!("also lists {more} bytes {what}")],
@@ -29,10 +29,10 @@ async fn learned(fixtures: &Fixtures) -> Result<u64, Wrong> {
 
 /// What a snapshot holds is in its answer.
 pub(super) async fn check_allocated(fixtures: &Fixtures, snap: &Snap) -> Result<Vec<String>, Wrong> {
-    let told = fixtures.ask(&snap.allocated(), 0, 0).await?.ranges();
-    missing("that were written", &snap.content.data(), &told)?;
+    let listed = fixtures.ask(&snap.allocated(), 0, 0).await?.ranges();
+    missing("that were written", &snap.content.data(), &listed)?;
     Ok(more(
-        &told,
+        &listed,
         &snap.content.written(),
         learned(fixtures).await?,
         "that were never written, or discarded",
@@ -46,9 +46,9 @@ pub(super) async fn check_delta(
     target: &Snap,
 ) -> Result<Vec<String>, Wrong> {
     let changed = target.content.changed_since(&base.content);
-    let told = fixtures.ask(&target.since(base), 0, 0).await?.ranges();
-    missing("that changed", &changed, &told)?;
-    Ok(more(&told, &changed, learned(fixtures).await?, "whose content is the same in both"))
+    let listed = fixtures.ask(&target.since(base), 0, 0).await?.ranges();
+    missing("that changed", &changed, &listed)?;
+    Ok(more(&listed, &changed, learned(fixtures).await?, "whose content is the same in both"))
 }
 
 pub(super) async fn written(fixtures: &Fixtures) -> Judged {
@@ -81,8 +81,8 @@ pub(super) async fn across(fixtures: &Fixtures) -> Judged {
 /// Some ranges of the second history, in the answer to what changed since the first.
 async fn some_changed(fixtures: &Fixtures, blocks: Vec<(u64, u64)>, what: &str) -> Result<(), Wrong> {
     let must = Ranges::of(blocks.into_iter().map(|(start, count)| start * BLOCK..(start + count) * BLOCK));
-    let told = fixtures.ask(&fixtures.question(Kind::Delta)?, 0, 0).await?.ranges();
-    missing(what, &must, &told)
+    let listed = fixtures.ask(&fixtures.question(Kind::Delta)?, 0, 0).await?.ranges();
+    missing(what, &must, &listed)
 }
 
 pub(super) async fn discarded(fixtures: &Fixtures) -> Judged {
@@ -109,10 +109,10 @@ pub(super) async fn new_data(fixtures: &Fixtures) -> Judged {
 /// A full backup, as a tool would make it: the restored volume has nothing outside of the tuples.
 pub(super) async fn full_backup(fixtures: &Fixtures) -> Judged {
     let (snap, device) = (fixtures.pair()?.second.clone(), fixtures.restored()?.second.clone());
-    let told = fixtures.ask(&snap.allocated(), 0, 0).await?.ranges();
+    let listed = fixtures.ask(&snap.allocated(), 0, 0).await?.ranges();
     blocking(move |stop| {
         snap.content.compare(&device, snap.size, stop).map_err(|wrong| wrong.at("the restored volume"))?;
-        match differs_outside(&device, None, &told, snap.size, stop)? {
+        match differs_outside(&device, None, &listed, snap.size, stop)? {
             None => Ok(Verdict::Pass),
             Some(byte) => {
                 Err(Wrong::new(format!("the restored volume has data at byte {byte}, outside of all tuples")))
@@ -126,8 +126,8 @@ pub(super) async fn full_backup(fixtures: &Fixtures) -> Judged {
 pub(super) async fn incremental_backup(fixtures: &Fixtures) -> Judged {
     let (snap, restored) = (fixtures.pair()?.second.clone(), fixtures.restored()?);
     let (first, second) = (restored.first.clone(), restored.second.clone());
-    let told = fixtures.ask(&fixtures.question(Kind::Delta)?, 0, 0).await?.ranges();
-    blocking(move |stop| match differs_outside(&second, Some(&first), &told, snap.size, stop)? {
+    let listed = fixtures.ask(&fixtures.question(Kind::Delta)?, 0, 0).await?.ranges();
+    blocking(move |stop| match differs_outside(&second, Some(&first), &listed, snap.size, stop)? {
         None => Ok(Verdict::Pass),
         Some(byte) => {
             Err(Wrong::new(format!("the restored volumes differ at byte {byte}, outside of all tuples")))
@@ -170,7 +170,7 @@ pub(super) async fn unchanged(fixtures: &Fixtures) -> Judged {
 /// The capacity that an answer tells, if it tells one, is the snapshot's.
 pub(super) fn right_capacity(answer: &Answer, snap: &Snap) -> Result<(), Wrong> {
     match answer.capacity() {
-        Some(capacity) if capacity != snap.size as i64 && capacity != snap.told => Err(Wrong::new(format!(
+        Some(capacity) if capacity != snap.size as i64 && capacity != snap.reported_size => Err(Wrong::new(format!(
             "volume_capacity_bytes is {capacity}, the volume had {} when the snapshot was taken",
             snap.size
         ))),

@@ -62,7 +62,7 @@ pub(super) struct Snap {
     /// The size of the device when it was taken.
     pub size: u64,
     /// The capacity that the driver had given of the volume by then.
-    pub told: i64,
+    pub reported_size: i64,
 }
 
 impl Snap {
@@ -81,7 +81,7 @@ pub(super) struct OpenVolume {
     pub volume: Volume,
     pub device: PathBuf,
     pub size: u64,
-    pub told: i64,
+    pub reported_size: i64,
     pub content: Content,
 }
 
@@ -274,8 +274,8 @@ impl Fixtures {
             let made = format!("a volume of {bytes} bytes was asked for, its device has {size}");
             return Err(Wrong::new(made));
         }
-        let told = volume.capacity;
-        Ok(OpenVolume { volume, device, size, told, content: Content::new() })
+        let reported_size = volume.capacity;
+        Ok(OpenVolume { volume, device, size, reported_size, content: Content::new() })
     }
 }
 
@@ -327,7 +327,7 @@ impl Subject for Fixtures {
 
     fn end(&self) -> Result<i64, Wrong> {
         let snap = &self.pair()?.second;
-        Ok((snap.size as i64).max(snap.told))
+        Ok((snap.size as i64).max(snap.reported_size))
     }
 
     fn reversed(&self) -> Result<Vec<Question>, Wrong> {
@@ -371,7 +371,7 @@ impl OpenVolume {
     /// Takes a snapshot.
     pub async fn snapshot(&self, fixtures: &Fixtures) -> Result<Snap, Wrong> {
         let id = fixtures.plugin.create_snapshot(&self.volume.id).await?;
-        Ok(Snap { id, content: self.content.clone(), size: self.size, told: self.told })
+        Ok(Snap { id, content: self.content.clone(), size: self.size, reported_size: self.reported_size })
     }
 
     /// 4 KiB blocks of the device.

@@ -155,9 +155,9 @@ pub(super) async fn capacity_constant(subject: &impl Subject, kind: Kind) -> Jud
 
 pub(super) async fn capacity_value(fixtures: &Fixtures, kind: Kind) -> Judged {
     let snap = &fixtures.pair()?.second;
-    let (size, told) = (snap.size as i64, snap.told);
+    let (size, reported_size) = (snap.size as i64, snap.reported_size);
     messages(fixtures, kind, |_, message| {
-        (message.capacity != size && message.capacity != told)
+        (message.capacity != size && message.capacity != reported_size)
             .then(|| format!("volume_capacity_bytes is {}, the volume has {size}", message.capacity))
     })
     .await

@@ -138,8 +138,8 @@ pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
         fixtures.plugin.detach(&open.volume.id).await?;
     }
     let wanted = open.size * 2;
-    let (told, on_node) = fixtures.plugin.expand(&open.volume, wanted).await?;
-    open.told = told;
+    let (reported_size, on_node) = fixtures.plugin.expand(&open.volume, wanted).await?;
+    open.reported_size = reported_size;
     if !claims.expand_online {
         open.device = fixtures.plugin.attach(&open.volume).await?;
     }

@@ -63,13 +63,13 @@ impl Ledger {
     }
 
     /// The group of that name has ids.
-    pub fn group_is(&self, name: &str, told: &(String, String)) {
+    pub fn group_is(&self, name: &str, ids_of_it: &(String, String)) {
         self.with(|all| {
             for made in all {
                 if let Made::Group { request, ids } = made
                     && request.name == name
                 {
-                    *ids = Some(told.clone());
+                    *ids = Some(ids_of_it.clone());
                 }
             }
         });

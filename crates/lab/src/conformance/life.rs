@@ -76,8 +76,8 @@ async fn as_before(fixtures: &Fixtures, answers: &[(Question, Answer)], what: &s
         let is = fixtures.ask(question, 0, 0).await.map_err(|wrong| wrong.at(what))?;
         missing(&format!("that were listed {what}"), &was.ranges(), &is.ranges())?;
         if is.capacity() != was.capacity() {
-            let told = format!("volume_capacity_bytes {:?} became {:?}", was.capacity(), is.capacity());
-            return Err(Wrong::new(told).at(what));
+            let found = format!("volume_capacity_bytes {:?} became {:?}", was.capacity(), is.capacity());
+            return Err(Wrong::new(found).at(what));
         }
     }
     Ok(())
@@ -242,9 +242,9 @@ pub(super) async fn modified_between(fixtures: &Fixtures) -> Judged {
     for (question, was) in &answers {
         let is = meanwhile(fixtures, question, plugin.modify_volume(&open.volume.id)).await?;
         let is = is.ok(question, &fixtures.options(0, 1))?;
-        let told = missing("that were listed before", &was.ranges(), &is.ranges());
-        let told = told.map_err(|wrong| wrong.at("modified while it was streamed"));
-        judged = judged.and_then(|remarks| told.map(|()| remarks));
+        let found = missing("that were listed before", &was.ranges(), &is.ranges());
+        let found = found.map_err(|wrong| wrong.at("modified while it was streamed"));
+        judged = judged.and_then(|remarks| found.map(|()| remarks));
     }
     let same = as_before(fixtures, &answers, "before the volume was modified").await;
     clear(fixtures, &open.volume.id, &[&after, &before]).await?;
@@ -272,9 +272,9 @@ pub(super) async fn tail(fixtures: &Fixtures) -> Judged {
     let mut judged = Ok(Verdict::Pass);
     for (question, snap) in [(before.allocated(), &before), (after.since(&before), &after)] {
         let answer = fixtures.ask(&question, 0, 0).await?;
-        let told = missing("at the end of the volume", &snap.content.data(), &answer.ranges());
-        let told = told.and_then(|()| right_capacity(&answer, snap));
-        judged = judged.and_then(|verdict| told.map(|()| verdict));
+        let found = missing("at the end of the volume", &snap.content.data(), &answer.ranges());
+        let found = found.and_then(|()| right_capacity(&answer, snap));
+        judged = judged.and_then(|verdict| found.map(|()| verdict));
     }
     clear(fixtures, &open.volume.id, &[&after, &before]).await?;
     judged
@@ -293,7 +293,7 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
     for seed in [1, 3] {
         open.write(edits(seed)).await?;
         let (group, id) = fixtures.plugin.create_group(&open.volume.id).await?;
-        members.push((group, Snap { id, content: open.content.clone(), size: open.size, told: open.told }));
+        members.push((group, Snap { id, content: open.content.clone(), size: open.size, reported_size: open.reported_size }));
     }
     // And one that was taken alone.
     open.write(edits(5)).await?;

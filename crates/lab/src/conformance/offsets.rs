@@ -80,9 +80,9 @@ fn early(
 /// What lies behind `offset` in the whole answer has to be in `answer`. Tells what is there besides.
 fn rest(whole: &Answer, answer: &Answer, offset: u64) -> Result<Option<String>, Wrong> {
     let wanted = whole.ranges().within(offset, u64::MAX);
-    let told = answer.ranges().within(offset, u64::MAX);
-    missing("that the whole answer has behind the offset", &wanted, &told)?;
-    let more = told.minus(&wanted).bytes();
+    let listed = answer.ranges().within(offset, u64::MAX);
+    missing("that the whole answer has behind the offset", &wanted, &listed)?;
+    let more = listed.minus(&wanted).bytes();
     Ok((more > 0).then(|| format!("from offset {offset} on it lists {more} bytes more than from 0 on")))
 }
 
@@ -163,17 +163,17 @@ pub(super) async fn partial(fixtures: &Fixtures) -> Judged {
     let after = open.snapshot(fixtures).await?;
     let question = after.since(&before);
     let must = Ranges::of(changed.iter().cloned());
-    let told = fixtures.ask(&question, 0, 0).await?.ranges();
-    let whole = missing("that changed", &must, &told);
+    let listed = fixtures.ask(&question, 0, 0).await?.ranges();
+    let whole = missing("that changed", &must, &listed);
     let mut found = whole.map_err(|wrong| wrong.at("from offset 0"));
     let first = places[0] * BLOCK;
     for offset in [1, FEW, BLOCK / 2, BLOCK - 1, first - 1, first + BLOCK - FEW, first + 1] {
         if found.is_err() {
             break;
         }
-        let told = fixtures.ask(&question, offset as i64, 0).await?.ranges();
+        let listed = fixtures.ask(&question, offset as i64, 0).await?.ranges();
         let behind = must.within(offset, u64::MAX);
-        found = missing("that changed behind the offset", &behind, &told)
+        found = missing("that changed behind the offset", &behind, &listed)
             .map_err(|wrong| wrong.at(&format!("starting_offset {offset}")));
     }
     fixtures.plugin.detach(&open.volume.id).await?;

@@ -200,7 +200,7 @@ pub(super) async fn many<S: Subject>(subject: &S, kind: Kind) -> Judged {
     match ranges as u64 >= MOST {
         true => Ok(Verdict::Pass),
         false => Ok(Verdict::NotShown(format!(
-            "{ranges} ranges are all told; for a million the volume is too small: --volume-size 8Gi"
+            "{ranges} ranges are all that were listed; for a million the volume is too small: --volume-size 8Gi"
         ))),
     }
 }

@@ -184,13 +184,13 @@ mod tests {
         for _ in 0..3 {
             active.meets(&asked("Probe"));
         }
-        let told = |active: &Active| -> Vec<(u64, u64, u64)> {
+        let answer = |active: &Active| -> Vec<(u64, u64, u64)> {
             active.rows().iter().map(|row| (row.id, row.calls, row.met)).collect()
         };
-        assert_eq!(told(&active), [(1, 3, 1), (2, 3, 3)]);
+        assert_eq!(answer(&active), [(1, 3, 1), (2, 3, 3)]);
         assert!(active.remove(1) && !active.remove(1));
         active.add(parse_all("cut").expect("a fault"));
-        assert_eq!(told(&active), [(2, 3, 3), (3, 0, 0)]);
+        assert_eq!(answer(&active), [(2, 3, 3), (3, 0, 0)]);
         active.replace(Vec::new());
         assert!(active.rows().is_empty());
     }

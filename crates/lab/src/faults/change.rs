@@ -337,21 +337,21 @@ mod tests {
 
     #[test]
     fn type_and_capacity_are_changed_as_the_catalogue_says() {
-        let told = |fault: &str, about: About| -> Vec<(i32, i64)> {
+        let answer = |fault: &str, about: About| -> Vec<(i32, i64)> {
             changed(fault, about)
                 .into_iter()
                 .map(|(style, capacity, _)| (style, capacity - CAPACITY))
                 .collect()
         };
         let none = About::default;
-        assert_eq!(told("type-unknown", none()), [(0, 0); 3]);
-        assert_eq!(told("type-changes", none()), [(2, 0), (1, 0), (1, 0)]);
-        assert_eq!(told("fixed-uneven", none()), [(1, 0); 3]);
-        assert_eq!(told("last-fixed-past-capacity", none()), [(1, 0); 3]);
-        assert_eq!(told("capacity-changes:after=2", none()), [(2, 0), (2, 0), (2, 4096)]);
-        assert_eq!(told("capacity-wrong", none()), [(2, -CAPACITY / 2); 3]);
+        assert_eq!(answer("type-unknown", none()), [(0, 0); 3]);
+        assert_eq!(answer("type-changes", none()), [(2, 0), (1, 0), (1, 0)]);
+        assert_eq!(answer("fixed-uneven", none()), [(1, 0); 3]);
+        assert_eq!(answer("last-fixed-past-capacity", none()), [(1, 0); 3]);
+        assert_eq!(answer("capacity-changes:after=2", none()), [(2, 0), (2, 0), (2, 4096)]);
+        assert_eq!(answer("capacity-wrong", none()), [(2, -CAPACITY / 2); 3]);
         let about = About { capacity: Some(2 * CAPACITY), ..none() };
-        assert_eq!(told("old-snapshots-grow", about), [(2, CAPACITY); 3]);
+        assert_eq!(answer("old-snapshots-grow", about), [(2, CAPACITY); 3]);
     }
 
     #[test]

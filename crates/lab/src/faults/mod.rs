@@ -236,27 +236,27 @@ pub(crate) async fn serve(
     for listener in listeners {
         tasks.spawn(listener.serve(Arc::clone(&proxy)));
     }
-    tell(&ready, output).map_err(|error| error.to_string())?;
+    announce(&ready, output).map_err(|error| error.to_string())?;
     while tasks.join_next().await.is_some() {}
     Ok(())
 }
 
-/// In one piece, for whoever waits for the first line may read no more; that is no reason to stop.
-fn tell(ready: &Ready, output: Output) -> serde_json::Result<()> {
-    let told = match output {
+/// Written at once: a program that reads the first line alone and closes the pipe must not stop the server.
+fn announce(ready: &Ready, output: Output) -> serde_json::Result<()> {
+    let text = match output {
         Output::Json => serde_json::to_string(ready)? + "\n",
         Output::Text => {
             let before =
                 ready.upstream.as_ref().map_or(String::new(), |upstream| format!(", before {upstream}"));
-            let mut told = format!("serving at {}{before}\n", ready.listen.join(" and "));
+            let mut text = format!("serving at {}{before}\n", ready.listen.join(" and "));
             if let Some(control) = &ready.control {
-                told += &format!("faults are turned on and off at {control}/faults\n");
+                text += &format!("faults are turned on and off at {control}/faults\n");
             }
-            ready.faults.iter().for_each(|row| told += &format!("on: {}\n", row.fault));
-            told
+            ready.faults.iter().for_each(|row| text += &format!("on: {}\n", row.fault));
+            text
         }
     };
     let mut out = std::io::stdout().lock();
-    let _ = out.write_all(told.as_bytes()).and_then(|()| out.flush());
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     Ok(())
 }

@@ -37,7 +37,7 @@ struct Node {
     message: Bytes,
 }
 
-/// Serves so many nodes, for ever. Their ports stand in the file `ports` once all of them listen.
+/// Serves this number of nodes, for ever. Their ports stand in the file `ports` once all of them listen.
 pub async fn serve(dir: &Path, count: usize, volumes: usize) {
     let block_metadata = (0..TUPLES)
         .map(|number| proto::BlockMetadata { byte_offset: (number as i64) << 13, size_bytes: 4096 })

@@ -1,10 +1,7 @@
 //! Row d: a volume that is copied to another node, beside the two things that it cannot be quicker than: a stream of the same
 //! bytes over mutual TLS, and writing them to the target's pool.
 
-use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,55 +9,17 @@ use csi_client::{block_capability, from_snapshot, new_volume};
 use rustls::pki_types::ServerName;
 use serve::mutual::{Files, Mutual, Role};
 use testkit::PoolKind;
-use testkit::bench::{median, row};
+use testkit::bench::{median, row, write_direct};
 use testkit::cluster::{Cluster, patiently};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Bytes of data in the volume, and its size.
-const DATA: usize = 512 << 20;
+const DATA: u64 = 512 << 20;
 const SIZE: i64 = 1 << 30;
 const PIECE: usize = 1 << 20;
 const ROUNDS: usize = 5;
-
-/// Direct I/O wants memory that begins at a multiple of this.
-const ALIGNED: usize = 4096;
-
-/// A piece of memory.
-struct Piece {
-    memory: Vec<u8>,
-    at: usize,
-}
-
-impl Piece {
-    /// Noise, another for each number.
-    fn noise(number: u64) -> Self {
-        let mut memory = vec![0; PIECE + ALIGNED];
-        fastrand::Rng::with_seed(number).fill(&mut memory);
-        let at = memory.as_ptr().align_offset(ALIGNED);
-        Piece { memory, at }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.memory[self.at..][..PIECE]
-    }
-}
-
-/// Writes the data past the page cache.
-fn write(path: &Path, new: bool) -> Duration {
-    let mut options = File::options();
-    options.write(true).create(new).custom_flags(nix::libc::O_DIRECT);
-    let file = options.open(path).expect("open for direct I/O");
-    let pieces: Vec<_> = (0..16).map(Piece::noise).collect();
-    let begun = Instant::now();
-    for number in 0..DATA / PIECE {
-        let piece = pieces[number % pieces.len()].bytes();
-        file.write_all_at(piece, (number * PIECE) as u64).expect("write");
-    }
-    file.sync_all().expect("sync");
-    begun.elapsed()
-}
 
 fn tls(cluster: &Cluster, name: &str, role: Role) -> Arc<Mutual> {
     let file = |end: &str| cluster.dir.path().join(format!("{name}.{end}"));
@@ -83,16 +42,17 @@ async fn stream(cluster: &Cluster) -> Duration {
     let sending = tokio::spawn(async move {
         let (stream, _) = listener.accept().await.expect("accept");
         let mut stream = acceptor.accept(stream).await.expect("a handshake");
-        let piece = Piece::noise(0);
-        for _ in 0..DATA / PIECE {
-            stream.write_all(piece.bytes()).await.expect("send");
+        let mut piece = vec![0; PIECE];
+        fastrand::Rng::with_seed(1).fill(&mut piece);
+        for _ in 0..DATA / PIECE as u64 {
+            stream.write_all(&piece).await.expect("send");
         }
         stream.shutdown().await.expect("shut down");
     });
     let connection = TcpStream::connect(address).await.expect("connect");
     let name = ServerName::try_from("node").expect("a name");
     let mut connection = connector.connect(name, connection).await.expect("a handshake");
-    let (mut buffer, mut left) = (vec![0; PIECE], DATA);
+    let (mut buffer, mut left) = (vec![0; PIECE], DATA as usize);
     let begun = Instant::now();
     while left > 0 {
         left -= connection.read(&mut buffer).await.expect("receive");
@@ -106,7 +66,7 @@ pub async fn transfer() {
     for pool in [PoolKind::Xfs, PoolKind::Btrfs] {
         let mut cluster = Cluster::start(pool, 2, &[]).await;
         let (origin, device) = cluster.nodes[0].rig.block_volume("bench", SIZE).await;
-        write(&device, false);
+        write_direct(&device, DATA);
         let mut client = cluster.client();
         let snapshot = client.create_snapshot("bench", &origin).await.expect("CreateSnapshot").snapshot_id;
         cluster.nodes[0].rig.detach(&origin).await;
@@ -115,7 +75,7 @@ pub async fn transfer() {
         // In turn, so that a slow moment of the machine meets all. The first round is for the hashes of the snapshot.
         for round in 0..=ROUNDS {
             let streamed = stream(&cluster).await;
-            let written = write(&bench_file, true);
+            let written = write_direct(&bench_file, DATA);
             std::fs::remove_file(&bench_file).expect("remove");
             let mut request = new_volume(&format!("copy {round}"), SIZE, block_capability());
             request.volume_content_source = Some(from_snapshot(&snapshot));

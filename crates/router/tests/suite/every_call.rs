@@ -70,11 +70,11 @@ struct Row {
 }
 
 enum What {
-    /// So many volumes and snapshots more.
+    /// Volumes and snapshots more than before.
     Changes([i64; 2]),
-    /// Tells something of an object.
-    Tells,
-    /// Tells something of all nodes, or of any: it may be answered without the one.
+    /// Reads something of an object.
+    Reads,
+    /// Reads something of all nodes, or of any: it may be answered without the one.
     OfAll,
 }
 
@@ -85,7 +85,7 @@ impl Row {
 }
 
 const ROWS: [Row; 23] = {
-    use What::{Changes, OfAll, Tells};
+    use What::{Changes, OfAll, Reads};
     const fn row(service: &'static str, call: &'static str, what: What) -> Row {
         Row { service, call, what }
     }
@@ -101,10 +101,10 @@ const ROWS: [Row; 23] = {
         row(CONTROLLER, "ControllerModifyVolume", Changes([0, 0])),
         row(CONTROLLER, "CreateSnapshot", Changes([0, 1])),
         row(CONTROLLER, "DeleteSnapshot", Changes([0, -1])),
-        row(CONTROLLER, "ValidateVolumeCapabilities", Tells),
-        row(CONTROLLER, "ControllerGetVolume", Tells),
-        row(CONTROLLER, "ControllerGetVolumeHealth", Tells),
-        row(CONTROLLER, "GetSnapshot", Tells),
+        row(CONTROLLER, "ValidateVolumeCapabilities", Reads),
+        row(CONTROLLER, "ControllerGetVolume", Reads),
+        row(CONTROLLER, "ControllerGetVolumeHealth", Reads),
+        row(CONTROLLER, "GetSnapshot", Reads),
         row(CONTROLLER, "ListVolumes", OfAll),
         row(CONTROLLER, "ListSnapshots", OfAll),
         row(CONTROLLER, "ControllerListVolumeHealth", OfAll),
@@ -112,10 +112,10 @@ const ROWS: [Row; 23] = {
         row(CONTROLLER, "ControllerGetCapabilities", OfAll),
         row(GROUPS, "CreateVolumeGroupSnapshot", Changes([0, 2])),
         row(GROUPS, "DeleteVolumeGroupSnapshot", Changes([0, -2])),
-        row(GROUPS, "GetVolumeGroupSnapshot", Tells),
+        row(GROUPS, "GetVolumeGroupSnapshot", Reads),
         row(GROUPS, "GroupControllerGetCapabilities", OfAll),
-        row(METADATA, "GetMetadataAllocated", Tells),
-        row(METADATA, "GetMetadataDelta", Tells),
+        row(METADATA, "GetMetadataAllocated", Reads),
+        row(METADATA, "GetMetadataDelta", Reads),
     ]
 };
 
@@ -146,7 +146,7 @@ struct Scene {
     volumes: [String; 2],
     snapshots: [String; 2],
     group: (String, Vec<String>),
-    /// A snapshot there of so many blocks that a client which does not read holds up its stream.
+    /// A snapshot there with enough blocks that a client which does not read holds up its stream.
     long: String,
     orders: Orders,
     names: usize,
@@ -373,7 +373,7 @@ impl Scene {
         let (code, ()) =
             tokio::join!(async { called.await.expect("a call") }, self.others_are_well(&context));
         assert!(GIVEN_UP.contains(&code), "{context}: {code:?}");
-        // Whoever asked asks again, also while the node is not there.
+        // The client repeats the call, also while the node is away.
         let code = self.ask(row, &message, DEADLINE).await;
         assert!(GIVEN_UP.contains(&code), "{context}, once more: {code:?}");
         let _ = self.orders.withdraw();

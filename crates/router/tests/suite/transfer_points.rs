@@ -18,7 +18,7 @@ use crate::transfers::{assert_same, data, later_deltas_are_exact, on, staging, w
 
 const SOURCE: usize = 0;
 const TARGET: usize = 1;
-/// One step in so many is taken where not all are.
+/// Where not all steps are taken, every 12th is.
 const PART: u64 = 12;
 /// How long a step is held while the other end is killed.
 const HELD: u32 = 1000;

@@ -326,7 +326,7 @@ async fn damaged_data_is_found_and_becomes_no_volume() {
     cluster.finish();
 }
 
-/// A proxy that flips a bit of each connection when so many bytes have passed from the server; how many it flipped.
+/// A proxy that flips one bit of each connection, the one after this number of bytes from the server; the count of flipped bits.
 async fn flipping(port: u16, after: usize) -> (u16, Arc<AtomicUsize>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let address = listener.local_addr().expect("an address").port();

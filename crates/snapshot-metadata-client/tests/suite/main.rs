@@ -16,7 +16,7 @@ fn ranges() -> Vec<(i64, i64)> {
     (0..40).map(|number| (number * 8192, 4096)).collect()
 }
 
-/// The byte after the last range of so many messages.
+/// The byte after the last range of this number of messages.
 fn after(messages: i64) -> i64 {
     messages * 4 * 8192 - 4096
 }

@@ -35,15 +35,15 @@ const PER_MESSAGE: usize = 4;
 pub enum Fault {
     /// Nothing.
     None,
-    /// The connection breaks after so many messages.
+    /// The connection breaks after this number of messages.
     Reset(usize),
-    /// The call ends with an error after so many messages.
+    /// The call ends with an error after this number of messages.
     Status(usize, Code),
-    /// The call ends with OK after so many messages.
+    /// The call ends with OK after this number of messages.
     EarlyOk(usize),
-    /// The body ends without any status after so many messages.
+    /// The body ends without any status after this number of messages.
     NoStatus(usize),
-    /// Nothing more comes after so many messages.
+    /// Nothing more comes after this number of messages.
     Silent(usize),
     /// The capacity is another.
     Capacity(i64),
@@ -53,7 +53,7 @@ pub enum Fault {
     Backwards,
     /// The ranges come from the beginning, whatever offset was asked for.
     FromTheBeginning,
-    /// Offsets inside a unit of so many bytes begin with the unit.
+    /// Offsets inside a unit of this number of bytes begin with the unit.
     RoundsDown(i64),
     /// This range is not known any more.
     Forgets((i64, i64)),

@@ -147,7 +147,7 @@ impl Rack {
         (disks.len() - 1, story)
     }
 
-    /// Waits until a disk has so many sectors in its cache, or for as long as `patience` says.
+    /// Waits until a disk has this number of sectors in its cache, or for as long as `patience` says.
     pub fn wait_for_writes(&self, disk: usize, sectors: usize, patience: Duration) {
         let deadline = Instant::now() + patience;
         while self.disks()[disk].cache.len() < sectors && Instant::now() < deadline {

@@ -325,10 +325,10 @@ pub(super) async fn client(cluster: &Cluster) -> Judged {
         client.delta(&handle, &cluster.target.name).await?.collect_all().await
     };
     let ranges = read.await.map_err(|error| Wrong::new(base::report(&error)))?;
-    let told = super::super::ranges::Ranges::of(
+    let listed = super::super::ranges::Ranges::of(
         ranges.iter().map(|range| range.offset..range.offset + range.length),
     );
-    missing(Cluster::MUST, &cluster.must(Kind::Delta)?, &told)?;
+    missing(Cluster::MUST, &cluster.must(Kind::Delta)?, &listed)?;
     Ok(Verdict::Pass)
 }
 
