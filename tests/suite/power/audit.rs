@@ -166,10 +166,6 @@ impl Audit<'_> {
     fn volumes(&mut self, world: &World) {
         for (id, volume) in &world.volumes {
             let (record, name) = (&self.found.volumes[id], format!("volume {}", volume.name));
-            let read_ahead = record.json["tuning"]["read_ahead_kib"].as_u64().map(|kib| kib as u32);
-            self.findings.expect(volume.read_ahead.contains(&read_ahead), || {
-                format!("{name} has a read-ahead of {read_ahead:?} and not {:?}", volume.read_ahead)
-            });
             let nothing = BTreeMap::new();
             let unsynced = self.moment.unsynced.get(id).unwrap_or(&nothing);
             compare_bytes(

@@ -16,12 +16,16 @@ pub struct Found {
 
 pub struct Record {
     dir: PathBuf,
-    pub json: serde_json::Value,
+    json: serde_json::Value,
 }
 
 impl Record {
     pub fn data(&self) -> PathBuf {
         self.dir.join("bytes/data.img")
+    }
+
+    fn read_ahead(&self) -> Option<u32> {
+        self.json["tuning"]["read_ahead_kib"].as_u64().map(|kib| kib as u32)
     }
 }
 
@@ -50,7 +54,8 @@ impl Found {
         Ok(Found { volumes, snapshots, groups })
     }
 
-    /// Whether the disk holds what is in a world and nothing else, each under the name that it was asked for with.
+    /// Whether the disk holds what is in a world and nothing else, each under the name that it was asked for with, and volumes
+    /// with their parameters.
     pub fn fits(&self, world: &World) -> Result<(), String> {
         let named = |record: &Record| record.json["name"].as_str().unwrap_or_default().to_owned();
         let on_disk = |records: &BTreeMap<String, Record>| -> BTreeMap<String, String> {
@@ -66,7 +71,16 @@ impl Found {
             // A member has no name of its own.
             (id.clone(), name.unwrap_or_else(|| self.snapshots.get(id).map(named).unwrap_or_default()))
         });
-        same("snapshots", on_disk(&self.snapshots), names.collect())
+        same("snapshots", on_disk(&self.snapshots), names.collect())?;
+        // Of two worlds that differ by a ControllerModifyVolume alone, the one that the disk has.
+        for (id, volume) in &world.volumes {
+            let found = self.volumes[id].read_ahead();
+            if !volume.read_ahead.contains(&found) {
+                let (name, want) = (&volume.name, &volume.read_ahead);
+                return Err(format!("volume {name} has a read-ahead of {found:?}, want {want:?}"));
+            }
+        }
+        Ok(())
     }
 }
 
