@@ -148,14 +148,14 @@ delta=$(($(received "$there") - before))
 [ "$delta" -lt $((8 << 20)) ] || fail "$delta bytes came to $there, and 2 MiB have changed"
 say "$whole bytes came for the first restore, $delta for the second"
 
-say "every node is told the changed blocks of a snapshot of $here"
+say "every node gets the changed blocks of a snapshot of $here"
 kube apply --filename "$examples/backup-account.yaml"
 for node in "${drivers[@]}"; do
     kube delete pod "list-$node" --namespace default --ignore-not-found --timeout 120s
     sed "s/name: list-blocks/name: list-$node/; s/=block-/=disk-/g; s/^metadata:/&\n  labels: {test: distributed}/
         s/^spec:/&\n  nodeName: $node/" "$examples/list-blocks.yaml" | kube apply --filename -
     finished "list-$node"
-    kube logs --namespace default "list-$node" | grep -Eq '^ +67108864 +1048576$' || fail "$node is told another delta"
+    kube logs --namespace default "list-$node" | grep -Eq '^ +67108864 +1048576$' || fail "$node got another delta"
 done
 
 say "a device grows and changes its attributes, on each node"

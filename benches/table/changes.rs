@@ -14,8 +14,8 @@ use proto::VolumeContentSource;
 use crate::host;
 use crate::{Row, SHARING, Table, ratio, spread};
 use fastrand::Rng;
-use testkit::{PoolKind, Rig};
 use testkit::bench::{median, ms};
+use testkit::{PoolKind, Rig};
 
 const GIB: u64 = 1 << 30;
 /// The number of pieces that 1 GiB of data is in, spread evenly.

@@ -57,12 +57,14 @@ pub async fn run(table: &mut Table) {
                 offsets.dedup();
                 host::drop_caches();
                 let target = rig.snapshot(&format!("{percent} {round}"), &volume).await;
-                let Streamed { first, whole, .. } = delta(&mut rig.client, &base, &target, offsets.len()).await;
+                let Streamed { first, whole, .. } =
+                    delta(&mut rig.client, &base, &target, offsets.len()).await;
                 host::hashed(&rig, &target).await;
                 at_once.push(Sample { whole, first, bare: read(&rig, &[&target], &offsets) });
                 let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
                 host::drop_caches();
-                let Streamed { first, whole, .. } = delta(&mut rig.client, &base, &target, offsets.len()).await;
+                let Streamed { first, whole, .. } =
+                    delta(&mut rig.client, &base, &target, offsets.len()).await;
                 unhashed.push(Sample { whole, first, bare: read(&rig, &[&base, &target], &offsets) });
                 drop(forgotten);
                 base = target;

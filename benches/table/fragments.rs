@@ -14,8 +14,8 @@ use deltapath::sys::tree;
 use crate::host;
 use crate::{Row, Table, ratio, spread};
 use fastrand::Rng;
-use testkit::{PoolKind, Rig};
 use testkit::bench::{median, ms};
+use testkit::{PoolKind, Rig};
 
 const SIZE: u64 = 4 << 30;
 const WRITES: usize = 200_000;

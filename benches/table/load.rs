@@ -13,8 +13,8 @@ use base::{ByteRange, ObjectDir};
 use deltapath::sys::{btrfs, tree};
 use fastrand::Rng;
 use files::DataRanges;
-use testkit::{PoolKind, Rig};
 use testkit::bench::{Aligned, median, ms, write_direct};
+use testkit::{PoolKind, Rig};
 
 use crate::{Row, SHARING, Table, host, spread};
 

@@ -10,8 +10,8 @@ use files::punch_hole;
 use crate::host;
 use crate::{Row, SHARING, Table};
 use fastrand::Rng;
-use testkit::{PoolKind, Rig};
 use testkit::bench::{median, ms};
+use testkit::{PoolKind, Rig};
 
 const SIZE: u64 = 2 << 30;
 const WRITES: usize = 20_000;

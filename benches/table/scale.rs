@@ -7,8 +7,8 @@ use cbt::{MapFile, Relation};
 use csi_client::{Client, block_capability, new_volume};
 use fastrand::Rng;
 use proto::{GetCapacityRequest, ListSnapshotsRequest, ProbeRequest};
-use testkit::{PoolKind, Rig};
 use testkit::bench::{median, ms};
+use testkit::{PoolKind, Rig};
 
 use crate::{Row, Table, host, ratio};
 

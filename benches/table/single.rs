@@ -16,8 +16,8 @@ use rayon::prelude::*;
 use crate::host;
 use crate::{Row, Table, spread};
 use fastrand::Rng;
-use testkit::{PoolKind, Rig, driver_command};
 use testkit::bench::{median, ms};
+use testkit::{PoolKind, Rig, driver_command};
 
 const ROUNDS: usize = 5;
 const GB: f64 = 1e9;

@@ -17,8 +17,8 @@ use tonic::{Request, Response, Status};
 
 use crate::host;
 use crate::{Row, Table, spread};
-use testkit::{PoolKind, Rig};
 use testkit::bench::{Process, median};
+use testkit::{PoolKind, Rig};
 
 /// With this argument the bench is the bare server.
 pub const BARE: &str = "--bare-stream";
@@ -106,7 +106,8 @@ impl SnapshotMetadata for Trivial {
                 block_metadata: (first..first + A_MESSAGE).map(tuple).collect(),
             })
         };
-        let all: Box<dyn Iterator<Item = _> + Send> = Box::new((0..TUPLES).step_by(A_MESSAGE as usize).map(message));
+        let all: Box<dyn Iterator<Item = _> + Send> =
+            Box::new((0..TUPLES).step_by(A_MESSAGE as usize).map(message));
         Ok(Response::new(tokio_stream::iter(all)))
     }
 

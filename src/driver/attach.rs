@@ -29,7 +29,7 @@ impl Volumes {
         if request.node_id.is_empty() {
             return Err(Error::Missing { field: "node_id" });
         }
-        let (record, _guard) = self.shared.lock_volume(&request.volume_id)?;
+        let record = self.shared.lock_volume(&request.volume_id)?;
         if request.node_id != self.shared.config.node_id {
             return Err(Error::NotFound { kind: "node", id: shown(&request.node_id) });
         }
@@ -63,7 +63,7 @@ impl Volumes {
     /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done. A
     /// volume that is still staged stays so: its use holds deletion off by itself.
     pub fn detach(&self, volume_id: &str, node_id: &str) -> Result<()> {
-        let (record, _guard) = match self.shared.lock_volume(volume_id) {
+        let record = match self.shared.lock_volume(volume_id) {
             Err(Error::NotFound { .. }) => return Ok(()),
             locked => locked?,
         };

@@ -37,12 +37,13 @@ impl Volumes {
         range: CapacityRange,
         capability: Option<&Capability>,
     ) -> Result<Expansion> {
-        let (mut record, _guard) = self.shared.lock_volume(id)?;
+        let volume = self.shared.lock_volume(id)?;
+        let mut record = volume.record.clone();
         let node_expansion_required = match capability.map(|asked| asked.kind_of(&record)).transpose()? {
             Some(kind) => kind != AccessKind::Block,
             None => record.fs_type().is_some(),
         };
-        self.shared.truncate_to_record(&record)?;
+        self.shared.truncate_to_record(&volume)?;
         let capacity = self.capacity.of_expanded(record.capacity, record.block_size, range)?;
         let path = self.shared.volume_data(&record.id);
         if capacity > record.capacity {
@@ -65,7 +66,7 @@ impl Volumes {
     /// The device first: what it refuses is not recorded. A crash between the two leaves an effect that
     /// ends with the device, and a retry records it.
     pub fn modify(&self, id: &str, parameters: &HashMap<String, String>) -> Result<()> {
-        let (record, _guard) = self.shared.lock_volume(id)?;
+        let record = self.shared.lock_volume(id)?;
         let asked = parse_tuning(parameters)?;
         if let Some(device) = LoopDevice::find(&self.shared.volume_data(&record.id))? {
             tune(&device, &self.shared.volume_data(&record.id), &asked)?;

@@ -21,7 +21,7 @@ use files::durable;
 pub(super) struct NewSnapshot {
     /// Its files to be.
     pub draft: ObjectDir,
-    /// The volume it is taken of, whose lock the caller holds.
+    /// The volume it is taken of, as it was when it was locked.
     pub volume: Arc<VolumeRecord>,
     /// Its record to be.
     pub record: SnapshotRecord,

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use super::error::shown;
 use super::fill::NewSnapshot;
-use super::locks::{Key, OpGuard};
+use super::locks::Key;
+use super::shared::LockedVolume;
 use super::snapshots::Snapshots;
 use super::volumes::check_name;
 use super::{Error, Result, SnapshotParameters};
-use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp, VolumeRecord};
+use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
 use base::GroupId;
 use files::Context;
 
@@ -92,19 +93,19 @@ impl Snapshots {
     fn take_group(
         &self,
         name: &str,
-        volumes: &[(Arc<VolumeRecord>, OpGuard)],
+        volumes: &[LockedVolume],
         parameters: &SnapshotParameters,
     ) -> Result<Group> {
         self.shared.check_host()?;
         let id = GroupId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?;
         let draft = self.shared.store.draft_group(&id)?;
         let mut snapshots = Vec::new();
-        for (volume, _guard) in volumes {
+        for volume in volumes {
             self.shared.truncate_to_record(volume)?;
             let record = self.new_record("", Some(id.clone()), volume, parameters.tuple_style)?;
             snapshots.push(NewSnapshot {
                 draft: draft.member(&record.id)?,
-                volume: volume.clone(),
+                volume: volume.record.clone(),
                 record,
                 pending: 0,
             });

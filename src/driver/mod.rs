@@ -45,7 +45,7 @@ pub use list::{Page, PageRequest, SnapshotFilter};
 pub use metadata::{Message, Metadata, MetadataRequest, MetadataStream, Turn};
 pub use node::{Node, PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
-pub use placement::{Named, Placement, Room};
+pub use placement::{Named, Placement, Space};
 pub use snapshots::Snapshots;
 pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
 pub use transfer::{

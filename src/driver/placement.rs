@@ -20,9 +20,9 @@ const KEPT: Duration = Duration::from_secs(600);
 /// Choices at once: more than anybody makes volumes in ten minutes.
 const MOST: usize = 10_000;
 
-/// The room of a node, in bytes.
+/// The space of a node's pool, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Room {
+pub struct Space {
     /// The pool's size; 0 where it does not answer.
     pub total: u64,
     /// What can still be written.
@@ -78,8 +78,8 @@ impl Choices {
 
 impl Placement {
     /// The room of now.
-    pub fn room(&self) -> Room {
-        Room {
+    pub fn room(&self) -> Space {
+        Space {
             total: sys::space(self.shared.open_pool.dir().path()).map_or(0, |space| space.total),
             free: self.shared.open_pool.free().unwrap_or(0),
             provisioned: self.shared.store.read(|index| {

@@ -36,7 +36,7 @@ pub(super) struct Copier {
     pub(super) read_errors: Arc<ReadErrors>,
 }
 
-/// A copy to be made of a volume, whose lock the caller holds.
+/// A copy to be made of a locked volume.
 pub(super) struct LiveCopy {
     /// The volume.
     pub id: VolumeId,

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -24,6 +25,21 @@ pub(super) struct Shared {
     pub(super) locks: OpLocks,
     /// Held for its lock; dropped last.
     pub(super) _lock: LockedDir,
+}
+
+/// A volume that no other call works on until this is dropped.
+#[derive(Debug)]
+pub(super) struct LockedVolume {
+    pub(super) record: Arc<VolumeRecord>,
+    pub(super) guard: OpGuard,
+}
+
+impl Deref for LockedVolume {
+    type Target = VolumeRecord;
+
+    fn deref(&self) -> &VolumeRecord {
+        &self.record
+    }
 }
 
 impl Shared {
@@ -79,10 +95,16 @@ impl Shared {
         }
     }
 
-    /// Locks a volume by the id a client sent. It is looked up again: it may have been deleted before the lock was ours.
-    pub(super) fn lock_volume(&self, id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {
-        let guard = self.locks.take(Key::Volume(self.volume(id)?.id.clone()))?;
-        Ok((self.volume(id)?, guard))
+    /// Locks a volume by the id a client sent.
+    pub(super) fn lock_volume(&self, id: &str) -> Result<LockedVolume> {
+        self.lock_found(|| self.volume(id))
+    }
+
+    /// Locks the volume that `find` finds.
+    pub(super) fn lock_found(&self, find: impl Fn() -> Result<Arc<VolumeRecord>>) -> Result<LockedVolume> {
+        let guard = self.locks.take(Key::Volume(find()?.id.clone()))?;
+        // Again: it may have been deleted before the lock was ours.
+        Ok(LockedVolume { record: find()?, guard })
     }
 
     /// The file of a volume's bytes.
@@ -96,9 +118,8 @@ impl Shared {
     }
 
     /// Makes the volume's file as long as its record says: an expansion may have been cut short. No device
-    /// is ever larger than the record, so nothing that anybody wrote is cut off. The caller holds the
-    /// volume's lock.
-    pub(super) fn truncate_to_record(&self, record: &VolumeRecord) -> Result<()> {
+    /// is ever larger than the record, so nothing that anybody wrote is cut off.
+    pub(super) fn truncate_to_record(&self, record: &LockedVolume) -> Result<()> {
         let path = self.volume_data(&record.id);
         let length = std::fs::metadata(&path).context("stat", &path)?.len();
         if length != record.capacity {

@@ -9,10 +9,10 @@ use super::history::Histories;
 use super::list::{Page, PageRequest, SnapshotFilter, optional, page};
 use super::locks::Key;
 use super::quiesce::Copier;
-use super::shared::Shared;
+use super::shared::{LockedVolume, Shared};
 use super::volumes::check_name;
 use super::{Error, Result, SnapshotParameters};
-use crate::store::{SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
+use crate::store::{SnapshotRecord, Timestamp, TupleStyle};
 use base::{GroupId, SnapshotId, VolumeId};
 use files::Context;
 
@@ -56,31 +56,32 @@ impl Snapshots {
             }
             return Ok(existing);
         }
-        let (volume, _guard) = self.shared.lock_volume(source_volume_id)?;
-        self.take_snapshot(name, volume, parameters)
+        let volume = self.shared.lock_volume(source_volume_id)?;
+        self.take_snapshot(name, &volume, parameters)
     }
 
     fn take_snapshot(
         &self,
         name: &str,
-        volume: Arc<VolumeRecord>,
+        volume: &LockedVolume,
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
         self.shared.check_host()?;
-        self.shared.truncate_to_record(&volume)?;
-        let record = self.new_record(name, None, &volume, parameters.tuple_style)?;
+        self.shared.truncate_to_record(volume)?;
+        let record = self.new_record(name, None, volume, parameters.tuple_style)?;
         let draft = self.shared.store.draft_snapshot(&record.id)?;
+        let volume = volume.record.clone();
         let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record, pending: 0 };
         self.fill(std::slice::from_mut(&mut new))?;
         self.histories.hold([&volume.id]).add(draft, new.record, new.pending)
     }
 
-    /// The record of a snapshot to be. The caller holds the volume's lock.
+    /// The record of a snapshot to be.
     pub(super) fn new_record(
         &self,
         name: &str,
         group: Option<GroupId>,
-        volume: &VolumeRecord,
+        volume: &LockedVolume,
         tuple_style: Option<TupleStyle>,
     ) -> Result<SnapshotRecord> {
         Ok(SnapshotRecord {

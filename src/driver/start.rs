@@ -36,7 +36,7 @@ impl Driver {
     /// 8. Note the transfers that a dead driver has begun: each goes on with the next CreateVolume (`transfer/table.rs`).
     /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
     ///
-    /// Afterwards the hashing thread takes up what is not hashed (`Hashing::take_up`), and calls are served. What
+    /// Afterwards the hashing thread takes up what is not hashed and applies the retention (`Hashing::run`), and calls are served. What
     /// an expansion that was cut short left is undone when the volume is used next (`expand.rs`, `truncate_to_record`);
     /// devices and mounts are looked up by each call.
     pub fn open(mut config: Config) -> Result<Self> {

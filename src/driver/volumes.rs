@@ -8,11 +8,11 @@ use super::capacity::{Capacity, Reserved};
 use super::error::shown;
 use super::health::ReadErrors;
 use super::history::Histories;
-use super::locks::Key;
+use super::locks::{Key, OpGuard};
 use super::node::release_devices;
 use super::quiesce::Copier;
 use super::quiesce::LiveCopy;
-use super::shared::Shared;
+use super::shared::{LockedVolume, Shared};
 use super::transfer::TransferTable;
 use super::{Capability, CapacityRange, Error, Result, VolumeParameters};
 use crate::pool::{self, Bytes};
@@ -84,14 +84,14 @@ impl Volumes {
     pub fn create(&self, request: &CreateVolume) -> Result<Arc<VolumeRecord>> {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
-        let _name = self.shared.locks.take(Key::VolumeName(request.name.clone()))?;
+        let name = self.shared.locks.take(Key::VolumeName(request.name.clone()))?;
         // Before the volumes: what becomes one in between is found among them.
         self.transfers.check(request, &access)?;
         if let Some(existing) = self.existing(request, &access)? {
             return Ok(existing);
         }
         self.shared.check_topology(&request.requisite, "volumes are made where the driver runs")?;
-        let (content, _guard) = match &request.source {
+        let (content, _locked) = match &request.source {
             None => (None, None),
             Some(SourceRef::Snapshot(id)) => {
                 let content = self.snapshot_content(id);
@@ -99,8 +99,8 @@ impl Volumes {
             }
             Some(SourceRef::Volume(id)) => {
                 let locked = self.shared.lock_volume(id);
-                let (record, guard) = locked.map_err(|error| self.perhaps_elsewhere(error, request))?;
-                (Some(self.volume_content(&record)?), Some(guard))
+                let volume = locked.map_err(|error| self.perhaps_elsewhere(error, request))?;
+                (Some(self.volume_content(&volume)?), Some(volume))
             }
         };
         let block_size = request
@@ -130,7 +130,7 @@ impl Volumes {
             ephemeral: None,
             created: Timestamp::now(),
         };
-        self.fill_and_commit(record, content)
+        self.fill_and_commit(&name, record, content)
     }
 
     /// The volume that an earlier call of this name made.
@@ -146,9 +146,10 @@ impl Volumes {
         }
     }
 
-    /// The caller holds the name.
+    /// Makes the bytes of a volume and records it. `_name` keeps others from making one of the same name.
     pub(super) fn fill_and_commit(
         &self,
+        _name: &OpGuard,
         record: VolumeRecord,
         content: Option<Content>,
     ) -> Result<Arc<VolumeRecord>> {
@@ -188,8 +189,8 @@ impl Volumes {
             return Err(Error::Missing { field: "volume_id" });
         }
         let Ok(id) = id.parse::<VolumeId>() else { return Ok(()) };
-        let _guard = self.shared.locks.take(Key::Volume(id.clone()))?;
-        if self.transfers.remove(&id)? {
+        let lock = self.shared.locks.take(Key::Volume(id.clone()))?;
+        if self.transfers.remove(&id, &lock)? {
             return Ok(());
         }
         let Some(record) = self.shared.store.read(|index| index.volume(&id)) else {
@@ -202,12 +203,12 @@ impl Volumes {
                 attached.node_id
             )));
         }
-        self.remove_idle(&id)
+        self.remove_idle(&id, &lock)
     }
 
-    /// Removes a volume that nobody uses. The caller holds its lock.
-    pub(super) fn remove_idle(&self, id: &VolumeId) -> Result<()> {
-        release_devices(&self.shared, id)?;
+    /// Removes a volume that nobody uses.
+    pub(super) fn remove_idle(&self, id: &VolumeId, lock: &OpGuard) -> Result<()> {
+        release_devices(&self.shared, id, lock)?;
         let _removed = self.shared.store.remove_volume(id)?;
         self.read_errors.forget(id);
         self.histories.hold([id]).apply_retention(id);
@@ -273,7 +274,7 @@ impl Volumes {
         })
     }
 
-    fn volume_content(&self, record: &VolumeRecord) -> Result<Content> {
+    fn volume_content(&self, record: &LockedVolume) -> Result<Content> {
         self.shared.truncate_to_record(record)?;
         Ok(Content {
             source: Source::Volume(record.id.clone()),

@@ -321,7 +321,7 @@ impl Store {
         Ok(())
     }
 
-    /// Changes what is recorded of a volume, whose lock the caller holds.
+    /// Changes what is recorded of a volume. Of two changes at once one would be lost: the driver locks the volume.
     pub fn change_volume_state(&self, id: &VolumeId, change: impl FnOnce(&mut VolumeState)) -> Result<()> {
         let mut state = self.volume_state(id)?;
         change(&mut state);

@@ -12,19 +12,19 @@ use tonic::Code;
 use crate::manifests::{containers, objects_of, pod_spec, strings};
 
 /// Arguments of a container of the overlay's driver pod.
-fn arguments(name: &str) -> Option<Vec<String>> {
-    let objects = objects_of("deploy/overlays/faults")?;
+fn arguments(name: &str) -> Vec<String> {
+    let objects = objects_of("deploy/overlays/faults");
     let plugin = objects.iter().find(|found| found.is("StatefulSet", "deltapath-plugin")).expect("a driver");
     let pod = pod_spec(&plugin.object).expect("a pod");
     let container = containers(pod).into_iter().find(|container| container["name"] == name);
     let container = container.unwrap_or_else(|| panic!("no container {name}"));
-    Some(strings(&container["args"]).into_iter().map(str::to_owned).collect())
+    strings(&container["args"]).into_iter().map(str::to_owned).collect()
 }
 
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_go_between_of_the_manifest_stands_before_the_driver() {
-    let Some((faults, driver)) = arguments("faults").zip(arguments("deltapath")) else { return };
+    let (faults, driver) = (arguments("faults"), arguments("deltapath"));
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let front = rig.dir.path().join("front.sock");
     // The socket that the driver has in its pod is the one that it has here, and its directory is another; ports are shared with

@@ -17,14 +17,11 @@ fn repository() -> &'static Path {
 }
 
 /// The unpacked image.
-fn rootfs() -> Option<PathBuf> {
+fn rootfs() -> PathBuf {
     let path = repository().join(".deps/image/rootfs");
-    if path.join("usr/local/bin/deltapath").exists() {
-        return Some(path);
-    }
-    eprintln!("skipped: needs the unpacked image, which `make image-rootfs` builds");
-    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs the unpacked image");
-    None
+    let is_there = path.join("usr/local/bin/deltapath").exists();
+    assert!(is_there, "needs the unpacked image: run `make image-rootfs`");
+    path
 }
 
 fn in_image(rootfs: &Path, dir: &Path) -> Command {
@@ -196,7 +193,7 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
 async fn the_demos_steps_pass_against_the_container_from_outside(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
-    let Some(rootfs) = rootfs() else { return };
+    let rootfs = rootfs();
     let swept = Swept::new();
     let dir = swept.0.path();
     let kubelet = dir.join("kubelet");
@@ -218,7 +215,7 @@ async fn the_demos_steps_pass_against_the_container_from_outside(
 async fn a_volume_in_use_outlives_its_container(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
-    let Some(rootfs) = rootfs() else { return };
+    let rootfs = rootfs();
     let swept = Swept::new();
     let dir = swept.0.path();
     let kubelet = dir.join("kubelet");
@@ -261,7 +258,7 @@ async fn a_volume_in_use_outlives_its_container(
 #[test_with::root]
 #[test]
 fn the_init_container_makes_loop_device_nodes() {
-    let Some(rootfs) = rootfs() else { return };
+    let rootfs = rootfs();
     let text = std::fs::read_to_string(repository().join("deploy/components/kind/kustomization.yaml"))
         .expect("read");
     let script: String = text
@@ -323,7 +320,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
             "hack/deps.sh installs another version than {package}"
         );
     }
-    let Some(rootfs) = rootfs() else { return };
+    let rootfs = rootfs();
     for program in &called {
         let output = Command::new("chroot")
             .arg(&rootfs)
@@ -340,7 +337,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
 #[test_with::root]
 #[test]
 fn the_gateways_image_is_one_program_that_needs_nothing() {
-    let Some(rootfs) = rootfs() else { return };
+    let rootfs = rootfs();
     let gateway = rootfs.with_file_name("gateway");
     assert_eq!(testkit::names(&gateway), ["deltapath-gateway"]);
     let output = Command::new("chroot")

@@ -62,21 +62,21 @@ fn pods(objects: &'static [Found]) -> impl Iterator<Item = (&'static Found, &'st
 }
 
 /// Each overlay's objects, and its driver among them.
-pub fn plugins() -> Option<Vec<(&'static str, Vec<&'static Found>, &'static Found)>> {
+pub fn plugins() -> Vec<(&'static str, Vec<&'static Found>, &'static Found)> {
     let plugin = |source: &'static str| {
-        let objects = objects_of(source)?;
+        let objects = objects_of(source);
         let plugin = objects
             .iter()
             .find(|found| found.name() == "deltapath-plugin" && pod_spec(&found.object).is_some());
         let plugin = *plugin.unwrap_or_else(|| panic!("{source} has no deltapath-plugin"));
-        Some((source, objects, plugin))
+        (source, objects, plugin)
     };
     OVERLAYS.into_iter().map(plugin).collect()
 }
 
 #[test]
 fn every_flag_of_the_driver_is_in_its_help() {
-    let Some(objects) = objects() else { return };
+    let objects = objects();
     let output =
         Command::new(testkit::program("deltapath")).args(["driver", "--help"]).output().expect("run");
     let help = String::from_utf8(output.stdout).expect("utf-8");
@@ -101,7 +101,7 @@ fn every_flag_of_the_driver_is_in_its_help() {
 
 #[test]
 fn every_flag_of_the_go_between_is_in_its_help() {
-    let Some(objects) = objects_of("deploy/overlays/faults") else { return };
+    let objects = objects_of("deploy/overlays/faults");
     let all = objects.iter().filter_map(|found| pod_spec(&found.object)).flat_map(containers);
     let [faults] = all.filter(|container| name(container) == "faults").collect::<Vec<_>>()[..] else {
         panic!("not one go-between");
@@ -117,7 +117,7 @@ fn every_flag_of_the_go_between_is_in_its_help() {
 /// Of the router, and of what makes its certificates and the nodes'.
 #[test]
 fn every_flag_of_the_router_is_in_its_help() {
-    let Some(objects) = objects() else { return };
+    let objects = objects();
     let mut seen = BTreeSet::new();
     for (found, pod) in pods(objects) {
         for container in containers(pod) {
@@ -143,7 +143,7 @@ fn every_flag_of_the_router_is_in_its_help() {
 #[test]
 fn the_controller_asks_a_router_that_finds_the_drivers() {
     for source in ["deploy/overlays/distributed", "deploy/overlays/kind-distributed"] {
-        let Some(objects) = objects_of(source) else { return };
+        let objects = objects_of(source);
         let of = |kind: &str, name: &str| {
             let found = objects.iter().find(|found| found.is(kind, name));
             &found.unwrap_or_else(|| panic!("{source} has no {kind} {name}")).object
@@ -192,7 +192,7 @@ fn the_controller_asks_a_router_that_finds_the_drivers() {
 
 #[test]
 fn every_flag_of_a_sidecar_is_one_of_its_version() {
-    let Some(objects) = objects() else { return };
+    let objects = objects();
     let mut used = BTreeSet::new();
     for (found, pod) in pods(objects) {
         for container in containers(pod) {
@@ -213,7 +213,7 @@ fn every_flag_of_a_sidecar_is_one_of_its_version() {
 
 #[test]
 fn every_socket_path_leads_to_the_drivers_socket() {
-    let Some(plugins) = plugins() else { return };
+    let plugins = plugins();
     for (source, _, plugin) in plugins {
         let pod = pod_spec(&plugin.object).expect("a pod");
         let volume_at = |container: &Value, path: &str| -> Option<String> {
@@ -266,7 +266,7 @@ fn every_socket_path_leads_to_the_drivers_socket() {
 
 #[test]
 fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
-    let Some(plugins) = plugins() else { return };
+    let plugins = plugins();
     for (source, _, plugin) in plugins {
         let pod = pod_spec(&plugin.object).expect("a pod");
         let path_of: HashMap<&str, &str> = list(&pod["volumes"])
@@ -314,7 +314,7 @@ fn mounts_and_rights_are_what_the_driver_needs_and_nobody_elses() {
 
 #[test]
 fn every_image_is_pinned_and_of_one_version() {
-    let Some(objects) = objects() else { return };
+    let objects = objects();
     let mut versions: BTreeMap<&str, &str> = BTreeMap::new();
     for (found, pod) in pods(objects) {
         for container in containers(pod) {
@@ -336,7 +336,7 @@ fn every_image_is_pinned_and_of_one_version() {
 
 #[test]
 fn selectors_ports_and_probes_meet() {
-    let Some(objects) = objects() else { return };
+    let objects = objects();
     let within = |some: &Value, all: &Value| {
         some.as_object()
             .is_some_and(|some| !some.is_empty() && some.iter().all(|(key, value)| all[key] == *value))
@@ -401,7 +401,7 @@ fn selectors_ports_and_probes_meet() {
 /// The ports that the flags name are the ports that are declared.
 #[test]
 fn ports_are_those_of_the_flags() {
-    let Some(plugins) = plugins() else { return };
+    let plugins = plugins();
     for (source, _, plugin) in plugins {
         for container in containers(pod_spec(&plugin.object).expect("a pod")) {
             let declared: BTreeSet<String> =

@@ -2,6 +2,9 @@
 //! restores between them, clones, expansions, deletions and restarts, on all pools, in both styles, with the
 //! hashing behind it all at any stage. Whatever happened, every delta, also from a deleted base, and every
 //! allocated list is exact, block by block, from any offset: nothing is missing and nothing too much.
+//!
+//! The model of `model/` knows what each call may answer and compares whole devices, which are small. This one knows contents
+//! alone, and writes windows at the borders of a map's segments, in volumes of 40 GiB and more.
 
 use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
 use proptest::prelude::*;

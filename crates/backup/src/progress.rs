@@ -98,7 +98,7 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// So many bytes a second, or any number.
+    /// `rate` is in bytes a second; none is no limit.
     pub fn new(rate: Option<u64>) -> Self {
         Limit { rate, paid: Mutex::new(Instant::now()) }
     }

@@ -111,7 +111,7 @@ pub struct Tuples {
 }
 
 impl Tuples {
-    /// The next one; `None` at the end. What the CSI spec rules out is an error here, for whoever pages relies on it.
+    /// The next one; `None` at the end. What the CSI spec rules out is an error here, for pages rely on it.
     pub async fn next(&mut self) -> Result<Option<Tuple>, Status> {
         loop {
             if let Some(tuple) = self.message.next() {

@@ -120,8 +120,8 @@ struct Aggregated {
 /// VolumeSnapshotDelta: the sidecar of a CSI driver, which the aggregated API server asks for changed blocks.
 ///
 /// It writes the DriverDiscovery of its driver, serves the gRPC call ListSnapshotDeltas on a socket, and answers JSON over
-/// HTTPS from there, to whoever may create driverdiscoveries/deltas. With --snapshot-data each block comes with a token,
-/// and whoever brings it gets the block's bytes: GET ADDRESS/data, with the token as a bearer token.
+/// HTTPS from there, for users who may create driverdiscoveries/deltas. With --snapshot-data each block comes with a token,
+/// which is all that a reader of the block's bytes needs: GET ADDRESS/data, with the token as a bearer token.
 ///
 /// One replica, which is elected, is ready; the others answer /readyz with 503. On SIGTERM and SIGINT it takes no new
 /// requests, ends those under way, and exits with 0. Exit codes: 0 stopped, 1 failed (the reason is on standard error), 2 wrong

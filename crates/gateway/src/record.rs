@@ -141,7 +141,7 @@ impl serve::streams::Record for Record {
             code => tracing::info!(?code, reason = line.message, "failed"),
         }
         if let Ok(line) = serde_json::to_string(&line) {
-            // Whoever read the audit may be gone: calls are served all the same.
+            // The reader of the audit may be gone: calls are served all the same.
             let _ = writeln!(std::io::stdout().lock(), "{line}");
         }
     }

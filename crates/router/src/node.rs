@@ -186,14 +186,14 @@ impl Node {
                 request.metadata_mut().insert("grpc-timeout", left);
             }
             let answer = grpc.unary(request, PathAndQuery::from_static(path), Passthrough).await;
-            answer.map(tonic::Response::into_inner).map_err(|status| self.told(status))
+            answer.map(tonic::Response::into_inner).map_err(|status| self.status_of(status))
         };
         within(deadline, call).await
     }
 
     /// The status for the client: the node's own as it is, and for a connection that broke, which a source gives away, one
     /// that says so.
-    pub fn told(&self, status: Status) -> Status {
+    pub fn status_of(&self, status: Status) -> Status {
         match std::error::Error::source(&status) {
             Some(_) => self.away(&status),
             None => passed_on(status),

@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_keeps_its_place_whoever_comes_and_goes() {
+    fn a_token_keeps_its_place_while_nodes_come_and_go() {
         let id = format!("vol-00000005{}", "0".repeat(24));
         let within = Start::parse(&id).expect("an id");
         let after = Start::parse(&after(key(5))).expect("a token");

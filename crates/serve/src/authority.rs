@@ -268,14 +268,10 @@ mod tests {
         for length in 0..whole.len() {
             clean_block(&mut whole[..length].to_vec());
         }
-        let mut state = 1u32;
+        let mut random = fastrand::Rng::with_seed(1);
         for _ in 0..20_000 {
-            let mut noise: Vec<u8> = (0..40)
-                .map(|_| {
-                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                    (state >> 24) as u8
-                })
-                .collect();
+            let mut noise = vec![0; 40];
+            random.fill(&mut noise);
             clean_block(&mut noise);
             let mut frame = [vec![0, 0, 40, HEADERS, noise[0], 0, 0, 0, 1], noise].concat();
             clean(&mut frame);

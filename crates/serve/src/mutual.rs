@@ -75,7 +75,7 @@ impl Identity {
         let certificate = webpki::EndEntityCert::try_from(certificate).ok()?;
         let mut ours = certificate.valid_uri_names().filter_map(Identity::parse);
         let first = ours.next()?;
-        // Two roles at once would be for whoever reads them to choose from.
+        // Of two roles a reader would have to choose one.
         ours.next().is_none().then_some(first)
     }
 }

@@ -113,7 +113,7 @@ impl Stop {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
-            // Whoever asks later learns of it, too.
+            // It is there for later readers, too.
             stop.send_replace(true);
             stop.closed().await;
         });

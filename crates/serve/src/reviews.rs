@@ -22,7 +22,7 @@ use crate::snapshots::{SNAPSHOTS, SnapshotName};
 
 /// Answers kept at once, of each kind.
 const CACHED: u64 = 20_000;
-/// Reviews under way at once: whoever tries tokens out does not take the API server with them.
+/// The most reviews under way at once, so that a client that tries tokens out does not overload the API server.
 const AT_ONCE: usize = 64;
 /// Tokens that wait for their review at once.
 const MAX_WAITING: usize = 1024;
@@ -157,7 +157,7 @@ impl Reviews {
             status.audiences.as_ref().is_some_and(|audiences| audiences.iter().any(|one| one == audience));
         if status.authenticated != Some(true) || !is_for_us {
             self.counted("TokenReview", "denied");
-            // What the API server says of the token is for its log, not for whoever holds it.
+            // What the API server says of the token is for its log, not for the token's holder.
             return Err(Status::unauthenticated(
                 "the security token is not valid, or not for the audience of this service",
             ));

@@ -16,7 +16,7 @@ use rustls::sign::SigningKey;
 
 use crate::mutual::{Identity, Role};
 
-/// How long a ticket is good for. Whoever orders a transfer asks again sooner, and brings a new one.
+/// How long a ticket is good for. A caller of CreateVolume repeats the call sooner, with a new one.
 pub const LIFE: Duration = Duration::from_secs(15 * 60);
 /// How much longer one may seem to be good, for clocks differ. Nobody is to sign one for a year.
 const CLOCKS: Duration = Duration::from_secs(15 * 60);
@@ -64,8 +64,8 @@ pub enum Refused {
     /// It is no ticket.
     #[error("it is not a ticket")]
     Form,
-    /// Whoever signed it is not the router of this cluster.
-    #[error("whoever signed it is not the router of {cluster}: {why}")]
+    /// Its signer is not the router of this cluster.
+    #[error("its signer is not the router of {cluster}: {why}")]
     Signer {
         /// Ours.
         cluster: String,

@@ -96,7 +96,7 @@ pub enum Error {
         idle: Duration,
     },
     /// The answer breaks the contract, so nothing in it can be trusted. Advice: full backup, or stop where the allocated
-    /// blocks were asked for. Report it to whoever makes the driver.
+    /// blocks were asked for. Report it to the driver's authors.
     #[error("{call}: the answer of the server is not valid: {violation}")]
     Invalid {
         /// The call.

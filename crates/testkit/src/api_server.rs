@@ -43,24 +43,19 @@ pub struct ApiServer {
     server: Mutex<Option<Child>>,
 }
 
-/// The directory with these programs of Kubernetes; `None`, with a reason on standard error, where they cannot be had. Under
-/// CI that is a failure.
-pub fn kube_programs(programs: &[&str]) -> Option<PathBuf> {
+/// The directory with these programs of Kubernetes, which are built the first time.
+pub fn kube_programs(programs: &[&str]) -> PathBuf {
     let script = Path::new(super::HOME).join("hack/kube-programs.sh");
     let output =
         Command::new(script).args(programs).stderr(Stdio::inherit()).output().expect("kube-programs.sh");
-    if !output.status.success() {
-        eprintln!("skipped: needs {programs:?}, which hack/kube-programs.sh builds where go is installed");
-        assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs {programs:?}");
-        return None;
-    }
-    Some(String::from_utf8(output.stdout).expect("a path").trim().into())
+    assert!(output.status.success(), "needs {programs:?}: hack/kube-programs.sh {}", programs.join(" "));
+    String::from_utf8(output.stdout).expect("a path").trim().into()
 }
 
 impl ApiServer {
-    /// Starts one, with the CRDs of snapshots and of the SnapshotMetadataService; `None` where its programs cannot be had.
-    pub async fn start() -> Option<Self> {
-        let programs = kube_programs(&["etcd", "kube-apiserver"])?;
+    /// Starts one, with the CRDs of snapshots and of the SnapshotMetadataService.
+    pub async fn start() -> Self {
+        let programs = kube_programs(&["etcd", "kube-apiserver"]);
         let dir = super::temp_dir();
         let [port, etcd_port] = [(); 2].map(|()| super::free_port());
         make_certificates(dir.path());
@@ -74,7 +69,7 @@ impl ApiServer {
         server.start_server();
         server.ready().await;
         server.install_crds().await;
-        Some(server)
+        server
     }
 
     fn spawn(&self, program: &str, arguments: &[String]) -> Child {

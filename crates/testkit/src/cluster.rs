@@ -188,7 +188,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// So many drivers behind one router.
+    /// Drivers behind one router.
     pub async fn start(pool: PoolKind, nodes: usize, driver: &[&str]) -> Self {
         Self::start_with(pool, nodes, driver, &[]).await
     }
@@ -224,7 +224,7 @@ impl Cluster {
         Cluster { router: None, nodes: Vec::new(), authority, dir }
     }
 
-    /// So many drivers, each on a host of its own, behind one router. The caller is in a network of its own.
+    /// Drivers, each on a host of its own, behind one router. The caller is in a network of its own.
     pub async fn start_on_hosts(pool: PoolKind, nodes: u8, router: &[&str]) -> Self {
         let mut cluster = Self::empty();
         for number in 0..nodes {

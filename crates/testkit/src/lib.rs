@@ -424,7 +424,7 @@ pub fn wait(child: &mut Child, patience: Duration) -> ExitStatus {
             return status;
         }
         if Instant::now() > deadline {
-            // Whoever cleans up has no hold on it any more.
+            // Nothing that cleans up holds it any more.
             let _ = child.kill();
             let _ = child.wait();
             panic!("process {} does not end", child.id());

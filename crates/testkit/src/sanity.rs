@@ -1,7 +1,7 @@
 //! csi-sanity, the CSI community's own test of a driver, as the suites of driver and router run it.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use crate::{HOME, leftovers};
@@ -23,21 +23,11 @@ const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
     "testnodevolumeattachlimit not enabled",
 ];
 
-/// The program; `None`, and why on standard error, where it is not installed, which under CI is a failure.
-fn program() -> Option<PathBuf> {
-    let path = Path::new(HOME).join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
-    if path.exists() {
-        return Some(path);
-    }
-    eprintln!("skipped: needs csi-sanity {VERSION}, which `make deps` builds where go is installed");
-    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs csi-sanity");
-    None
-}
-
 /// Runs csi-sanity for both access types against the driver or router at `socket`, whose nodes' names begin with `node`, and
 /// fails where it finds anything, skips what is claimed, or leaves a mount in `dir`.
 pub fn assert_finds_nothing(what: &str, socket: &Path, dir: &Path, node: &str, attach: bool) {
-    let Some(program) = program() else { return };
+    let program = Path::new(HOME).join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
+    assert!(program.exists(), "needs csi-sanity {VERSION}: run `make deps`");
     let mutable = dir.join("mutable.yaml");
     std::fs::write(&mutable, "readAheadKiB: \"1024\"\ndirectIO: \"false\"\n").expect("write");
     for access in ["mount", "block"] {

@@ -7,7 +7,7 @@ use super::filesystem::{self, is_blank};
 use super::publish::make_directory;
 use super::stage::remove_target;
 use super::{Held, Node, PublishRequest, check_unoccupied, detach, shows};
-use crate::driver::locks::Key;
+use crate::driver::locks::{Key, OpGuard};
 use crate::driver::volumes::check_name;
 use crate::driver::{AccessType, CapacityRange, EphemeralParameters, Error, Result};
 use crate::store::{Staged, Timestamp, Tuning, VolumeRecord, VolumeState};
@@ -39,11 +39,11 @@ impl Node {
                 "an ephemeral inline volume is a filesystem, never a device".into(),
             ));
         }
-        let _handle = self.shared.locks.take(Key::Ephemeral(handle.clone()))?;
+        let name = self.shared.locks.take(Key::Ephemeral(handle.clone()))?;
         let _place = self.shared.locks.take(Key::Place(target.clone()))?;
         let is_new = self.shared.store.read(|index| index.ephemeral(handle)).is_none();
         if is_new {
-            self.create_ephemeral(request, parameters)?;
+            self.create_ephemeral(&name, request, parameters)?;
         }
         let mut held = self.hold(handle)?;
         let staged = Staged {
@@ -65,7 +65,12 @@ impl Node {
         placed
     }
 
-    fn create_ephemeral(&self, request: &PublishRequest, parameters: &EphemeralParameters) -> Result<()> {
+    fn create_ephemeral(
+        &self,
+        name: &OpGuard,
+        request: &PublishRequest,
+        parameters: &EphemeralParameters,
+    ) -> Result<()> {
         let access = vec![request.capability.kind(None)?];
         let required = parameters.size.map_or(0, |size| size.0);
         let capacity =
@@ -85,7 +90,7 @@ impl Node {
             ephemeral: Some(request.volume_id.clone()),
             created: Timestamp::now(),
         };
-        self.volumes.fill_and_commit(record, None).map(drop)
+        self.volumes.fill_and_commit(name, record, None).map(drop)
     }
 
     /// 1. Make the target: what cannot be one is never recorded. A crash leaves an empty directory, which
@@ -135,7 +140,7 @@ impl Node {
             }
             self.shared.store.set_volume_state(&held.record.id, &VolumeState::default())?;
         }
-        self.volumes.remove_idle(&held.record.id)
+        self.volumes.remove_idle(&held.record.id, &held.lock)
     }
 
     /// Removes ephemeral volumes that were made and never placed: a crash came between, and kubelet need

@@ -178,7 +178,7 @@ fn ext4_is_small(device: &Path) -> Result<bool> {
         value.trim().parse::<u64>().ok()
     };
     let Some((blocks, block_size)) = number("Block count:").zip(number("Block size:")) else {
-        let what = format!("dumpe2fs does not tell the size of the ext4 on {}", device.display());
+        let what = format!("dumpe2fs does not print the size of the ext4 on {}", device.display());
         return Err(Error::Precondition(what));
     };
     let table = number("Inode blocks per group:").unwrap_or(0);

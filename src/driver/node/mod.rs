@@ -23,7 +23,7 @@ use super::expand::{grow, tune};
 use super::health::Health;
 use super::locks::{Key, OpGuard};
 use super::quiesce::Copier;
-use super::shared::Shared;
+use super::shared::{LockedVolume, Shared};
 use super::volumes::Volumes;
 use super::{Capability, EphemeralParameters, Error, Result};
 use crate::store::{self, Staged, VolumeRecord, VolumeState};
@@ -71,7 +71,7 @@ struct Held {
     known: bool,
     /// The bytes behind its device.
     data: PathBuf,
-    _volume: OpGuard,
+    lock: OpGuard,
     _place: Option<OpGuard>,
 }
 
@@ -84,11 +84,12 @@ impl Node {
 
     /// Takes a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
-        let (record, guard) = self.lock_volume(volume_id)?;
-        self.shared.truncate_to_record(&record)?;
+        let volume = self.lock_volume(volume_id)?;
+        self.shared.truncate_to_record(&volume)?;
+        let LockedVolume { record, guard } = volume;
         let state = self.shared.store.volume_state(&record.id)?;
         let data = self.shared.volume_data(&record.id);
-        Ok(Held { record, state, known: true, data, _volume: guard, _place: None })
+        Ok(Held { record, state, known: true, data, lock: guard, _place: None })
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
@@ -97,7 +98,7 @@ impl Node {
     /// A broken pool must not keep a pod from ending: where it cannot be read, the kernel alone is asked
     /// what is there.
     fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
-        let (record, guard) = match self.lock_volume(volume_id) {
+        let LockedVolume { record, guard } = match self.lock_volume(volume_id) {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
             locked => locked?,
         };
@@ -111,14 +112,11 @@ impl Node {
             state => (state?, true),
         };
         let data = self.shared.volume_data(&record.id);
-        Ok(Some(Held { record, state, known, data, _volume: guard, _place: place }))
+        Ok(Some(Held { record, state, known, data, lock: guard, _place: place }))
     }
 
-    fn lock_volume(&self, volume_id: &str) -> Result<(Arc<VolumeRecord>, OpGuard)> {
-        let id = self.volume_or_ephemeral(volume_id)?.id.clone();
-        let guard = self.shared.locks.take(Key::Volume(id))?;
-        // Looked up again: it may have been deleted before the lock was ours.
-        Ok((self.volume_or_ephemeral(volume_id)?, guard))
+    fn lock_volume(&self, volume_id: &str) -> Result<LockedVolume> {
+        self.shared.lock_found(|| self.volume_or_ephemeral(volume_id))
     }
 
     /// Records that a volume is no longer at some place. A pool that is full or broken cannot take that, and must
@@ -171,9 +169,9 @@ impl Node {
     }
 }
 
-/// Makes sure that nobody uses the volume any more, and frees its device. The caller holds the
-/// volume's lock.
-pub(super) fn release_devices(shared: &Shared, id: &VolumeId) -> Result<()> {
+/// Makes sure that nobody uses the volume any more, and frees its device. `_lock` keeps others from
+/// staging it again.
+pub(super) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -> Result<()> {
     let state = shared.store.volume_state(id)?;
     let device = LoopDevice::find(&shared.volume_data(id))?;
     let paths = state.staged.iter().map(|staged| &staged.path);

@@ -230,7 +230,7 @@ impl Transfers {
                 continue;
             }
             let removed =
-                self.shared.locks.take(Key::Volume(id.clone())).and_then(|_lock| self.table.remove(id));
+                self.shared.locks.take(Key::Volume(id.clone())).and_then(|lock| self.table.remove(id, &lock));
             match removed {
                 Ok(_) => {
                     tracing::warn!(volume_id = %id, "a transfer was removed: CreateVolume was not called for it in an hour")

@@ -185,12 +185,13 @@ impl Sources {
 
     /// Takes a snapshot of a volume that is in no index and in no history.
     fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
-        let (found, _guard) = self.shared.lock_volume(source)?;
+        let found = self.shared.lock_volume(source)?;
         self.shared.check_host()?;
         self.shared.truncate_to_record(&found)?;
         let record = self.snapshots.new_record("", None, &found, None)?;
         let draft = self.shared.store.draft_snapshot(&record.id)?;
-        let mut new = NewSnapshot { draft: draft.dir().clone(), volume: found, record, pending: 0 };
+        let mut new =
+            NewSnapshot { draft: draft.dir().clone(), volume: found.record.clone(), record, pending: 0 };
         self.snapshots.fill(std::slice::from_mut(&mut new))?;
         let dir = draft.dir().clone();
         self.open_files(&new.record, &dir, Some(draft), [source, reader, volume])

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::PATIENCE;
 use super::receive::{Progress, Remote};
 use crate::driver::error::shown;
+use crate::driver::locks::OpGuard;
 use crate::driver::shared::Shared;
 use crate::driver::volumes::difference;
 use crate::driver::{CreateVolume, Error, Result};
@@ -194,8 +195,8 @@ impl TransferTable {
     }
 
     /// Ends the transfer that makes this volume and removes what there is of it; returns whether there was one. When it has just
-    /// become a volume there is none. The caller holds the volume's lock.
-    pub(in crate::driver) fn remove(&self, id: &VolumeId) -> Result<bool> {
+    /// become a volume there is none. `_lock` keeps others from making or using it meanwhile.
+    pub(in crate::driver) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
         let Some(transfer) = self.known().get(id).cloned() else { return Ok(false) };
         transfer.end(true);
         while matches!(transfer.state().phase, Phase::Running) {

@@ -66,12 +66,12 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own()
     until("hashed", || is_hashed(&dir)).await;
     std::fs::write(dir.allocated(), "damaged").expect("damage the map");
     let mut orders = Orders::new(rig.dir.path());
-    orders.hold(1, "calls", 3000);
+    orders.hold(1, "calls", 6000);
     let asking = tokio::spawn({
         let (mut client, snapshot_id) = (rig.client.metadata.clone(), snapshot.clone());
         async move {
             let mut request = Request::new(GetMetadataAllocatedRequest { snapshot_id, ..Default::default() });
-            request.set_timeout(Duration::from_millis(1500));
+            request.set_timeout(Duration::from_secs(4));
             client.get_metadata_allocated(request).await.expect_err("too late");
         }
     });

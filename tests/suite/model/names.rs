@@ -56,7 +56,8 @@ impl Names {
     /// The name of a node.
     pub fn node(&self, node: Node, volume: &Ref) -> String {
         let id = self.volume(volume);
-        let its = self.sites.iter().find(|site| key_of(&id).as_ref() == Some(&site.key)).or(self.sites.first());
+        let its =
+            self.sites.iter().find(|site| key_of(&id).as_ref() == Some(&site.key)).or(self.sites.first());
         match node {
             Node::This => its.map_or_else(|| Site::alone().name, |its| its.name.clone()),
             Node::Another => ANOTHER.to_owned(),

@@ -118,7 +118,7 @@ struct Run<'r> {
     done: Mutex<Vec<u32>>,
 }
 
-/// A segment in work. Whoever drops the last hold on it stores its map.
+/// A segment in work. Its map is stored with the last reference to it.
 struct Work<'r> {
     listed: Listed,
     base: Option<&'r SegmentRef>,

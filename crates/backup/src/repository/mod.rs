@@ -118,7 +118,7 @@ impl Repository {
                 )));
             }
             let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };
-            // Whoever was quicker has made it.
+            // Another process was quicker.
             store.create(CONFIG, index::envelope(&config))?;
         }
         Self::open(url, runtime)

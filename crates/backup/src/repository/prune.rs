@@ -27,7 +27,7 @@ const PARTIAL_DAYS: i64 = 7;
 /// Which backups are kept. With nothing said all are.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Keep {
-    /// So many of the last ones of each volume.
+    /// The number of last ones of each volume.
     pub last: Option<usize>,
     /// The number of days of which the last one is kept.
     pub daily: Option<usize>,

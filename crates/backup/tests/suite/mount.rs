@@ -9,21 +9,9 @@ use nix::sys::signal::Signal;
 
 use crate::tool::{BLOCK, MIB, Place, Running, arg, text};
 
-/// Whether a program is there. Under CI it has to be.
-fn has(program: &str) -> bool {
-    let found = Command::new(program).arg("--version").output().is_ok();
-    assert!(
-        found || std::env::var("CI").as_deref() != Ok("true"),
-        "{program} is missing: run hack/test-deps.sh"
-    );
-    if !found {
-        eprintln!("skipped: {program} is missing: run hack/test-deps.sh");
-    }
-    found
-}
-
 fn run(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().expect(program);
+    let output = Command::new(program).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("{program}: {error}: run `make test-deps`"));
     assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
     text(&output.stdout)
 }
@@ -51,9 +39,6 @@ fn url(socket: &Path) -> String {
 
 #[test]
 fn nbd_clients_read_a_backup() {
-    if !has("nbdcopy") || !has("nbdinfo") || !has("qemu-img") {
-        return;
-    }
     let place = Place::new();
     // Not a whole number of sectors: behind the end there are zeros.
     let size = 150 * MIB + 700;
@@ -109,12 +94,9 @@ impl Drop for Mounts {
 }
 
 #[test_with::root]
+#[test_with::path(/dev/fuse)]
 #[test]
 fn files_come_out_of_a_filesystem_in_a_backup() {
-    if !has("nbdfuse") || !Path::new("/dev/fuse").exists() {
-        eprintln!("skipped: needs nbdfuse and /dev/fuse");
-        return;
-    }
     for (make, options) in
         [(&["mkfs.ext4", "-q", "-F"][..], "ro,noload"), (&["mkfs.xfs", "-q", "-f"], "ro,norecovery,nouuid")]
     {

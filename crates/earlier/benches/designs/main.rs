@@ -58,7 +58,7 @@ fn main() {
     let wanted: Vec<u64> = arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
     let sizes = if wanted.is_empty() { vec![10, 10_000, 1_000_000] } else { wanted };
     runtime.block_on(async {
-        let api = ApiServer::start().await.expect("an API server");
+        let api = ApiServer::start().await;
         let crds =
             ["differential", "aggregated"].map(|design| format!("deploy/components/{design}/crd.yaml"));
         api.install(&crds).await;

@@ -40,7 +40,7 @@ use crate::server::{ClientCertificates, METRICS};
 
 /// Longest object, in bytes.
 const MAX_OBJECT: usize = 1 << 20;
-/// Where the right to a block's data is: whoever may create this subresource gets data tokens.
+/// Where the right to a block's data is: users who may create this subresource get data tokens.
 const DATA: &str = "data";
 
 /// Answers users.
@@ -248,7 +248,7 @@ impl Api {
         };
         let mut answer = Answer { limit: limit.into(), offset, ..Answer::default() };
         let listed = self.callers.list(&found.spec.client_config, &request).await;
-        match listed.map_err(|error| error.to_string()).and_then(|page| told(page, limit)) {
+        match listed.map_err(|error| error.to_string()).and_then(|page| checked(page, limit)) {
             Ok((mut page, next)) => {
                 let has_tokens = page.changed_blocks.iter().any(|block| block.token.is_some());
                 if has_tokens && !self.may_have_data(caller, object(DATA)).await? {
@@ -362,7 +362,7 @@ fn fail(answer: &mut Answer, error: String) {
 }
 
 /// The page, and the index of the block that the next one begins with.
-fn told(page: wire::Response, limit: u32) -> Result<(wire::Response, Option<u64>), String> {
+fn checked(page: wire::Response, limit: u32) -> Result<(wire::Response, Option<u64>), String> {
     if page.changed_blocks.len() > limit as usize {
         return Err(format!("cbt-http lists more than the {limit} blocks that it was asked for"));
     }
@@ -420,7 +420,7 @@ mod tests {
         let page = |blocks: usize, next: &str| {
             let block = wire::Block { offset: 0, block_size_bytes: 512, token: None };
             let changed_blocks = vec![block; blocks];
-            told(wire::Response { volume_size_bytes: 512, next_token: next.into(), changed_blocks }, 2)
+            checked(wire::Response { volume_size_bytes: 512, next_token: next.into(), changed_blocks }, 2)
                 .map(|(_, next)| next)
         };
         assert_eq!(page(2, ""), Ok(None));

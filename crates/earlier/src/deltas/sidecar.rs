@@ -1,5 +1,5 @@
 //! `cbt-earlier cbt-http`: the sidecar that publishes itself as the DriverDiscovery of its driver and answers JSON over HTTPS,
-//! from ListSnapshotDeltas on its socket; and that gives the data of a block to whoever brings a token for it.
+//! from ListSnapshotDeltas on its socket; and that gives the data of a block for a token.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Data tokens: each is good for the bytes of one block of one snapshot, for a while, whoever brings it. And where those bytes are.
+//! Data tokens: each is good for the bytes of one block of one snapshot, for a while, in anybody's hands. And where those bytes are.
 
 use std::io::SeekFrom;
 use std::path::{Path, PathBuf};

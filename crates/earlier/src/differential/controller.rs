@@ -103,7 +103,7 @@ impl Controller {
             }
             Err(Unresolved::NotOurs(_)) => return Ok(Action::await_change()),
             Err(Unresolved::Unknown(error)) => return Err(error),
-            Err(Unresolved::Never(status)) => (failed(told(&status)), LATER),
+            Err(Unresolved::Never(status)) => (failed(error_of(&status)), LATER),
             Err(Unresolved::NotYet(status)) => {
                 let generation = meta.generation.unwrap_or(0);
                 let now = Instant::now();
@@ -118,7 +118,7 @@ impl Controller {
                 let left = self.ready_timeout.saturating_sub(since.elapsed());
                 match left.is_zero() {
                     true => (failed(format!("Timeout: {}", status.message())), SOON),
-                    false => (State { error: Some(told(&status)), ..State::default() }, SOON.min(left)),
+                    false => (State { error: Some(error_of(&status)), ..State::default() }, SOON.min(left)),
                 }
             }
         };
@@ -151,6 +151,6 @@ fn failed(error: String) -> State {
     State { state: Some("failed".into()), error: Some(error), callback_url: None }
 }
 
-fn told(status: &Status) -> String {
+fn error_of(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
 }

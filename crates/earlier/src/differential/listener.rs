@@ -159,7 +159,7 @@ impl Listener {
         let object = found.map_err(|error| away(&error))?.ok_or_else(|| {
             Status::not_found(format!("DifferentialSnapshot {namespace}/{name} does not exist"))
         })?;
-        // 3. Whether they may get what it names: whoever may write the object could name any snapshot of the namespace.
+        // 3. Whether they may get what it names: a user who may write the object could name any snapshot of the namespace.
         for snapshot in object.spec.snapshots(namespace) {
             self.reviews.may_get(&caller, &snapshot).await?;
         }

@@ -35,8 +35,8 @@ fn pair() -> Value {
 }
 
 /// Runs kubectl as the administrator.
-fn kubectl(world: &World, arguments: &[&str], input: &str) -> Option<Output> {
-    let programs = kube_programs(&["kubectl"])?;
+fn kubectl(world: &World, arguments: &[&str], input: &str) -> Output {
+    let programs = kube_programs(&["kubectl"]);
     let mut child = Command::new(programs.join("kubectl"))
         .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
         .arg(format!("--namespace={}", world.namespace))
@@ -48,7 +48,7 @@ fn kubectl(world: &World, arguments: &[&str], input: &str) -> Option<Output> {
         .spawn()
         .expect("kubectl");
     child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("write");
-    Some(child.wait_with_output().expect("wait"))
+    child.wait_with_output().expect("wait")
 }
 
 pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
@@ -58,20 +58,18 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     two_snapshots(&world).await;
     let (aggregation, _server, _http) = Aggregation::start(&world).await;
     let run = |arguments: &[&str], input: &str| {
-        let output = kubectl(&world, arguments, input)?;
+        let output = kubectl(&world, arguments, input);
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        Some((output.status.success(), out.into_owned(), err.into_owned()))
+        (output.status.success(), out.into_owned(), err.into_owned())
     };
     let done = |arguments: &[&str], input: &str| {
-        let (is_done, out, err) = run(arguments, input)?;
+        let (is_done, out, err) = run(arguments, input);
         assert!(is_done, "kubectl {arguments:?}: {err}");
-        Some(out)
+        out
     };
     let mut spec = pair();
     spec["limit"] = json!(2);
-    let Some(printed) = done(&["create", "-f", "-", "-o", "json"], &object(spec.clone()).to_string()) else {
-        return;
-    };
+    let printed = done(&["create", "-f", "-", "-o", "json"], &object(spec.clone()).to_string());
     let first: Value = serde_json::from_str(&printed).expect("JSON");
     assert_eq!(first["metadata"]["namespace"], world.namespace);
     let status = &first["status"];
@@ -79,20 +77,19 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     spec["offset"] = status["continue"].clone();
     // The second page in YAML, both ways.
     let text = serde_saphyr::to_string(&object(spec.clone())).expect("YAML");
-    let printed = done(&["create", "-f", "-", "-o", "yaml"], &text).expect("kubectl");
+    let printed = done(&["create", "-f", "-", "-o", "yaml"], &text);
     let second: Value = serde_saphyr::from_str(&printed).expect("YAML");
     assert_eq!(second["status"]["state"], json!(0), "{printed}");
     assert!(second["status"].get("continue").is_none_or(Value::is_null), "{printed}");
     assert_eq!([entries(status), entries(&second["status"])].concat(), expected);
     // Without an output format it says what was made.
-    let said = done(&["create", "-f", "-"], &object(pair()).to_string()).expect("kubectl");
+    let said = done(&["create", "-f", "-"], &object(pair()).to_string());
     assert_eq!(said.trim(), "volumesnapshotdelta.cbt.storage.k8s.io/walk created");
     // Nothing is there.
-    let (is_done, _, err) = run(&["get", "volumesnapshotdeltas"], "").expect("kubectl");
+    let (is_done, _, err) = run(&["get", "volumesnapshotdeltas"], "");
     assert!(!is_done && err.contains("MethodNotAllowed"), "{err}");
     // What is served is listed, and explained.
-    let resources =
-        done(&["api-resources", "--api-group=cbt.storage.k8s.io", "--no-headers"], "").expect("kubectl");
+    let resources = done(&["api-resources", "--api-group=cbt.storage.k8s.io", "--no-headers"], "");
     let words: Vec<Vec<&str>> = resources.lines().map(|line| line.split_whitespace().collect()).collect();
     let delta = ["volumesnapshotdeltas", "vsd", "cbt.storage.k8s.io/v1alpha1", "true", "VolumeSnapshotDelta"];
     assert!(words.iter().any(|words| *words == delta), "{resources}");
@@ -100,7 +97,7 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     let deadline = Instant::now() + Duration::from_secs(120);
     let explained = loop {
         let explain = ["explain", "volumesnapshotdeltas.spec.targetVolumeSnapshotName"];
-        match run(&explain, "").expect("kubectl") {
+        match run(&explain, "") {
             (true, explained, _) => break explained,
             (_, _, err) if err.contains("couldn't find resource") && Instant::now() < deadline => {}
             (_, _, err) => panic!("kubectl explain: {err}"),
@@ -110,9 +107,9 @@ pub async fn kubectl_create_prints_the_answer_page_by_page(world: World) {
     assert!(explained.contains("The VolumeSnapshot whose blocks are listed."), "{explained}");
     // A misspelt field is refused, by kubectl's own check or the server's.
     spec["targetVolumeSnapshot"] = json!("tuesday");
-    let (is_done, _, err) = run(&["create", "-f", "-"], &object(spec).to_string()).expect("kubectl");
+    let (is_done, _, err) = run(&["create", "-f", "-"], &object(spec).to_string());
     assert!(!is_done && err.contains("targetVolumeSnapshot\""), "{err}");
-    let patched = done(&["api-versions"], "").expect("kubectl");
+    let patched = done(&["api-versions"], "");
     for version in ["cbt.storage.k8s.io/v1alpha1", "cbt.storage.k8s.io/v1beta1"] {
         assert!(patched.lines().any(|line| line == version), "{patched}");
     }

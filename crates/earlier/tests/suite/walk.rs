@@ -33,7 +33,7 @@ async fn walk(program: &Program, base: &str, target: &str, start: &str, size: u6
 }
 
 pub async fn a_user_walks_two_pages_with_kubectl(world: World) {
-    let Some(programs) = kube_programs(&["kubectl"]) else { return };
+    let programs = kube_programs(&["kubectl"]);
     let volume = Volume::small();
     let expected = volume.tuples(Some("s0"), "s1", 0).expect("tuples");
     let _driver = Driver::start(&world.driver, &world.csi, volume);

@@ -18,15 +18,11 @@ use crate::driver::Driver;
 use crate::library;
 use crate::world::{AUDIENCE, Files, Gateway, HOST, Sidecar, World, code};
 
-/// A program of .deps/backup; `None`, with a reason, where it cannot be had. Under CI that is a failure.
-pub fn program(name: &str) -> Option<PathBuf> {
+/// A program of .deps/backup.
+pub fn program(name: &str) -> PathBuf {
     let path = Path::new(testkit::HOME).join(".deps/backup").join(name);
-    if path.exists() {
-        return Some(path);
-    }
-    eprintln!("skipped: needs {name}, which `make test-deps` builds where go is installed");
-    assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "skipped under CI: needs {name}");
-    None
+    assert!(path.exists(), "needs {name}: run `make test-deps`");
+    path
 }
 
 pub async fn a_backup_tool_of_the_community_works_on_btrfs(world: World) {
@@ -44,9 +40,7 @@ pub async fn a_backup_tool_of_the_community_works_on_dir(world: World) {
 /// Lists, copies and verifies with the example tool, which is the community's iterator, first through the gateway and then
 /// through the community's sidecar: both give the same.
 async fn a_backup_tool_works(world: World, pool: PoolKind) {
-    let (Some(example), Some(sidecar)) = (program("backup-example"), program("csi-snapshot-metadata")) else {
-        return;
-    };
+    let (example, sidecar) = (program("backup-example"), program("csi-snapshot-metadata"));
     let ns = world.namespace.clone();
     const SIZE: i64 = 64 * MIB;
     let mut rig = Rig::start_with(pool, &[&format!("--driver-name={}", world.driver)], "info").await;
@@ -223,7 +217,7 @@ pub async fn backup_account(world: &World) -> PathBuf {
 }
 
 pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(world: World) {
-    let Some(sidecar) = program("csi-snapshot-metadata") else { return };
+    let sidecar = program("csi-snapshot-metadata");
     let driver = Driver::start(&world.driver, &world.socket());
     let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
     world.default_class().await;

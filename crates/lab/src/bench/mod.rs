@@ -135,7 +135,9 @@ fn percent(text: &str) -> Result<f64, String> {
 
 fn seconds(text: &str) -> Result<Duration, String> {
     let number = text.parse::<f64>().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
-    number.map(Duration::from_secs_f64).ok_or_else(|| format!("{text:?} is no time: write seconds, up to 3600"))
+    number
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| format!("{text:?} is no time: write seconds, up to 3600"))
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {

@@ -45,7 +45,7 @@ fn pieces(size: u64, bytes: u64, seed: u64) -> BTreeSet<u64> {
     chosen
 }
 
-/// So many per cent of `data`, one block at least.
+/// A share of `data`, one block at least.
 fn some(data: &[u64], percent: f64, seed: u64) -> BTreeSet<u64> {
     let wanted = ((data.len() as f64 * percent / 100.0).round() as usize).clamp(1, data.len().max(1));
     let mut chosen = BTreeSet::new();

@@ -170,10 +170,12 @@ pub(super) async fn unchanged(fixtures: &Fixtures) -> Judged {
 /// The capacity that an answer tells, if it tells one, is the snapshot's.
 pub(super) fn right_capacity(answer: &Answer, snap: &Snap) -> Result<(), Wrong> {
     match answer.capacity() {
-        Some(capacity) if capacity != snap.size as i64 && capacity != snap.reported_size => Err(Wrong::new(format!(
-            "volume_capacity_bytes is {capacity}, the volume had {} when the snapshot was taken",
-            snap.size
-        ))),
+        Some(capacity) if capacity != snap.size as i64 && capacity != snap.reported_size => {
+            Err(Wrong::new(format!(
+                "volume_capacity_bytes is {capacity}, the volume had {} when the snapshot was taken",
+                snap.size
+            )))
+        }
         _ => Ok(()),
     }
 }

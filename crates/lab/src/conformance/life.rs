@@ -293,7 +293,10 @@ pub(super) async fn group_members(fixtures: &Fixtures) -> Judged {
     for seed in [1, 3] {
         open.write(edits(seed)).await?;
         let (group, id) = fixtures.plugin.create_group(&open.volume.id).await?;
-        members.push((group, Snap { id, content: open.content.clone(), size: open.size, reported_size: open.reported_size }));
+        members.push((
+            group,
+            Snap { id, content: open.content.clone(), size: open.size, reported_size: open.reported_size },
+        ));
     }
     // And one that was taken alone.
     open.write(edits(5)).await?;

@@ -93,7 +93,7 @@ impl Plugin {
         }
     }
 
-    /// Notes the call that is made, for whoever waits for its end.
+    /// Notes the call that is made, for those who wait for its end.
     pub fn calls(&self, call: &'static str) {
         *self.last_call.lock().unwrap_or_else(PoisonError::into_inner) = call;
     }

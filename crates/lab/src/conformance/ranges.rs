@@ -77,12 +77,11 @@ mod tests {
     /// All pairs of a few hundred small sets, against the same in the bits of a word.
     #[test]
     fn sets_are_as_sets_of_bits() {
-        let mut seed = 7_u64;
+        let mut random = fastrand::Rng::with_seed(7);
         let mut set = || {
             let ranges = (0..4).map(|_| {
-                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                let start = (seed >> 40) % 30;
-                start..start + (seed >> 20) % 9
+                let start = random.u64(..30);
+                start..start + random.u64(..9)
             });
             Ranges::of(ranges.collect::<Vec<_>>())
         };

@@ -86,8 +86,8 @@ pub(crate) struct Faults {
     /// What decides where a fault leaves it to chance.
     #[arg(long, value_name = "NUMBER", default_value_t = 1)]
     seed: u64,
-    /// Address of the HTTP API that turns faults on and off, as in 127.0.0.1:9900; port 0 takes a free one. Whoever
-    /// reaches it may use it.
+    /// Address of the HTTP API that turns faults on and off, as in 127.0.0.1:9900; port 0 takes a free one. It
+    /// has no access control.
     #[arg(long, value_name = "HOST:PORT")]
     control: Option<String>,
 }

@@ -13,7 +13,7 @@ use crate::random;
 /// What changed between a snapshot and the one before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Changes {
-    /// So many blocks, spread over the volume.
+    /// `count` of the volume's `blocks`, spread over it.
     Spread { blocks: u64, count: u64, seed: u64 },
     /// These blocks: ascending, disjoint, from and to.
     Listed { ranges: Vec<(u64, u64)>, seed: u64 },

@@ -107,12 +107,12 @@ async fn meanwhile(narrow: &mut Client, question: &Question, work: impl Future<O
     let reading = async {
         let Ok(mut stream) = narrow.open_stream(question, &bound(1)).await else { return };
         if let Ok(Some(message)) = stream.next().await {
-            all.push(super::told(&message));
+            all.push(super::text_of(&message));
             work.await;
         }
         loop {
             match stream.next().await {
-                Ok(Some(message)) => all.push(super::told(&message)),
+                Ok(Some(message)) => all.push(super::text_of(&message)),
                 Ok(None) => break all.push("OK".into()),
                 Err(status) => break all.push(code(&status)),
             }

@@ -83,7 +83,7 @@ pub(crate) fn delta(base: &str, target: &str) -> Question {
 }
 
 /// A message in a few words: type, capacity and tuples in KiB, or in bytes where that is no whole number.
-fn told(message: &Message) -> String {
+fn text_of(message: &Message) -> String {
     let size = |bytes: i64| if bytes % 1024 == 0 { format!("{}", bytes / 1024) } else { format!("{bytes}b") };
     let tuples: Vec<String> =
         message.tuples.iter().map(|(start, length)| format!("{}+{}", size(*start), size(*length))).collect();
@@ -111,7 +111,7 @@ pub(crate) async fn read(
         loop {
             tokio::time::sleep(pause).await;
             match stream.next().await {
-                Ok(Some(message)) => all.push(told(&message)),
+                Ok(Some(message)) => all.push(text_of(&message)),
                 Ok(None) => return "OK".to_owned(),
                 Err(status) => return code(&status),
             }

@@ -63,7 +63,7 @@ impl Router {
             request.set_timeout(deadline.saturating_duration_since(Instant::now()));
         }
         let found =
-            within(deadline, async { client.find(request).await.map_err(|status| node.told(status)) });
+            within(deadline, async { client.find(request).await.map_err(|status| node.status_of(status)) });
         match found.await {
             Ok(found) => Some(found.into_inner()).filter(|found| !found.id.is_empty()),
             // What it holds cannot be used before it is back, and then it is asked again.

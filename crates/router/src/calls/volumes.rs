@@ -250,7 +250,7 @@ impl Router {
             let Some((node, _)) = nodes.iter().find(|(node, _)| node.key == arbiter) else { continue };
             let mut client = NodeClient::new(node.link().channel());
             let chosen = within(deadline, async {
-                client.choose(request.clone()).await.map_err(|status| node.told(status))
+                client.choose(request.clone()).await.map_err(|status| node.status_of(status))
             });
             match chosen.await {
                 Ok(chosen) => {

@@ -37,7 +37,7 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
         // Addresses that a slice may hold: no loopback ones.
         let addresses = ["10.99.0.1", "10.99.0.2", "10.99.0.3"];
         addresses.iter().for_each(|address| network::add_local_address(address));
-        let Some(api) = ApiServer::start().await else { return };
+        let api = ApiServer::start().await;
         let mut cluster = Cluster::empty();
         for address in &addresses[..2] {
             cluster.add_node_on(PoolKind::Dir, &[], address, None).await;

@@ -39,7 +39,7 @@ pub(super) fn start(disks: Arc<Mutex<Vec<Disk>>>, dir: PathBuf) -> JoinHandle<()
 /// Gives this thread, and those it starts, a table of open files of its own, and an empty one.
 ///
 /// If the process is killed, the kernel closes the server's connection as soon as the server is gone, and
-/// whoever waits for its disks gets an error. In a shared table it would stay open until the last thread
+/// those who wait for its disks get an error. In a shared table it would stay open until the last thread
 /// ends, which may be one that waits for a disk. One step, so that no file of another test is held open.
 #[allow(unsafe_code)]
 fn keep_files_apart() {

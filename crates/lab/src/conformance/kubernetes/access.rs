@@ -200,7 +200,7 @@ pub(super) async fn base(cluster: &Cluster) -> Judged {
     let answer = cluster.ask_as(&caller, &question, &options).await?;
     match &answer.end {
         Ok(()) => Ok(Verdict::Allowed(
-            "the base is not looked at: whoever knows its handle may use it without a right to its VolumeSnapshot".into(),
+            "the base is not checked: a user who knows its handle may use it without a right to its VolumeSnapshot".into(),
         )),
         Err(_) => {
             let what = "an account that may get the target alone";

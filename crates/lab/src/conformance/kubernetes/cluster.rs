@@ -87,7 +87,7 @@ const ROLES: &[Role] = &[
     Role { name: STRANGER, verbs: GET, here: false, names: Names::All },
 ];
 
-/// The service, and whoever asks it.
+/// The service, and its callers.
 pub(super) struct Cluster {
     pub api: Api,
     /// Of the snapshots.
