@@ -82,15 +82,20 @@ pub fn snapshot_dir(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
 }
 
-/// Waits until a snapshot is hashed, and compared with the one before where there is one.
-pub async fn hashed(rig: &Rig, id: &str) {
+/// Whether a snapshot is hashed, and compared with the one before where there is one.
+pub fn is_hashed(rig: &Rig, id: &str) -> bool {
     let dir = snapshot_dir(rig, id);
-    let deadline = Instant::now() + Duration::from_secs(600);
     let is_compared = || {
         let changed = MapFile::open(&dir.changed()).expect("changed");
         changed.is_exact() || changed.header().relative_to.is_none()
     };
-    while MapFile::open(&dir.pending()).and_then(|map| map.count()).expect("pending") > 0 || !is_compared() {
+    MapFile::open(&dir.pending()).and_then(|map| map.count()).expect("pending") == 0 && is_compared()
+}
+
+/// Waits until a snapshot is hashed.
+pub async fn hashed(rig: &Rig, id: &str) {
+    let deadline = Instant::now() + Duration::from_secs(600);
+    while !is_hashed(rig, id) {
         assert!(Instant::now() < deadline, "{id} is never hashed");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

@@ -5,8 +5,6 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use base::{ByteRange, ObjectDir};
@@ -70,14 +68,13 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
         quiet.push(Load::of(&written, Some(BETWEEN_SYNCS), after(SAMPLE)));
         host::drop_caches();
         let snapshot = rig.snapshot(&format!("beside {round}"), &hashed).await;
-        let ended = Arc::new(AtomicBool::new(false));
         let load = tokio::task::spawn_blocking({
-            let (ended, written) = (ended.clone(), written.clone());
-            move || Load::of(&written, Some(BETWEEN_SYNCS), || ended.load(Ordering::Relaxed))
+            let written = written.clone();
+            move || Load::of(&written, Some(BETWEEN_SYNCS), after(SAMPLE))
         });
-        host::hashed(&rig, &snapshot).await;
-        ended.store(true, Ordering::Relaxed);
         beside.push(load.await.expect("the writers"));
+        assert!(!host::is_hashed(&rig, &snapshot), "hashing was over before the writers were");
+        host::hashed(&rig, &snapshot).await;
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
     }
     let rate = |loads: &[Load]| median(&loads.iter().map(|load| load.rate).collect::<Vec<_>>());

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::capacity::{Capacity, Reserved};
-use super::hashing::Queue;
+use super::hashing::{Queue, Writers};
 use super::history::Histories;
 use super::locks::{Key, OpLocks};
 use super::placement::Choices;
@@ -102,7 +102,9 @@ impl Driver {
     fn of_parts(copier: Arc<Copier>, table: Arc<TransferTable>, cached: Option<&'static str>) -> Self {
         let shared = || copier.shared.clone();
         let read_errors = || copier.read_errors.clone();
-        let (queue, streams) = (Arc::<Queue>::default(), Arc::<Streams>::default());
+        let queue = Arc::<Queue>::default();
+        let writers = Writers::new(copier.shared.store.dir().volumes());
+        let streams = Arc::new(Streams::new(base::Urgent::watching(writers)));
         let histories = Arc::new(Histories { shared: shared(), queue: queue.clone() });
         let reserved = Reserved::default();
         let capacity = Arc::new(Capacity { shared: shared(), transfers: table.clone(), reserved });

@@ -26,7 +26,7 @@ const SHORT: usize = 64;
 const TUPLE: usize = 40;
 
 /// What the streams of a driver hold.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Streams {
     held: Mutex<Held>,
     urgent: Urgent,
@@ -45,6 +45,11 @@ struct Held {
 }
 
 impl Streams {
+    /// `urgent` is what hashing gives way to.
+    pub(super) fn new(urgent: Urgent) -> Self {
+        Streams { held: Mutex::default(), urgent }
+    }
+
     /// What streams do while their clients wait.
     pub(super) fn urgent(&self) -> &Urgent {
         &self.urgent

@@ -27,4 +27,4 @@ pub use pool::PoolKind;
 pub use quantity::{Quantity, QuantityError};
 pub use report::report;
 pub use stop::{Stop, Stopped};
-pub use urgent::{Urgent, UrgentWork};
+pub use urgent::{Counter, Urgent, UrgentWork};

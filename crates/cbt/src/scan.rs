@@ -4,6 +4,7 @@ use std::fs::File;
 use std::iter::Peekable;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Instant;
 
 use rayon::prelude::*;
 use roaring::RoaringBitmap;
@@ -167,7 +168,7 @@ pub struct ToHash<'h> {
     pub size: BlockSize,
     /// Takes the hashes; the caller syncs it.
     pub hashes: &'h HashFile,
-    /// Gives way to this, between two reads.
+    /// Gives way to this, after each read.
     pub urgent: &'h Urgent,
 }
 
@@ -182,7 +183,9 @@ impl ToHash<'_> {
                 let mut page = self.hashes.page_to_update(*number)?;
                 for (within, run) in runs.iter().enumerate() {
                     let put = |block, hash: BlockHash| page.set(block, &hash);
-                    self.hash_run(*run, buffer, ahead, stop, put)?;
+                    if self.hash_run(*run, buffer, ahead, stop, put)? {
+                        continue;
+                    }
                     let next = || {
                         let later = pages[at + 1..].iter().flat_map(|(_, runs)| runs);
                         runs[within + 1..].iter().chain(later).map(|run| run.bytes(self.size))
@@ -194,6 +197,7 @@ impl ToHash<'_> {
         )
     }
 
+    /// Returns whether others write: then nothing is read ahead.
     fn hash_run(
         &self,
         run: BlockRange,
@@ -201,13 +205,14 @@ impl ToHash<'_> {
         ahead: &mut Ahead,
         stop: &Stop,
         mut put: impl FnMut(Block, BlockHash),
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let size = self.size;
         let at_once = (READ / size.bytes()).max(1);
         let mut block = run.start;
+        let mut gave_way = false;
         while block < run.end {
             stop.check()?;
-            self.urgent.give_way(stop);
+            let began = Instant::now();
             let count = at_once.min(run.end - block);
             let bytes = BlockRange { start: block, end: block + count }.bytes(size);
             buffer.resize(bytes.len() as usize, 0);
@@ -215,8 +220,9 @@ impl ToHash<'_> {
             read.context_at("read", self.data_path, bytes.start)?;
             hash_each(buffer, size, |number, hash| put(block + number, hash));
             block = block + count;
+            gave_way = self.urgent.give_way(began.elapsed(), stop);
         }
-        Ok(())
+        Ok(gave_way)
     }
 
     /// Forgets the hashes of blocks that hold no data any more.

@@ -5,6 +5,7 @@
 //! not compared by its hash.
 
 mod queue;
+mod writers;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,6 +17,7 @@ use roaring::RoaringBitmap;
 
 pub(super) use queue::Queue;
 use queue::{Next, Part, TURN, Work};
+pub(super) use writers::Writers;
 
 use super::health::ReadErrors;
 use super::history::{Histories, header};

@@ -166,6 +166,13 @@ impl LoopDevice {
         Ok(devices)
     }
 
+    /// The files with the kernel's counters (its Documentation/block/stat.rst) of the devices that serve a file now, by
+    /// [`LoopDevice::backing_path`]. None is opened.
+    pub fn counters_on(wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
+        let used = queue::in_use()?.into_iter().filter(|(_, path)| wanted(path));
+        Ok(used.map(|(number, _)| sysfs(number).join("stat")).collect())
+    }
+
     fn of(number: u32, path: PathBuf, status: &Status) -> Self {
         LoopDevice { number, backing: Some(status.backing()), path, access: status.access() }
     }
