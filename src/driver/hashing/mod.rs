@@ -35,7 +35,9 @@ use files::Context;
 use files::durable;
 
 /// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
-const STEP: u64 = 1 << 30;
+const STEP: u64 = 256 << 20;
+/// The same while hashing is slow.
+const SLOW_STEP: u64 = STEP / 16;
 
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
 #[derive(Debug)]
@@ -264,7 +266,7 @@ impl Hashing {
         }
     }
 
-    /// Hashes up to [`STEP`] bytes of a snapshot; `None` where nothing is left to be hashed.
+    /// Hashes a step of a snapshot; `None` where nothing is left to be hashed.
     fn hash_step(
         &self,
         record: &SnapshotRecord,
@@ -304,6 +306,7 @@ impl Hashing {
         let to_hash =
             ToHash { data: &data, data_path: &path, size, hashes: &hashes, urgent: self.streams.urgent() };
         let mut parent = self.hashed_parent(&dir);
+        let step = if self.streams.urgent().is_slow() { SLOW_STEP } else { STEP };
         let (mut done, mut is_last) = (0, true);
         let mut indexes = wanted.into_iter();
         let mut taken = BTreeMap::new();
@@ -316,7 +319,7 @@ impl Hashing {
             to_hash.forget(index, &pended - &held, stop)?;
             let mut members = &pended & held;
             let mut is_cut = false;
-            if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
+            if let Some(later) = cut_off(&mut members, (step - done) / size.bytes()) {
                 pended -= later;
                 is_cut = true;
             }
