@@ -7,17 +7,25 @@ use std::time::{Duration, Instant};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
+use futures_util::StreamExt;
 use kube::api::DynamicObject;
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, Event, watcher};
 use nix::sys::signal::Signal;
+use proto::kubernetes::GetMetadataAllocatedRequest;
 use serde_json::{Value, json};
 use testkit::free_port;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 use tonic::Code;
+use x509_parser::pem::Pem;
+use x509_parser::time::ASN1Time;
 
-use crate::driver::Driver;
+use crate::driver::{Driver, TUPLES};
 use crate::world::{AUDIENCE, Client, Files, Gateway, World, code, eventually};
 
 /// A gateway that manages certificates, which live for seconds.
-async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
+pub async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
     let [ca, leaf, overlap] = lifetimes;
     let (ca, leaf) = (format!("--ca-lifetime={ca}"), format!("--certificate-lifetime={leaf}"));
     let overlap = format!("--ca-overlap={overlap}");
@@ -38,7 +46,7 @@ async fn start(world: &World, name: &str, config: &Path, address: &str, lifetime
     Gateway::start(world, config, name, &arguments, None)
 }
 
-async fn service(world: &World) -> Option<DynamicObject> {
+pub async fn service(world: &World) -> Option<DynamicObject> {
     world.api.objects("SnapshotMetadataService", None).get_opt(&world.driver).await.expect("get")
 }
 
@@ -46,23 +54,127 @@ fn spec(object: &DynamicObject, field: &str) -> String {
     object.data["spec"][field].as_str().unwrap_or_default().to_owned()
 }
 
-fn bundle(object: &DynamicObject) -> String {
+pub fn bundle(object: &DynamicObject) -> String {
     let bytes = STANDARD.decode(spec(object, "caCert")).expect("base64");
     String::from_utf8(bytes).expect("PEM")
 }
 
 /// The Secret that the manifests bring, empty.
-async fn empty_secret(world: &World) {
+pub async fn empty_secret(world: &World) {
     let metadata = json!({"name": "deltapath-snapshot-metadata-tls", "namespace": world.namespace});
     world.api.make(json!({"apiVersion": "v1", "kind": "Secret", "metadata": metadata})).await;
+}
+
+/// A watch of the driver's SnapshotMetadataService: from the first event on the object names an authority that is valid, at
+/// any moment, and nobody but the test deletes it.
+struct Watched {
+    /// How often the test deletes it.
+    own_deletions: Arc<AtomicUsize>,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<usize>,
+}
+
+impl Watched {
+    fn start(world: &World) -> Self {
+        let services = world.api.objects("SnapshotMetadataService", None);
+        let one = watcher::Config::default().fields(&format!("metadata.name={}", world.driver));
+        let (stop, mut stopped) = oneshot::channel();
+        let own_deletions = Arc::<AtomicUsize>::default();
+        let allowed = own_deletions.clone();
+        let task = tokio::spawn(async move {
+            let mut events = watcher(services, one).default_backoff().boxed();
+            let (mut objects, mut deletions, mut lists) = (0, 0, 0);
+            // When the last of the authorities ends that the object names.
+            let mut ends = None;
+            loop {
+                let event = tokio::select! {
+                    event = events.next() => event.expect("a watch has no end"),
+                    _ = &mut stopped => break,
+                };
+                match event {
+                    Ok(Event::Apply(object) | Event::InitApply(object)) => {
+                        assert_valid_until(ends);
+                        ends = Some(authorities_end(&object));
+                        objects += 1;
+                    }
+                    Ok(Event::Delete(object)) => {
+                        assert_valid_until(ends.take());
+                        authorities_end(&object);
+                        objects += 1;
+                        deletions += 1;
+                        assert!(deletions <= allowed.load(Ordering::Relaxed), "the object was deleted");
+                    }
+                    // What was between a watch and the next list nobody knows.
+                    Ok(Event::Init) => lists += 1,
+                    Ok(Event::InitDone) => assert_eq!(lists, 1, "the watch has missed something"),
+                    Err(error) => eprintln!("the watch is tried again: {error}"),
+                }
+            }
+            assert_valid_until(ends);
+            assert_eq!(deletions, allowed.load(Ordering::Relaxed), "deletions that were seen");
+            objects
+        });
+        Watched { own_deletions, stop, task }
+    }
+
+    /// Ends it, and fails if there ever was no valid authority.
+    async fn finish(self) {
+        // It is closed where the watch has failed, which the next line says.
+        let _ = self.stop.send(());
+        let objects = self.task.await.expect("an object with a valid authority at any moment");
+        assert!(objects > 0, "the watch saw no object");
+    }
+}
+
+fn assert_valid_until(ends: Option<i64>) {
+    let now = ASN1Time::now().timestamp();
+    assert!(ends.is_none_or(|ends| now < ends), "the object named no valid authority any more");
+}
+
+/// When the last of the authorities ends that the object names. At least one of them is valid now.
+fn authorities_end(object: &DynamicObject) -> i64 {
+    let bundle = bundle(object);
+    let ends = Pem::iter_from_buffer(bundle.as_bytes()).map(|block| {
+        let block = block.expect("PEM");
+        let certificate = block.parse_x509().expect("a certificate");
+        assert!(certificate.is_ca(), "{} is no authority", certificate.subject());
+        let validity = certificate.validity();
+        (validity.is_valid(), validity.not_after.timestamp())
+    });
+    let valid = ends.filter(|(is_valid, _)| *is_valid).map(|(_, ends)| ends).max();
+    valid.unwrap_or_else(|| panic!("the object names no valid authority: {bundle:?}"))
+}
+
+/// Reads a stream of a replica that has no end, until the test says so, and counts what comes. It never fails, none of its
+/// messages is missing, and it is never silent for long.
+async fn read_on(
+    port: u16,
+    ca: &str,
+    request: GetMetadataAllocatedRequest,
+    messages: Arc<AtomicUsize>,
+    stop: Arc<AtomicBool>,
+) -> JoinHandle<()> {
+    /// A message comes every 30 ms.
+    const SILENCE: Duration = Duration::from_secs(30);
+    let mut client = Client::connect(port, "127.0.0.1", ca).await.expect("connect");
+    let mut stream = client.0.get_metadata_allocated(request).await.expect("a stream").into_inner();
+    tokio::spawn(async move {
+        while !stop.load(Ordering::Relaxed) {
+            let message = tokio::time::timeout(SILENCE, stream.message()).await.expect("messages come");
+            let message = message.expect("the stream does not fail").expect("the stream does not end");
+            let number = messages.fetch_add(1, Ordering::Relaxed) as i64;
+            assert_eq!(message.block_metadata[0].byte_offset, number * TUPLES * 8192, "one is missing");
+        }
+    })
 }
 
 pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
     let ns = world.namespace.clone();
     world.snapshot(&ns, "monday", "plain-1").await;
-    world.snapshot(&ns, "long", "slow-1").await;
+    world.snapshot(&ns, "long", "paced-1").await;
     empty_secret(&world).await;
+    let watched = Watched::start(&world);
     let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
     // A CA every 6 seconds, a certificate every 4, two seconds of overlap: ten hand-overs in about a minute.
@@ -74,15 +186,28 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     let object = service(&world).await.expect("the object");
     assert_eq!(spec(&object, "audience"), AUDIENCE);
     assert_eq!(spec(&object, "address"), "127.0.0.1:1");
-    let mut trusting = Client::connect(one.port, "127.0.0.1", &bundle(&object)).await.expect("connect");
-    let long = trusting.0.get_metadata_allocated(proto::kubernetes::GetMetadataAllocatedRequest {
-        security_token: token.clone(),
-        namespace: ns.clone(),
-        snapshot_name: "long".into(),
-        ..Default::default()
-    });
-    let mut long = long.await.expect("a stream").into_inner();
-    assert!(long.message().await.expect("a message").is_some());
+    // A stream on each replica, open and read through all that follows.
+    let end_streams = Arc::new(AtomicBool::new(false));
+    let messages = [(); 2].map(|()| Arc::<AtomicUsize>::default());
+    let mut readers = Vec::new();
+    for (gateway, messages) in [&one, &two].into_iter().zip(&messages) {
+        let request = GetMetadataAllocatedRequest {
+            security_token: token.clone(),
+            namespace: ns.clone(),
+            snapshot_name: "long".into(),
+            ..Default::default()
+        };
+        let (messages, stop) = (messages.clone(), end_streams.clone());
+        readers.push(read_on(gateway.port, &bundle(&object), request, messages, stop).await);
+    }
+    let read = || messages.each_ref().map(|count| count.load(Ordering::Relaxed));
+    let more_comes = async || {
+        let before = read();
+        eventually("more comes on each stream", async || {
+            read().iter().zip(&before).all(|(now, before)| now > before)
+        })
+        .await;
+    };
 
     // Clients that come all the time, with what the object named a second ago: less than the overlap.
     let stop = Arc::new(AtomicBool::new(false));
@@ -123,7 +248,7 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
         named.extend(certificates);
         let secret =
             world.api.objects("Secret", Some(&ns)).get("deltapath-snapshot-metadata-tls").await.expect("get");
-        keys.insert(secret.data["data"]["tls.key"].to_string());
+        let is_new = keys.insert(secret.data["data"]["tls.key"].to_string());
         // Two keys of authorities at most, and one of a server: those of the past are gone.
         let kept =
             STANDARD.decode(secret.data["data"]["certificates.json"].as_str().expect("it")).expect("base64");
@@ -131,6 +256,10 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
         let private = kept.to_string().matches("BEGIN PRIVATE KEY").count();
         assert!(private <= 3, "{private} private keys are kept");
         assert!(clients.iter().all(|client| !client.is_finished()), "a client failed");
+        assert!(readers.iter().all(|reader| !reader.is_finished()), "a stream failed");
+        if is_new {
+            more_comes().await;
+        }
         assert!(Instant::now() < deadline, "{} authorities in that time:\n{}", named.len(), one.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -140,10 +269,16 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
     }
     assert!(keys.len() >= 10, "{} keys", keys.len());
     assert!(calls.load(Ordering::Relaxed) > 100, "{calls:?} calls");
-    // The stream that was open through all of it is open still.
-    let next = tokio::time::timeout(Duration::from_millis(100), long.message()).await;
-    assert!(next.is_err(), "the stream was lost: {next:?}");
-    assert_eq!(*driver.seen.open.lock().unwrap(), 1);
+    more_comes().await;
+    end_streams.store(true, Ordering::Relaxed);
+    for reader in readers {
+        reader.await.expect("no stream failed");
+    }
+    // Each was one stream all along.
+    let asked = driver.seen.allocated.lock().unwrap();
+    assert_eq!(asked.iter().filter(|request| request.snapshot_id == "paced-1").count(), 2);
+    drop(asked);
+    watched.finish().await;
     let elected =
         [&one, &two].iter().filter(|gateway| gateway.log().contains("making the first certificates")).count();
     assert_eq!(elected, 1);
@@ -154,6 +289,7 @@ pub async fn another_replica_takes_over(world: World) {
     let ns = world.namespace.clone();
     world.snapshot(&ns, "monday", "plain-1").await;
     empty_secret(&world).await;
+    let watched = Watched::start(&world);
     let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
     // Long enough for the other to be elected (15 s) before the certificate ends.
@@ -183,6 +319,7 @@ pub async fn another_replica_takes_over(world: World) {
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
     // The object is made again where somebody deletes it or changes what it says.
     let services = world.api.objects("SnapshotMetadataService", None);
+    watched.own_deletions.store(1, Ordering::Relaxed);
     services.delete(&world.driver, &Default::default()).await.expect("delete");
     eventually("it is made again", async || service(&world).await.is_some()).await;
     let wrong = kube::api::Patch::Merge(json!({"spec": {"address": "elsewhere:1"}}));
@@ -199,6 +336,7 @@ pub async fn another_replica_takes_over(world: World) {
     eventually("the second knows", async || two.log().contains("no longer elected")).await;
     assert_eq!(holder().await, "three");
     three.ready().await;
+    watched.finish().await;
 }
 
 pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {

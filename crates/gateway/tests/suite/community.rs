@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use csi_client::from_snapshot;
+use proto::kubernetes::GetMetadataAllocatedRequest;
 use serde_json::json;
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, free_port};
@@ -16,7 +17,8 @@ use tonic::Code;
 
 use crate::driver::Driver;
 use crate::library;
-use crate::world::{AUDIENCE, Files, Gateway, HOST, Sidecar, World, code};
+use crate::metrics::{samples, sum};
+use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, code, get};
 
 /// A program of .deps/backup.
 pub fn program(name: &str) -> PathBuf {
@@ -165,7 +167,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     let token = world.api.token(&ns, "backup", "community").await;
     let ca = STANDARD.decode(object.data["spec"]["caCert"].as_str().expect("a CA")).expect("base64");
     let ca = String::from_utf8(ca).expect("PEM");
-    let mut client = crate::world::Client::connect(port, "127.0.0.1", &ca).await.expect("connect");
+    let mut client = Client::connect(port, "127.0.0.1", &ca).await.expect("connect");
     let (_, tuples) =
         client.delta(&token, &ns, &first, "block-2").await.expect("a delta from a deleted base");
     let tuples: Vec<_> = tuples.into_iter().map(|(offset, size)| (offset as u64, size as u64)).collect();
@@ -237,9 +239,10 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
         .await;
     world.service("sidecar.test:1", AUDIENCE, "YQ==").await;
     let token = world.reader("reader").await;
-    let files = Files::make(world.dir.path());
-    let mut process = Sidecar::start(&sidecar, &world, &world.socket(), &files).await;
-    let mut client = crate::world::Client::connect(process.port, HOST, &files.ca).await.expect("connect");
+    let gateway = world.gateway(&[]).await;
+    let files = gateway.files.as_ref().expect("files");
+    let mut process = Sidecar::start(&sidecar, &world, &world.socket(), files).await;
+    let mut client = Client::connect(process.port, HOST, &files.ca).await.expect("connect");
     assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
     // 1. Another tenant's base is passed to the driver.
     assert_eq!(code(&client.delta(&token, &ns, "plain-3", "second").await), Code::Ok);
@@ -257,7 +260,18 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
         assert_eq!(call.await.expect("a call"), Code::Ok);
     }
     assert!(begun.elapsed() > Duration::from_secs(5), "ten calls took {:?}", begun.elapsed());
-    // 4. A VolumeSnapshot without a status ends the process.
+    // 4. It counts a delta as something else. The gateway counts it as what it is.
+    let mut ours = gateway.client().await;
+    assert_eq!(code(&ours.delta(&token, &ns, "plain-1", "second").await), Code::Ok);
+    let counted = samples(&gateway.get("/metrics").await.expect("metrics").1);
+    let counts = |method| sum(&counted, "deltapath_gateway_rpc_total", &[("method", method)]);
+    assert_eq!((counts("GetMetadataDelta"), counts("GetMetadataAllocated")), (1.0, 0.0));
+    let (_, text) = get(process.http, "/metrics").await.expect("metrics");
+    let counted = samples(&text);
+    let name = "snapshot_metadata_controller_operations_seconds_count";
+    let counts = |method| sum(&counted, name, &[("method_name", method)]);
+    assert_eq!((counts("MetadataDelta"), counts("MetadataAllocated")), (0.0, 13.0), "{text}");
+    // 5. A VolumeSnapshot without a status ends the process.
     assert_eq!(process.ended(), None);
     let answer = client.allocated(&token, &ns, "no-status").await;
     assert!(answer.is_err(), "{answer:?}");
@@ -270,4 +284,45 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
         tokio::time::sleep(Duration::from_millis(50)).await;
     };
     assert_eq!(code, Some(2));
+}
+
+pub async fn the_communitys_sidecar_ends_streams_that_are_read_and_the_gateway_does_not(world: World) {
+    let sidecar = program("csi-snapshot-metadata");
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.default_class().await;
+    world.snapshot(&ns, "long", "paced-1").await;
+    world.service("sidecar.test:1", AUDIENCE, "YQ==").await;
+    let token = world.reader("reader").await;
+    // Its stream is open longer than the sidecar's, and many times longer than a client may be idle.
+    let gateway = world.gateway(&["--idle-timeout=5s"]).await;
+    let files = gateway.files.as_ref().expect("files");
+    let limit = ["--max-streaming-duration-min=1"];
+    let process = Sidecar::start_with(&sidecar, &world, &world.socket(), files, &limit).await;
+    let open = async |port: u16| {
+        let mut client = Client::connect(port, HOST, &files.ca).await.expect("connect");
+        let request = GetMetadataAllocatedRequest {
+            security_token: token.clone(),
+            namespace: ns.clone(),
+            snapshot_name: "long".into(),
+            ..Default::default()
+        };
+        client.0.get_metadata_allocated(request).await.expect("a stream").into_inner()
+    };
+    let (mut ours, mut theirs) = (open(gateway.port).await, open(process.port).await);
+    let (begun, mut messages) = (Instant::now(), 0);
+    let status = loop {
+        assert!(ours.message().await.expect("it does not fail").is_some(), "it has no end");
+        match theirs.message().await {
+            Ok(message) => assert!(message.is_some(), "it has no end"),
+            Err(status) => break status,
+        }
+        messages += 1;
+        assert!(begun.elapsed() < Duration::from_secs(600), "it goes on: has it been mended?");
+    };
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+    assert!(begun.elapsed() > Duration::from_secs(30) && messages > 100, "{messages} messages: {status:?}");
+    for _ in 0..100 {
+        assert!(ours.message().await.expect("it does not fail").is_some(), "it has no end");
+    }
 }

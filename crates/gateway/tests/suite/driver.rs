@@ -19,9 +19,10 @@ use tonic::{Code, Request, Response, Status, async_trait};
 /// Messages in the answer about a handle `plain-*`, and tuples in each.
 pub const MESSAGES: i64 = 3;
 pub const TUPLES: i64 = 100;
-/// Messages in the answer about a handle `steady-*`, and the time before each.
+/// Messages in the answer about a handle `steady-*`; one about `paced-*` has no end.
 pub const STEADY_MESSAGES: i64 = 60;
-const STEADY_PAUSE: Duration = Duration::from_millis(30);
+/// The time before each message of both.
+const PAUSE: Duration = Duration::from_millis(30);
 
 /// A driver on a socket, until it is dropped.
 pub struct Driver {
@@ -103,6 +104,15 @@ fn message_of(number: i64, tuples: i64) -> GetMetadataAllocatedResponse {
     }
 }
 
+/// Messages up to `end`, one at a time, from the one with the offset on.
+fn paced(offset: i64, end: i64) -> Messages<GetMetadataAllocatedResponse> {
+    let first = offset / (TUPLES * 8192);
+    Box::pin(stream::unfold(first, move |number| async move {
+        tokio::time::sleep(PAUSE).await;
+        (number < end).then(|| (Ok(message(number)), number + 1))
+    }))
+}
+
 fn answer(
     seen: &Arc<Seen>,
     handle: &str,
@@ -123,15 +133,9 @@ fn answer(
         "plain" => holding(Box::pin(whole())),
         // What the bench measures: as many messages and tuples as its bare server sends.
         "long" => holding(Box::pin(stream::iter((0..4096).map(|number| Ok(message_of(number, 4096)))))),
-        // A message now and then, from the one with the offset on.
-        "steady" => {
-            let first = offset / (TUPLES * 8192);
-            let paced = stream::unfold(first, async |number| {
-                tokio::time::sleep(STEADY_PAUSE).await;
-                (number < STEADY_MESSAGES).then(|| (Ok(message(number)), number + 1))
-            });
-            holding(Box::pin(paced))
-        }
+        // A message now and then, from the one with the offset on. None is sent ahead, so one that arrives is new.
+        "steady" => holding(paced(offset, STEADY_MESSAGES)),
+        "paced" => holding(paced(offset, i64::MAX)),
         // Never ends, and is always quicker than its reader.
         "endless" => holding(Box::pin(stream::iter((0i64..).map(|number| Ok(message(number)))))),
         // The first message comes after a second, and no second one ever.

@@ -1,36 +1,42 @@
 //! Promise: whoever sends whatever costs a bounded amount, and the process lives.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use bytes::{BufMut, Bytes, BytesMut};
 use http_body_util::Full;
 use proto::kubernetes::GetMetadataAllocatedRequest;
 use rustls::pki_types::ServerName;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::{Code, Status};
 use tower::{Service, ServiceExt};
 
 use crate::driver::Driver;
-use crate::world::{AUDIENCE, Gateway, HOST, World, code};
+use crate::world::{Gateway, HOST, World, code};
 
-/// A TLS connection that the test speaks on byte by byte.
-async fn tls(gateway: &Gateway) -> tokio_rustls::client::TlsStream<TcpStream> {
+/// What a client of HTTP/2 that trusts the gateway says in a handshake.
+fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
     let mut roots = RootCertStore::empty();
     let ca = &gateway.files.as_ref().expect("files").ca;
     roots.add(rustls::pki_types::CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");
-    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let mut config = config.expect("versions").with_root_certificates(roots).with_no_client_auth();
     config.alpn_protocols = vec![b"h2".to_vec()];
+    (Arc::new(config), ServerName::try_from(HOST).expect("a name"))
+}
+
+/// A TLS connection that the test speaks on byte by byte.
+async fn tls(gateway: &Gateway) -> tokio_rustls::client::TlsStream<TcpStream> {
+    let (config, name) = hello(gateway);
     let stream = TcpStream::connect(("127.0.0.1", gateway.port)).await.expect("connect");
-    let name = ServerName::try_from(HOST).expect("a name");
-    tokio_rustls::TlsConnector::from(std::sync::Arc::new(config))
-        .connect(name, stream)
-        .await
-        .expect("a handshake")
+    tokio_rustls::TlsConnector::from(config).connect(name, stream).await.expect("a handshake")
 }
 
 /// Ten times what the gateway gives a client to say something: who waits longer hangs, and is not slow.
@@ -115,19 +121,17 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     world.snapshot(&world.namespace, "monday", "plain-1").await;
     let token = world.reader("reader").await;
     let mut gateway = world.gateway(&[]).await;
-    let before = gateway.memory();
+    let before = gateway.peak();
     // A token of 100 MB, by four clients at once.
-    let huge = || {
-        let size = 100 << 20;
-        let mut body = BytesMut::with_capacity(size + 16);
-        body.put_u8(0);
-        body.put_u32(size as u32 + 5);
-        body.put_slice(&[0x0a, 0x80, 0x80, 0x80, 0x32]);
-        body.put_bytes(b'x', size);
-        tonic::body::Body::new(Full::new(body.freeze()))
-    };
-    for _ in 0..4 {
-        let status = call(&gateway, ALLOCATED, huge()).await;
+    let size = 100 << 20;
+    let mut body = BytesMut::with_capacity(size + 16);
+    body.put_u8(0);
+    body.put_u32(size as u32 + 5);
+    body.put_slice(&[0x0a, 0x80, 0x80, 0x80, 0x32]);
+    body.put_bytes(b'x', size);
+    let body = body.freeze();
+    let huge = || call(&gateway, ALLOCATED, tonic::body::Body::new(Full::new(body.clone())));
+    for status in futures_util::future::join_all((0..4).map(|_| huge())).await {
         assert!(matches!(status.code(), Code::InvalidArgument | Code::Unavailable), "{status:?}");
     }
     // Bodies that are none, whatever they claim.
@@ -156,11 +160,147 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     >()));
     let status = tokio::time::timeout(HANGS, call(&gateway, ALLOCATED, body)).await.expect("it ends");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
-    let grown = gateway.memory().saturating_sub(before);
+    let grown = gateway.peak() - before;
     assert!(grown < 32 << 20, "it took {grown} bytes");
     assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
     assert!(gateway.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+}
+
+/// Sends a byte now and then, until the other side closes the connection.
+async fn drip(stream: impl AsyncRead + AsyncWrite, bytes: &[u8]) {
+    let (mut from, mut to) = tokio::io::split(stream);
+    let send = async {
+        for byte in bytes.chunks(1) {
+            tokio::time::sleep(BETWEEN).await;
+            if to.write_all(byte).await.is_err() || to.flush().await.is_err() {
+                return;
+            }
+        }
+        std::future::pending().await
+    };
+    let mut rest = Vec::new();
+    tokio::select! {
+        () = send => {}
+        _ = from.read_to_end(&mut rest) => {}
+    }
+}
+
+/// Between two bytes of a slow client.
+const BETWEEN: Duration = Duration::from_millis(500);
+/// Slow clients of each kind.
+const CROWD: usize = 100;
+
+/// What slow clients are slow with.
+#[derive(Clone, Copy, Debug)]
+enum Slow {
+    Handshake,
+    Headers,
+    Body,
+}
+
+impl Slow {
+    /// Ten times what the gateway gives such a client: for handshake and body 10 seconds; for a head half a minute without
+    /// anything that can be read, and half a minute without an answer to a ping.
+    fn patience(self) -> Duration {
+        match self {
+            Slow::Handshake | Slow::Body => HANGS,
+            Slow::Headers => Duration::from_secs(600),
+        }
+    }
+
+    /// Is slow until the gateway ends it. `slow_now` counts it when it has begun.
+    async fn until_ended(self, gateway: &Gateway, slow_now: Arc<AtomicUsize>) {
+        let begin = move || slow_now.fetch_add(1, Ordering::Relaxed);
+        match self {
+            Slow::Handshake => {
+                let (config, name) = hello(gateway);
+                let mut hello = Vec::new();
+                let mut client = rustls::ClientConnection::new(config, name).expect("a client");
+                client.write_tls(&mut hello).expect("a vector takes all");
+                let stream = TcpStream::connect(("127.0.0.1", gateway.port)).await.expect("connect");
+                begin();
+                drip(stream, &hello).await;
+            }
+            Slow::Headers => {
+                let mut stream = tls(gateway).await;
+                // The preface, SETTINGS without a setting, and a frame of HEADERS that ends them.
+                stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.expect("write");
+                stream.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.expect("write");
+                stream.write_all(&[0, 0x3f, 0xff, 1, 4, 0, 0, 0, 1]).await.expect("write");
+                begin();
+                drip(stream, &[0x83; 0x3fff]).await;
+            }
+            Slow::Body => {
+                let begin = Arc::new(begin);
+                let bytes = futures_util::stream::unfold(0, move |number: usize| {
+                    let begin = begin.clone();
+                    async move {
+                        tokio::time::sleep(BETWEEN).await;
+                        if number == 0 {
+                            begin();
+                        }
+                        // A message of 16 KiB.
+                        let byte = [0, 0, 0, 0x40, 0].get(number).copied().unwrap_or(0x0a);
+                        let frame = http_body::Frame::data(Bytes::from(vec![byte]));
+                        Some((Ok::<_, Status>(frame), number + 1))
+                    }
+                });
+                let body = tonic::body::Body::new(http_body_util::StreamBody::new(Box::pin(bytes)));
+                let status = call(gateway, ALLOCATED, body).await;
+                assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
+            }
+        }
+    }
+}
+
+pub async fn a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended(world: World) {
+    let driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let mut gateway = world.gateway(&[]).await;
+    // What a first call needs is there already.
+    assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
+    let before = gateway.peak();
+    let slow_now = Arc::<AtomicUsize>::default();
+    let crowd = [Slow::Handshake, Slow::Headers, Slow::Body].repeat(CROWD);
+    let all = crowd.len();
+    let crowd = crowd.into_iter().map(|kind| {
+        let (gateway, slow_now) = (&gateway, slow_now.clone());
+        async move {
+            let ended =
+                tokio::time::timeout(kind.patience(), kind.until_ended(gateway, slow_now.clone())).await;
+            assert!(ended.is_ok(), "a slow client is still there: {kind:?}");
+            slow_now.fetch_sub(1, Ordering::Relaxed);
+        }
+    });
+    let mut crowd = Box::pin(futures_util::future::join_all(crowd));
+    let mut among_most = 0;
+    loop {
+        // A client that comes anew, as long as they are there.
+        let call = async {
+            let slow = slow_now.load(Ordering::Relaxed);
+            let answer = gateway.client().await.allocated(&token, &ns, "monday").await;
+            assert_eq!(code(&answer), Code::Ok, "{answer:?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            slow.min(slow_now.load(Ordering::Relaxed))
+        };
+        tokio::select! {
+            _ = &mut crowd => break,
+            slow = call => among_most = among_most.max(slow),
+        }
+    }
+    drop(crowd);
+    assert!(among_most > all / 2, "no call was served among more than {among_most} of {all} slow clients");
+    let grown = gateway.peak() - before;
+    assert!(grown < 64 << 20, "{all} slow clients took {grown} bytes");
+    assert!(gateway.is_alive());
+    let asked = driver.seen.allocated.lock().unwrap();
+    assert!(
+        asked.iter().all(|request| request.snapshot_id == "plain-1"),
+        "something else reached the driver"
+    );
 }
 
 pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
@@ -188,7 +328,8 @@ pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
         .await;
     let token = world.reader("reader").await;
     // Everything that can be logged is; other crates at their most talkative too.
-    let gateway = world.gateway(&[]).await;
+    let gateway = world.gateway_with(&[], None, "trace").await;
+    gateway.ready().await;
     let rules = serde_json::json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]);
     let metadata = serde_json::json!({"name": "secrets", "namespace": ns});
     world.api.make(serde_json::json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": rules})).await;
@@ -209,14 +350,23 @@ pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
     }
     assert_eq!(code(&client.allocated(&wrong, &ns, "monday").await), Code::Unauthenticated);
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "nothing").await), Code::NotFound);
-    assert!(!AUDIENCE.is_empty());
-    let written =
-        [gateway.log(), format!("{:?}", gateway.audit()), gateway.get("/metrics").await.expect("metrics").1];
+    let log = gateway.log();
+    for from in ["h2::", "hyper", "rustls::"] {
+        let is_there = log.lines().any(|line| line.contains(" TRACE ") && line.contains(from));
+        assert!(is_there, "the log has nothing from {from}");
+    }
+    // The gateway's own token, too, and the password as the API server sends it.
+    let config = std::fs::read(world.api.file(&format!("{ns}.gateway.kubeconfig"))).expect("read");
+    let config: serde_json::Value = serde_json::from_slice(&config).expect("JSON");
+    let own = config["users"][0]["user"]["token"].as_str().expect("a token").to_owned();
+    let encoded = STANDARD.encode(secret);
+    let written = [log, format!("{:?}", gateway.audit()), gateway.get("/metrics").await.expect("metrics").1];
     for text in written {
-        for hidden in [&token, &wrong, secret] {
+        for hidden in [token.as_str(), &wrong, &own, secret, &encoded] {
             // Also no part of it that would do: the signature.
             let tail = hidden.rsplit('.').next().unwrap_or(hidden);
-            assert!(!text.contains(tail), "{hidden} was written:\n{text}");
+            let written = text.lines().find(|line| line.contains(tail));
+            assert!(written.is_none(), "{hidden} was written: {written:?}");
         }
     }
 }
@@ -225,13 +375,9 @@ pub async fn calls_are_served_when_nobody_reads_the_audit(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
     world.snapshot(&world.namespace, "monday", "plain-1").await;
     let token = world.reader("reader").await;
-    let config = world.gateway_kubeconfig("gateway").await;
-    let files = crate::world::Files::make(world.dir.path());
-    let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
-    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
-    let mut gateway = Gateway::start_to(&world, &config, "gateway", &arguments, Some(files), writer.into());
+    let mut gateway = world.gateway_with(&[], Some(writer.into()), "info").await;
     gateway.ready().await;
     let mut client = gateway.client().await;
     for _ in 0..3 {

@@ -13,6 +13,7 @@ mod driver;
 mod hostile;
 mod iterator;
 mod library;
+mod metrics;
 mod rights;
 mod streams;
 mod world;
@@ -63,8 +64,10 @@ fn main() -> ExitCode {
         certificates::another_replica_takes_over,
         certificates::an_object_that_a_person_wrote_is_left_alone,
         certificates::files_are_loaded_again_when_they_change,
+        metrics::metrics_are_those_of_the_reference_and_fit_the_calls,
         hostile::plaintext_old_tls_and_garbage_are_refused,
         hostile::requests_that_are_too_large_or_too_slow_end,
+        hostile::a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended,
         hostile::no_token_and_no_secret_is_written_anywhere,
         hostile::calls_are_served_when_nobody_reads_the_audit,
         library::a_client_finds_all_it_needs,
@@ -82,6 +85,7 @@ fn main() -> ExitCode {
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,
         community::the_communitys_sidecar_has_the_faults_that_these_tests_look_for,
+        community::the_communitys_sidecar_ends_streams_that_are_read_and_the_gateway_does_not,
         iterator::the_communitys_iterator_meets_each_fault_as_the_page_says,
         conformance::the_gateway_passes_every_case_of_kubernetes,
         conformance::every_fault_before_the_gateway_is_seen_by_its_cases,

@@ -18,6 +18,8 @@ use tonic::{Code, Response, Status, Streaming};
 pub const AUDIENCE: &str = "test-audience";
 /// A name in the certificates of [`Files`].
 pub const HOST: &str = "snapshot-metadata.test";
+/// RUST_LOG of a gateway.
+const LEVELS: &str = "debug,h2=info,hyper=info,tower=info,rustls=info";
 
 /// A namespace, and a driver's name that no other test has.
 pub struct World {
@@ -155,12 +157,17 @@ impl World {
 
     /// The same without waiting for it.
     pub async fn gateway_unready(&self, more: &[&str]) -> Gateway {
+        self.gateway_with(more, None, LEVELS).await
+    }
+
+    /// The same with an audit that goes elsewhere, and another RUST_LOG.
+    pub async fn gateway_with(&self, more: &[&str], audit_to: Option<Stdio>, levels: &str) -> Gateway {
         let files = Files::make(self.dir.path());
         let config = self.gateway_kubeconfig("gateway").await;
         let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
         let mut arguments = vec!["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
         arguments.extend(more);
-        Gateway::start(self, &config, "gateway", &arguments, Some(files))
+        Gateway::start_with(self, &config, "gateway", &arguments, Some(files), audit_to, levels)
     }
 }
 
@@ -201,19 +208,17 @@ pub struct Gateway {
 
 impl Gateway {
     pub fn start(world: &World, kubeconfig: &Path, name: &str, more: &[&str], files: Option<Files>) -> Self {
-        let audit = world.dir.path().join(format!("{name}.audit"));
-        let audit = std::fs::OpenOptions::new().create(true).append(true).open(audit).expect("a file");
-        Self::start_to(world, kubeconfig, name, more, files, audit.into())
+        Self::start_with(world, kubeconfig, name, more, files, None, LEVELS)
     }
 
-    /// The same with another standard output.
-    pub fn start_to(
+    fn start_with(
         world: &World,
         kubeconfig: &Path,
         name: &str,
         more: &[&str],
         files: Option<Files>,
-        audit_to: Stdio,
+        audit_to: Option<Stdio>,
+        levels: &str,
     ) -> Self {
         let (port, http) = (free_port(), free_port());
         let (log, audit) =
@@ -225,10 +230,10 @@ impl Gateway {
             .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
             .arg(format!("--http-endpoint=127.0.0.1:{http}"))
             .args(more)
-            .env("RUST_LOG", "debug,h2=info,hyper=info,tower=info,rustls=info")
+            .env("RUST_LOG", levels)
             .env_remove("TLS_CERT_PATH")
             .stdin(Stdio::null())
-            .stdout(audit_to)
+            .stdout(audit_to.unwrap_or_else(|| file(&audit).into()))
             .stderr(file(&log))
             .spawn()
             .expect("start the gateway");
@@ -255,14 +260,7 @@ impl Gateway {
 
     /// GET over plain HTTP.
     pub async fn get(&self, path: &str) -> Option<(u16, String)> {
-        use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.http)).await.ok()?;
-        let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.ok()?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.ok()?;
-        let status = answer.split(' ').nth(1)?.parse().ok()?;
-        Some((status, answer.split_once("\r\n\r\n")?.1.to_owned()))
+        get(self.http, path).await
     }
 
     /// The value of a metric; 0 where it was never counted.
@@ -278,8 +276,17 @@ impl Gateway {
 
     /// Resident memory, in bytes.
     pub fn memory(&self) -> u64 {
+        self.status("VmRSS:")
+    }
+
+    /// The most resident memory that it has had, in bytes.
+    pub fn peak(&self) -> u64 {
+        self.status("VmHWM:")
+    }
+
+    fn status(&self, of: &str) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("a status");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
+        let line = status.lines().find_map(|line| line.strip_prefix(of)).expect(of);
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
     }
 
@@ -330,10 +337,23 @@ impl Drop for Gateway {
     }
 }
 
+/// GET over plain HTTP/1.0, which knows no chunks.
+pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.ok()?;
+    let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok()?;
+    let status = answer.split(' ').nth(1)?.parse().ok()?;
+    Some((status, answer.split_once("\r\n\r\n")?.1.to_owned()))
+}
+
 /// The community's sidecar.
 pub struct Sidecar {
     child: Child,
     pub port: u16,
+    pub http: u16,
     log: PathBuf,
 }
 
@@ -364,7 +384,7 @@ impl Sidecar {
             .stderr(std::fs::File::create(&log).expect("a log"))
             .spawn()
             .expect("start the sidecar");
-        let sidecar = Sidecar { child, port, log };
+        let sidecar = Sidecar { child, port, http, log };
         let deadline = Instant::now() + Duration::from_secs(60);
         while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
             assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.log());
