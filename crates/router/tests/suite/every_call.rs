@@ -390,7 +390,7 @@ impl Scene {
         let mut last = end(&stream.message().await.expect("a message").expect("a message"));
         // The node has what it is asked, and does not answer: before it is killed too.
         match fault {
-            Fault::Kill => Fault::Freeze.strike(&mut self.cluster),
+            Fault::Kill => Fault::Freeze.strike(&mut self.cluster.nodes[1]),
             Fault::Cut | Fault::Freeze => fault.strike(&mut self.cluster.nodes[1]),
         }
         let calls: Vec<_> = asked
