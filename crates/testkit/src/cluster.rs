@@ -134,13 +134,7 @@ impl Router {
 
     /// What the router answers over HTTP.
     pub async fn get(&self, path: &str) -> String {
-        use tokio::io::{AsyncReadExt, AsyncWriteExt};
-        let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", self.http)).await.expect("connect");
-        let request = format!("GET {path} HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await.expect("write");
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await.expect("read");
-        answer
+        get(self.http, path).await
     }
 
     /// Waits until this number of nodes answer.
@@ -166,6 +160,17 @@ impl Drop for Router {
             eprintln!("the router's log:\n{}", self.log());
         }
     }
+}
+
+/// What a program answers over HTTP at this port.
+pub async fn get(port: u16, path: &str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.expect("connect");
+    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.expect("write");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.expect("read");
+    answer
 }
 
 struct KillOnDrop(Option<Child>);
@@ -225,10 +230,10 @@ impl Cluster {
     }
 
     /// Drivers, each on a host of its own, behind one router. The caller is in a network of its own.
-    pub async fn start_on_hosts(pool: PoolKind, nodes: u8, router: &[&str]) -> Self {
+    pub async fn start_on_hosts(pool: PoolKind, nodes: u8, driver: &[&str], router: &[&str]) -> Self {
         let mut cluster = Self::empty();
         for number in 0..nodes {
-            cluster.add_node_on(pool, &[], "", Some(Host::new(number))).await;
+            cluster.add_node_on(pool, driver, "", Some(Host::new(number))).await;
         }
         let endpoints = cluster.endpoints();
         let router = Router::start(cluster.dir.path(), "router", &endpoints, router).await;

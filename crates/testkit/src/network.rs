@@ -7,11 +7,13 @@ use std::process::{Child, Command, Stdio};
 
 use nix::sched::{CloneFlags, unshare};
 
-/// Runs a test in a network of its own. The threads that it starts are in there too, and the programs.
+/// Runs a test in a network of its own. The threads that it starts are in there too, and the programs. Its hosts reach each other
+/// through it.
 pub fn alone<F: Future<Output = ()>>(test: impl FnOnce() -> F + Send + 'static) {
     let in_there = std::thread::spawn(move || {
         unshare(CloneFlags::CLONE_NEWNET).expect("a network namespace");
         ip(&["link", "set", "lo", "up"]);
+        std::fs::write("/proc/sys/net/ipv4/ip_forward", "1").expect("a network that forwards");
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime");
         runtime.block_on(test());
     });
@@ -62,7 +64,7 @@ impl Host {
         ip(&["link", "set", &host.link, "up"]);
         host.ip(&["link", "set", "lo", "up"]);
         host.ip(&["address", "add", &format!("{}/30", host.address), "dev", "eth0"]);
-        host.ip(&["link", "set", "eth0", "up"]);
+        host.mend();
         host
     }
 
@@ -83,9 +85,10 @@ impl Host {
         self.ip(&["link", "set", "eth0", "down"]);
     }
 
-    /// Mends it.
+    /// Mends it. The way to the other hosts went with the link.
     pub fn mend(&self) {
         self.ip(&["link", "set", "eth0", "up"]);
+        self.ip(&["route", "replace", "default", "via", &format!("10.99.{}.1", self.number)]);
     }
 }
 

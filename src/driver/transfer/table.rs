@@ -130,7 +130,6 @@ impl TransferTable {
     }
 
     pub(in crate::driver) fn figures(&self) -> TransferFigures {
-        let known: Vec<_> = self.known().values().cloned().collect();
         let ended = |outcome: Outcome| self.ended[outcome as usize].load(Ordering::Relaxed);
         let mut figures = TransferFigures {
             done: ended(Outcome::Done),
@@ -139,6 +138,8 @@ impl TransferTable {
             received_bytes: self.received.load(Ordering::Relaxed),
             ..TransferFigures::default()
         };
+        // After those that ended: one that ends meanwhile is not counted twice.
+        let known: Vec<_> = self.known().values().cloned().collect();
         for transfer in known {
             let Progress { total, done, received } = &transfer.progress;
             figures.received_bytes += received.load(Ordering::Relaxed);

@@ -8,20 +8,16 @@ use metrics::counter;
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::{AT_ONCE, Method, Router, Work, decode};
+use super::{AT_ONCE, Router, Work, decode};
 use crate::node::Node;
 use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
 use crate::place;
 
 impl Router {
     /// A page of what all nodes list. Where a node is away, the others' entries are an answer only if the list `may_lack`
-    /// some.
-    pub(super) async fn list(
-        &self,
-        method: Method,
-        work: &mut Work<'_>,
-        may_lack: bool,
-    ) -> Result<Bytes, Status> {
+    /// some. No node gets the secrets: they may be another's.
+    pub(super) async fn list(&self, work: &mut Work<'_>, may_lack: bool) -> Result<Bytes, Status> {
+        let method = work.method;
         let asked: Asked = decode(&work.message)?;
         let Ok(limit) = usize::try_from(asked.max_entries) else {
             // Any node says what is wrong with it.
@@ -40,7 +36,7 @@ impl Router {
             return Err(Status::unavailable("no node answers: see the router's log"));
         }
         let last_key = nodes.last().map(|(node, _)| node.key);
-        let (path, deadline, message) = (work.path, work.deadline, work.message.clone());
+        let (path, deadline, message) = (method.path, work.deadline, method.without_secrets(&work.message)?);
         let ask = |node: Arc<Node>, token: String, limit: usize| {
             let asked = Asked { max_entries: limit as i32, starting_token: token };
             let request = asked.instead_of_those_in(&message);
@@ -119,7 +115,7 @@ impl Router {
         let nodes = self.nodes.up().into_iter().filter(|node| {
             request.accessible_topology.as_ref().is_none_or(|asked| place::fits(&node.topology, asked))
         });
-        let (path, deadline, message) = (work.path, work.deadline, work.message.clone());
+        let (path, deadline, message) = (work.method.path, work.deadline, work.message.clone());
         let ask = |node: Arc<Node>| {
             let message = message.clone();
             async move { node.call(path, message, deadline).await }

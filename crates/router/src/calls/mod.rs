@@ -33,7 +33,7 @@ const AT_ONCE: usize = 32;
 
 /// A call under way: its message, its deadline, and what is kept of it.
 struct Work<'c> {
-    path: &'static str,
+    method: Method,
     message: Bytes,
     deadline: Option<Instant>,
     record: &'c mut Record,
@@ -44,6 +44,8 @@ struct Work<'c> {
 /// Where a call about an object goes.
 enum Target {
     Node(Arc<Node>),
+    /// The id is none of ours: it exists nowhere, and any node says so.
+    Any,
     /// The object is gone with its node.
     Forgotten,
 }
@@ -63,8 +65,11 @@ pub struct Router {
 }
 
 fn decode<M: Message + Default>(message: &Bytes) -> Result<M, Status> {
-    M::decode(message.clone())
-        .map_err(|_| Status::invalid_argument("the request is not a message of this call"))
+    M::decode(message.clone()).map_err(|_| not_a_message())
+}
+
+fn not_a_message() -> Status {
+    Status::invalid_argument("the request is not a message of this call")
 }
 
 fn forgotten(id: &str) -> Status {
@@ -92,7 +97,7 @@ impl Router {
         record: &mut Record,
     ) -> Result<Bytes, Status> {
         self.nodes.settled().await;
-        let mut work = Work { path: method.path, message, deadline, record, source: None };
+        let mut work = Work { method, message, deadline, record, source: None };
         match method.route {
             Route::PluginInfo => self.plugin_info(),
             Route::Probe => {
@@ -105,6 +110,7 @@ impl Router {
                 work.record.about(&id);
                 match self.target(&id)? {
                     Target::Node(node) => work.ask(&node).await,
+                    Target::Any => self.ask_any(&mut work).await,
                     Target::Forgotten if method.route == Route::Undo => Ok(Bytes::new()),
                     Target::Forgotten => Err(forgotten(&id)),
                 }
@@ -112,8 +118,8 @@ impl Router {
             Route::CreateVolume => self.create_volume(&mut work).await,
             Route::CreateSnapshot => self.create_snapshot(&mut work).await,
             Route::CreateGroup => self.create_group(&mut work).await,
-            Route::List => self.list(method, &mut work, true).await,
-            Route::ListSnapshots => self.list_snapshots(method, &mut work).await,
+            Route::List => self.list(&mut work, true).await,
+            Route::ListSnapshots => self.list_snapshots(&mut work).await,
             Route::GetCapacity => self.get_capacity(&mut work).await,
             Route::Allocated | Route::Delta => Err(Status::internal("a stream is no unary call")),
         }
@@ -144,18 +150,18 @@ impl Router {
             _ => decode::<Ids>(&message)?.first,
         };
         record.about(&id);
-        match self.target(&id)? {
-            Target::Node(node) => {
-                record.on(&node);
-                node.open(method.path, frame_bytes(&message), deadline).await
-            }
-            Target::Forgotten => Err(forgotten(&id)),
-        }
+        let (node, message) = match self.target(&id)? {
+            Target::Node(node) => (node, message),
+            Target::Any => (self.any()?, method.without_secrets(&message)?),
+            Target::Forgotten => return Err(forgotten(&id)),
+        };
+        record.on(&node);
+        node.open(method.path, frame_bytes(&message), deadline).await
     }
 
-    /// The node of an object. What is no id of ours exists nowhere, and any node says so.
+    /// The node of an object.
     fn target(&self, id: &str) -> Result<Target, Status> {
-        let Some(key) = Key::of(id) else { return self.any().map(Target::Node) };
+        let Some(key) = Key::of(id) else { return Ok(Target::Any) };
         match self.nodes.place(key) {
             Place::Here(node) => Ok(Target::Node(node)),
             Place::Forgotten => Ok(Target::Forgotten),
@@ -168,8 +174,9 @@ impl Router {
         first.ok_or_else(|| Status::unavailable("no node answers: see the router's log"))
     }
 
-    /// Asks the nodes in turn, until one is there.
+    /// Asks the nodes in turn, until one is there. It gets no secrets, which may be another's.
     async fn ask_any(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
+        work.message = work.method.without_secrets(&work.message)?;
         let mut last = Status::unavailable("no node answers: see the router's log");
         for node in self.nodes.up() {
             match work.ask(&node).await {
@@ -193,6 +200,6 @@ impl Work<'_> {
     /// Makes the call on this node, as it came.
     async fn ask(&mut self, node: &Arc<Node>) -> Result<Bytes, Status> {
         self.record.on(node);
-        node.call(self.path, self.message.clone(), self.deadline).await
+        node.call(self.method.path, self.message.clone(), self.deadline).await
     }
 }

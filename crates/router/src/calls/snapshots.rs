@@ -5,7 +5,7 @@ use bytes::Bytes;
 use proto::node::Kind;
 use tonic::Status;
 
-use super::{Method, Router, Target, Work, decode, forgotten};
+use super::{Router, Target, Work, decode, forgotten};
 use crate::nodes::Place;
 
 impl Router {
@@ -49,11 +49,13 @@ impl Router {
         source: &str,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
-        let Target::Node(node) = target else { return Err(forgotten(source)) };
-        if name.is_empty() || Key::of(source).is_none() {
+        let node = match target {
             // The node says what is wrong with it.
-            return work.ask(&node).await;
-        }
+            Target::Node(node) if name.is_empty() => return work.ask(&node).await,
+            Target::Any => return self.ask_any(work).await,
+            Target::Node(node) => node,
+            Target::Forgotten => return Err(forgotten(source)),
+        };
         let _held = self.hold(kind, name)?;
         let found = self.find(kind, name, work.deadline).await;
         match found.iter().find(|(found, _)| found.key != node.key) {
@@ -66,16 +68,17 @@ impl Router {
     }
 
     /// Lists of a volume's or for one snapshot are its node's; the others are of all nodes.
-    pub(super) async fn list_snapshots(&self, method: Method, work: &mut Work<'_>) -> Result<Bytes, Status> {
+    pub(super) async fn list_snapshots(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         let request: proto::ListSnapshotsRequest = decode(&work.message)?;
         let ids = [&request.snapshot_id, &request.source_volume_id];
         let Some(id) = ids.into_iter().find(|id| !id.is_empty()) else {
             // The spec has all snapshots of the storage system listed, so a part of them is no answer.
-            return self.list(method, work, false).await;
+            return self.list(work, false).await;
         };
         work.record.about(id);
         match self.target(id)? {
             Target::Node(node) => work.ask(&node).await,
+            Target::Any => self.ask_any(work).await,
             Target::Forgotten => Ok(Bytes::new()),
         }
     }

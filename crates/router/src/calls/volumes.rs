@@ -103,7 +103,7 @@ impl Router {
                 Target::Node(node) if place::is_allowed(&node.topology, requirement) => {
                     return self.create_on(&node, name, work).await;
                 }
-                Target::Node(_) => {}
+                Target::Node(_) | Target::Any => {}
             }
         }
         self.create_anywhere(name, requirement, work).await

@@ -20,12 +20,38 @@ use testkit::{PoolKind, network};
 use tokio::net::UnixStream;
 use tonic::{Code, Request};
 
-use testkit::cluster::{Cluster, PATIENCE, Router, eventually, patiently};
+use testkit::cluster::{Cluster, Node, PATIENCE, Router, eventually, patiently};
 
 /// What a call is given, as sidecars give it.
 const DEADLINE: Duration = Duration::from_secs(2);
 /// How a call may end whose node is not there.
 pub const GIVEN_UP: [Code; 4] = [Code::DeadlineExceeded, Code::Unavailable, Code::Cancelled, Code::Aborted];
+
+/// What becomes of a node.
+#[derive(Clone, Copy, Debug)]
+pub enum Fault {
+    Cut,
+    Freeze,
+    Kill,
+}
+
+impl Fault {
+    pub fn strike(self, node: &mut Node) {
+        match self {
+            Fault::Cut => node.host.as_ref().expect("a host").cut(),
+            Fault::Freeze => node.signal(Signal::SIGSTOP),
+            Fault::Kill => node.rig.kill(),
+        }
+    }
+
+    pub async fn mend(self, node: &mut Node) {
+        match self {
+            Fault::Cut => node.host.as_ref().expect("a host").mend(),
+            Fault::Freeze => node.signal(Signal::SIGCONT),
+            Fault::Kill => node.rig.start_again().await,
+        }
+    }
+}
 
 fn timed<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
@@ -47,7 +73,7 @@ pub async fn code_of(socket: &Path, path: &str, message: &[u8], deadline: Durati
 }
 
 /// A call whose node is not there: the router itself ends it in time, and says why.
-async fn is_given_up(cluster: &Cluster, path: &str, message: impl Message) {
+pub async fn is_given_up(cluster: &Cluster, path: &str, message: impl Message) {
     let code = code_of(&cluster.router().socket, path, &message.encode_to_vec(), DEADLINE).await;
     assert!(GIVEN_UP.contains(&code), "{path}: {code:?}");
 }
@@ -56,7 +82,7 @@ async fn is_given_up(cluster: &Cluster, path: &str, message: impl Message) {
 #[test]
 fn a_cut_link_holds_no_call_past_its_deadline() {
     network::alone(|| async {
-        let cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &[], &["--node-timeout", "1s"]).await;
         let (here, there) = (cluster.volume_on(0, "here").await, cluster.volume_on(1, "there").await);
         let mut client = cluster.client();
         let snapshot = client.create_snapshot("there", &there).await.expect("CreateSnapshot").snapshot_id;
@@ -113,7 +139,7 @@ fn a_cut_link_holds_no_call_past_its_deadline() {
 #[test]
 fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
     network::alone(|| async {
-        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &[], &["--node-timeout", "1s"]).await;
         let first = cluster.volume_on(0, "twice").await;
         cluster.nodes[0].host.as_ref().expect("a host").cut();
         let endpoints = cluster.endpoints();
@@ -171,7 +197,7 @@ fn cuts_freezes_and_kills_in_the_middle_of_calls_make_nothing_twice_and_lose_not
     const CLIENTS: usize = 8;
     const ROUNDS: usize = 1;
     network::alone(|| async {
-        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &["--node-timeout", "1s"]).await;
+        let mut cluster = Cluster::start_on_hosts(PoolKind::Dir, 2, &[], &["--node-timeout", "1s"]).await;
         let is_over = Arc::new(AtomicBool::new(false));
         let work: Vec<_> = (0..CLIENTS)
             .map(|number| {
@@ -203,20 +229,12 @@ fn cuts_freezes_and_kills_in_the_middle_of_calls_make_nothing_twice_and_lose_not
         let pause = async || tokio::time::sleep(DEADLINE + Duration::from_millis(500)).await;
         for _ in 0..ROUNDS {
             for node in &mut cluster.nodes {
-                let between =
-                    async || tokio::time::sleep(Duration::from_millis(fastrand::u64(300..600))).await;
-                between().await;
-                node.host.as_ref().expect("a host").cut();
-                pause().await;
-                node.host.as_ref().expect("a host").mend();
-                between().await;
-                node.signal(Signal::SIGSTOP);
-                pause().await;
-                node.signal(Signal::SIGCONT);
-                between().await;
-                node.rig.kill();
-                pause().await;
-                node.rig.start_again().await;
+                for fault in [Fault::Cut, Fault::Freeze, Fault::Kill] {
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(300..600))).await;
+                    fault.strike(node);
+                    pause().await;
+                    fault.mend(node).await;
+                }
             }
         }
         is_over.store(true, Ordering::Relaxed);

@@ -8,7 +8,6 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability, from_snapshot, from_volume, new_volume};
-use nix::sys::signal::Signal;
 use prost::Message;
 use proto::{ListSnapshotsRequest, ListVolumesRequest, TopologyRequirement};
 use testkit::cluster::{Cluster, PATIENCE, Router};
@@ -17,7 +16,7 @@ use testkit::orders::Orders;
 use testkit::{MIB, PoolKind};
 use tonic::{Code, Request};
 
-use crate::cuts::{GIVEN_UP, code_of};
+use crate::cuts::{Fault, GIVEN_UP, code_of};
 use crate::streams::{question, snapshot};
 use crate::transfers::nothing_is_left;
 
@@ -26,40 +25,14 @@ const DEADLINE: Duration = Duration::from_secs(1);
 /// How long a step is held: longer than its caller waits.
 const HELD: u32 = 1500;
 
-/// What becomes of a node.
-#[derive(Clone, Copy, Debug)]
-enum Fault {
-    Kill,
-    Cut,
-    Freeze,
-}
-
-impl Fault {
-    fn strike(self, cluster: &mut Cluster) {
-        match self {
-            Fault::Kill => cluster.nodes[1].rig.kill(),
-            Fault::Cut => cluster.nodes[1].host.as_ref().expect("a host").cut(),
-            Fault::Freeze => cluster.nodes[1].signal(Signal::SIGSTOP),
-        }
-    }
-
-    async fn mend(self, cluster: &mut Cluster) {
-        match self {
-            Fault::Kill => cluster.nodes[1].rig.start_again().await,
-            Fault::Cut => cluster.nodes[1].host.as_ref().expect("a host").mend(),
-            Fault::Freeze => cluster.nodes[1].signal(Signal::SIGCONT),
-        }
-    }
-
-    /// Which of the steps of a call is held.
-    fn step(self, steps: usize) -> u64 {
-        let at = match self {
-            Fault::Kill => steps / 2,
-            Fault::Cut => steps / 3,
-            Fault::Freeze => steps * 2 / 3,
-        };
-        at.max(1) as u64
-    }
+/// Which of the steps of a call is held.
+fn held_step(fault: Fault, steps: usize) -> u64 {
+    let at = match fault {
+        Fault::Kill => steps / 2,
+        Fault::Cut => steps / 3,
+        Fault::Freeze => steps * 2 / 3,
+    };
+    at.max(1) as u64
 }
 
 /// A call, and what it comes to.
@@ -362,14 +335,14 @@ impl Scene {
         assert!(steps > 0, "{context}: it changes nothing, or the driver was built without fail points");
         let message = self.request(row).await;
         let before = self.counts().await;
-        self.orders.hold(fault.step(steps), "calls", HELD);
+        self.orders.hold(held_step(fault, steps), "calls", HELD);
         let called = {
             let (socket, path) = (self.cluster.router().socket.clone(), row.path());
             let message = message.clone();
             tokio::spawn(async move { code_of(&socket, &path, &message, DEADLINE).await })
         };
         self.orders.reached(&called).await;
-        fault.strike(&mut self.cluster);
+        fault.strike(&mut self.cluster.nodes[1]);
         let (code, ()) =
             tokio::join!(async { called.await.expect("a call") }, self.others_are_well(&context));
         assert!(GIVEN_UP.contains(&code), "{context}: {code:?}");
@@ -377,7 +350,7 @@ impl Scene {
         let code = self.ask(row, &message, DEADLINE).await;
         assert!(GIVEN_UP.contains(&code), "{context}, once more: {code:?}");
         let _ = self.orders.withdraw();
-        fault.mend(&mut self.cluster).await;
+        fault.mend(&mut self.cluster.nodes[1]).await;
         self.done(row, &message, &context).await;
         let after = self.counts().await;
         let expected = [before[0], [before[1][0] + volumes, before[1][1] + snapshots]];
@@ -417,8 +390,8 @@ impl Scene {
         let mut last = end(&stream.message().await.expect("a message").expect("a message"));
         // The node has what it is asked, and does not answer: before it is killed too.
         match fault {
-            Fault::Kill => Fault::Freeze.strike(&mut self.cluster),
-            Fault::Cut | Fault::Freeze => fault.strike(&mut self.cluster),
+            Fault::Kill => Fault::Freeze.strike(&mut self.cluster.nodes[1]),
+            Fault::Cut | Fault::Freeze => fault.strike(&mut self.cluster.nodes[1]),
         }
         let calls: Vec<_> = asked
             .iter()
@@ -430,7 +403,7 @@ impl Scene {
             .collect();
         if let Fault::Kill = fault {
             tokio::time::sleep(DEADLINE / 4).await;
-            fault.strike(&mut self.cluster);
+            fault.strike(&mut self.cluster.nodes[1]);
         }
         self.others_are_well("meanwhile").await;
         for (call, (row, _)) in calls.into_iter().zip(&asked) {
@@ -450,7 +423,7 @@ impl Scene {
         let ended = tokio::time::timeout(12 * DEADLINE, read).await;
         let status = ended.unwrap_or_else(|_| panic!("{fault:?}: a stream hangs"));
         assert!(GIVEN_UP.contains(&status.code()), "{fault:?}: {status}");
-        fault.mend(&mut self.cluster).await;
+        fault.mend(&mut self.cluster.nodes[1]).await;
         for (row, message) in &asked {
             self.done(row, message, &format!("{fault:?} in {}", row.call)).await;
         }

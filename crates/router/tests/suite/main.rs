@@ -14,6 +14,8 @@ mod signing;
 mod slices;
 mod streams;
 mod suites;
+mod transfer_cuts;
+mod transfer_figures;
 mod transfer_kills;
 #[cfg(feature = "failpoints")]
 mod transfer_points;

@@ -28,23 +28,26 @@ async fn csi_sanity_finds_nothing_in_a_cluster_of_two() {
     sanity(&[&[], &[]], false).await;
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn csi_sanity_finds_nothing_in_a_cluster_of_three_with_attachments() {
+async fn csi_sanity_finds_nothing_in_a_cluster_with_attachments(#[values(2, 3)] nodes: usize) {
     // csi-sanity attaches volumes to one node for which it has asked no topology. So the others have no room: each volume is
     // refused there, or not tried.
-    let full = ["--enable-attach", "--overcommit", "0.000001"];
-    sanity(&[&["--enable-attach", "--max-volumes-per-node", "4"], &full, &full], true).await;
+    let mut drivers: Vec<&[&str]> = vec![&["--enable-attach", "--overcommit", "0.000001"]; nodes];
+    drivers[0] = &["--enable-attach", "--max-volumes-per-node", "4"];
+    sanity(&drivers, true).await;
 }
 
 fn text(value: &Value) -> &str {
     value.as_str().unwrap_or_default()
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_of_three_conforms() {
-    let cluster = Cluster::start(PoolKind::Xfs, 3, &["--block-metadata-type", "fixed"]).await;
+async fn a_cluster_conforms(#[values(2, 3)] nodes: usize) {
+    let cluster = Cluster::start(PoolKind::Xfs, nodes, &["--block-metadata-type", "fixed"]).await;
     let socket = cluster.dir.path().join("front.sock");
     let serving = front(&cluster, &socket).await;
     let mut command = tokio::process::Command::new(testkit::program("cbt-lab"));

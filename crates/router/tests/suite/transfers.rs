@@ -58,14 +58,14 @@ pub fn assert_same(one: &Path, other: &Path) {
 }
 
 /// The value of a field in the last line of a driver's log that says this.
-fn logged(log: &str, says: &str, field: &str) -> u64 {
+pub fn logged(log: &str, says: &str, field: &str) -> u64 {
     let line =
         log.lines().rfind(|line| line.contains(says)).unwrap_or_else(|| panic!("no {says:?} in {log}"));
     let value = line.split(&format!("{field}=")).nth(1).unwrap_or_else(|| panic!("no {field} in {line}"));
     value.chars().take_while(char::is_ascii_digit).collect::<String>().parse().expect("a number")
 }
 
-const COPIED: &str = "a volume was copied from another node";
+pub const COPIED: &str = "a volume was copied from another node";
 
 pub fn staging(cluster: &Cluster, node: usize) -> Vec<String> {
     names(&cluster.nodes[node].rig.pool_dir().join("staging"))
@@ -79,7 +79,7 @@ pub async fn nothing_is_left(cluster: &Cluster) {
 }
 
 /// Begins a transfer, and waits until it has received something; the id of the volume that it makes.
-async fn begun(cluster: &Cluster, request: &CreateVolumeRequest) -> String {
+pub async fn begun(cluster: &Cluster, request: &CreateVolumeRequest) -> String {
     let error = cluster.client().create_volume(request.clone()).await.expect_err("it takes longer than that");
     assert_eq!(error.code(), Code::Aborted, "{error}");
     let message = error.status.message();
@@ -234,7 +234,7 @@ async fn a_cut_transfer_goes_on_where_it_was() {
 }
 
 /// The same while the node may be away.
-async fn patiently_begun(cluster: &Cluster, request: &CreateVolumeRequest) -> String {
+pub async fn patiently_begun(cluster: &Cluster, request: &CreateVolumeRequest) -> String {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let error =
