@@ -23,9 +23,12 @@ KILLS ?= 300
 # Copies that each test of `make order` takes.
 COPIES ?= 300
 
+# Lives of `make backup-lives`.
+LIVES ?= 50
+
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts transfer-kills soak order fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts transfer-kills soak order backup-lives fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -76,6 +79,9 @@ soak: deps ## Everything at once, every byte checked, for MINUTES=30 on POOL=btr
 
 order: deps ## Copies of devices under write keep the order of writes: COPIES=300 in each of 23 ways
 	DELTAPATH_ORDER_COPIES=$(COPIES) hack/no-leaks.sh $(CARGO) test --locked --test suite -- order:: --include-ignored --nocapture --test-threads 1
+
+backup-lives: ## Random lives of a repository, LIVES=50: backups, prunes and restores of cbt-backup killed at any moment
+	DELTAPATH_BACKUP_LIVES=$(LIVES) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- history:: --nocapture
 
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)

@@ -95,6 +95,12 @@ pub struct Source {
     /// device, which must not have changed.
     #[arg(long)]
     pub resume: bool,
+    /// Times in a row that the driver may fail and be asked again, with longer and longer pauses.
+    #[arg(long, value_name = "NUMBER", default_value_t = 8)]
+    pub retries: u32,
+    /// Seconds in which the driver may send nothing until it is asked again.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_silence: u64,
     /// Reads at once.
     #[arg(long, value_name = "NUMBER", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub in_flight: u8,

@@ -16,6 +16,7 @@ mod show;
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use base::Stop;
 use clap::Parser;
@@ -23,7 +24,7 @@ use files::Context as _;
 use indicatif::HumanBytes;
 use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
-use snapshot_metadata_client::{Client, Options, Token};
+use snapshot_metadata_client::{Client, Options, Policy, Token};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -152,6 +153,8 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
         }
         (None, None) => return Ok((None, Some(snapshot))),
     };
+    let idle = Duration::from_secs(source.max_silence);
+    let client = client.with_policy(Policy { retries: source.retries, idle, ..Policy::default() });
     let handle = context.runtime.block_on(client.snapshot_handle(&snapshot))?;
     Ok((Some(Asked { client, snapshot }), Some(handle)))
 }

@@ -41,7 +41,8 @@ pub enum Violation {
     StyleChanged(Style, Style),
     /// The capacity is not that of the messages before.
     CapacityChanged(u64, u64),
-    /// A range is empty or negative, or its end is past the capacity: offset, length, capacity.
+    /// A range is empty or negative, or its end is past the capacity: offset, length, capacity. Of a fixed length, which need
+    /// not divide the capacity, the last one may end past it, and counts up to it.
     Range(i64, i64, u64),
     /// A range begins before the end of the one before it in the same answer: its offset, and that end.
     Order(u64, u64),
@@ -171,10 +172,13 @@ impl Answer {
         let mut ranges = Vec::with_capacity(message.tuples.len());
         for (offset, length) in message.tuples {
             let wrong = || Violation::Range(offset, length, capacity);
-            let range = Range {
+            let mut range = Range {
                 offset: u64::try_from(offset).map_err(|_| wrong())?,
                 length: u64::try_from(length).map_err(|_| wrong())?,
             };
+            if style == Style::FixedLength && range.offset < capacity {
+                range.length = range.length.min(capacity - range.offset);
+            }
             // Both are below 2^63.
             if range.length == 0 || range.end() > capacity {
                 return Err(wrong());
@@ -279,6 +283,24 @@ mod tests {
         assert_eq!(answer.begin_part(), 10000);
         let new = answer.accept(message(&[(0, 4096), (8192, 4096), (16384, 1)]));
         assert_eq!(new, Ok(ranges(&[(10000, 2288), (16384, 1)])));
+    }
+
+    /// 4096 bytes of a volume whose capacity they do not divide.
+    #[test]
+    fn the_last_range_of_a_fixed_length_counts_up_to_the_capacity() {
+        let fixed = |tuples: &[(i64, i64)]| Message { style: 1, capacity: 10_000, tuples: tuples.to_vec() };
+        let mut answer = Answer::from(0);
+        answer.begin_part();
+        let new = answer.accept(fixed(&[(4096, 4096), (8192, 4096)]));
+        assert_eq!(new, Ok(ranges(&[(4096, 4096), (8192, 1808)])));
+        // Cut there, it is asked for again, and known.
+        assert_eq!(answer.begin_part(), 8192);
+        assert_eq!(answer.accept(fixed(&[(8192, 4096)])), Ok(Vec::new()));
+        assert_eq!(answer.finish_part(), Ok(Ended::Whole));
+        let mut answer = Answer::from(0);
+        answer.begin_part();
+        let beyond = answer.accept(fixed(&[(12288, 4096)]));
+        assert_eq!(beyond, Err(Violation::Range(12288, 4096, 10_000)));
     }
 
     #[test]

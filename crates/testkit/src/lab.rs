@@ -14,6 +14,17 @@ pub struct Lab {
     pub ready: Value,
 }
 
+/// The table of docs/faults.md of what clients make of each fault: the cells of each row.
+pub fn clients_table() -> Vec<Vec<String>> {
+    let page = std::fs::read_to_string(Path::new(crate::HOME).join("docs/faults.md")).expect("the page");
+    let (_, table) = page.split_once("\n## What a client makes of them\n").expect("the section");
+    let rows = table.lines().filter(|line| line.starts_with("| `"));
+    let cells = |row: &str| row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect();
+    let rows: Vec<Vec<String>> = rows.map(cells).collect();
+    assert!(rows.len() > 30 && rows.iter().all(|row| row.len() == 4), "{rows:?}");
+    rows
+}
+
 impl Lab {
     /// `cbt-lab` with these arguments.
     pub async fn start<A: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = A>) -> Self {

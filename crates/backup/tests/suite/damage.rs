@@ -8,7 +8,7 @@ use fastrand::Rng;
 use files::pattern::Image;
 
 use crate::driver::{Driver, Fault};
-use crate::tool::{BLOCK, MIB, Place, arg, id};
+use crate::tool::{BLOCK, MIB, Place, arg, id, text};
 
 const SIZE: u64 = 140 * MIB;
 
@@ -43,8 +43,13 @@ fn a_flipped_bit_is_found_by_verify_and_by_restore() {
     let place = Place::new();
     let driver = Driver::start(&place.path("csi.sock"));
     let backups = two(&place, &driver);
+    let [(first, _), (second, changed)] = &backups;
+    // A file with the first backup, onto which the second one goes.
+    let held = place.path("held");
+    place.ok(&["restore", first, "--to", arg(&held)]);
+    let onto = |id: &str, base: &str| place.run(&["restore", id, "--to", arg(&held), "--onto-base", base]);
     let mut random = Rng::with_seed(7);
-    let (mut in_packs, mut refused) = (0, 0);
+    let (mut in_packs, mut refused, mut refused_onto) = (0, 0, 0);
     for path in place.objects() {
         let whole = std::fs::read(&path).expect("read");
         // The ends, where lengths and checksums are, and some between.
@@ -77,11 +82,22 @@ fn a_flipped_bit_is_found_by_verify_and_by_restore() {
                 }
             }
             refused += usize::from(is_refused && path.to_string_lossy().contains("/packs/"));
+            let restored = onto(second, first);
+            match restored.status.success() {
+                true => changed.compare(&held, SIZE, &base::Stop::default()).expect("it is right"),
+                false => {
+                    refused_onto += 1;
+                    let said = text(&restored.stderr);
+                    assert!(restored.status.code() == Some(1) && said.contains("cbt-backup: "), "{said}");
+                }
+            }
             std::fs::write(&path, &whole).expect("write");
+            assert!(onto(first, second).status.success(), "back to the first backup");
         }
     }
     assert!(in_packs >= 32, "there are packs with data and with maps of both backups: {in_packs}");
     assert_eq!(refused, in_packs, "every bit of a pack is needed by one of the backups");
+    assert!(refused_onto >= 8, "the pack with what changed is needed: {refused_onto}");
     let verified = place.ok(&["verify"]);
     assert_eq!(verified["damage"].as_array().map(Vec::len), Some(0), "all is as it was: {verified}");
     assert!(!place.repository().join("damaged").read_dir().is_ok_and(|mut notes| notes.next().is_some()));

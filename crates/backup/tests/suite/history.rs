@@ -1,10 +1,13 @@
 //! Random lives of a volume and its repository: writes, discards, expansions, backups of every kind, streams that are cut or
-//! lie, kills at any moment, Ctrl-C and `--resume`, prunes. After each step some backup is restored, at the end all are; each must be the
+//! lie, Ctrl-C and `--resume`, prunes, restores. After each step some backup is restored, at the end all are; each must be the
 //! volume as it was, byte for byte, and nothing that a prune leaves may be unused.
+//!
+//! Backups, prunes and restores are killed at any moment of their lives: how long such a life is, the same command says
+//! that was left alone before, on the same file or in a copy of the repository.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use fastrand::Rng;
 use files::pattern::Image;
@@ -27,7 +30,11 @@ pub struct Life {
     taken: BTreeMap<String, (Image, u64)>,
     /// Backups that were acknowledged and not pruned since, and the snapshot of each.
     backups: BTreeMap<String, String>,
-    /// What happened, for whoever reads a failure.
+    /// The snapshot that was restored last, which the file holds.
+    restored: Option<String>,
+    /// How often each command was killed at work.
+    killed: BTreeMap<String, usize>,
+    /// What happened, for the reader of a failure.
     steps: Vec<String>,
 }
 
@@ -47,6 +54,8 @@ impl Life {
             size,
             taken: BTreeMap::new(),
             backups: BTreeMap::new(),
+            restored: None,
+            killed: BTreeMap::new(),
             steps: vec![format!("seed {seed}")],
         };
         life.write();
@@ -99,10 +108,63 @@ impl Life {
             }
             _ => self.back_up(),
         }
-        let any = self.backups.keys().nth(self.random.usize(..self.backups.len().max(1))).cloned();
-        if let Some(id) = any {
-            self.check(&id);
+        if let Some(id) = self.any() {
+            let length = self.check(&id);
+            if let Some(other) = self.any().filter(|_| self.random.u8(..4) == 0) {
+                self.kill_a_restore(&other, length);
+                self.check(&other);
+            }
         }
+    }
+
+    /// Some backup.
+    fn any(&mut self) -> Option<String> {
+        self.backups.keys().nth(self.random.usize(..self.backups.len().max(1))).cloned()
+    }
+
+    /// Any moment of a run that takes this long when it is left alone, or soon after it.
+    fn moment(&mut self, length: Duration) -> Duration {
+        length.mul_f64(1.1 * self.random.f64())
+    }
+
+    /// Runs a command in a copy of the repository: how long it takes when it is left alone.
+    fn rehearse(&self, arguments: &[&str]) -> Duration {
+        let copy = self.place.copy();
+        let began = Instant::now();
+        // What comes of it the run that counts says.
+        copy.run(arguments);
+        began.elapsed()
+    }
+
+    /// Runs a command and sends it a signal at a moment; it may have ended by then.
+    fn disturb(&mut self, arguments: &[&str], signal: Signal, length: Duration) -> (String, String, String) {
+        let moment = self.moment(length);
+        let mut running = Running::start(self.place.command(arguments));
+        std::thread::sleep(moment);
+        running.signal(signal);
+        let output = wait(&mut running);
+        if output.0.contains("SIGKILL") {
+            *self.killed.entry(arguments[0].to_owned()).or_default() += 1;
+        }
+        output
+    }
+
+    /// A restore that is killed leaves the file as it was, or is done.
+    fn kill_a_restore(&mut self, id: &str, length: Duration) {
+        let to = self.place.path("restored");
+        let arguments = ["restore", id, "--to", arg(&to), "--overwrite"];
+        let output = self.disturb(&arguments, Signal::SIGKILL, length);
+        self.wait_for_locks();
+        self.steps.push(format!("restore {id}, killed after at most {length:?}: {}", output.0));
+        let after = self.backups[id].clone();
+        let holds = |snapshot: &String| {
+            let (image, size) = &self.taken[snapshot];
+            let is_of_size = std::fs::metadata(&to).is_ok_and(|file| file.len() == *size);
+            is_of_size && image.compare(&to, *size, &base::Stop::default()).is_ok()
+        };
+        let is_before = self.restored.as_ref().is_some_and(holds);
+        assert!(is_before || holds(&after), "neither {:?} nor {after}", self.restored);
+        self.restored = Some(if is_before { self.restored.clone().expect("it holds it") } else { after });
     }
 
     /// In a bucket, what was killed leaves its lock for ten minutes. They are over.
@@ -115,9 +177,12 @@ impl Life {
         }
     }
 
-    fn check(&self, id: &str) {
-        let (image, size) = &self.taken[&self.backups[id]];
-        self.place.restores(id, image, *size);
+    /// Restores a backup and compares it: how long the restore took.
+    fn check(&mut self, id: &str) -> Duration {
+        let snapshot = &self.backups[id];
+        let (image, size) = &self.taken[snapshot];
+        self.restored = Some(snapshot.clone());
+        self.place.restores(id, image, *size)
     }
 
     /// A new snapshot, and a backup of it that may be disturbed; where it failed, perhaps another try.
@@ -150,15 +215,16 @@ impl Life {
             ];
             arguments.extend(["--output", "json"]);
             // Slow, so that a signal meets it at work.
-            arguments.extend(signal.map(|_| ["--limit-rate", "8Mi"]).iter().flatten());
+            arguments.extend(signal.map(|_| ["--limit-rate", "64Mi"]).iter().flatten());
             arguments.extend(is_resumed.then_some("--resume"));
-            let mut running = Running::start(self.place.command(&arguments));
-            if let Some(signal) = signal {
-                std::thread::sleep(Duration::from_millis(self.random.u64(0..400)));
-                // It may have ended already.
-                running.signal(signal);
-            }
-            let output = wait(&mut running);
+            let output = match signal {
+                Some(signal) => {
+                    let length = self.rehearse(&arguments);
+                    self.driver.script(faults.iter().copied());
+                    self.disturb(&arguments, signal, length)
+                }
+                None => wait(&mut Running::start(self.place.command(&arguments))),
+            };
             self.steps
                 .push(format!("{wish} {handle}, {faults:?}, {signal:?}, resume {is_resumed}: {}", output.0));
             self.driver.script([]);
@@ -212,13 +278,14 @@ impl Life {
         let unused = ["0", "0", "30"][self.random.usize(..3)];
         let keep_text = keep.to_string();
         let arguments = ["prune", "--keep-last", &keep_text, "--max-unused", unused];
-        let mut running = Running::start(self.place.command(&arguments));
         let is_killed = self.random.bool();
-        if is_killed {
-            std::thread::sleep(Duration::from_millis(self.random.u64(0..60)));
-            running.signal(Signal::SIGKILL);
-        }
-        let output = wait(&mut running);
+        let output = match is_killed {
+            true => {
+                let length = self.rehearse(&arguments);
+                self.disturb(&arguments, Signal::SIGKILL, length)
+            }
+            false => wait(&mut Running::start(self.place.command(&arguments))),
+        };
         self.wait_for_locks();
         self.steps.push(format!("prune to {keep}, {unused} %, killed {is_killed}: {}", output.0));
         let newest: Vec<String> = self.backups.keys().rev().take(keep).cloned().collect();
@@ -235,6 +302,26 @@ impl Life {
         assert_eq!(left.len(), self.backups.len());
     }
 
+    /// Restores a backup onto one that the file holds, perhaps once more over what a killed restore has left there.
+    fn restore_onto(&mut self, base: &str, id: &str) {
+        let to = self.place.path("restored");
+        let onto = ["restore", id, "--to", arg(&to), "--onto-base", base];
+        let mut length = None;
+        for _ in 0..=self.random.usize(..2) {
+            self.check(base);
+            if let Some(length) = length {
+                self.disturb(&onto, Signal::SIGKILL, length);
+                self.wait_for_locks();
+            }
+            let began = Instant::now();
+            self.place.ok(&onto);
+            length = Some(began.elapsed());
+            let (image, size) = &self.taken[&self.backups[id]];
+            let compared = image.compare(&to, *size, &base::Stop::default());
+            compared.unwrap_or_else(|error| panic!("{id} onto {base}: {error}"));
+        }
+    }
+
     /// All is restored, whole and over each other; nothing is damaged, and after a prune nothing unused.
     fn end(&mut self) {
         let ids: Vec<String> = self.backups.keys().cloned().collect();
@@ -242,15 +329,9 @@ impl Life {
             self.check(id);
         }
         for pair in ids.windows(2) {
-            let ((_, before), (image, size)) =
-                (&self.taken[&self.backups[&pair[0]]], &self.taken[&self.backups[&pair[1]]]);
-            if before == size {
-                let to = self.place.path("restored");
-                self.place.ok(&["restore", &pair[0], "--to", arg(&to), "--overwrite"]);
-                self.place.ok(&["restore", &pair[1], "--to", arg(&to), "--onto-base", &pair[0]]);
-                image
-                    .compare(&to, *size, &base::Stop::default())
-                    .unwrap_or_else(|error| panic!("{pair:?}: {error}"));
+            let size = |id: &String| self.taken[&self.backups[id]].1;
+            if size(&pair[0]) == size(&pair[1]) {
+                self.restore_onto(&pair[0], &pair[1]);
             }
         }
         if ids.is_empty() {
@@ -299,7 +380,16 @@ fn wait(running: &mut Running) -> (String, String, String) {
 fn every_backup_of_a_random_life_is_the_volume_as_it_was() {
     let lives = std::env::var("DELTAPATH_BACKUP_LIVES").map_or(4, |lives| lives.parse().expect("a number"));
     let first = std::env::var("DELTAPATH_BACKUP_SEED").map_or(1, |seed| seed.parse().expect("a number"));
+    let mut killed: BTreeMap<String, usize> = BTreeMap::new();
     for seed in first..first + lives {
-        Life::at(Place::new(), seed).run(STEPS);
+        let mut life = Life::at(Place::new(), seed);
+        life.run(STEPS);
+        for (command, times) in std::mem::take(&mut life.killed) {
+            *killed.entry(command).or_default() += times;
+        }
     }
+    println!("{lives} lives, killed at work: {killed:?}");
+    let of = |command: &str| killed.get(command).copied().unwrap_or(0);
+    let least = [of("full") + of("incremental") + of("auto"), of("prune"), of("restore")];
+    assert!(lives < 4 || least.iter().all(|times| *times > 0), "nothing was killed at work: {killed:?}");
 }

@@ -4,6 +4,7 @@
 mod damage;
 mod docs;
 mod driver;
+mod faults;
 mod history;
 mod lies;
 mod mount;

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use files::pattern::Image;
 use serde_json::Value;
@@ -27,6 +28,17 @@ impl Place {
         let dir = tempfile::Builder::new().prefix("deltapath-backup-").tempdir().expect("temp dir");
         let objects_in = dir.path().join("repository");
         Place { dir, objects_in, url: None, environment: Vec::new() }
+    }
+
+    /// A place of its own, with a copy of the repository in a directory.
+    pub fn copy(&self) -> Place {
+        let copy = Place::new();
+        if self.repository().exists() {
+            let mut command = Command::new("cp");
+            command.arg("-a").arg(self.repository()).arg(copy.repository());
+            assert!(command.status().expect("cp").success());
+        }
+        copy
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -98,12 +110,15 @@ impl Place {
         id(&self.ok(&["full", "--volume", "v", "--device", arg(&image)]))
     }
 
-    /// Restores a backup and compares it with a model.
-    pub fn restores(&self, id: &str, model: &Image, size: u64) {
+    /// Restores a backup and compares it with a model: how long the restore took.
+    pub fn restores(&self, id: &str, model: &Image, size: u64) -> Duration {
         let to = self.path("restored");
+        let began = Instant::now();
         self.ok(&["restore", id, "--to", arg(&to), "--overwrite"]);
+        let length = began.elapsed();
         assert_eq!(std::fs::metadata(&to).expect("restored").len(), size, "{id}");
         model.compare(&to, size, &base::Stop::default()).unwrap_or_else(|error| panic!("{id}: {error}"));
+        length
     }
 
     /// The ids of all backups.

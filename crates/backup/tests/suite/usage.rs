@@ -135,6 +135,20 @@ fn an_interrupted_backup_goes_on() {
     );
 }
 
+/// 8 MiB at 4 MiB a second take two seconds, less what the first and the last reads do not wait for.
+#[test]
+fn the_rate_is_kept_below_its_limit() {
+    let place = Place::new();
+    let mut image = Image::default();
+    image.write(&place.open_image(20 * MIB), 100, 8 * MIB / BLOCK, 1).expect("write");
+    let path = place.image();
+    let began = std::time::Instant::now();
+    let made = place.ok(&["full", "--volume", "v", "--device", arg(&path), "--limit-rate", "4Mi"]);
+    let length = began.elapsed();
+    assert!(length >= std::time::Duration::from_secs(1), "8 MiB in {length:?}");
+    place.restores(&id(&made), &image, 20 * MIB);
+}
+
 #[test]
 fn a_prune_and_others_keep_apart() {
     let place = Place::new();

@@ -1,5 +1,6 @@
 //! What a backup tool's client makes of each fault: the library of this project, `snapshot-metadata-client`, with which our own
-//! tool reads. It goes on and has the whole answer, it fails with an advice, or the fault is one that no client can see.
+//! tool reads. It goes on and has the whole answer, it fails with an advice, or the fault is one that no client can see. What
+//! the tool itself makes of them is tested beside it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,6 +17,7 @@ const SURVIVES: &[(&str, &str)] = &[
     ("cut:bytes=100,first=1", "whole: it goes on"),
     ("cut:code=OK", "not seen"),
     ("cut:code=NOT_FOUND", "error: full backup"),
+    ("cut:first=1;ignore-offset", "whole: it goes on"),
     ("stall:after=2,first=1", "whole: it goes on"),
     ("stall", "error: retry"),
     ("late-first-message:ms=300", "whole"),
@@ -33,8 +35,10 @@ const SURVIVES: &[(&str, &str)] = &[
     ("negative-offset", "error: full backup"),
     ("negative-size", "error: full backup"),
     ("past-capacity", "error: full backup"),
+    ("last-fixed-past-capacity", "more than changed"),
     ("type-unknown", "error: full backup"),
     ("type-changes", "error: full backup"),
+    ("fixed-uneven", "whole"),
     ("capacity-changes", "error: full backup"),
     ("capacity-wrong", "error: full backup"),
     ("lose-tuple", "not seen"),
@@ -47,6 +51,8 @@ const SURVIVES: &[(&str, &str)] = &[
     ("refuse:call=GetMetadataDelta", "error: retry"),
     ("refuse:call=GetMetadataDelta,code=UNAUTHENTICATED", "error: stop"),
     ("burst:call=GetMetadataDelta,times=2,of=5", "whole"),
+    ("wants-secrets:call=GetMetadataDelta", "error: stop"),
+    ("no-service:call=GetMetadataDelta", "error: full backup"),
     ("base-gone", "error: full backup"),
     ("huge-messages", "whole"),
 ];
@@ -54,7 +60,9 @@ const SURVIVES: &[(&str, &str)] = &[
 /// A delta under a fault, as a client that does not wait long sees it.
 async fn outcome(fault: Option<&str>, whole: Option<&[(u64, u64)]>) -> (String, Vec<(u64, u64)>) {
     let dir = tempfile::tempdir().expect("temp dir");
-    let fixed = ["--volume", "disk=16Mi", "--snapshots", "2", "--changes", "40", "--tuples-per-message", "5"];
+    // Many blocks lie side by side, so the ranges are of several sizes.
+    let fixed =
+        ["--volume", "disk=512Ki", "--snapshots", "2", "--changes", "60", "--tuples-per-message", "5"];
     let chosen = fault.map_or(Vec::new(), |fault| vec!["--fault", fault]);
     let (_lab, socket) = Lab::mock(&dir, &[&fixed[..], &chosen].concat()).await;
     let policy = Policy {
@@ -98,7 +106,8 @@ async fn outcome(fault: Option<&str>, whole: Option<&[(u64, u64)]>) -> (String, 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_goes_on_or_says_what_to_do() {
     let (told, whole) = outcome(None, None).await;
-    assert_eq!((told.as_str(), whole.len()), ("whole", 40));
+    let sizes: BTreeSet<u64> = whole.iter().map(|(start, end)| end - start).collect();
+    assert!(told == "whole" && whole.len() > 30 && sizes.len() > 1, "{told}: {whole:?}");
     let mut found = BTreeMap::new();
     for (fault, _) in SURVIVES {
         found.insert(*fault, outcome(Some(fault), Some(&whole)).await.0);
@@ -122,13 +131,13 @@ fn the_page_says_what_comes_of_each() {
         .filter(|line| line.starts_with("| `"))
         .map(|row| row.trim_matches('|').split('|').map(str::trim).take(2).collect())
         .collect();
-    // What the community's iterator makes of them is the gateway's tests' business.
+    // What `cbt-backup` and the community's iterator make of them is the business of the tests beside them.
     let wanted: Vec<[String; 2]> =
         SURVIVES.iter().map(|(fault, outcome)| [format!("`{fault}`"), (*outcome).to_owned()]).collect();
     assert_eq!(rows, wanted);
 }
 
-/// No fault of a stream is left out, but for those that a first and whole stream of ranges of one size does not meet.
+/// No fault of a stream is left out, but for those that a first and whole stream of ranges does not meet.
 #[test]
 fn every_fault_of_a_stream_is_in_the_table() {
     let elsewhere = [
@@ -143,9 +152,7 @@ fn every_fault_of_a_stream_is_in_the_table() {
         "empty-is-error",
         "end-repeats-last",
         "end-is-error",
-        // Of ranges of several sizes, of a last one at the end, and of discarded ones.
-        "fixed-uneven",
-        "last-fixed-past-capacity",
+        // Of discarded ranges.
         "lose-discarded",
         // Of what happened before, or beside.
         "lose-when-asked-again",
