@@ -275,9 +275,10 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
         reader.await.expect("no stream failed");
     }
     // Each was one stream all along.
-    let asked = driver.seen.allocated.lock().unwrap();
-    assert_eq!(asked.iter().filter(|request| request.snapshot_id == "paced-1").count(), 2);
-    drop(asked);
+    {
+        let asked = driver.seen.allocated.lock().unwrap();
+        assert_eq!(asked.iter().filter(|request| request.snapshot_id == "paced-1").count(), 2);
+    }
     watched.finish().await;
     let elected =
         [&one, &two].iter().filter(|gateway| gateway.log().contains("making the first certificates")).count();
@@ -324,7 +325,7 @@ pub async fn another_replica_takes_over(world: World) {
     eventually("it is made again", async || service(&world).await.is_some()).await;
     let wrong = kube::api::Patch::Merge(json!({"spec": {"address": "elsewhere:1"}}));
     services.patch(&world.driver, &Default::default(), &wrong).await.expect("patch");
-    eventually("it is mended", async || {
+    eventually("it is written again", async || {
         service(&world).await.is_some_and(|object| spec(&object, "address") == "127.0.0.1:1")
     })
     .await;
