@@ -46,7 +46,7 @@ pub struct Volume {
     pub capacity: AtomicU64,
     /// Where it is published.
     pub target: Mutex<PathBuf>,
-    /// Held shared by whoever writes, alone by whoever needs it still or gone.
+    /// Held shared by writers, alone by those who need it still or gone.
     pub writers: RwLock<()>,
 }
 

@@ -71,7 +71,7 @@ struct World {
     pool_dir: PathBuf,
     stop: AtomicBool,
     failures: Mutex<Vec<Failed>>,
-    /// Held shared by whoever needs room in the pool, alone by whoever fills it.
+    /// Held shared by those who need room in the pool, alone by those who fill it.
     room: RwLock<()>,
 }
 

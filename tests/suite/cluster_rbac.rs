@@ -239,7 +239,7 @@ fn add(rights: &mut Rights, rule: &Value) {
 
 fn roles<'o>(objects: &'o [&Found]) -> impl Iterator<Item = &'o Found> {
     let is_role = |found: &&Found| ["Role", "ClusterRole"].contains(&found.kind());
-    // Those for backup applications are bound by whoever has one.
+    // Those for backup applications are bound by their users.
     objects
         .iter()
         .copied()

@@ -37,7 +37,7 @@ use files::durable;
 /// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
 const STEP: u64 = 256 << 20;
 /// The same while hashing is slow.
-const SLOW_STEP: u64 = STEP / 16;
+const SLOW_STEP: u64 = STEP / 4;
 
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
 #[derive(Debug)]

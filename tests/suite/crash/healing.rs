@@ -52,7 +52,7 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
     rig.finish();
 }
 
-/// The incident: a map was made again under the lock of its volume's chain, and to its end, whoever asked and was gone:
+/// The incident: a map was made again under the lock of its volume's chain, and to its end, also for a client that was gone:
 /// on a large volume every snapshot and deletion of it waited for that.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

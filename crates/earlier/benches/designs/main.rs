@@ -506,7 +506,7 @@ fn kube_address(kubeconfig: &Path) -> std::net::SocketAddr {
     server.as_str().and_then(|url| url.strip_prefix("https://")?.parse().ok()).expect("an address")
 }
 
-/// Lets whoever uses this kubeconfig go by way of a wire.
+/// Leads users of this kubeconfig over a wire.
 fn lead(kubeconfig: &Path, wire: &Wire) {
     let mut config = read(kubeconfig);
     config["clusters"][0]["cluster"]["server"] = json!(format!("https://{}", wire.at));

@@ -1,4 +1,4 @@
-//! Promise: a VolumeSnapshotDelta is answered as it is created, to whoever may read both snapshots, and nothing of it is kept.
+//! Promise: a VolumeSnapshotDelta is answered as it is created, to users who may read both snapshots, and nothing of it is kept.
 
 use std::io::Write;
 use std::process::{Command, Output, Stdio};

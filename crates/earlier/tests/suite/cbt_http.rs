@@ -1,5 +1,5 @@
 //! Promise: cbt-http is found by the DriverDiscovery that it writes, gives pages to the aggregated API server alone, and the data
-//! of a block to whoever brings a good token for it.
+//! of a block for a good token.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 

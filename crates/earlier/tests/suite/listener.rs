@@ -1,4 +1,4 @@
-//! Promise: the callback listener gives a page to whoever may read both snapshots, and tells everybody else why not.
+//! Promise: the callback listener gives a page to users who may read both snapshots, and others the reason why not.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -1,4 +1,4 @@
-//! Promise: whoever sends whatever costs a bounded amount, and the process lives.
+//! Promise: no request and no client costs more than a bounded amount, and the process lives.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
