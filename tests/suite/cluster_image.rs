@@ -51,6 +51,17 @@ impl Container {
         let client = Client::connect(&dir.join("csi/csi.sock"), Duration::from_secs(30)).await;
         (container, client.expect("connect to the driver in the container"))
     }
+
+    /// Stops the driver, which leaves nothing but what the script has mounted.
+    fn finish(mut self) {
+        signal(&self.child, Signal::SIGTERM);
+        let status = wait(&mut self.child, Duration::from_secs(60));
+        assert!(status.success(), "the driver ended with {status}");
+        let scripts = mounted_by_the_script(&self.dir);
+        let left: Vec<String> =
+            leftovers(&self.dir).into_iter().filter(|left| !scripts.contains(left)).collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
 }
 
 impl Drop for Container {
@@ -197,15 +208,10 @@ async fn the_demos_steps_pass_against_the_container_from_outside(
     let swept = Swept::new();
     let dir = swept.0.path();
     let kubelet = dir.join("kubelet");
-    let (mut container, mut client) = Container::start(&rootfs, dir, pool).await;
+    let (container, mut client) = Container::start(&rootfs, dir, pool).await;
     backup_story(&mut client, &kubelet).await;
     filesystem_story(&mut client, &kubelet).await;
-    signal(&container.child, Signal::SIGTERM);
-    let status = wait(&mut container.child, Duration::from_secs(60));
-    assert!(status.success(), "the driver ended with {status}");
-    let left: Vec<String> =
-        leftovers(dir).into_iter().filter(|left| !mounted_by_the_script(dir).contains(left)).collect();
-    assert!(left.is_empty(), "left behind: {left:?}");
+    container.finish();
 }
 
 /// The container dies with a volume in use; the pod that uses it goes on, and the next container knows all of it.
@@ -235,7 +241,7 @@ async fn a_volume_in_use_outlives_its_container(
     content.write(&device, 100, 5, 2);
     std::fs::write(target.join("meanwhile"), "written").expect("write without a driver");
 
-    let (mut container, mut client) = Container::start(&rootfs, dir, pool).await;
+    let (container, mut client) = Container::start(&rootfs, dir, pool).await;
     let again = client.publish(&raw, block_capability(), false, &kubelet).await.expect("publish again");
     assert_eq!(again, device);
     content.write(&device, 200, 5, 3);
@@ -246,12 +252,7 @@ async fn a_volume_in_use_outlives_its_container(
         client.unpublish(volume, &kubelet).await.expect("unpublish");
         client.delete_volume(volume).await.expect("delete");
     }
-    signal(&container.child, Signal::SIGTERM);
-    let status = wait(&mut container.child, Duration::from_secs(60));
-    assert!(status.success(), "the driver ended with {status}");
-    let left: Vec<String> =
-        leftovers(dir).into_iter().filter(|left| !mounted_by_the_script(dir).contains(left)).collect();
-    assert!(left.is_empty(), "left behind: {left:?}");
+    container.finish();
 }
 
 /// Loop device nodes for kubelet, as the init container of components/kind makes them.

@@ -5,6 +5,7 @@
 #![allow(clippy::disallowed_methods)]
 
 mod aggregated;
+mod aggregated_rights;
 mod aggregation;
 mod cbt_http;
 mod comparison;
@@ -79,15 +80,15 @@ fn main() -> ExitCode {
         aggregated::entries_together_are_the_stream,
         aggregated::limits_are_bounded_and_blocks_are_counted,
         aggregated::nothing_of_it_is_in_etcd,
-        aggregated::users_get_what_their_rights_allow,
-        aggregated::secrets_are_for_those_who_may_read_them,
+        aggregated_rights::users_get_what_their_rights_allow,
+        aggregated_rights::secrets_are_for_those_who_may_read_them,
         aggregated::mistakes_get_the_errors_that_users_expect,
         aggregated::contents_are_negotiated,
-        aggregated::only_the_front_proxy_may_say_who_a_user_is,
-        aggregated::each_user_has_a_rate_of_its_own,
-        aggregated::creates_have_a_priority_level_of_their_own,
+        aggregated_rights::only_the_front_proxy_may_say_who_a_user_is,
+        aggregated_rights::each_user_has_a_rate_of_its_own,
+        aggregated_rights::creates_have_a_priority_level_of_their_own,
         aggregated::a_walk_goes_on_whatever_is_killed,
-        aggregated::data_tokens_are_for_those_who_may_have_data,
+        aggregated_rights::data_tokens_are_for_those_who_may_have_data,
         cbt_http::it_publishes_itself_and_its_state_is_reported,
         cbt_http::an_object_that_a_person_wrote_is_left_alone,
         cbt_http::pages_are_for_the_aggregated_server_alone,
