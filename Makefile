@@ -26,12 +26,15 @@ COPIES ?= 300
 # Lives of `make backup-lives`.
 LIVES ?= 50
 
+# Power cuts of `make backup-power` on each filesystem.
+BACKUP_CUTS ?= 100
+
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 
-.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts transfer-kills soak order backup-lives fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test clean
+.PHONY: help deps build demo test unit fmt lint check bench bench-core crash power-cuts transfer-kills soak order backup-lives backup-power conformance-many fuzz seeds image lab-image gateway-image router-image earlier-image cbt-backup-image backup-image image-rootfs test-deps cluster-deps cluster-smoke cluster-test cluster-e2e clean
 
 help: ## Say what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 deps: ## Install the programs that own an on-disk format (mkfs.xfs and the like); does nothing when they are there
 	@hack/deps.sh
@@ -83,6 +86,12 @@ order: deps ## Copies of devices under write keep the order of writes: COPIES=30
 backup-lives: ## Random lives of a repository, LIVES=50: backups, prunes and restores of cbt-backup killed at any moment
 	DELTAPATH_BACKUP_LIVES=$(LIVES) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- history:: --nocapture
 
+backup-power: ## Cut the power of a machine with a repository on it and audit what is found, BACKUP_CUTS=100 times on each filesystem
+	DELTAPATH_BACKUP_CUTS=$(BACKUP_CUTS) hack/no-leaks.sh $(CARGO) test --locked --package cbt-backup --test suite -- power:: --nocapture
+
+conformance-many: deps ## cbt-lab conformance with a million changes between two snapshots, on all pools and in both styles
+	hack/no-leaks.sh $(CARGO) test --locked --test suite -- million_ranges --include-ignored --nocapture --test-threads 1
+
 fuzz: ## Search the fuzz targets with libFuzzer, SECONDS=60 each, or one: TARGET=maps (needs nightly Rust)
 	@hack/fuzz.sh $(SECONDS) $(TARGET)
 
@@ -133,6 +142,9 @@ cluster-smoke: cluster-deps ## A real cluster: install, claims, two snapshots, t
 
 cluster-test: cluster-deps ## Every manifest, example and page in real clusters, and nothing left behind
 	hack/cluster-test.sh
+
+cluster-e2e: ## Kubernetes' own storage tests in a real cluster (builds them first: some more minutes, once)
+	hack/no-leaks.sh hack/cluster-e2e.sh
 
 image-rootfs: ## Build the image without an engine and unpack it into .deps, for the tests
 	@hack/image-rootfs.sh

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use base::{Block, BlockRange, BlockSize, ObjectDir, Stop, Urgent};
+use base::{Block, BlockRange, BlockSize, Foreground, ObjectDir, Stop};
 use cbt::{
     AllocatedScan, Allocation, DeltaScan, Found, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side,
     ToHash, Tuples,
@@ -52,8 +52,8 @@ fn snapshot(dir: &Path, step: u64, fill: u8) -> ObjectDir {
 }
 
 fn hash_all(data: &File, data_path: &Path, allocated: &MapFile, hashes: &HashFile) {
-    let urgent = Urgent::default();
-    let to_hash = ToHash { data, data_path, size: SIZE, hashes, urgent: &urgent };
+    let foreground = Foreground::default();
+    let to_hash = ToHash { data, data_path, size: SIZE, hashes, foreground: &foreground };
     for index in allocated.indexes() {
         let members = allocated.segment(index).expect("segment");
         to_hash.hash_segment(index, members, &Stop::default()).expect("hash");

@@ -6,12 +6,14 @@ set -euo pipefail
 # shellcheck source=hack/cluster/lib.sh
 . "$(dirname "$0")/cluster/lib.sh"
 
-usage="usage: cluster-deps.sh [--check]
-  --check  build nothing; succeed where the programs are built already"
-check=no
+usage="usage: cluster-deps.sh [--check] [--e2e]
+  --check  build nothing; succeed where the programs are built already
+  --e2e    also what hack/cluster-e2e.sh wants: Kubernetes' storage suites and the images of their pods"
+check=no e2e=no
 while [ $# -gt 0 ]; do
     case "$1" in
         --check) check=yes ;;
+        --e2e) e2e=yes ;;
         -h | --help) echo "$usage" && exit 0 ;;
         *) fail "unknown argument $1
 $usage" ;;
@@ -98,8 +100,10 @@ for line in "${program_images[@]}"; do
     cp "$cluster_cache/bin/$program" "$scratch/root/$program"
     image "${line#* }" "$scratch/root" "$archive" "{\"Entrypoint\":[\"/$program\"]}"
 done
-if ! [ -e "$cluster_cache/images/busybox.tar" ]; then
-    say "making the image $busybox_image"
+path='"Env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]'
+# What an image of busybox holds.
+busybox_root() {
+    say "making the image $1"
     rm -rf "$scratch/root"
     mkdir -p "$scratch/root"/{bin,etc,home,root,tmp,usr/bin,var/tmp}
     chmod 1777 "$scratch/root/tmp" "$scratch/root/var/tmp"
@@ -109,8 +113,10 @@ if ! [ -e "$cluster_cache/images/busybox.tar" ]; then
     done
     echo "root:x:0:0:root:/root:/bin/sh" >"$scratch/root/etc/passwd"
     echo "root:x:0:" >"$scratch/root/etc/group"
-    image "$busybox_image" "$scratch/root" "$cluster_cache/images/busybox.tar" \
-        '{"Cmd":["/bin/sh"],"Env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]}'
+}
+if ! [ -e "$cluster_cache/images/busybox.tar" ]; then
+    busybox_root "$busybox_image"
+    image "$busybox_image" "$scratch/root" "$cluster_cache/images/busybox.tar" "{\"Cmd\":[\"/bin/sh\"],$path}"
 fi
 if ! [ -e "$cluster_cache/crds" ]; then
     mkdir -p "$scratch/crds"
@@ -120,6 +126,51 @@ if ! [ -e "$cluster_cache/crds" ]; then
     done
     cp -r "$scratch/crds" "$cluster_cache/crds.part"
     mv "$cluster_cache/crds.part" "$cluster_cache/crds"
+fi
+if [ "$e2e" = yes ]; then
+    mkdir -p "$e2e_cache/bin" "$e2e_cache/images"
+    for line in "${e2e_programs[@]}"; do
+        program=${line%% *} package=${line#* }
+        [ -x "$e2e_cache/bin/$program" ] && continue
+        say "building $program"
+        started=$SECONDS build=(build)
+        # A vet of all that a suite imports takes longer than its build.
+        [ "$program" != storage.test ] || build=(test -c -vet=off)
+        (
+            cd "$root/hack/e2e"
+            CGO_ENABLED=0 go "${build[@]}" -trimpath -ldflags "-s -w" -o "$e2e_cache/bin/$program.part" "$package"
+        )
+        mv "$e2e_cache/bin/$program.part" "$e2e_cache/bin/$program"
+        say "$program took $((SECONDS - started)) s"
+    done
+    for line in "${e2e_images[@]}"; do
+        what=${line%% *} archive=$e2e_cache/images/${line%% *}.tar config="\"Cmd\":[\"/bin/sh\"]"
+        [ -e "$archive" ] && continue
+        busybox_root "${line#* }"
+        case "$what" in
+            agnhost)
+                cp "$e2e_cache/bin/agnhost" "$scratch/root/agnhost"
+                config='"Entrypoint":["/agnhost"],"Cmd":["pause"]'
+                ;;
+            # For GNU dd, which has flags that busybox has not. The shell of busybox would run its own.
+            glibc-dns-testing)
+                for file in $(ldd /bin/dd /bin/dash | grep -o '/[^ :]*' | sort -u) /bin/dd /bin/dash; do
+                    mkdir -p "$scratch/root$(dirname "$file")"
+                    cp --dereference --remove-destination "$file" "$scratch/root$file"
+                done
+                ln -sf dash "$scratch/root/bin/sh"
+                ;;
+            # The suite lets a pod of this image install a tool from the Internet. This go has it already.
+            golang)
+                mkdir -p "$scratch/root/go/bin"
+                cp "$e2e_cache/bin/snapshot-metadata-verifier" "$scratch/root/go/bin"
+                # shellcheck disable=SC2016 # the image's shell expands it
+                printf '#!/bin/sh\n[ "$1" != env ] || echo /go\n' >"$scratch/root/bin/go"
+                chmod 0755 "$scratch/root/bin/go"
+                ;;
+        esac
+        image "${line#* }" "$scratch/root" "$archive" "{$config,$path}"
+    done
 fi
 flock --unlock "$lock"
 

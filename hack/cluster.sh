@@ -186,7 +186,7 @@ down() {
     if runs; then
         say "ending the cluster $CLUSTER"
         kill -KILL "$(cat "$dir/unshare.pid")" 2>/dev/null || true
-        flock --timeout 60 "$dir/lock" true || fail "the cluster does not end: $dir/cluster.log"
+        flock --timeout 300 "$dir/lock" true || fail "the cluster does not end: $dir/cluster.log"
     fi
     if ! [ -e "$dir" ]; then
         say "there is no cluster $CLUSTER"

@@ -15,6 +15,9 @@ command -v go >/dev/null || {
     exit 1
 }
 
+# Two at once would write the same .part.
+exec {lock}>"$cache/lock"
+flock "$lock"
 for program in "$@"; do
     [ -x "$cache/$program" ] && continue
     echo "kube-programs: building $program (minutes the first time)" >&2

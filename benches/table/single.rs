@@ -43,8 +43,8 @@ pub fn hashing(table: &mut Table) {
     writer.finish().expect("finish");
     let map = MapFile::open(&map).expect("open");
     let hashes = HashFile::create(&dir.path().join("hashes")).expect("create");
-    let urgent = base::Urgent::default();
-    let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes, urgent: &urgent };
+    let foreground = base::Foreground::default();
+    let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes, foreground: &foreground };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut ours, mut bare, mut whole) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {

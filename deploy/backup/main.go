@@ -2,8 +2,8 @@
 // and copies those, and no others, from a volume restored from the snapshot into an image file. It speaks the
 // Kubernetes SnapshotMetadata API (KEP-3314), so it works with any CSI driver that serves it.
 //
-//	backup-example list   -snapshot NAME [-base NAME] [-table]
-//	backup-example copy   -snapshot NAME [-base NAME] -device DEVICE -image FILE
+//	backup-example list   -snapshot NAME [-base NAME | -base-id HANDLE] [-table]
+//	backup-example copy   -snapshot NAME [-base NAME | -base-id HANDLE] -device DEVICE -image FILE
 //	backup-example verify -device DEVICE -image FILE
 package main
 
@@ -24,11 +24,12 @@ import (
 )
 
 type options struct {
-	namespace, snapshot, base string
-	serviceAccount            string
-	kubeconfig                string
-	device, image             string
-	table                     bool
+	namespace, snapshot string
+	base, baseID        string
+	serviceAccount      string
+	kubeconfig          string
+	device, image       string
+	table               bool
 }
 
 func main() {
@@ -47,6 +48,7 @@ func run(arguments []string) error {
 	flags.StringVar(&o.namespace, "namespace", os.Getenv("NAMESPACE"), "namespace of the snapshots; also NAMESPACE")
 	flags.StringVar(&o.snapshot, "snapshot", "", "VolumeSnapshot to read")
 	flags.StringVar(&o.base, "base", "", "VolumeSnapshot that the backup holds already; without it, a full backup")
+	flags.StringVar(&o.baseID, "base-id", "", "the same by its CSI handle: it may be deleted, where the driver keeps what deltas want")
 	flags.StringVar(&o.serviceAccount, "service-account", "", "account whose token is shown; default: the caller's own")
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "outside of a cluster: how to reach it")
 	flags.BoolVar(&o.table, "table", false, "list as the community's snapshot-metadata-lister does")
@@ -93,7 +95,7 @@ func (o options) stream(ctx context.Context, to iterator.IteratorEmitter) error 
 	}
 	arguments := iterator.Args{
 		Clients: clients, Emitter: to,
-		Namespace: o.namespace, SnapshotName: o.snapshot, PrevSnapshotName: o.base,
+		Namespace: o.namespace, SnapshotName: o.snapshot, PrevSnapshotName: o.base, PrevSnapshotID: o.baseID,
 	}
 	if o.serviceAccount != "" {
 		arguments.SANamespace, arguments.SAName = o.namespace, o.serviceAccount
@@ -143,7 +145,7 @@ func (o options) copy(ctx context.Context) error {
 	}
 	defer device.Close()
 	how := os.O_RDWR
-	if o.base == "" {
+	if o.base == "" && o.baseID == "" {
 		how |= os.O_CREATE | os.O_TRUNC
 	}
 	image, err := os.OpenFile(o.image, how, 0o600)

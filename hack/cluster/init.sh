@@ -5,6 +5,10 @@ set -euo pipefail
 dir=$1 name=$2 nodes=$3
 here=$(cd "$(dirname "$0")" && pwd)
 
+# shellcheck source=hack/cluster/mounts.sh
+. "$here/mounts.sh"
+leave_mounts_of_others "$dir" "$(cd "$here/../.." && pwd)" "${DELTAPATH_CACHE:-$HOME}"
+
 hostname "$name"
 ip link set lo up
 ip link add bridge type bridge

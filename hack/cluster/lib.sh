@@ -46,6 +46,23 @@ kubernetes_bin=$cache/kubernetes-$(module_version kubernetes k8s.io/kubernetes)-
 sources() { find "$root/hack/cluster" "$root/hack/sidecar" "$root/hack/manifests/go.mod" -name '*.go' -o -name go.mod -o -name go.sum; }
 cluster_cache=$cache/cluster-$({ sources | sort | xargs cat; } | sha256sum | cut -c 1-12)
 
+# Kubernetes' storage suites: the programs, and the images that the suites' pods want. All of them hold busybox.
+e2e_cache=$cache/e2e-$(find "$root/hack/e2e" -type f | sort | xargs cat | sha256sum | cut -c 1-12)
+e2e_programs=(
+    "storage.test ./storage"
+    "ginkgo github.com/onsi/ginkgo/v2/ginkgo"
+    "agnhost k8s.io/kubernetes/test/images/agnhost"
+    "snapshot-metadata-verifier ./verifier"
+)
+e2e_registry=registry.k8s.io/e2e-test-images
+e2e_images=(
+    "agnhost $e2e_registry/agnhost:2.66.1"
+    "busybox $e2e_registry/busybox:1.37.0-2"
+    "glibc-dns-testing $e2e_registry/glibc-dns-testing:2.1.1"
+    "nginx $e2e_registry/nginx:1.27.0-2"
+    "golang docker.io/library/golang:1.26.1"
+)
+
 # Whether all programs and the images of programs are there.
 built() {
     local program

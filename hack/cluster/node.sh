@@ -25,7 +25,7 @@ mount -t overlay overlay -o "lowerdir=/etc,upperdir=$here/etc,workdir=$here/etc-
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p /run/lock /run/containerd /etc/cni/net.d
 rm -f /etc/resolv.conf
-echo "nameserver $control" >/etc/resolv.conf
+printf "nameserver %s\nsearch cluster.local\n" "$control" >/etc/resolv.conf
 printf '127.0.0.1 localhost\n%s %s\n' "$address" "$node" >/etc/hosts
 
 # A /dev of its own, as in a container: what a driver makes there is seen by this node alone.

@@ -1,14 +1,22 @@
 #!/usr/bin/env bash
 # What outlives the processes of a cluster and is the machine's: loop devices and cgroups. Detaches and removes those of
-# one cluster, after its end, however it ended, or of one of its nodes. sweep.sh DIRECTORY NAME [NODE]
+# one cluster, after its end, however it ended, or of one of its nodes. With --list it prints the loop devices and leaves
+# all as it is. sweep.sh [--list] DIRECTORY NAME [NODE]
 #
 # A loop device is known by the file that it serves (device and inode number), never by a path: the mounts that the path
 # went through are gone. Files in a pool are seen by mounting the pool once more, in a mount namespace of our own.
 set -euo pipefail
-if [ "${4-}" != inside ]; then exec unshare --mount --propagation private "$0" "$1" "$2" "${3-}" inside; fi
-dir=$1 name=$2 node=$3
+if [ "${1-}" != inside ]; then exec unshare --mount --propagation private "$0" inside "$@"; fi
+shift
+list=no
+if [ "$1" = --list ]; then list=yes && shift; fi
+dir=$1 name=$2 node=${3-}
 cgroups=deltapath-$name${node:+/$node}
 shopt -s nullglob
+here=$(cd "$(dirname "$0")" && pwd)
+# shellcheck source=hack/cluster/mounts.sh
+. "$here/mounts.sh"
+leave_mounts_of_others "$dir" "$here"
 
 # Prints "device inode number-of-the-device-that-the-file-is" of a loop device (LOOP_GET_STATUS64).
 status_of() {
@@ -46,9 +54,10 @@ detach() {
     done
 }
 
-# Its processes are gone when its cgroups can be removed.
-for _ in $(seq 100); do
+# Its processes are gone when its cgroups can be removed: on a busy machine with many volumes that takes its time.
+for _ in $(seq 600); do
     left=()
+    [ "$list" = no ] || break
     for cgroup in "/sys/fs/cgroup/$cgroups" /sys/fs/cgroup/*/"$cgroups"; do
         find "$cgroup" -depth -type d -exec rmdir {} + 2>/dev/null || true
         [ ! -e "$cgroup" ] || left+=("$cgroup")
@@ -79,7 +88,11 @@ for place in "$dir"/${node:-node*}/; do
         number=$((7 * 256 + ${loop#loop}))
         mapfile -O "${#upper[@]}" -t upper < <(attached | awk -v number="$number" '$4 == number { print $1 }')
     done
-    detach "${upper[@]}" "${mounted[@]}" "${direct[@]}"
+    if [ "$list" = yes ]; then
+        for loop in "${upper[@]}" "${mounted[@]}" "${direct[@]}"; do echo "/dev/$loop $(cat "/sys/block/$loop/loop/backing_file")"; done
+    else
+        detach "${upper[@]}" "${mounted[@]}" "${direct[@]}"
+    fi
 done
 
 [ "$failed" = no ]

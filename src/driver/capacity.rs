@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::capability::{kinds, least_size};
+use super::request::CapacityRange;
 use super::shared::Shared;
-use super::transfer::TransferTable;
+use super::transfer_table::TransferTable;
 use super::{Capability, Error, Result, VolumeParameters};
 use crate::store::AccessKind;
 use crate::sys;
@@ -13,43 +14,6 @@ use base::{BlockSize, Quantity};
 
 /// The size of a volume for which none was asked.
 const DEFAULT_SIZE: u64 = 1 << 30;
-
-/// The size that a client asks for (`CapacityRange`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CapacityRange {
-    /// Minimum in bytes; 0 for none.
-    pub required: u64,
-    /// Maximum in bytes.
-    pub limit: Option<u64>,
-}
-
-impl CapacityRange {
-    /// Checks the numbers of a request: 0 stands for none.
-    pub fn new(required_bytes: i64, limit_bytes: i64) -> Result<Self> {
-        let positive = |field, value: i64| {
-            u64::try_from(value).map_err(|_| Error::Invalid {
-                field,
-                value: value.to_string(),
-                want: "0 (no demand) or more".into(),
-            })
-        };
-        let required = positive("capacity_range.required_bytes", required_bytes)?;
-        let limit = positive("capacity_range.limit_bytes", limit_bytes)?;
-        if limit != 0 && limit < required {
-            return Err(Error::Invalid {
-                field: "capacity_range.limit_bytes",
-                value: limit.to_string(),
-                want: format!("at least required_bytes, {required}"),
-            });
-        }
-        Ok(CapacityRange { required, limit: (limit != 0).then_some(limit) })
-    }
-
-    /// Whether a capacity is what was asked for.
-    pub(super) fn holds(&self, capacity: u64) -> bool {
-        capacity >= self.required && self.limit.is_none_or(|limit| capacity <= limit)
-    }
-}
 
 /// What GetCapacity answers, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,33 +1,19 @@
 //! The bytes and maps of a new snapshot: where the pool's copy and the block maps meet.
 
 use std::fs::File;
-use std::sync::Arc;
 
 use super::history::{Parent, header};
 use super::quiesce::{HashingSink, LiveCopy};
-use super::snapshots::Snapshots;
+use super::snapshots::{NewSnapshot, Snapshots};
 use super::{Error, Result};
 use crate::pool::Changes;
-use crate::store::{SnapshotRecord, VolumeRecord};
 use crate::sys::extents::Extents;
-use base::{BlockSize, ObjectDir, Stop};
+use base::{BlockSize, Stop};
 use cbt::{
     self, Candidates, HashFile, HashReader, MapFile, MapHeader, MapWriter, NewMaps, PhysicalDiff, Relation,
     copy_map, scan_allocated, write_changed, write_union, write_written,
 };
 use files::durable;
-
-/// A snapshot being made.
-pub(super) struct NewSnapshot {
-    /// Its files to be.
-    pub draft: ObjectDir,
-    /// The volume it is taken of, as it was when it was locked.
-    pub volume: Arc<VolumeRecord>,
-    /// Its record to be.
-    pub record: SnapshotRecord,
-    /// Bytes that are still to be hashed, once it is filled.
-    pub pending: u64,
-}
 
 impl Snapshots {
     /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use super::error::shown;
-use super::fill::NewSnapshot;
 use super::locks::Key;
+use super::request::check_name;
 use super::shared::LockedVolume;
-use super::snapshots::Snapshots;
-use super::volumes::check_name;
+use super::snapshots::{NewSnapshot, Snapshots};
 use super::{Error, Result, SnapshotParameters};
 use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
 use base::GroupId;

@@ -6,30 +6,22 @@
 //! tries again to read it there.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::list::PageRequest;
 use super::locks::Key;
+use super::read_errors::{ReadErrors, first_unreadable};
 use super::shared::Shared;
 use super::{Error, Result};
 use crate::pool;
 use crate::store::{self, VolumeRecord};
 use base::{ByteRange, VolumeId};
-use files::Context;
 
 /// Entries of a page at most: each has a few messages of [`MESSAGE`] bytes at most, so it stays under gRPC's 4 MiB.
 const MAX_PAGE: usize = 1000;
 /// Bytes of a message at most. Kubernetes refuses more than 1024.
 const MESSAGE: usize = 512;
-/// From where a read failed, the bytes that it may have been about: more than any read of a copy or a hash takes.
-const READ: u64 = 4 << 20;
-/// What is read at once to find out which part of them it is.
-const BLOCK: u64 = 4096;
-
 /// What kind of trouble a volume is in (`VolumeHealthErrorType`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trouble {
@@ -168,53 +160,6 @@ fn cut(mut message: String) -> String {
         message.push_str(REST);
     }
     message
-}
-
-/// Where volumes may have data that cannot be read: reads failed there.
-#[derive(Debug, Default)]
-pub(super) struct ReadErrors(Mutex<BTreeMap<VolumeId, ByteRange>>);
-
-impl ReadErrors {
-    /// Takes note of a failed read of a volume's data, or of that of one of its snapshots, with which it may share it.
-    /// Of several the last counts.
-    pub(super) fn note(&self, volume: &VolumeId, error: &Error) {
-        let Some(error) = error.sys().filter(|error| error.is_unreadable()) else { return };
-        let Some(start) = error.at else { return };
-        self.set(volume, Some(ByteRange { start, end: start + READ }));
-    }
-
-    /// Forgets a volume.
-    pub(super) fn forget(&self, volume: &VolumeId) {
-        self.set(volume, None);
-    }
-
-    fn set(&self, volume: &VolumeId, range: Option<ByteRange>) {
-        let mut read_errors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match range {
-            Some(range) => read_errors.insert(volume.clone(), range),
-            None => read_errors.remove(volume),
-        };
-    }
-
-    fn of(&self, volume: &VolumeId) -> Option<ByteRange> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(volume).copied()
-    }
-}
-
-/// The first block of a range that cannot be read, and why; a range that ends behind the file ends with it.
-fn first_unreadable(path: &Path, range: ByteRange) -> files::Result<Option<(u64, io::Error)>> {
-    let file = File::open(path).context("open", path)?;
-    let length = file.metadata().context("stat", path)?.len();
-    let mut block = [0; BLOCK as usize];
-    let mut at = range.start - range.start % BLOCK;
-    while at < range.end.min(length) {
-        match file.read_at(&mut block, at) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Ok(Some((at, error))),
-            Ok(_) => at += BLOCK,
-        }
-    }
-    Ok(None)
 }
 
 /// Finds what is wrong with volumes and the pool.
@@ -406,35 +351,5 @@ mod tests {
         assert_eq!(faults[1].message, "not at a; not at b");
         let long = &faults[0].message;
         assert!(long.len() <= MESSAGE && long.len() > MESSAGE - 6 && long.ends_with("..."), "{long}");
-    }
-
-    #[test]
-    fn only_what_names_a_place_that_cannot_be_read_is_noted() {
-        let read_errors = ReadErrors::default();
-        let volume = VolumeId::random(base::Key::random().expect("key")).expect("id");
-        let error = |errno, at| {
-            let source = io::Error::from_raw_os_error(errno);
-            Error::Sys(files::Error { operation: "read", path: "x".into(), at, source })
-        };
-        for (errno, at, noted) in [
-            (libc::ENOSPC, Some(0), None),
-            (libc::EIO, None, None),
-            (libc::EIO, Some(8192), Some(8192)),
-            (libc::EBADMSG, Some(0), Some(0)),
-        ] {
-            read_errors.forget(&volume);
-            read_errors.note(&volume, &error(errno, at));
-            assert_eq!(read_errors.of(&volume).map(|range| range.start), noted, "{errno} {at:?}");
-        }
-    }
-
-    #[test]
-    fn a_range_that_ends_behind_the_file_ends_with_it() {
-        let file = tempfile::NamedTempFile::new().expect("temp file");
-        file.as_file().set_len(10_000).expect("set_len");
-        for range in [(0, 4096), (5000, 1 << 20), (1 << 30, 2 << 30)] {
-            let range = ByteRange { start: range.0, end: range.1 };
-            assert!(first_unreadable(file.path(), range).expect("it is there").is_none(), "{range:?}");
-        }
     }
 }

@@ -87,7 +87,7 @@ impl MetadataStream {
     /// capacity also where there is no tuple.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
         // A delta may read data, for which hashing gives way.
-        let _urgent = self.reads.then(|| self.streams.urgent().begin());
+        let _foreground = self.reads.then(|| self.streams.foreground().begin());
         let first = std::mem::take(&mut self.first);
         let (mut share, most) = self.streams.share(self.most);
         let mut found = Vec::new();

@@ -6,8 +6,10 @@ mod attach;
 mod capability;
 mod capacity;
 mod check;
+mod devices;
 mod error;
 mod expand;
+mod filesystem;
 mod fill;
 #[cfg(any(test, feature = "fuzz"))]
 pub(crate) mod fuzz;
@@ -22,17 +24,22 @@ mod metadata;
 mod node;
 mod params;
 mod placement;
+mod queue;
 mod quiesce;
+mod read_errors;
+mod remote;
+mod request;
 mod shared;
 mod snapshots;
 mod start;
 mod streams;
 mod transfer;
+mod transfer_table;
 mod volumes;
 
 pub use attach::AttachRequest;
 pub use capability::{AccessMode, AccessType, Capability, MountFlags};
-pub use capacity::{AvailableCapacity, Capacity, CapacityRange};
+pub use capacity::{AvailableCapacity, Capacity};
 pub use check::{Discovery, Severity};
 pub use error::Error;
 pub use expand::Expansion;
@@ -46,12 +53,13 @@ pub use metadata::{Message, Metadata, MetadataRequest, MetadataStream, Turn};
 pub use node::{Node, PublishRequest, StageRequest, Stats, Usage};
 pub use params::{EphemeralParameters, SnapshotParameters, VolumeParameters, parse_tuning};
 pub use placement::{Named, Placement, Space};
+pub use remote::{Blocks, Opened, Remote, RemoteFault};
+pub use request::{CapacityRange, CreateVolume, SourceRef};
 pub use snapshots::Snapshots;
 pub use streams::{Share, Streams, WORKING as STREAMS_WORKING};
-pub use transfer::{
-    Blocks, OpenSource, Opened, Point, Remote, RemoteFault, Sources, TransferFigures, Transfers,
-};
-pub use volumes::{CreateVolume, SourceRef, Volumes};
+pub use transfer::{OpenSource, Point, Sources, Transfers};
+pub use transfer_table::TransferFigures;
+pub use volumes::Volumes;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -8,9 +8,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::request::check_name;
 use super::shared::Shared;
-use super::transfer::TransferTable;
-use super::volumes::check_name;
+use super::transfer_table::TransferTable;
 use super::{Error, Result};
 use crate::sys;
 use base::Key;

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::health::ReadErrors;
+use super::read_errors::ReadErrors;
 use super::shared::Shared;
 use super::{Error, Result};
 use crate::pool::{Bytes, Sink};

@@ -4,13 +4,15 @@
 use std::sync::{Arc, Mutex};
 
 use super::capacity::{Capacity, Reserved};
-use super::hashing::{Queue, Writers};
+use super::hashing::Writers;
 use super::history::Histories;
 use super::locks::{Key, OpLocks};
 use super::placement::Choices;
+use super::queue::Queue;
 use super::quiesce::Copier;
 use super::shared::Shared;
-use super::transfer::{Throttle, TransferTable};
+use super::transfer::Throttle;
+use super::transfer_table::TransferTable;
 use super::{
     Config, Driver, Error, Hashing, Health, Metadata, Node, Placement, Result, Snapshots, Sources, Streams,
     Transfers, Volumes,
@@ -33,7 +35,7 @@ impl Driver {
     ///    filesystem is dead has none: pods can still be ended on it.
     /// 6. Thaw what a dead driver left frozen (`quiesce.rs`): somebody may be waiting for it.
     /// 7. Undo what a copy that was cut short left set on volumes (`quiesce.rs`).
-    /// 8. Note the transfers that a dead driver has begun: each goes on with the next CreateVolume (`transfer/table.rs`).
+    /// 8. Note the transfers that a dead driver has begun: each goes on with the next CreateVolume (`transfer_table.rs`).
     /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
     ///
     /// Afterwards the hashing thread takes up what is not hashed and applies the retention (`Hashing::run`), and calls are served. What
@@ -104,7 +106,7 @@ impl Driver {
         let read_errors = || copier.read_errors.clone();
         let queue = Arc::<Queue>::default();
         let writers = Writers::new(copier.shared.store.dir().volumes());
-        let streams = Arc::new(Streams::new(base::Urgent::watching(writers)));
+        let streams = Arc::new(Streams::new(base::Foreground::watching(writers)));
         let histories = Arc::new(Histories { shared: shared(), queue: queue.clone() });
         let reserved = Reserved::default();
         let capacity = Arc::new(Capacity { shared: shared(), transfers: table.clone(), reserved });

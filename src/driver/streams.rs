@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::Urgent;
+use base::Foreground;
 use cbt::Loaded;
 
 /// Bytes that all streams take together.
@@ -29,7 +29,7 @@ const TUPLE: usize = 40;
 #[derive(Debug)]
 pub struct Streams {
     held: Mutex<Held>,
-    urgent: Urgent,
+    foreground: Foreground,
 }
 
 #[derive(Debug, Default)]
@@ -45,14 +45,14 @@ struct Held {
 }
 
 impl Streams {
-    /// `urgent` is what hashing gives way to.
-    pub(super) fn new(urgent: Urgent) -> Self {
-        Streams { held: Mutex::default(), urgent }
+    /// `foreground` is what hashing gives way to.
+    pub(super) fn new(foreground: Foreground) -> Self {
+        Streams { held: Mutex::default(), foreground }
     }
 
     /// What streams do while their clients wait.
-    pub(super) fn urgent(&self) -> &Urgent {
-        &self.urgent
+    pub(super) fn foreground(&self) -> &Foreground {
+        &self.foreground
     }
 
     /// Keeps a segment for the stream's next turn, as long as there is room.

@@ -1,56 +1,24 @@
 //! Making and deleting volumes.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::capability::kinds;
 use super::capacity::{Capacity, Reserved};
+use super::devices::release_devices;
 use super::error::shown;
-use super::health::ReadErrors;
 use super::history::Histories;
 use super::locks::{Key, OpGuard};
-use super::node::release_devices;
-use super::quiesce::Copier;
-use super::quiesce::LiveCopy;
+use super::quiesce::{Copier, LiveCopy};
+use super::read_errors::ReadErrors;
+use super::request::{CreateVolume, SourceRef, check_name, difference};
 use super::shared::{LockedVolume, Shared};
-use super::transfer::TransferTable;
-use super::{Capability, CapacityRange, Error, Result, VolumeParameters};
+use super::transfer_table::TransferTable;
+use super::{Capability, Error, Result, VolumeParameters};
 use crate::pool::{self, Bytes};
-use crate::store::{AccessKind, Source, Timestamp, Tuning, VolumeRecord};
+use crate::store::{AccessKind, Source, Timestamp, VolumeRecord};
 use base::{BlockSize, SnapshotId, Stop, VolumeId};
 use files::Context;
 use files::change;
-
-/// The longest name a CO may give (CSI spec, "Size Limits").
-const MAX_NAME: usize = 128;
-
-/// A CreateVolume call.
-#[derive(Clone, Debug)]
-pub struct CreateVolume {
-    /// The name: the same name means the same volume.
-    pub name: String,
-    /// How large it is to be.
-    pub range: CapacityRange,
-    /// How it is to be used.
-    pub capabilities: Vec<Capability>,
-    /// StorageClass parameters.
-    pub parameters: VolumeParameters,
-    /// VolumeAttributesClass parameters.
-    pub tuning: Tuning,
-    /// What to fill it with.
-    pub source: Option<SourceRef>,
-    /// Topologies one of which must be ours; empty for no demand.
-    pub requisite: Vec<BTreeMap<String, String>>,
-}
-
-/// A content source as a client names it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SourceRef {
-    /// A snapshot's id.
-    Snapshot(String),
-    /// A volume's id.
-    Volume(String),
-}
 
 /// The volumes of this node, as the controller sees them.
 #[derive(Debug)]
@@ -284,53 +252,4 @@ impl Volumes {
             tracking: record.tracking,
         })
     }
-}
-
-/// What about an existing volume does not fit a new call of its name.
-pub(super) fn difference(
-    existing: &VolumeRecord,
-    request: &CreateVolume,
-    access: &[AccessKind],
-) -> Option<String> {
-    if !request.range.holds(existing.capacity) {
-        return Some(format!("capacity {}", existing.capacity));
-    }
-    if !access.iter().all(|kind| existing.access.contains(kind)) {
-        return Some("other volume_capabilities".into());
-    }
-    let source = existing.source.as_ref().map(|source| match source {
-        Source::Snapshot(id) => SourceRef::Snapshot(id.to_string()),
-        Source::Volume(id) => SourceRef::Volume(id.to_string()),
-    });
-    if source != request.source {
-        return Some("another volume_content_source".into());
-    }
-    let from_source = existing.source.is_some();
-    let block_size = request.parameters.block_size;
-    if block_size
-        .map_or(!from_source && existing.block_size != BlockSize::MIN, |size| size != existing.block_size)
-    {
-        return Some(format!("blockSize {}", existing.block_size));
-    }
-    let tracking = request.parameters.tracking;
-    if tracking.map_or(!from_source && !existing.tracking, |tracking| tracking != existing.tracking) {
-        return Some(format!("changedBlockTracking {}", existing.tracking));
-    }
-    None
-}
-
-/// Fails where a name could not have come from a CO that keeps the spec.
-pub(super) fn check_name(field: &'static str, name: &str) -> Result<()> {
-    if name.is_empty() {
-        return Err(Error::Missing { field });
-    }
-    let banned = |c: char| c.is_control() && !matches!(c, '\t' | '\n' | '\r');
-    if name.len() > MAX_NAME || name.chars().any(banned) {
-        return Err(Error::Invalid {
-            field,
-            value: shown(name),
-            want: format!("at most {MAX_NAME} bytes without control characters"),
-        });
-    }
-    Ok(())
 }

@@ -5,6 +5,7 @@ mod choose;
 mod copy;
 mod error;
 mod format;
+mod health;
 mod image;
 mod live;
 mod open_pool;

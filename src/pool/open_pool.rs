@@ -1,15 +1,13 @@
-//! A pool that is in use: opening it, its health, leaving it.
+//! A pool that is in use: opening it and leaving it.
 
-use std::fs::{self, File};
+use std::fs;
 
 use super::choose::{Chosen, PoolRequest, choose, in_place, make_image};
 use super::format::Format;
 use super::image::Image;
 use super::{Error, Pool, Result};
-use crate::sys::loopdev::has_direct_io;
-use crate::sys::{blockdev, mount};
+use crate::sys::mount;
 use base::{DataDir, PoolDir, PoolKind};
-use files::Context;
 use files::durable;
 
 /// What a data directory was made with.
@@ -24,7 +22,7 @@ pub struct Known {
 /// A pool that is ready for use, and what it takes to leave it.
 #[derive(Debug)]
 pub struct OpenPool {
-    pool: Pool,
+    pub(super) pool: Pool,
     pub(super) dir: PoolDir,
     pub(super) image: Option<Image>,
 }
@@ -121,62 +119,6 @@ impl OpenPool {
     /// Where objects live.
     pub fn dir(&self) -> &PoolDir {
         &self.dir
-    }
-
-    /// Whether its filesystem no longer answers: the kernel shut it down.
-    pub fn is_dead(&self) -> bool {
-        fs::metadata(self.dir.path()).context("stat", self.dir.path()).is_err_and(|error| error.is_dead())
-    }
-
-    /// Fails unless the pool is the one that was opened and takes a write. A full one is well: deletions
-    /// still work, and are the way out.
-    pub fn check(&self) -> Result<()> {
-        if let Some(image) = &self.image {
-            let dev = image.device.dev()?;
-            if mount::mounted_at(&image.mount_point)?.is_none_or(|mounted| !mounted.is_of(&dev)) {
-                return Err(Error::NotMounted(image.mount_point.clone()));
-            }
-        }
-        let written = tempfile::tempfile_in(self.dir.path())
-            .and_then(|mut scratch| std::io::Write::write_all(&mut scratch, &[0]));
-        match written.context("write a file in", self.dir.path()) {
-            Err(error) if !error.is_no_space() => Err(error.into()),
-            _ => Ok(()),
-        }
-    }
-
-    /// What to know of a pool whose writes cannot pass every page cache by, if so.
-    pub fn cached(&self) -> Result<Option<&'static str>> {
-        // On btrfs the bytes of objects have an attribute for it that other files lack.
-        if !matches!(self.pool, Pool::Btrfs { .. }) {
-            let path = self.dir.path();
-            let scratch = tempfile::tempfile_in(path).context("make a scratch file in", path)?;
-            if !has_direct_io(&scratch, path)? {
-                return Ok(Some("the pool's filesystem has no direct I/O: writes are slower"));
-            }
-        }
-        let Some(image) = &self.image else { return Ok(None) };
-        let file = File::open(&image.path).context("open", &image.path)?;
-        Ok((!has_direct_io(&file, &image.path)?)
-            .then_some("the filesystem under the pool's image has no direct I/O: writes are slower"))
-    }
-
-    /// What is missing of the image, where its file was cut short below the pool.
-    pub fn image_cut_short(&self) -> Result<Option<String>> {
-        let Some(image) = &self.image else { return Ok(None) };
-        let length = fs::metadata(&image.path).context("stat", &image.path)?.len();
-        let size = blockdev::size(&image.device.path())?;
-        Ok((length < size).then(|| {
-            format!("{} has {length} bytes of {size}: the end of the pool is missing", image.path.display())
-        }))
-    }
-
-    /// How many errors the pool's filesystem has counted, where it does and there are any.
-    pub fn errors(&self) -> Result<Option<u64>> {
-        match mount::holding(self.dir.path())? {
-            Some(mounted) => Ok(mounted.errors()?),
-            None => Ok(None),
-        }
     }
 
     /// Where the bytes lie, for people: `in place`, or the image's loop device.

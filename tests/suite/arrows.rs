@@ -1,6 +1,7 @@
 //! The arrows inside the driver's package point down only (ARCHITECTURE.md, "Rooms"). Those between members of the
 //! workspace are Cargo's to enforce; which of them a room may use is seen here.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The rooms, and the members and crates, that a room may use besides itself; everybody may use `base` and `files`.
@@ -89,6 +90,106 @@ fn an_arrow_that_points_up_would_be_seen() {
     assert_eq!(violations("pool", "    let x = cbt::zero_hash(size);").len(), 1);
     assert_eq!(violations("store", "#[derive(clap::ValueEnum)]").len(), 1);
     assert_eq!(violations("pool", "use base::{BlockRange, BlockSize}; // crate::driver").len(), 0);
+}
+
+/// What is named behind a prefix such as `super::`, alone or in a list in braces.
+fn named_behind(text: &str, prefix: &str) -> Vec<String> {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    let word = |part: &str| part.trim().chars().take_while(|c| is_word(*c)).collect::<String>();
+    let places =
+        text.match_indices(prefix).filter(|(at, _)| !text[..*at].ends_with(|c| is_word(c) || c == ':'));
+    let rests = places.map(|(at, _)| &text[at + prefix.len()..]);
+    rests
+        .flat_map(|rest| match rest.strip_prefix('{') {
+            Some(list) => list.split('}').next().unwrap_or("").split(&[',', '{']).map(word).collect(),
+            None => vec![word(rest)],
+        })
+        .collect()
+}
+
+/// Modules of a room, each with those that it uses: by their paths, and by the names that the room's own file hands out of them.
+fn modules(own: &str, files: &[(PathBuf, String)]) -> BTreeMap<String, BTreeSet<String>> {
+    let lines = || own.lines().map(str::trim);
+    let names: BTreeSet<&str> =
+        lines().filter_map(|line| line.strip_prefix("mod ")?.strip_suffix(';')).collect();
+    let mut handed_out = BTreeMap::new();
+    for name in &names {
+        let from = format!("pub use {name}::");
+        handed_out.extend(named_behind(own, &from).into_iter().map(|item| (item, *name)));
+    }
+    let mut arrows = BTreeMap::<String, BTreeSet<String>>::new();
+    for (path, text) in files {
+        // Of a module in a directory `mod.rs` is one level below the room, and its other files are two.
+        let parts: Vec<_> = path.iter().map(|part| part.to_string_lossy()).collect();
+        let up = if parts.len() > 1 && *parts[parts.len() - 1] != *"mod.rs" {
+            "super::super::"
+        } else {
+            "super::"
+        };
+        let module = parts[0].trim_end_matches(".rs").to_owned();
+        let code: Vec<&str> = text.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
+        let code = code.join("\n");
+        let code = code.split("#[cfg(test)]").next().unwrap_or("");
+        let used = named_behind(code, up).into_iter().chain(named_behind(code, "crate::driver::"));
+        let used = used.filter_map(|name| {
+            names.get(name.as_str()).or_else(|| handed_out.get(&name)).map(|name| (*name).to_owned())
+        });
+        let used: BTreeSet<String> = used.filter(|name| *name != module).collect();
+        arrows.entry(module).or_default().extend(used);
+    }
+    arrows
+}
+
+/// Those of modules that use each other in a circle, or what is in one.
+fn circles(mut arrows: BTreeMap<String, BTreeSet<String>>) -> BTreeMap<String, BTreeSet<String>> {
+    loop {
+        let left: BTreeSet<String> = arrows.keys().cloned().collect();
+        let before = arrows.len();
+        arrows.retain(|_, used| {
+            used.retain(|name| left.contains(name));
+            !used.is_empty()
+        });
+        if arrows.len() == before {
+            return arrows;
+        }
+    }
+}
+
+/// In the largest room too, what uses something is not used by it.
+#[test]
+fn modules_of_the_driver_use_each_other_in_no_circle() {
+    let room = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/driver");
+    let mut files = Vec::new();
+    sources(&room, &mut files);
+    let read = |path: &Path| std::fs::read_to_string(path).expect("read");
+    let own = read(&room.join("mod.rs"));
+    let files: Vec<_> = files
+        .into_iter()
+        .filter(|path| *path != room.join("mod.rs"))
+        .map(|path| (path.strip_prefix(&room).expect("below it").to_owned(), read(&path)))
+        .collect();
+    let arrows = modules(&own, &files);
+    assert!(arrows["start"].contains("node") && arrows["node"].contains("volumes"), "{arrows:?}");
+    let circles = circles(arrows);
+    assert!(circles.is_empty(), "a circle: {circles:#?}");
+}
+
+#[test]
+fn a_circle_would_be_seen() {
+    let own = "mod a;\nmod b;\nmod c;\npub use c::{C, D};\n";
+    let files = |a: &str| {
+        [
+            ("a.rs", a),
+            ("b/mod.rs", "use super::a::A;"),
+            ("b/x.rs", "use super::y;"),
+            ("c.rs", "use super::b::{\n};"),
+        ]
+        .map(|(path, text)| (PathBuf::from(path), text.to_owned()))
+    };
+    assert!(circles(modules(own, &files("use crate::store; // super::c"))).is_empty());
+    for closes in ["use super::{Error, D};", "fn f() -> crate::driver::c::C;", "use super::b;"] {
+        assert!(!circles(modules(own, &files(closes))).is_empty(), "{closes}");
+    }
 }
 
 #[test]

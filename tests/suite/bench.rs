@@ -102,10 +102,10 @@ async fn ours_is_measured_on_every_pool(
         run(&rig.socket(), &["--bare-dir", bare, "--json", json, "--csv", csv, "--html", html]).await;
     assert_eq!((code, &result["verdict"]), (Some(0), &"right".into()), "{result:#}");
     let (measured, missing) = sorted(&result);
-    let never_told = |id: &str| id.starts_with("space-");
+    let is_space = |id: &str| id.starts_with("space-");
     // The dir pool shares the space that GetCapacity tells with all else on its filesystem; and what is written all the time, it
-    // does not copy.
-    let may_miss = |id: &str| never_told(id) || (pool == PoolKind::Dir && is_of_writes(id));
+    // does not copy. The other pools have their space to themselves.
+    let may_miss = |id: &str| pool == PoolKind::Dir && (is_space(id) || is_of_writes(id));
     assert!(missing.iter().all(|(id, kind)| *kind == "left-out" && may_miss(id)), "{missing:?}");
     for id in [
         "create",
@@ -130,6 +130,10 @@ async fn ours_is_measured_on_every_pool(
         "many-delta-last",
         "many-delta-first",
         "many-delete",
+        "space-data",
+        "space-snapshots",
+        "space-restored",
+        "space-clone",
     ] {
         assert!(measured.contains(&id) || may_miss(id), "{id} is missing: {measured:?}");
     }
@@ -146,8 +150,17 @@ async fn ours_is_measured_on_every_pool(
         let has_bare = !id.starts_with("many-")
             && !id.starts_with("listed-")
             && !id.ends_with("-later")
-            && !never_told(id);
+            && !is_space(id);
         assert_eq!(figure["bare"].is_object(), has_bare, "{figure}");
+        // 8 MiB are written, and what is restored or cloned shares them.
+        let data = f64::from(8 << 20);
+        match id {
+            "space-data" => assert!((data / 2.0..data * 2.0).contains(&number("median")), "{figure}"),
+            "space-restored" | "space-clone" if pool != PoolKind::Dir => {
+                assert!(number("median") < data / 4.0, "{figure}");
+            }
+            _ => {}
+        }
         if id.starts_with("listed-") {
             assert_eq!(number("max"), 1.0, "ours lists what changed and nothing else: {figure}");
         }

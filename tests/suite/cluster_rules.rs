@@ -25,6 +25,10 @@ const SIDECARS: [(&str, &[&str]); 9] = [
             "immediate-topology",
             "enable-capacity",
             "capacity-ownerref-level",
+            "kube-api-capacity-qps",
+            "kube-api-capacity-burst",
+            "kube-api-qps",
+            "kube-api-burst",
             "timeout",
             "v",
         ],
@@ -32,15 +36,34 @@ const SIDECARS: [(&str, &[&str]); 9] = [
     ("csi-attacher:v4.13.0", &["csi-address", "timeout", "v"]),
     (
         "csi-resizer:v2.3.0",
-        &["csi-address", "leader-election", "handle-volume-inuse-error", "resize-timeout", "v"],
+        &[
+            "csi-address",
+            "leader-election",
+            "handle-volume-inuse-error",
+            "resize-timeout",
+            "kube-api-qps",
+            "kube-api-burst",
+            "v",
+        ],
     ),
-    ("csi-snapshotter:v8.7.0", &["csi-address", "leader-election", "extra-create-metadata", "timeout", "v"]),
+    (
+        "csi-snapshotter:v8.7.0",
+        &[
+            "csi-address",
+            "leader-election",
+            "extra-create-metadata",
+            "timeout",
+            "kube-api-qps",
+            "kube-api-burst",
+            "v",
+        ],
+    ),
     (
         "csi-external-health-monitor-controller:v0.19.0",
         &["csi-address", "leader-election", "list-volumes-interval", "v"],
     ),
     ("csi-snapshot-metadata:v1.1.0", &["csi-address", "port", "tls-cert", "tls-key", "http-endpoint", "v"]),
-    ("snapshot-controller:v8.7.0", &["v"]),
+    ("snapshot-controller:v8.7.0", &["kube-api-qps", "kube-api-burst", "v"]),
 ];
 
 fn name(container: &Value) -> &str {

@@ -164,26 +164,25 @@ async fn a_snapshot_holds_every_acknowledged_write_on_btrfs() {
 }
 
 /// A freeze never outlives its bound, also where nobody thaws; and a thaw that comes too late fails.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_freeze_ends_with_its_bound() {
+async fn a_freeze_ends_with_its_bound(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-        let mounted = mount::mounted_at(&target).expect("mounts").expect("published");
-        let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_millis(300)).expect("freeze");
-        let frozen = frozen.expect("nobody else froze it");
-        let file = target.join("file");
-        let write = tokio::task::spawn_blocking(move || std::fs::write(file, "written after the bound"));
-        let written = tokio::time::timeout(Duration::from_secs(20), write).await;
-        let late = frozen.thaw();
-        written.expect("still frozen after its bound").expect("join").expect("write");
-        assert!(late.is_err(), "{fs_type}: a thaw after the bound fails, for a copy may be torn by then");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    }
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let mounted = mount::mounted_at(&target).expect("mounts").expect("published");
+    let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_millis(300)).expect("freeze");
+    let frozen = frozen.expect("nobody else froze it");
+    let file = target.join("file");
+    let write = tokio::task::spawn_blocking(move || std::fs::write(file, "written after the bound"));
+    let written = tokio::time::timeout(Duration::from_secs(20), write).await;
+    let late = frozen.thaw();
+    written.expect("still frozen after its bound").expect("join").expect("write");
+    assert!(late.is_err(), "{fs_type}: a thaw after the bound fails, for a copy may be torn by then");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }

@@ -12,8 +12,6 @@ use testkit::content::{Content, blocks_of};
 use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, status_code};
 
-const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
-
 fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRequest {
     proto::NodeExpandVolumeRequest {
         volume_id: volume.to_owned(),
@@ -29,86 +27,87 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
 #[tokio::test(flavor = "multi_thread")]
 async fn file_device_and_filesystem_grow_while_in_use(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
-    for fs_type in FILESYSTEMS {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 400 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-        std::fs::write(target.join("file"), "kept").expect("write");
-        let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
-        for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
-            let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
-            assert_eq!(expanded.capacity_bytes, bytes);
-            assert!(expanded.node_expansion_required, "a filesystem grows on the node");
-            assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
-            let request = node_expand(&rig, &volume, bytes);
-            let answer = rig.client.node.node_expand_volume(request).await;
-            let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
-            if fs_type == "ext4" && is_more && !may_grow_ext4 {
-                // The kernel lets nobody else grow a mounted ext4, so it grows when it is staged again.
-                assert_eq!(status_code(answer), Code::FailedPrecondition);
-                rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-                rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-            } else {
-                assert_eq!(answer.expect("node expand").into_inner().capacity_bytes, bytes);
-            }
-            let space = sys::space(&target).expect("statvfs");
-            let least = bytes as u64 / 10 * 8;
-            assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
-            assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 400 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let image = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    for (bytes, is_more) in [(800 * MIB, true), (800 * MIB, false), (1300 * MIB, true)] {
+        let expanded = rig.client.expand_volume(&volume, bytes).await.expect("expand");
+        assert_eq!(expanded.capacity_bytes, bytes);
+        assert!(expanded.node_expansion_required, "a filesystem grows on the node");
+        assert_eq!(std::fs::metadata(&image).expect("stat").len(), bytes as u64);
+        let request = node_expand(&rig, &volume, bytes);
+        let answer = rig.client.node.node_expand_volume(request).await;
+        let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
+        if fs_type == "ext4" && is_more && !may_grow_ext4 {
+            // The kernel lets nobody else grow a mounted ext4, so it grows when it is staged again.
+            assert_eq!(status_code(answer), Code::FailedPrecondition);
+            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+            rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        } else {
+            assert_eq!(answer.expect("node expand").into_inner().capacity_bytes, bytes);
         }
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        let space = sys::space(&target).expect("statvfs");
+        let least = bytes as u64 / 10 * 8;
+        assert!(space.total > least, "{fs_type}: {} bytes on a volume of {bytes}", space.total);
+        assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
     }
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged() {
+async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
-    for fs_type in FILESYSTEMS {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 400 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        rig.client.expand_volume(&volume, 1000 * MIB).await.expect("expand");
-        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-        let space = sys::space(&target).expect("statvfs");
-        assert!(space.total > 800 << 20, "{fs_type}: {} bytes on a volume of 1000 MiB", space.total);
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    }
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 400 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.client.expand_volume(&volume, 1000 * MIB).await.expect("expand");
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    let space = sys::space(&target).expect("statvfs");
+    assert!(space.total > 800 << 20, "{fs_type}: {} bytes on a volume of 1000 MiB", space.total);
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 
 /// A request of less is rounded up to what the filesystem needs, and that is enough to be staged, also again,
 /// and to grow: the kernel resizes no btrfs to less than 256 MiB.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows() {
+async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
-    for fs_type in FILESYSTEMS {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create");
-        let (id, size) = (volume.volume_id, volume.capacity_bytes);
-        let mut before = 0;
-        for _ in 0..2 {
-            let target = rig.client.publish(&id, capability.clone(), false, &kubelet).await.expect("publish");
-            before = sys::space(&target).expect("statvfs").total;
-            rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
-        }
-        rig.client.expand_volume(&id, size + 64 * MIB).await.expect("expand");
-        let target = rig.client.publish(&id, capability, false, &kubelet).await.expect("publish");
-        let after = sys::space(&target).expect("statvfs").total;
-        assert!(after > before + (32 << 20), "{fs_type}: {before} bytes, and {after} of 64 MiB more");
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create");
+    let (id, size) = (volume.volume_id, volume.capacity_bytes);
+    let mut before = 0;
+    for _ in 0..2 {
+        let target = rig.client.publish(&id, capability.clone(), false, &kubelet).await.expect("publish");
+        before = sys::space(&target).expect("statvfs").total;
         rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
     }
+    rig.client.expand_volume(&id, size + 64 * MIB).await.expect("expand");
+    let target = rig.client.publish(&id, capability, false, &kubelet).await.expect("publish");
+    let after = sys::space(&target).expect("statvfs").total;
+    assert!(after > before + (32 << 20), "{fs_type}: {before} bytes, and {after} of 64 MiB more");
+    rig.client.unpublish(&id, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 

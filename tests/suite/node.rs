@@ -240,31 +240,30 @@ async fn what_was_published_before_a_crash_is_found_and_undone(
 }
 
 /// A restored volume larger than its snapshot has a filesystem as large as itself.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn stage_grows_a_restored_filesystem_to_its_volume() {
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let mut rig = Rig::start(PoolKind::Xfs).await;
-        let kubelet = rig.kubelet();
-        let request = new_volume("small", 300 * MIB, mount_capability(fs_type));
-        let small = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target =
-            rig.client.publish(&small, mount_capability(fs_type), false, &kubelet).await.expect("publish");
-        std::fs::write(target.join("file"), "kept").expect("write");
-        let snapshot = rig.snapshot("small", &small).await;
-        let mut request = new_volume("large", 900 * MIB, mount_capability(fs_type));
-        request.volume_content_source = Some(from_snapshot(&snapshot));
-        let large = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target =
-            rig.client.publish(&large, mount_capability(fs_type), false, &kubelet).await.expect("publish");
-        let space = deltapath::sys::space(&target).expect("statvfs");
-        assert!(space.total > 700 << 20, "{fs_type} has {} bytes on a volume of 900 MiB", space.total);
-        assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
-        for volume in [&small, &large] {
-            rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
-        }
-        rig.finish();
+async fn stage_grows_a_restored_filesystem_to_its_volume(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("small", 300 * MIB, mount_capability(fs_type));
+    let small = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target =
+        rig.client.publish(&small, mount_capability(fs_type), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let snapshot = rig.snapshot("small", &small).await;
+    let mut request = new_volume("large", 900 * MIB, mount_capability(fs_type));
+    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let large = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target =
+        rig.client.publish(&large, mount_capability(fs_type), false, &kubelet).await.expect("publish");
+    let space = deltapath::sys::space(&target).expect("statvfs");
+    assert!(space.total > 700 << 20, "{fs_type} has {} bytes on a volume of 900 MiB", space.total);
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+    for volume in [&small, &large] {
+        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
     }
+    rig.finish();
 }
 
 #[test_with::root]
@@ -427,42 +426,41 @@ fn fsfreeze(target: &Path) {
 
 /// The incident: a user froze a filesystem and forgot it. Unpublish and unstage answered OK, the frozen filesystem
 /// outlived its last mount, its volume could never be deleted, and staged again each write hung.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_filesystem_that_its_user_left_frozen_is_thawed() {
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let mut rig = Rig::start(PoolKind::Dir).await;
-        let kubelet = rig.kubelet();
-        let capability = mount_capability(fs_type);
-        let request = new_volume("files", 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let publish = async |rig: &mut Rig| {
-            rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish")
-        };
+async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability(fs_type);
+    let request = new_volume("files", 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let publish = async |rig: &mut Rig| {
+        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish")
+    };
+    let target = publish(&mut rig).await;
+    fsfreeze(&target);
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert!(leftovers(rig.dir.path()).is_empty(), "{fs_type}: left {:?}", leftovers(rig.dir.path()));
+    // As an older driver left it, or somebody who unmounts by hand.
+    for repair in ["stage", "delete"] {
         let target = publish(&mut rig).await;
         fsfreeze(&target);
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        assert!(leftovers(rig.dir.path()).is_empty(), "{fs_type}: left {:?}", leftovers(rig.dir.path()));
-        // As an older driver left it, or somebody who unmounts by hand.
-        for repair in ["stage", "delete"] {
-            let target = publish(&mut rig).await;
-            fsfreeze(&target);
-            for place in ["target", "staging"] {
-                deltapath::sys::mount::unmount(&kubelet.join(&volume).join(place)).expect("unmount by hand");
-            }
-            if repair == "delete" {
-                rig.client.unpublish(&volume, &kubelet).await.expect("nothing is mounted");
-                rig.client.delete_volume(&volume).await.expect("a frozen filesystem without a mount");
-                break;
-            }
-            let target = publish(&mut rig).await;
-            let write = tokio::task::spawn_blocking(move || std::fs::write(target.join("file"), "written"));
-            let written = tokio::time::timeout(std::time::Duration::from_secs(20), write).await;
-            written.expect("a write hangs").expect("join").expect("write");
-            rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        for place in ["target", "staging"] {
+            deltapath::sys::mount::unmount(&kubelet.join(&volume).join(place)).expect("unmount by hand");
         }
-        rig.finish();
+        if repair == "delete" {
+            rig.client.unpublish(&volume, &kubelet).await.expect("nothing is mounted");
+            rig.client.delete_volume(&volume).await.expect("a frozen filesystem without a mount");
+            break;
+        }
+        let target = publish(&mut rig).await;
+        let write = tokio::task::spawn_blocking(move || std::fs::write(target.join("file"), "written"));
+        let written = tokio::time::timeout(std::time::Duration::from_secs(20), write).await;
+        written.expect("a write hangs").expect("join").expect("write");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     }
+    rig.finish();
 }
 
 /// The incident: a volume could not be staged at a path, which was on record by then; another was staged there; the
@@ -580,59 +578,54 @@ async fn what_is_not_ours_is_never_undone() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restored_volume_is_read_at_many_places(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("", "ext4", "xfs", "btrfs")] fs_type: &str,
 ) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
-    for fs_type in ["", "ext4", "xfs", "btrfs"] {
-        let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
-        let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
-        let source = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
-        let mut content = Content::default();
-        match fs_type {
-            "" => content.write(&target, 5, 5, 5),
-            _ => std::fs::write(target.join("file"), fs_type).expect("write"),
-        }
-        let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
-        for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
-            let readers = with_mode(capability.clone(), mode);
-            let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
-            request.volume_content_source = Some(from_snapshot(&snapshot));
-            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-            // Beside its source, which stays mounted for writing.
-            let first =
-                rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
-            let second = rig.dir.path().join("second");
-            let beside = publish_at(&rig, &restored, &second, readers.clone(), true);
-            let beside = rig.client.node.node_publish_volume(beside).await;
-            let places = match mode {
-                Mode::MultiNodeReaderOnly => {
-                    beside.expect("many readers");
-                    vec![&first, &second]
-                }
-                _ => {
-                    assert_eq!(status_code(beside), Code::FailedPrecondition, "one reader has one place");
-                    vec![&first]
-                }
-            };
-            for place in places {
-                if fs_type.is_empty() {
-                    content.assert_equals(place, 0, 64);
-                    let file = std::fs::File::options().write(true).open(place);
-                    assert!(
-                        file.and_then(|file| file.write_all_at(&[1; 4096], 0)).is_err(),
-                        "it took a write"
-                    );
-                } else {
-                    assert_eq!(std::fs::read(place.join("file")).expect("read"), fs_type.as_bytes());
-                    assert!(std::fs::write(place.join("new"), "x").is_err(), "{fs_type} took a write");
-                }
-            }
-            unpublish_at(&mut rig, &restored, &second).await;
-            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
-        }
-        rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    let capability = if fs_type.is_empty() { block_capability() } else { mount_capability(fs_type) };
+    let request = new_volume(&format!("source {fs_type}"), 300 * MIB, capability.clone());
+    let source = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+    let mut content = Content::default();
+    match fs_type {
+        "" => content.write(&target, 5, 5, 5),
+        _ => std::fs::write(target.join("file"), fs_type).expect("write"),
     }
+    let snapshot = rig.snapshot(&format!("snapshot {fs_type}"), &source).await;
+    for mode in [Mode::MultiNodeReaderOnly, Mode::SingleNodeReaderOnly] {
+        let readers = with_mode(capability.clone(), mode);
+        let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
+        request.volume_content_source = Some(from_snapshot(&snapshot));
+        let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+        // Beside its source, which stays mounted for writing.
+        let first = rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
+        let second = rig.dir.path().join("second");
+        let beside = publish_at(&rig, &restored, &second, readers.clone(), true);
+        let beside = rig.client.node.node_publish_volume(beside).await;
+        let places = match mode {
+            Mode::MultiNodeReaderOnly => {
+                beside.expect("many readers");
+                vec![&first, &second]
+            }
+            _ => {
+                assert_eq!(status_code(beside), Code::FailedPrecondition, "one reader has one place");
+                vec![&first]
+            }
+        };
+        for place in places {
+            if fs_type.is_empty() {
+                content.assert_equals(place, 0, 64);
+                let file = std::fs::File::options().write(true).open(place);
+                assert!(file.and_then(|file| file.write_all_at(&[1; 4096], 0)).is_err(), "it took a write");
+            } else {
+                assert_eq!(std::fs::read(place.join("file")).expect("read"), fs_type.as_bytes());
+                assert!(std::fs::write(place.join("new"), "x").is_err(), "{fs_type} took a write");
+            }
+        }
+        unpublish_at(&mut rig, &restored, &second).await;
+        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+    }
+    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 

@@ -7,7 +7,7 @@ use proto::{GetCapacityRequest, GetMetadataAllocatedRequest, GetMetadataDeltaReq
 use tonic::{Code, Request};
 
 use testkit::content::{Content, open_device};
-use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
+use testkit::{BLOCK, MIB, PoolKind, Rig, names, narrow_client};
 
 /// Two snapshots between which every block was rewritten with its own bytes, and the last one
 /// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
@@ -201,12 +201,17 @@ async fn silent_streams_take_turns_with_others() {
     rig.finish();
 }
 
-/// Streams, restores and the deletion of the very snapshots go on beside each other: open files keep
-/// serving.
+/// Streams and the deletion of the very snapshots go on beside each other, whether they are retained or removed: open files
+/// keep serving.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_outlives_the_deletion_of_its_snapshots() {
-    let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "info").await;
+async fn a_stream_outlives_the_deletion_of_its_snapshots(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("8", "0")] retained: &str,
+) {
+    let flags = ["--block-metadata-type", "fixed", "--retain-deleted", retained];
+    let mut rig = Rig::start_with(pool, &flags, "info").await;
     let (first, second, last) = needle(&mut rig, 256).await;
     let allocated =
         GetMetadataAllocatedRequest { snapshot_id: first.clone(), max_results: 100, ..Default::default() };
@@ -220,6 +225,7 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots() {
     let mut delta = rig.client.metadata.get_metadata_delta(delta).await.expect("opened").into_inner();
     rig.client.delete_snapshot(&first).await.expect("delete");
     rig.client.delete_snapshot(&second).await.expect("delete");
+    assert_eq!(names(&rig.pool_dir().join("snapshots")).is_empty(), retained == "0");
     let mut tuples = 0;
     while let Some(message) = allocated.message().await.expect("message") {
         tuples += message.block_metadata.len();

@@ -27,11 +27,10 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn stats_are_those_of_the_volume_itself(
+async fn stats_of_a_block_volume_are_its_own(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
     let mut rig = Rig::start(pool).await;
-    let kubelet = rig.kubelet();
     let (raw, device) = rig.block_volume("raw", 64 * MIB).await;
     Content::default().write(&device, 0, 256, 1);
     std::fs::File::open(&device).and_then(|file| file.sync_all()).expect("sync");
@@ -39,31 +38,6 @@ async fn stats_are_those_of_the_volume_itself(
     let [bytes] = usage.as_slice() else { panic!("a Block volume has bytes alone: {usage:?}") };
     assert_eq!((bytes.unit, bytes.total), (i32::from(Unit::Bytes), 64 * MIB));
     assert_eq!((bytes.used, bytes.available), (MIB, 63 * MIB));
-
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-        std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
-        std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
-        for path in [target.clone(), kubelet.join(&volume).join("staging")] {
-            let usage = stats(&rig, &volume, &path).await.expect("stats");
-            let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
-            let bytes = of(Unit::Bytes).expect("bytes");
-            assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
-            assert!((20 * MIB..100 * MIB).contains(&bytes.used), "{fs_type}: {bytes:?}");
-            assert!(bytes.used + bytes.available <= bytes.total, "{fs_type}: {bytes:?}");
-            match of(Unit::Inodes) {
-                Some(inodes) => {
-                    assert!(inodes.used > 0 && inodes.used + inodes.available == inodes.total, "{inodes:?}");
-                }
-                None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
-            }
-        }
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
-    }
     for (volume, path, expected) in [
         ("", "/x", Code::InvalidArgument),
         (raw.as_str(), "", Code::InvalidArgument),
@@ -77,28 +51,62 @@ async fn stats_are_those_of_the_volume_itself(
     rig.finish();
 }
 
-/// The mount flag `ro` is what its user asked for, no sign of an error; and a btrfs that is not to be written
-/// is not grown.
+/// The same of filesystems, whose users see how many files they have as well.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_mounted_with_ro_is_well() {
+async fn stats_of_a_mounted_volume_are_its_own(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), vec![7; 20 << 20]).expect("write");
+    std::fs::File::open(target.join("file")).and_then(|file| file.sync_all()).expect("sync");
+    for path in [target.clone(), kubelet.join(&volume).join("staging")] {
+        let usage = stats(&rig, &volume, &path).await.expect("stats");
+        let of = |unit: Unit| usage.iter().find(|usage| usage.unit == i32::from(unit));
+        let bytes = of(Unit::Bytes).expect("bytes");
+        assert!((200 * MIB..=320 * MIB).contains(&bytes.total), "{fs_type}: {bytes:?}");
+        assert!((20 * MIB..100 * MIB).contains(&bytes.used), "{fs_type}: {bytes:?}");
+        assert!(bytes.used + bytes.available <= bytes.total, "{fs_type}: {bytes:?}");
+        match of(Unit::Inodes) {
+            Some(inodes) => {
+                assert!(inodes.used > 0 && inodes.used + inodes.available == inodes.total, "{inodes:?}");
+            }
+            None => assert_eq!(fs_type, "btrfs", "only btrfs has no limit of inodes"),
+        }
+    }
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert_eq!(stats(&rig, &volume, &target).await.expect_err("unpublished").code(), Code::NotFound);
+    rig.finish();
+}
+
+/// The mount flag `ro` is what its user asked for, no sign of an error; and a btrfs that is not to be written
+/// is not grown.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_mounted_with_ro_is_well(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let mut capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
-        if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
-            mount.mount_flags.push("noatime,ro".into());
-        }
-        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-        assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
-        assert_eq!(node_health(&rig, &volume).await, []);
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let mut capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    rig.client.expand_volume(&volume, 640 * MIB).await.expect("expand");
+    if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type {
+        mount.mount_flags.push("noatime,ro".into());
     }
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    assert!(std::fs::write(target.join("file"), "x").is_err(), "{fs_type} took a write");
+    assert_eq!(node_health(&rig, &volume).await, []);
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 

@@ -283,6 +283,32 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
     rig.finish();
 }
 
+/// The file of a volume's bytes is there or not: it cannot be said, for the way to it does not answer. Here a file lies where
+/// its directory was; on a disk that fails it is an I/O error.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn bytes_that_do_not_answer_are_reported() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let request = new_volume("volume", 4 * MIB, block_capability());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    assert_eq!(health(&rig, &volume).await, []);
+    let bytes = data_of(&rig, &volume).parent().expect("a directory").to_owned();
+    let moved = bytes.with_extension("moved");
+    std::fs::rename(&bytes, &moved).expect("move away");
+    std::fs::write(&bytes, "").expect("write");
+    for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
+        let said = tells(&view, "FileUnreadable", Inaccessible);
+        assert!(said.contains("data.img cannot be read: Not a directory"), "{said}");
+        assert_eq!(view.len(), 1, "{view:?}");
+    }
+    assert_eq!(unwell(&rig, 0).await.len(), 1);
+    std::fs::remove_file(&bytes).expect("remove");
+    std::fs::rename(&moved, &bytes).expect("move back");
+    assert_eq!(health(&rig, &volume).await, []);
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.finish();
+}
+
 fn shell(program: &str, arguments: &[&str]) {
     let done = std::process::Command::new(program).args(arguments).output().expect(program);
     assert!(done.status.success(), "{program} {arguments:?}: {done:?}");
@@ -290,80 +316,81 @@ fn shell(program: &str, arguments: &[&str]) {
 
 /// What strangers and the kernel do to a filesystem that is in use: only the node sees that, and the controller does not
 /// make it a matter of the whole cluster.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem() {
+async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let kubelet = rig.kubelet();
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-        let staging = kubelet.join(&volume).join("staging");
-        assert_eq!(node_health(&rig, &volume).await, []);
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let staging = kubelet.join(&volume).join("staging");
+    assert_eq!(node_health(&rig, &volume).await, []);
 
-        // Read-only for all its mounts, as the kernel makes it after an error.
-        shell("mount", &["-o", "remount,ro", &staging.display().to_string()]);
-        let reported = node_health(&rig, &volume).await;
-        tells(&reported, "FilesystemReadOnly", Degraded);
-        assert_eq!(reported.len(), 1, "{reported:?}");
-        shell("mount", &["-o", "remount,rw", &staging.display().to_string()]);
-        assert_eq!(node_health(&rig, &volume).await, []);
+    // Read-only for all its mounts, as the kernel makes it after an error.
+    shell("mount", &["-o", "remount,ro", &staging.display().to_string()]);
+    let reported = node_health(&rig, &volume).await;
+    tells(&reported, "FilesystemReadOnly", Degraded);
+    assert_eq!(reported.len(), 1, "{reported:?}");
+    shell("mount", &["-o", "remount,rw", &staging.display().to_string()]);
+    assert_eq!(node_health(&rig, &volume).await, []);
 
-        // Unmounted from one of two places: the other is asked about alone, or both.
-        sys::mount::unmount(&target).expect("a stranger unmounts it");
-        let reported = node_health(&rig, &volume).await;
-        let said = tells(&reported, "NotMounted", Inaccessible);
-        assert!(said.contains(&target.display().to_string()) && !said.contains("staging"), "{said}");
-        let (target_path, staging_path) = (target.display().to_string(), staging.display().to_string());
-        let reported = node_health_at(&rig, &volume, &target_path, "").await.expect("health");
-        tells(&reported, "NotMounted", Inaccessible);
-        assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
-        // Its use is not reported as that of what lies below.
-        let stats = proto::NodeGetVolumeStatsRequest {
-            volume_id: volume.clone(),
-            volume_path: target_path,
-            ..Default::default()
-        };
-        assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
-        assert_eq!(health(&rig, &volume).await, []);
-        rig.client.publish(&volume, capability, false, &kubelet).await.expect("published again");
-        assert_eq!(node_health(&rig, &volume).await, []);
+    // Unmounted from one of two places: the other is asked about alone, or both.
+    sys::mount::unmount(&target).expect("a stranger unmounts it");
+    let reported = node_health(&rig, &volume).await;
+    let said = tells(&reported, "NotMounted", Inaccessible);
+    assert!(said.contains(&target.display().to_string()) && !said.contains("staging"), "{said}");
+    let (target_path, staging_path) = (target.display().to_string(), staging.display().to_string());
+    let reported = node_health_at(&rig, &volume, &target_path, "").await.expect("health");
+    tells(&reported, "NotMounted", Inaccessible);
+    assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
+    // Its use is not reported as that of what lies below.
+    let stats = proto::NodeGetVolumeStatsRequest {
+        volume_id: volume.clone(),
+        volume_path: target_path,
+        ..Default::default()
+    };
+    assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::NotFound);
+    assert_eq!(health(&rig, &volume).await, []);
+    rig.client.publish(&volume, capability, false, &kubelet).await.expect("published again");
+    assert_eq!(node_health(&rig, &volume).await, []);
 
-        let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");
-        let name = device.path().file_name().expect("a name").to_string_lossy().into_owned();
-        match fs_type {
-            "ext4" => {
-                let trigger = Path::new("/sys/fs/ext4").join(&name).join("trigger_fs_error");
-                std::fs::write(trigger, "a test").expect("trigger an error");
-                // ext4 counts behind the call.
-                let deadline = Instant::now() + Duration::from_secs(90);
-                while node_health(&rig, &volume).await.is_empty() && Instant::now() < deadline {
-                    tokio::time::sleep(Duration::from_millis(10)).await;
-                }
-                let said = tells(&node_health(&rig, &volume).await, "FilesystemErrors", Degraded);
-                assert!(said.contains("ext4 has counted errors, 1 so far"), "{said}");
+    let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device");
+    let name = device.path().file_name().expect("a name").to_string_lossy().into_owned();
+    match fs_type {
+        "ext4" => {
+            let trigger = Path::new("/sys/fs/ext4").join(&name).join("trigger_fs_error");
+            std::fs::write(trigger, "a test").expect("trigger an error");
+            // ext4 counts behind the call.
+            let deadline = Instant::now() + Duration::from_secs(90);
+            while node_health(&rig, &volume).await.is_empty() && Instant::now() < deadline {
+                tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            "xfs" => {
-                let done = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
-                done.expect("shutdown");
-                let reported = node_health(&rig, &volume).await;
-                let said = tells(&reported, "FilesystemShutDown", Inaccessible);
-                assert!(said.contains("does not answer"), "{said}");
-                let stats = proto::NodeGetVolumeStatsRequest {
-                    volume_id: volume.clone(),
-                    volume_path: target.display().to_string(),
-                    ..Default::default()
-                };
-                assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::Internal);
-            }
-            _ => {}
+            let said = tells(&node_health(&rig, &volume).await, "FilesystemErrors", Degraded);
+            assert!(said.contains("ext4 has counted errors, 1 so far"), "{said}");
         }
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-        assert_eq!(node_health(&rig, &volume).await, [], "{fs_type}");
-        rig.client.delete_volume(&volume).await.expect("delete");
+        "xfs" => {
+            let done = sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
+            done.expect("shutdown");
+            let reported = node_health(&rig, &volume).await;
+            let said = tells(&reported, "FilesystemShutDown", Inaccessible);
+            assert!(said.contains("does not answer"), "{said}");
+            let stats = proto::NodeGetVolumeStatsRequest {
+                volume_id: volume.clone(),
+                volume_path: target.display().to_string(),
+                ..Default::default()
+            };
+            assert_eq!(status_code(rig.client.node.node_get_volume_stats(stats).await), Code::Internal);
+        }
+        _ => {}
     }
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert_eq!(node_health(&rig, &volume).await, [], "{fs_type}");
+    rig.client.delete_volume(&volume).await.expect("delete");
     rig.finish();
 }
 

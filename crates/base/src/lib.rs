@@ -8,6 +8,7 @@ pub mod age;
 mod block;
 mod endpoint;
 mod extent;
+mod foreground;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 mod ids;
@@ -16,15 +17,14 @@ mod pool;
 mod quantity;
 mod report;
 mod stop;
-mod urgent;
 
 pub use block::{Block, BlockRange, BlockSize, BlockSizeError, ByteRange};
 pub use endpoint::Endpoint;
 pub use extent::{Extent, Place, Written};
+pub use foreground::{Counter, Foreground, ForegroundWork};
 pub use ids::{GroupId, IdError, Key, KeyError, SnapshotId, VolumeId};
 pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
 pub use pool::PoolKind;
 pub use quantity::{Quantity, QuantityError};
 pub use report::report;
 pub use stop::{Stop, Stopped};
-pub use urgent::{Counter, Urgent, UrgentWork};

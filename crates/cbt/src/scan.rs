@@ -14,7 +14,7 @@ use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex, all_indexes, locate};
 use super::{BlockHash, Result};
-use base::{Block, BlockRange, BlockSize, ByteRange, Stop, Urgent};
+use base::{Block, BlockRange, BlockSize, ByteRange, Foreground, Stop};
 use files::Context;
 
 /// Bytes read at once for hashing: enough to fill all lanes twice, and still in the core's own cache when
@@ -169,7 +169,7 @@ pub struct ToHash<'h> {
     /// Takes the hashes; the caller syncs it.
     pub hashes: &'h HashFile,
     /// Gives way to this, after each read.
-    pub urgent: &'h Urgent,
+    pub foreground: &'h Foreground,
 }
 
 impl ToHash<'_> {
@@ -220,7 +220,7 @@ impl ToHash<'_> {
             read.context_at("read", self.data_path, bytes.start)?;
             hash_each(buffer, size, |number, hash| put(block + number, hash));
             block = block + count;
-            gave_way = self.urgent.give_way(began.elapsed(), stop);
+            gave_way = self.foreground.give_way(began.elapsed(), stop);
         }
         Ok(gave_way)
     }

@@ -191,8 +191,9 @@ impl ApiServer {
             let path = Path::new(super::HOME).join(file);
             let text =
                 std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-            let crd: CustomResourceDefinition =
+            let crd: Value =
                 serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            let crd: CustomResourceDefinition = serde_json::from_value(as_it_will_be(crd)).expect("a CRD");
             let made = crds.create(&PostParams::default(), &crd).await;
             made.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
             names.push(crd.metadata.name.expect("a name"));
@@ -396,6 +397,17 @@ fn end(child: &Mutex<Option<Child>>) {
         }
         let _ = child.wait();
     }
+}
+
+/// The CRD of external-snapshot-metadata v1.1.0 has no `requireBaseSnapshotForDelta`, which the KEP describes; here it has.
+fn as_it_will_be(mut crd: Value) -> Value {
+    if crd["spec"]["names"]["kind"] == "SnapshotMetadataService" {
+        for version in crd["spec"]["versions"].as_array_mut().into_iter().flatten() {
+            let fields = &mut version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"];
+            fields["requireBaseSnapshotForDelta"] = json!({"type": "boolean"});
+        }
+    }
+    crd
 }
 
 fn resource(kind: &str) -> ApiResource {

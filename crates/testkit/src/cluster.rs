@@ -164,13 +164,7 @@ impl Drop for Router {
 
 /// What a program answers over HTTP at this port.
 pub async fn get(port: u16, path: &str) -> String {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.expect("connect");
-    let request = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.expect("write");
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.expect("read");
-    answer
+    crate::scene::get(port, path).await.expect("an answer").1
 }
 
 struct KillOnDrop(Option<Child>);

@@ -8,6 +8,8 @@ pub mod bench;
 pub mod cluster;
 pub mod content;
 pub mod disk;
+pub mod earlier;
+pub mod gateway;
 pub mod lab;
 pub mod network;
 pub mod order;
@@ -17,6 +19,7 @@ pub mod plugin;
 pub mod reference;
 mod rig;
 pub mod sanity;
+pub mod scene;
 pub mod subject;
 
 use std::collections::BTreeSet;
@@ -56,7 +59,8 @@ pub fn program(name: &str) -> PathBuf {
     let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
     if !is_there && built.insert(name.to_owned()) {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["build", "--quiet", "--locked", "--bin", name, "--package", name]);
+        let package = if name == "cbt-earlier" { "deltapath-earlier" } else { name };
+        cargo.args(["build", "--quiet", "--locked", "--bin", name, "--package", package]);
         cargo.arg("--target-dir").arg(profile.parent().expect("the target directory"));
         if profile.ends_with("release") {
             cargo.arg("--release");

@@ -4,7 +4,6 @@
 //! clients do not depend on any of it: a block that is not hashed is compared by its bytes, one that is
 //! not compared by its hash.
 
-mod queue;
 mod writers;
 
 use std::collections::BTreeMap;
@@ -15,12 +14,11 @@ use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
-pub(super) use queue::Queue;
-use queue::{Next, Part, TURN, Work};
 pub(super) use writers::Writers;
 
-use super::health::ReadErrors;
 use super::history::{Histories, header};
+use super::queue::{Next, Part, Queue, TURN, Work};
+use super::read_errors::ReadErrors;
 use super::shared::Shared;
 use super::streams::Streams;
 use super::{Error, Result};
@@ -303,10 +301,15 @@ impl Hashing {
         let allocated = Allocation::new(allocated, Some(also), &path);
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let size = record.block_size;
-        let to_hash =
-            ToHash { data: &data, data_path: &path, size, hashes: &hashes, urgent: self.streams.urgent() };
+        let to_hash = ToHash {
+            data: &data,
+            data_path: &path,
+            size,
+            hashes: &hashes,
+            foreground: self.streams.foreground(),
+        };
         let mut parent = self.hashed_parent(&dir);
-        let step = if self.streams.urgent().is_slow() { SLOW_STEP } else { STEP };
+        let step = if self.streams.foreground().is_slow() { SLOW_STEP } else { STEP };
         let (mut done, mut is_last) = (0, true);
         let mut indexes = wanted.into_iter();
         let mut taken = BTreeMap::new();

@@ -16,8 +16,8 @@ mod retention;
 use std::sync::Arc;
 
 use super::Result;
-use super::hashing::Queue;
 use super::locks::{Key, OpGuard};
+use super::queue::Queue;
 use super::shared::Shared;
 use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
 use base::VolumeId;

@@ -3,12 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
-use super::filesystem::{self, is_blank};
 use super::publish::make_directory;
 use super::stage::remove_target;
-use super::{Held, Node, PublishRequest, check_unoccupied, detach, shows};
+use super::{Held, Node, PublishRequest, check_unoccupied};
+use crate::driver::devices::{detach, shows};
+use crate::driver::filesystem::{self, is_blank};
 use crate::driver::locks::{Key, OpGuard};
-use crate::driver::volumes::check_name;
+use crate::driver::request::check_name;
 use crate::driver::{AccessType, CapacityRange, EphemeralParameters, Error, Result};
 use crate::store::{Staged, Timestamp, Tuning, VolumeRecord, VolumeState};
 use crate::sys::loopdev::LoopDevice;

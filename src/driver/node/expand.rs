@@ -2,8 +2,10 @@
 
 use std::path::Path;
 
-use super::{Node, filesystem, place, shows};
+use super::{Node, place};
+use crate::driver::devices::shows;
 use crate::driver::expand::grow;
+use crate::driver::filesystem;
 use crate::driver::{Capability, CapacityRange, Error, Result};
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;

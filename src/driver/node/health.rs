@@ -3,7 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Node, shows};
+use super::Node;
+use crate::driver::devices::shows;
 use crate::driver::health::{Faults, Reason, VolumeHealth, withheld};
 use crate::driver::locks::Key;
 use crate::driver::{Error, Result, checked_path};

@@ -6,7 +6,6 @@
 
 mod ephemeral;
 mod expand;
-mod filesystem;
 mod health;
 mod publish;
 mod stage;
@@ -18,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::capacity::Capacity;
+use super::devices::{detach, free_unrecorded, shows};
 use super::error::shown;
 use super::expand::{grow, tune};
 use super::health::Health;
@@ -27,8 +27,8 @@ use super::shared::{LockedVolume, Shared};
 use super::volumes::Volumes;
 use super::{Capability, EphemeralParameters, Error, Result};
 use crate::store::{self, Staged, VolumeRecord, VolumeState};
-use crate::sys::loopdev::{Access, LoopDevice, backing_path_of};
-use crate::sys::{blockdev, mount};
+use crate::sys::loopdev::{Access, LoopDevice};
+use crate::sys::mount;
 use base::VolumeId;
 
 /// A NodeStageVolume call, with the fields of its message.
@@ -169,30 +169,6 @@ impl Node {
     }
 }
 
-/// Makes sure that nobody uses the volume any more, and frees its device. `_lock` keeps others from
-/// staging it again.
-pub(super) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -> Result<()> {
-    let state = shared.store.volume_state(id)?;
-    let device = LoopDevice::find(&shared.volume_data(id))?;
-    let paths = state.staged.iter().map(|staged| &staged.path);
-    for path in paths.chain(state.published.iter().map(|published| &published.target)) {
-        if shows(path, device.as_ref())? {
-            return Err(in_use(id, &format!("in use at {}", path.display())));
-        }
-    }
-    let Some(device) = device else { return Ok(()) };
-    if blockdev::is_claimed(&device.path())? {
-        // A filesystem that its user froze stays after its last unmount, until it is thawed.
-        if !is_shown(&device)? {
-            filesystem::thaw_unmounted(&device, &shared.config.data_dir)?;
-        }
-        if blockdev::is_claimed(&device.path())? {
-            return Err(in_use(id, &format!("in use through {}", device.path().display())));
-        }
-    }
-    detach(device)
-}
-
 /// The place of a volume that a `volume_path` names. One that no record knows is not found, whatever
 /// string it is, so it never reaches the kernel.
 fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
@@ -205,54 +181,6 @@ fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s
 
 fn no_volume_at(volume_path: &Path) -> Error {
     Error::NotFound { kind: "the volume at", id: shown(&volume_path.to_string_lossy()) }
-}
-
-fn in_use(id: &VolumeId, how: &str) -> Error {
-    Error::Precondition(format!("volume {id} is {how}: unpublish and unstage it first"))
-}
-
-/// Frees a device. A process that still has it open keeps it until its last close, and a stage before
-/// that takes it over again, so it is not an error.
-fn detach(device: LoopDevice) -> Result<()> {
-    let path = device.path();
-    if !device.detach()? {
-        tracing::warn!(device = %path.display(), "a process has the device open; it is freed when that closes it");
-    }
-    Ok(())
-}
-
-/// Frees the device of a volume of which it is not known where it is meant to be: when it is shown nowhere.
-fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
-    match device {
-        Some(device) if !is_shown(&device)? => detach(device),
-        _ => Ok(()),
-    }
-}
-
-/// Whether `path` shows this volume: its filesystem is mounted there, or its device node is.
-fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
-    let Some(device) = device else { return Ok(false) };
-    let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
-    let dev = device.dev()?;
-    Ok(mounted.is_of(&dev) || blockdev::number(path).is_some_and(|number| number == dev))
-}
-
-/// Whether a device, or a filesystem on it, is shown anywhere in this mount namespace.
-fn is_shown(device: &LoopDevice) -> Result<bool> {
-    let dev = device.dev()?;
-    let name = device.path().file_name().map(ToOwned::to_owned);
-    let shows = |mount: &mount::Mount| {
-        mount.is_of(&dev) || (mount.fs_type == "devtmpfs" && mount.root.file_name() == name.as_deref())
-    };
-    Ok(mount::mounts()?.iter().any(shows))
-}
-
-/// Whether what is mounted at `path` is of another volume of this pool: it was put there when this one could not be.
-fn is_of_another(path: &Path, id: &VolumeId, volumes: &Path) -> Result<bool> {
-    let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
-    let dev = blockdev::number(path).or_else(|| mounted.device());
-    let serves = dev.and_then(|dev| backing_path_of(&dev));
-    Ok(serves.is_some_and(|file| file.starts_with(volumes) && !file.starts_with(volumes.join(id.as_str()))))
 }
 
 /// Fails where something else than the volume is mounted at `path`.

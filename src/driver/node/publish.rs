@@ -4,9 +4,8 @@ use std::fs::{self};
 use std::path::Path;
 
 use super::stage::remove_target;
-use super::{
-    Held, Node, PublishRequest, attached, check_unoccupied, detach, free_unrecorded, is_of_another, shows,
-};
+use super::{Held, Node, PublishRequest, attached, check_unoccupied};
+use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
 use crate::driver::{Error, Result, checked_path};
 use crate::store::{AccessKind, Published};
 use crate::sys::loopdev::{Access, LoopDevice};

@@ -4,10 +4,9 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::{
-    Held, Node, StageRequest, attached, check_unoccupied, detach, filesystem, free_unrecorded, is_of_another,
-    shows,
-};
+use super::{Held, Node, StageRequest, attached, check_unoccupied};
+use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
+use crate::driver::filesystem;
 use crate::driver::{AccessType, Error, MountFlags, Result, checked_path};
 use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};

@@ -3,7 +3,8 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::{Node, no_volume_at, place, shows};
+use super::{Node, no_volume_at, place};
+use crate::driver::devices::shows;
 use crate::driver::{Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
 use crate::sys;

@@ -1,14 +1,13 @@
 //! Volumes from snapshots and volumes of other nodes: the blocks are copied over the network, while other calls go on.
 //!
-//! - `table.rs`: which transfers there are, who waits for them, and how each ended.
 //! - `run.rs`: the thread of a transfer.
 //! - `plan.rs`: what is to be done with a segment, pure.
 //! - `receive.rs`: makes the bytes here like those there.
 //! - `send.rs`: the side of the source.
 //! - `throttle.rs`: `--transfer-rate`.
 //!
-//! Here: how a transfer begins, goes on and is given up. It begins and goes on when CreateVolume is called with the way to
-//! its source, and ends as a volume or as nothing:
+//! Which transfers there are and how each ended is in `driver/transfer_table.rs`. Here: how a transfer begins, goes on and is
+//! given up. It begins and goes on when CreateVolume is called with the way to its source, and ends as a volume or as nothing:
 //!
 //! 1. The source is opened, so that an error of it is known at once.
 //! 2. An empty volume is drafted in `staging/`, and `transfer.json` makes it outlive the driver (`store/transfers.rs`).
@@ -22,7 +21,6 @@ mod plan;
 mod receive;
 mod run;
 mod send;
-mod table;
 mod throttle;
 
 use std::sync::{Arc, Mutex};
@@ -32,19 +30,18 @@ use super::capability::kinds;
 use super::capacity::Capacity;
 use super::locks::Key;
 use super::quiesce::{Copier, LiveCopy};
+use super::remote::{Opened, Remote};
+use super::request::{CreateVolume, SourceRef, check_name};
 use super::shared::Shared;
-use super::volumes::{Volumes, check_name};
-use super::{CreateVolume, Error, Result, SourceRef};
+use super::transfer_table::{Phase, Transfer, TransferTable};
+use super::volumes::Volumes;
+use super::{Error, Result};
 use crate::store::{AccessKind, Draft, Source, Timestamp, VolumeRecord};
 use base::{Stop, VolumeId};
 use files::Context;
 use files::change;
-pub use receive::{Blocks, Opened, Remote, RemoteFault};
 use run::Running;
 pub use send::{OpenSource, Point, Sources};
-pub use table::TransferFigures;
-pub(super) use table::TransferTable;
-use table::{Phase, Transfer};
 pub(super) use throttle::Throttle;
 
 /// Transfers that are known at once.

@@ -4,17 +4,24 @@
 //!
 //! Segment by segment: ask which blocks hold data there, punch what holds data here alone, compare hashes of what holds data on
 //! both sides, fetch the rest. No byte is written whose hash was not looked at.
+//!
+//! Two threads: one talks to the other node and looks at hashes, the other writes. So the next blocks arrive while the last
+//! ones go to the disk. When the first ends, for whatever reason, the second writes what it was given and ends too: all that
+//! arrived whole is in the file before anything is asked for again.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
 use super::plan::{Plan, portions, runs};
 use super::throttle::{LOOK, Throttle};
+use crate::driver::remote::{Opened, Remote, RemoteFault};
+use crate::driver::transfer_table::Progress;
 use crate::driver::{Error, Result};
 use crate::sys::clone;
 use base::{Block, BlockRange, BlockSize, Stop, Stopped, VolumeId};
@@ -24,81 +31,17 @@ use files::{Context, DataRanges, change};
 /// Blocks whose hashes are compared at once: half a MiB of hashes.
 const COMPARED: usize = 16 << 10;
 /// Bytes that are asked for at once.
-const FETCHED: u64 = 16 << 20;
+const FETCHED: u64 = 64 << 20;
+/// Messages that wait to be written at most, and their bytes.
+const WAITING: u64 = 16;
+const WAITING_BYTES: u64 = 4 << 20;
+/// Bytes that are written before the disk is asked to begin: each time costs a call and a transaction.
+const BEGUN: u64 = 4 << 20;
 /// Bytes that are read here at once, to be hashed.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 const HASH: usize = 32;
-
-/// Why the other node did not give what it was asked for.
-#[derive(Debug)]
-pub enum RemoteFault {
-    /// The node does not answer, or refuses for the moment: to be tried again.
-    Unavailable(String),
-    /// The source does not exist any more.
-    Gone(String),
-    /// The source cannot be read.
-    Damaged(String),
-    /// The node refuses, for a reason that does not pass by itself.
-    Refused(String),
-    /// The transfer was stopped.
-    Stopped,
-}
-
-/// What was opened on the other node.
-#[derive(Clone, Debug)]
-pub struct Opened {
-    /// The source's size in bytes.
-    pub capacity: u64,
-    /// The unit of its maps.
-    pub block_size: BlockSize,
-    /// Whether deltas are kept of it.
-    pub tracking: bool,
-    /// Segments that hold data, ascending.
-    pub segments: Vec<SegmentIndex>,
-    /// Blocks that hold data.
-    pub allocated_blocks: u64,
-    /// Ids of what is much like it: its volume, and that volume's snapshots.
-    pub relatives: Vec<String>,
-}
-
-/// The bytes of whole blocks, and a hash of each.
-pub type Blocks = (Vec<u8>, Vec<u8>);
-
-/// A source on another node. Each call waits until it is answered, or `stop` says so.
-pub trait Remote: Send {
-    /// Opens it for the new volume of this id. To be called again after a fault.
-    fn open(&mut self, volume_id: &str, stop: &Stop) -> Result<Opened, RemoteFault>;
-    /// The blocks of a segment that hold data.
-    fn map(&mut self, index: SegmentIndex, stop: &Stop) -> Result<RoaringBitmap, RemoteFault>;
-    /// The hashes of blocks, ascending.
-    fn hashes(
-        &mut self,
-        index: SegmentIndex,
-        blocks: &RoaringBitmap,
-        stop: &Stop,
-    ) -> Result<Vec<u8>, RemoteFault>;
-    /// Asks for the bytes of blocks, which [`Remote::next`] hands out.
-    fn read(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<(), RemoteFault>;
-    /// Whole blocks, and their hashes, in the order in which they were asked for; `None` after the last ones.
-    fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault>;
-    /// It is not needed any more.
-    fn close(&mut self);
-    /// Which node it is on, for messages.
-    fn node(&self) -> &str;
-}
-
-/// How far it is, for the log and for metrics.
-#[derive(Debug, Default)]
-pub(super) struct Progress {
-    /// Bytes that the source holds.
-    pub total: AtomicU64,
-    /// Of these, what is known to be here.
-    pub done: AtomicU64,
-    /// Bytes that came over the network, those among them that were not used.
-    pub received: AtomicU64,
-}
 
 /// Why a copy ended before its end.
 pub(super) enum Cut {
@@ -135,18 +78,6 @@ impl From<RemoteFault> for Cut {
     }
 }
 
-impl From<RemoteFault> for Error {
-    fn from(fault: RemoteFault) -> Self {
-        match fault {
-            RemoteFault::Unavailable(why) => Error::Unavailable(why),
-            RemoteFault::Gone(id) => Error::NotFound { kind: "the source", id },
-            RemoteFault::Damaged(what) => Error::Damaged(what),
-            RemoteFault::Refused(why) => Error::Precondition(why),
-            RemoteFault::Stopped => Error::Stopped(Stopped::Cancelled),
-        }
-    }
-}
-
 /// The file of a volume that becomes like a source.
 pub(super) struct Receiver<'r> {
     pub file: &'r File,
@@ -164,6 +95,27 @@ pub(super) struct Receiver<'r> {
 impl Receiver<'_> {
     /// Makes the file like the source, and syncs it.
     pub fn receive(&mut self) -> Result<(), Cut> {
+        let writer = Writer {
+            file: self.file,
+            path: self.path,
+            size: self.opened.block_size,
+            progress: self.progress,
+        };
+        let waiting = (WAITING_BYTES / self.opened.block_size.bytes()).clamp(1, WAITING);
+        let (verified, queue) = sync_channel(waiting as usize);
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(move || writer.write_all(queue));
+            let received = self.receive_all(&verified);
+            drop(verified);
+            let written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            // A failed write is why nothing more was received.
+            written.map_err(Cut::from).and(received)
+        })?;
+        Ok(change::sync(self.file, self.path)?)
+    }
+
+    /// Receives all that is not in the file, and hands it over once its hashes are right.
+    fn receive_all(&mut self, verified: &SyncSender<Verified>) -> Result<(), Cut> {
         let (size, length) = (self.opened.block_size, self.file.metadata().context("stat", self.path)?.len());
         self.progress.total.store(self.opened.allocated_blocks * size.bytes(), Ordering::Relaxed);
         self.progress.done.store(0, Ordering::Relaxed);
@@ -181,12 +133,18 @@ impl Receiver<'_> {
                     RemoteFault::Refused(format!("{} has data past its end", self.remote.node())).into()
                 );
             }
-            self.segment(index, &theirs, length)?;
+            self.segment(index, &theirs, length, verified)?;
         }
-        Ok(change::sync(self.file, self.path)?)
+        Ok(())
     }
 
-    fn segment(&mut self, index: SegmentIndex, theirs: &RoaringBitmap, length: u64) -> Result<(), Cut> {
+    fn segment(
+        &mut self,
+        index: SegmentIndex,
+        theirs: &RoaringBitmap,
+        length: u64,
+        verified: &SyncSender<Verified>,
+    ) -> Result<(), Cut> {
         let plan = Plan::of(theirs, &self.ours(index, length)?);
         for run in runs(&plan.punch, u32::MAX) {
             let bytes = range(index, run).bytes(self.opened.block_size);
@@ -196,14 +154,15 @@ impl Receiver<'_> {
         for portion in portions(plan.compare, COMPARED) {
             let hashes = self.remote.hashes(index, &portion, self.stop)?;
             let differing = self.differing(index, &portion, &hashes)?;
-            self.count_done(portion.len() - differing.len());
+            self.progress.add_done(portion.len() - differing.len(), self.opened.block_size);
+            self.log();
             fetch |= differing;
         }
         let size = self.opened.block_size.bytes();
         let most = self.throttle.portion(FETCHED.max(size)) / size;
         for portion in portions(fetch, most.max(1) as usize) {
             self.wait(portion.len() * size)?;
-            self.fetch(index, &portion)?;
+            self.fetch(index, &portion, verified)?;
         }
         Ok(())
     }
@@ -244,31 +203,30 @@ impl Receiver<'_> {
         Ok(differing)
     }
 
-    /// Fetches blocks, and writes them once their hashes are right.
-    fn fetch(&mut self, index: SegmentIndex, blocks: &RoaringBitmap) -> Result<(), Cut> {
+    /// Fetches blocks, and hands them over once their hashes are right.
+    fn fetch(
+        &mut self,
+        index: SegmentIndex,
+        blocks: &RoaringBitmap,
+        verified: &SyncSender<Verified>,
+    ) -> Result<(), Cut> {
         let size = self.opened.block_size;
         self.remote.read(index, blocks, self.stop)?;
         let mut wanted = blocks.iter();
         while let Some((data, hashes)) = self.remote.next(self.stop)? {
             self.progress.received.fetch_add(data.len() as u64, Ordering::Relaxed);
             let count = data.len() as u64 / size.bytes();
-            let came: RoaringBitmap = wanted.by_ref().take(count as usize).collect();
-            if count == 0 || !(data.len() as u64).is_multiple_of(size.bytes()) || came.len() != count {
+            let blocks: RoaringBitmap = wanted.by_ref().take(count as usize).collect();
+            if count == 0 || !(data.len() as u64).is_multiple_of(size.bytes()) || blocks.len() != count {
                 return Err(
                     RemoteFault::Refused(format!("{} sent incomplete blocks", self.remote.node())).into()
                 );
             }
-            self.check(index, &came, &data, &hashes)?;
-            let mut rest = &data[..];
-            for run in runs(&came, u32::MAX) {
-                let bytes = range(index, run).bytes(size);
-                let (run, behind) = rest.split_at(bytes.len() as usize);
-                change::write_at(self.file, self.path, run, bytes.start)?;
-                // The disk writes while the next blocks are under way.
-                clone::start_writing(self.file, bytes.start, bytes.len());
-                rest = behind;
-            }
-            self.count_done(count);
+            self.check(index, &blocks, &data, &hashes)?;
+            // Nobody takes it where a write failed, and that error is the one that counts.
+            let handed_over = verified.send(Verified { index, blocks, data });
+            handed_over.map_err(|_| Cut::Failed(Error::Stopped(Stopped::Cancelled)))?;
+            self.log();
         }
         match wanted.next() {
             None => Ok(()),
@@ -303,11 +261,11 @@ impl Receiver<'_> {
         .into())
     }
 
-    fn count_done(&mut self, blocks: u64) {
-        let bytes = blocks * self.opened.block_size.bytes();
-        let done = self.progress.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    /// Says how far it is, now and then.
+    fn log(&mut self) {
         if self.logged.elapsed() >= LOG_EVERY {
             self.logged = Instant::now();
+            let done = self.progress.done.load(Ordering::Relaxed);
             let bytes = self.progress.total.load(Ordering::Relaxed);
             let (volume_id, from) = (self.volume_id, self.remote.node());
             tracing::info!(%volume_id, from, done, bytes, "a volume is being copied from another node");
@@ -328,6 +286,49 @@ impl Receiver<'_> {
     }
 }
 
+/// Whole blocks of a segment that have their hashes.
+struct Verified {
+    index: SegmentIndex,
+    blocks: RoaringBitmap,
+    data: Vec<u8>,
+}
+
+/// Writes what was received.
+struct Writer<'r> {
+    file: &'r File,
+    path: &'r Path,
+    size: BlockSize,
+    progress: &'r Progress,
+}
+
+impl Writer<'_> {
+    /// Writes until nothing more comes, or a write fails.
+    fn write_all(&self, queue: Queue<Verified>) -> files::Result<()> {
+        // What the disk has not begun to write lies between these two; all comes in ascending order.
+        let (mut start, mut end, mut dirty) = (0, 0, 0);
+        for Verified { index, blocks, data } in queue {
+            let mut rest = &data[..];
+            for run in runs(&blocks, u32::MAX) {
+                let bytes = range(index, run).bytes(self.size);
+                let (run, behind) = rest.split_at(bytes.len() as usize);
+                change::write_at(self.file, self.path, run, bytes.start)?;
+                if dirty == 0 {
+                    start = bytes.start;
+                }
+                (end, dirty) = (bytes.end, dirty + bytes.len());
+                rest = behind;
+            }
+            if dirty >= BEGUN {
+                // The disk writes while the next blocks are under way.
+                clone::start_writing(self.file, start, end.saturating_sub(start));
+                dirty = 0;
+            }
+            self.progress.add_done(blocks.len(), self.size);
+        }
+        Ok(())
+    }
+}
+
 fn range(index: SegmentIndex, run: std::ops::Range<u32>) -> BlockRange {
     let start = index.block(run.start);
     BlockRange { start, end: Block(start.0 + run.len() as u64) }
@@ -339,5 +340,151 @@ fn whole_hashes(hashes: &[u8], blocks: u64) -> Result<std::slice::Iter<'_, Block
     match rest.is_empty() && hashes.len() as u64 == blocks {
         true => Ok(hashes.iter()),
         false => Err(RemoteFault::Refused(format!("got {} hashes for {blocks} blocks", hashes.len())).into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::remote::Blocks;
+
+    /// Blocks of a message.
+    const MESSAGE: u32 = 64;
+    const MESSAGES: u32 = 40;
+    const BLOCKS: u32 = MESSAGE * MESSAGES;
+
+    fn bytes_of(block: u32) -> [u8; 4096] {
+        let mut bytes = [block as u8 | 1; 4096];
+        bytes[..4].copy_from_slice(&block.to_le_bytes());
+        bytes
+    }
+
+    fn hash_of(block: u32) -> BlockHash {
+        *blake3::hash(&bytes_of(block)).as_bytes()
+    }
+
+    /// A source whose node is away after this number of messages.
+    struct Source {
+        messages: u32,
+        asked: RoaringBitmap,
+        left: RoaringBitmap,
+        handed_out: u32,
+    }
+
+    impl Source {
+        fn new(messages: u32) -> Self {
+            let (asked, left) = (RoaringBitmap::new(), RoaringBitmap::new());
+            Source { messages, asked, left, handed_out: 0 }
+        }
+    }
+
+    impl Remote for Source {
+        fn open(&mut self, _: &str, _: &Stop) -> Result<Opened, RemoteFault> {
+            unreachable!("it is open")
+        }
+
+        fn map(&mut self, _: SegmentIndex, _: &Stop) -> Result<RoaringBitmap, RemoteFault> {
+            Ok((0..BLOCKS).collect())
+        }
+
+        fn hashes(
+            &mut self,
+            _: SegmentIndex,
+            blocks: &RoaringBitmap,
+            _: &Stop,
+        ) -> Result<Vec<u8>, RemoteFault> {
+            Ok(blocks.iter().flat_map(hash_of).collect())
+        }
+
+        fn read(&mut self, _: SegmentIndex, blocks: &RoaringBitmap, _: &Stop) -> Result<(), RemoteFault> {
+            self.asked |= blocks;
+            self.left = blocks.clone();
+            Ok(())
+        }
+
+        fn next(&mut self, _: &Stop) -> Result<Option<Blocks>, RemoteFault> {
+            if self.handed_out == self.messages {
+                return Err(RemoteFault::Unavailable("it is away".to_owned()));
+            }
+            let blocks: Vec<u32> = self.left.iter().take(MESSAGE as usize).collect();
+            self.left.remove_range(..=blocks.last().copied().unwrap_or(0));
+            self.handed_out += u32::from(!blocks.is_empty());
+            let data = blocks.iter().flat_map(|block| bytes_of(*block)).collect();
+            let hashes = blocks.iter().flat_map(|block| hash_of(*block)).collect();
+            Ok((!blocks.is_empty()).then_some((data, hashes)))
+        }
+
+        fn close(&mut self) {}
+
+        fn node(&self) -> &str {
+            "another node"
+        }
+    }
+
+    fn receive(file: &File, source: &mut Source, progress: &Progress) -> Result<(), Cut> {
+        let capacity = u64::from(BLOCKS) * 4096;
+        let opened = Opened {
+            capacity,
+            block_size: BlockSize::MIN,
+            tracking: true,
+            segments: vec![SegmentIndex(0)],
+            allocated_blocks: u64::from(BLOCKS),
+            relatives: Vec::new(),
+        };
+        let volume_id = VolumeId::random(base::Key::random().expect("key")).expect("id");
+        Receiver {
+            file,
+            path: Path::new("the volume"),
+            remote: source,
+            opened: &opened,
+            throttle: &Throttle::new(None),
+            progress,
+            stop: &Stop::default(),
+            volume_id: &volume_id,
+            logged: Instant::now(),
+        }
+        .receive()
+    }
+
+    fn empty() -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().expect("temp file");
+        file.as_file().set_len(u64::from(BLOCKS) * 4096).expect("set_len");
+        file
+    }
+
+    #[test]
+    fn a_failed_write_ends_the_fetch() {
+        let file = empty();
+        let (read_only, mut source) = (File::open(file.path()).expect("open"), Source::new(MESSAGES));
+        let progress = Progress::default();
+        let error = match receive(&read_only, &mut source, &progress) {
+            Err(Cut::Failed(error)) => error,
+            _ => panic!("it cannot be written"),
+        };
+        assert_eq!(error.sys().and_then(files::Error::errno), Some(libc::EBADF), "{error}");
+        // One is at the writer, and one was on its way to the full queue.
+        assert!(source.handed_out <= WAITING as u32 + 2, "{} messages were fetched", source.handed_out);
+        assert_eq!(progress.done.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn all_that_arrived_before_a_cut_is_there_and_not_fetched_again() {
+        let file = empty();
+        let progress = Progress::default();
+        for arrived in [1, 17] {
+            let mut source = Source::new(arrived);
+            let cut = receive(file.as_file(), &mut source, &progress);
+            assert!(matches!(cut, Err(Cut::Unavailable(_))), "it is cut");
+        }
+        let mut source = Source::new(MESSAGES);
+        assert!(receive(file.as_file(), &mut source, &progress).is_ok());
+        assert_eq!(source.asked, (18 * MESSAGE..BLOCKS).collect(), "what was asked for the last time");
+        assert_eq!(progress.done.load(Ordering::Relaxed), progress.total.load(Ordering::Relaxed));
+        assert_eq!(progress.received.load(Ordering::Relaxed), u64::from(BLOCKS) * 4096, "each byte once");
+        let mut found = [0; 4096];
+        for block in 0..BLOCKS {
+            file.as_file().read_exact_at(&mut found, u64::from(block) * 4096).expect("read");
+            assert!(found == bytes_of(block), "block {block}");
+        }
     }
 }

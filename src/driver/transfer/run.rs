@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::receive::{Cut, Receiver, Remote};
-use super::table::{Outcome, Phase, Transfer};
+use super::receive::{Cut, Receiver};
 use super::{Transfers, throttle};
+use crate::driver::remote::Remote;
+use crate::driver::transfer_table::{Outcome, Phase, Transfer};
 use crate::driver::{Error, Result};
 use base::{ObjectDir, Stop};
 use files::Context;

@@ -12,11 +12,10 @@ use std::time::{Duration, Instant};
 use roaring::RoaringBitmap;
 
 use super::plan::runs;
-use super::receive::Opened;
-use crate::driver::fill::NewSnapshot;
 use crate::driver::locks::Key;
+use crate::driver::remote::Opened;
 use crate::driver::shared::Shared;
-use crate::driver::snapshots::Snapshots;
+use crate::driver::snapshots::{NewSnapshot, Snapshots};
 use crate::driver::{Error, Result};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
@@ -28,8 +27,9 @@ use files::Context;
 const MOST: usize = 64;
 /// How long one stays open that nobody asks for.
 const IDLE: Duration = Duration::from_secs(600);
-/// Bytes of a message, unless a block is larger.
-const MESSAGE: u64 = 1 << 20;
+/// Bytes of a message, unless a block is larger. Of more than this each buffer would be memory that the kernel maps, clears and
+/// takes back for every message (`sys/memory.rs`), and would not stay in the processor's cache.
+const MESSAGE: u64 = 128 << 10;
 /// Ids of relatives that are sent, the newest.
 const RELATIVES: usize = 1000;
 

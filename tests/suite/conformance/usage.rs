@@ -56,7 +56,7 @@ async fn what_a_driver_does_not_claim_is_skipped_with_a_reason() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let (code, verdicts, _) = run_broken(&rig, "expansion-not-claimed", &["expanded-.*"], "60").await;
     assert_eq!(code, Some(0));
-    assert_eq!(verdicts.len(), 4);
+    assert_eq!(verdicts.len(), 5);
     for (case, (verdict, detail)) in verdicts {
         assert_eq!(verdict, "skip", "{case}");
         assert!(detail.contains("EXPAND_VOLUME"), "{detail}");
@@ -138,6 +138,44 @@ async fn a_level_a_summary_and_a_comparison() {
     let missing = bare(&rig.socket(), &["--compare", "/no/such/file"]).output().await.expect("run");
     assert_eq!(missing.status.code(), Some(2), "{}", said(&missing));
     assert!(said(&missing).contains("/no/such/file"), "{}", said(&missing));
+    rig.finish();
+}
+
+/// A driver that breaks a SHOULD alone: each level runs its own cases, and both have all.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn each_level_runs_its_own_cases() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let socket = rig.dir.path().join("broken.sock");
+    let _serving = Lab::before(&rig.socket(), &socket, "empty-is-error").await;
+    let (code, verdicts, report) = run(&socket, &["--level", "should"]).await;
+    assert_eq!(code, Some(1), "{report:#}");
+    let failed: Vec<&String> =
+        verdicts.iter().filter(|(_, (verdict, _))| verdict == "fail").map(|(name, _)| name).collect();
+    assert_eq!(failed, ["allocated-never-written", "delta-same-snapshot", "delta-unchanged"], "{report:#}");
+    assert_eq!(report["level"], "SHOULD");
+    assert!(
+        report["summary"].as_str().is_some_and(|line| line.contains(", SHOULD cases: fail (")),
+        "{report:#}"
+    );
+    let focus = "^(alive|delta-(order|unchanged|same-snapshot))$";
+    let (code, must, report) = run(&socket, &["--focus", focus, "--level", "must"]).await;
+    assert_eq!(
+        (code, must.keys().map(String::as_str).collect::<Vec<_>>()),
+        (Some(0), vec!["alive", "delta-order"]),
+        "{report:#}"
+    );
+    assert!(must.values().all(|(verdict, _)| verdict == "pass"), "{report:#}");
+
+    let listed = async |level: &str| {
+        let output = conformance(&socket, &["--list", "--level", level]).output().await.expect("run");
+        let list: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).expect("a list");
+        assert!(list.iter().all(|case| case["level"] == level.to_uppercase()), "{list:?}");
+        list.len()
+    };
+    let (must, should) = (listed("must").await, listed("should").await);
+    assert_eq!(should, verdicts.len());
+    assert_eq!(must + should, all_cases().await.len());
     rig.finish();
 }
 

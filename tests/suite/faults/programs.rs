@@ -105,39 +105,34 @@ async fn auto_makes_do_with_the_programs_there_are(#[case] missing: &str, #[case
 
 /// A volume whose mkfs is missing, or dies half-way, cannot be staged, which is said with what to do. It is
 /// formatted once there is one, and what the dead one wrote is not taken for a user's data.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_without_its_mkfs_is_staged_later() {
+async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
     let dir = temp_dir();
     let bin = path_without(dir.path(), "mkfs.");
     let whole = path_without(dir.path(), "none-is-missing");
     let environment = vec![("PATH", OsString::from(&bin))];
     let mut rig = Rig::start_as(dir, PoolKind::Dir, &[], environment, "info").await;
     let kubelet = rig.kubelet();
-    let mut volumes = Vec::new();
-    for fs_type in ["ext4", "xfs", "btrfs"] {
-        let mkfs = format!("mkfs.{fs_type}");
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
-        assert_eq!(error.code(), Code::Internal, "{error}");
-        let text = error.to_string();
-        assert!(text.contains(&mkfs) && text.contains("install the program"), "{text}");
-        script(&bin, &mkfs, "for device; do :; done; echo junk >\"$device\"; echo 'half-way' >&2; exit 1");
-        let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
-        assert!(error.to_string().contains("half-way"), "{error}");
-        rig.client.unpublish(&volume, &kubelet).await.expect("given up");
-        volumes.push((volume, capability));
-    }
+    let mkfs = format!("mkfs.{fs_type}");
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+    assert_eq!(error.code(), Code::Internal, "{error}");
+    let text = error.to_string();
+    assert!(text.contains(&mkfs) && text.contains("install the program"), "{text}");
+    script(&bin, &mkfs, "for device; do :; done; echo junk >\"$device\"; echo 'half-way' >&2; exit 1");
+    let error = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect_err("mkfs");
+    assert!(error.to_string().contains("half-way"), "{error}");
+    rig.client.unpublish(&volume, &kubelet).await.expect("given up");
     rig.kill();
     rig.environment = vec![("PATH", OsString::from(whole))];
     rig.start_again().await;
-    for (volume, capability) in volumes {
-        let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
-        std::fs::write(target.join("file"), "there").expect("write");
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
-    }
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "there").expect("write");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 

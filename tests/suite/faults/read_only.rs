@@ -1,5 +1,5 @@
-//! The pool becomes read-only under a running driver: what changes something fails and says why, what reads
-//! goes on, and once it is writable again all is well without a restart.
+//! The pool becomes read-only under a running driver, or takes no write for another reason: what changes something fails and
+//! says why, what reads goes on, and once it is writable again all is well without a restart.
 
 use std::path::{Path, PathBuf};
 
@@ -139,4 +139,58 @@ async fn a_read_only_pool_is_read_and_nothing_else_on_xfs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_read_only_pool_is_read_and_nothing_else_on_btrfs() {
     a_read_only_pool(PoolKind::Btrfs).await;
+}
+
+fn chattr(change: &str, path: &Path) {
+    let done = std::process::Command::new("chattr").arg(change).arg(path).output().expect("chattr");
+    assert!(done.status.success(), "chattr {change}: {done:?}");
+}
+
+/// Every view of a volume's health, and the storage's, say that the pool takes no write, and why.
+async fn takes_no_write(rig: &Rig, volume: &str, why: &str) {
+    for view in [health(rig, volume).await, node_health(rig, volume).await] {
+        let said = tells(&view, "PoolWriteError", Trouble::Degraded);
+        assert!(said.contains(why), "{said}");
+        assert_eq!(view.len(), 1, "{view:?}");
+    }
+    assert_eq!(unwell(rig, 0).await.len(), 1);
+    let said = storage_tells(&storage(rig).await, "PoolWriteError", StorageTrouble::StorageDegraded);
+    assert!(said.contains(why), "{said}");
+}
+
+/// Somebody has made the pool's directory immutable, on a filesystem that is well.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_that_refuses_writes_is_reported() {
+    let disk = Disk::ext4(320 << 20);
+    let mut rig = disk.rig(PoolKind::Dir, &[]).await;
+    let request = new_volume("volume", 4 * MIB, block_capability());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    assert_eq!(health(&rig, &volume).await, []);
+    chattr("+i", &rig.pool_dir());
+    takes_no_write(&rig, &volume, "Operation not permitted").await;
+    assert_eq!(probe(&rig).await.expect_err("nothing can be made").code(), Code::FailedPrecondition);
+    chattr("-i", &rig.pool_dir());
+    assert_eq!(health(&rig, &volume).await, []);
+    probe(&rig).await.expect("writable again");
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.finish();
+    disk.finish();
+}
+
+/// The pool is mounted and well, and nobody can say whether its image is whole.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_whose_image_does_not_answer_is_reported() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let request = new_volume("volume", 4 * MIB, block_capability());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    assert_eq!(health(&rig, &volume).await, []);
+    let image = rig.data_dir().join("pool.img");
+    std::fs::rename(&image, image.with_extension("moved")).expect("move away");
+    takes_no_write(&rig, &volume, "No such file or directory").await;
+    std::fs::rename(image.with_extension("moved"), &image).expect("move back");
+    assert_eq!(health(&rig, &volume).await, []);
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.finish();
 }

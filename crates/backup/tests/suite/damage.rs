@@ -229,3 +229,24 @@ fn auto_says_why_it_is_full() {
     let (kind, _) = next(&image, SIZE + MIB, "g", None);
     assert_eq!(kind, "incremental", "over the one before");
 }
+
+/// The index comes last: where a pack cannot be written there is no backup that names it.
+#[test]
+fn a_backup_whose_packs_cannot_be_written_has_no_index() {
+    let place = Place::new();
+    let file = place.open_image(SIZE);
+    let mut image = Image::default();
+    image.write(&file, 3, 40, 1).expect("write");
+    let first = place.full();
+    let (packs, aside) = (place.repository().join("packs"), place.path("aside"));
+    std::fs::rename(&packs, &aside).expect("rename");
+    std::fs::write(&packs, "no directory").expect("write");
+    image.write(&file, 60, 9, 2).expect("write");
+    let path = place.image();
+    let said = place.fails(1, &["full", "--volume", "v", "--device", arg(&path)]);
+    assert!(said.contains("write packs/"), "{said}");
+    assert_eq!(place.list(), [first.as_str()]);
+    std::fs::remove_file(&packs).expect("remove");
+    std::fs::rename(&aside, &packs).expect("rename");
+    place.restores(&place.full(), &image, SIZE);
+}

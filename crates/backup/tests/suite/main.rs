@@ -8,6 +8,8 @@ mod faults;
 mod history;
 mod lies;
 mod mount;
+mod power;
+mod progress;
 mod real;
 mod s3;
 mod show;

@@ -88,7 +88,8 @@ struct Mounts(Vec<PathBuf>);
 impl Drop for Mounts {
     fn drop(&mut self) {
         for path in self.0.iter().rev() {
-            let _ = Command::new("umount").arg(path).status();
+            // A mount whose server has died is busy, and must not stay.
+            let _ = Command::new("umount").arg("--lazy").arg(path).status();
         }
     }
 }

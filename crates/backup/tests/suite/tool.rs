@@ -1,6 +1,7 @@
 //! The program under test, its repository and an image.
 
 use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -163,6 +164,17 @@ pub struct Running(pub Child);
 impl Running {
     pub fn start(mut command: Command) -> Self {
         Running(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("start"))
+    }
+
+    /// Waits for its end, and reads what it says meanwhile.
+    pub fn output(mut self) -> Output {
+        let (mut out, mut errors) = (Vec::new(), Vec::new());
+        let (stdout, stderr) = (self.0.stdout.take(), self.0.stderr.take());
+        std::thread::scope(|scope| {
+            scope.spawn(|| stdout.expect("piped").read_to_end(&mut out).expect("read"));
+            stderr.expect("piped").read_to_end(&mut errors).expect("read");
+        });
+        Output { status: self.0.wait().expect("wait"), stdout: out, stderr: errors }
     }
 
     pub fn signal(&self, signal: nix::sys::signal::Signal) {

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 use testkit::api_server::ApiServer;
+use testkit::earlier::world::World;
 
 use crate::wire::Count;
-use crate::world::World;
 
 /// Counters as they were.
 pub struct Watched {

@@ -6,7 +6,6 @@
 
 mod aggregated;
 mod aggregated_rights;
-mod aggregation;
 mod cbt_http;
 mod comparison;
 mod controller;
@@ -15,13 +14,13 @@ mod first_draft;
 mod listener;
 mod replicas;
 mod walk;
-mod world;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Trial};
 use testkit::api_server::ApiServer;
+use testkit::earlier::{aggregation, world};
 use tokio::runtime::Runtime;
 
 use world::World;

@@ -26,16 +26,29 @@ use crate::world::{AUDIENCE, Client, Files, Gateway, World, code, eventually};
 
 /// A gateway that manages certificates, which live for seconds.
 pub async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
+    start_requiring(world, name, config, address, lifetimes, false)
+}
+
+/// The same with what it is to say about bases.
+fn start_requiring(
+    world: &World,
+    name: &str,
+    config: &Path,
+    address: &str,
+    lifetimes: [&str; 3],
+    base: bool,
+) -> Gateway {
     let [ca, leaf, overlap] = lifetimes;
     let (ca, leaf) = (format!("--ca-lifetime={ca}"), format!("--certificate-lifetime={leaf}"));
     let overlap = format!("--ca-overlap={overlap}");
     let (namespace, pod) = (format!("--namespace={}", world.namespace), format!("--pod-name={name}"));
     let address = format!("--service-address={address}");
+    let base = format!("--require-base-snapshot={base}");
     let arguments = [
         "--manage-certificates",
         "--audience",
         AUDIENCE,
-        "--require-base-snapshot=false",
+        &base,
         &ca,
         &leaf,
         &overlap,
@@ -357,6 +370,23 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(service(&world).await.expect("the object").metadata.resource_version, before);
     assert_eq!(gateway.log().matches("it is left alone").count(), 1, "it says so again and again");
+}
+
+pub async fn the_object_says_whether_a_delta_wants_its_base(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    empty_secret(&world).await;
+    let config = world.gateway_kubeconfig("gateway").await;
+    let said = async || Some(service(&world).await?.data["spec"]["requireBaseSnapshotForDelta"].clone());
+    // Nothing else makes it write the object anew.
+    let lifetimes = ["3650d", "90d", "1h"];
+    let mut gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, false);
+    eventually("the object says it", async || said().await == Some(json!(false))).await;
+    for base in [true, false] {
+        gateway.signal(Signal::SIGTERM);
+        gateway.ended().await;
+        gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, base);
+        eventually("the object says it", async || said().await == Some(json!(base))).await;
+    }
 }
 
 pub async fn files_are_loaded_again_when_they_change(world: World) {

@@ -1,6 +1,6 @@
 //! Promise: what exists works with it. The community's iterator (in deploy/backup, as a backup tool would use it) reads
-//! through the gateway from the real driver, and the client library reads through the gateway, the community's sidecar and the
-//! driver's socket; and the faults that these tests look for are there in the community's sidecar.
+//! through the gateway from the real driver, the client library reads through the gateway, the community's sidecar and the
+//! driver's socket, and `cbt-backup` backs up through the first two; and the faults that these tests look for are there in the community's sidecar.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,10 +15,11 @@ use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, free_port};
 use tonic::Code;
 
+use crate::backup_tool::{arg, ok, tool};
 use crate::driver::Driver;
 use crate::library;
 use crate::metrics::{samples, sum};
-use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, code, get};
+use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World, code, eventually, get};
 
 /// A program of .deps/backup.
 pub fn program(name: &str) -> PathBuf {
@@ -132,6 +133,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
         delta: CHANGED.to_vec(),
     };
     assert_eq!(listed().await, expected);
+    backs_up(&world, &caller, "by-gateway", "full", "block-1", &old).await;
     drop(gateway);
 
     services.delete(&world.driver, &Default::default()).await.expect("delete");
@@ -145,6 +147,8 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     world.api.make(service).await;
     walk("sidecar", &|| front.log());
     assert_eq!(listed().await, expected);
+    backs_up(&world, &caller, "by-sidecar", "full", "block-1", &old).await;
+    backs_up(&world, &caller, "by-sidecar", "incremental", "block-2", &new).await;
     drop(front);
 
     // A deleted base: the handle is all that is left of it.
@@ -172,6 +176,9 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
         client.delta(&token, &ns, &first, "block-2").await.expect("a delta from a deleted base");
     let tuples: Vec<_> = tuples.into_iter().map(|(offset, size)| (offset as u64, size as u64)).collect();
     assert_eq!(tuples, CHANGED);
+    services.delete(&world.driver, &Default::default()).await.expect("delete");
+    eventually("the gateway has published itself", async || services.get(&world.driver).await.is_ok()).await;
+    backs_up(&world, &caller, "by-gateway", "incremental", "block-2", &new).await;
     let volumes = rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
     for entry in volumes.expect("list").into_inner().entries {
         let id = entry.volume.expect("a volume").volume_id;
@@ -179,6 +186,22 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
         rig.client.delete_volume(&id).await.expect("delete");
     }
     rig.finish();
+}
+
+/// A backup of a snapshot by `cbt-backup`, from a device that holds it; what is restored from it holds the same.
+async fn backs_up(world: &World, caller: &Path, repository: &str, kind: &str, snapshot: &str, device: &Path) {
+    let (repository, to) = (world.dir.path().join(repository), world.dir.path().join("restored"));
+    let of = ["--repository", arg(&repository), "--volume", "v", "--output", "json"];
+    let source = ["--namespace", &world.namespace, "--snapshot", snapshot, "--device", arg(device)];
+    let made = ok(tool(world, caller, &[&[kind], &of[..], &source].concat())).await;
+    assert_eq!(made["kind"], kind, "{made}");
+    if kind == "incremental" {
+        assert_eq!(made["listed"].as_u64(), Some(CHANGED.iter().map(|(_, size)| size).sum()), "{made}");
+    }
+    let target = ["--to", arg(&to), "--overwrite"];
+    ok(tool(world, caller, &[&["restore", "latest"], &of[..], &target].concat())).await;
+    let bytes = |path: &Path| std::fs::read(path).expect("read");
+    assert!(bytes(&to) == bytes(device), "{kind} of {snapshot}: another volume is restored");
 }
 
 /// What differs between the two snapshots.

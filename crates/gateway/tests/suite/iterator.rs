@@ -99,7 +99,7 @@ pub async fn the_communitys_iterator_meets_each_fault_as_the_page_says(world: Wo
     assert_eq!(wholes[0].ranges, wholes[1].ranges);
 
     let mut wrong = Vec::new();
-    for row in clients_table().iter().filter(|row| row[3] != "not tried") {
+    for row in &clients_table() {
         let (fault, expected) = (row[0].trim_matches('`'), &row[3]);
         for (table, whole) in [false, true].into_iter().zip(&wholes) {
             between.put(fault).await;

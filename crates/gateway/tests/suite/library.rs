@@ -32,7 +32,7 @@ fn patient() -> Policy {
 }
 
 /// The same that gives up soon.
-fn hasty() -> Policy {
+pub fn hasty() -> Policy {
     Policy { retries: 2, ..patient() }
 }
 

@@ -4,25 +4,26 @@
 //! The harness is libtest-mimic, so that the API server ends with the tests.
 #![allow(clippy::disallowed_methods)]
 
+mod backup_run;
 mod backup_tool;
 mod certificates;
+mod combinations;
 mod community;
 mod conformance;
 mod cost;
-mod driver;
 mod hostile;
 mod iterator;
 mod library;
 mod metrics;
 mod rights;
 mod streams;
-mod world;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use libtest_mimic::{Arguments, Trial};
 use testkit::api_server::ApiServer;
+use testkit::gateway::{driver, world};
 use tokio::runtime::Runtime;
 
 use world::World;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
         rights::tokens_of_every_wrong_kind_are_refused,
         rights::secrets_of_the_class_reach_the_driver,
         rights::rights_that_are_taken_away_end_within_the_time_of_the_cache,
+        combinations::every_client_gets_the_same_answer_for_the_same_rights,
         streams::messages_pass_through_as_the_driver_sends_them,
         streams::the_drivers_own_codes_and_messages_pass,
         streams::a_client_that_stops_reading_is_ended_and_disturbs_nobody,
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         certificates::the_elected_replica_makes_renews_and_publishes,
         certificates::another_replica_takes_over,
         certificates::an_object_that_a_person_wrote_is_left_alone,
+        certificates::the_object_says_whether_a_delta_wants_its_base,
         certificates::files_are_loaded_again_when_they_change,
         metrics::metrics_are_those_of_the_reference_and_fit_the_calls,
         hostile::plaintext_old_tls_and_garbage_are_refused,
@@ -78,9 +81,10 @@ fn main() -> ExitCode {
         library::an_api_server_that_is_away_does_not_end_a_stream,
         backup_tool::a_backup_outlives_new_tokens_authorities_and_drivers,
         backup_tool::a_backup_whose_token_ends_fails_and_says_so,
-        backup_tool::run_makes_a_backup_and_leaves_nothing,
-        backup_tool::run_cleans_up_after_it_is_interrupted,
-        backup_tool::run_says_what_is_missing_and_leaves_nothing,
+        backup_run::run_makes_a_backup_and_leaves_nothing,
+        backup_run::run_needs_no_snapshot_where_its_handle_is_enough,
+        backup_run::run_cleans_up_after_it_is_interrupted,
+        backup_run::run_says_what_is_missing_and_leaves_nothing,
         community::a_backup_tool_of_the_community_works_on_btrfs,
         community::a_backup_tool_of_the_community_works_on_xfs,
         community::a_backup_tool_of_the_community_works_on_dir,

@@ -13,7 +13,7 @@ use crate::world::{AUDIENCE, Files, Gateway, World, code, eventually};
 
 const OK: Code = Code::Ok;
 
-fn get_snapshots(names: &[&str]) -> Value {
+pub fn get_snapshots(names: &[&str]) -> Value {
     let mut rule =
         json!({"apiGroups": ["snapshot.storage.k8s.io"], "resources": ["volumesnapshots"], "verbs": ["get"]});
     if !names.is_empty() {

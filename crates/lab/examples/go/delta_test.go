@@ -15,20 +15,20 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 )
 
-// startMock starts the mock and returns a connection to it. Both end with the test.
-func startMock(t *testing.T, arguments ...string) *grpc.ClientConn {
+// launch starts the mock and returns its first line, which it prints when it serves. It ends with the test.
+func launch(t *testing.T, arguments ...string) string {
 	t.Helper()
 	program := os.Getenv("CBT_LAB")
 	if program == "" {
 		program = "cbt-lab"
 	}
-	socket := filepath.Join(t.TempDir(), "csi.sock")
-	mock := exec.Command(program, append([]string{"mock", "--listen", "unix://" + socket}, arguments...)...)
+	mock := exec.Command(program, append([]string{"mock"}, arguments...)...)
 	mock.Stderr = os.Stderr
 	stdout, err := mock.StdoutPipe()
 	if err != nil {
@@ -41,16 +41,30 @@ func startMock(t *testing.T, arguments ...string) *grpc.ClientConn {
 		mock.Process.Kill()
 		mock.Wait()
 	})
-	// It serves once it has said so.
-	if _, err := bufio.NewReader(stdout).ReadString('\n'); err != nil {
+	line, err := bufio.NewReader(stdout).ReadString('\n')
+	if err != nil {
 		t.Fatal(err)
 	}
-	connection, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	return line
+}
+
+// connect returns a connection that ends with the test.
+func connect(t *testing.T, address string, security credentials.TransportCredentials) *grpc.ClientConn {
+	t.Helper()
+	connection, err := grpc.NewClient(address, grpc.WithTransportCredentials(security))
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { connection.Close() })
 	return connection
+}
+
+// startMock starts the mock and returns a connection to it.
+func startMock(t *testing.T, arguments ...string) *grpc.ClientConn {
+	t.Helper()
+	address := "unix://" + filepath.Join(t.TempDir(), "csi.sock")
+	launch(t, append([]string{"--listen", address}, arguments...)...)
+	return connect(t, address, insecure.NewCredentials())
 }
 
 // listDelta reads a delta to its end.

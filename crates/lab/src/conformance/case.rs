@@ -25,6 +25,39 @@ pub(super) struct Case<S: Subject> {
     pub run: Run<S>,
 }
 
+impl<S: Subject> Case<S> {
+    pub fn one(
+        name: &'static str,
+        level: Level,
+        section: &'static str,
+        requirement: &'static str,
+        needs: &'static [S::Need],
+        run: Run<S>,
+    ) -> Vec<Self> {
+        vec![Case { name, level, section, requirement, needs, run }]
+    }
+
+    /// A requirement on both streams: two cases.
+    pub fn both(
+        names: [&'static str; 2],
+        level: Level,
+        sections: [&'static str; 2],
+        requirement: &'static str,
+        needs: &'static [S::Need],
+        runs: [Run<S>; 2],
+    ) -> Vec<Self> {
+        let case = |at: usize| Case {
+            name: names[at],
+            level,
+            section: sections[at],
+            requirement,
+            needs,
+            run: runs[at],
+        };
+        vec![case(0), case(1)]
+    }
+}
+
 pub(super) type Run<S> = for<'a> fn(&'a S) -> Pin<Box<dyn Future<Output = Judged> + Send + 'a>>;
 
 /// How the spec puts a requirement.

@@ -2,7 +2,7 @@
 
 use super::case::Wrong;
 use super::content::{Edit, device_size};
-use super::fixtures::{Change, Fixtures, NotReady, Pair, Prepared, Restored};
+use super::fixtures::{Change, Fixtures, NotReady, OpenVolume, Pair, Prepared, Restored};
 
 /// The volume is written in this many places, evenly spread.
 const PLACES: u64 = 32;
@@ -114,7 +114,7 @@ fn some_edits(blocks: u64, seed: u64) -> Vec<Edit> {
 }
 
 /// A volume with two snapshots and changes between them, published.
-pub(super) async fn short(fixtures: &Fixtures) -> Result<(super::fixtures::OpenVolume, Change), Wrong> {
+pub(super) async fn short(fixtures: &Fixtures) -> Result<(OpenVolume, Change), Wrong> {
     let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
     let blocks = open.blocks();
     open.write(some_edits(blocks, 1)).await?;
@@ -124,33 +124,38 @@ pub(super) async fn short(fixtures: &Fixtures) -> Result<(super::fixtures::OpenV
     Ok((open, Change { before, after, copy: None }))
 }
 
+/// Lets a published volume grow; it is published afterwards.
+pub(super) async fn expand(fixtures: &Fixtures, open: &mut OpenVolume, wanted: u64) -> Result<(), Wrong> {
+    let (plugin, online) = (&fixtures.plugin, fixtures.plugin.claims.expand_online);
+    if !online {
+        plugin.detach(&open.volume.id).await?;
+    }
+    let (reported_size, on_node) = plugin.expand(&open.volume, wanted).await?;
+    open.reported_size = reported_size;
+    if !online {
+        open.device = plugin.attach(&open.volume).await?;
+    }
+    if on_node {
+        plugin.expand_node(&open.volume, wanted).await?;
+    }
+    open.size = device_size(&open.device)?;
+    if open.size < wanted {
+        return Err(Wrong::new(format!("expanded to {wanted} bytes, but the device has {}", open.size)));
+    }
+    Ok(())
+}
+
 /// A volume that grows between two snapshots, and is written in its new part.
 pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
-    let claims = &fixtures.plugin.claims;
-    if !claims.expand {
+    if !fixtures.plugin.claims.expand {
         return Err(NotReady::Skip("the driver does not claim EXPAND_VOLUME".into()));
     }
     let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
     let old = open.blocks();
     open.write(some_edits(old, 1)).await?;
     let before = open.snapshot(fixtures).await?;
-    if !claims.expand_online {
-        fixtures.plugin.detach(&open.volume.id).await?;
-    }
     let wanted = open.size * 2;
-    let (reported_size, on_node) = fixtures.plugin.expand(&open.volume, wanted).await?;
-    open.reported_size = reported_size;
-    if !claims.expand_online {
-        open.device = fixtures.plugin.attach(&open.volume).await?;
-    }
-    if on_node {
-        fixtures.plugin.expand_node(&open.volume, wanted).await?;
-    }
-    open.size = device_size(&open.device)?;
-    if open.size < wanted {
-        let grown = format!("expanded to {wanted} bytes, but the device has {}", open.size);
-        return Err(Wrong::new(grown).into());
-    }
+    expand(fixtures, &mut open, wanted).await?;
     let blocks = open.blocks();
     let mut edits = some_edits(old / 2, 2);
     edits.push(Edit::Write { start: old, count: RUN, seed: 3 });

@@ -7,7 +7,7 @@ use super::answer::{Answer, missing, unexpected};
 use super::case::{Judged, Verdict, Wrong, remarked, said};
 use super::complete::{check_allocated, check_delta, right_capacity};
 use super::content::{BLOCK, Edit, apply};
-use super::fixtures::{Fixtures, Kind, Snap};
+use super::fixtures::{Fixtures, Snap};
 use super::history::short;
 use csi_client::{Question, mount_capability};
 
@@ -61,7 +61,11 @@ pub(super) async fn of_restored(fixtures: &Fixtures) -> Judged {
 }
 
 /// Both answers about the second snapshot.
-async fn both(fixtures: &Fixtures, before: &Snap, after: &Snap) -> Result<Vec<(Question, Answer)>, Wrong> {
+pub(super) async fn both(
+    fixtures: &Fixtures,
+    before: &Snap,
+    after: &Snap,
+) -> Result<Vec<(Question, Answer)>, Wrong> {
     let mut answers = Vec::new();
     for question in [after.allocated(), after.since(before)] {
         let answer = fixtures.ask(&question, 0, 0).await?;
@@ -71,7 +75,11 @@ async fn both(fixtures: &Fixtures, before: &Snap, after: &Snap) -> Result<Vec<(Q
 }
 
 /// The same questions, answered as before.
-async fn as_before(fixtures: &Fixtures, answers: &[(Question, Answer)], what: &str) -> Result<(), Wrong> {
+pub(super) async fn as_before(
+    fixtures: &Fixtures,
+    answers: &[(Question, Answer)],
+    what: &str,
+) -> Result<(), Wrong> {
     for (question, was) in answers {
         let is = fixtures.ask(question, 0, 0).await.map_err(|wrong| wrong.at(what))?;
         missing(&format!("that were listed {what}"), &was.ranges(), &is.ranges())?;
@@ -98,7 +106,7 @@ pub(super) async fn written_on(fixtures: &Fixtures) -> Judged {
 }
 
 /// Detaches and deletes a volume and its snapshots.
-async fn clear(fixtures: &Fixtures, volume_id: &str, snaps: &[&Snap]) -> Result<(), Wrong> {
+pub(super) async fn clear(fixtures: &Fixtures, volume_id: &str, snaps: &[&Snap]) -> Result<(), Wrong> {
     fixtures.plugin.detach(volume_id).await?;
     for snap in snaps {
         fixtures.plugin.delete_snapshot(&snap.id).await?;
@@ -216,42 +224,6 @@ pub(super) async fn cloned_between(fixtures: &Fixtures) -> Judged {
     remarked(remarks)
 }
 
-/// A volume that is modified between two snapshots, and once more while they are streamed: its attributes change, and no answer
-/// about its blocks does.
-pub(super) async fn modified_between(fixtures: &Fixtures) -> Judged {
-    let plugin = &fixtures.plugin;
-    if !plugin.claims.modify {
-        return Ok(Verdict::Skip("the driver does not claim MODIFY_VOLUME".into()));
-    }
-    if plugin.settings.attributes.is_empty() {
-        return Ok(Verdict::Skip("modified to what? --modify-parameter KEY=VALUE says it".into()));
-    }
-    let mut open = fixtures.open(None, plugin.settings.volume_size).await?;
-    let step = open.blocks() / 512;
-    let edits = |seed: u64| {
-        (1..500).map(|place| Edit::Write { start: place * step + seed, count: 1, seed }).collect()
-    };
-    open.write(edits(1)).await?;
-    let before = open.snapshot(fixtures).await?;
-    open.write(edits(3)).await?;
-    plugin.modify_volume(&open.volume.id).await?;
-    open.write(edits(5)).await?;
-    let after = open.snapshot(fixtures).await?;
-    let mut judged = check_delta(fixtures, &before, &after).await;
-    let answers = both(fixtures, &before, &after).await?;
-    for (question, was) in &answers {
-        let is = meanwhile(fixtures, question, plugin.modify_volume(&open.volume.id)).await?;
-        let is = is.ok(question, &fixtures.options(0, 1))?;
-        let found = missing("that were listed before", &was.ranges(), &is.ranges());
-        let found = found.map_err(|wrong| wrong.at("modified while it was streamed"));
-        judged = judged.and_then(|remarks| found.map(|()| remarks));
-    }
-    let same = as_before(fixtures, &answers, "before the volume was modified").await;
-    clear(fixtures, &open.volume.id, &[&after, &before]).await?;
-    same?;
-    remarked(judged?)
-}
-
 /// A size that is no multiple of what drivers count in: the driver may round it up, and tells what it made.
 pub(super) async fn tail(fixtures: &Fixtures) -> Judged {
     let bytes = fixtures.plugin.settings.volume_size + BLOCK + 512;
@@ -353,51 +325,4 @@ pub(super) async fn filesystem(fixtures: &Fixtures) -> Judged {
     fixtures.plugin.delete_snapshot(&id).await?;
     fixtures.plugin.delete_volume(&volume.id).await?;
     judged
-}
-
-/// A snapshot that is deleted while it is streamed: the whole answer, or an error.
-pub(super) async fn deleted_meanwhile(fixtures: &Fixtures, kind: Kind) -> Judged {
-    let pair = fixtures.pair()?;
-    let snap =
-        Snap { id: fixtures.plugin.create_snapshot(&pair.open.volume.id).await?, ..pair.third.clone() };
-    let question = match kind {
-        Kind::Allocated => snap.allocated(),
-        Kind::Delta => snap.since(&pair.first),
-    };
-    let whole = fixtures.ask(&question, 0, 0).await?;
-    let delete = async {
-        match fixtures.plugin.delete_snapshot(&snap.id).await {
-            // A snapshot in use may be kept; then its stream must be whole.
-            Err(wrong) if wrong.code() == Some(Code::FailedPrecondition) => Ok(()),
-            ended => ended,
-        }
-    };
-    let answer = meanwhile(fixtures, &question, delete).await?;
-    if answer.end.is_ok() {
-        missing("of the whole answer", &whole.ranges(), &answer.ranges())
-            .map_err(|wrong| wrong.at("ended with OK after DeleteSnapshot"))?;
-    }
-    Ok(Verdict::Pass)
-}
-
-/// An answer after whose first message something is done, while the stream waits for its reader.
-async fn meanwhile(
-    fixtures: &Fixtures,
-    question: &Question,
-    work: impl Future<Output = Result<(), Wrong>>,
-) -> Result<Answer, Wrong> {
-    let mut client = fixtures.plugin.narrow().await?;
-    let options = fixtures.options(0, 1);
-    let refused = |status| Wrong::call(&super::answer::name(question, &options), &status);
-    let mut stream = client.open_stream(question, &options).await.map_err(refused)?;
-    let mut answer = Answer { messages: Vec::new(), end: Ok(()) };
-    answer.messages.extend(stream.next().await.map_err(refused)?);
-    work.await?;
-    loop {
-        match stream.next().await {
-            Ok(Some(message)) => answer.messages.push(message),
-            Ok(None) => return Ok(answer),
-            Err(status) => return Ok(Answer { end: Err(status), ..answer }),
-        }
-    }
 }

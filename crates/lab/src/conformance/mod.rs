@@ -1,7 +1,7 @@
 //! `cbt-lab conformance`: tests the SnapshotMetadata service of any CSI driver from outside, through
 //! CSI alone, against what the spec demands.
 //!
-//! - `table.rs` is the one table of cases; `format`, `offsets`, `errors`, `complete`, `life` and `streams`
+//! - `table.rs` is the one table of cases; `format`, `offsets`, `errors`, `complete`, `life`, `meanwhile` and `streams`
 //!   hold their tests. A test gets the `Fixtures` and returns a `Verdict` or what is `Wrong`.
 //! - `fixtures.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
 //!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
@@ -22,6 +22,7 @@ mod history;
 pub(crate) mod kubernetes;
 mod ledger;
 mod life;
+mod meanwhile;
 mod offsets;
 pub(crate) mod plugin;
 pub(crate) mod ranges;

@@ -1,10 +1,10 @@
 //! The one table of cases, in the order they run: what the CSI spec demands in its section "Snapshot
 //! Metadata Service RPCs", and the test of each demand.
 
-use super::case::{Case, Level, Run};
+use super::case::{Case, Level};
 use super::fixtures::Kind::{Allocated, Delta};
 use super::fixtures::{Fixtures, Need};
-use super::{complete, errors, format, life, offsets, streams};
+use super::{complete, errors, format, life, meanwhile, offsets, streams};
 use Level::{Must, Should};
 
 const OVERVIEW: &str = "Snapshot Metadata Service RPCs";
@@ -22,31 +22,6 @@ const EXPANDED: &[Need] = &[Need::Pair, Need::Expanded];
 const BETWEEN: &[Need] = &[Need::Pair, Need::Between];
 const DENSE: &[Need] = &[Need::Pair, Need::Dense];
 
-fn one(
-    name: &'static str,
-    level: Level,
-    section: &'static str,
-    requirement: &'static str,
-    needs: &'static [Need],
-    run: Run<Fixtures>,
-) -> Vec<Case<Fixtures>> {
-    vec![Case { name, level, section, requirement, needs, run }]
-}
-
-/// A requirement on both streams: two cases.
-fn both(
-    names: [&'static str; 2],
-    level: Level,
-    sections: [&'static str; 2],
-    requirement: &'static str,
-    needs: &'static [Need],
-    runs: [Run<Fixtures>; 2],
-) -> Vec<Case<Fixtures>> {
-    let case =
-        |at: usize| Case { name: names[at], level, section: sections[at], requirement, needs, run: runs[at] };
-    vec![case(0), case(1)]
-}
-
 /// `both!(name, level, sections, requirement, function)`: `function(fixtures, kind)` for each stream. Needs the pair, where
 /// nothing else is named before the function.
 macro_rules! both {
@@ -54,7 +29,7 @@ macro_rules! both {
         both!($name, $level, $sections, $requirement, PAIR, $test)
     };
     ($name:literal, $level:expr, $sections:expr, $requirement:literal, $needs:expr, $test:path) => {
-        both(
+        Case::both(
             [concat!("allocated-", $name), concat!("delta-", $name)],
             $level,
             $sections,
@@ -68,7 +43,7 @@ macro_rules! both {
 /// `one!(name, level, section, requirement, needs, function)`: `function(fixtures)`.
 macro_rules! one {
     ($name:literal, $level:expr, $section:expr, $requirement:literal, $needs:expr, $test:path) => {
-        one($name, $level, $section, $requirement, $needs, |fixtures| Box::pin($test(fixtures)))
+        Case::one($name, $level, $section, $requirement, $needs, |fixtures| Box::pin($test(fixtures)))
     };
 }
 
@@ -372,7 +347,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             DELTA,
             "a volume that is modified (VolumeAttributesClass), also while it is streamed, loses no change and no answer",
             NONE,
-            life::modified_between
+            meanwhile::modified
         ),
         one!(
             "restored-snapshot",
@@ -475,7 +450,23 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             STREAMS,
             "a snapshot deleted while it is streamed: all of it, or an error",
-            life::deleted_meanwhile
+            meanwhile::deleted
+        ),
+        one!(
+            "expanded-meanwhile",
+            Must,
+            STREAM,
+            "a volume that is expanded while its snapshots are streamed: no range is lost, and the capacity stays theirs",
+            NONE,
+            meanwhile::expanded
+        ),
+        one!(
+            "cloned-meanwhile",
+            Must,
+            STREAM,
+            "a volume that is cloned while its snapshots are streamed: no range is lost",
+            NONE,
+            meanwhile::cloned
         ),
         both!("concurrent", Must, STREAMS, "each of many streams at once is whole", streams::beside),
         one!(

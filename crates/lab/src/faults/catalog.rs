@@ -173,6 +173,8 @@ catalog! {
         LoseAfterClone "lose-after-clone" DELTA [] "leaves the first tuple out once a volume was cloned";
         LoseAfterModify "lose-after-modify" DELTA [] "leaves the first tuple out once a volume was modified";
         ModifyEndsStreams "modify-ends-streams" STREAMS [] "ends open streams with OK when a volume is modified";
+        ExpandEndsStreams "expand-ends-streams" STREAMS [] "ends open streams with OK when a volume is expanded";
+        CloneEndsStreams "clone-ends-streams" STREAMS [] "ends open streams with OK when a volume is cloned";
         LoseAfterExpand "lose-after-expand" STREAMS [] "leaves the last tuple out once a volume was expanded";
         RestoredInUse "restored-in-use" STREAMS [code "ABORTED"] "refuses streams with `code` while a restored volume is published";
         OldSnapshotsGrow "old-snapshots-grow" STREAMS [] "tells the new capacity of snapshots from before an expansion";

@@ -20,7 +20,7 @@ use super::catalog::Kind;
 use super::change::{About, Changer, Message};
 use super::proxy::{Proxy, replaced, trailers};
 use super::request::Stream;
-use super::seen::Open;
+use super::seen::{Counts, Open};
 use super::spec::Spec;
 use super::upstream::Reader;
 
@@ -193,10 +193,14 @@ impl Play {
 
     /// Whether a fault ends the stream here, as if it were whole.
     fn ends_with_ok(&self) -> bool {
+        let more =
+            |count: fn(&Counts) -> u64| count(&self.proxy.seen.facts().counts) > count(&self.open.counts);
         self.faults.iter().any(|spec| match spec.entry.kind {
             Kind::DeadlineIsOk => self.deadline.is_some_and(|deadline| Instant::now() >= deadline),
-            Kind::DeleteEndsStreams => self.proxy.seen.facts().deletions > self.open.deletions,
-            Kind::ModifyEndsStreams => self.proxy.seen.facts().modifications > self.open.modifications,
+            Kind::DeleteEndsStreams => more(|counts| counts.deletions),
+            Kind::ModifyEndsStreams => more(|counts| counts.modifications),
+            Kind::ExpandEndsStreams => more(|counts| counts.expansions),
+            Kind::CloneEndsStreams => more(|counts| counts.clones),
             Kind::LoseSlow => {
                 self.last.is_some_and(|last| last.elapsed() >= Duration::from_millis(spec.values.ms))
             }

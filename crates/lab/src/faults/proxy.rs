@@ -340,11 +340,11 @@ impl Proxy {
         let (grown, was) = (facts.grown.get(&volume).copied(), facts.capacity.get(&volume).copied());
         about.applies = match spec.entry.kind {
             Kind::LoseAgain => stream.offset() == 0 && facts.count(format!("asked {}", stream.is())) > 0,
-            Kind::LoseAfterDelete => facts.deletions > 0,
+            Kind::LoseAfterDelete => facts.counts.deletions > 0,
             Kind::LoseAfterRestore => !facts.restored.is_empty(),
             Kind::LoseRestored => facts.restored.contains(&volume),
-            Kind::LoseAfterClone => facts.cloned,
-            Kind::LoseAfterModify => facts.modifications > 0,
+            Kind::LoseAfterClone => facts.counts.clones > 0,
+            Kind::LoseAfterModify => facts.counts.modifications > 0,
             Kind::LoseAfterExpand => grown.is_some(),
             Kind::LoseMembers => facts.members.contains(stream.target()),
             Kind::LoseAfterCancel => facts.cancelled,

@@ -10,6 +10,18 @@ use serve::relay::unframe;
 
 use super::caller::Caller;
 
+/// How often something was done.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    /// Deletions of snapshots.
+    pub deletions: u64,
+    /// Modifications of volumes.
+    pub modifications: u64,
+    pub expansions: u64,
+    /// Volumes made from volumes.
+    pub clones: u64,
+}
+
 /// What was seen.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
@@ -23,7 +35,6 @@ pub(super) struct Facts {
     pub restored: HashSet<String>,
     /// Volumes with a filesystem.
     pub mounted: HashSet<String>,
-    pub cloned: bool,
     /// Capacity of each volume when it was made, and of those that were expanded now.
     pub capacity: HashMap<String, i64>,
     pub grown: HashMap<String, i64>,
@@ -33,8 +44,7 @@ pub(super) struct Facts {
     pub marked: HashSet<String>,
     /// How often something was asked or answered, by what it is.
     pub times: HashMap<String, u64>,
-    pub deletions: u64,
-    pub modifications: u64,
+    pub counts: Counts,
     /// Restored volumes published.
     pub in_use: HashSet<String>,
     /// Streams open.
@@ -57,12 +67,7 @@ impl Seen {
     pub fn open(&self) -> Open {
         let mut facts = self.facts();
         facts.open += 1;
-        Open {
-            seen: self.clone(),
-            deletions: facts.deletions,
-            modifications: facts.modifications,
-            is_done: false,
-        }
+        Open { seen: self.clone(), counts: facts.counts, is_done: false }
     }
 }
 
@@ -70,10 +75,8 @@ impl Seen {
 #[derive(Debug)]
 pub(super) struct Open {
     seen: Seen,
-    /// Deletions of snapshots when it was opened.
-    pub deletions: u64,
-    /// Modifications of volumes.
-    pub modifications: u64,
+    /// What had been done when it was opened.
+    pub counts: Counts,
     /// It came to its end.
     pub is_done: bool,
 }
@@ -129,7 +132,7 @@ impl Facts {
                     Some(volume_content_source::Type::Snapshot(_)) => {
                         self.restored.insert(volume.volume_id.clone());
                     }
-                    Some(volume_content_source::Type::Volume(_)) => self.cloned = true,
+                    Some(volume_content_source::Type::Volume(_)) => self.counts.clones += 1,
                     None => {}
                 }
                 let access = request
@@ -154,13 +157,14 @@ impl Facts {
             }
             "DeleteSnapshot" => {
                 self.deleted.insert(unframe::<DeleteSnapshotRequest>(body).ok()?.snapshot_id);
-                self.deletions += 1;
+                self.counts.deletions += 1;
             }
             "ControllerExpandVolume" => {
                 let id = unframe::<ControllerExpandVolumeRequest>(body).ok()?.volume_id;
                 self.grown.insert(id, unframe::<ControllerExpandVolumeResponse>(answer).ok()?.capacity_bytes);
+                self.counts.expansions += 1;
             }
-            "ControllerModifyVolume" => self.modifications += 1,
+            "ControllerModifyVolume" => self.counts.modifications += 1,
             "NodeUnpublishVolume" => {
                 self.in_use.remove(&unframe::<NodeUnpublishVolumeRequest>(body).ok()?.volume_id);
             }

@@ -1,22 +1,15 @@
-//! The driver in memory: volumes, snapshots, groups, and what the streams tell of them. Ids are names, so a test knows them
-//! beforehand.
+//! The driver in memory: volumes, snapshots and groups come and go. Ids are names, so a test knows them beforehand.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
-use futures_util::Stream;
 use proto::*;
 use tonic::Status;
 
-use super::data::{self, Changes, Tuples};
+use super::data::{self, Changes};
+use super::state::{Snapshot, State, Volume, missing, page};
 use crate::random;
-
-/// The most data that a published volume is written with.
-const PUBLISHED: u64 = 4 << 30;
-/// Tuples of a message at most: with 22 bytes each they fit gRPC's 4 MiB.
-const TUPLES: usize = 100_000;
 
 /// How the mock answers.
 #[derive(Clone, Debug)]
@@ -31,48 +24,22 @@ pub(super) struct Settings {
     pub keeps_bases: bool,
 }
 
-#[derive(Clone, Debug)]
-struct Volume {
-    request: CreateVolumeRequest,
-    capacity: u64,
-    history: Vec<Arc<Changes>>,
-}
-
-#[derive(Clone, Debug)]
-struct Snapshot {
-    volume: String,
-    group: String,
-    /// Among those of its volume.
-    number: usize,
-    capacity: u64,
-    history: Vec<Arc<Changes>>,
-    created: SystemTime,
-    is_deleted: bool,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    volumes: BTreeMap<String, Volume>,
-    snapshots: BTreeMap<String, Snapshot>,
-    groups: BTreeMap<String, Vec<String>>,
-}
-
 #[derive(Debug)]
 pub(super) struct Driver {
     pub settings: Settings,
     state: Mutex<State>,
 }
 
-/// One of the two questions.
-pub(super) struct Question<'a> {
-    pub base: Option<&'a str>,
-    pub target: &'a str,
-    pub offset: i64,
-    pub max_results: i32,
-}
+/// What ControllerModifyVolume may set.
+const MUTABLE: &str = "note";
 
-fn missing(what: &str) -> Status {
-    Status::invalid_argument(format!("{what} is missing"))
+fn known(mutable: &HashMap<String, String>) -> Result<(), Status> {
+    match mutable.keys().find(|key| *key != MUTABLE) {
+        Some(unknown) => Err(Status::invalid_argument(format!(
+            "there is no mutable parameter {unknown:?}: it takes {MUTABLE}"
+        ))),
+        None => Ok(()),
+    }
 }
 
 impl Driver {
@@ -80,7 +47,7 @@ impl Driver {
         Driver { settings, state: Mutex::default() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -91,6 +58,7 @@ impl Driver {
         if request.volume_capabilities.is_empty() {
             return Err(missing("volume_capabilities"));
         }
+        known(&request.mutable_parameters)?;
         let range = request.capacity_range.unwrap_or_default();
         let mut state = self.state();
         let (mut history, mut least) = (Vec::new(), 0);
@@ -163,12 +131,9 @@ impl Driver {
         &self,
         request: &ControllerExpandVolumeRequest,
     ) -> Result<ControllerExpandVolumeResponse, Status> {
-        let range = request.capacity_range.unwrap_or_default();
+        let range = request.capacity_range.ok_or_else(|| missing("capacity_range"))?;
         let mut state = self.state();
-        let volume = state
-            .volumes
-            .get_mut(&request.volume_id)
-            .ok_or_else(|| Status::not_found(format!("there is no volume {:?}", request.volume_id)))?;
+        let volume = state.volume_mut(&request.volume_id)?;
         volume.capacity = volume.capacity.max(range.required_bytes.unsigned_abs());
         Ok(ControllerExpandVolumeResponse {
             capacity_bytes: volume.capacity as i64,
@@ -176,13 +141,31 @@ impl Driver {
         })
     }
 
-    /// Takes any parameters, and they change nothing.
+    /// Changes nothing that can be seen.
     pub fn modify(
         &self,
         request: &ControllerModifyVolumeRequest,
     ) -> Result<ControllerModifyVolumeResponse, Status> {
         self.state().volume(&request.volume_id)?;
+        known(&request.mutable_parameters)?;
         Ok(ControllerModifyVolumeResponse::default())
+    }
+
+    pub fn validate(
+        &self,
+        request: &ValidateVolumeCapabilitiesRequest,
+    ) -> Result<ValidateVolumeCapabilitiesResponse, Status> {
+        self.state().volume(&request.volume_id)?;
+        if request.volume_capabilities.is_empty() {
+            return Err(missing("volume_capabilities"));
+        }
+        let confirmed = validate_volume_capabilities_response::Confirmed {
+            volume_context: request.volume_context.clone(),
+            volume_capabilities: request.volume_capabilities.clone(),
+            parameters: request.parameters.clone(),
+            ..Default::default()
+        };
+        Ok(ValidateVolumeCapabilitiesResponse { confirmed: Some(confirmed), ..Default::default() })
     }
 
     pub fn create_snapshot(&self, request: &CreateSnapshotRequest) -> Result<CreateSnapshotResponse, Status> {
@@ -204,7 +187,7 @@ impl Driver {
         name: &str,
         volume_id: &str,
         group: &str,
-        parameters: &std::collections::HashMap<String, String>,
+        parameters: &HashMap<String, String>,
     ) -> Result<(), Status> {
         if let Some(there) = state.snapshots.get(name) {
             return match there.volume == volume_id && there.group == group {
@@ -216,10 +199,7 @@ impl Driver {
             };
         }
         let number = state.snapshots.values().filter(|snapshot| snapshot.volume == volume_id).count();
-        let volume = state
-            .volumes
-            .get_mut(volume_id)
-            .ok_or_else(|| Status::not_found(format!("there is no volume {volume_id:?}")))?;
+        let volume = state.volume_mut(volume_id)?;
         let Settings { seed, block_size, .. } = self.settings;
         let seed = random::at(random::of(seed, volume_id), volume.history.len() as u64);
         let blocks = volume.capacity.div_ceil(block_size);
@@ -334,196 +314,5 @@ impl Driver {
             }
         }
         Ok(DeleteVolumeGroupSnapshotResponse::default())
-    }
-
-    /// Makes the target: of a Block volume a file with what the volume holds, of a Filesystem volume a directory.
-    pub fn publish(&self, request: &NodePublishVolumeRequest) -> Result<NodePublishVolumeResponse, Status> {
-        if request.target_path.is_empty() {
-            return Err(missing("target_path"));
-        }
-        let capability = request.volume_capability.as_ref().ok_or_else(|| missing("volume_capability"))?;
-        let (capacity, history) = {
-            let state = self.state();
-            let volume = state.volume(&request.volume_id)?;
-            (volume.capacity, volume.history.clone())
-        };
-        let target = Path::new(&request.target_path);
-        let failed = |error: std::io::Error| Status::internal(format!("make {}: {error}", target.display()));
-        let is_mount = matches!(capability.access_type, Some(volume_capability::AccessType::Mount(_)));
-        if is_mount {
-            std::fs::create_dir_all(target).map_err(failed)?;
-            return Ok(NodePublishVolumeResponse::default());
-        }
-        let block_size = self.settings.block_size;
-        let most = (PUBLISHED / block_size) as usize;
-        if data::Blocks::new(&history, 0).take(most + 1).count() > most {
-            return Err(Status::resource_exhausted(format!(
-                "{} holds more than {PUBLISHED} bytes of data",
-                request.volume_id
-            )));
-        }
-        // Made beside it, so that what is there is whole.
-        let draft = target.with_extension("draft");
-        let file = std::fs::File::create(&draft).map_err(failed)?;
-        file.set_len(capacity).map_err(failed)?;
-        data::write(&file, &history, block_size, capacity).map_err(failed)?;
-        std::fs::rename(&draft, target).map_err(failed)?;
-        Ok(NodePublishVolumeResponse::default())
-    }
-
-    pub fn unpublish(
-        &self,
-        request: &NodeUnpublishVolumeRequest,
-    ) -> Result<NodeUnpublishVolumeResponse, Status> {
-        let target = Path::new(&request.target_path);
-        let removed =
-            if target.is_dir() { std::fs::remove_dir(target) } else { std::fs::remove_file(target) };
-        match removed {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Status::internal(format!("remove {}: {error}", target.display())))
-            }
-            _ => Ok(NodeUnpublishVolumeResponse::default()),
-        }
-    }
-
-    /// The messages of a stream. Each is made when it is asked for.
-    pub fn stream(
-        &self,
-        question: &Question<'_>,
-        deadline: Option<Instant>,
-    ) -> Result<impl Stream<Item = Result<GetMetadataDeltaResponse, Status>> + Send + 'static, Status> {
-        let state = self.state();
-        let Question { offset, max_results, .. } = *question;
-        let target = state.snapshot(question.target)?;
-        let since = match question.base {
-            None => 0,
-            Some(base) => {
-                let base = match state.snapshots.get(base) {
-                    Some(gone) if gone.is_deleted && self.settings.keeps_bases => gone,
-                    _ => state.snapshot(base)?,
-                };
-                if base.volume != target.volume {
-                    return Err(Status::invalid_argument("base and target are snapshots of two volumes"));
-                }
-                if base.number > target.number {
-                    return Err(Status::invalid_argument("the target was created before the base"));
-                }
-                base.history.len()
-            }
-        };
-        let capacity = target.capacity;
-        let offset = u64::try_from(offset).ok().filter(|offset| *offset <= capacity).ok_or_else(|| {
-            Status::out_of_range(format!(
-                "starting_offset {offset} is not in the volume, which has {capacity} bytes"
-            ))
-        })?;
-        if max_results < 0 {
-            return Err(Status::invalid_argument(format!("max_results {max_results} is negative")));
-        }
-        let per_message = match max_results {
-            0 => self.settings.tuples_per_message,
-            bound => bound as usize,
-        };
-        let Settings { block_size, fixed, .. } = self.settings;
-        let history = if offset == capacity { &[] } else { &target.history[since..] };
-        let mut tuples = Tuples::new(history, offset, block_size, capacity, fixed).peekable();
-        let style = if fixed { BlockMetadataType::FixedLength } else { BlockMetadataType::VariableLength };
-        let mut is_first = true;
-        Ok(futures_util::stream::iter(std::iter::from_fn(move || {
-            // An answer without tuples has one message, which tells type and capacity.
-            if !std::mem::take(&mut is_first) && tuples.peek().is_none() {
-                return None;
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                tuples = Tuples::new(&[], 0, block_size, capacity, fixed).peekable();
-                return Some(Err(Status::deadline_exceeded("the deadline has passed")));
-            }
-            let taken = tuples.by_ref().take(per_message.min(TUPLES));
-            let block_metadata = taken
-                .map(|(start, end)| BlockMetadata {
-                    byte_offset: start as i64,
-                    size_bytes: (end - start) as i64,
-                })
-                .collect();
-            Some(Ok(GetMetadataDeltaResponse {
-                block_metadata_type: style.into(),
-                volume_capacity_bytes: capacity as i64,
-                block_metadata,
-            }))
-        })))
-    }
-}
-
-/// One page of a list, and the token of the next.
-fn page<T>(all: Vec<T>, token: &str, most: i32) -> Result<(Vec<T>, String), Status> {
-    let start: usize = match token {
-        "" => 0,
-        token => token
-            .parse()
-            .ok()
-            .filter(|start| *start <= all.len())
-            .ok_or_else(|| Status::aborted(format!("{token:?} is no token of this list")))?,
-    };
-    let most = usize::try_from(most).map_err(|_| Status::invalid_argument("max_entries is negative"))?;
-    let end = if most == 0 { all.len() } else { all.len().min(start + most) };
-    let next = if end < all.len() { end.to_string() } else { String::new() };
-    Ok((all.into_iter().skip(start).take(end - start).collect(), next))
-}
-
-impl State {
-    fn volume(&self, id: &str) -> Result<&Volume, Status> {
-        match id {
-            "" => Err(missing("volume_id")),
-            id => self.volumes.get(id).ok_or_else(|| Status::not_found(format!("there is no volume {id:?}"))),
-        }
-    }
-
-    fn snapshot(&self, id: &str) -> Result<&Snapshot, Status> {
-        if id.is_empty() {
-            return Err(missing("the id of a snapshot"));
-        }
-        let there = self.snapshots.get(id).filter(|snapshot| !snapshot.is_deleted);
-        there.ok_or_else(|| Status::not_found(format!("there is no snapshot {id:?}")))
-    }
-
-    fn group(&self, id: &str) -> Result<VolumeGroupSnapshot, Status> {
-        let members =
-            self.groups.get(id).ok_or_else(|| Status::not_found(format!("there is no group {id:?}")))?;
-        let members: Vec<proto::Snapshot> = members
-            .iter()
-            .map(|member| self.snapshot(member).map(|snapshot| snapshot.tell(member)))
-            .collect::<Result<_, _>>()?;
-        Ok(VolumeGroupSnapshot {
-            group_snapshot_id: id.to_owned(),
-            creation_time: members.first().and_then(|member| member.creation_time),
-            snapshots: members,
-            ready_to_use: true,
-        })
-    }
-}
-
-impl Volume {
-    fn tell(&self, id: &str) -> proto::Volume {
-        proto::Volume {
-            volume_id: id.to_owned(),
-            capacity_bytes: self.capacity as i64,
-            content_source: self.request.volume_content_source.clone(),
-            ..Default::default()
-        }
-    }
-}
-
-impl Snapshot {
-    #[allow(clippy::needless_update, reason = "a later CSI has more fields")]
-    fn tell(&self, id: &str) -> proto::Snapshot {
-        proto::Snapshot {
-            snapshot_id: id.to_owned(),
-            source_volume_id: self.volume.clone(),
-            group_snapshot_id: self.group.clone(),
-            size_bytes: self.capacity as i64,
-            creation_time: Some(self.created.into()),
-            ready_to_use: true,
-            ..Default::default()
-        }
     }
 }

@@ -1,12 +1,17 @@
 //! `cbt-lab mock`: a CSI driver in memory, without devices and without root, and the Kubernetes SnapshotMetadata service in
 //! front of it, with the faults of `cbt-lab faults` in the same process.
 //!
-//! - `data.rs` computes what volumes hold and what snapshots changed; `driver.rs` is the driver.
+//! - `data.rs` computes what volumes hold and what snapshots changed.
+//! - `driver.rs` is the driver, `state.rs` what it remembers; `stream.rs` answers what changed, `publish.rs` makes the files of
+//!   published volumes.
 //! - `service.rs` reads requests and encodes answers.
 
 mod data;
 mod driver;
+mod publish;
 mod service;
+mod state;
+mod stream;
 
 use std::sync::Arc;
 

@@ -14,7 +14,8 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{HeaderValue, Response, header};
 
-use super::driver::{Driver, Question};
+use super::driver::Driver;
+use super::stream::Question;
 use crate::faults::{Local, trailers};
 
 /// The driver, and what serves it.
@@ -92,6 +93,7 @@ impl Local for Mock {
             "/csi.v1.Controller/CreateVolume" => one(&driver.create_volume(unframe(body)?)?),
             "/csi.v1.Controller/DeleteVolume" => one(&driver.delete_volume(&unframe(body)?)?),
             "/csi.v1.Controller/ListVolumes" => one(&driver.list_volumes(&unframe(body)?)?),
+            "/csi.v1.Controller/ValidateVolumeCapabilities" => one(&driver.validate(&unframe(body)?)?),
             "/csi.v1.Controller/ControllerExpandVolume" => one(&driver.expand(&unframe(body)?)?),
             "/csi.v1.Controller/ControllerModifyVolume" => one(&driver.modify(&unframe(body)?)?),
             "/csi.v1.Controller/CreateSnapshot" => one(&driver.create_snapshot(&unframe(body)?)?),

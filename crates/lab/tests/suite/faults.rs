@@ -89,6 +89,8 @@ const SEEN: &[(&str, &str, &str)] = &[
     ("lose-after-clone", "after a clone", "v1024[32+4] v1024[64+8 128+4] v1024[512+4] OK"),
     ("lose-after-modify", "after a change", "v1024[32+4] v1024[64+8 128+4] v1024[512+4] OK"),
     ("modify-ends-streams", "modified meanwhile", "cut OK"),
+    ("expand-ends-streams", "expanded meanwhile", "cut OK"),
+    ("clone-ends-streams", "cloned meanwhile", "cut OK"),
     ("lose-after-expand", "expanded, base", "v1024[8+4 32+4] v1024[64+8 128+4] v1024[] OK"),
     ("restored-in-use", "restored volume in use", "Aborted"),
     ("old-snapshots-grow", "expanded, base", "v2048[8+4 32+4] v2048[64+8 128+4] v2048[512+4] OK"),

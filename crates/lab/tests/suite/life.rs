@@ -38,10 +38,12 @@ pub(crate) const WITHOUT: &[(&str, &str)] = &[
     ("filesystem", "v1024[0+8] OK"),
     ("modified meanwhile", "whole OK"),
     ("after a change", "v1024[8+4 32+4] v1024[64+8 128+4] v1024[512+4] OK"),
+    ("cloned meanwhile", "whole OK"),
     ("after a clone", "v1024[8+4 32+4] v1024[64+8 128+4] v1024[512+4] OK"),
     ("after a restore", "v1024[8+4 32+4] v1024[64+8 128+4] v1024[512+4] OK"),
     ("of a restored volume", "whole"),
     ("restored volume in use", "v1024[8+4 32+4] v1024[64+8 128+4] v1024[512+4] OK"),
+    ("expanded meanwhile", "whole OK"),
     ("expanded", "v2048[1536+4] OK"),
     ("expanded, base", "v1024[8+4 32+4] v1024[64+8 128+4] v1024[512+4] OK"),
     ("expanded, resumed", "v2048[1536+4] OK"),
@@ -99,6 +101,15 @@ async fn delete(client: &mut Client, id: &str) {
 async fn modify(client: &mut Client, id: &str) {
     let request = ControllerModifyVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
     again!(client, controller.controller_modify_volume, request);
+}
+
+async fn expand(client: &mut Client, id: &str) {
+    let request = ControllerExpandVolumeRequest {
+        volume_id: id.to_owned(),
+        capacity_range: Some(CapacityRange { required_bytes: 2048 * KIB, limit_bytes: 0 }),
+        ..Default::default()
+    };
+    again!(client, controller.controller_expand_volume, request);
 }
 
 /// A stream after whose first message something is done.
@@ -234,7 +245,8 @@ async fn life(client: &mut Client, narrow: &mut Client, dir: &std::path::Path, s
     let modified = meanwhile(narrow, &question, modify(client, "v"));
     seen.insert("modified meanwhile", modified.await);
     seen.insert("after a change", read(client, &question, &bound(2), none).await);
-    make(client, "clone", Some(from_volume("v")), false).await;
+    let cloned = meanwhile(narrow, &question, make(client, "clone", Some(from_volume("v")), false));
+    seen.insert("cloned meanwhile", cloned.await);
     seen.insert("after a clone", read(client, &question, &bound(2), none).await);
     make(client, "restored", Some(from_snapshot("target")), false).await;
     seen.insert("after a restore", read(client, &question, &bound(2), none).await);
@@ -255,13 +267,9 @@ async fn life(client: &mut Client, narrow: &mut Client, dir: &std::path::Path, s
         target_path: dir.join("restored").display().to_string(),
     };
     again!(client, node.node_unpublish_volume, request);
-    let request = ControllerExpandVolumeRequest {
-        volume_id: "v".into(),
-        capacity_range: Some(CapacityRange { required_bytes: 2048 * KIB, limit_bytes: 0 }),
-        ..Default::default()
-    };
     snapshot(client, "before", "v", "").await;
-    again!(client, controller.controller_expand_volume, request);
+    let expanded = meanwhile(narrow, &question, expand(client, "v"));
+    seen.insert("expanded meanwhile", expanded.await);
     snapshot(client, "grown", "v", "1536Ki+4Ki").await;
     let grown = delta("before", "grown");
     seen.insert("expanded", read(client, &grown, &bound(0), none).await);

@@ -8,6 +8,7 @@ mod examples;
 mod faults;
 mod life;
 mod mock;
+mod sanity;
 mod survives;
 mod usage;
 

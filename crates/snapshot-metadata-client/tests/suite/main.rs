@@ -2,6 +2,7 @@
 //! over a real socket. What Kubernetes adds is tested in crates/gateway/tests/suite/library.rs, with a real API server.
 #![allow(clippy::disallowed_methods)]
 
+mod package;
 mod server;
 
 use std::collections::HashMap;

@@ -6,6 +6,7 @@
 //! write and a flush. SIGKILL sees no missing fsync, and neither does a copy of a file taken through the
 //! kernel's page cache, whose writes are in order; this does.
 
+mod mounted;
 mod server;
 
 use std::collections::{BTreeMap, HashMap};
@@ -15,6 +16,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+
+pub use mounted::{FILESYSTEMS, Mounted};
 
 /// The unit that is written whole or not at all: a sector of every loop device.
 const PAGE: usize = deltapath::sys::loopdev::SECTOR as usize;

@@ -6,12 +6,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::api_server::ApiServer;
+use crate::free_port;
+use crate::scene;
+pub use crate::scene::{get, manifests};
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
 use proto::kubernetes::{BlockMetadata, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use serde_json::{Value, json};
-use testkit::api_server::ApiServer;
-use testkit::free_port;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig};
 use tonic::{Code, Response, Status, Streaming};
 
@@ -34,11 +35,10 @@ pub type Answer = Result<(usize, Vec<(i64, i64)>), (Code, String)>;
 
 impl World {
     pub async fn new(api: Arc<ApiServer>, test: &str) -> Self {
-        let short: String = test.split('_').filter_map(|word| word.chars().next()).collect();
-        let namespace = format!("{short}-{}", &test.replace('_', "-")[..12].trim_end_matches('-'));
+        let (namespace, driver) = scene::names(test);
         api.namespace(&namespace).await;
         let dir = tempfile::Builder::new().prefix("deltapath-gateway-").tempdir().expect("temp dir");
-        World { driver: format!("{short}.csi.test"), namespace, api, dir }
+        World { driver, namespace, api, dir }
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -65,25 +65,7 @@ impl World {
         handle: &str,
         change: impl FnOnce(&mut Value, &mut Value),
     ) {
-        let content_name = format!("content-{namespace}-{name}");
-        let mut snapshot = json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {"source": {"persistentVolumeClaimName": "data"}},
-            "status": {"readyToUse": true, "boundVolumeSnapshotContentName": content_name},
-        });
-        let mut content = json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotContent",
-            "metadata": {"name": content_name},
-            "spec": {
-                "driver": self.driver, "deletionPolicy": "Retain", "source": {"volumeHandle": "volume-1"},
-                "volumeSnapshotRef": {"name": name, "namespace": namespace},
-            },
-            "status": {"readyToUse": true, "snapshotHandle": handle},
-        });
-        change(&mut snapshot, &mut content);
-        self.api.make(content).await;
-        self.api.make(snapshot).await;
+        scene::snapshot(&self.api, &self.driver, namespace, (name, handle), change).await;
     }
 
     /// A service account that may get all VolumeSnapshots of its namespace, and a token of it for the gateway.
@@ -118,34 +100,8 @@ impl World {
 
     /// A kubeconfig of a gateway's service account, with the rights in deploy/base/gateway.yaml and no others.
     pub async fn gateway_kubeconfig(&self, account: &str) -> PathBuf {
-        let metadata = json!({"name": account, "namespace": self.namespace});
-        self.api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
-        let subjects = json!([{"kind": "ServiceAccount", "name": account, "namespace": self.namespace}]);
-        for mut rule in manifests("deploy/base/gateway.yaml") {
-            let kind = rule["kind"].as_str().unwrap_or_default().to_owned();
-            if !kind.contains("Role") {
-                continue;
-            }
-            let name = format!("{}-{account}", self.namespace);
-            rule["metadata"] = match kind.starts_with("Cluster") {
-                true => json!({"name": name}),
-                false => json!({"name": name, "namespace": self.namespace}),
-            };
-            if kind.ends_with("Binding") {
-                rule["roleRef"]["name"] = json!(name);
-                rule["subjects"] = subjects.clone();
-            }
-            // The names that the manifests give to the driver, the Secret and the lease, as this test has them.
-            for rule in rule["rules"].as_array_mut().into_iter().flatten() {
-                for named in rule["resourceNames"].as_array_mut().into_iter().flatten() {
-                    if named == "deltapath.csi.dev" {
-                        *named = json!(self.driver);
-                    }
-                }
-            }
-            self.api.make(rule).await;
-        }
-        self.api.kubeconfig_of(&self.namespace, account).await
+        let (driver, namespace) = (&self.driver, &self.namespace);
+        scene::account_of(&self.api, driver, namespace, account, "deploy/base/gateway.yaml").await
     }
 
     /// Starts a gateway with files as certificate.
@@ -181,17 +137,10 @@ pub struct Files {
 impl Files {
     /// Makes them, over those of before.
     pub fn make(dir: &Path) -> Self {
-        let mut ca = CertificateParams::new(Vec::new()).expect("params");
-        ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let ca_key = KeyPair::generate().expect("a key");
-        let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
-        let issuer = Issuer::new(ca, ca_key);
-        let key = KeyPair::generate().expect("a key");
-        let leaf = CertificateParams::new(vec![HOST.to_owned(), "127.0.0.1".to_owned()]).expect("params");
-        let leaf = leaf.signed_by(&key, &issuer).expect("a certificate");
-        let files = Files { ca: ca_pem, chain: dir.join("tls.crt"), key: dir.join("tls.key") };
-        std::fs::write(&files.chain, leaf.pem()).expect("write");
-        std::fs::write(&files.key, key.serialize_pem()).expect("write");
+        let made = scene::certificate(&[HOST, "127.0.0.1"]);
+        let files = Files { ca: made.ca, chain: dir.join("tls.crt"), key: dir.join("tls.key") };
+        std::fs::write(&files.chain, made.chain).expect("write");
+        std::fs::write(&files.key, made.key).expect("write");
         files
     }
 }
@@ -224,7 +173,7 @@ impl Gateway {
         let (log, audit) =
             (world.dir.path().join(format!("{name}.log")), world.dir.path().join(format!("{name}.audit")));
         let file = |path| std::fs::OpenOptions::new().create(true).append(true).open(path).expect("a file");
-        let child = Command::new(env!("CARGO_BIN_EXE_deltapath-gateway"))
+        let child = Command::new(crate::program("deltapath-gateway"))
             .arg(format!("--csi-address={}", world.socket().display()))
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
@@ -335,18 +284,6 @@ impl Drop for Gateway {
             eprintln!("--- the gateway's log\n{}", self.log());
         }
     }
-}
-
-/// GET over plain HTTP/1.0, which knows no chunks.
-pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.ok()?;
-    let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n");
-    stream.write_all(request.as_bytes()).await.ok()?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.ok()?;
-    let status = answer.split(' ').nth(1)?.parse().ok()?;
-    Some((status, answer.split_once("\r\n\r\n")?.1.to_owned()))
 }
 
 /// The community's sidecar.
@@ -473,13 +410,6 @@ pub fn said(status: Status) -> (Code, String) {
 /// The code of an answer.
 pub fn code(answer: &Answer) -> Code {
     answer.as_ref().map_or_else(|(code, _)| *code, |_| Code::Ok)
-}
-
-/// The objects in a file of the project.
-pub fn manifests(path: &str) -> Vec<Value> {
-    let text = std::fs::read_to_string(Path::new(testkit::HOME).join(path)).expect(path);
-    let documents = text.split("\n---\n").map(|document| serde_saphyr::from_str(document).expect(path));
-    documents.collect()
 }
 
 /// Waits until something holds.

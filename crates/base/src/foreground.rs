@@ -1,4 +1,5 @@
-//! Work that others wait for, and work that gives way to it.
+//! Foreground work, which clients wait for, and background work, which gives way to it. Foreground work announces itself, or
+//! leaves traces that are counted.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -6,45 +7,45 @@ use std::time::{Duration, Instant};
 
 use super::Stop;
 
-/// How long other work goes on before it gives way to urgent work again, and how long it gives way at most: it keeps a
-/// fifth of the time, however busy others are.
+/// How long background work goes on before it gives way again, and how long it gives way at most: it keeps a fifth of the
+/// time, however busy others are.
 const WORK: Duration = Duration::from_millis(20);
 const PAUSE: Duration = Duration::from_millis(80);
 
-/// How often the counter is read, and for how long after a change of it other work is slow.
+/// How often the counter is read, and for how long after a change of it background work is slow.
 const LOOK: Duration = Duration::from_millis(10);
 const BUSY: Duration = Duration::from_millis(100);
-/// Slow work keeps one part in this number of the time, over all threads.
+/// Slow background work keeps one part in this number of the time, over all threads.
 const PARTS: u32 = 16;
-/// The longest rest of slow work between two reads.
+/// The longest rest of slow background work between two reads.
 const REST: Duration = Duration::from_millis(100);
 
-/// Counts work that does not announce itself, as the kernel counts the writes of devices.
+/// Counts foreground work that does not announce itself, as the kernel counts the writes of devices.
 pub trait Counter: Debug + Send + Sync {
     /// Changes with each piece of that work.
     fn count(&self) -> u64;
 }
 
-/// Who works now, so that other work can give way.
+/// Whether there is foreground work now, so that background work can give way.
 #[derive(Debug)]
-pub struct Urgent {
+pub struct Foreground {
     under_way: AtomicUsize,
     counter: Option<Box<dyn Counter>>,
     began: Instant,
-    /// Times in microseconds since `began`. When other work went on after it had given way,
+    /// Times in microseconds since `began`. When background work went on after it had given way,
     resumed: AtomicU64,
     /// when the counter was read last,
     looked: AtomicU64,
-    /// until when other work is slow,
+    /// until when background work is slow,
     busy: AtomicU64,
     /// and when the next read of slow work is due.
     next: AtomicU64,
     counted: AtomicU64,
 }
 
-impl Default for Urgent {
+impl Default for Foreground {
     fn default() -> Self {
-        Urgent {
+        Foreground {
             under_way: AtomicUsize::new(0),
             counter: None,
             began: Instant::now(),
@@ -57,24 +58,24 @@ impl Default for Urgent {
     }
 }
 
-/// Urgent work under way, until it is dropped.
+/// Foreground work under way, until it is dropped.
 #[derive(Debug)]
-pub struct UrgentWork<'u>(&'u Urgent);
+pub struct ForegroundWork<'f>(&'f Foreground);
 
 fn micros(time: Duration) -> u64 {
     time.as_micros() as u64
 }
 
-impl Urgent {
-    /// Other work gives way to what this counts, too.
+impl Foreground {
+    /// Background work gives way to what this counts, too.
     pub fn watching(counter: impl Counter + 'static) -> Self {
-        Urgent { counter: Some(Box::new(counter)), ..Urgent::default() }
+        Foreground { counter: Some(Box::new(counter)), ..Foreground::default() }
     }
 
-    /// Urgent work begins.
-    pub fn begin(&self) -> UrgentWork<'_> {
+    /// Foreground work begins.
+    pub fn begin(&self) -> ForegroundWork<'_> {
         self.under_way.fetch_add(1, Ordering::Relaxed);
-        UrgentWork(self)
+        ForegroundWork(self)
     }
 
     /// Waits a moment where others work. To be called between two reads, with no lock held, and with the time that the
@@ -101,7 +102,7 @@ impl Urgent {
         true
     }
 
-    /// Whether what is counted goes on, so that other work is slow.
+    /// Whether what is counted goes on, so that background work is slow.
     pub fn is_slow(&self) -> bool {
         let now = self.began.elapsed();
         self.look(now);
@@ -112,7 +113,7 @@ impl Urgent {
         self.under_way.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether other work is to give way to urgent work at a time since `began`.
+    /// Whether background work is to give way at a time since `began`.
     fn is_due(&self, now: Duration) -> bool {
         let resumed = Duration::from_micros(self.resumed.load(Ordering::Relaxed));
         self.is_under_way() && now.saturating_sub(resumed) >= WORK
@@ -146,7 +147,7 @@ impl Urgent {
     }
 }
 
-impl Drop for UrgentWork<'_> {
+impl Drop for ForegroundWork<'_> {
     fn drop(&mut self) {
         self.0.under_way.fetch_sub(1, Ordering::Relaxed);
     }
@@ -158,30 +159,30 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn other_work_gives_way_after_its_share_of_the_time_and_only_to_work_under_way() {
-        let urgent = Urgent::default();
-        assert!(!urgent.is_due(10 * WORK), "nothing is urgent");
-        let (one, two) = (urgent.begin(), urgent.begin());
-        assert!(!urgent.is_due(WORK / 2), "it has worked for too short a time");
-        assert!(urgent.is_due(WORK));
+    fn background_work_gives_way_after_its_share_of_the_time_and_only_to_work_under_way() {
+        let foreground = Foreground::default();
+        assert!(!foreground.is_due(10 * WORK), "nothing is under way");
+        let (one, two) = (foreground.begin(), foreground.begin());
+        assert!(!foreground.is_due(WORK / 2), "it has worked for too short a time");
+        assert!(foreground.is_due(WORK));
         drop(one);
-        assert!(urgent.is_due(WORK), "one of two is under way");
+        assert!(foreground.is_due(WORK), "one of two is under way");
         let resumed = Duration::from_millis(100);
-        urgent.resumed.store(micros(resumed), Ordering::Relaxed);
-        assert!(!urgent.is_due(resumed + WORK / 2));
-        assert!(urgent.is_due(resumed + WORK));
+        foreground.resumed.store(micros(resumed), Ordering::Relaxed);
+        assert!(!foreground.is_due(resumed + WORK / 2));
+        assert!(foreground.is_due(resumed + WORK));
         drop(two);
-        assert!(!urgent.is_due(Duration::from_secs(1)));
+        assert!(!foreground.is_due(Duration::from_secs(1)));
     }
 
     #[test]
     fn it_waits_as_long_as_it_gives_way_at_most() {
-        let urgent = Urgent { began: Instant::now() - WORK, ..Urgent::default() };
-        let _work = urgent.begin();
+        let foreground = Foreground { began: Instant::now() - WORK, ..Foreground::default() };
+        let _work = foreground.begin();
         let started = Instant::now();
-        assert!(!urgent.give_way(Duration::ZERO, &Stop::default()), "nothing is counted");
+        assert!(!foreground.give_way(Duration::ZERO, &Stop::default()), "nothing is counted");
         assert!(started.elapsed() >= PAUSE);
-        assert!(urgent.resumed.load(Ordering::Relaxed) >= micros(PAUSE));
+        assert!(foreground.resumed.load(Ordering::Relaxed) >= micros(PAUSE));
     }
 
     #[derive(Debug, Default)]
@@ -194,13 +195,13 @@ mod tests {
     }
 
     #[test]
-    fn other_work_is_slow_for_a_while_after_each_change_of_the_counter() {
+    fn background_work_is_slow_for_a_while_after_each_change_of_the_counter() {
         let writes = Arc::<AtomicU64>::default();
-        let urgent = Urgent::watching(Writes(writes.clone()));
+        let foreground = Foreground::watching(Writes(writes.clone()));
         let look = |millis| {
             let now = Duration::from_millis(millis);
-            urgent.look(now);
-            urgent.is_busy(now)
+            foreground.look(now);
+            foreground.is_busy(now)
         };
         assert!(!look(10));
         writes.store(1, Ordering::Relaxed);
@@ -210,18 +211,18 @@ mod tests {
         assert!(!look(120), "nothing was counted since");
         writes.store(0, Ordering::Relaxed);
         assert!(look(200), "a smaller number is a change, too");
-        assert!(!Urgent::default().is_busy(Duration::from_secs(1)));
+        assert!(!Foreground::default().is_busy(Duration::from_secs(1)));
     }
 
     #[test]
     fn slow_work_keeps_its_part_of_the_time_over_all_threads() {
-        let urgent = Urgent::default();
+        let foreground = Foreground::default();
         let (now, took) = (Duration::from_secs(1), Duration::from_micros(100));
         let gap = took * (PARTS - 1);
-        assert_eq!(urgent.rest(now, took), gap);
-        assert_eq!(urgent.rest(now, took), 2 * gap, "another thread");
-        assert_eq!(urgent.rest(now + gap, took), 2 * gap);
-        assert_eq!(urgent.rest(now + 10 * gap, took), gap, "a rest that is over does not count");
-        assert_eq!(urgent.rest(now + 20 * gap, Duration::from_secs(9)), REST);
+        assert_eq!(foreground.rest(now, took), gap);
+        assert_eq!(foreground.rest(now, took), 2 * gap, "another thread");
+        assert_eq!(foreground.rest(now + gap, took), 2 * gap);
+        assert_eq!(foreground.rest(now + 10 * gap, took), gap, "a rest that is over does not count");
+        assert_eq!(foreground.rest(now + 20 * gap, Duration::from_secs(9)), REST);
     }
 }

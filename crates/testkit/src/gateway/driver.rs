@@ -6,11 +6,11 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::plugin::Plugin;
 use futures_util::{Stream, StreamExt, stream};
 use proto::identity_server::IdentityServer;
 use proto::snapshot_metadata_server::{SnapshotMetadata, SnapshotMetadataServer};
 use proto::*;
-use testkit::plugin::Plugin;
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;

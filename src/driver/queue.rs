@@ -21,10 +21,10 @@ const RETRY: Duration = Duration::from_secs(5);
 
 /// The snapshots that are still to be hashed.
 #[derive(Debug, Default)]
-pub(in super::super) struct Queue {
+pub(super) struct Queue {
     state: Mutex<State>,
     wake: Condvar,
-    pub(in super::super) stop: Stop,
+    pub(super) stop: Stop,
 }
 
 #[derive(Debug, Default)]
@@ -135,12 +135,12 @@ impl Queue {
     }
 
     /// Bytes of all snapshots that are still to be hashed.
-    pub(in super::super) fn backlog(&self) -> u64 {
+    pub(super) fn backlog(&self) -> u64 {
         self.state().jobs.values().map(|job| job.left).sum()
     }
 
     /// Puts a snapshot into the queue, with the number of bytes to hash.
-    pub(in super::super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
+    pub(super) fn add(&self, record: &SnapshotRecord, bytes: u64) {
         if !record.tracking {
             return;
         }
@@ -156,7 +156,7 @@ impl Queue {
     }
 
     /// A snapshot is gone.
-    pub(in super::super) fn forget(&self, record: &SnapshotRecord) {
+    pub(super) fn forget(&self, record: &SnapshotRecord) {
         self.state().remove(&(record.volume.clone(), record.sequence));
     }
 

@@ -4,13 +4,6 @@
 //! `cargo bench -p deltapath-gateway -- a d` runs the rows that are named; without names all.
 #![allow(clippy::disallowed_methods)]
 
-#[allow(dead_code)]
-#[path = "../tests/suite/driver.rs"]
-mod driver;
-#[allow(dead_code)]
-#[path = "../tests/suite/world.rs"]
-mod world;
-
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::process::{Command, Stdio};
@@ -29,11 +22,10 @@ use proto::kubernetes::{
 use testkit::api_server::ApiServer;
 use testkit::bench::{Process, median, ms, row};
 use testkit::free_port;
+use testkit::gateway::driver::Driver;
+use testkit::gateway::world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World};
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use tonic::{Request, Response, Status, async_trait};
-
-use driver::Driver;
-use world::{AUDIENCE, Client, Files, Gateway, HOST, Sidecar, World};
 
 /// Messages of the long stream, and tuples in each.
 const MESSAGES: u64 = 4096;

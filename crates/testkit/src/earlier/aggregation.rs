@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
+use crate::free_port;
 use axum::http::Request;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -13,10 +14,9 @@ use kube::api::{DeleteParams, Patch, PatchParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use serde_json::{Value, json};
-use testkit::free_port;
 use tokio::sync::{Mutex, MutexGuard};
 
-use crate::world::{Program, World};
+use super::world::{Program, World};
 
 /// The name of the one APIService.
 const API: &str = "v1alpha1.cbt.storage.k8s.io";
@@ -138,7 +138,7 @@ impl<'w> Aggregation<'w> {
             .await;
         }
         let authorities: String = servers.iter().map(|server| server.ca.as_str()).collect();
-        let manifest = testkit::HOME.to_owned() + "/" + MANIFESTS + "/apiservice.yaml";
+        let manifest = crate::HOME.to_owned() + "/" + MANIFESTS + "/apiservice.yaml";
         let manifest = std::fs::read_to_string(&manifest).expect("the manifest");
         let mut service: Value = serde_saphyr::from_str(&manifest).expect("YAML");
         service["spec"]["service"] = json!({"namespace": namespace, "name": "aggregated", "port": 443});

@@ -6,15 +6,15 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::api_server::ApiServer;
+use crate::free_port;
+use crate::scene;
 use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
-use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore};
 use serde_json::{Value, json};
-use testkit::api_server::ApiServer;
-use testkit::free_port;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -40,13 +40,12 @@ pub struct World {
 
 impl World {
     pub async fn new(api: Arc<ApiServer>, test: &str) -> Self {
-        let short: String = test.split('_').filter_map(|word| word.chars().next()).collect();
-        let namespace = format!("{short}-{}", &test.replace('_', "-")[..12].trim_end_matches('-'));
+        let (namespace, driver) = scene::names(test);
         api.namespace(&namespace).await;
         let dir = tempfile::Builder::new().prefix("deltapath-earlier-").tempdir().expect("temp dir");
         let csi = dir.path().join("csi.sock");
         let log = "debug,h2=info,hyper=info,tower=info,rustls=info";
-        World { driver: format!("{short}.csi.test"), namespace, api, dir, csi, log }
+        World { driver, namespace, api, dir, csi, log }
     }
 
     /// Makes a VolumeSnapshot and its content, ready, and bound to each other.
@@ -56,26 +55,7 @@ impl World {
 
     /// The same with a change to both objects first.
     pub async fn snapshot_with(&self, name: &str, handle: &str, change: impl FnOnce(&mut Value, &mut Value)) {
-        let namespace = &self.namespace;
-        let content_name = format!("content-{namespace}-{name}");
-        let mut snapshot = json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {"source": {"persistentVolumeClaimName": "data"}},
-            "status": {"readyToUse": true, "boundVolumeSnapshotContentName": content_name},
-        });
-        let mut content = json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotContent",
-            "metadata": {"name": content_name},
-            "spec": {
-                "driver": self.driver, "deletionPolicy": "Retain", "source": {"volumeHandle": "volume-1"},
-                "volumeSnapshotRef": {"name": name, "namespace": namespace},
-            },
-            "status": {"readyToUse": true, "snapshotHandle": handle},
-        });
-        change(&mut snapshot, &mut content);
-        self.api.make(content).await;
-        self.api.make(snapshot).await;
+        scene::snapshot(&self.api, &self.driver, &self.namespace, (name, handle), change).await;
     }
 
     /// Makes a DifferentialSnapshot.
@@ -136,29 +116,7 @@ impl World {
 
     /// A kubeconfig of a program's service account, with the rights in its manifest and no others.
     pub async fn kubeconfig(&self, account: &str, manifest: &str) -> PathBuf {
-        let metadata = json!({"name": account, "namespace": self.namespace});
-        self.api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
-        let text = std::fs::read_to_string(Path::new(testkit::HOME).join(manifest)).expect(manifest);
-        for document in text.split("\n---\n") {
-            let mut rule: Value = serde_saphyr::from_str(document).expect(manifest);
-            let kind = rule["kind"].as_str().unwrap_or_default().to_owned();
-            if !kind.contains("Role") {
-                continue;
-            }
-            let name = format!("{}-{account}", self.namespace);
-            rule["metadata"] = match rule["metadata"]["namespace"].as_str() {
-                None => json!({"name": name}),
-                Some("kube-system") => json!({"name": name, "namespace": "kube-system"}),
-                Some(_) => json!({"name": name, "namespace": self.namespace}),
-            };
-            if kind.ends_with("Binding") {
-                rule["roleRef"]["name"] = json!(name);
-                rule["subjects"] =
-                    json!([{"kind": "ServiceAccount", "name": account, "namespace": self.namespace}]);
-            }
-            self.api.make(rule).await;
-        }
-        self.api.kubeconfig_of(&self.namespace, account).await
+        scene::account_of(&self.api, &self.driver, &self.namespace, account, manifest).await
     }
 
     /// Starts `cbt-earlier differential`, and waits until it is ready.
@@ -220,7 +178,7 @@ impl Program {
         let (ca, chain, key) = certificate(dir, name, host);
         let (log, socket) = (dir.join(format!("{name}.log")), dir.join(format!("{name}.sock")));
         let address = format!("{host}:{port}");
-        let child = Command::new(env!("CARGO_BIN_EXE_cbt-earlier"))
+        let child = Command::new(crate::program("cbt-earlier"))
             .arg(design)
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
@@ -252,7 +210,7 @@ impl Program {
     }
 
     pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        testkit::signal(&self.child, signal);
+        crate::signal(&self.child, signal);
     }
 
     /// A client as applications have it: it keeps its connections, and finds the program's host at this address.
@@ -272,8 +230,8 @@ impl Program {
 
     /// SIGTERM, and the exit code.
     pub fn stop(&mut self) -> Option<i32> {
-        testkit::signal(&self.child, nix::sys::signal::Signal::SIGTERM);
-        testkit::wait(&mut self.child, Duration::from_secs(60)).code()
+        crate::signal(&self.child, nix::sys::signal::Signal::SIGTERM);
+        crate::wait(&mut self.child, Duration::from_secs(60)).code()
     }
 
     /// Waits for its end.
@@ -377,19 +335,7 @@ impl Program {
 
 /// What the readiness probe at that port gets; 0 where nobody listens.
 pub async fn readiness(port: u16) -> (u16, String) {
-    let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)).await else {
-        return (0, String::new());
-    };
-    let request = "GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
-    let mut answer = String::new();
-    if stream.write_all(request.as_bytes()).await.is_err()
-        || stream.read_to_string(&mut answer).await.is_err()
-    {
-        return (0, String::new());
-    }
-    // It may be killed in the middle.
-    let Some((head, body)) = answer.split_once("\r\n\r\n") else { return (0, String::new()) };
-    (head.split(' ').nth(1).and_then(|code| code.parse().ok()).expect("a code"), body.to_owned())
+    scene::get(port, "/readyz").await.unwrap_or_default()
 }
 
 /// A client that trusts this CA and finds the host at this address.
@@ -419,17 +365,10 @@ impl Drop for Program {
 
 /// A CA, and the files of a certificate by it.
 pub fn certificate(dir: &Path, name: &str, host: &str) -> (String, PathBuf, PathBuf) {
-    let mut ca = CertificateParams::new(Vec::new()).expect("params");
-    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let ca_key = KeyPair::generate().expect("a key");
-    let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
-    let issuer = Issuer::new(ca, ca_key);
-    let key = KeyPair::generate().expect("a key");
-    let leaf = CertificateParams::new(vec![host.to_owned()]).expect("params");
-    let leaf = leaf.signed_by(&key, &issuer).expect("a certificate");
-    let (chain, key_file) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
-    std::fs::write(dir.join(format!("{name}.ca")), &ca_pem).expect("write");
-    std::fs::write(&chain, leaf.pem()).expect("write");
-    std::fs::write(&key_file, key.serialize_pem()).expect("write");
-    (ca_pem, chain, key_file)
+    let made = scene::certificate(&[host]);
+    let (chain, key) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
+    std::fs::write(dir.join(format!("{name}.ca")), &made.ca).expect("write");
+    std::fs::write(&chain, made.chain).expect("write");
+    std::fs::write(&key, made.key).expect("write");
+    (made.ca, chain, key)
 }

@@ -3,8 +3,8 @@
 use std::fs::File;
 use std::path::Path;
 
-use crate::driver::capability::MountFlags;
-use crate::driver::{Error, Result};
+use super::capability::MountFlags;
+use super::{Error, Result};
 use crate::sys::freeze::{self, Root};
 use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount::{self, Flags};

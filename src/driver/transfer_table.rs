@@ -6,19 +6,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::PATIENCE;
-use super::receive::{Progress, Remote};
-use crate::driver::error::shown;
-use crate::driver::locks::OpGuard;
-use crate::driver::shared::Shared;
-use crate::driver::volumes::difference;
-use crate::driver::{CreateVolume, Error, Result};
+use super::error::shown;
+use super::locks::OpGuard;
+use super::remote::Remote;
+use super::request::{CreateVolume, difference};
+use super::shared::Shared;
+use super::{Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
-use base::{Stop, VolumeId};
+use base::{BlockSize, Stop, VolumeId};
+
+/// How often it is looked whether a transfer that is to end has ended.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The transfers to this node.
 #[derive(Debug)]
-pub(in crate::driver) struct TransferTable {
+pub(super) struct TransferTable {
     shared: Arc<Shared>,
     known: Mutex<HashMap<VolumeId, Arc<Transfer>>>,
     /// How those ended that are not known any more, and the bytes that they received.
@@ -50,6 +52,24 @@ pub(super) enum Outcome {
     Done,
     Failed,
     Removed,
+}
+
+/// How far it is, for the log and for metrics.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// Bytes that the source holds.
+    pub total: AtomicU64,
+    /// Of these, what is known to be here.
+    pub done: AtomicU64,
+    /// Bytes that came over the network, those among them that were not used.
+    pub received: AtomicU64,
+}
+
+impl Progress {
+    /// Counts blocks that are known to be here.
+    pub(super) fn add_done(&self, blocks: u64, size: BlockSize) {
+        self.done.fetch_add(blocks * size.bytes(), Ordering::Relaxed);
+    }
 }
 
 /// A volume that is being copied from another node.
@@ -89,7 +109,7 @@ pub(super) enum Phase {
 }
 
 impl TransferTable {
-    pub(in crate::driver) fn new(shared: Arc<Shared>) -> Self {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
         TransferTable {
             shared,
             known: Mutex::default(),
@@ -99,7 +119,7 @@ impl TransferTable {
     }
 
     /// Notes the transfers that an earlier driver has begun: each waits for its next call.
-    pub(in crate::driver) fn take_up(&self) {
+    pub(super) fn take_up(&self) {
         let records = self.shared.store.transfers().unwrap_or_else(|error| {
             tracing::warn!(error = base::report(&error), "transfers that were cut short cannot go on");
             Vec::new()
@@ -119,17 +139,17 @@ impl TransferTable {
     }
 
     /// The id of the volume that is being copied under this name.
-    pub(in crate::driver) fn id_of(&self, name: &str) -> Option<VolumeId> {
+    pub(super) fn id_of(&self, name: &str) -> Option<VolumeId> {
         Some(self.named(name)?.record.id.clone())
     }
 
     /// Bytes of all volumes that are being copied, when they are done.
-    pub(in crate::driver) fn reserved(&self) -> u64 {
+    pub(super) fn reserved(&self) -> u64 {
         let known = self.known();
         known.values().fold(0, |sum: u64, transfer| sum.saturating_add(transfer.record.capacity))
     }
 
-    pub(in crate::driver) fn figures(&self) -> TransferFigures {
+    pub(super) fn figures(&self) -> TransferFigures {
         let ended = |outcome: Outcome| self.ended[outcome as usize].load(Ordering::Relaxed);
         let mut figures = TransferFigures {
             done: ended(Outcome::Done),
@@ -166,7 +186,7 @@ impl TransferTable {
     }
 
     /// The answer to a call for a name that is being transferred, if it is.
-    pub(in crate::driver) fn check(&self, request: &CreateVolume, access: &[AccessKind]) -> Result<()> {
+    pub(super) fn check(&self, request: &CreateVolume, access: &[AccessKind]) -> Result<()> {
         let Some(transfer) = self.named(&request.name) else { return Ok(()) };
         self.called_for(&transfer, request, access)?;
         Err(transfer.busy())
@@ -197,7 +217,7 @@ impl TransferTable {
 
     /// Ends the transfer that makes this volume and removes what there is of it; returns whether there was one. When it has just
     /// become a volume there is none. `_lock` keeps others from making or using it meanwhile.
-    pub(in crate::driver) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
+    pub(super) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
         let Some(transfer) = self.known().get(id).cloned() else { return Ok(false) };
         transfer.end(true);
         while matches!(transfer.state().phase, Phase::Running) {

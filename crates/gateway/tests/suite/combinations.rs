@@ -1,0 +1,309 @@
+//! Promise: each client gets the same answer for the same rights and objects: the community's iterator (in the example of
+//! deploy/backup) and the client library, each for what is allocated and for a delta.
+
+use std::path::Path;
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use kube::api::{Patch, PatchParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use serde_json::{Value, json};
+use snapshot_metadata_client::{Client, Options, Token};
+use tokio::process::Command;
+
+use crate::community::program;
+use crate::driver::{Driver, MESSAGES, TUPLES};
+use crate::rights::{get_snapshots, sign};
+use crate::world::{AUDIENCE, World, eventually};
+
+/// What a client gets: how many ranges, or its error in full.
+type Outcome = Result<usize, String>;
+
+struct Case {
+    what: &'static str,
+    /// The service account whose token is shown.
+    account: &'static str,
+    snapshot: &'static str,
+    /// A CSI handle.
+    base: &'static str,
+    /// Words of the error, or none: for what is allocated, and for the delta.
+    allocated: &'static [&'static str],
+    delta: &'static [&'static str],
+}
+
+const DENIED: &[&str] = &["PermissionDenied", "may not get"];
+/// The clients find that out by themselves.
+const NO_SERVICE: &[&str] = &["SnapshotMetadataService", "x.csi.test"];
+const UNKNOWN: &[&str] = &["Unauthenticated", "token"];
+
+const CASES: &[Case] = &[
+    Case {
+        what: "a role for the namespace",
+        account: "whole",
+        snapshot: "tuesday",
+        base: "plain-1",
+        allocated: &[],
+        delta: &[],
+    },
+    Case {
+        what: "a role for both by name",
+        account: "two",
+        snapshot: "tuesday",
+        base: "plain-1",
+        allocated: &[],
+        delta: &[],
+    },
+    Case {
+        what: "a role for the target alone",
+        account: "target",
+        snapshot: "tuesday",
+        base: "plain-1",
+        allocated: &[],
+        delta: DENIED,
+    },
+    Case {
+        what: "a role for the base alone",
+        account: "base",
+        snapshot: "tuesday",
+        base: "plain-1",
+        allocated: DENIED,
+        delta: DENIED,
+    },
+    Case {
+        what: "no role",
+        account: "nothing",
+        snapshot: "tuesday",
+        base: "plain-1",
+        allocated: DENIED,
+        delta: DENIED,
+    },
+    Case {
+        what: "another namespace's base",
+        account: "whole",
+        snapshot: "tuesday",
+        base: "plain-3",
+        allocated: &[],
+        delta: DENIED,
+    },
+    Case {
+        what: "a deleted base that the driver keeps",
+        account: "whole",
+        snapshot: "tuesday",
+        base: "deleted-1",
+        allocated: &[],
+        delta: &[],
+    },
+    Case {
+        what: "a base that the driver knows no more",
+        account: "whole",
+        snapshot: "tuesday",
+        base: "forgotten",
+        allocated: &[],
+        delta: &["NotFound"],
+    },
+    Case {
+        what: "an unready base: by its handle the driver decides",
+        account: "whole",
+        snapshot: "tuesday",
+        base: "plain-4",
+        allocated: &[],
+        delta: &[],
+    },
+    Case {
+        what: "an unready snapshot",
+        account: "whole",
+        snapshot: "unready",
+        base: "plain-1",
+        allocated: &["Unavailable", "not ready"],
+        delta: &["Unavailable", "not ready"],
+    },
+    Case {
+        what: "a content without status",
+        account: "whole",
+        snapshot: "no-status",
+        base: "plain-1",
+        allocated: &["Unavailable"],
+        delta: &["Unavailable"],
+    },
+    Case {
+        what: "a class that is gone",
+        account: "whole",
+        snapshot: "class-is-gone",
+        base: "plain-1",
+        allocated: &[],
+        delta: &[],
+    },
+    Case {
+        what: "a secret that is missing",
+        account: "whole",
+        snapshot: "secret-is-missing",
+        base: "plain-1",
+        allocated: &["FailedPrecondition"],
+        delta: &["FailedPrecondition"],
+    },
+    Case {
+        what: "another driver's snapshot",
+        account: "whole",
+        snapshot: "other-driver",
+        base: "plain-1",
+        allocated: NO_SERVICE,
+        delta: NO_SERVICE,
+    },
+];
+
+/// The clients, with the rights of an administrator but for the token that they show.
+struct Clients<'a> {
+    world: &'a World,
+    example: std::path::PathBuf,
+    kube: kube::Client,
+}
+
+impl Clients<'_> {
+    async fn new(world: &World) -> Clients<'_> {
+        let config = Kubeconfig::read_from(&world.api.kubeconfig).expect("kubeconfig");
+        let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await;
+        let kube = kube::Client::try_from(config.expect("a config")).expect("a client");
+        Clients { world, example: program("backup-example"), kube }
+    }
+
+    async fn iterator(&self, account: &str, snapshot: &str, base: Option<&str>) -> Outcome {
+        let mut command = Command::new(&self.example);
+        command.args(["list", "-namespace", &self.world.namespace, "-service-account", account]);
+        command.args(["-snapshot", snapshot, "-kubeconfig"]).arg(&self.world.api.kubeconfig);
+        if let Some(base) = base {
+            command.args(["-base-id", base]);
+        }
+        let output = command.kill_on_drop(true).output().await.expect("run the example");
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).into_owned());
+        }
+        let lines = String::from_utf8_lossy(&output.stdout).lines().count();
+        // The last line is the sum.
+        Ok(lines - 1)
+    }
+
+    async fn library(&self, token: Token, snapshot: &str, base: Option<&str>) -> Outcome {
+        let options = Options { token, ..Options::default() };
+        let client = Client::kubernetes(self.kube.clone(), &self.world.namespace, options);
+        let client = client.with_policy(crate::library::hasty());
+        let blocks = match base {
+            None => client.allocated(snapshot).await,
+            Some(base) => client.delta(base, snapshot).await,
+        };
+        let words = |error: snapshot_metadata_client::Error| {
+            let code = error.code().map(|code| format!("{code:?}: ")).unwrap_or_default();
+            format!("{code}{error}")
+        };
+        let ranges = blocks.map_err(words)?.collect_all().await.map_err(words)?;
+        Ok(ranges.len())
+    }
+
+    fn token(&self, account: &str) -> Token {
+        Token::ServiceAccount { namespace: self.world.namespace.clone(), name: account.to_owned() }
+    }
+}
+
+fn as_expected(what: &str, outcome: Outcome, words: &[&str], others: &str) -> Option<String> {
+    let right = match &outcome {
+        Ok(ranges) => words.is_empty() && *ranges as i64 == MESSAGES * TUPLES,
+        Err(error) => {
+            !words.is_empty() && words.iter().all(|word| error.contains(word)) && !error.contains(others)
+        }
+    };
+    (!right).then(|| format!("{what}: expected {words:?}, found {outcome:?}"))
+}
+
+pub async fn every_client_gets_the_same_answer_for_the_same_rights(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
+    objects(&world, &ns, &other).await;
+    let gateway = world.gateway(&[]).await;
+    let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
+    world.service(&format!("127.0.0.1:{}", gateway.port), AUDIENCE, &ca).await;
+    let clients = Clients::new(&world).await;
+    eventually("the roles count", async || {
+        clients.library(clients.token("two"), "tuesday", None).await.is_ok()
+    })
+    .await;
+
+    let mut wrong = Vec::new();
+    for case in CASES {
+        for (base, words) in [(None, case.allocated), (Some(case.base), case.delta)] {
+            let what = |client: &str| format!("{client}, {}, delta {}", case.what, base.is_some());
+            let outcome = clients.iterator(case.account, case.snapshot, base).await;
+            wrong.extend(as_expected(&what("iterator"), outcome, words, &other));
+            let outcome = clients.library(clients.token(case.account), case.snapshot, base).await;
+            wrong.extend(as_expected(&what("library"), outcome, words, &other));
+        }
+    }
+    // The iterator has a new token for each call; the library reads one that ended from a file.
+    let expired = expired_token(&world, &ns, world.dir.path()).await;
+    for base in [None, Some("plain-1")] {
+        let outcome = clients.library(Token::File(expired.clone()), "tuesday", base).await;
+        wrong.extend(as_expected("library, an expired token", outcome, UNKNOWN, &other));
+    }
+    // Both ask for the audience that the object names.
+    let services = world.api.objects("SnapshotMetadataService", None);
+    let patch = Patch::Merge(json!({"spec": {"audience": "another"}}));
+    services.patch(&world.driver, &PatchParams::default(), &patch).await.expect("patch");
+    for base in [None, Some("plain-1")] {
+        let outcome = clients.iterator("whole", "tuesday", base).await;
+        wrong.extend(as_expected("iterator, wrong audience", outcome, UNKNOWN, &other));
+        let outcome = clients.library(clients.token("whole"), "tuesday", base).await;
+        wrong.extend(as_expected("library, wrong audience", outcome, UNKNOWN, &other));
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+async fn expired_token(world: &World, ns: &str, dir: &Path) -> std::path::PathBuf {
+    let account = world.api.objects("ServiceAccount", Some(ns)).get("whole").await.expect("the account");
+    let now =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("after 1970").as_secs();
+    let uid = account.metadata.uid.expect("a uid");
+    let token = sign(&world.api.signing_key(), ns, "whole", &uid, now - 7200, now - 3600);
+    let file = dir.join("expired");
+    std::fs::write(&file, token).expect("write");
+    file
+}
+
+async fn objects(world: &World, ns: &str, other: &str) {
+    world.snapshot(ns, "monday", "plain-1").await;
+    world.snapshot(ns, "tuesday", "plain-2").await;
+    world.snapshot(other, "theirs", "plain-3").await;
+    let unready = |snapshot: &mut Value, content: &mut Value| {
+        snapshot["status"]["readyToUse"] = json!(false);
+        content["status"]["readyToUse"] = json!(false);
+    };
+    world.snapshot_with(ns, "unready", "plain-4", unready).await;
+    let bare = |_: &mut Value, content: &mut Value| {
+        content.as_object_mut().expect("an object").remove("status");
+    };
+    world.snapshot_with(ns, "no-status", "plain-5", bare).await;
+    let of_class = |class: String| {
+        move |snapshot: &mut Value, _: &mut Value| snapshot["spec"]["volumeSnapshotClassName"] = json!(class)
+    };
+    world.snapshot_with(ns, "class-is-gone", "plain-6", of_class("a-class-that-was-deleted".into())).await;
+    world
+        .api
+        .make(json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotClass",
+            "metadata": {"name": format!("{ns}-secret")}, "driver": world.driver, "deletionPolicy": "Delete",
+            "parameters": {
+                "csi.storage.k8s.io/snapshotter-secret-name": "nowhere",
+                "csi.storage.k8s.io/snapshotter-secret-namespace": ns,
+            },
+        }))
+        .await;
+    world.snapshot_with(ns, "secret-is-missing", "plain-7", of_class(format!("{ns}-secret"))).await;
+    world
+        .snapshot_with(ns, "other-driver", "plain-8", |_, content| {
+            content["spec"]["driver"] = json!("x.csi.test")
+        })
+        .await;
+    for (account, names) in
+        [("whole", &[][..]), ("two", &["monday", "tuesday"]), ("target", &["tuesday"]), ("base", &["monday"])]
+    {
+        world.api.account(ns, account, get_snapshots(names)).await;
+    }
+    world.api.account(ns, "nothing", json!([])).await;
+}

@@ -1,0 +1,67 @@
+//! A filesystem on a disk that can lose power.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use deltapath::sys::loopdev::{Access, LoopDevice};
+use deltapath::sys::mount::{self, Flags};
+use deltapath::sys::program;
+
+use super::Rack;
+
+/// Filesystems of a host.
+pub const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
+
+/// A disk that is mounted, until it is dropped.
+pub struct Mounted {
+    device: Option<LoopDevice>,
+    at: PathBuf,
+}
+
+impl Mounted {
+    /// Makes a filesystem on a disk, and mounts it.
+    pub fn format(rack: &Rack, disk: usize, filesystem: &str, at: &Path) -> Self {
+        let device = LoopDevice::attach(&rack.path(disk), Access::ReadWrite).expect("attach");
+        let (mkfs, arguments): (_, &[&str]) = match filesystem {
+            "ext4" => ("mkfs.ext4", &["-q", "-E", "lazy_itable_init=1,lazy_journal_init=1"]),
+            "xfs" => ("mkfs.xfs", &["-q"]),
+            _ => ("mkfs.btrfs", &["-q"]),
+        };
+        let made = program::run(mkfs, arguments, &device.path(), |code| code == 0);
+        let mounted = Mounted { device: Some(device), at: at.to_owned() };
+        made.expect("mkfs");
+        mounted.mount(filesystem);
+        mounted
+    }
+
+    /// Mounts a disk as a boot does it.
+    pub fn boot(rack: &Rack, disk: usize, filesystem: &str, at: &Path) -> Self {
+        let device = LoopDevice::attach(&rack.path(disk), Access::ReadWrite).expect("attach");
+        let mounted = Mounted { device: Some(device), at: at.to_owned() };
+        mounted.mount(filesystem);
+        mounted
+    }
+
+    fn mount(&self, filesystem: &str) {
+        let device = self.device.as_ref().expect("attached").path();
+        let options = if filesystem == "xfs" { "nouuid" } else { "" };
+        let mounted = mount::mount(&device, &self.at, filesystem, Flags::MS_NOATIME, options);
+        mounted.unwrap_or_else(|error| panic!("{}", base::report(&error)));
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let unmounted = mount::unmount(&self.at);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while let Some(device) = &self.device
+            && !device.clone().detach().unwrap_or(true)
+            && Instant::now() < deadline
+        {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        if !std::thread::panicking() {
+            unmounted.expect("unmount");
+        }
+    }
+}

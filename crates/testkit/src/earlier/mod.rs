@@ -1,0 +1,4 @@
+//! The servers of the earlier designs under test.
+
+pub mod aggregation;
+pub mod world;

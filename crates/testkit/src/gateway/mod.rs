@@ -1,0 +1,4 @@
+//! The gateway under test.
+
+pub mod driver;
+pub mod world;

@@ -1,0 +1,123 @@
+//! What the worlds of the gateway and of the earlier designs share: names, snapshots, accounts with the rights of a manifest,
+//! certificates and probes.
+
+use std::path::{Path, PathBuf};
+
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::api_server::ApiServer;
+
+/// Names that no other test has: of a namespace, and of a CSI driver.
+pub fn names(test: &str) -> (String, String) {
+    let short: String = test.split('_').filter_map(|word| word.chars().next()).collect();
+    let namespace = format!("{short}-{}", &test.replace('_', "-")[..12].trim_end_matches('-'));
+    (namespace, format!("{short}.csi.test"))
+}
+
+/// Makes a VolumeSnapshot and its content, ready and bound to each other, after a change to both.
+pub async fn snapshot(
+    api: &ApiServer,
+    driver: &str,
+    namespace: &str,
+    (name, handle): (&str, &str),
+    change: impl FnOnce(&mut Value, &mut Value),
+) {
+    let content_name = format!("content-{namespace}-{name}");
+    let mut snapshot = json!({
+        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"source": {"persistentVolumeClaimName": "data"}},
+        "status": {"readyToUse": true, "boundVolumeSnapshotContentName": content_name},
+    });
+    let mut content = json!({
+        "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshotContent",
+        "metadata": {"name": content_name},
+        "spec": {
+            "driver": driver, "deletionPolicy": "Retain", "source": {"volumeHandle": "volume-1"},
+            "volumeSnapshotRef": {"name": name, "namespace": namespace},
+        },
+        "status": {"readyToUse": true, "snapshotHandle": handle},
+    });
+    change(&mut snapshot, &mut content);
+    api.make(content).await;
+    api.make(snapshot).await;
+}
+
+/// A kubeconfig of a new service account with the rights in a manifest and no others. What the manifest says of deltapath's
+/// driver is said of this one.
+pub async fn account_of(
+    api: &ApiServer,
+    driver: &str,
+    namespace: &str,
+    account: &str,
+    manifest: &str,
+) -> PathBuf {
+    let metadata = json!({"name": account, "namespace": namespace});
+    api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata})).await;
+    for mut rule in manifests(manifest) {
+        let kind = rule["kind"].as_str().unwrap_or_default().to_owned();
+        if !kind.contains("Role") {
+            continue;
+        }
+        let name = format!("{namespace}-{account}");
+        rule["metadata"] = match rule["metadata"]["namespace"].as_str() {
+            None => json!({"name": name}),
+            Some("kube-system") => json!({"name": name, "namespace": "kube-system"}),
+            Some(_) => json!({"name": name, "namespace": namespace}),
+        };
+        if kind.ends_with("Binding") {
+            rule["roleRef"]["name"] = json!(name);
+            rule["subjects"] = json!([{"kind": "ServiceAccount", "name": account, "namespace": namespace}]);
+        }
+        for rule in rule["rules"].as_array_mut().into_iter().flatten() {
+            for named in rule["resourceNames"].as_array_mut().into_iter().flatten() {
+                if named == "deltapath.csi.dev" {
+                    *named = json!(driver);
+                }
+            }
+        }
+        api.make(rule).await;
+    }
+    api.kubeconfig_of(namespace, account).await
+}
+
+/// The objects in a file of the project.
+pub fn manifests(path: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(Path::new(crate::HOME).join(path)).expect(path);
+    text.split("\n---\n").map(|document| serde_saphyr::from_str(document).expect(path)).collect()
+}
+
+/// A CA, and a certificate by it with its key; PEM.
+pub struct Certificate {
+    pub ca: String,
+    pub chain: String,
+    pub key: String,
+}
+
+/// A certificate for these hosts, by a CA of its own.
+pub fn certificate(hosts: &[&str]) -> Certificate {
+    let mut ca = CertificateParams::new(Vec::new()).expect("params");
+    ca.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let ca_key = KeyPair::generate().expect("a key");
+    let ca_pem = ca.self_signed(&ca_key).expect("a CA").pem();
+    let issuer = Issuer::new(ca, ca_key);
+    let key = KeyPair::generate().expect("a key");
+    let hosts: Vec<String> = hosts.iter().map(|host| (*host).to_owned()).collect();
+    let leaf =
+        CertificateParams::new(hosts).expect("params").signed_by(&key, &issuer).expect("a certificate");
+    Certificate { ca: ca_pem, chain: leaf.pem(), key: key.serialize_pem() }
+}
+
+/// The code and the body that a program answers with at this port, over HTTP/1.0, which knows no chunks; `None` where nobody
+/// listens or the answer is cut.
+pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
+    let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await.ok()?;
+    let request = format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok()?;
+    let code = answer.split(' ').nth(1)?.parse().ok()?;
+    Some((code, answer.split_once("\r\n\r\n")?.1.to_owned()))
+}

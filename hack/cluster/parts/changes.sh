@@ -1,0 +1,89 @@
+# shellcheck shell=bash
+# Sourced by hack/cluster-test.sh: the API server goes away in the middle of each call of a sidecar, and the driver is
+# upgraded, while volumes are in use.
+# shellcheck disable=SC2154,SC2317
+
+part_changes() {
+    on "$name-a" up
+    on "$name-a" install
+    k apply --filename "$root/deploy/examples/block.yaml" --filename "$root/deploy/examples/filesystem.yaml" \
+        --filename "$root/deploy/examples/group.yaml"
+    k wait --for condition=ready --timeout 120s pod/block pod/files pod/group
+    upgrade
+    api_server_away
+    # The one of uninstall is smaller.
+    k delete --filename "$root/deploy/examples/block.yaml"
+    uninstall 1
+    on "$name-a" down
+    unchanged
+}
+
+# A metric of the driver: how many volumes or snapshots it has.
+count_of() {
+    k get --raw "/api/v1/namespaces/$namespace/pods/deltapath-plugin-0:9810/proxy/metrics" | awk -v name="$1" '$1 == name { print $2 }'
+}
+
+upgrade() {
+    local other=docker.io/library/deltapath:another-version
+    say "the driver's image is exchanged while a pod writes and a backup reads"
+    # shellcheck disable=SC2016 # the pod's shell expands it
+    k exec block -- sh -c 'n=0; while :; do n=$((n + 1)); echo $n | dd of=/dev/volume bs=4096 seek=$((n % 1000)) count=1 conv=notrunc,sync,fsync 2>/dev/null || echo $n; done' >"$scratch/refused" &
+    local writer=$!
+    on "$name-a" exec ctr --namespace k8s.io images tag "docker.io/library/$image" "$other"
+    backup_of block 4M
+    k set image --namespace "$namespace" statefulset/deltapath-plugin "deltapath=$other"
+    k rollout status --namespace "$namespace" statefulset/deltapath-plugin --timeout 180s
+    [ "$(k get pod deltapath-plugin-0 --namespace "$namespace" --output jsonpath='{.spec.containers[?(@.name=="deltapath")].image}')" = "$other" ] ||
+        fail "the driver's pod has the old image"
+    wait "$backup" || fail "the backup does not outlive the exchange"
+    kill -0 "$writer" || fail "the pod stopped writing"
+    kill "$writer"
+    ! [ -s "$scratch/refused" ] || fail "writes failed: $(head -n 3 "$scratch/refused")"
+    k exec block -- dd if=/dev/volume of=/dev/null bs=1M count=16
+    k delete --filename "$root/deploy/backup/cronjob.yaml"
+    k delete persistentvolumeclaim backups
+    k delete volumesnapshot --selector app.kubernetes.io/managed-by=cbt-backup
+}
+
+# For a minute, from soon after what is asked for was written down. It is stopped, so that connections to it hang.
+away() { # WHAT
+    local end=$((SECONDS + 60))
+    say "the API server is away, while $1"
+    sleep "0.$((RANDOM % 10))"
+    on "$name-a" exec pkill -STOP -x kube-apiserver
+    while [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+    on "$name-a" exec pkill -CONT -x kube-apiserver
+    await 60 "the API server answers" k get --raw /readyz || fail "the API server does not answer"
+}
+api_server_away() {
+    sed 's/\bfiles\b/more/g' "$root/deploy/examples/filesystem.yaml" >"$scratch/more.yaml"
+    k apply --filename "$root/deploy/examples/snapshot.yaml" --filename "$scratch/more.yaml"
+    away "two snapshots are taken and a volume is made"
+    k wait --for condition=ready --timeout 180s pod/more
+    k wait --for jsonpath='{.status.readyToUse}'=true --timeout 180s volumesnapshot/block-1 volumesnapshot/files-1
+    k apply --filename "$root/deploy/examples/restore.yaml" --filename "$root/deploy/examples/clone.yaml"
+    away "a snapshot is restored and a volume cloned"
+    k wait --for condition=ready --timeout 180s pod/files-restored pod/files-clone
+    k patch persistentvolumeclaim block --type merge --patch '{"spec": {"resources": {"requests": {"storage": "2Gi"}}}}'
+    away "a volume grows"
+    grown() { [ "$(k exec block -- blockdev --getsize64 /dev/volume)" = $((2 << 30)) ]; }
+    await 180 "the device has its size" grown || fail "the device does not grow"
+    k patch persistentvolumeclaim block --type merge --patch '{"spec": {"volumeAttributesClassName": "deltapath-sequential"}}'
+    away "a volume changes its attributes"
+    k wait --for jsonpath='{.status.currentVolumeAttributesClassName}'=deltapath-sequential --timeout 180s persistentvolumeclaim/block
+    k apply --filename "$root/deploy/examples/group-snapshot.yaml"
+    away "a group snapshot is taken"
+    k wait --for jsonpath='{.status.readyToUse}'=true --timeout 180s volumegroupsnapshot/group
+    say "nothing was made twice"
+    [ "$(count_of deltapath_volumes)" = "$(k get persistentvolumes --output name | wc -l)" ] ||
+        fail "the driver has $(count_of deltapath_volumes) volumes, and the cluster $(k get persistentvolumes --output name | wc -l)"
+    [ "$(count_of deltapath_snapshots)" = "$(k get volumesnapshotcontents --output name | wc -l)" ] ||
+        fail "the driver has $(count_of deltapath_snapshots) snapshots, and the cluster $(k get volumesnapshotcontents --output name | wc -l)"
+    k delete --wait=false --filename "$root/deploy/examples/group-snapshot.yaml" --filename "$root/deploy/examples/snapshot.yaml" \
+        --filename "$root/deploy/examples/restore.yaml" --filename "$root/deploy/examples/clone.yaml" \
+        --filename "$scratch/more.yaml"
+    away "snapshots and volumes are deleted"
+    none_of_them() { [ "$(count_of deltapath_snapshots)" = 0 ] && [ "$(count_of deltapath_volumes)" = 4 ]; }
+    await 240 "the driver has none of them" none_of_them ||
+        fail "the driver has $(count_of deltapath_snapshots) snapshots and $(count_of deltapath_volumes) volumes, and is to have 0 and 4"
+}

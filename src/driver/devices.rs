@@ -1,0 +1,83 @@
+//! The loop devices of volumes, and where they are shown.
+
+use std::path::Path;
+
+use super::filesystem::thaw_unmounted;
+use super::locks::OpGuard;
+use super::shared::Shared;
+use super::{Error, Result};
+use crate::sys::loopdev::{LoopDevice, backing_path_of};
+use crate::sys::{blockdev, mount};
+use base::VolumeId;
+
+/// Makes sure that nobody uses the volume any more, and frees its device. `_lock` keeps others from
+/// staging it again.
+pub(super) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -> Result<()> {
+    let state = shared.store.volume_state(id)?;
+    let device = LoopDevice::find(&shared.volume_data(id))?;
+    let paths = state.staged.iter().map(|staged| &staged.path);
+    for path in paths.chain(state.published.iter().map(|published| &published.target)) {
+        if shows(path, device.as_ref())? {
+            return Err(in_use(id, &format!("in use at {}", path.display())));
+        }
+    }
+    let Some(device) = device else { return Ok(()) };
+    if blockdev::is_claimed(&device.path())? {
+        // A filesystem that its user froze stays after its last unmount, until it is thawed.
+        if !is_shown(&device)? {
+            thaw_unmounted(&device, &shared.config.data_dir)?;
+        }
+        if blockdev::is_claimed(&device.path())? {
+            return Err(in_use(id, &format!("in use through {}", device.path().display())));
+        }
+    }
+    detach(device)
+}
+
+fn in_use(id: &VolumeId, how: &str) -> Error {
+    Error::Precondition(format!("volume {id} is {how}: unpublish and unstage it first"))
+}
+
+/// Frees a device. A process that still has it open keeps it until its last close, and a stage before
+/// that takes it over again, so it is not an error.
+pub(super) fn detach(device: LoopDevice) -> Result<()> {
+    let path = device.path();
+    if !device.detach()? {
+        tracing::warn!(device = %path.display(), "a process has the device open; it is freed when that closes it");
+    }
+    Ok(())
+}
+
+/// Frees the device of a volume of which it is not known where it is meant to be: when it is shown nowhere.
+pub(super) fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
+    match device {
+        Some(device) if !is_shown(&device)? => detach(device),
+        _ => Ok(()),
+    }
+}
+
+/// Whether `path` shows this volume: its filesystem is mounted there, or its device node is.
+pub(super) fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
+    let Some(device) = device else { return Ok(false) };
+    let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
+    let dev = device.dev()?;
+    Ok(mounted.is_of(&dev) || blockdev::number(path).is_some_and(|number| number == dev))
+}
+
+/// Whether a device, or a filesystem on it, is shown anywhere in this mount namespace.
+fn is_shown(device: &LoopDevice) -> Result<bool> {
+    let dev = device.dev()?;
+    let name = device.path().file_name().map(ToOwned::to_owned);
+    let shows = |mount: &mount::Mount| {
+        mount.is_of(&dev) || (mount.fs_type == "devtmpfs" && mount.root.file_name() == name.as_deref())
+    };
+    Ok(mount::mounts()?.iter().any(shows))
+}
+
+/// Whether what is mounted at `path` is of another volume of this pool: it was put there when this one could not be.
+pub(super) fn is_of_another(path: &Path, id: &VolumeId, volumes: &Path) -> Result<bool> {
+    let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
+    let dev = blockdev::number(path).or_else(|| mounted.device());
+    let serves = dev.and_then(|dev| backing_path_of(&dev));
+    Ok(serves.is_some_and(|file| file.starts_with(volumes) && !file.starts_with(volumes.join(id.as_str()))))
+}
