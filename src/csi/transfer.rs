@@ -165,7 +165,7 @@ impl Transfer for TransferService {
             let read = source.check(index, &blocks).and_then(|()| {
                 source.read(index, &blocks, &Stop::default(), |data, hashes| {
                     metrics::counter!("deltapath_transfer_sent_bytes_total").increment(data.len() as u64);
-                    let message = ReadResponse { data, hashes };
+                    let message = ReadResponse { data: data.into(), hashes: hashes.into() };
                     // The caller is gone.
                     messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
                 })

@@ -1,5 +1,6 @@
 //! A source on another node, as a transfer reads it. `csi/transfer.rs` has the way to one.
 
+use bytes::Bytes;
 use roaring::RoaringBitmap;
 
 use super::Error;
@@ -39,7 +40,7 @@ pub struct Opened {
 }
 
 /// The bytes of whole blocks, and a hash of each.
-pub type Blocks = (Vec<u8>, Vec<u8>);
+pub type Blocks = (Bytes, Bytes);
 
 /// A source on another node. Each call waits until it is answered, or `stop` says so.
 pub trait Remote: Send {

@@ -30,6 +30,8 @@ mod manifests;
 mod metadata;
 mod model;
 mod node;
+mod node_filesystem;
+mod not_ours;
 mod order;
 mod power;
 mod property;

@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use roaring::RoaringBitmap;
 
 use super::plan::{Plan, portions, runs};
@@ -290,7 +291,7 @@ impl Receiver<'_> {
 struct Verified {
     index: SegmentIndex,
     blocks: RoaringBitmap,
-    data: Vec<u8>,
+    data: Bytes,
 }
 
 /// Writes what was received.
@@ -409,9 +410,9 @@ mod tests {
             let blocks: Vec<u32> = self.left.iter().take(MESSAGE as usize).collect();
             self.left.remove_range(..=blocks.last().copied().unwrap_or(0));
             self.handed_out += u32::from(!blocks.is_empty());
-            let data = blocks.iter().flat_map(|block| bytes_of(*block)).collect();
-            let hashes = blocks.iter().flat_map(|block| hash_of(*block)).collect();
-            Ok((!blocks.is_empty()).then_some((data, hashes)))
+            let data = blocks.iter().flat_map(|block| bytes_of(*block)).collect::<Vec<u8>>();
+            let hashes = blocks.iter().flat_map(|block| hash_of(*block)).collect::<Vec<u8>>();
+            Ok((!blocks.is_empty()).then_some((data.into(), hashes.into())))
         }
 
         fn close(&mut self) {}

@@ -271,6 +271,7 @@ impl OpenSource {
         // Runs that need no data are long where there are hashes.
         for run in runs(blocks, (MESSAGE / self.size().bytes()).max(1) as u32) {
             stop.check()?;
+            buffer.clear();
             let hashes = self.hashes_of(index, run, &mut known, &mut buffer, false)?;
             all.extend_from_slice(hashes.as_flattened());
         }
@@ -287,15 +288,16 @@ impl OpenSource {
     ) -> Result<()> {
         let mut known = self.known(index, blocks)?;
         let most = MESSAGE.max(self.size().bytes());
-        let (mut data, mut hashes, mut buffer) = (Vec::new(), Vec::new(), Vec::new());
+        let new = || (Vec::with_capacity(most as usize), Vec::new());
+        let (mut data, mut hashes) = new();
         for run in runs(blocks, (MESSAGE / self.size().bytes()).max(1) as u32) {
             stop.check()?;
-            let of_run = self.hashes_of(index, run, &mut known, &mut buffer, true)?;
-            if !data.is_empty() && (data.len() + buffer.len()) as u64 > most {
-                put(std::mem::take(&mut data), std::mem::take(&mut hashes))?;
+            if !data.is_empty() && data.len() as u64 + run.len() as u64 * self.size().bytes() > most {
+                put(data, hashes)?;
+                (data, hashes) = new();
                 self.touch();
             }
-            data.extend_from_slice(&buffer);
+            let of_run = self.hashes_of(index, run, &mut known, &mut data, true)?;
             hashes.extend_from_slice(of_run.as_flattened());
         }
         match data.is_empty() {
@@ -312,13 +314,13 @@ impl OpenSource {
     }
 
     /// The hashes of a run of blocks: those that were made when the data was written or soon after it, so that damage since
-    /// shows. Where there are none they are made from the data. That is in `buffer` when it was `wanted`.
+    /// shows. Where there are none they are made from the data. That is appended to `data` when it is `wanted`.
     fn hashes_of(
         &self,
         index: SegmentIndex,
         run: std::ops::Range<u32>,
         known: &mut Option<Known>,
-        buffer: &mut Vec<u8>,
+        data: &mut Vec<u8>,
         wanted: bool,
     ) -> Result<Vec<BlockHash>> {
         let mut hashes: Vec<Option<BlockHash>> = vec![None; run.len()];
@@ -333,14 +335,15 @@ impl OpenSource {
         if wanted || !is_whole {
             let start = index.block(run.start);
             let bytes = BlockRange { start, end: Block(start.0 + run.len() as u64) }.bytes(self.size());
-            buffer.resize(bytes.len() as usize, 0);
-            let (file, path) = (self.data.file(), self.data.path());
-            file.read_exact_at(buffer, bytes.start).context_at("read", path, bytes.start)?;
-        }
-        if !is_whole {
-            hash_each(buffer, self.size(), |number, hash| {
-                hashes[number as usize].get_or_insert(hash);
-            });
+            let before = data.len();
+            data.resize(before + bytes.len() as usize, 0);
+            let (file, path, read) = (self.data.file(), self.data.path(), &mut data[before..]);
+            file.read_exact_at(read, bytes.start).context_at("read", path, bytes.start)?;
+            if !is_whole {
+                hash_each(read, self.size(), |number, hash| {
+                    hashes[number as usize].get_or_insert(hash);
+                });
+            }
         }
         Ok(hashes.into_iter().flatten().collect())
     }

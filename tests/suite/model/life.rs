@@ -40,7 +40,7 @@ pub struct Tally {
     pub steps: usize,
 }
 
-/// The calls that lives are about; they prove nothing where one of these never succeeds.
+/// The calls that lives are about; they prove nothing where these never succeed.
 const NEEDED: [&str; 6] = [
     "CreateVolume",
     "CreateSnapshot",
@@ -87,7 +87,8 @@ impl Tally {
         let missed: Vec<_> =
             NEEDED.iter().chain(&RARER).filter(|method| claimed(method) && !succeeded(method)).collect();
         let needed = NEEDED.iter().filter(|method| !succeeded(method)).count();
-        assert!(lives < 10 || needed == 0, "{needed} calls of {NEEDED:?} never succeeded");
+        // One may by chance: in 15 lives a group is made 6 times on average, and in one run of 300 not at all.
+        assert!(lives < 10 || needed <= 1, "{needed} calls of {NEEDED:?} never succeeded: {self}");
         assert!(lives < MANY || missed.is_empty() && self.cut > 0, "{missed:?} never succeeded: {self}");
     }
 }

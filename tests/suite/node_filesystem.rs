@@ -1,0 +1,210 @@
+//! Filesystems of volumes: made where nothing is, never over data, grown, cut short, frozen and shut down.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use proto::volume_capability::access_mode::Mode;
+use tonic::Code;
+
+use crate::node::{publish_at, with_mode};
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
+
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let one = with_mode(mount_capability(fs_type), Mode::SingleNodeSingleWriter);
+    let request = new_volume("files", 300 * MIB, one.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    for round in 0..3 {
+        let target = rig.client.publish(&volume, one.clone(), false, &kubelet).await.expect("publish");
+        let mount = deltapath::sys::mount::mounted_at(&target).expect("mountinfo").expect("mounted");
+        assert_eq!(mount.fs_type, fs_type);
+        for earlier in 0..round {
+            assert_eq!(std::fs::read(target.join(earlier.to_string())).expect("read"), b"kept");
+        }
+        std::fs::write(target.join(round.to_string()), "kept").expect("write");
+        let second = rig.dir.path().join("second");
+        let another = publish_at(&rig, &volume, &second, one.clone(), false);
+        let refused = rig.client.node.node_publish_volume(another).await;
+        assert_eq!(status_code(refused), Code::FailedPrecondition, "one writer has one target");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish again");
+        assert!(!target.exists());
+    }
+    rig.finish();
+}
+
+/// A volume that holds a block, or came from something, is never formatted, whatever `blkid` says.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn data_is_never_formatted_over() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let mut request = new_volume("both", 16 * MIB, block_capability());
+    request.volume_capabilities.push(mount_capability("ext4"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let device = rig.attach(&volume).await;
+    let mut content = Content::default();
+    content.write(&device, 3000, 1, 9);
+    let snapshot = rig.snapshot("raw bytes", &volume).await;
+    rig.detach(&volume).await;
+    let blank =
+        rig.client.create_volume(new_volume("blank", 16 * MIB, block_capability())).await.expect("create");
+    let blank = rig.snapshot("nothing", &blank.volume_id).await;
+    let mut sources = vec![volume];
+    for source in [snapshot, blank] {
+        let mut request = new_volume(&format!("from {source}"), 16 * MIB, mount_capability("ext4"));
+        request.volume_content_source = Some(from_snapshot(&source));
+        sources.push(rig.client.create_volume(request).await.expect("create").volume_id);
+    }
+    for (volume, why) in sources.iter().zip(["holds data", "holds data", "never written"]) {
+        let refused = rig.client.publish(volume, mount_capability("ext4"), false, &kubelet).await;
+        let refused = refused.expect_err("it is not to be formatted");
+        assert_eq!(refused.code(), Code::FailedPrecondition);
+        assert!(refused.to_string().contains(why), "{refused}");
+        rig.client.unpublish(volume, &kubelet).await.expect("unstage");
+    }
+    let device = rig.attach(&sources[0]).await;
+    content.assert_equals(&device, 0, 4096);
+    rig.detach(&sources[0]).await;
+    rig.finish();
+}
+
+/// A restored volume larger than its snapshot has a filesystem as large as itself.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn stage_grows_a_restored_filesystem_to_its_volume(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("small", 300 * MIB, mount_capability(fs_type));
+    let small = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target =
+        rig.client.publish(&small, mount_capability(fs_type), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let snapshot = rig.snapshot("small", &small).await;
+    let mut request = new_volume("large", 900 * MIB, mount_capability(fs_type));
+    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let large = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target =
+        rig.client.publish(&large, mount_capability(fs_type), false, &kubelet).await.expect("publish");
+    let space = deltapath::sys::space(&target).expect("statvfs");
+    assert!(space.total > 700 << 20, "{fs_type} has {} bytes on a volume of 900 MiB", space.total);
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+    for volume in [&small, &large] {
+        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}
+
+/// A filesystem that the kernel has shut down answers every look with EIO; it is unmounted all the
+/// same, and its volume can be deleted.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_that_is_shut_down_is_unpublished() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let request = new_volume("files", 300 * MIB, mount_capability("xfs"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, mount_capability("xfs"), false, &kubelet).await;
+    let target = target.expect("publish");
+    let shutdown =
+        deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
+    shutdown.expect("shutdown");
+    assert!(std::fs::metadata(&target).is_err(), "the filesystem still answers");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
+    rig.client.delete_volume(&volume).await.expect("delete");
+    rig.finish();
+}
+
+/// What our own mkfs wrote before it was cut short is ours to overwrite; what the user wrote after it
+/// is not.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let mut request = new_volume("both", 16 * MIB, block_capability());
+    request.volume_capabilities.push(mount_capability("ext4"));
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let pool_dir = rig.pool_dir();
+    let dir = pool_dir.join("volumes").join(&volume);
+    let image = || std::fs::File::options().write(true).open(dir.join("bytes/data.img")).expect("open");
+    let cut_short = || {
+        image().set_len(0).expect("clear");
+        image().set_len(16 << 20).expect("set the length");
+        image().write_all_at(&[7; 8192], 4096).expect("write");
+        set_state(&pool_dir, &volume, serde_json::json!({ "formatting": true }));
+    };
+    cut_short();
+    let target = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    assert!(target.expect("formatted again").join("lost+found").is_dir());
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+
+    cut_short();
+    let device = rig.attach(&volume).await;
+    let mut content = Content::default();
+    content.write(&device, 100, 1, 1);
+    content.assert_equals(&device, 0, 4096);
+    rig.detach(&volume).await;
+    let refused = rig.client.publish(&volume, mount_capability("ext4"), false, &kubelet).await;
+    assert_eq!(code(refused), Code::FailedPrecondition, "a user's bytes were formatted over");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
+    let device = rig.attach(&volume).await;
+    content.assert_equals(&device, 0, 4096);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+fn fsfreeze(target: &Path) {
+    let status = std::process::Command::new("fsfreeze").arg("--freeze").arg(target).status();
+    assert!(status.expect("fsfreeze").success());
+}
+
+/// The incident: a user froze a filesystem and forgot it. Unpublish and unstage answered OK, the frozen filesystem
+/// outlived its last mount, its volume could never be deleted, and staged again each write hung.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs", "btrfs")] fs_type: &str) {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability(fs_type);
+    let request = new_volume("files", 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let publish = async |rig: &mut Rig| {
+        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish")
+    };
+    let target = publish(&mut rig).await;
+    fsfreeze(&target);
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert!(leftovers(rig.dir.path()).is_empty(), "{fs_type}: left {:?}", leftovers(rig.dir.path()));
+    // As an older driver left it, or somebody who unmounts by hand.
+    for repair in ["stage", "delete"] {
+        let target = publish(&mut rig).await;
+        fsfreeze(&target);
+        for place in ["target", "staging"] {
+            deltapath::sys::mount::unmount(&kubelet.join(&volume).join(place)).expect("unmount by hand");
+        }
+        if repair == "delete" {
+            rig.client.unpublish(&volume, &kubelet).await.expect("nothing is mounted");
+            rig.client.delete_volume(&volume).await.expect("a frozen filesystem without a mount");
+            break;
+        }
+        let target = publish(&mut rig).await;
+        let write = tokio::task::spawn_blocking(move || std::fs::write(target.join("file"), "written"));
+        let written = tokio::time::timeout(std::time::Duration::from_secs(20), write).await;
+        written.expect("a write hangs").expect("join").expect("write");
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}

@@ -1,0 +1,251 @@
+//! Paths, mounts and devices of other volumes and of other people: no call on a volume takes them away.
+
+use std::os::unix::fs::FileExt;
+
+use csi_client::{block_capability, mount_capability, new_volume};
+use tonic::Code;
+
+use crate::node::{publish_at, unpublish_at};
+use crate::reboot::SweptOnDrop;
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code};
+
+/// A kubelet directory that is a symbolic link: the kernel shows mounts at the path it leads to.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let link = rig.dir.path().join("linked");
+    std::fs::create_dir(rig.kubelet()).expect("mkdir");
+    std::os::unix::fs::symlink(rig.kubelet(), &link).expect("symlink");
+    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let request = new_volume("raw", MIB, block_capability());
+    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    for (volume, capability) in [(&files, mount_capability("ext4")), (&raw, block_capability())] {
+        for _ in 0..2 {
+            rig.client.publish(volume, capability.clone(), false, &link).await.expect("publish");
+        }
+        assert_eq!(code(rig.client.delete_volume(volume).await), Code::FailedPrecondition);
+        rig.client.unpublish(volume, &link).await.expect("unpublish");
+        let left: Vec<String> =
+            leftovers(rig.dir.path()).into_iter().filter(|left| left.contains("kubelet")).collect();
+        assert!(left.is_empty(), "left mounted: {left:?}");
+        rig.client.delete_volume(volume).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// The incident: a volume could not be staged at a path, which was on record by then; another was staged there; the
+/// unstage of the first unmounted the second.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let mut request = new_volume("raw", 16 * MIB, block_capability());
+    request.volume_capabilities.push(mount_capability("ext4"));
+    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    let device = rig.attach(&raw).await;
+    Content::default().write(&device, 0, 5, 1);
+    rig.detach(&raw).await;
+    let request = new_volume("files", 16 * MIB, mount_capability("ext4"));
+    let files = rig.client.create_volume(request).await.expect("create").volume_id;
+    let path = rig.dir.path().join("staging");
+    std::fs::create_dir(&path).expect("mkdir");
+    let mut node = rig.client.node.clone();
+    let stage = |volume: &str| proto::NodeStageVolumeRequest {
+        volume_id: volume.to_owned(),
+        staging_target_path: path.display().to_string(),
+        volume_capability: Some(mount_capability("ext4")),
+        ..Default::default()
+    };
+    let unstage = |volume: &str| proto::NodeUnstageVolumeRequest {
+        volume_id: volume.to_owned(),
+        staging_target_path: path.display().to_string(),
+    };
+    let refused = node.node_stage_volume(stage(&raw)).await;
+    assert_eq!(status_code(refused), Code::FailedPrecondition, "it holds data and no filesystem");
+    node.node_stage_volume(stage(&files)).await.expect("stage");
+    node.node_unstage_volume(unstage(&raw)).await.expect("unstage the one that never was there");
+    let mounted = deltapath::sys::mount::mounted_at(&path).expect("mounts");
+    assert!(mounted.is_some(), "another volume was unmounted");
+    rig.client.delete_volume(&raw).await.expect("delete");
+    node.node_unstage_volume(unstage(&files)).await.expect("unstage");
+    assert!(leftovers(rig.dir.path()).is_empty());
+    rig.finish();
+}
+
+/// A place that is taken is refused before it is recorded, so that undoing the refused call does not undo
+/// what is there.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_ours_is_never_undone() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let mut volumes = Vec::new();
+    for name in ["one", "two"] {
+        let request = new_volume(name, 16 * MIB, mount_capability("ext4"));
+        volumes.push(rig.client.create_volume(request).await.expect("create").volume_id);
+    }
+    let target = rig.client.publish(&volumes[0], mount_capability("ext4"), false, &kubelet).await;
+    let target = target.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let staging = kubelet.join(&volumes[0]).join("staging");
+
+    let stage = proto::NodeStageVolumeRequest {
+        volume_id: volumes[1].clone(),
+        staging_target_path: staging.display().to_string(),
+        volume_capability: Some(mount_capability("ext4")),
+        ..Default::default()
+    };
+    assert_eq!(status_code(rig.client.node.node_stage_volume(stage.clone()).await), Code::FailedPrecondition);
+    let unstage = proto::NodeUnstageVolumeRequest {
+        volume_id: volumes[1].clone(),
+        staging_target_path: stage.staging_target_path,
+    };
+    rig.client.node.node_unstage_volume(unstage).await.expect("nothing to undo");
+    assert_eq!(std::fs::read(staging.join("file")).expect("still mounted"), b"kept");
+
+    let second = rig.client.publish(&volumes[1], mount_capability("ext4"), false, &kubelet).await;
+    let second = second.expect("publish at its own place");
+    unpublish_at(&mut rig, &volumes[1], &second).await;
+    let taken = publish_at(&rig, &volumes[1], &target, mount_capability("ext4"), false);
+    assert_eq!(status_code(rig.client.node.node_publish_volume(taken).await), Code::FailedPrecondition);
+    unpublish_at(&mut rig, &volumes[1], &target).await;
+    assert_eq!(std::fs::read(target.join("file")).expect("still mounted"), b"kept");
+
+    let file = rig.dir.path().join("a stranger's");
+    std::fs::write(&file, "kept").expect("write");
+    let over = publish_at(&rig, &volumes[1], &file, mount_capability("ext4"), false);
+    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
+    unpublish_at(&mut rig, &volumes[1], &file).await;
+    assert_eq!(std::fs::read(&file).expect("read"), b"kept");
+
+    let request = new_volume("raw", MIB, block_capability());
+    let raw = rig.client.create_volume(request).await.expect("create").volume_id;
+    rig.attach(&raw).await;
+    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    let staging = kubelet.join(&raw).join("staging");
+    std::fs::create_dir_all(&staging).expect("mkdir");
+    let stage = proto::NodeStageVolumeRequest {
+        volume_id: raw.clone(),
+        staging_target_path: staging.display().to_string(),
+        volume_capability: Some(block_capability()),
+        ..Default::default()
+    };
+    rig.client.node.node_stage_volume(stage).await.expect("stage");
+    let over = publish_at(&rig, &raw, &file, block_capability(), false);
+    assert_eq!(status_code(rig.client.node.node_publish_volume(over).await), Code::InvalidArgument);
+    unpublish_at(&mut rig, &raw, &file).await;
+    assert_eq!(std::fs::read(&file).expect("read"), b"kept");
+    for volume in volumes.iter().chain([&raw]) {
+        rig.client.unpublish(volume, &kubelet).await.expect("unpublish");
+        rig.client.delete_volume(volume).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// Where a volume is cannot be read: what is unpublished goes, and what else is there stays, in the kernel and on
+/// record.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unpublish_without_its_record_takes_nothing_else_away() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let node = state_path(&rig.pool_dir(), &volume);
+    let aside = node.with_extension("aside");
+    std::fs::rename(&node, &aside).expect("rename");
+    // What cannot be read as a file.
+    std::fs::create_dir(&node).expect("mkdir");
+    let stranger = rig.dir.path().join("second-target");
+    std::fs::write(&stranger, "").expect("make a target");
+    deltapath::sys::mount::bind(&device, &stranger, false).expect("bind");
+    let request = proto::NodeUnpublishVolumeRequest {
+        volume_id: volume.clone(),
+        target_path: stranger.display().to_string(),
+    };
+    rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
+    assert!(!stranger.exists());
+    let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
+    assert!(deltapath::sys::loopdev::LoopDevice::find(&data).expect("find").is_some(), "freed in use");
+    assert!(node.is_dir(), "the record was written over");
+    std::fs::remove_dir(&node).expect("rmdir");
+    std::fs::rename(&aside, &node).expect("rename");
+    std::fs::write(&device, [7; 4096]).expect("the device serves on");
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// The incident: while one volume was formatted, another was mounted where it was to go, and it was mounted over
+/// that; neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn two_volumes_never_share_a_place() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let place = rig.kubelet().join("place");
+    std::fs::create_dir_all(&place).expect("mkdir");
+    let mut stages = Vec::new();
+    for name in ["one", "two"] {
+        let request = new_volume(name, 64 * MIB, mount_capability("ext4"));
+        stages.push(proto::NodeStageVolumeRequest {
+            volume_id: rig.client.create_volume(request).await.expect("create").volume_id,
+            staging_target_path: place.display().to_string(),
+            volume_capability: Some(mount_capability("ext4")),
+            ..Default::default()
+        });
+    }
+    let (mut one, mut two) = (rig.client.node.clone(), rig.client.node.clone());
+    let (one, two) =
+        tokio::join!(one.node_stage_volume(stages[0].clone()), two.node_stage_volume(stages[1].clone()));
+    let answers = [one, two].map(|answer| answer.map_or_else(|status| status.code(), |_| Code::Ok));
+    let refused = |code: &Code| matches!(code, Code::Aborted | Code::FailedPrecondition);
+    assert!(answers.contains(&Code::Ok) && answers.iter().any(refused), "{answers:?}");
+    let mounts = deltapath::sys::mount::mounts().expect("mounts");
+    assert_eq!(mounts.iter().filter(|mount| mount.mount_point == place).count(), 1, "stacked");
+    for stage in stages {
+        let request = proto::NodeUnstageVolumeRequest {
+            volume_id: stage.volume_id.clone(),
+            staging_target_path: stage.staging_target_path,
+        };
+        rig.client.node.node_unstage_volume(request).await.expect("unstage");
+        rig.client.delete_volume(&stage.volume_id).await.expect("delete");
+    }
+    rig.finish();
+}
+
+/// While a directory is cleaned up, a device in it is freed by its owner and comes to serve another directory's file,
+/// between the look at its path and the look at its status: it is not the clean-up's to detach.
+#[test_with::root]
+#[test]
+fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
+    use deltapath::sys::loopdev::{Access, FileId, LoopDevice};
+    let dir = testkit::temp_dir();
+    let _swept = SweptOnDrop(dir.path().to_owned());
+    let [ours, strangers] = ["ours", "a stranger's"].map(|name| dir.path().join(name));
+    for path in [&ours, &strangers] {
+        std::fs::File::create(path).and_then(|file| file.set_len(MIB as u64)).expect("make");
+    }
+    // The kernel gives the freed number again, unless somebody else is quicker.
+    for _ in 0..100 {
+        let first = LoopDevice::attach(&ours, Access::ReadWrite).expect("attach");
+        let second = std::cell::OnceCell::new();
+        let found = LoopDevice::all_on(|path| {
+            let is_ours = path == ours;
+            if is_ours && second.get().is_none() {
+                assert!(first.clone().detach().expect("detach"));
+                let device = LoopDevice::attach(&strangers, Access::ReadWrite).expect("attach");
+                second.set(device).expect("once");
+            }
+            is_ours
+        });
+        let id = FileId::of(&strangers).expect("stat");
+        assert!(found.expect("look").iter().all(|device| device.backing() != Some(id)), "taken for ours");
+        let second = second.into_inner().expect("ours was looked at");
+        let is_same = second.path() == first.path();
+        assert!(second.detach().expect("detach"));
+        if is_same {
+            return;
+        }
+    }
+    panic!("the number was never given again");
+}
