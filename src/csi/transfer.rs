@@ -38,8 +38,10 @@ const WINDOW: u32 = 4 << 20;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often it is looked whether a call is still wanted.
 const LOOK: Duration = Duration::from_millis(100);
-/// Answers that are made at once, each in a thread with a message or two.
+/// Answers that are made at once, each in a thread.
 const ANSWERS: usize = 16;
+/// Messages of an answer that are made before they are sent, so that the two threads need not wait for each other each time.
+const AHEAD: usize = 4;
 
 /// The service for the drivers of other nodes.
 pub(super) struct TransferService {
@@ -158,7 +160,7 @@ impl Transfer for TransferService {
         let (source, index, blocks) =
             (self.source(&reader, &point)?, SegmentIndex(segment), decode_blocks(&blocks)?);
         let turn = self.answers.clone().acquire_owned().await;
-        let (messages, answer) = mpsc::channel(1);
+        let (messages, answer) = mpsc::channel(AHEAD);
         let driver = self.driver.clone();
         tokio::task::spawn_blocking(move || {
             let _turn = turn;
