@@ -37,6 +37,13 @@ pub(super) fn sparse(
         while start < end {
             stop.check()?;
             let part = ByteRange { start, end: end.min(start + STEP.max(size.bytes())) };
+            // The disk reads what comes next while this part is hashed and written.
+            if let Some(ahead) =
+                DataRanges::of(source, target_path, ByteRange { start: part.end, end: length }).next()
+            {
+                let ahead = ahead?;
+                clone::start_reading(source, ByteRange { end: ahead.end.min(ahead.start + STEP), ..ahead });
+            }
             match &mut sink {
                 Some(sink) => through(source, target, target_path, part, &mut buffer, sink)?,
                 None => {
@@ -64,14 +71,18 @@ fn through(
     buffer: &mut Vec<u8>,
     sink: &mut Sink<'_>,
 ) -> Result<()> {
-    buffer.clear();
     buffer.resize(part.len() as usize, 0);
     let within = |data: ByteRange| (data.start - part.start) as usize..(data.end - part.start) as usize;
     let ranges: Vec<ByteRange> = DataRanges::of(source, target_path, part).collect::<files::Result<_>>()?;
+    let mut filled = 0;
     for data in &ranges {
-        let bytes = &mut buffer[within(*data)];
+        let data_within = within(*data);
+        buffer[filled..data_within.start].fill(0);
+        filled = data_within.end;
+        let bytes = &mut buffer[data_within];
         source.read_exact_at(bytes, data.start).context_at("read the source of", target_path, data.start)?;
     }
+    buffer[filled..].fill(0);
     sink(part.start, buffer)?;
     for data in &ranges {
         let bytes = &buffer[within(*data)];

@@ -7,7 +7,11 @@ use std::path::Path;
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
+use base::ByteRange;
 use files::{Context, Result, step};
+
+/// Bytes that are asked for at once: of more the kernel may take a part alone (its readahead or the disk's largest request).
+const PIECE: u64 = 128 << 10;
 
 /// Makes `target` share all blocks of `source` (ioctl_ficlone(2)). Atomic towards writers of
 /// `source`, whose dirty pages are written first; both must lie on one filesystem.
@@ -42,6 +46,15 @@ pub fn start_writing(file: &File, offset: u64, length: u64) {
     let (offset, length) = (offset as i64, length as i64);
     // SAFETY: sync_file_range takes numbers alone, and the descriptor is open.
     unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, libc::SYNC_FILE_RANGE_WRITE) };
+}
+
+/// Starts to read a byte range into the page cache and waits for nothing. Advice: where the kernel does not take it, a read
+/// of the range is as slow as before.
+pub fn start_reading(file: &File, range: ByteRange) {
+    for start in (range.start..range.end).step_by(PIECE as usize) {
+        let length = PIECE.min(range.end - start) as i64;
+        let _ = posix_fadvise(file, start as i64, length, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+    }
 }
 
 /// Drops what the page cache holds of a file, save what is not written yet, and has no more read ahead than is asked for.

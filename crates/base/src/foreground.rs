@@ -102,13 +102,6 @@ impl Foreground {
         true
     }
 
-    /// Whether what is counted goes on, so that background work is slow.
-    pub fn is_slow(&self) -> bool {
-        let now = self.began.elapsed();
-        self.look(now);
-        self.is_busy(now)
-    }
-
     fn is_under_way(&self) -> bool {
         self.under_way.load(Ordering::Relaxed) > 0
     }

@@ -2,7 +2,7 @@
 //! certificate in a Secret, and the SnapshotMetadataService object up to date; every replica shows what the Secret holds.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base64::Engine;
 use jiff::Timestamp;
@@ -11,7 +11,7 @@ use kube::api::{DynamicObject, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
 use metrics::gauge;
-use serde_json::json;
+use serde_json::{Value, json};
 use serve::certificate::Certificate;
 use serve::certificates::{self, SecretError, State, secret};
 use tokio::time::{sleep, timeout};
@@ -22,6 +22,8 @@ pub use serve::certificates::Lifetimes;
 const OWNER: &str = "deltapath-gateway";
 /// Marks a SnapshotMetadataService that this gateway wrote; one without it is a person's, and left alone.
 const OURS: (&str, &str) = ("app.kubernetes.io/managed-by", "deltapath-gateway");
+/// The field of it that an earlier CRD does not know.
+const REQUIRE_BASE: &str = "requireBaseSnapshotForDelta";
 /// How long one step may take at the API server.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -58,6 +60,18 @@ pub struct Certificates {
     /// How long certificates live.
     pub lifetimes: Lifetimes,
 }
+
+/// What the elected replica remembers from one look to the next.
+#[derive(Default)]
+struct Memory {
+    /// That the object is somebody else's.
+    has_warned: bool,
+    /// When `requireBaseSnapshotForDelta` was written, and the CRD did not know it.
+    dropped: Option<Instant>,
+}
+
+/// Looks from one try to write a field that the CRD did not know to the next.
+const LOOKS: u32 = 6;
 
 impl Certificates {
     /// How often things are looked at: often enough to meet every time in [`Lifetimes`].
@@ -106,9 +120,9 @@ impl Certificates {
 
     /// The elected replica's work; for ever.
     pub async fn manage(&self) {
-        let mut has_warned = false;
+        let mut memory = Memory::default();
         loop {
-            match timeout(PATIENCE, self.step(&mut has_warned)).await.unwrap_or(Err(Error::Late)) {
+            match timeout(PATIENCE, self.step(&mut memory)).await.unwrap_or(Err(Error::Late)) {
                 // Perhaps there is more to do.
                 Ok(true) => continue,
                 Ok(false) => {}
@@ -123,14 +137,14 @@ impl Certificates {
     /// 2. the Secret holds the new state, and servers show it.
     ///
     /// So a crash in between leaves an object that names one authority too many, and never one too few.
-    async fn step(&self, has_warned: &mut bool) -> Result<bool, Error> {
+    async fn step(&self, memory: &mut Memory) -> Result<bool, Error> {
         let now = Timestamp::now();
         let (secret, state) = self.read().await?;
         let Some(state) = state else {
             let known = self.named().await?;
             let state = State::first(OWNER, &self.hosts(), known, now, &self.lifetimes)?;
             tracing::info!("making the first certificates");
-            self.name_authorities(&state, has_warned).await?;
+            self.name_authorities(&state, memory).await?;
             self.write(secret, &state).await?;
             return Ok(true);
         };
@@ -142,7 +156,7 @@ impl Certificates {
                 state.after(step, OWNER, &self.hosts(), now, &self.lifetimes)?
             }
         };
-        self.name_authorities(&state, has_warned).await?;
+        self.name_authorities(&state, memory).await?;
         if due.is_some() {
             self.write(secret, &state).await?;
         }
@@ -175,14 +189,14 @@ impl Certificates {
     }
 
     /// Makes the object say what it should, if it is ours or there is none.
-    async fn name_authorities(&self, state: &State, has_warned: &mut bool) -> Result<(), Error> {
+    async fn name_authorities(&self, state: &State, memory: &mut Memory) -> Result<(), Error> {
         let (services, resource) = self.services();
         let bundle = base64::engine::general_purpose::STANDARD.encode(state.bundle());
         let wanted = json!({
             "address": self.address,
             "audience": self.audience,
             "caCert": bundle,
-            "requireBaseSnapshotForDelta": self.require_base,
+            REQUIRE_BASE: self.require_base,
         });
         let found = services.get_opt(&self.driver).await;
         let found = found.map_err(|error| Error::Api("read the SnapshotMetadataService", error))?;
@@ -195,7 +209,7 @@ impl Certificates {
             return Ok(());
         };
         if !is_ours(&object) {
-            if !std::mem::replace(has_warned, true) {
+            if !std::mem::replace(&mut memory.has_warned, true) {
                 tracing::warn!(
                     name = self.driver,
                     "the SnapshotMetadataService has no label {}={}: it is left alone, and its caCert must be ca.crt of the Secret {}",
@@ -207,15 +221,22 @@ impl Certificates {
             return Ok(());
         }
         let spec = object.data["spec"].clone();
-        // A CRD that does not know the last field drops it, so it does not make a difference by itself.
-        let same = ["address", "audience", "caCert"].iter().all(|field| spec[field] == wanted[field]);
-        let base = &spec["requireBaseSnapshotForDelta"];
-        if same && (base.is_null() || *base == wanted["requireBaseSnapshotForDelta"]) {
+        // A CRD that does not know the last field drops it, until it is replaced by one that does.
+        let is_as_wanted = |field: &str| spec[field] == wanted[field];
+        let lacks_base = |spec: &Value| spec[REQUIRE_BASE].is_null();
+        let was_dropped = memory.dropped.is_some_and(|at| at.elapsed() < LOOKS * self.every());
+        if ["address", "audience", "caCert"].into_iter().all(is_as_wanted)
+            && (is_as_wanted(REQUIRE_BASE) || lacks_base(&spec) && was_dropped)
+        {
             return Ok(());
         }
         object.data["spec"] = wanted;
-        services.replace(&self.driver, &PostParams::default(), &object).await.map_err(failed)?;
-        tracing::info!(name = self.driver, "updated the SnapshotMetadataService");
+        let written =
+            services.replace(&self.driver, &PostParams::default(), &object).await.map_err(failed)?;
+        memory.dropped = lacks_base(&written.data["spec"]).then(Instant::now);
+        if written.data["spec"] != spec {
+            tracing::info!(name = self.driver, "updated the SnapshotMetadataService");
+        }
         Ok(())
     }
 }

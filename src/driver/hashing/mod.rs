@@ -33,9 +33,8 @@ use files::Context;
 use files::durable;
 
 /// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
+/// Each step ends with three flushes, and a writer of a volume that flushes at that moment waits for them.
 const STEP: u64 = 256 << 20;
-/// The same while hashing is slow.
-const SLOW_STEP: u64 = STEP / 4;
 
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
 #[derive(Debug)]
@@ -309,7 +308,6 @@ impl Hashing {
             foreground: self.streams.foreground(),
         };
         let mut parent = self.hashed_parent(&dir);
-        let step = if self.streams.foreground().is_slow() { SLOW_STEP } else { STEP };
         let (mut done, mut is_last) = (0, true);
         let mut indexes = wanted.into_iter();
         let mut taken = BTreeMap::new();
@@ -322,7 +320,7 @@ impl Hashing {
             to_hash.forget(index, &pended - &held, stop)?;
             let mut members = &pended & held;
             let mut is_cut = false;
-            if let Some(later) = cut_off(&mut members, (step - done) / size.bytes()) {
+            if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
                 pended -= later;
                 is_cut = true;
             }

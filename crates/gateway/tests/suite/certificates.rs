@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use futures_util::StreamExt;
-use kube::api::DynamicObject;
+use kube::api::{DynamicObject, Patch, PatchParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event, watcher};
 use nix::sys::signal::Signal;
@@ -377,8 +377,8 @@ pub async fn the_object_says_whether_a_delta_wants_its_base(world: World) {
     empty_secret(&world).await;
     let config = world.gateway_kubeconfig("gateway").await;
     let said = async || Some(service(&world).await?.data["spec"]["requireBaseSnapshotForDelta"].clone());
-    // Nothing else makes it write the object anew.
-    let lifetimes = ["3650d", "90d", "1h"];
+    // Nothing else makes it write the object anew. It is looked at every half second.
+    let lifetimes = ["3650d", "90d", "4s"];
     let mut gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, false);
     eventually("the object says it", async || said().await == Some(json!(false))).await;
     for base in [true, false] {
@@ -387,6 +387,11 @@ pub async fn the_object_says_whether_a_delta_wants_its_base(world: World) {
         gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, base);
         eventually("the object says it", async || said().await == Some(json!(base))).await;
     }
+    // As where the CRD did not know the field when the object was written, and was replaced since.
+    let dropped = Patch::Merge(json!({"spec": {"requireBaseSnapshotForDelta": null}}));
+    let objects = world.api.objects("SnapshotMetadataService", None);
+    objects.patch(&world.driver, &PatchParams::default(), &dropped).await.expect("patch");
+    eventually("a gateway that runs says it", async || said().await == Some(json!(false))).await;
 }
 
 pub async fn files_are_loaded_again_when_they_change(world: World) {
