@@ -141,11 +141,12 @@ async fn writes(table: &mut Table, pool: PoolKind, count: usize) {
         of_files.push(load(&files));
     }
     let name = pool.name();
+    let of_volumes = if count == 1 { "1 volume".to_owned() } else { format!("{count} volumes") };
     let (rate, of_loop, of_file) = (median(&of_ours), median(&of_loops), median(&of_files));
     let per_second = |rate: f64| format!("{rate:.0}/s");
     table.add(Row {
         id: "n",
-        what: format!("random 4 KiB writes to {count} volumes without a snapshot, {name}"),
+        what: format!("random 4 KiB writes to {of_volumes} without a snapshot, {name}"),
         measured: spread(&of_ours, per_second),
         beside: format!(
             "{:.0} % of bare loop devices on the same filesystem, {of_loop:.0}/s; {:.0} % of bare files on the host's, \
@@ -172,7 +173,7 @@ async fn writes(table: &mut Table, pool: PoolKind, count: usize) {
         let (rate, of_loop) = (median(&of_ours), median(&of_loops));
         table.add(Row {
             id: "o",
-            what: format!("the same right after a snapshot of each, {name}"),
+            what: format!("random 4 KiB writes to {of_volumes} right after a snapshot of each, {name}"),
             measured: spread(&of_ours, per_second),
             beside: format!(
                 "{:.0} % of bare loop devices after the filesystem's own, {of_loop:.0}/s",
