@@ -89,6 +89,7 @@ spec: {storageClassName: deltapath, accessModes: [ReadWriteOnce], resources: {re
 Y
     on "$name-a" exec "$root/.deps/image/cbt-backup/cbt-backup" run --pvc "$1" --namespace default --repository-claim backups \
         --repository all -- --limit-rate "$2" &
+    # shellcheck disable=SC2034 # the parts wait for it
     backup=$!
     await 120 "the backup runs" k wait --for jsonpath='{.status.phase}'=Running --timeout 5s "pod/cbt-backup-$1"
 }
