@@ -154,6 +154,9 @@ mod tests {
             let target = File::options().read(true).write(true).create_new(true).open(&path).expect("create");
             let mut seen = Vec::new();
             let mut sink = |offset, bytes: &[u8]| {
+                let mut read = vec![0; bytes.len()];
+                source.read_exact_at(&mut read, offset).expect("read");
+                assert!(read == bytes, "other bytes than are there, at {offset}");
                 seen.push((offset, bytes.len() as u64));
                 Ok(())
             };

@@ -1,7 +1,5 @@
 //! Paths, mounts and devices of other volumes and of other people: no call on a volume takes them away.
 
-use std::os::unix::fs::FileExt;
-
 use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
 
