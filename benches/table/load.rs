@@ -65,6 +65,8 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
         bare.push(read_through(&host::snapshot_dir(&rig, &snapshot).data()));
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
 
+        // Both samples begin without what the filesystem has read of itself.
+        host::drop_caches();
         quiet.push(Load::of(&written, Some(BETWEEN_SYNCS), after(SAMPLE)));
         host::drop_caches();
         let snapshot = rig.snapshot(&format!("beside {round}"), &hashed).await;
