@@ -1,4 +1,4 @@
-//! Devices and images: reading past the page cache, and which parts hold data.
+//! Devices and images: reading and writing past the page cache, and which parts hold data.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom};
@@ -6,14 +6,14 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use base::ByteRange;
-use files::{Context, DataRanges};
+use files::{Context, DataRanges, change};
 use nix::fcntl::OFlag;
 
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
 
 /// What direct reads must be aligned to, in memory and on the device.
-const ALIGN: usize = BLOCK as usize;
+pub const ALIGN: usize = BLOCK as usize;
 
 /// A device or image that is read.
 #[derive(Debug)]
@@ -91,6 +91,52 @@ impl Device {
         }
         bytes[wanted..].fill(0);
         Ok(())
+    }
+}
+
+/// A device or file that is written.
+#[derive(Debug)]
+pub struct Target<'t> {
+    path: &'t Path,
+    cached: &'t File,
+    /// Past the page cache, where the filesystem can.
+    direct: Option<File>,
+}
+
+impl<'t> Target<'t> {
+    /// Of what is open for writing, and has this path.
+    pub fn of(cached: &'t File, path: &'t Path) -> Self {
+        let direct = File::options().write(true).custom_flags(OFlag::O_DIRECT.bits()).open(path).ok();
+        Target { path, cached, direct }
+    }
+
+    /// Its path.
+    pub fn path(&self) -> &Path {
+        self.path
+    }
+
+    /// The file as it was opened.
+    pub fn file(&self) -> &File {
+        self.cached
+    }
+
+    /// Writes at an offset: past the page cache where that, the length and the memory are whole blocks.
+    pub fn write(&self, bytes: &[u8], offset: u64) -> Result<()> {
+        let is_aligned = [bytes.as_ptr() as usize, bytes.len(), offset as usize]
+            .iter()
+            .all(|number| number.is_multiple_of(ALIGN));
+        let direct = self.direct.as_ref().filter(|_| is_aligned);
+        match direct.map(|file| change::write_at(file, self.path, bytes, offset)) {
+            Some(Ok(())) => Ok(()),
+            // EINVAL: the device wants another alignment for direct writes than BLOCK.
+            Some(Err(error)) if error.errno() != Some(nix::libc::EINVAL) => Err(error.into()),
+            _ => Ok(change::write_at(self.cached, self.path, bytes, offset)?),
+        }
+    }
+
+    /// Makes what was written durable.
+    pub fn sync(&self) -> Result<()> {
+        Ok(change::sync(self.cached, self.path)?)
     }
 }
 

@@ -12,7 +12,7 @@ use files::{Context, change, durable};
 use nix::fcntl::OFlag;
 use serde::Serialize;
 
-use crate::device::{Buffer, Device, is_zeros};
+use crate::device::{Buffer, Device, Target, is_zeros};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use crate::repository::pack::Packs;
@@ -123,10 +123,7 @@ struct Job<'r> {
     repository: &'r Repository,
     index: &'r Index,
     base: Option<&'r Index>,
-    file: &'r File,
-    /// The same past the page cache, where the filesystem can.
-    direct: Option<File>,
-    path: &'r Path,
+    to: Target<'r>,
     /// Everything is a hole before.
     is_new: bool,
     stop: &'r Stop,
@@ -149,9 +146,7 @@ impl<'r> Job<'r> {
             repository,
             index,
             base,
-            file,
-            direct: File::options().write(true).custom_flags(OFlag::O_DIRECT.bits()).open(path).ok(),
-            path,
+            to: Target::of(file, path),
             is_new: false,
             stop,
             next: AtomicUsize::new(0),
@@ -188,16 +183,16 @@ impl<'r> Job<'r> {
                 false => {
                     eprintln!(
                         "cbt-backup: {} holds neither what it held before nor the backup",
-                        self.path.display()
+                        self.to.path().display()
                     );
                     error
                 }
             });
         }
-        change::sync(self.file, self.path)?;
+        self.to.sync()?;
         Ok(Restored {
             id: self.index.about.id.clone(),
-            to: self.path.to_owned(),
+            to: self.to.path().to_owned(),
             written: self.written.into_inner(),
             cleared: self.cleared.into_inner(),
         })
@@ -285,15 +280,7 @@ impl<'r> Job<'r> {
 
     fn write(&self, run: &mut Run) -> Result<()> {
         let length = std::mem::take(&mut run.length);
-        let bytes = run.bytes.part(length);
-        // The end of the volume may be no whole block.
-        let direct = self.direct.as_ref().filter(|_| (length as u64).is_multiple_of(BLOCK));
-        match direct.map(|file| change::write_at(file, self.path, bytes, run.start)) {
-            Some(Ok(())) => Ok(()),
-            // EINVAL: the device wants another alignment for direct writes than BLOCK.
-            Some(Err(error)) if error.errno() != Some(nix::libc::EINVAL) => Err(error.into()),
-            _ => Ok(change::write_at(self.file, self.path, bytes, run.start)?),
-        }
+        self.to.write(run.bytes.part(length), run.start)
     }
 
     /// Makes blocks zeros.
@@ -304,14 +291,14 @@ impl<'r> Job<'r> {
             return Ok(());
         }
         self.cleared.fetch_add(end - offset, Ordering::Relaxed);
-        match change::punch_hole(self.file, self.path, offset, end - offset) {
+        match change::punch_hole(self.to.file(), self.to.path(), offset, end - offset) {
             Ok(()) => Ok(()),
             // It cannot: then they are written.
             Err(error) if matches!(error.errno(), Some(nix::libc::EOPNOTSUPP | nix::libc::EINVAL)) => {
                 let zeros = vec![0; 1 << 20];
                 for position in (offset..end).step_by(zeros.len()) {
                     let length = (end - position).min(zeros.len() as u64) as usize;
-                    change::write_at(self.file, self.path, &zeros[..length], position)?;
+                    self.to.write(&zeros[..length], position)?;
                 }
                 Ok(())
             }

@@ -50,8 +50,8 @@ pub fn create(path: &Path, bytes: &[u8]) -> Result<()> {
     renamed
 }
 
-/// Has a file written that a rename is to commit. Where that fails nothing is left of it.
-fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(), E>) -> Result<(), E> {
+/// Has a file written and synced that a rename is to commit. Where that fails nothing is left of it.
+pub fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(), E>) -> Result<(), E> {
     match change::remove_file(fresh) {
         Err(error) if !error.is_not_found() => return Err(error.into()),
         _ => {}
@@ -68,12 +68,19 @@ fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(),
 /// file, and after a power cut perhaps the old one; unlike [`rename`] this cannot be undone, for the old one
 /// has no name any more.
 pub fn replace_by(fresh: &Path, path: &Path) -> Result<()> {
+    replace_soon_by(fresh, path)?;
+    sync_dir(parent(path))
+}
+
+/// The same without the sync: for some seconds a power cut may bring the old file back, so it must be as good as the new
+/// one. On btrfs the sync of a directory in which a file was renamed commits the whole filesystem, and all who
+/// write to it wait meanwhile.
+pub fn replace_soon_by(fresh: &Path, path: &Path) -> Result<()> {
     let renamed = change::rename("replace", path, fresh, path);
     if renamed.is_err() {
         let _ = change::remove_file(fresh);
     }
-    renamed?;
-    sync_dir(parent(path))
+    renamed
 }
 
 fn suffixed(path: &Path) -> PathBuf {

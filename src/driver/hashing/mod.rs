@@ -33,7 +33,7 @@ use files::Context;
 use files::durable;
 
 /// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
-/// Each step ends with three flushes, and a writer of a volume that flushes at that moment waits for them.
+/// Each step ends with two flushes, and a writer of a volume that flushes at that moment waits for them.
 const STEP: u64 = 256 << 20;
 
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
@@ -180,7 +180,8 @@ impl Hashing {
     ///
     /// 1. Write the slots of a step, take out those of its blocks that are holes now, and sync them: its blocks are
     ///    still in `pending`, so after a crash none of them counts, and they are written again.
-    /// 2. Replace `pending` by one without them, by rename: from here on they count.
+    /// 2. Replace `pending` by one without them, by rename: from here on they count. Where a power cut brings the old one
+    ///    back, they are hashed once more; before the data goes that is ruled out (`free_bytes`).
     fn hash_snapshot(
         &self,
         record: &SnapshotRecord,
@@ -216,7 +217,7 @@ impl Hashing {
     /// Keeps in `changed` what differs from the parent.
     ///
     /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
-    /// 2. Rename it over the old one, which holds what changed as well, and perhaps more.
+    /// 2. Rename it over the old one, which holds what changed as well, and perhaps more: either may be found after a crash.
     fn compare(&self, record: &SnapshotRecord, parent: &SnapshotRecord) -> Result<()> {
         let dir = self.shared.store.snapshot_dir(record);
         // Read again: a deletion may have merged another map into it meanwhile, and queued it again.
@@ -401,7 +402,8 @@ struct Rest {
 impl Rest {
     fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
         let fresh = dir.pending().with_extension("map.new");
-        durable::replace_with(&dir.pending(), &fresh, |fresh| self.write(fresh))
+        durable::prepare(&fresh, |fresh| self.write(fresh))?;
+        Ok(durable::replace_soon_by(&fresh, &dir.pending())?)
     }
 
     fn write(&self, fresh: &Path) -> Result<()> {

@@ -184,6 +184,8 @@ impl History<'_> {
             return Err(cbt::Error::Damaged { path: dir.hashes(), what }.into());
         }
         if self.histories.frees_bytes_of(record) && self.histories.pending_bytes(record) == 0 {
+            // Without the data nothing could be hashed again: no power cut may bring an older `pending` back.
+            durable::sync_dir(dir.path())?;
             self.to_remove.extend(self.histories.shared.store.take_bytes(record)?);
         }
         Ok(())

@@ -68,7 +68,7 @@ impl History<'_> {
         let changed = self.histories.shared.store.snapshot_dir(record).changed();
         match MapFile::open(&changed) {
             Ok(now) if now.header().relative_to.as_ref() == Some(relation) => {
-                Ok(durable::replace_by(fresh, &changed)?)
+                Ok(durable::replace_soon_by(fresh, &changed)?)
             }
             _ => Ok(durable::remove(fresh)?),
         }

@@ -4,8 +4,10 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::device::ALIGN;
 use crate::error::{Error, Result};
 
 /// A chunk is at most so long, raw: data has [`CELL`], the map of a segment more.
@@ -163,16 +165,16 @@ pub fn read_table(pack: &PackRef, bytes: &[u8]) -> Result<Vec<Row>> {
 
 /// A chunk that is ready for a pack.
 #[derive(Debug)]
-pub struct Chunk {
-    stored: Vec<u8>,
+pub struct Chunk<'s> {
+    stored: Cow<'s, [u8]>,
     raw: u32,
     hash: [u8; 32],
 }
 
-impl Chunk {
+impl<'s> Chunk<'s> {
     /// A chunk as another pack holds it.
-    pub fn copied(row: &Row, stored: Vec<u8>) -> Self {
-        Chunk { stored, raw: row.raw, hash: row.hash }
+    pub fn copied(row: &Row, stored: impl Into<Cow<'s, [u8]>>) -> Self {
+        Chunk { stored: stored.into(), raw: row.raw, hash: row.hash }
     }
 }
 
@@ -191,11 +193,11 @@ impl Compressor {
     }
 
     /// A chunk of at most [`MAX_CHUNK`] bytes.
-    pub fn chunk(&mut self, raw: &[u8]) -> Chunk {
+    pub fn chunk<'r>(&mut self, raw: &'r [u8]) -> Chunk<'r> {
         // Of what is compressed or encrypted already a look at two places is enough, and saves most of the time.
         let is_worth_it = raw.len() <= 4 * SAMPLE
             || [0, raw.len() / 2].iter().any(|at| self.compressed(&raw[*at..*at + SAMPLE]).is_some());
-        let stored = is_worth_it.then(|| self.compressed(raw)).flatten().unwrap_or_else(|| raw.to_vec());
+        let stored = is_worth_it.then(|| self.compressed(raw)).flatten().map_or(Cow::from(raw), Cow::from);
         Chunk { raw: raw.len() as u32, hash: *blake3::hash(&stored).as_bytes(), stored }
     }
 
@@ -211,13 +213,18 @@ impl Compressor {
 #[derive(Debug)]
 pub struct OpenPack {
     bytes: Vec<u8>,
+    /// Where the pack begins in `bytes`: aligned, so that it can be written past the page cache.
+    start: usize,
     table: Vec<u8>,
 }
 
 impl Default for OpenPack {
     fn default() -> Self {
-        // What is not written to takes no memory; growing would, for a while that of two packs.
-        OpenPack { bytes: Vec::with_capacity(PACK + CELL as usize), table: Vec::new() }
+        // What is not written to takes no memory; growing would, for a while that of two packs, and it would move the start.
+        let mut bytes: Vec<u8> = Vec::with_capacity(ALIGN + PACK + MAX_CHUNK);
+        let start = bytes.as_ptr().align_offset(ALIGN).min(ALIGN);
+        bytes.resize(start, 0);
+        OpenPack { bytes, start, table: Vec::new() }
     }
 }
 
@@ -234,17 +241,18 @@ impl OpenPack {
 
     /// Whether it is time to close it.
     pub fn is_full(&self) -> bool {
-        self.bytes.len() >= PACK || self.table.len() >= MAX_ROWS * ROW
+        self.bytes.len() - self.start >= PACK || self.table.len() >= MAX_ROWS * ROW
     }
 
     /// Closes it: what names it, and the parts of the object.
-    pub fn close(self) -> (PackRef, [Vec<u8>; 2]) {
+    pub fn close(self) -> (PackRef, [Bytes; 2]) {
+        let chunks = Bytes::from(self.bytes).slice(self.start..);
         let pack = PackRef {
             id: *blake3::hash(&self.table).as_bytes(),
-            bytes: (self.bytes.len() + self.table.len()) as u32,
+            bytes: (chunks.len() + self.table.len()) as u32,
             rows: (self.table.len() / ROW) as u32,
         };
-        (pack, [self.bytes, self.table])
+        (pack, [chunks, self.table.into()])
     }
 }
 

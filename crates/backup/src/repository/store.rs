@@ -1,11 +1,13 @@
 //! The storage below a repository: a directory or a bucket, through one interface. Calls block; they are made by plain
 //! threads. Nothing here knows what an object is for.
 
+use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use files::{change, durable};
 use futures_util::TryStreamExt;
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
@@ -14,11 +16,12 @@ use object_store::prefix::PrefixStore;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::runtime::Handle;
 
-use crate::device::{Buffer, Device};
+use crate::device::{ALIGN, Buffer, Device, Target};
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
 
-/// Parts of a directory's objects from this length on are read past the page cache, which they would only pass through.
+/// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
+/// only pass through.
 const LARGE: u64 = 256 << 10;
 
 /// A directory or a bucket.
@@ -56,7 +59,7 @@ impl Store {
         }
         let dir = Path::new(url);
         if create {
-            files::change::create_dir_all(dir)?;
+            change::create_dir_all(dir)?;
         } else if !dir.is_dir() {
             return Err(wrong("there is no such directory; the first backup makes it".into()));
         }
@@ -77,8 +80,15 @@ impl Store {
     }
 
     /// Writes an object, durably and as one step: under its name there is nothing of it, or all. One that is there
-    /// already is replaced.
+    /// already is replaced. Quicker where the parts are aligned as [`Device`] has it.
     pub async fn put(&self, name: &str, parts: Vec<Bytes>) -> Result<()> {
+        if let Some(dir) = &self.dir
+            && parts.iter().map(|part| part.len() as u64).sum::<u64>() >= LARGE
+        {
+            let (dir, path) = (dir.clone(), dir.join(name));
+            let written = self.runtime.spawn_blocking(move || write_large(&dir, &path, &parts)).await;
+            return written.map_err(|error| Error::refused(format!("write {name}: {error}")))?;
+        }
         let name = Name::from(name);
         let done = self.inner.put(&name, PutPayload::from_iter(parts)).await;
         done.map(drop).map_err(failed("write", &name))
@@ -172,10 +182,65 @@ impl Store {
     /// Makes removals below a prefix durable, before something that relies on them.
     pub fn sync_removals(&self, prefix: &str) -> Result<()> {
         match self.dir().map(|dir| dir.join(prefix)) {
-            Some(dir) if dir.is_dir() => Ok(files::durable::sync_dir(&dir)?),
+            Some(dir) if dir.is_dir() => Ok(durable::sync_dir(&dir)?),
             _ => Ok(()),
         }
     }
+}
+
+/// Writes a file as the store of a directory does, but for the page cache: beside its name, synced, renamed, its directory
+/// synced.
+fn write_large(dir: &Path, path: &Path, parts: &[Bytes]) -> Result<()> {
+    let (draft, file) = create_draft(dir, path)?;
+    let written = || {
+        let target = Target::of(&file, &draft);
+        let mut offset = 0;
+        for part in parts {
+            // What is no whole block goes through the cache.
+            let (blocks, rest) = part.split_at(part.len() / ALIGN * ALIGN);
+            for bytes in [blocks, rest].into_iter().filter(|bytes| !bytes.is_empty()) {
+                target.write(bytes, offset)?;
+                offset += bytes.len() as u64;
+            }
+        }
+        target.sync()
+    };
+    if let Err(error) = written() {
+        // Of no use to anybody, and on a full disk it takes the room that others need.
+        let _ = change::remove_file(&draft);
+        return Err(error);
+    }
+    Ok(durable::replace_by(&draft, path)?)
+}
+
+/// A new file NAME#NUMBER: packs of the same content, which has one name, may be written at once.
+fn create_draft(dir: &Path, path: &Path) -> Result<(PathBuf, File)> {
+    let mut number = 0;
+    loop {
+        number += 1;
+        let mut draft = path.as_os_str().to_owned();
+        draft.push(format!("#{number}"));
+        let draft = PathBuf::from(draft);
+        #[expect(clippy::disallowed_methods, reason = "inside a step")]
+        let created =
+            files::step("create", &draft, || File::options().write(true).create_new(true).open(&draft));
+        match created {
+            Ok(file) => return Ok((draft, file)),
+            Err(error) if error.errno() == Some(nix::libc::EEXIST) => {}
+            Err(error) if error.is_not_found() => make_parent(dir, path)?,
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Makes the directory of an object, durably.
+fn make_parent(dir: &Path, path: &Path) -> Result<()> {
+    let Some(parent) = path.parent() else { return Ok(()) };
+    change::create_dir_all(parent)?;
+    for above in parent.ancestors().skip(1).take_while(|above| above.starts_with(dir)) {
+        durable::sync_dir(above)?;
+    }
+    Ok(())
 }
 
 fn failed(operation: &'static str, name: &Name) -> impl Fn(object_store::Error) -> Error {

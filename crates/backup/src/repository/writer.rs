@@ -3,7 +3,6 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use bytes::Bytes;
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
@@ -80,7 +79,7 @@ impl<'r> Writer<'r> {
 
     /// Adds chunks of data that lie side by side in the volume, and so in a pack as far as it has room: of each its pack and
     /// number.
-    pub fn chunks(&self, chunks: &[Chunk]) -> Result<Vec<(u32, u32)>> {
+    pub fn chunks(&self, chunks: &[Chunk<'_>]) -> Result<Vec<(u32, u32)>> {
         let mut state = self.state();
         let mut places = Vec::with_capacity(chunks.len());
         for chunk in chunks {
@@ -141,7 +140,8 @@ impl<'r> Writer<'r> {
                 Some(compressor) => compressor,
                 none => none.insert(Compressor::new(1)?),
             };
-            let chunk = compressor.chunk(&segment.encode(&state.packs));
+            let encoded = segment.encode(&state.packs);
+            let chunk = compressor.chunk(&encoded);
             let State { packs, maps, .. } = &mut *state;
             let (pack, open) = maps.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
             let pack = *pack;
@@ -182,7 +182,7 @@ impl<'r> Writer<'r> {
         let of = store.clone();
         let send = async move {
             let _permit = permit;
-            of.put(&pack_name(&pack), parts.map(Bytes::from).to_vec()).await
+            of.put(&pack_name(&pack), parts.to_vec()).await
         };
         state.sent.push(store.runtime().spawn(send));
         Ok(())
