@@ -6,7 +6,7 @@ CARGO ?= cargo
 ROUNDS ?= 2000
 
 # Tests at once in `make test`: most of the time they wait for the kernel and for disks.
-THREADS ?= $(shell expr 2 \* $$(nproc))
+THREADS ?= $(shell expr 3 \* $$(nproc))
 
 # Runs containers and builds images: docker or podman.
 ENGINE ?= docker

@@ -1,7 +1,7 @@
 //! A cluster under test: real drivers, each with its own data directory and certificate, and routers in front of them.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use csi_client::{Client, block_capability};
@@ -12,6 +12,7 @@ use rcgen::{
 use tempfile::TempDir;
 
 use crate::network::Host;
+use crate::running::Running;
 use crate::subject::key_of;
 use crate::{PoolKind, Rig, STARTED_BY, free_port};
 
@@ -94,8 +95,7 @@ pub struct Router {
     pub client: Client,
     pub socket: PathBuf,
     pub http: u16,
-    log: PathBuf,
-    child: Child,
+    pub running: Running,
 }
 
 impl Router {
@@ -104,7 +104,8 @@ impl Router {
         let log = dir.join(format!("{name}.log"));
         let http = free_port();
         let nodes = (!endpoints.is_empty()).then(|| format!("--node-endpoints={}", endpoints.join(",")));
-        let child = Command::new(crate::program("deltapath-router"))
+        let mut command = Command::new(crate::program("deltapath-router"));
+        command
             .arg(format!("--endpoint=unix://{}", socket.display()))
             .args(nodes)
             .arg(format!("--http-endpoint=127.0.0.1:{http}"))
@@ -112,24 +113,10 @@ impl Router {
             .args(more)
             .env_remove("CSI_ENDPOINT")
             .env("RUST_LOG", "info")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(std::fs::File::create(&log).expect("log"))
-            .spawn()
-            .expect("start the router");
-        let mut child = KillOnDrop(Some(child));
-        let client = Client::connect(&socket, PATIENCE).await.unwrap_or_else(|error| {
-            panic!("no router: {error}\n{}", std::fs::read_to_string(&log).unwrap_or_default())
-        });
-        Router { client, socket, http, log, child: child.0.take().expect("set above") }
-    }
-
-    pub fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    pub fn log(&self) -> String {
-        std::fs::read_to_string(&self.log).expect("the router's log")
+            .stdout(Stdio::null());
+        let running = Running::start(&mut command, &log);
+        let client = Client::connect(&socket, PATIENCE).await.expect("the router answers");
+        Router { client, socket, http, running }
     }
 
     /// What the router answers over HTTP.
@@ -145,37 +132,15 @@ impl Router {
 
     /// SIGTERM: it has to end well.
     pub fn finish(mut self) {
-        crate::signal(&self.child, Signal::SIGTERM);
-        let status = crate::wait(&mut self.child, PATIENCE);
-        assert!(status.success(), "the router ended with {status}\n{}", self.log());
+        let status = self.running.stop();
+        assert!(status.success(), "the router ended with {status}\n{}", self.running.log());
         assert!(!self.socket.exists(), "the socket stays");
-    }
-}
-
-impl Drop for Router {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("the router's log:\n{}", self.log());
-        }
     }
 }
 
 /// What a program answers over HTTP at this port.
 pub async fn get(port: u16, path: &str) -> String {
     crate::scene::get(port, path).await.expect("an answer").1
-}
-
-struct KillOnDrop(Option<Child>);
-
-impl Drop for KillOnDrop {
-    fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
 }
 
 pub struct Cluster {

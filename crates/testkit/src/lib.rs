@@ -18,6 +18,7 @@ pub mod places;
 pub mod plugin;
 pub mod reference;
 mod rig;
+pub mod running;
 pub mod sanity;
 pub mod scene;
 pub mod subject;

@@ -145,7 +145,9 @@ impl<'r> Subject<'r> {
 
     pub fn log(&self) -> String {
         let router = match &self.of {
-            Of::Routed(routed) => routed.cluster.router.as_ref().map(Router::log).unwrap_or_default(),
+            Of::Routed(routed) => {
+                routed.cluster.router.as_ref().map(|router| router.running.log()).unwrap_or_default()
+            }
             Of::Alone(_) | Of::Lent(_) => String::new(),
         };
         self.rigs().iter().map(|rig| rig.log()).chain([router]).collect()

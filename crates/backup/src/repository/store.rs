@@ -246,3 +246,33 @@ fn make_parent(dir: &Path, path: &Path) -> Result<()> {
 fn failed(operation: &'static str, name: &Name) -> impl Fn(object_store::Error) -> Error {
     move |source| Error::Store { operation, name: name.clone(), source }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Packs of the same content have one name, and threads may write them at once.
+    #[test]
+    fn large_objects_are_whole_and_leave_nothing_else() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
+        let dir = tempfile::tempdir().expect("temp dir");
+        let store = Store::open(&dir.path().to_string_lossy(), true, runtime.handle()).expect("open");
+        let content: Vec<u8> = (0..3 * LARGE + 77).map(|byte| (byte % 251) as u8).collect();
+        let bytes = Bytes::from(content.clone());
+        // Aligned or not, the parts follow each other.
+        for cut in [0, 1, ALIGN, content.len() - 1] {
+            let puts: Vec<_> = (0..8)
+                .map(|_| {
+                    let (store, parts) = (store.clone(), vec![bytes.slice(..cut), bytes.slice(cut..)]);
+                    runtime.spawn(async move { store.put("packs/ab/same", parts).await })
+                })
+                .collect();
+            for put in puts {
+                runtime.block_on(put).expect("a task").expect("put");
+            }
+            assert_eq!(store.get("packs/ab/same").expect("get"), content, "cut at {cut}");
+        }
+        let files = std::fs::read_dir(dir.path().join("packs/ab")).expect("list").count();
+        assert_eq!(files, 1, "drafts were left");
+    }
+}

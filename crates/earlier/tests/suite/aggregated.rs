@@ -341,7 +341,7 @@ pub async fn mistakes_get_the_errors_that_users_expect(world: World) {
     assert_eq!(entries(&user.status(pair()).await).len(), 3);
     drop(http);
     failed(pair(), "cbt-http does not answer").await;
-    assert!(!server.log().contains("panicked"), "{}", server.log());
+    assert!(!server.running.log().contains("panicked"), "{}", server.running.log());
     aggregation.end().await;
 }
 
@@ -431,14 +431,14 @@ pub async fn a_walk_goes_on_whatever_is_killed(world: World) {
     loop {
         match page {
             3 => {
-                servers.remove(0).kill();
+                servers.remove(0).running.kill();
                 aggregation.route(&servers.iter().collect::<Vec<_>>()).await;
             }
             6 => {
-                https.remove(0).kill();
+                https.remove(0).running.kill();
             }
             9 => drop(driver.take()),
-            12 => waits.kill(),
+            12 => waits.running.kill(),
             _ => {}
         }
         let mut spec = pair();

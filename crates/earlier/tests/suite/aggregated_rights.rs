@@ -80,7 +80,7 @@ pub async fn secrets_are_for_those_who_may_read_them(world: World) {
     spec["volumeSnapshotDeltaSecretRef"]["name"] = json!("nowhere");
     assert_eq!(with.ask(spec).await.0, 403);
     for program in [&server, &http] {
-        assert!(!program.log().contains("p4ssw0rd"), "the secret is in the log");
+        assert!(!program.running.log().contains("p4ssw0rd"), "the secret is in the log");
     }
     aggregation.end().await;
 }

@@ -94,7 +94,7 @@ pub async fn it_publishes_itself_and_its_state_is_reported(world: World) {
     let found = discovery(&world, &twin, "failed", is("failed")).await;
     let error = found["status"]["error"].as_str().expect("an error").to_owned();
     assert!(error.contains(&format!("{name} is the DriverDiscovery of {name}: it is older")), "{error}");
-    http.kill();
+    http.running.kill();
     let found = discovery(&world, name, "failed", is("failed")).await;
     assert_eq!(found["status"]["error"], "cbt-http does not answer: try again");
     // It comes back with another certificate and at another port.
@@ -135,7 +135,7 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
         assert_ne!(http.readiness().await.0, 200, "ready and not to be found");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    while !http.log().contains("conflict") {
+    while !http.running.log().contains("conflict") {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let found = discovery(&world, &world.driver, "there", |object| !object.is_null()).await;
@@ -204,7 +204,7 @@ pub async fn pages_are_for_the_aggregated_server_alone(world: World) {
     let (code, _, answer) = http.get(&format!("{PATH}/data"), Some("x")).await;
     assert_eq!(code, 501, "{answer}");
     // No token is in the log.
-    assert!(!http.log().contains(&good), "a token is in the log");
+    assert!(!http.running.log().contains(&good), "a token is in the log");
 }
 
 async fn grpc(program: &Program) -> SnapshotDeltasClient<Channel> {
@@ -326,7 +326,7 @@ pub async fn data_is_given_for_good_tokens_alone(mut world: World) {
         assert_eq!(code, 401, "{what}: {}", String::from_utf8_lossy(&body));
     }
     // Another replica with the same key takes the token, one with another key does not, and time ends it.
-    http.kill();
+    http.running.kill();
     let twin = aggregation.sidecar("twin", &[&template, &key, "--data-token-ttl=1s"]).await;
     assert_eq!(bytes(&twin, &good).await.0, 200);
     let status = user.status(json!({"targetVolumeSnapshotName": "tuesday"})).await;
@@ -350,6 +350,6 @@ pub async fn data_is_given_for_good_tokens_alone(mut world: World) {
     rig.client.delete_snapshot(&target).await.expect("DeleteSnapshot");
     let (code, body) = bytes(&twin, &good).await;
     assert_eq!(code, 404, "{}", String::from_utf8_lossy(&body));
-    assert!(!twin.log().contains(&good), "a data token is in the log");
+    assert!(!twin.running.log().contains(&good), "a data token is in the log");
     aggregation.end().await;
 }

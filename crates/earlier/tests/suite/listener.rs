@@ -95,7 +95,7 @@ pub async fn tokens_of_every_wrong_kind_are_refused(world: World) {
         }
     }
     // No token is in the log, whatever level it has.
-    let log = program.log();
+    let log = program.running.log();
     assert!(log.contains("url-ready") && !log.contains(&good) && !log.contains("Bearer"), "{log}");
 }
 

@@ -37,7 +37,7 @@ pub async fn the_replica_that_is_not_elected_is_not_ready_and_takes_over(world: 
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
     }
     assert_eq!((two.readiness().await.0, one.readiness().await.0), (503, 200));
-    one.kill();
+    one.running.kill();
     two.ready().await;
     // The new one writes the status: in a cluster both have the address of one Service.
     let moved = |status: &serde_json::Value| {
@@ -50,7 +50,7 @@ pub async fn the_replica_that_is_not_elected_is_not_ready_and_takes_over(world: 
     assert_eq!((code, tuples(&rest)), (200, expected[1..].to_vec()));
     // An orderly stop ends with 0 and takes the socket away.
     assert!(two.socket.exists());
-    assert_eq!(two.stop(), Some(0), "{}", two.log());
+    assert_eq!(two.running.stop().code(), Some(0), "{}", two.running.log());
     assert!(!two.socket.exists(), "the socket is left behind");
     // What a killed one left behind is no obstacle.
     assert!(one.socket.exists());
@@ -251,7 +251,11 @@ async fn two_changes(
                 (503, what) if what == "another replica is elected\n" => break,
                 (200, _) => panic!("two replicas are ready"),
                 other => {
-                    assert!(Instant::now() < deadline, "the next replica says {other:?}\n{}", next.log())
+                    assert!(
+                        Instant::now() < deadline,
+                        "the next replica says {other:?}\n{}",
+                        next.running.log()
+                    )
                 }
             }
             tokio::time::sleep(PAUSE).await;
@@ -261,9 +265,9 @@ async fn two_changes(
         tokio::time::sleep(Duration::from_millis(500)).await;
         let before = lease(world).await;
         let begun = Instant::now();
-        elected.signal(signal);
+        elected.running.signal(signal);
         if signal == Signal::SIGTERM {
-            elected.ended().await;
+            elected.running.ended().await;
             // It has not left the lease to run out.
             let after = lease(world).await;
             assert_ne!(after.holder_identity, before.holder_identity, "the lease was not given back");
@@ -355,7 +359,7 @@ async fn page_of(program: &Program, path: &str, token: &str, at: &str) -> (Value
             }
             assert_eq!(code, 503, "{body}");
         }
-        assert!(Instant::now() < deadline, "no page in 90 s:\n{}", program.log());
+        assert!(Instant::now() < deadline, "no page in 90 s:\n{}", program.running.log());
         tokio::time::sleep(PAUSE).await;
     }
     unreachable!("it has counted to the end")
@@ -375,7 +379,7 @@ pub async fn a_walk_of_pages_goes_on_whatever_is_killed(world: World) {
     for number in 0.. {
         match number {
             3 => {
-                program.kill();
+                program.running.kill();
                 program = Program::start(&world, "one", &program.kubeconfig.clone(), &[]);
             }
             6 => {

@@ -258,7 +258,8 @@ impl Bench {
     /// Waits until the gateway passes nothing on, and returns the most memory that it had meanwhile.
     async fn until_quiet(&self) -> u64 {
         let cpu = || {
-            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.gateway.pid())).expect("stat");
+            let stat =
+                std::fs::read_to_string(format!("/proc/{}/stat", self.gateway.running.pid())).expect("stat");
             let fields: Vec<u64> =
                 stat.split(' ').skip(13).take(2).filter_map(|field| field.parse().ok()).collect();
             fields.iter().sum::<u64>()

@@ -273,7 +273,12 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
         if is_new {
             more_comes().await;
         }
-        assert!(Instant::now() < deadline, "{} authorities in that time:\n{}", named.len(), one.log());
+        assert!(
+            Instant::now() < deadline,
+            "{} authorities in that time:\n{}",
+            named.len(),
+            one.running.log()
+        );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     stop.store(true, Ordering::Relaxed);
@@ -293,8 +298,10 @@ pub async fn the_elected_replica_makes_renews_and_publishes(world: World) {
         assert_eq!(asked.iter().filter(|request| request.snapshot_id == "paced-1").count(), 2);
     }
     watched.finish().await;
-    let elected =
-        [&one, &two].iter().filter(|gateway| gateway.log().contains("making the first certificates")).count();
+    let elected = [&one, &two]
+        .iter()
+        .filter(|gateway| gateway.running.log().contains("making the first certificates"))
+        .count();
     assert_eq!(elected, 1);
 }
 
@@ -324,7 +331,7 @@ pub async fn another_replica_takes_over(world: World) {
     };
     let before = secret().await;
     let ca = bundle(&service(&world).await.expect("the object"));
-    one.signal(Signal::SIGKILL);
+    one.running.signal(Signal::SIGKILL);
     eventually("the other is elected", async || holder().await == "two").await;
     eventually("the other renews", async || secret().await != before).await;
     let object = service(&world).await.expect("the object");
@@ -343,11 +350,11 @@ pub async fn another_replica_takes_over(world: World) {
     })
     .await;
     // A replica that stands still longer than its lease, and goes on, does nothing as the elected one.
-    two.signal(Signal::SIGSTOP);
+    two.running.signal(Signal::SIGSTOP);
     let three = start(&world, "three", &config, "127.0.0.1:1", lifetimes).await;
     eventually("the third is elected", async || holder().await == "three").await;
-    two.signal(Signal::SIGCONT);
-    eventually("the second knows", async || two.log().contains("no longer elected")).await;
+    two.running.signal(Signal::SIGCONT);
+    eventually("the second knows", async || two.running.log().contains("no longer elected")).await;
     assert_eq!(holder().await, "three");
     three.ready().await;
     watched.finish().await;
@@ -366,10 +373,10 @@ pub async fn an_object_that_a_person_wrote_is_left_alone(world: World) {
     let before = service(&world).await.expect("the object").metadata.resource_version;
     let gateway = start(&world, "one", &config, "127.0.0.1:1", ["9s", "6s", "2s"]).await;
     gateway.ready().await;
-    eventually("it says so", async || gateway.log().contains("it is left alone")).await;
+    eventually("it says so", async || gateway.running.log().contains("it is left alone")).await;
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert_eq!(service(&world).await.expect("the object").metadata.resource_version, before);
-    assert_eq!(gateway.log().matches("it is left alone").count(), 1, "it says so again and again");
+    assert_eq!(gateway.running.log().matches("it is left alone").count(), 1, "it says so again and again");
 }
 
 pub async fn the_object_says_whether_a_delta_wants_its_base(world: World) {
@@ -382,8 +389,8 @@ pub async fn the_object_says_whether_a_delta_wants_its_base(world: World) {
     let mut gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, false);
     eventually("the object says it", async || said().await == Some(json!(false))).await;
     for base in [true, false] {
-        gateway.signal(Signal::SIGTERM);
-        gateway.ended().await;
+        gateway.running.signal(Signal::SIGTERM);
+        gateway.running.ended().await;
         gateway = start_requiring(&world, "one", &config, "127.0.0.1:1", lifetimes, base);
         eventually("the object says it", async || said().await == Some(json!(base))).await;
     }
@@ -406,7 +413,8 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
     let renewed = Files::make(world.dir.path());
     let new_key = std::fs::read(&renewed.key).expect("read");
     std::fs::write(&renewed.key, &old_key).expect("write");
-    eventually("it is refused", async || gateway.log().contains("a new certificate is not used")).await;
+    eventually("it is refused", async || gateway.running.log().contains("a new certificate is not used"))
+        .await;
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
     std::fs::write(&renewed.key, &new_key).expect("write");
     eventually("the new one is shown", async || {
@@ -421,7 +429,7 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
     assert_eq!(code(&early.allocated(&token, &ns, "monday").await), Code::Ok, "an open connection goes on");
     gateway.files = Some(renewed);
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
     // A file that is no certificate stops the start, with its name.
     std::fs::write(world.dir.path().join("tls.crt"), "nothing").expect("write");
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_deltapath-gateway"))

@@ -125,7 +125,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
     gateway.ready().await;
     let services = world.api.objects("SnapshotMetadataService", None);
     let object = services.get(&world.driver).await.expect("it is there before the gateway is ready");
-    walk("gateway", &|| gateway.log());
+    walk("gateway", &|| gateway.running.log());
     let listed = || library::answers(&caller, &ns, &socket, ("block-1", "block-2"), (&first, &second));
     let expected = library::Answers {
         capacity: SIZE as u64,
@@ -145,7 +145,7 @@ async fn a_backup_tool_works(world: World, pool: PoolKind) {
         "spec": {"address": format!("127.0.0.1:{}", front.port), "audience": "community", "caCert": ca},
     });
     world.api.make(service).await;
-    walk("sidecar", &|| front.log());
+    walk("sidecar", &|| front.running.log());
     assert_eq!(listed().await, expected);
     backs_up(&world, &caller, "by-sidecar", "full", "block-1", &old).await;
     backs_up(&world, &caller, "by-sidecar", "incremental", "block-2", &new).await;
@@ -295,12 +295,12 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
     let counts = |method| sum(&counted, name, &[("method_name", method)]);
     assert_eq!((counts("MetadataDelta"), counts("MetadataAllocated")), (0.0, 13.0), "{text}");
     // 5. A VolumeSnapshot without a status ends the process.
-    assert_eq!(process.ended(), None);
+    assert!(process.running.is_alive());
     let answer = client.allocated(&token, &ns, "no-status").await;
     assert!(answer.is_err(), "{answer:?}");
     let deadline = Instant::now() + Duration::from_secs(10);
     let code = loop {
-        if let Some(code) = process.ended() {
+        if let Some(code) = process.running.status().map(|status| status.code()) {
             break code;
         }
         assert!(Instant::now() < deadline, "it lives: has it been mended?");

@@ -91,7 +91,7 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
         let _ = tokio::time::timeout(HANGS, stream.read_to_end(&mut rest)).await.expect("closed");
     });
     assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }
 
@@ -163,7 +163,7 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     let grown = gateway.peak() - before;
     assert!(grown < 32 << 20, "it took {grown} bytes");
     assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }
 
@@ -295,7 +295,7 @@ pub async fn a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended(world: World)
     assert!(among_most > all / 2, "no call was served among more than {among_most} of {all} slow clients");
     let grown = gateway.peak() - before;
     assert!(grown < 64 << 20, "{all} slow clients took {grown} bytes");
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
     let asked = driver.seen.allocated.lock().unwrap();
     assert!(
         asked.iter().all(|request| request.snapshot_id == "plain-1"),
@@ -345,12 +345,12 @@ pub async fn no_token_and_no_secret_is_written_anywhere(world: World) {
     let mut client = gateway.client().await;
     let deadline = Instant::now() + Duration::from_secs(30);
     while code(&client.allocated(&token, &ns, "monday").await) != Code::Ok {
-        assert!(Instant::now() < deadline, "{}", gateway.log());
+        assert!(Instant::now() < deadline, "{}", gateway.running.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert_eq!(code(&client.allocated(&wrong, &ns, "monday").await), Code::Unauthenticated);
     assert_eq!(code(&client.delta(&token, &ns, "plain-1", "nothing").await), Code::NotFound);
-    let log = gateway.log();
+    let log = gateway.running.log();
     for from in ["h2::", "hyper", "rustls::"] {
         let is_there = log.lines().any(|line| line.contains(" TRACE ") && line.contains(from));
         assert!(is_there, "the log has nothing from {from}");
@@ -383,7 +383,7 @@ pub async fn calls_are_served_when_nobody_reads_the_audit(world: World) {
     for _ in 0..3 {
         assert_eq!(code(&client.allocated(&token, &world.namespace, "monday").await), Code::Ok);
     }
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
     assert_eq!(
         gateway.metric(r#"deltapath_gateway_rpc_total{method="GetMetadataAllocated",code="Ok"}"#).await,
         3.0

@@ -93,7 +93,7 @@ pub async fn the_communitys_iterator_meets_each_fault_as_the_page_says(world: Wo
     let mut wholes = Vec::new();
     for table in [false, true] {
         let whole = list(&world, &example, &caller, table).await;
-        wholes.push(whole.unwrap_or_else(|how| panic!("without a fault: {how}\n{}", gateway.log())));
+        wholes.push(whole.unwrap_or_else(|how| panic!("without a fault: {how}\n{}", gateway.running.log())));
     }
     assert_eq!(wholes[0].ranges.len(), 40, "{:?}", wholes[0]);
     assert_eq!(wholes[0].ranges, wholes[1].ranges);

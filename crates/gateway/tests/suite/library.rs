@@ -235,7 +235,7 @@ pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(wor
         got.extend(ranges.iter().map(|range| (range.offset, range.length)));
     }
     // It is gone while the stream is open; the next one is elsewhere, and shows what the object does not vouch for yet.
-    first.signal(Signal::SIGKILL);
+    first.running.signal(Signal::SIGKILL);
     drop(first);
     let reading = tokio::spawn(async move {
         let mut blocks = blocks;
@@ -248,7 +248,7 @@ pub async fn a_gateway_may_go_and_come_back_elsewhere_with_another_authority(wor
     let second = start(&world, &config, "second").await;
     publish(&world, json!({"address": format!("127.0.0.1:{}", second.port)})).await;
     eventually("it is not trusted", async || {
-        let log = second.log();
+        let log = second.running.log();
         log.contains("BadCertificate") || log.contains("UnknownCA") || log.contains("received fatal alert")
     })
     .await;

@@ -248,7 +248,7 @@ pub async fn objects_that_are_not_whole_get_an_answer(world: World) {
                 assert!(message.contains(words) && message.contains(name), "{name}: {message}");
             }
         }
-        assert!(gateway.is_alive(), "{name}");
+        assert!(gateway.running.is_alive(), "{name}");
     }
     // A namespace that is gone, or never was, has no snapshots; and nobody has rights in it.
     let answer = client.allocated(&token, "nowhere", "whole").await;

@@ -282,7 +282,7 @@ pub async fn a_driver_may_go_and_come_back(world: World) {
     gateway.ready().await;
     eventually("health follows", async || health().await == ServingStatus::Serving).await;
     assert_eq!(code(&client.allocated(&token, &ns, "quick").await), Code::Ok);
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
 }
 
 /// A client's machine that is gone says nothing: no packet comes any more. Between the two stands a relay that stops.
@@ -326,7 +326,7 @@ pub async fn a_driver_without_the_service_is_reported(world: World) {
     let mut client = gateway.client().await;
     let answer = client.allocated(&token, &world.namespace, "snapshot").await;
     assert_eq!(code(&answer), Code::Unimplemented, "{answer:?}");
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
 }
 
 pub async fn a_stop_lets_streams_end(world: World) {
@@ -336,15 +336,15 @@ pub async fn a_stop_lets_streams_end(world: World) {
     let mut client = gateway.client().await;
     let mut stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
     assert!(stream.message().await.expect("a message").is_some());
-    gateway.signal(Signal::SIGTERM);
+    gateway.running.signal(Signal::SIGTERM);
     gateway.until("/readyz", "unready", |(status, _)| *status == 503).await;
     for _ in 0..100 {
         assert!(stream.message().await.expect("a stream goes on while the gateway stops").is_some());
     }
-    assert!(gateway.is_alive());
+    assert!(gateway.running.is_alive());
     drop(stream);
     drop(client);
-    assert_eq!(gateway.ended().await, Some(0));
+    assert_eq!(gateway.running.ended().await, Some(0));
     // The driver learns of it a moment later.
     eventually("the driver's stream ends", async || *driver.seen.open.lock().unwrap() == 0).await;
     // And where a client does not end its stream, the time is over at some point.
@@ -357,6 +357,6 @@ pub async fn a_stop_lets_streams_end(world: World) {
     gateway.ready().await;
     let mut client = gateway.client().await;
     let _stream = open(&mut client, &token, &ns, "snapshot").await.expect("a stream");
-    gateway.signal(Signal::SIGTERM);
-    assert_eq!(gateway.ended().await, Some(0));
+    gateway.running.signal(Signal::SIGTERM);
+    assert_eq!(gateway.running.ended().await, Some(0));
 }

@@ -224,7 +224,8 @@ async fn many() {
     // Every volume in one page too: the most that it holds at once.
     let all = client.list_volumes(ListVolumesRequest::default()).await.expect("a page").into_inner();
     assert!(!all.entries.is_empty());
-    let status = std::fs::read_to_string(format!("/proc/{}/status", simulated.router.pid())).expect("status");
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", simulated.router.running.pid())).expect("status");
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("VmHWM");
     let peak: u64 = peak.trim().trim_end_matches(" kB").parse().expect("a number");
     simulated.router.finish();

@@ -255,10 +255,10 @@ async fn another_node_is_sent_no_secret_and_no_call_about_an_object() {
             assert!(!is_sent, "{text} is sent with {path}");
         }
     }
-    let log = cluster.router().log();
+    let log = cluster.router().running.log();
     assert!(!log.contains(SECRET), "{log}");
     assert_eq!(
-        listening(cluster.router().pid()),
+        listening(cluster.router().running.pid()),
         [cluster.router().http],
         "nobody comes in over the network"
     );

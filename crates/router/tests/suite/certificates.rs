@@ -177,7 +177,7 @@ async fn certificates_and_authorities_change_without_a_restart() {
         std::fs::write(dir.join(format!("{name}.ca")), &both).expect("write");
     }
     eventually("both have read it", async || {
-        reloads(&cluster.router().log()) == 1 && reloads(&cluster.nodes[0].rig.log()) > before
+        reloads(&cluster.router().running.log()) == 1 && reloads(&cluster.nodes[0].rig.log()) > before
     })
     .await;
     new.issue(dir, "router", &uri("router"));
@@ -187,7 +187,7 @@ async fn certificates_and_authorities_change_without_a_restart() {
     eventually("the old CA is worth nothing", async || bytes_for(port, Some((dir, "old-router"))).await == 0)
         .await;
     eventually("the new one is", async || bytes_for(port, Some((dir, "router"))).await > 0).await;
-    eventually("the router has read it", async || reloads(&cluster.router().log()) >= 2).await;
+    eventually("the router has read it", async || reloads(&cluster.router().running.log()) >= 2).await;
     // New connections, for streams have their own.
     let volume = cluster.volume_on(0, "after").await;
     let mut client = cluster.client();

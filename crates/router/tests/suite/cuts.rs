@@ -153,7 +153,7 @@ fn a_volume_made_twice_across_a_partition_is_found_and_the_one_in_use_stays() {
         cluster.nodes[0].host.as_ref().expect("a host").mend();
         let counted = "deltapath_router_volumes_made_twice_total 1\n";
         eventually("it is found", async || fresh.get("/metrics").await.contains(counted)).await;
-        let log = fresh.log();
+        let log = fresh.running.log();
         assert!(log.contains(&first) && log.contains(&second) && log.contains("was made twice"), "{log}");
         let error = client.create_volume(request()).await.expect_err("which of them?");
         assert_eq!(error.code(), Code::FailedPrecondition, "{error}");

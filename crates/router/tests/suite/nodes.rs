@@ -51,7 +51,7 @@ async fn a_node_that_is_killed_fails_its_own_objects_alone() {
         format!("deltapath_router_lists_incomplete_total{{method=\"ListVolumes\",node=\"{name}\"}} 1");
     let metrics = cluster.router().get("/metrics").await;
     assert!(metrics.contains(&missing), "{metrics}");
-    let log = cluster.router().log();
+    let log = cluster.router().running.log();
     let said = |line: &&str| line.contains("nodes are missing from a list") && line.contains(&name);
     assert!(log.lines().any(|line| said(&line) && line.contains("ListVolumes")), "{log}");
     let all = client.controller.list_snapshots(ListSnapshotsRequest::default()).await;

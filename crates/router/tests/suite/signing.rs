@@ -1,7 +1,7 @@
 //! Promise: in Kubernetes router and nodes get their certificates by themselves, and no node gets another's.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{ConfigMap, Secret, ServiceAccount};
@@ -12,39 +12,15 @@ use testkit::api_server::{ApiServer, kube_programs};
 use testkit::{PoolKind, Rig, free_port};
 
 use testkit::cluster::{Router, eventually};
+use testkit::running::Running;
 
 const NAMESPACE: &str = "deltapath";
 
 /// `deltapath-router` with another command than to route.
-struct Program(Child, std::path::PathBuf);
-
-impl Program {
-    fn start(dir: &Path, name: &str, arguments: &[String]) -> Self {
-        let log = dir.join(format!("{name}.log"));
-        let child = Command::new(testkit::program("deltapath-router"))
-            .args(arguments)
-            .env("RUST_LOG", "info")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(std::fs::File::create(&log).expect("log"))
-            .spawn()
-            .expect("start");
-        Program(child, log)
-    }
-
-    fn log(&self) -> String {
-        std::fs::read_to_string(&self.1).expect("the log")
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("{}:\n{}", self.1.display(), self.log());
-        }
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+fn start(dir: &Path, name: &str, arguments: &[String]) -> Running {
+    let mut command = Command::new(testkit::program("deltapath-router"));
+    command.args(arguments).env("RUST_LOG", "info").stdout(Stdio::null());
+    Running::start(&mut command, &dir.join(format!("{name}.log")))
 }
 
 /// A kubeconfig by which the API server knows on which node its bearer is: that of a pod there.
@@ -125,7 +101,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     api.make(json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "deltapath-plugin", "namespace": NAMESPACE}})).await;
 
     let signer = of_pod(&api, dir.path(), "deltapath-certificates", "control").await;
-    let signing = Program::start(
+    let signing = start(
         dir.path(),
         "signer",
         &[
@@ -156,7 +132,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     let beside = |name: &str, kubeconfig: &Path, to: &str| {
         let flags = ["node-certificate".into(), format!("--csi-address={}", rig.socket().display())];
         let more = [format!("--kubeconfig={}", kubeconfig.display()), format!("--dir={to}")];
-        Program::start(dir.path(), name, &[flags, more].concat())
+        start(dir.path(), name, &[flags, more].concat())
     };
     let first = of_pod(&api, dir.path(), "deltapath-plugin", "node-1").await;
     let asking = beside("beside", &first, &path(""));
@@ -183,7 +159,7 @@ async fn certificates_are_made_signed_and_denied_by_the_node_that_asks() {
     // Whoever starts again goes on with the CA that is there.
     let before = ca().await;
     drop(signing);
-    let again = Program::start(
+    let again = start(
         dir.path(),
         "signer-again",
         &[

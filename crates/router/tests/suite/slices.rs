@@ -97,8 +97,10 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
 
         // The API server is away: the last list is kept, also by what happens to the nodes meanwhile.
         api.kill_server();
-        eventually("the watch has ended", async || cluster.router().log().contains("cannot be watched now"))
-            .await;
+        eventually("the watch has ended", async || {
+            cluster.router().running.log().contains("cannot be watched now")
+        })
+        .await;
         cluster.router().sees(2).await;
         cluster.nodes[1].rig.terminate();
         cluster.router().sees(1).await;

@@ -2,12 +2,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::api_server::ApiServer;
 use crate::free_port;
+use crate::running::Running;
 use crate::scene;
 use proto::differential::DifferentialSnapshotRequest;
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
@@ -133,7 +134,7 @@ impl World {
 
 /// A process of the program.
 pub struct Program {
-    child: Child,
+    pub running: Running,
     pub socket: PathBuf,
     /// What its URLs begin with.
     pub address: String,
@@ -142,7 +143,6 @@ pub struct Program {
     ip: IpAddr,
     pub http: u16,
     pub ca: String,
-    log: PathBuf,
     pub kubeconfig: PathBuf,
 }
 
@@ -178,7 +178,8 @@ impl Program {
         let (ca, chain, key) = certificate(dir, name, host);
         let (log, socket) = (dir.join(format!("{name}.log")), dir.join(format!("{name}.sock")));
         let address = format!("{host}:{port}");
-        let child = Command::new(crate::program("cbt-earlier"))
+        let mut command = Command::new(crate::program("cbt-earlier"));
+        command
             .arg(design)
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
@@ -186,20 +187,22 @@ impl Program {
             .args([format!("--namespace={}", world.namespace), format!("--pod-name={name}")])
             .args(flags)
             .env("RUST_LOG", world.log)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(std::fs::File::create(&log).expect("a log"))
-            .spawn()
-            .expect("start the program");
+            .stdout(Stdio::null());
+        let running = Running::start(&mut command, &log);
         let (host, kubeconfig) = (host.to_owned(), kubeconfig.to_owned());
-        Program { child, socket, address, port, host, ip, http, ca, log, kubeconfig }
+        Program { running, socket, address, port, host, ip, http, ca, kubeconfig }
     }
 
     /// Waits until it says that it is ready.
     pub async fn ready(&self) {
         let deadline = Instant::now() + Duration::from_secs(90);
         while self.readiness().await.0 != 200 {
-            assert!(Instant::now() < deadline, "not ready: {:?}\n{}", self.readiness().await, self.log());
+            assert!(
+                Instant::now() < deadline,
+                "not ready: {:?}\n{}",
+                self.readiness().await,
+                self.running.log()
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -207,10 +210,6 @@ impl Program {
     /// What the readiness probe gets; 0 where nobody listens.
     pub async fn readiness(&self) -> (u16, String) {
         readiness(self.http).await
-    }
-
-    pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        crate::signal(&self.child, signal);
     }
 
     /// A client as applications have it: it keeps its connections, and finds the program's host at this address.
@@ -221,33 +220,6 @@ impl Program {
     /// Where it listens.
     pub fn at(&self) -> SocketAddr {
         (self.ip, self.port).into()
-    }
-
-    pub fn kill(&mut self) {
-        self.child.kill().expect("kill");
-        self.child.wait().expect("wait");
-    }
-
-    /// SIGTERM, and the exit code.
-    pub fn stop(&mut self) -> Option<i32> {
-        crate::signal(&self.child, nix::sys::signal::Signal::SIGTERM);
-        crate::wait(&mut self.child, Duration::from_secs(60)).code()
-    }
-
-    /// Waits for its end.
-    pub async fn ended(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            if let Some(status) = self.child.try_wait().expect("wait") {
-                return status.code();
-            }
-            assert!(Instant::now() < deadline, "it does not end:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    }
-
-    pub fn log(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
     /// The gRPC service on its socket.
@@ -351,16 +323,6 @@ pub fn trusting(ca: &str) -> rustls::ConfigBuilder<ClientConfig, rustls::client:
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     config.expect("versions").with_root_certificates(roots)
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("--- the program's log\n{}", self.log());
-        }
-    }
 }
 
 /// A CA, and the files of a certificate by it.

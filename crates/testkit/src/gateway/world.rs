@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::api_server::ApiServer;
 use crate::free_port;
+use crate::running::Running;
 use crate::scene;
 pub use crate::scene::{get, manifests};
 use proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient;
@@ -147,11 +148,10 @@ impl Files {
 
 /// A gateway's process.
 pub struct Gateway {
-    child: Child,
+    pub running: Running,
     pub port: u16,
     pub http: u16,
     pub files: Option<Files>,
-    log: PathBuf,
     audit: PathBuf,
 }
 
@@ -173,7 +173,8 @@ impl Gateway {
         let (log, audit) =
             (world.dir.path().join(format!("{name}.log")), world.dir.path().join(format!("{name}.audit")));
         let file = |path| std::fs::OpenOptions::new().create(true).append(true).open(path).expect("a file");
-        let child = Command::new(crate::program("deltapath-gateway"))
+        let mut command = Command::new(crate::program("deltapath-gateway"));
+        command
             .arg(format!("--csi-address={}", world.socket().display()))
             .arg(format!("--kubeconfig={}", kubeconfig.display()))
             .args([format!("--port={port}"), "--bind-address=127.0.0.1".into()])
@@ -181,12 +182,8 @@ impl Gateway {
             .args(more)
             .env("RUST_LOG", levels)
             .env_remove("TLS_CERT_PATH")
-            .stdin(Stdio::null())
-            .stdout(audit_to.unwrap_or_else(|| file(&audit).into()))
-            .stderr(file(&log))
-            .spawn()
-            .expect("start the gateway");
-        Gateway { child, port, http, files, log, audit }
+            .stdout(audit_to.unwrap_or_else(|| file(&audit).into()));
+        Gateway { running: Running::start(&mut command, &log), port, http, files, audit }
     }
 
     /// Waits until it says that it is ready.
@@ -202,7 +199,7 @@ impl Gateway {
             if answer.as_ref().is_some_and(&is_it) {
                 return;
             }
-            assert!(Instant::now() < deadline, "not {what} in a minute: {answer:?}\n{}", self.log());
+            assert!(Instant::now() < deadline, "not {what} in a minute: {answer:?}\n{}", self.running.log());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -219,10 +216,6 @@ impl Gateway {
         line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0)
     }
 
-    pub fn pid(&self) -> i32 {
-        self.child.id() as i32
-    }
-
     /// Resident memory, in bytes.
     pub fn memory(&self) -> u64 {
         self.status("VmRSS:")
@@ -234,33 +227,10 @@ impl Gateway {
     }
 
     fn status(&self, of: &str) -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("a status");
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/status", self.running.pid())).expect("a status");
         let line = status.lines().find_map(|line| line.strip_prefix(of)).expect(of);
         line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
-    }
-
-    pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal).expect("kill");
-    }
-
-    /// The exit code, waited for.
-    pub async fn ended(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + Duration::from_secs(60);
-        loop {
-            if let Some(status) = self.child.try_wait().expect("wait") {
-                return status.code();
-            }
-            assert!(Instant::now() < deadline, "it does not end:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-    }
-
-    pub fn is_alive(&mut self) -> bool {
-        self.child.try_wait().expect("wait").is_none()
-    }
-
-    pub fn log(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
     /// The audit lines so far.
@@ -276,22 +246,11 @@ impl Gateway {
     }
 }
 
-impl Drop for Gateway {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-        if std::thread::panicking() {
-            eprintln!("--- the gateway's log\n{}", self.log());
-        }
-    }
-}
-
 /// The community's sidecar.
 pub struct Sidecar {
-    child: Child,
+    pub running: Running,
     pub port: u16,
     pub http: u16,
-    log: PathBuf,
 }
 
 impl Sidecar {
@@ -310,40 +269,21 @@ impl Sidecar {
     ) -> Self {
         let (port, http) = (free_port(), free_port());
         let log = world.dir.path().join("sidecar.log");
-        let child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .arg(format!("--csi-address={}", socket.display()))
             .arg(format!("--kubeconfig={}", world.api.kubeconfig.display()))
             .arg(format!("--tls-cert={}", files.chain.display()))
             .arg(format!("--tls-key={}", files.key.display()))
             .args([format!("--port={port}"), format!("--http-endpoint=127.0.0.1:{http}")])
-            .args(more)
-            .stdin(Stdio::null())
-            .stderr(std::fs::File::create(&log).expect("a log"))
-            .spawn()
-            .expect("start the sidecar");
-        let sidecar = Sidecar { child, port, http, log };
+            .args(more);
+        let sidecar = Sidecar { running: Running::start(&mut command, &log), port, http };
         let deadline = Instant::now() + Duration::from_secs(60);
         while std::net::TcpStream::connect(("127.0.0.1", http)).is_err() {
-            assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.log());
+            assert!(Instant::now() < deadline, "no sidecar:\n{}", sidecar.running.log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         sidecar
-    }
-
-    /// Whether its process has not ended, else with which code.
-    pub fn ended(&mut self) -> Option<Option<i32>> {
-        self.child.try_wait().expect("wait").map(|status| status.code())
-    }
-
-    pub fn log(&self) -> String {
-        std::fs::read_to_string(&self.log).unwrap_or_default()
-    }
-}
-
-impl Drop for Sidecar {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -1,0 +1,80 @@
+//! A program under test, or one that a test needs, with its log: killed when it is dropped, and the log is shown where the test
+//! failed. The driver has a [`Rig`](crate::Rig) of its own.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+/// How long a program may take to end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub struct Running {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Running {
+    /// Starts it with nothing to read. What it writes to standard error is added to `log`.
+    pub fn start(command: &mut Command, log: &Path) -> Self {
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(log).expect("a log");
+        let child = command.stdin(Stdio::null()).stderr(file).spawn();
+        let child = child.unwrap_or_else(|error| panic!("start {command:?}: {error}"));
+        Running { child, log: log.to_owned() }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        crate::signal(&self.child, signal);
+    }
+
+    pub fn kill(&mut self) {
+        self.child.kill().expect("kill");
+        self.child.wait().expect("wait");
+    }
+
+    /// SIGTERM, and how it ends.
+    pub fn stop(&mut self) -> ExitStatus {
+        self.signal(Signal::SIGTERM);
+        crate::wait(&mut self.child, PATIENCE)
+    }
+
+    /// How it has ended; `None` while it runs.
+    pub fn status(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("wait")
+    }
+
+    pub fn is_alive(&mut self) -> bool {
+        self.status().is_none()
+    }
+
+    /// The exit code, waited for while other tasks go on.
+    pub async fn ended(&mut self) -> Option<i32> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.status() {
+                return status.code();
+            }
+            assert!(Instant::now() < deadline, "it does not end:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("--- {}\n{}", self.log.display(), self.log());
+        }
+    }
+}
