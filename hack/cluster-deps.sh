@@ -38,6 +38,9 @@ buildah buildah
 openssl openssl
 curl curl
 perl perl-base
+jq jq
+pgrep procps
+debugfs e2fsprogs
 P
 # The one that is linked to nothing, for an image that holds nothing else.
 if ! [ -x /bin/busybox ] || ldd /bin/busybox >/dev/null 2>&1; then packages+=(busybox-static); fi

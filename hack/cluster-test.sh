@@ -5,12 +5,14 @@ set -euo pipefail
 # shellcheck source=hack/cluster/lib.sh
 . "$(dirname "$0")/cluster/lib.sh"
 
-parts=(kills single distributed pages troubles changes crowd)
+parts=(kills beside single distributed pages overlays troubles changes crowd)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
+  beside       two clusters in use: one is taken down, and the other does not notice
   single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
   distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
   pages        the commands of docs/install.md for a cluster that is there, and those of docs/uninstall.md
+  overlays     every overlay that the other parts do not install, with the smoke test of hack/e2e.sh
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   changes      the driver is upgraded, and the API server is away for a minute in the middle of each call of a sidecar
   crowd        a quota, 50 claims and 200 snapshots at once, fsGroup on 100,000 files, ROUNDS=200 of a snapshot schedule
@@ -55,6 +57,7 @@ on() { # NAME COMMAND...
 k() { on "$name-a" exec kubectl "$@"; }
 cleanup() {
     on "$name-a" down
+    on "$name-b" down
     rm -rf "$scratch"
 }
 trap 'cleanup >/dev/null 2>&1' EXIT
@@ -72,15 +75,22 @@ commands_of() { awk '/^ *```sh$/ { on = 1; next } /^ *```$/ { on = 0 } on && !/R
 
 # What of deltapath a cluster still has, of any kind of object.
 objects() {
-    local kinds
-    kinds=$(on "$1" exec kubectl api-resources --verbs list --output name | grep -v '^events' | paste -sd ,)
-    on "$1" exec kubectl get "$kinds" --all-namespaces --ignore-not-found --output name | grep -i deltapath
+    local kinds found
+    kinds=$(on "$1" exec kubectl api-resources --verbs list --output name | grep -v '^events' | paste -sd ,) ||
+        fail "kubectl does not say which kinds of objects there are"
+    found=$(on "$1" exec kubectl get "$kinds" --all-namespaces --ignore-not-found --output name) ||
+        fail "kubectl does not say which objects there are"
+    grep -i deltapath <<<"$found"
 }
+
+# The CronJob of the example has its time in the night, which may be now.
+only_when_asked() { k patch cronjob cbt-backup-data --type merge --patch '{"spec": {"suspend": true}}'; }
 
 # A backup of a claim into another begins, slowly enough for something to happen to it: backup_of CLAIM RATE. Its process is
 # $backup.
 backup_of() {
     k apply --filename "$root/deploy/backup/cronjob.yaml"
+    only_when_asked
     k apply --filename - <<'Y'
 apiVersion: v1
 kind: PersistentVolumeClaim
@@ -94,13 +104,37 @@ Y
     await 120 "the backup runs" k wait --for jsonpath='{.status.phase}'=Running --timeout 5s "pod/cbt-backup-$1"
 }
 
+# Writes every other block of 1 GiB of a pod's Block volume: a backup then reads a stream of 131,072 ranges, more than all
+# that is between the driver and it can hold, so the stream is open until the backup has read most of them: dense POD
+dense() {
+    local minor
+    minor=$(k exec "$1" -- stat -c %T /dev/volume)
+    # shellcheck disable=SC2016 # perl's
+    on "$name-a" exec perl -MIO::Handle -e 'system("mknod", "/run/dense", "b", 7, hex $ARGV[0]) == 0 or die;
+        open my $device, "+<", "/run/dense" or die "open: $!";
+        unlink "/run/dense";
+        for my $number (0 .. 131071) {
+            sysseek $device, $number * 8192, 0;
+            syswrite($device, "x" x 4096) == 4096 or die "write: $!";
+        }
+        $device->sync or die "sync: $!"' "$minor"
+}
+# Whether a gateway passes a stream on now.
+a_stream_is_open() {
+    local pod
+    for pod in $(k get pods --namespace "$namespace" --selector app.kubernetes.io/component=gateway --output name); do
+        k get --raw "/api/v1/namespaces/$namespace/pods/${pod#pod/}:8080/proxy/metrics"
+    done | awk '$1 == "deltapath_gateway_open_streams" { open += $2 } END { exit open == 0 }'
+}
+
 # docs/uninstall.md, with volumes in use: uninstall NODES
 uninstall() {
     local node
     say "uninstalling"
     k apply --filename "$root/deploy/examples/block.yaml" --filename "$root/deploy/examples/ephemeral.yaml"
     k wait --for condition=ready --timeout 120s pod/block pod/ephemeral
-    if on "$name-a" exec "$root/hack/remove.sh"; then fail "hack/remove.sh did not refuse while there were volumes"; fi
+    if on "$name-a" exec "$root/hack/remove.sh" 2>"$scratch/refused"; then fail "hack/remove.sh did not refuse while there were volumes"; fi
+    grep -q "of deltapath still" "$scratch/refused" || fail "hack/remove.sh failed, and not for the volumes: $(cat "$scratch/refused")"
     on "$name-a" exec "$root/hack/remove.sh" --volumes
     for ((node = 1; node <= $1; node++)); do
         await 60 "no device of deltapath is attached on node $node" no_devices "$node" ||
@@ -111,11 +145,14 @@ uninstall() {
 # What docs/uninstall.md says to look at, without the places of the cluster itself.
 left_on() {
     # losetup shows the devices of all clusters.
-    "$root/hack/cluster/sweep.sh" --list "$clusters/$name-a" "$name-a" "node$1"
+    "$root/hack/cluster/sweep.sh" --list "$clusters/$name-a" "$name-a" "node$1" || return
     # A node begins with the mounts of the machine, and other tests have theirs in /tmp.
-    on "$name-a" exec --node "$1" cat /proc/mounts | grep deltapath | grep -v -e "$clusters" -e ' /tmp/' || true
+    on "$name-a" exec --node "$1" cat /proc/mounts | awk -v ours="$clusters" '/deltapath/ && !index($0, ours) && !/ \/tmp\//'
 }
-no_devices() { [ -z "$(left_on "$1")" ]; }
+no_devices() {
+    local left
+    left=$(left_on "$1") && [ -z "$left" ]
+}
 
 # shellcheck source=/dev/null
 . "$root/hack/cluster/parts/$1.sh"

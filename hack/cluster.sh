@@ -31,7 +31,7 @@ here_or_fail() { runs || fail "no cluster $CLUSTER runs: hack/cluster.sh up make
 
 # Why a machine cannot, each with what to do about it.
 preflight() {
-    local available controller left
+    local available controller try overlay=yes
     root_only
     need openssl curl runc nft ip perl pgrep setpriv
     [ -x /usr/lib/cni/ptp ] || fail "the CNI plugins are missing: make cluster-deps installs them"
@@ -41,12 +41,13 @@ preflight() {
     [ -e /dev/loop-control ] || fail "no /dev/loop-control: modprobe loop"
     unshare --mount --propagation private --pid --net --uts --ipc --cgroup --fork true 2>/dev/null ||
         fail "this machine lets root make no namespaces (mount, pid, net, uts, ipc, cgroup); in a container, run it privileged"
-    mkdir -p "$clusters/.try"/{lower,upper,work,over}
+    mkdir -p "$clusters"
+    try=$(mktemp -d "$clusters/.try-XXXXXX")
+    mkdir "$try"/{lower,upper,work,over}
     unshare --mount --propagation private mount -t overlay overlay \
-        -o "lowerdir=$clusters/.try/lower,upperdir=$clusters/.try/upper,workdir=$clusters/.try/work" "$clusters/.try/over" 2>/dev/null ||
-        left=no-overlay
-    rm -rf "$clusters/.try"
-    [ -z "${left-}" ] ||
+        -o "lowerdir=$try/lower,upperdir=$try/upper,workdir=$try/work" "$try/over" 2>/dev/null || overlay=no
+    rm -rf "$try"
+    [ "$overlay" = yes ] ||
         fail "no overlay filesystem can be mounted over $clusters: modprobe overlay, or set DELTAPATH_CLUSTERS to a directory on ext4, xfs or btrfs"
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         for controller in cpu cpuset memory pids; do
@@ -103,7 +104,8 @@ K
 watch_over() {
     local status=0
     exec {lock}>"$dir/lock"
-    flock --nonblock "$lock" || exit 1
+    # A command that looks whether the cluster runs holds it for a moment.
+    flock --timeout 5 "$lock" || exit 1
     # Each ends with its parent: setpriv here, unshare's first process with unshare, all others with that one.
     setpriv --pdeathsig KILL unshare --mount --propagation private --pid --net --uts --ipc --fork --kill-child --mount-proc \
         "$root/hack/cluster/init.sh" "$dir" "$CLUSTER" "$nodes" {lock}>&- &
@@ -125,7 +127,7 @@ on_node() {
     shift
     [ -e "$dir/node$node/pid" ] || fail "node $node of the cluster $CLUSTER is off: hack/cluster.sh on $node"
     in_cluster nsenter --target "$(cat "$dir/node$node/pid")" --mount --pid --net --uts --ipc --cgroup --wd="$PWD" \
-        env KUBECONFIG="$dir/pki/admin.kubeconfig" KUBE_CONTEXT=cluster DELTAPATH_CRDS="$cluster_cache/crds" \
+        env KUBECONFIG="$dir/pki/admin.kubeconfig" KUBECACHEDIR="$dir/kubectl" KUBE_CONTEXT=cluster DELTAPATH_CRDS="$cluster_cache/crds" \
         PATH="$cluster_cache/bin:$kubernetes_bin:$PATH" "$@"
 }
 control() { (on_node 1 "$@"); }
@@ -153,13 +155,14 @@ $usage" ;;
         shift
     done
     [[ $nodes =~ ^[1-3]$ ]] || fail "--nodes $nodes: 1, 2 or 3"
-    preflight
+    root_only
     if runs; then
         [ "$(nodes_of)" -eq "$nodes" ] ||
             fail "the cluster $CLUSTER has $(nodes_of) nodes and $nodes are asked for: hack/cluster.sh down, then again"
         say "the cluster $CLUSTER is there already"
         return
     fi
+    preflight
     [ ! -e "$dir" ] || down
     say "making the cluster $CLUSTER of $nodes nodes"
     mkdir -p "$clusters"
@@ -194,6 +197,7 @@ down() {
     fi
     "$root/hack/cluster/sweep.sh" "$dir" "$CLUSTER" || fail "not all of the cluster $CLUSTER could be removed; $dir stays"
     rm -rf --one-file-system "$dir"
+    rm -rf "$clusters"/.try-*
     rmdir "$clusters" 2>/dev/null || true
 }
 
@@ -277,7 +281,7 @@ $usage" ;;
         ;;
     off | on)
         here_or_fail
-        [ -e "$dir/node${1:-2}/logs" ] || fail "the cluster $CLUSTER has no node $1"
+        [ -e "$dir/node${1:-2}/logs" ] || fail "the cluster $CLUSTER has no node ${1:-2}"
         "$command" "${1:-2}"
         ;;
     smoke) smoke "$@" ;;

@@ -3,7 +3,7 @@
 # The base images are made by debootstrap and the toolchain is this machine's, so no image registry is asked; what
 # is tested is every instruction of the Dockerfile and what comes out of them. Does nothing when nothing changed.
 #
-# With --archives it also writes the images of driver, gateway, router, earlier designs, backup tool and example program to
+# With --archives it also writes the images of driver, gateway, router, earlier designs, cbt-lab, backup tool and example program to
 # .deps/image/archives, under the names that the manifests use, for hack/cluster.sh.
 set -euo pipefail
 case "${1-}" in
@@ -118,6 +118,7 @@ if [ "$unpacked" = no ]; then
     build deltapath-router:test --target router
     build cbt-earlier:test --target earlier
     unpack cbt-earlier:test "$deps/earlier"
+    build cbt-lab:test --target lab
     build cbt-backup:test --target backup
     unpack cbt-backup:test "$deps/cbt-backup"
     echo "$state" >"$deps/state"
@@ -143,7 +144,7 @@ b bud --pull-never --quiet --tag deltapath-backup:test \
     exit 1
 }
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
-for name in deltapath deltapath-gateway deltapath-router cbt-earlier cbt-backup deltapath-backup; do
+for name in deltapath deltapath-gateway deltapath-router cbt-earlier cbt-lab cbt-backup deltapath-backup; do
     echo "image-rootfs: writing the archive of $name:$version"
     rm -f "$deps/archives/$name.tar"
     b push --quiet "localhost/$name:test" "docker-archive:$deps/archives/$name.tar:docker.io/library/$name:$version"

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 # shellcheck source=hack/cluster/mounts.sh
 . "$here/mounts.sh"
-leave_mounts_of_others "$dir" "$(cd "$here/../.." && pwd)" "${DELTAPATH_CACHE:-$HOME}"
+leave_mounts_of_others "$dir" "$(cd "$here/../.." && pwd)" "${DELTAPATH_CACHE:-${XDG_CACHE_HOME:-$HOME}}"
 
 hostname "$name"
 ip link set lo up
@@ -17,8 +17,10 @@ ip link set bridge up
 
 # A cgroup namespace begins in the cgroup of whoever makes it.
 enter_cgroup() {
-    local hierarchy cgroup
-    for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/*; do
+    local hierarchy cgroup hierarchies=(/sys/fs/cgroup/*)
+    # One for all controllers, whose directories are others' cgroups; before cgroup v2 a directory for each.
+    [ ! -e /sys/fs/cgroup/cgroup.controllers ] || hierarchies=(/sys/fs/cgroup)
+    for hierarchy in "${hierarchies[@]}"; do
         [ -e "$hierarchy/cgroup.procs" ] || continue
         cgroup=$hierarchy/deltapath-$name/$1
         mkdir -p "$cgroup"
@@ -49,6 +51,8 @@ run() {
             kill -0 "$starter" 2>/dev/null || { cat "$dir/$node/logs/node.log" && exit 1; }
             sleep 0.1
         done
+        # The kernel removes that of a node whose power was cut some time after it.
+        ip link delete "$node" 2>/dev/null || true
         ip link add "$node" type veth peer name eth0 netns "$pid"
         ip link set "$node" master bridge up
         echo "$pid" >"$dir/$node/pid"

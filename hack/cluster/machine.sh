@@ -25,6 +25,6 @@ for file in /sys/block/loop*/loop/backing_file; do
     name=$(cat "$file" 2>/dev/null) || continue
     [ -f "$name" ] || [[ $name = /tmp/* ]] || echo "loop device: ${file%/loop/backing_file} $name"
 done
-for directory in /var/lib/{deltapath,kubelet,containerd,etcd,cni} /run/containerd /etc/cni /var/log/pods; do
+for directory in /var/lib/{deltapath,kubelet,containerd,etcd,cni} /run/containerd /etc/cni /var/log/pods /usr/libexec/kubernetes; do
     [ ! -e "$directory" ] || echo "directory: $directory"
 done

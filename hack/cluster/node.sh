@@ -10,6 +10,8 @@ here=$dir/$node
 pki=$dir/pki
 address=10.99.0.1$number
 control=10.99.0.11
+# Its place by default is in /usr, which is the machine's.
+plugins=/var/lib/kubelet/volumeplugins
 export PATH=$cluster_cache/bin:$kubernetes_bin:$PATH:/usr/sbin:/sbin
 
 hostname "$node"
@@ -29,7 +31,7 @@ printf "nameserver %s\nsearch cluster.local\n" "$control" >/etc/resolv.conf
 printf '127.0.0.1 localhost\n%s %s\n' "$address" "$node" >/etc/hosts
 
 # A /dev of its own, as in a container: what a driver makes there is seen by this node alone.
-devices=$(find /dev -maxdepth 1 -name 'loop[0-9]*' -printf '%f\n')
+devices=$(find /dev -maxdepth 1 -regex '/dev/loop[0-9]+' -printf '%f\n')
 mkdir -p /run/dev
 mount -t tmpfs -o mode=755,nosuid tmpfs /run/dev
 mkdir /run/dev/pts /run/dev/shm /run/dev/mqueue
@@ -136,6 +138,7 @@ resolvConf: /etc/resolv.conf
 evictionHard: {memory.available: 100Mi, nodefs.available: 1%, imagefs.available: 1%, nodefs.inodesFree: 1%}
 imageGCHighThresholdPercent: 100
 nodeStatusUpdateFrequency: 5s
+volumePluginDir: $plugins
 K
 cat >proxy.yaml <<K
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
@@ -189,7 +192,7 @@ if [ "$number" = 1 ]; then
     for program in controller-manager scheduler; do
         flags=()
         [ "$program" = scheduler ] || flags=(--service-account-private-key-file="$pki/accounts.key"
-            --root-ca-file="$pki/ca.crt" --use-service-account-credentials)
+            --root-ca-file="$pki/ca.crt" --use-service-account-credentials --flex-volume-plugin-dir="$plugins")
         service "kube-$program" "kube-$program" --kubeconfig="$pki/$program.kubeconfig" \
             --authentication-kubeconfig="$pki/$program.kubeconfig" --authorization-kubeconfig="$pki/$program.kubeconfig" \
             --leader-elect=false "${flags[@]}" &

@@ -25,14 +25,16 @@ status_of() {
         ioctl $device, 0x4C05, $status or exit 1;
         printf "%u %u %u\n", unpack "QQQ", $status' "$1" 2>/dev/null
 }
-# Each attached loop device whose file is not plainly somebody else's: "loopN device inode number".
+# Each attached loop device whose file is not plainly another's: "loopN/SEQUENCE device inode number". The sequence is that of
+# what is attached: a number may come to serve another file.
 attached() {
-    local entry loop file
+    local entry loop file sequence
     for entry in /sys/block/loop*/loop/backing_file; do
         loop=${entry#/sys/block/} loop=${loop%%/*}
         file=$(cat "$entry" 2>/dev/null) || continue
         [ ! -f "$file" ] || [ "${file#"$dir"/}" != "$file" ] || continue
-        echo "$loop $(status_of "$loop")"
+        sequence=$(cat "/sys/block/$loop/diskseq" 2>/dev/null) || continue
+        echo "$loop/$sequence $(status_of "$loop")"
     done
 }
 files_in() { find "$1" -type f -printf '%D %i\n' 2>/dev/null || true; }
@@ -42,8 +44,8 @@ gone() { [ "$(cat "/sys/block/$1/diskseq" 2>/dev/null)" != "$2" ] || [ ! -e "/sy
 detach() {
     local loop sequence
     for loop in "$@"; do
-        [ -e "/sys/block/$loop/loop" ] || continue
-        sequence=$(cat "/sys/block/$loop/diskseq")
+        sequence=${loop#*/} loop=${loop%/*}
+        ! gone "$loop" "$sequence" || continue
         losetup --detach "/dev/$loop" 2>/dev/null || true
         for _ in $(seq 100); do
             gone "$loop" "$sequence" && continue 2
@@ -76,7 +78,7 @@ for place in "$dir"/${node:-node*}/; do
     mapfile -t mounted < <(
         for loop in "${direct[@]}"; do
             mkdir -p "$scratch/pool"
-            mount "/dev/$loop" "$scratch/pool" 2>/dev/null || continue
+            mount "/dev/${loop%/*}" "$scratch/pool" 2>/dev/null || continue
             files_in "$scratch/pool" >"$scratch/files"
             attached | among "$scratch/files"
             umount "$scratch/pool"
@@ -85,11 +87,13 @@ for place in "$dir"/${node:-node*}/; do
     # kubelet holds each Block volume by a loop device over the driver's.
     upper=()
     for loop in "${direct[@]}" "${mounted[@]}"; do
-        number=$((7 * 256 + ${loop#loop}))
+        number=${loop#loop} number=${number%/*}
+        # Major 7, as the kernel writes numbers of devices.
+        number=$((number & 255 | 7 << 8 | (number & ~255) << 12))
         mapfile -O "${#upper[@]}" -t upper < <(attached | awk -v number="$number" '$4 == number { print $1 }')
     done
     if [ "$list" = yes ]; then
-        for loop in "${upper[@]}" "${mounted[@]}" "${direct[@]}"; do echo "/dev/$loop $(cat "/sys/block/$loop/loop/backing_file")"; done
+        for loop in "${upper[@]}" "${mounted[@]}" "${direct[@]}"; do echo "/dev/${loop%/*} $(cat "/sys/block/${loop%/*}/loop/backing_file")"; done
     else
         detach "${upper[@]}" "${mounted[@]}" "${direct[@]}"
     fi

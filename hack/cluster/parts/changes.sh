@@ -25,16 +25,19 @@ count_of() {
 
 upgrade() {
     local other=docker.io/library/deltapath:another-version
+    dense block
     say "the driver's image is exchanged while a pod writes and a backup reads"
     # shellcheck disable=SC2016 # the pod's shell expands it
     k exec block -- sh -c 'n=0; while :; do n=$((n + 1)); echo $n | dd of=/dev/volume bs=4096 seek=$((n % 1000)) count=1 conv=notrunc,sync,fsync 2>/dev/null || echo $n; done' >"$scratch/refused" &
     local writer=$!
     on "$name-a" exec ctr --namespace k8s.io images tag "docker.io/library/$image" "$other"
-    backup_of block 4M
+    backup_of block 16M
+    await 60 "a stream is open" a_stream_is_open || fail "no stream is open"
     k set image --namespace "$namespace" statefulset/deltapath-plugin "deltapath=$other"
     k rollout status --namespace "$namespace" statefulset/deltapath-plugin --timeout 180s
     [ "$(k get pod deltapath-plugin-0 --namespace "$namespace" --output jsonpath='{.spec.containers[?(@.name=="deltapath")].image}')" = "$other" ] ||
         fail "the driver's pod has the old image"
+    kill -0 "$backup" || fail "the backup was over before the driver's image was exchanged"
     wait "$backup" || fail "the backup does not outlive the exchange"
     kill -0 "$writer" || fail "the pod stopped writing"
     kill "$writer"

@@ -27,9 +27,14 @@ drain() {
     k get pods --output json --field-selector spec.nodeName=node2 |
         jq '.items[] |= del(.spec.nodeName, .status, .metadata.uid, .metadata.resourceVersion)' >"$scratch/drained"
     [ "$(jq '.items | length' "$scratch/drained")" -ge 3 ] || fail "node2 has few pods"
+    # What volumes have mounted: filesystems of volumes, Block devices, and where each is mounted first.
+    staged() { on "$name-a" exec --node 2 cat /proc/mounts | awk '$2 ~ "^/var/lib/kubelet/" && $2 ~ "kubernetes.io~csi|kubernetes.io/csi"'; }
+    [ "$(staged | wc -l)" -ge 3 ] || fail "few volumes are mounted on node2: $(staged)"
     k drain node2 --ignore-daemonsets --delete-emptydir-data --force --timeout 180s
-    staged() { on "$name-a" exec --node 2 cat /proc/mounts | grep -E '/var/lib/kubelet/(pods|plugins).*(globalmount|/mount)' | grep deltapath; }
-    unstaged() { ! staged; }
+    unstaged() {
+        local left
+        left=$(staged) && [ -z "$left" ]
+    }
     await 60 "nothing is mounted" unstaged || fail "mounts are left on a drained node: $(staged)"
     k uncordon node2
     # Both replicas of the controller went to node1. One of a new pair prefers the other node.

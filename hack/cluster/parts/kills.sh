@@ -18,8 +18,8 @@ part_kills() {
     say "kubelet killed, then a cluster in use taken down"
     in_use
     on "$name-a" exec pkill -KILL -x kubelet
-    await 60 "kubelet is started again" on "$name-a" exec pgrep -x kubelet
-    await 60 "kubelet serves" k exec block -- true
+    await 60 "kubelet is started again" on "$name-a" exec pgrep -x kubelet || fail "kubelet is not started again"
+    await 60 "kubelet serves" k exec block -- true || fail "kubelet does not serve"
     on "$name-a" down
     unchanged
     for victim in supervisor unshare node; do
@@ -33,14 +33,15 @@ part_kills() {
         kill -KILL "$process"
         # The supervisor sweeps up; after its own death the next command does.
         if [ "$victim" != supervisor ]; then
-            await 60 "the cluster ended and was swept up" grep -q "the cluster ended" "$clusters/$name-a/cluster.log"
+            await 60 "the cluster ended and was swept up" grep -q "the cluster ended" "$clusters/$name-a/cluster.log" ||
+                fail "the cluster does not end"
             unchanged
         fi
         on "$name-a" down
         unchanged
     done
     say "SIGKILL in the middle of up"
-    for moment in 0.5 2 5 9; do
+    for moment in 0.5 2 5 9 16; do
         CLUSTER=$name-a setsid "$root/hack/cluster.sh" up >/dev/null 2>&1 &
         process=$!
         sleep "$moment"

@@ -13,7 +13,14 @@ part_single() {
     on "$name-a" up
     on "$name-a" install
     say "installing once more changes nothing"
+    # A changed object has another generation, a replaced one another uid.
+    installed() {
+        k get pods,deployments,statefulsets,services,serviceaccounts,roles,rolebindings --namespace "$namespace" \
+            --output 'custom-columns=KIND:.kind,NAME:.metadata.name,UID:.metadata.uid,GENERATION:.metadata.generation'
+    }
+    installed >"$scratch/installed"
     on "$name-a" install
+    installed | diff "$scratch/installed" - || fail "installing once more changes objects"
     on "$name-a" exec "$root/hack/e2e.sh" "${e2e_flags[@]}"
     say "the commands of docs/backup-by-hand.md"
     commands_of docs/backup-by-hand.md >"$scratch/backup"
@@ -56,6 +63,7 @@ backup_page() {
         sed "/^export/,\$d; s|--from-literal AWS_REGION=|--from-literal AWS_ENDPOINT=$AWS_ENDPOINT --from-literal AWS_ALLOW_HTTP=true &|" >"$page"
     grep '^cbt-backup run' "$page" >"$page-again" || fail "docs/backup.md runs no backup in a cluster"
     (cd "$root" && PATH=$root/.deps/image/cbt-backup:$PATH on "$name-a" exec bash -euxo pipefail "$page")
+    only_when_asked
     nothing_of_ours "a backup"
     backups full
     k exec data -- sh -c 'dd if=/dev/urandom of=/data/second bs=1M count=4 && sync'

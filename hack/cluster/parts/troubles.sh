@@ -68,10 +68,15 @@ Y
     goes_on "kubelet's end"
 
     say "the driver killed, in the middle of a backup"
-    backup_of data 32M
+    k apply --filename "$root/deploy/examples/block.yaml"
+    k wait --for condition=ready --timeout 120s pod/block
+    dense block
+    backup_of block 32M
+    await 60 "a stream is open" a_stream_is_open || fail "no stream is open"
     on "$name-a" exec pkill -KILL -x deltapath
     wait "$backup" || fail "the backup does not outlive the driver"
     k rollout status --namespace "$namespace" statefulset/deltapath-plugin --timeout 120s
+    k delete --filename "$root/deploy/examples/block.yaml"
     goes_on "the driver's end"
 
     say "a pod deleted by force, and the node without power"
