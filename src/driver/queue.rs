@@ -1,12 +1,12 @@
 //! The queue: which snapshots the hashing thread works on next. It is in memory only. What it is made of, the maps, is
 //! on disk, and read again at start.
 //!
-//! Volumes take turns of a step each, so that nobody waits for another's first snapshot. What changed between two
+//! Volumes take turns of a step each, so that none waits for another's first snapshot. What changed between two
 //! snapshots goes before the rest: of a volume the newest first, for that is what the next delta asks for. The rest goes
 //! in the order in which the snapshots were taken, for each takes hashes over from the one before. Where nothing is left
 //! to be hashed the rest goes before all: it reads no data, and frees the bytes of deleted snapshots.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,12 +27,17 @@ pub(super) struct Queue {
     pub(super) stop: Stop,
 }
 
+/// Each step takes the logarithm of what is queued, for calls wait for it: thousands of snapshots may be queued at once.
 #[derive(Debug, Default)]
 struct State {
-    jobs: BTreeMap<Place, Job>,
-    /// The number of each volume's last step.
-    served: BTreeMap<VolumeId, u64>,
+    lines: BTreeMap<VolumeId, Line>,
+    /// The volumes that have something to be done now, the first to be done first: by its rank, and by their last step.
+    order: BTreeSet<(Rank, u64, VolumeId)>,
+    /// What failed, by when it is tried again.
+    waiting: BTreeSet<(Instant, Place, Part)>,
     steps: u64,
+    /// Bytes of all jobs that are still to be hashed.
+    left: u64,
     /// When to look at retained snapshots next.
     turn: Option<Instant>,
     stopping: bool,
@@ -40,6 +45,16 @@ struct State {
 
 /// A snapshot's volume, and its sequence number there.
 type Place = (VolumeId, u64);
+
+/// The queued snapshots of a volume.
+#[derive(Debug, Default)]
+struct Line {
+    jobs: BTreeMap<u64, Job>,
+    /// Those with something to be done now, by its rank.
+    ready: BTreeMap<Rank, BTreeSet<u64>>,
+    /// The number of the volume's last step.
+    served: u64,
+}
 
 #[derive(Debug)]
 struct Job {
@@ -77,55 +92,161 @@ pub(super) enum Part {
     Rest,
 }
 
+/// What goes before what. The lowest is first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Rank {
+    /// The rest where nothing is left to be hashed.
+    Hashed,
+    Changes,
+    Rest,
+}
+
+impl Rank {
+    fn part(self) -> Part {
+        match self {
+            Rank::Changes => Part::Changes,
+            Rank::Hashed | Rank::Rest => Part::Rest,
+        }
+    }
+}
+
 impl Job {
     fn new(id: SnapshotId, left: u64) -> Self {
         Job { id, left, parts: BTreeMap::from([(Part::Changes, FIRST), (Part::Rest, FIRST)]) }
     }
 
-    /// The part that is done next, if any may be done now, after its rank: the lowest goes first.
-    fn next(&self, now: Instant) -> Option<(u8, Part)> {
-        let is_due = |part: &Part| {
-            self.parts.get(part).is_some_and(|attempt| attempt.due.is_none_or(|due| now >= due))
+    fn rank(&self, part: Part) -> Rank {
+        match (part, self.left) {
+            (Part::Changes, _) => Rank::Changes,
+            (Part::Rest, 0) => Rank::Hashed,
+            (Part::Rest, _) => Rank::Rest,
+        }
+    }
+}
+
+impl Line {
+    /// The rank of what is done next.
+    fn rank(&self) -> Option<Rank> {
+        self.ready.keys().next().copied()
+    }
+
+    /// What is done next: of changes the newest, and of the rest the oldest.
+    fn next(&self) -> Option<(u64, Part)> {
+        let (rank, sequences) = self.ready.iter().next()?;
+        let sequence = match rank {
+            Rank::Changes => sequences.last(),
+            Rank::Hashed | Rank::Rest => sequences.first(),
         };
-        let order = match self.left {
-            0 => [(0, Part::Rest), (1, Part::Changes)],
-            _ => [(1, Part::Changes), (2, Part::Rest)],
-        };
-        order.into_iter().find(|(_, part)| is_due(part))
+        Some((*sequence?, rank.part()))
     }
 }
 
 impl State {
-    /// The next step that may be done now.
-    fn next(&mut self, now: Instant) -> Option<Work> {
-        let mut best: Option<((u8, Part), u64, &Place)> = None;
-        for (place, job) in &self.jobs {
-            let Some(part) = job.next(now) else { continue };
-            let served = self.served.get(&place.0).copied().unwrap_or(0);
-            // Places ascend: of a volume the first is the oldest, and the last the newest.
-            let is_better = best.is_none_or(|(other, last, of)| match place.0 == of.0 {
-                true => part < other || (part == other && part.1 == Part::Changes),
-                false => (part, served) < (other, last),
-            });
-            if is_better {
-                best = Some((part, served, place));
+    /// Changes the job of a place, which may be none before or after, and what it is found by.
+    fn change<T>(&mut self, place: &Place, change: impl FnOnce(&mut Option<Job>) -> T) -> T {
+        let (volume, sequence) = place;
+        let mut line = self.lines.remove(volume).unwrap_or_default();
+        if let Some(rank) = line.rank() {
+            self.order.remove(&(rank, line.served, volume.clone()));
+        }
+        let mut job = line.jobs.remove(sequence);
+        if let Some(job) = &job {
+            self.left -= job.left;
+            for (part, attempt) in &job.parts {
+                let rank = job.rank(*part);
+                match attempt.due {
+                    Some(due) => _ = self.waiting.remove(&(due, place.clone(), *part)),
+                    None => {
+                        let sequences = line.ready.entry(rank).or_default();
+                        sequences.remove(sequence);
+                        if sequences.is_empty() {
+                            line.ready.remove(&rank);
+                        }
+                    }
+                }
             }
         }
-        let ((_, part), _, place) = best?;
-        let place = place.clone();
-        self.steps += 1;
-        self.served.insert(place.0.clone(), self.steps);
-        let job = self.jobs.get_mut(&place)?;
-        let failures = job.parts.remove(&part)?.failures;
-        Some(Work { id: job.id.clone(), part, place, failures })
+        let changed = change(&mut job);
+        if let Some(job) = job {
+            self.left += job.left;
+            for (part, attempt) in &job.parts {
+                match attempt.due {
+                    Some(due) => _ = self.waiting.insert((due, place.clone(), *part)),
+                    None => _ = line.ready.entry(job.rank(*part)).or_default().insert(*sequence),
+                }
+            }
+            line.jobs.insert(*sequence, job);
+        }
+        if line.jobs.is_empty() {
+            return changed;
+        }
+        if let Some(rank) = line.rank() {
+            self.order.insert((rank, line.served, volume.clone()));
+        }
+        self.lines.insert(volume.clone(), line);
+        changed
     }
 
-    /// Removes the job of a place.
-    fn remove(&mut self, place: &Place) {
-        self.jobs.remove(place);
-        if !self.jobs.keys().any(|(volume, _)| *volume == place.0) {
-            self.served.remove(&place.0);
+    fn add(&mut self, place: &Place, id: &SnapshotId, bytes: u64) {
+        self.change(place, |job| {
+            let job = job.get_or_insert_with(|| Job::new(id.clone(), bytes));
+            job.left = bytes;
+            // What was in the way of the changes may be gone. The rest is tried again when it is due.
+            job.parts.insert(Part::Changes, FIRST);
+            job.parts.entry(Part::Rest).or_insert(FIRST);
+        });
+    }
+
+    /// The next step that may be done now.
+    fn next(&mut self, now: Instant) -> Option<Work> {
+        while let Some((_, place, part)) = self.waiting.first().filter(|(due, ..)| now >= *due).cloned() {
+            let attempt = |job: &mut Job| job.parts.get_mut(&part).map(|attempt| attempt.due = None);
+            self.change(&place, |job| job.as_mut().and_then(attempt));
         }
+        let (_, _, volume) = self.order.first()?;
+        let (sequence, part) = self.lines.get(volume)?.next()?;
+        let place = (volume.clone(), sequence);
+        let (id, failures) = self.change(&place, |job| {
+            let job = job.as_mut()?;
+            Some((job.id.clone(), job.parts.remove(&part)?.failures))
+        })?;
+        self.steps += 1;
+        self.serve(&place.0);
+        Some(Work { id, part, place, failures })
+    }
+
+    /// The step at hand is the last of its volume.
+    fn serve(&mut self, volume: &VolumeId) {
+        let Some(line) = self.lines.get_mut(volume) else { return };
+        if let Some(rank) = line.rank() {
+            self.order.remove(&(rank, line.served, volume.clone()));
+            self.order.insert((rank, self.steps, volume.clone()));
+        }
+        line.served = self.steps;
+    }
+
+    fn again(&mut self, work: &Work, attempt: Try) {
+        self.change(&work.place, |job| {
+            // Unless it was queued again meanwhile.
+            job.as_mut().map(|job| _ = job.parts.entry(work.part).or_insert(attempt))
+        });
+    }
+
+    fn put_off(&mut self, work: &Work, now: Instant) {
+        let delay = RETRY.saturating_mul(1 << work.failures.min(16)).min(TURN);
+        self.again(work, Try { due: Some(now + delay), failures: work.failures + 1 });
+    }
+
+    fn done(&mut self, work: &Work) {
+        self.change(&work.place, |job| _ = job.take_if(|job| job.parts.is_empty()));
+    }
+
+    fn progress(&mut self, place: &Place, bytes: u64) {
+        self.change(place, |job| job.as_mut().map(|job| job.left = job.left.saturating_sub(bytes)));
+    }
+
+    fn forget(&mut self, place: &Place) {
+        self.change(place, |job| *job = None);
     }
 }
 
@@ -136,7 +257,7 @@ impl Queue {
 
     /// Bytes of all snapshots that are still to be hashed.
     pub(super) fn backlog(&self) -> u64 {
-        self.state().jobs.values().map(|job| job.left).sum()
+        self.state().left
     }
 
     /// Puts a snapshot into the queue, with the number of bytes to hash.
@@ -144,53 +265,33 @@ impl Queue {
         if !record.tracking {
             return;
         }
-        let place = (record.volume.clone(), record.sequence);
-        let mut state = self.state();
-        let job = state.jobs.entry(place).or_insert_with(|| Job::new(record.id.clone(), bytes));
-        job.left = bytes;
-        // What was in the way of the changes may be gone. The rest is tried again when it is due.
-        job.parts.insert(Part::Changes, FIRST);
-        job.parts.entry(Part::Rest).or_insert(FIRST);
-        drop(state);
+        self.state().add(&(record.volume.clone(), record.sequence), &record.id, bytes);
         self.wake.notify_all();
     }
 
     /// A snapshot is gone.
     pub(super) fn forget(&self, record: &SnapshotRecord) {
-        self.state().remove(&(record.volume.clone(), record.sequence));
+        self.state().forget(&(record.volume.clone(), record.sequence));
     }
 
     /// Work goes on later, when others had their turn.
     pub(super) fn go_on(&self, work: &Work) {
-        self.again(work, FIRST);
+        self.state().again(work, FIRST);
     }
 
     /// Work failed: it is tried again, each time twice as late.
     pub(super) fn put_off(&self, work: &Work) {
-        let delay = RETRY.saturating_mul(1 << work.failures.min(16)).min(TURN);
-        self.again(work, Try { due: Some(Instant::now() + delay), failures: work.failures + 1 });
-    }
-
-    fn again(&self, work: &Work, attempt: Try) {
-        if let Some(job) = self.state().jobs.get_mut(&work.place) {
-            // Unless it was queued again meanwhile.
-            job.parts.entry(work.part).or_insert(attempt);
-        }
+        self.state().put_off(work, Instant::now());
     }
 
     /// Work is done. Its snapshot leaves the queue, unless something else is to be done.
     pub(super) fn done(&self, work: &Work) {
-        let mut state = self.state();
-        if state.jobs.get(&work.place).is_some_and(|job| job.parts.is_empty()) {
-            state.remove(&work.place);
-        }
+        self.state().done(work);
     }
 
     /// Counts bytes of a snapshot that were hashed.
     pub(super) fn progress(&self, record: &SnapshotRecord, bytes: u64) {
-        if let Some(job) = self.state().jobs.get_mut(&(record.volume.clone(), record.sequence)) {
-            job.left = job.left.saturating_sub(bytes);
-        }
+        self.state().progress(&(record.volume.clone(), record.sequence), bytes);
     }
 
     /// Ends the work at hand, and gives out no other.
@@ -216,8 +317,7 @@ impl Queue {
             if let Some(work) = state.next(now) {
                 return Next::Work(work);
             }
-            let tries = state.jobs.values().flat_map(|job| job.parts.values());
-            let wake = tries.filter_map(|attempt| attempt.due).fold(turn, Instant::min);
+            let wake = state.waiting.first().map_or(turn, |(due, ..)| turn.min(*due));
             (state, _) = self
                 .wake
                 .wait_timeout(state, wake.saturating_duration_since(now))
@@ -238,6 +338,10 @@ pub(super) enum Next {
 mod tests {
     use super::*;
 
+    fn id() -> SnapshotId {
+        SnapshotId::random(base::Key::random().expect("key")).expect("id")
+    }
+
     fn volume(letter: char) -> VolumeId {
         format!("vol-{}", letter.to_string().repeat(32)).parse().expect("an id")
     }
@@ -251,7 +355,7 @@ mod tests {
             (&[], ""),
             // Of a volume: the newest changes first, the rest from the oldest on.
             (&[('a', 1, 1, 1), ('a', 2, 1, 1), ('a', 3, 1, 1)], "A3 A2 A1 a1 a2 a3"),
-            // A first snapshot of many steps holds nobody up.
+            // A first snapshot of many steps does not delay others.
             (&[('a', 1, 1, 4), ('b', 1, 1, 1), ('b', 2, 1, 1)], "A1 B2 B1 a1 b1 a1 b2 a1 a1"),
             // Nor do changes of many steps hold up those of another.
             (&[('a', 2, 4, 1), ('b', 2, 1, 1), ('c', 2, 2, 1)], "A2 B2 C2 A2 C2 A2 A2 b2 c2 a2"),
@@ -261,10 +365,7 @@ mod tests {
             let mut steps = BTreeMap::new();
             for (letter, sequence, changes, rest) in jobs.iter() {
                 let place = (volume(*letter), *sequence);
-                state.jobs.insert(
-                    place.clone(),
-                    Job::new(SnapshotId::random(base::Key::random().expect("key")).expect("id"), 1),
-                );
+                state.add(&place, &id(), 1);
                 steps.insert((place.clone(), Part::Changes as u8), *changes);
                 steps.insert((place, Part::Rest as u8), *rest);
             }
@@ -273,7 +374,7 @@ mod tests {
                 let left = steps.get_mut(&(work.place.clone(), work.part as u8)).expect("a job");
                 *left -= 1;
                 if *left > 0 {
-                    state.jobs.get_mut(&work.place).expect("a job").parts.insert(work.part, FIRST);
+                    state.again(&work, FIRST);
                 }
                 let letter = &work.place.0.as_str()[4..5];
                 let name = if work.part == Part::Changes { letter.to_uppercase() } else { letter.to_owned() };
@@ -287,10 +388,7 @@ mod tests {
     fn a_part_that_failed_waits_and_holds_up_no_other() {
         let hashing = Queue::default();
         let (place, now) = ((volume('a'), 1), Instant::now());
-        hashing
-            .state()
-            .jobs
-            .insert(place, Job::new(SnapshotId::random(base::Key::random().expect("key")).expect("id"), 1));
+        hashing.state().add(&place, &id(), 1);
         let next = |after: u32| hashing.state().next(now + after * RETRY);
         let changes = next(0).expect("changes");
         hashing.put_off(&changes);
@@ -303,19 +401,126 @@ mod tests {
         hashing.put_off(&again);
         assert_eq!(next(1), None, "twice as late");
         hashing.done(&next(3).expect("the third try"));
-        assert!(hashing.state().jobs.is_empty());
+        assert!(hashing.state().lines.is_empty());
     }
 
     #[test]
     fn what_is_hashed_is_freed_before_others_are_hashed() {
         let mut state = State::default();
         for (letter, left) in [('a', 5), ('b', 0), ('c', 5)] {
-            state.jobs.insert(
-                (volume(letter), 1),
-                Job::new(SnapshotId::random(base::Key::random().expect("key")).expect("id"), left),
-            );
+            state.add(&(volume(letter), 1), &id(), left);
         }
         let first = state.next(Instant::now()).expect("work");
         assert_eq!((first.part, first.place.0), (Part::Rest, volume('b')));
+    }
+
+    /// The queue as it would be without any index: each step looks at all jobs.
+    #[derive(Default)]
+    struct Naive {
+        jobs: BTreeMap<Place, Job>,
+        served: BTreeMap<VolumeId, u64>,
+        steps: u64,
+    }
+
+    impl Naive {
+        fn next(&mut self, now: Instant) -> Option<(Place, Part)> {
+            let mut best: Option<((Rank, u64), &Place)> = None;
+            for (place, job) in &self.jobs {
+                let is_due = |attempt: &Try| attempt.due.is_none_or(|due| now >= due);
+                let due = job.parts.iter().filter(|(_, attempt)| is_due(attempt));
+                let Some(rank) = due.map(|(part, _)| job.rank(*part)).min() else { continue };
+                let served = self.served.get(&place.0).copied().unwrap_or(0);
+                // Places ascend: of a volume the first is the oldest, and the last the newest.
+                let is_better = best.is_none_or(|((other, last), of)| match place.0 == of.0 {
+                    true => rank < other || (rank == other && rank == Rank::Changes),
+                    false => (rank, served) < (other, last),
+                });
+                if is_better {
+                    best = Some(((rank, served), place));
+                }
+            }
+            let ((rank, _), place) = best?;
+            let place = place.clone();
+            self.steps += 1;
+            self.served.insert(place.0.clone(), self.steps);
+            self.jobs.get_mut(&place)?.parts.remove(&rank.part());
+            Some((place, rank.part()))
+        }
+
+        fn remove(&mut self, place: &Place) {
+            self.jobs.remove(place);
+            if !self.jobs.keys().any(|(volume, _)| *volume == place.0) {
+                self.served.remove(&place.0);
+            }
+        }
+    }
+
+    /// No incident led to this test: the queue looked at all jobs at each step, so that a backlog of 20,000 snapshots cost
+    /// 20,000 times as much. Its order is still that of one that looks at all.
+    #[test]
+    fn the_order_is_that_of_a_queue_that_looks_at_all_jobs() {
+        let mut steps = 0;
+        for seed in 0..200 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let (mut state, mut naive) = (State::default(), Naive::default());
+            let (mut now, mut under_way) = (Instant::now(), Vec::<Work>::new());
+            for _ in 0..400 {
+                let place = (volume(random.char('a'..='e')), random.u64(1..6));
+                match random.u32(0..10) {
+                    0 | 1 => {
+                        let bytes = random.u64(0..3);
+                        state.add(&place, &id(), bytes);
+                        let job = naive.jobs.entry(place).or_insert_with(|| Job::new(id(), bytes));
+                        job.left = bytes;
+                        job.parts.insert(Part::Changes, FIRST);
+                        job.parts.entry(Part::Rest).or_insert(FIRST);
+                    }
+                    2 => {
+                        state.forget(&place);
+                        naive.remove(&place);
+                    }
+                    3 => {
+                        state.progress(&place, 1);
+                        naive.jobs.entry(place).and_modify(|job| job.left = job.left.saturating_sub(1));
+                    }
+                    4 => now += RETRY * random.u32(0..4),
+                    5 | 6 if !under_way.is_empty() => {
+                        let work = under_way.swap_remove(random.usize(..under_way.len()));
+                        let job = naive.jobs.get_mut(&work.place);
+                        match random.u32(0..3) {
+                            0 => {
+                                state.again(&work, FIRST);
+                                job.map(|job| *job.parts.entry(work.part).or_insert(FIRST));
+                            }
+                            1 => {
+                                state.put_off(&work, now);
+                                let attempt = Try {
+                                    due: Some(now + (RETRY * (1 << work.failures.min(16))).min(TURN)),
+                                    failures: work.failures + 1,
+                                };
+                                job.map(|job| *job.parts.entry(work.part).or_insert(attempt));
+                            }
+                            _ => {
+                                state.done(&work);
+                                if job.is_some_and(|job| job.parts.is_empty()) {
+                                    naive.remove(&work.place);
+                                }
+                            }
+                        }
+                    }
+                    _ => {
+                        let work = state.next(now);
+                        let found = work.as_ref().map(|work| (work.place.clone(), work.part));
+                        assert_eq!(found, naive.next(now), "seed {seed}");
+                        steps += usize::from(work.is_some());
+                        under_way.extend(work);
+                    }
+                }
+                let left: u64 = naive.jobs.values().map(|job| job.left).sum();
+                assert_eq!(state.left, left, "seed {seed}");
+                assert_eq!(state.lines.values().map(|line| line.jobs.len()).sum::<usize>(), naive.jobs.len());
+            }
+        }
+        assert!(steps > 10_000, "{steps} steps");
     }
 }
