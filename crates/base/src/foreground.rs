@@ -22,7 +22,8 @@ const REST: Duration = Duration::from_millis(100);
 
 /// Counts foreground work that does not announce itself, as the kernel counts the writes of devices.
 pub trait Counter: Debug + Send + Sync {
-    /// Changes with each piece of that work.
+    /// Changes with each piece of that work, or soon after it. It is asked a hundred times a second: it must not cost more
+    /// where more is counted.
     fn count(&self) -> u64;
 }
 
