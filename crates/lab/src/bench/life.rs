@@ -146,7 +146,7 @@ impl Bench<'_> {
             self.book.bare(&restore, copied, bare.copy("copy").await?);
             bare.remove("copy").await?;
         }
-        let right = self.copy(&restore, source, &from.content, real_size).await?;
+        let right = self.copy(&restore, source, &from.content, real_size.device).await?;
         if !right {
             // Whichever of the two calls is at fault.
             let spot = Spot { id: spot_of_it, ..restore.clone() };
@@ -160,7 +160,7 @@ impl Bench<'_> {
                 bare.remove("copy").await?;
             }
             let source = csi_client::from_volume(&subject.volume.id);
-            self.copy(&clone, source, &subject.content.clone(), real_size).await?;
+            self.copy(&clone, source, &subject.content.clone(), real_size.device).await?;
         } else {
             self.progress.step(&clone.what);
             self.book.left_out(&clone, "the driver does not claim CLONE_VOLUME");

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use csi_client::{Question, block_capability};
 use tonic::Code;
 
-use super::check::{holds, judge, stream};
+use super::check::{Size, holds, judge, stream};
 use super::figures::{Book, Spot, Unit};
 use super::life::Plan;
 use super::progress::Progress;
@@ -99,7 +99,7 @@ impl Bench<'_> {
     }
 
     /// A delta, if the driver has them. What it lists for each byte that changed.
-    pub async fn delta(&mut self, spot: &Spot, base: &Snap, target: &Snap, size: u64) -> Lived<Option<f64>> {
+    pub async fn delta(&mut self, spot: &Spot, base: &Snap, target: &Snap, size: Size) -> Lived<Option<f64>> {
         let must = target.content.changed_since(&base.content);
         let question = Question::Delta { base: base.id.clone(), target: target.id.clone() };
         let answer = self.ask(spot, question, "that changed", &must, size).await?;
@@ -113,7 +113,7 @@ impl Bench<'_> {
         question: Question,
         what: &str,
         must: &Ranges,
-        size: u64,
+        size: Size,
     ) -> Lived<Option<u64>> {
         self.progress.step(&spot.what);
         if !self.plugin.claims.metadata {

@@ -7,6 +7,7 @@ use csi_client::block_capability;
 use tonic::Code;
 
 use super::bare::Bare;
+use super::check::Size;
 use super::figures::Spot;
 use super::steps::{Bench, Lived, Over};
 use crate::conformance::case::Wrong;
@@ -21,7 +22,7 @@ const PIECE: u64 = 256;
 pub(super) struct Subject {
     pub volume: Volume,
     pub device: PathBuf,
-    pub size: u64,
+    pub size: Size,
     pub content: Content,
     /// Blocks with data, ascending; what changes is chosen among them.
     pub data: Vec<u64>,
@@ -100,7 +101,8 @@ impl Bench<'_> {
             .map(|piece| Edit::Write { start: piece * PIECE, count: PIECE, seed: seed ^ 1 })
             .collect();
         let content = Content::new();
-        let mut subject = Subject { volume, device, size: real, content, data: Vec::new(), bare, seed };
+        let size = Size { device: real, told: volume.capacity };
+        let mut subject = Subject { volume, device, size, content, data: Vec::new(), bare, seed };
         self.write(&mut subject, edits).await?;
         subject.data = subject.content.blocks();
         Ok(subject)
