@@ -1,13 +1,13 @@
 //! deltapath: a CSI driver with exact changed block tracking. Volumes are sparse files behind loop
 //! devices; snapshots carry block maps; deltas cost what changed.
 //!
-//! The rooms, and the only directions in which they know each other:
+//! The layers, and the only directions in which they use each other:
 //!
 //! ```text
 //! main -> cli -> { csi, http } -> driver -> { store, pool } -> sys
 //! ```
 //!
-//! - [`cli`]: a file a subcommand.
+//! - [`cli`]: one file per subcommand.
 //! - [`http`]: metrics and health.
 //! - [`csi`]: gRPC shells: decode, call, encode; errors to codes.
 //! - [`driver`]: the behaviour, synchronous.
@@ -24,6 +24,7 @@ pub mod driver;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 pub mod http;
+mod metric;
 pub mod pool;
 pub mod store;
 pub mod sys;

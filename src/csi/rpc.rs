@@ -8,6 +8,7 @@ use tracing::Span;
 
 use super::status::status;
 use crate::driver::{Driver, Result};
+use crate::metric;
 
 /// A call under way: its method, and its span in the log.
 #[derive(Clone, Debug)]
@@ -55,8 +56,8 @@ pub(super) fn not_claimed(rpc: &Rpc, capability: &str) -> Status {
 /// the contract and gRPC codes: bounded both.
 pub(super) fn log(method: &'static str, code: Code, started: Instant, reason: Option<&str>) {
     let elapsed = started.elapsed();
-    metrics::counter!("deltapath_rpc_total", "method" => method, "code" => format!("{code:?}")).increment(1);
-    metrics::histogram!("deltapath_rpc_seconds", "method" => method).record(elapsed);
+    metrics::counter!(metric::RPC_TOTAL, "method" => method, "code" => format!("{code:?}")).increment(1);
+    metrics::histogram!(metric::RPC_SECONDS, "method" => method).record(elapsed);
     let ms = elapsed.as_secs_f64() * 1e3;
     let ms = (ms * 1e3).round() / 1e3;
     match reason {

@@ -27,6 +27,7 @@ use crate::driver::{
     Driver, Message, MetadataRequest, MetadataStream, Result as DriverResult, STREAMS_WORKING, Share,
     Streams, Turn,
 };
+use crate::metric;
 use crate::sys::memory;
 use base::{ByteRange, Stop};
 use proto::snapshot_metadata_server::SnapshotMetadata;
@@ -152,9 +153,9 @@ impl Call {
     fn count(&mut self, tuples: &[ByteRange]) {
         self.tuples += tuples.len() as u64;
         let method = self.rpc.method;
-        metrics::counter!("deltapath_stream_tuples_total", "method" => method).increment(tuples.len() as u64);
+        metrics::counter!(metric::STREAM_TUPLES_TOTAL, "method" => method).increment(tuples.len() as u64);
         let described = tuples.iter().map(|range| range.len()).sum();
-        metrics::counter!("deltapath_stream_described_bytes_total", "method" => method).increment(described);
+        metrics::counter!(metric::STREAM_DESCRIBED_BYTES_TOTAL, "method" => method).increment(described);
     }
 
     fn fail(&mut self, status: Status) -> Status {

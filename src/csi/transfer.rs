@@ -1,7 +1,6 @@
 //! Transfers between nodes, `deltapath.transfer.v1`: the service for nodes that read here, and the client for reading there.
 //!
-//! Who asks stands in the certificate of the connection, and what it may open in the ticket that it shows. What it has opened is
-//! its own: the other calls name it, and a name that another node opened is as good as none.
+//! The certificate identifies the caller; the ticket names what it may open. Handles opened by other nodes are rejected.
 
 use std::error::Error as _;
 use std::pin::Pin;
@@ -19,6 +18,7 @@ use tonic::{Code, Request, Response, Status, Streaming, async_trait};
 use super::rpc::{rpc_span, unary};
 use super::status::status;
 use crate::driver::{Blocks, Driver, OpenSource, Opened, Remote, RemoteFault};
+use crate::metric;
 use base::{BlockSize, Key, SnapshotId, Stop, Stopped, VolumeId};
 use cbt::SegmentIndex;
 use proto::transfer::transfer_client::TransferClient;
@@ -140,7 +140,7 @@ impl Transfer for TransferService {
         let BlocksRequest { point, segment, blocks } = request.into_inner();
         let (source, index, blocks) =
             (self.source(&reader, &point)?, SegmentIndex(segment), decode_blocks(&blocks)?);
-        // The work ends when nobody waits for it any more.
+        // The work ends when its caller no longer waits.
         let stop = StopOnDrop(Stop::default());
         let wish = stop.0.clone();
         let hashes = self
@@ -166,7 +166,7 @@ impl Transfer for TransferService {
             let _turn = turn;
             let read = source.check(index, &blocks).and_then(|()| {
                 source.read(index, &blocks, &Stop::default(), |data, hashes| {
-                    metrics::counter!("deltapath_transfer_sent_bytes_total").increment(data.len() as u64);
+                    metrics::counter!(metric::TRANSFER_SENT_BYTES_TOTAL).increment(data.len() as u64);
                     let message = ReadResponse { data: data.into(), hashes: hashes.into() };
                     // The caller is gone.
                     messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
@@ -328,7 +328,7 @@ impl Remote for Puller {
     fn close(&mut self) {
         let request = CloseRequest { point: std::mem::take(&mut self.point) };
         let mut client = self.client.clone();
-        // Where that fails, it is closed when nobody has asked for it for a while.
+        // If that fails, it is closed after a while without reads.
         let closed = self.wait(&Stop::at(Some(std::time::Instant::now() + PATIENCE)), client.close(request));
         if let Err(fault) = closed {
             tracing::debug!(?fault, node = self.node, "a source could not be closed");

@@ -18,6 +18,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::driver::Driver;
+use crate::metric;
 
 /// Why metrics cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -65,54 +66,50 @@ impl Server {
 }
 
 fn describe() {
-    describe_counter!("deltapath_rpc_total", "Completed calls, by method and gRPC code.");
-    describe_histogram!("deltapath_rpc_seconds", Unit::Seconds, "Time from a call's arrival to its end.");
-    describe_counter!("deltapath_stream_tuples_total", "Block metadata tuples sent.");
+    describe_counter!(metric::RPC_TOTAL, "Completed calls, by method and gRPC code.");
+    describe_histogram!(metric::RPC_SECONDS, Unit::Seconds, "Time from a call's arrival to its end.");
+    describe_counter!(metric::STREAM_TUPLES_TOTAL, "Block metadata tuples sent.");
     describe_counter!(
-        "deltapath_stream_described_bytes_total",
+        metric::STREAM_DESCRIBED_BYTES_TOTAL,
         Unit::Bytes,
         "Bytes of volume that the tuples sent describe."
     );
-    describe_gauge!("deltapath_volumes", "Volumes, ephemeral ones among them.");
-    describe_gauge!("deltapath_retained_snapshots", "Deleted snapshots that are kept as a base for deltas.");
-    describe_gauge!("deltapath_snapshots", "Snapshots, members of groups among them.");
-    describe_gauge!("deltapath_group_snapshots", "Group snapshots.");
-    describe_gauge!("deltapath_unreadable_objects", "Objects whose records could not be read at start.");
-    describe_gauge!("deltapath_pool_size_bytes", Unit::Bytes, "Size of the pool's filesystem.");
+    describe_gauge!(metric::VOLUMES, "Volumes, ephemeral ones among them.");
+    describe_gauge!(metric::RETAINED_SNAPSHOTS, "Deleted snapshots that are kept as a base for deltas.");
+    describe_gauge!(metric::SNAPSHOTS, "Snapshots, members of groups among them.");
+    describe_gauge!(metric::GROUP_SNAPSHOTS, "Group snapshots.");
+    describe_gauge!(metric::UNREADABLE_OBJECTS, "Objects whose records could not be read at start.");
+    describe_gauge!(metric::POOL_SIZE_BYTES, Unit::Bytes, "Size of the pool's filesystem.");
     describe_gauge!(
-        "deltapath_pool_free_bytes",
+        metric::POOL_FREE_BYTES,
         Unit::Bytes,
         "Free bytes: the smaller of what the pool has and what the host below a sparse image has."
     );
     describe_gauge!(
-        "deltapath_hashing_backlog_bytes",
+        metric::HASHING_BACKLOG_BYTES,
         Unit::Bytes,
         "Bytes of snapshots that are not hashed yet."
     );
     describe_gauge!(
-        "deltapath_transfers",
+        metric::TRANSFERS,
         "Volumes that are copied from other nodes, by state: running, waiting."
     );
     describe_gauge!(
-        "deltapath_transfer_left_bytes",
+        metric::TRANSFER_LEFT_BYTES,
         Unit::Bytes,
         "Bytes that running transfers still have to do."
     );
     describe_counter!(
-        "deltapath_transfers_ended_total",
+        metric::TRANSFERS_ENDED_TOTAL,
         "Transfers that ended, by outcome: done, failed, removed."
     );
     describe_counter!(
-        "deltapath_transfer_received_bytes_total",
+        metric::TRANSFER_RECEIVED_BYTES_TOTAL,
         Unit::Bytes,
         "Bytes of blocks received from other nodes."
     );
-    describe_counter!(
-        "deltapath_transfer_sent_bytes_total",
-        Unit::Bytes,
-        "Bytes of blocks sent to other nodes."
-    );
-    describe_gauge!("deltapath_ready", "1 when the pool is there and takes a write.");
+    describe_counter!(metric::TRANSFER_SENT_BYTES_TOTAL, Unit::Bytes, "Bytes of blocks sent to other nodes.");
+    describe_gauge!(metric::READY, "1 when the pool is there and takes a write.");
 }
 
 /// What the driver is asked for, and where the answer goes.
@@ -159,30 +156,30 @@ fn driver_says(driver: &Driver, is_scrape: bool, counted: &PrometheusHandle) -> 
 /// The gauges as of now, and all that was counted.
 fn scrape(driver: &Driver, counted: &PrometheusHandle) -> String {
     let figures = driver.figures();
-    gauge!("deltapath_volumes").set(figures.volumes as f64);
-    gauge!("deltapath_snapshots").set(figures.snapshots as f64);
-    gauge!("deltapath_group_snapshots").set(figures.groups as f64);
-    gauge!("deltapath_unreadable_objects").set(figures.unreadable as f64);
+    gauge!(metric::VOLUMES).set(figures.volumes as f64);
+    gauge!(metric::SNAPSHOTS).set(figures.snapshots as f64);
+    gauge!(metric::GROUP_SNAPSHOTS).set(figures.groups as f64);
+    gauge!(metric::UNREADABLE_OBJECTS).set(figures.unreadable as f64);
     if let Some(size) = figures.pool_bytes {
-        gauge!("deltapath_pool_size_bytes").set(size as f64);
+        gauge!(metric::POOL_SIZE_BYTES).set(size as f64);
     }
     if let Some(free) = figures.free_bytes {
-        gauge!("deltapath_pool_free_bytes").set(free as f64);
+        gauge!(metric::POOL_FREE_BYTES).set(free as f64);
     }
-    gauge!("deltapath_retained_snapshots").set(figures.retained as f64);
-    gauge!("deltapath_hashing_backlog_bytes").set(figures.hashing_backlog as f64);
+    gauge!(metric::RETAINED_SNAPSHOTS).set(figures.retained as f64);
+    gauge!(metric::HASHING_BACKLOG_BYTES).set(figures.hashing_backlog as f64);
     let transfers = figures.transfers;
     for (state, count) in [("running", transfers.running), ("waiting", transfers.waiting)] {
-        gauge!("deltapath_transfers", "state" => state).set(count as f64);
+        gauge!(metric::TRANSFERS, "state" => state).set(count as f64);
     }
-    gauge!("deltapath_transfer_left_bytes").set(transfers.left_bytes as f64);
+    gauge!(metric::TRANSFER_LEFT_BYTES).set(transfers.left_bytes as f64);
     for (outcome, count) in
         [("done", transfers.done), ("failed", transfers.failed), ("removed", transfers.removed)]
     {
-        counter!("deltapath_transfers_ended_total", "outcome" => outcome).absolute(count);
+        counter!(metric::TRANSFERS_ENDED_TOTAL, "outcome" => outcome).absolute(count);
     }
-    counter!("deltapath_transfer_received_bytes_total").absolute(transfers.received_bytes);
-    gauge!("deltapath_ready").set(if driver.ready().is_ok() { 1.0 } else { 0.0 });
+    counter!(metric::TRANSFER_RECEIVED_BYTES_TOTAL).absolute(transfers.received_bytes);
+    gauge!(metric::READY).set(if driver.ready().is_ok() { 1.0 } else { 0.0 });
     counted.run_upkeep();
     counted.render()
 }
