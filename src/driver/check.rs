@@ -12,7 +12,7 @@ use crate::store::{SnapshotRecord, VolumeRecord, VolumeState};
 use crate::sys::attributes::Flag;
 use crate::sys::loopdev::{FileId, LoopDevice, may_be};
 use crate::sys::{blockdev, mount};
-use base::{GroupDir, ObjectDir};
+use base::{DraftFile, GroupDir, ObjectDir};
 use files::Context;
 use files::durable;
 
@@ -22,7 +22,7 @@ use files::durable;
 pub enum Severity {
     /// Something that was acknowledged is not as it was written: a person must look.
     Damage,
-    /// What a crash left; nobody needs it, and it can be removed.
+    /// Left by a crash; it is not needed and can be removed.
     Leftover,
     /// Not of this driver's making, where only its own things should be. Never touched.
     Stranger,
@@ -70,7 +70,7 @@ enum Backing {
     Volume(VolumeState),
     Snapshot,
     Pool,
-    /// Of an object whose records cannot be read: whatever serves it, nobody knows better.
+    /// Of an object whose records cannot be read: it is not known which device may serve it.
     Unknown,
 }
 
@@ -100,7 +100,7 @@ impl Inspection {
         Ok(found)
     }
 
-    /// Repairs a finding, and returns whether it did: a device that somebody has open
+    /// Repairs a finding, and returns whether it did: a device that is open
     /// stays.
     ///
     /// # Panics
@@ -144,7 +144,8 @@ impl Audit<'_> {
             let transfers = self.inspection.store().transfers()?;
             for path in list(&pool.staging())? {
                 if transfers.iter().any(|record| path.ends_with(record.id.as_str())) {
-                    let what = "a volume that is still copied from another node; the driver goes on with it, or removes it";
+                    let what =
+                        "a volume that is being copied from another node; the driver continues or removes it";
                     self.add(Severity::Note, path, what);
                     continue;
                 }
@@ -156,18 +157,15 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Tells what lies in a directory and is none of `known`.
+    /// Reports what is in a directory and is not one of `known`.
     fn names(&mut self, dir: &Path, known: &[&Path]) -> Result<()> {
         for path in list(dir)? {
             // What mkfs makes at the root of an ext4.
             if known.contains(&&*path) || path.file_name().is_some_and(|name| name == "lost+found") {
                 continue;
             }
-            // The names under which files are made before they are renamed into place.
-            let is_draft =
-                |end: &std::ffi::OsStr| ["new", "compared", "checked"].iter().any(|draft| end == *draft);
-            let draft = path.extension().is_some_and(is_draft);
-            self.found.push(match draft && known.contains(&&*path.with_extension("")) {
+            let is_draft_of = |file: &&Path| DraftFile::ALL.iter().any(|draft| draft.of(file) == path);
+            self.found.push(match known.iter().any(is_draft_of) {
                 // A driver at work writes them, a comparison or a check for as long as it takes.
                 true if self.inspection.is_served() => continue,
                 true => Discovery::new(Severity::Leftover, path, "a file that was not written to its end")
@@ -215,7 +213,7 @@ impl Audit<'_> {
         }
         let is_synchronous = |file: fs::File| Flag::Synchronous.is_set(&file, &dir.data()).ok();
         if fs::File::open(dir.data()).ok().and_then(is_synchronous) == Some(true) {
-            let what = "its writes are synchronous, for a copy of it was cut short; the next start ends that";
+            let what = "an interrupted copy left synchronous writes on; the next start turns them off";
             self.add(Severity::Note, dir.data(), what);
         }
         let state = store.volume_state(&record.id);
@@ -385,10 +383,7 @@ impl Audit<'_> {
             }
             Ok(file) if file == serves => (Severity::Stranger, "serves a file that belongs to no object"),
             // The deleted data is still in the device, so a person must decide to detach it.
-            _ => (
-                Severity::Note,
-                "serves a file that has no name here any more: another node's, or one removed by hand",
-            ),
+            _ => (Severity::Note, "its backing file was removed, or belongs to another node"),
         })
     }
 }

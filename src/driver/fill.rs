@@ -1,21 +1,43 @@
 //! The bytes and maps of a new snapshot: where the pool's copy and the block maps meet.
 
 use std::fs::File;
+use std::sync::Arc;
 
-use super::history::{Parent, header};
-use super::quiesce::{HashingSink, LiveCopy};
-use super::snapshots::{NewSnapshot, Snapshots};
+use super::history::{Histories, Parent, header};
+use super::quiesce::{Copier, HashingSink, LiveCopy};
+use super::shared::Shared;
 use super::{Error, Result};
 use crate::pool::Changes;
+use crate::store::{SnapshotRecord, VolumeRecord};
 use crate::sys::extents::Extents;
-use base::{BlockSize, Stop};
+use base::{BlockSize, ObjectDir, Stop};
 use cbt::{
     self, Candidates, HashFile, HashReader, MapFile, MapHeader, MapWriter, NewMaps, PhysicalDiff, Relation,
     copy_map, scan_allocated, write_changed, write_union, write_written,
 };
 use files::durable;
 
-impl Snapshots {
+/// A snapshot being made.
+pub(super) struct NewSnapshot {
+    /// Its files to be.
+    pub draft: ObjectDir,
+    /// The volume it is taken of, as it was when it was locked.
+    pub volume: Arc<VolumeRecord>,
+    /// Its record to be.
+    pub record: SnapshotRecord,
+    /// Bytes that are still to be hashed, once it is filled.
+    pub pending: u64,
+}
+
+/// Fills the drafts of new snapshots.
+#[derive(Debug)]
+pub(super) struct Filler {
+    pub(super) shared: Arc<Shared>,
+    pub(super) copier: Arc<Copier>,
+    pub(super) histories: Arc<Histories>,
+}
+
+impl Filler {
     /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes
     /// their maps. What is to be hashed is left for later, save where the copy read it all.
     pub(super) fn fill(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
@@ -88,7 +110,7 @@ impl Snapshots {
         Ok(allocated)
     }
 
-    /// The same at the cost of what changed since a parent; `None` where the pool cannot tell that.
+    /// The same at the cost of what changed since a parent; `None` if the pool does not know that.
     fn write_maps_from(
         &self,
         new: &NewSnapshot,

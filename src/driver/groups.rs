@@ -3,10 +3,11 @@
 use std::sync::Arc;
 
 use super::error::shown;
+use super::fill::NewSnapshot;
 use super::locks::Key;
 use super::request::check_name;
 use super::shared::LockedVolume;
-use super::snapshots::{NewSnapshot, Snapshots};
+use super::snapshots::Snapshots;
 use super::{Error, Result, SnapshotParameters};
 use crate::store::{GroupRecord, Index, SnapshotRecord, Timestamp};
 use base::GroupId;
@@ -109,7 +110,7 @@ impl Snapshots {
                 pending: 0,
             });
         }
-        self.fill(&mut snapshots)?;
+        self.filler.fill(&mut snapshots)?;
         let members: Vec<_> = snapshots.into_iter().map(|new| (new.record, new.pending)).collect();
         let record = GroupRecord {
             version: GroupRecord::VERSION,

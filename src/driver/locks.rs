@@ -32,8 +32,8 @@ pub(super) enum Key {
     Group(GroupId),
     /// A path on the node: between the check that it is free and the mount, nothing else is mounted there.
     Place(PathBuf),
-    /// The links between the snapshots of a volume: held for short, waited for.
-    Chain(VolumeId),
+    /// The history of a volume (`history/mod.rs`): held for short, waited for.
+    History(VolumeId),
     /// The opening of a source, for a transfer to another node.
     Transfer(String),
     /// The making of a snapshot's `allocated` map from its data. Waited for as long as the caller wishes.
@@ -51,7 +51,7 @@ impl std::fmt::Display for Key {
             Key::Volume(id) => write!(f, "volume {id}"),
             Key::Snapshot(id) => write!(f, "snapshot {id}"),
             Key::Place(path) => write!(f, "{}", path.display()),
-            Key::Chain(id) => write!(f, "the snapshots of {id}"),
+            Key::History(id) => write!(f, "the snapshots of {id}"),
             Key::Transfer(name) => write!(f, "the transfer {name}"),
             Key::Map(id) => write!(f, "the allocated map of {id}"),
         }
@@ -140,10 +140,10 @@ mod tests {
     fn a_waiter_gets_it_when_the_holder_goes() {
         let locks = OpLocks::default();
         let id = VolumeId::random(base::Key::random().expect("key")).expect("id");
-        let held = locks.wait(Key::Chain(id.clone()));
+        let held = locks.wait(Key::History(id.clone()));
         let waiter = std::thread::spawn({
             let locks = locks.clone();
-            move || drop(locks.wait(Key::Chain(id)))
+            move || drop(locks.wait(Key::History(id)))
         });
         drop(held);
         waiter.join().expect("the waiter ends");

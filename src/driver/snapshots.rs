@@ -4,35 +4,24 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::error::shown;
+use super::fill::{Filler, NewSnapshot};
 use super::history::Histories;
 use super::list::{Page, PageRequest, SnapshotFilter, optional, page};
 use super::locks::Key;
-use super::quiesce::Copier;
+
 use super::request::check_name;
 use super::shared::{LockedVolume, Shared};
 use super::{Error, Result, SnapshotParameters};
-use crate::store::{SnapshotRecord, Timestamp, TupleStyle, VolumeRecord};
-use base::{GroupId, ObjectDir, SnapshotId, VolumeId};
+use crate::store::{SnapshotRecord, Timestamp, TupleStyle};
+use base::{GroupId, SnapshotId, VolumeId};
 use files::Context;
 
 /// Takes snapshots, alone and in groups (`groups.rs`), and deletes them.
 #[derive(Debug)]
 pub struct Snapshots {
     pub(super) shared: Arc<Shared>,
-    pub(super) copier: Arc<Copier>,
     pub(super) histories: Arc<Histories>,
-}
-
-/// A snapshot being made.
-pub(super) struct NewSnapshot {
-    /// Its files to be.
-    pub draft: ObjectDir,
-    /// The volume it is taken of, as it was when it was locked.
-    pub volume: Arc<VolumeRecord>,
-    /// Its record to be.
-    pub record: SnapshotRecord,
-    /// Bytes that are still to be hashed, once it is filled.
-    pub pending: u64,
+    pub(super) filler: Filler,
 }
 
 impl Snapshots {
@@ -83,7 +72,7 @@ impl Snapshots {
         let draft = self.shared.store.draft_snapshot(&record.id)?;
         let volume = volume.record.clone();
         let mut new = NewSnapshot { draft: draft.dir().clone(), volume: volume.clone(), record, pending: 0 };
-        self.fill(std::slice::from_mut(&mut new))?;
+        self.filler.fill(std::slice::from_mut(&mut new))?;
         self.histories.hold([&volume.id]).add(draft, new.record, new.pending)
     }
 

@@ -4,9 +4,10 @@
 use std::sync::{Arc, Mutex};
 
 use super::capacity::{Capacity, Reserved};
+use super::fill::Filler;
 use super::hashing::Writers;
 use super::history::Histories;
-use super::locks::{Key, OpLocks};
+use super::locks::OpLocks;
 use super::placement::Choices;
 use super::queue::Queue;
 use super::quiesce::Copier;
@@ -18,22 +19,22 @@ use super::{
     Transfers, Volumes,
 };
 use crate::pool::{Known, OpenPool, PoolRequest};
-use crate::store::{LockedDir, Manifest, SnapshotRecord, Store};
+use crate::store::{LockedDir, Manifest, Store};
 use base::DataDir;
 use files::Context;
-use files::durable::{self, LOCK_PATIENCE};
+use files::durable::LOCK_PATIENCE;
 
 impl Driver {
     /// Opens a data directory, making it where there is none.
     ///
-    /// 1. Lock the directory: nobody else serves it from here on.
+    /// 1. Lock the directory: no other driver serves it from here on.
     /// 2. Read what it was made with. Another driver name or pool is refused before anything is touched.
     /// 3. Open the pool (`pool/open_pool.rs`): choose and make it in a new directory; attach and mount its image, where a
     ///    dead driver has not left it so; mount one again that no longer takes writes.
     /// 4. In a new directory, write down what it is. Last, so that a start that is cut short begins again.
     /// 5. Empty `staging/`, save of transfers, and read all records (`store/mod.rs`). What cannot be read is reported and withheld. A pool whose
     ///    filesystem is dead has none: pods can still be ended on it.
-    /// 6. Thaw what a dead driver left frozen (`quiesce.rs`): somebody may be waiting for it.
+    /// 6. Thaw what a dead driver left frozen (`quiesce.rs`): its users may be waiting.
     /// 7. Undo what a copy that was cut short left set on volumes (`quiesce.rs`).
     /// 8. Note the transfers that a dead driver has begun: each goes on with the next CreateVolume (`transfer_table.rs`).
     /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
@@ -66,7 +67,7 @@ impl Driver {
         let store = match open_store(&config, &locked, new, &open_pool) {
             Ok(store) => store,
             Err(error) => {
-                // Nobody is left who would unmount the pool.
+                // Nothing else would unmount the pool.
                 if let Err(error) = open_pool.close() {
                     tracing::warn!(error = base::report(&error), "the pool stays mounted");
                 }
@@ -119,8 +120,8 @@ impl Driver {
             read_errors: read_errors(),
             attaching: Reserved::default(),
         });
-        let snapshots = Snapshots { shared: shared(), copier: copier.clone(), histories: histories.clone() };
-        let snapshots = Arc::new(snapshots);
+        let filler = Filler { shared: shared(), copier: copier.clone(), histories: histories.clone() };
+        let snapshots = Arc::new(Snapshots { shared: shared(), histories: histories.clone(), filler });
         let health = Arc::new(Health { shared: shared(), read_errors: read_errors(), cached });
         Driver {
             shared: shared(),
@@ -158,51 +159,6 @@ impl Driver {
     }
 }
 
-impl Hashing {
-    /// Removes maps that the last driver did not write to their end, and queues what it left to be hashed or compared. The
-    /// hashing thread does so first, beside calls: it reads a map of each snapshot.
-    pub(super) fn take_up(&self) {
-        let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
-        for volume in volumes {
-            let line: Vec<_> = self.shared.store.read(|index| index.line(&volume).cloned().collect());
-            for record in &line {
-                self.remove_drafts(record);
-                if !record.tracking {
-                    continue;
-                }
-                let bytes = self.histories.pending_bytes(record);
-                if bytes > 0 || self.is_to_compare(record) {
-                    self.queue.add(record, bytes);
-                }
-            }
-            if self.queue.stop.check().is_err() {
-                return;
-            }
-        }
-    }
-
-    /// Removes maps that the last driver did not write to their end, and that nobody may write again.
-    fn remove_drafts(&self, record: &SnapshotRecord) {
-        let Ok(_map) = self.shared.locks.wait_until(Key::Map(record.id.clone()), &self.queue.stop) else {
-            return;
-        };
-        let _history = self.histories.hold([&record.volume]);
-        let dir = self.shared.store.snapshot_dir(record);
-        for (map, end) in [
-            (dir.allocated(), "map.new"),
-            (dir.allocated(), "map.checked"),
-            (dir.pending(), "map.new"),
-            (dir.changed(), "map.new"),
-            (dir.changed(), "map.compared"),
-        ] {
-            let draft = map.with_extension(end);
-            if let Err(error) = durable::remove(&draft) {
-                tracing::warn!(path = %draft.display(), error = base::report(&error), "a draft could not be removed");
-            }
-        }
-    }
-}
-
 /// Reads the records of a pool, and writes down first what a `new` data directory is, which gets this key.
 fn open_store(
     config: &Config,
@@ -224,7 +180,7 @@ fn open_store(
         Err(error) if open_pool.is_dead() => {
             tracing::error!(
                 error = base::report(&error),
-                "the pool no longer answers; what uses its volumes can be undone"
+                "the pool does not respond; volumes can still be unpublished and unstaged"
             );
             Ok(Store::of_dead(open_pool.dir().clone(), &error))
         }

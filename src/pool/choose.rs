@@ -6,7 +6,7 @@ use std::path::Path;
 use super::format::Format;
 use super::{Error, Pool, Result, probe};
 use crate::sys::{btrfs, loopdev, program, space};
-use base::{DataDir, PoolDir, PoolKind, Quantity};
+use base::{DataDir, DraftFile, PoolDir, PoolKind, Quantity};
 use files::durable;
 use files::{Context, change};
 
@@ -83,8 +83,7 @@ fn copies(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Cho
     Err(Error::Unavailable {
         choice: request.name(),
         dir: data_dir.path().to_owned(),
-        reason: "its filesystem does not tell data from holes in a sparse file (SEEK_HOLE): choose a --data-dir on \
-                 ext4, xfs, btrfs or tmpfs"
+        reason: "its filesystem does not report holes (SEEK_HOLE): choose a --data-dir on ext4, xfs, btrfs or tmpfs"
             .into(),
     })
 }
@@ -92,7 +91,7 @@ fn copies(data_dir: &DataDir, dir: &PoolDir, request: PoolRequest) -> Result<Cho
 /// A pool in the data directory's own filesystem.
 pub(super) fn in_place(kind: PoolKind, dir: &PoolDir) -> Result<Pool> {
     Ok(match kind {
-        // Its devices are somebody's, and may be exchanged at any time.
+        // Its devices are not ours, and may be exchanged at any time.
         PoolKind::Btrfs => Pool::Btrfs { holes: btrfs::records_holes(dir.path())?, flushes: false },
         PoolKind::Xfs => Pool::Xfs,
         PoolKind::Dir => Pool::Dir,
@@ -135,14 +134,14 @@ pub(super) fn make_image(data_dir: &DataDir, size: Option<Quantity>, format: For
     let size = size & !((1 << 20) - 1);
     if size < MIN_IMAGE {
         let dir = data_dir.path().to_owned();
-        let reason = "a filesystem needs 300Mi; free space on the host, or say --pool-size or --pool dir";
+        let reason = "a filesystem needs 300Mi; free space on the host, or use --pool-size or --pool dir";
         return Err(Error::Size { dir, size: Quantity(size), reason });
     }
     if size > free {
         tracing::warn!(size, free, "the pool image may outgrow its host's free space");
     }
     let image = data_dir.pool_image();
-    let fresh = image.with_extension("img.new");
+    let fresh = DraftFile::New.of(&image);
     durable::remove(&fresh)?;
     let file = change::create_new(&fresh)?;
     change::set_len(&file, &fresh, size)?;

@@ -24,8 +24,7 @@ impl Retained {
         Retained { record, deleted, seen: Instant::now() }
     }
 
-    /// For how long it has been kept. One that a clock which was wrong let be deleted in the future is as old as
-    /// what this process knows of it, so that it is not kept until then.
+    /// How long it has been kept. If `deleted` is in the future (wrong clock), count from when this process loaded it.
     pub fn age(&self) -> Duration {
         match self.deleted > Timestamp::now() {
             true => self.seen.elapsed(),
@@ -46,7 +45,7 @@ pub struct Index {
     /// Deleted snapshots kept as a base for deltas.
     retained: BTreeMap<SnapshotId, Retained>,
     /// The snapshots of each volume, oldest first, retained ones among them.
-    chains: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
+    lines: HashMap<VolumeId, BTreeMap<u64, SnapshotId>>,
     /// The last place of each volume that a snapshot has which cannot be read, and how many there are whose place
     /// is not known either.
     kept_places: (HashMap<VolumeId, u64>, u64),
@@ -76,14 +75,14 @@ impl Index {
         if record.group.is_none() {
             self.snapshot_names.insert(record.name.clone(), record.id.clone());
         }
-        let chain = self.chains.entry(record.volume.clone()).or_default();
-        chain.insert(record.sequence, record.id.clone());
+        let line = self.lines.entry(record.volume.clone()).or_default();
+        line.insert(record.sequence, record.id.clone());
         self.snapshots.insert(record.id.clone(), record);
     }
 
     /// Whether another snapshot has this one's place in the order of its volume.
     pub(super) fn has_sequence(&self, record: &SnapshotRecord) -> bool {
-        self.chains.get(&record.volume).is_some_and(|chain| chain.contains_key(&record.sequence))
+        self.lines.get(&record.volume).is_some_and(|line| line.contains_key(&record.sequence))
     }
 
     pub(super) fn remove_snapshot(&mut self, id: &SnapshotId) {
@@ -91,22 +90,22 @@ impl Index {
         if record.group.is_none() {
             self.snapshot_names.remove(&record.name);
         }
-        self.unchain(&record);
+        self.leave_line(&record);
     }
 
-    fn unchain(&mut self, record: &SnapshotRecord) {
-        if let Some(chain) = self.chains.get_mut(&record.volume) {
-            chain.remove(&record.sequence);
-            if chain.is_empty() {
-                self.chains.remove(&record.volume);
+    fn leave_line(&mut self, record: &SnapshotRecord) {
+        if let Some(line) = self.lines.get_mut(&record.volume) {
+            line.remove(&record.sequence);
+            if line.is_empty() {
+                self.lines.remove(&record.volume);
             }
         }
     }
 
     pub(super) fn add_retained(&mut self, retained: Retained) {
         let record = &retained.record;
-        let chain = self.chains.entry(record.volume.clone()).or_default();
-        chain.insert(record.sequence, record.id.clone());
+        let line = self.lines.entry(record.volume.clone()).or_default();
+        line.insert(record.sequence, record.id.clone());
         self.retained.insert(record.id.clone(), retained);
     }
 
@@ -147,7 +146,7 @@ impl Index {
 
     pub(super) fn remove_retained(&mut self, id: &SnapshotId) {
         if let Some(Retained { record, .. }) = self.retained.remove(id) {
-            self.unchain(&record);
+            self.leave_line(&record);
         }
     }
 
@@ -245,7 +244,7 @@ impl Index {
 
     /// The snapshots of a volume, oldest first, retained ones among them.
     pub fn line(&self, volume: &VolumeId) -> impl DoubleEndedIterator<Item = &Arc<SnapshotRecord>> {
-        let ids = self.chains.get(volume).into_iter().flat_map(BTreeMap::values);
+        let ids = self.lines.get(volume).into_iter().flat_map(BTreeMap::values);
         ids.filter_map(|id| {
             self.snapshots.get(id).or_else(|| self.retained.get(id).map(|retained| &retained.record))
         })
@@ -253,12 +252,12 @@ impl Index {
 
     /// The volumes that have snapshots, also only retained ones; the volumes may be gone.
     pub fn lines(&self) -> impl Iterator<Item = &VolumeId> {
-        self.chains.keys()
+        self.lines.keys()
     }
 
     /// The snapshots of a volume, oldest first.
     pub fn chain(&self, volume: &VolumeId) -> impl DoubleEndedIterator<Item = &Arc<SnapshotRecord>> {
-        let ids = self.chains.get(volume).into_iter().flat_map(BTreeMap::values);
+        let ids = self.lines.get(volume).into_iter().flat_map(BTreeMap::values);
         ids.filter_map(|id| self.snapshots.get(id))
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::path::Path;
 
 use super::attributes::Flag;
+use base::DraftFile;
 use files::{Context, Result, change, durable};
 
 /// Two slots of equal length, one of which holds the content and the other the one before it.
@@ -120,7 +121,7 @@ pub fn write(path: &Path, content: &[u8]) -> Result<()> {
         let length = (content.len() + 128).next_multiple_of(SLOT);
         let mut bytes = slot.encode(length).unwrap_or_default();
         bytes.resize(2 * length, 0);
-        return durable::replace_with(path, &path.with_extension("json.new"), |fresh| make(fresh, &bytes));
+        return durable::replace_with(path, &DraftFile::New.of(path), |fresh| make(fresh, &bytes));
     };
     let file = File::options().write(true).open(path).context("open", path)?;
     change::write_at(&file, path, &encoded, (place * length) as u64)?;

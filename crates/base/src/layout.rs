@@ -18,12 +18,39 @@
 //!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
 //!
-//! A crash may leave drafts beside these files, which nobody reads: `<name>.new` of a file that was to be made or
-//! replaced, `changed.map.compared` of a comparison, `allocated.map.checked` of a check.
+//! A crash may leave drafts beside these files, which are never read ([`DraftFile`]).
 
 use std::path::{Path, PathBuf};
 
 use super::{GroupId, SnapshotId, VolumeId};
+
+/// The names under which a file is written beside its place, before it is renamed into it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DraftFile {
+    /// `<name>.new`: a file that is made or replaced.
+    New,
+    /// `changed.map.compared`: the result of a comparison.
+    Compared,
+    /// `allocated.map.checked`: the result of a check.
+    Checked,
+}
+
+impl DraftFile {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::New, Self::Compared, Self::Checked];
+
+    /// The draft of this file.
+    pub fn of(self, path: &Path) -> PathBuf {
+        let end = match self {
+            DraftFile::New => ".new",
+            DraftFile::Compared => ".compared",
+            DraftFile::Checked => ".checked",
+        };
+        let mut name = path.as_os_str().to_owned();
+        name.push(end);
+        name.into()
+    }
+}
 
 /// The paths of one data directory (`--data-dir`).
 #[derive(Clone, Debug)]
@@ -209,7 +236,19 @@ impl ObjectDir {
         self.0.join("pending.map")
     }
 
-    /// `hashes`: one hash a block.
+    /// The drafts of maps that a crash may leave.
+    pub fn map_drafts(&self) -> [PathBuf; 5] {
+        let (allocated, changed) = (self.allocated(), self.changed());
+        [
+            DraftFile::New.of(&allocated),
+            DraftFile::Checked.of(&allocated),
+            DraftFile::New.of(&self.pending()),
+            DraftFile::New.of(&changed),
+            DraftFile::Compared.of(&changed),
+        ]
+    }
+
+    /// `hashes`: one hash per block.
     pub fn hashes(&self) -> PathBuf {
         self.0.join("hashes")
     }

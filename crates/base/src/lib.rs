@@ -1,6 +1,5 @@
-//! The bottom room: the words every other room speaks. Ids that are safe in a path by
-//! construction, block and byte positions, sizes as Kubernetes writes them, and every path below a
-//! data directory. Nothing here opens a file.
+//! The types that all other crates use: ids that are safe in a path by construction, block and byte positions, sizes as
+//! Kubernetes writes them, and every path below a data directory. Nothing here opens a file.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
@@ -23,7 +22,7 @@ pub use endpoint::Endpoint;
 pub use extent::{Extent, Place, Written};
 pub use foreground::{Counter, Foreground, ForegroundWork};
 pub use ids::{GroupId, IdError, Key, KeyError, SnapshotId, VolumeId};
-pub use layout::{DataDir, GroupDir, ObjectDir, PoolDir};
+pub use layout::{DataDir, DraftFile, GroupDir, ObjectDir, PoolDir};
 pub use pool::PoolKind;
 pub use quantity::{Quantity, QuantityError};
 pub use report::report;

@@ -1,4 +1,4 @@
-//! The wish to stop, carried into long loops.
+//! Cancellation for long loops.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +7,7 @@ use std::time::Instant;
 /// Work was given up because its caller is gone or its time is over; nothing is wrong with the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Stopped {
-    /// The caller cancelled or vanished.
+    /// The caller cancelled or disconnected.
     #[error("cancelled by the caller")]
     Cancelled,
     /// The caller's deadline passed.
@@ -28,7 +28,7 @@ impl Stop {
         Stop { cancelled: Arc::default(), deadline }
     }
 
-    /// Tells all who hold a clone to stop.
+    /// Stops all holders of a clone.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }

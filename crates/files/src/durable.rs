@@ -1,10 +1,11 @@
 //! Files that are there after a power cut: synced, renamed into place, their directory synced.
 
 use std::fs::{File, TryLockError};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::{Context, Error, Result, change, step};
+use base::DraftFile;
 
 /// Creates `path`, which must not exist, with `bytes`, and syncs it. The directory entry is
 /// durable only after [`sync_dir`].
@@ -21,11 +22,11 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> Result<()> {
 /// 2. Rename it over `path`: the file is the old one or the new one, both whole.
 /// 3. Sync the directory: from here on the new one survives a power cut.
 pub fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    replace_with(path, &suffixed(path), |fresh| write_new(fresh, bytes))
+    replace_with(path, &DraftFile::New.of(path), |fresh| write_new(fresh, bytes))
 }
 
-/// The same by a file that `write` makes and syncs at `fresh`, in the same directory. Where it fails nothing is
-/// left at `fresh`.
+/// The same by a file that `write` makes and syncs at `fresh`, in the same directory. If it fails, nothing is left at
+/// `fresh`.
 pub fn replace_with<E: From<Error>>(
     path: &Path,
     fresh: &Path,
@@ -41,7 +42,7 @@ pub fn replace_with<E: From<Error>>(
 /// 2. Rename it to `path` and sync the directory. Where that sync fails the rename is undone, so that an error means
 ///    that nothing happened.
 pub fn create(path: &Path, bytes: &[u8]) -> Result<()> {
-    let fresh = suffixed(path);
+    let fresh = DraftFile::New.of(path);
     prepare(&fresh, |fresh| write_new(fresh, bytes))?;
     let renamed = rename(&fresh, path);
     if renamed.is_err() {
@@ -81,12 +82,6 @@ pub fn replace_soon_by(fresh: &Path, path: &Path) -> Result<()> {
         let _ = change::remove_file(fresh);
     }
     renamed
-}
-
-fn suffixed(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(".new");
-    name.into()
 }
 
 /// Renames `from` to `to`, which must not exist, and syncs both directories: the commit of an object or of its
@@ -144,7 +139,7 @@ pub struct FileLock {
 }
 
 impl FileLock {
-    /// Takes the lock; `Ok(None)` when somebody else holds it for so long. The file is made where missing.
+    /// Takes the lock; `Ok(None)` when another process holds it for so long. The file is made if missing.
     ///
     /// A process that is gone may seem to hold it for a moment: a program that it was starting has copies of its
     /// descriptors until exec closes them.

@@ -17,6 +17,7 @@ use roaring::RoaringBitmap;
 pub(super) use writers::Writers;
 
 use super::history::{Histories, header};
+use super::locks::Key;
 use super::queue::{Next, Part, Queue, TURN, Work};
 use super::read_errors::ReadErrors;
 use super::shared::Shared;
@@ -24,7 +25,7 @@ use super::streams::Streams;
 use super::{Error, Result};
 use crate::store::{Index, SnapshotRecord};
 use crate::sys;
-use base::{Block, ObjectDir};
+use base::{Block, DraftFile, ObjectDir};
 use cbt::{
     self, Allocation, DeltaScan, Found, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation,
     SegmentIndex, ToHash,
@@ -116,6 +117,41 @@ impl Hashing {
         }
     }
 
+    /// Queues what the last driver left to be hashed or compared, and removes the maps that it did not finish. It reads
+    /// a map of each snapshot, so it runs beside calls.
+    fn take_up(&self) {
+        let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
+        for volume in volumes {
+            let line: Vec<_> = self.shared.store.read(|index| index.line(&volume).cloned().collect());
+            for record in &line {
+                self.remove_drafts(record);
+                if !record.tracking {
+                    continue;
+                }
+                let bytes = self.histories.pending_bytes(record);
+                if bytes > 0 || self.is_to_compare(record) {
+                    self.queue.add(record, bytes);
+                }
+            }
+            if self.queue.stop.check().is_err() {
+                return;
+            }
+        }
+    }
+
+    fn remove_drafts(&self, record: &SnapshotRecord) {
+        let Ok(_map) = self.shared.locks.wait_until(Key::Map(record.id.clone()), &self.queue.stop) else {
+            return;
+        };
+        self.histories.hold([&record.volume]).remove_drafts(record);
+    }
+
+    /// Whether what may have changed in a snapshot was never compared.
+    fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
+        let changed = MapFile::open(&self.shared.store.snapshot_dir(record).changed());
+        changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
+    }
+
     /// Forgets the retained snapshots of all volumes whose time is over.
     fn apply_retention(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
@@ -199,19 +235,9 @@ impl Hashing {
             step => step?,
         };
         let Some(step) = step else { return Ok(true) };
-        let _history = self.histories.hold([&record.volume]);
-        if self.shared.store.read(|index| index.known(&record.id)).is_none() {
-            return Ok(true);
-        }
-        step.replace_pending(&dir)?;
-        self.queue.progress(record, step.done);
-        Ok(step.is_last)
-    }
-
-    /// Whether what may have changed in a snapshot was never compared.
-    pub(super) fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
-        let changed = MapFile::open(&self.shared.store.snapshot_dir(record).changed());
-        changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
+        let mut history = self.histories.hold([&record.volume]);
+        let is_there = history.replace_pending(record, step.done, |fresh| step.write(fresh))?;
+        Ok(step.is_last || !is_there)
     }
 
     /// Keeps in `changed` what differs from the parent.
@@ -227,7 +253,7 @@ impl Hashing {
         else {
             return Ok(());
         };
-        let fresh = dir.changed().with_extension("map.compared");
+        let fresh = DraftFile::Compared.of(&dir.changed());
         let written = self.write_compared(&fresh, changed, &relation, parent, record);
         if written.is_err() {
             durable::remove(&fresh)?;
@@ -400,12 +426,6 @@ struct Rest {
 }
 
 impl Rest {
-    fn replace_pending(&self, dir: &ObjectDir) -> Result<()> {
-        let fresh = dir.pending().with_extension("map.new");
-        durable::prepare(&fresh, |fresh| self.write(fresh))?;
-        Ok(durable::replace_soon_by(&fresh, &dir.pending())?)
-    }
-
     fn write(&self, fresh: &Path) -> Result<()> {
         let mut writer = MapWriter::create(fresh, self.header.clone())?;
         for index in self.pending.indexes() {

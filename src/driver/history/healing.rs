@@ -11,7 +11,7 @@ use super::super::Result;
 use super::super::locks::Key;
 use super::{Histories, History, header};
 use crate::store::SnapshotRecord;
-use base::{ObjectDir, Stop};
+use base::{DraftFile, ObjectDir, Stop};
 use cbt::{
     self, HashFile, HashReader, MapFile, MapHeader, MapWriter, Relation, SegmentIndex, scan_allocated,
 };
@@ -38,8 +38,8 @@ impl Histories {
         }
     }
 
-    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: a caller that needs the map
-    /// waits, and nobody else.
+    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: only callers that need the map
+    /// wait.
     ///
     /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the damaged one.
@@ -53,7 +53,7 @@ impl Histories {
         let dir = self.shared.store.snapshot_dir(record);
         let (path, data_path) = (dir.allocated(), dir.data());
         if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
-            // Somebody else has made it meanwhile.
+            // Another thread has made it meanwhile.
             return Ok(());
         }
         tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
@@ -63,15 +63,14 @@ impl Histories {
             }
             opened => opened?,
         };
-        let fresh = path.with_extension("map.new");
-        durable::replace_with(&path, &fresh, |fresh| {
+        durable::replace_with(&path, &DraftFile::New.of(&path), |fresh| {
             scan_allocated(&data, &data_path, fresh, header(record), stop).map(drop)
         })
     }
 
-    /// Holds the `allocated` map of a snapshot against its data, where it was made from the parent's: a block that is
-    /// wrong in one would be wrong in all that follow. Where a block of the map is one of the filesystem's, their number
-    /// tells; else all extents are looked at.
+    /// Compares the `allocated` map of a snapshot with its data, where it was made from the parent's: a block that is
+    /// wrong in one would be wrong in all that follow. If block sizes match, compare block counts; otherwise compare
+    /// extents.
     ///
     /// A map that is wrong is made again. What else was made from it may be wrong too: the blocks may have changed
     /// since the parent, and until the child; they are to be hashed, and the parent is looked at next.
@@ -89,7 +88,7 @@ impl Histories {
         {
             return Ok(());
         }
-        let fresh = dir.allocated().with_extension("map.checked");
+        let fresh = DraftFile::Checked.of(&dir.allocated());
         durable::remove(&fresh)?;
         scan_allocated(&data, &path, &fresh, header(record), &self.queue.stop)?;
         let wrong = differing(&map, &MapFile::open(&fresh)?)?;
@@ -212,7 +211,7 @@ fn differing(claimed: &MapFile, found: &MapFile) -> Result<Segments> {
 
 /// Replaces a map by one that holds these blocks as well.
 fn add_to(map: &MapFile, header: MapHeader, more: &Segments, path: &Path) -> Result<()> {
-    durable::replace_with(path, &path.with_extension("map.new"), |fresh| {
+    durable::replace_with(path, &DraftFile::New.of(path), |fresh| {
         let mut writer = MapWriter::create(fresh, header)?;
         let mut more = more.iter().peekable();
         for index in map.indexes() {

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::super::{Error, Result};
 use super::{Histories, History};
 use crate::store::SnapshotRecord;
-use base::Stop;
+use base::{DraftFile, Stop};
 use cbt::{self, MapFile, MapHeader, Relation, Side};
 use files::durable;
 
@@ -78,7 +78,7 @@ impl History<'_> {
     pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
         if let Err(error) = self.hand_changes_on(gone) {
             // Without the link a delta across the gap compares whole maps: slower, and as exact.
-            tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "changes were not handed on");
+            tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "the changed map of a removed snapshot was not merged into the next one's");
         }
     }
 
@@ -88,7 +88,7 @@ impl History<'_> {
     /// 1. Write the union beside the next one's map and sync it: a crash leaves a stray file that
     ///    the next merge replaces.
     /// 2. Rename it over the map and sync: the map names the snapshot it is relative to, so both
-    ///    change as one. A crash after it leaves a snapshot that nobody's changes are relative to any
+    ///    change as one. A crash after it leaves a snapshot that no changes are relative to any
     ///    more; deltas from it compare whole maps.
     fn hand_changes_on(&self, gone: &SnapshotRecord) -> Result<()> {
         if !gone.tracking {
@@ -114,8 +114,8 @@ impl History<'_> {
         // What changed twice may be as it was: no longer exact.
         let relative_to = Some(Relation { exact: false, ..relation });
         let header = MapHeader { relative_to, ..theirs.header().clone() };
-        let fresh = next_dir.changed().with_extension("map.new");
-        durable::replace_with(&next_dir.changed(), &fresh, |fresh| {
+        let changed = next_dir.changed();
+        durable::replace_with(&changed, &DraftFile::New.of(&changed), |fresh| {
             cbt::write_union(fresh, header, &[&ours, &theirs], &Stop::default())
                 .map_err(Error::from)
                 .map(drop)

@@ -13,6 +13,7 @@ mod links;
 mod parent;
 mod retention;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use super::Result;
@@ -20,8 +21,9 @@ use super::locks::{Key, OpGuard};
 use super::queue::Queue;
 use super::shared::Shared;
 use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
-use base::VolumeId;
+use base::{DraftFile, VolumeId};
 use cbt::MapHeader;
+use files::durable;
 pub(super) use parent::Parent;
 pub use retention::Retention;
 
@@ -33,10 +35,10 @@ pub(super) struct Histories {
     pub(super) queue: Arc<Queue>,
 }
 
-/// The histories of one or more volumes, held: nobody else changes them meanwhile.
+/// The histories of one or more volumes, locked: no other thread changes them.
 pub(super) struct History<'h> {
     histories: &'h Histories,
-    /// Declared before `to_remove`, so dropped before it: freeing bytes may take long, and nobody has to wait for it.
+    /// Declared before `to_remove`, so dropped before it: freeing bytes may take long, and needs no lock.
     _held: Vec<OpGuard>,
     /// What is gone, and whose files are still to be removed.
     to_remove: Vec<Draft>,
@@ -49,7 +51,7 @@ impl Histories {
         let mut volumes: Vec<_> = volumes.into_iter().collect();
         volumes.sort_unstable();
         volumes.dedup();
-        let held = volumes.into_iter().map(|id| self.shared.locks.wait(Key::Chain(id.clone()))).collect();
+        let held = volumes.into_iter().map(|id| self.shared.locks.wait(Key::History(id.clone()))).collect();
         History { histories: self, _held: held, to_remove: Vec::new() }
     }
 }
@@ -119,6 +121,35 @@ impl History<'_> {
             self.apply_retention(&member.volume);
         }
         Ok(())
+    }
+
+    /// Replaces the `pending` map of a snapshot of which `done` bytes were hashed by the one that `write` writes; returns
+    /// whether the snapshot is still there.
+    pub(super) fn replace_pending(
+        &mut self,
+        record: &SnapshotRecord,
+        done: u64,
+        write: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<bool> {
+        let Histories { shared, queue } = self.histories;
+        if shared.store.read(|index| index.known(&record.id)).is_none() {
+            return Ok(false);
+        }
+        let pending = shared.store.snapshot_dir(record).pending();
+        let fresh = DraftFile::New.of(&pending);
+        durable::prepare(&fresh, write)?;
+        durable::replace_soon_by(&fresh, &pending)?;
+        queue.progress(record, done);
+        Ok(true)
+    }
+
+    /// Removes maps of a snapshot that the last driver did not finish; they may never be written again.
+    pub(super) fn remove_drafts(&mut self, record: &SnapshotRecord) {
+        for draft in self.histories.shared.store.snapshot_dir(record).map_drafts() {
+            if let Err(error) = durable::remove(&draft) {
+                tracing::warn!(path = %draft.display(), error = base::report(&error), "a draft could not be removed");
+            }
+        }
     }
 }
 

@@ -116,7 +116,7 @@ impl History<'_> {
             !short && kept.record.tracking && histories.may_be_a_base(&kept.record) && !is_over(kept)
         };
         let wanted: Vec<bool> = retained.iter().map(is_wanted).collect();
-        // What goes in any case takes nobody's place.
+        // Snapshots removed anyway do not count towards the limit.
         let mut beyond = wanted.iter().filter(|wanted| **wanted).count().saturating_sub(limits.count);
         for (Retained { record, .. }, wanted) in retained.iter().zip(wanted) {
             let stays = wanted && beyond == 0;

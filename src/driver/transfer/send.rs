@@ -1,8 +1,8 @@
 //! The side of the source: what other nodes have open here, and the maps, hashes and bytes of it. Nothing here asks whether they
 //! may: `csi/transfer.rs` has looked at the ticket before it opens, and everything else goes by what is open.
 //!
-//! A snapshot is read where it is; it stays readable when it is deleted meanwhile. Of a volume a snapshot is taken that nobody
-//! sees: it lies in `staging/`, and goes when it is closed, when nobody asks for it any more, and at a start.
+//! A snapshot is read where it is; it stays readable when it is deleted meanwhile. Of a volume a hidden snapshot is taken:
+//! it is in `staging/`, and is removed when it is closed, when it is no longer read, and at a start.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 use roaring::RoaringBitmap;
 
 use super::plan::runs;
+use crate::driver::fill::NewSnapshot;
 use crate::driver::locks::Key;
 use crate::driver::remote::Opened;
 use crate::driver::shared::Shared;
-use crate::driver::snapshots::{NewSnapshot, Snapshots};
+use crate::driver::snapshots::Snapshots;
 use crate::driver::{Error, Result};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
@@ -25,7 +26,7 @@ use files::Context;
 
 /// Sources open at once; each has four open files.
 const MOST: usize = 64;
-/// How long one stays open that nobody asks for.
+/// How long one stays open without being read.
 const IDLE: Duration = Duration::from_secs(600);
 /// Bytes of a message, unless a block is larger. Of more than this each buffer would be memory that the kernel maps, clears and
 /// takes back for every message (`sys/memory.rs`), and would not stay in the processor's cache.
@@ -81,7 +82,7 @@ impl Sources {
         self.all().clear();
     }
 
-    /// Closes what nobody has asked for in a while.
+    /// Closes sources that were not read for a while.
     pub fn sweep(&self) {
         let is_idle = |source: &OpenSource| source.used().elapsed() >= IDLE;
         let idle: Vec<_> = self.all().extract_if(|_, source| is_idle(source)).collect();
@@ -147,7 +148,7 @@ impl Sources {
         is_it.then_some(open)
     }
 
-    /// Nobody needs it any more.
+    /// Closes a source.
     pub fn close(&self, point: &str, reader: &str) {
         let Some(open) = self.get(point, reader) else { return };
         let name = format!("{}/{}/{}", open.source, open.reader, open.volume);
@@ -192,7 +193,7 @@ impl Sources {
         let draft = self.shared.store.draft_snapshot(&record.id)?;
         let mut new =
             NewSnapshot { draft: draft.dir().clone(), volume: found.record.clone(), record, pending: 0 };
-        self.snapshots.fill(std::slice::from_mut(&mut new))?;
+        self.snapshots.filler.fill(std::slice::from_mut(&mut new))?;
         let dir = draft.dir().clone();
         self.open_files(&new.record, &dir, Some(draft), [source, reader, volume])
     }
