@@ -309,33 +309,32 @@ async fn an_unexplained_mount_is_unmounted() {
 }
 
 /// Kubelet mounts a part of a volume for a pod that asks for a `subPath`: a note, and no fault.
+#[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn a_mount_of_a_part_of_a_volume_is_a_note() {
-    for fstype in ["ext4", "btrfs"] {
-        let mut rig = Rig::start(PoolKind::Dir).await;
-        let capability = || mount_capability(fstype);
-        let request = new_volume("volume", 256 * MIB, capability());
-        let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
-        let kubelet = rig.kubelet();
-        let target = rig.client.publish(&volume, capability(), false, &kubelet).await.expect("publish");
-        let checked = check(&rig.data_dir(), &[]);
-        assert_eq!((checked.exit, checked.found), (0, vec![]), "{fstype}");
-        let (part, place) = (target.join("part"), rig.dir.path().join("part"));
-        fs::create_dir(&part).expect("mkdir");
-        fs::create_dir(&place).expect("mkdir");
-        deltapath::sys::mount::bind(&part, &place, false).expect("bind");
-        let place = place.canonicalize().expect("the mount is there");
-        let checked = check(&rig.data_dir(), &[]);
-        assert_eq!(
-            (checked.exit, checked.found),
-            (0, vec![("note".to_owned(), place.clone(), false)]),
-            "{fstype}"
-        );
-        deltapath::sys::mount::unmount_top(&place).expect("unmount");
-        rig.detach(&volume).await;
-        rig.finish();
-    }
+async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fstype: &str) {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let capability = || mount_capability(fstype);
+    let request = new_volume("volume", 256 * MIB, capability());
+    let volume = rig.client.create_volume(request).await.expect("CreateVolume").volume_id;
+    let kubelet = rig.kubelet();
+    let target = rig.client.publish(&volume, capability(), false, &kubelet).await.expect("publish");
+    let checked = check(&rig.data_dir(), &[]);
+    assert_eq!((checked.exit, checked.found), (0, vec![]), "{fstype}");
+    let (part, place) = (target.join("part"), rig.dir.path().join("part"));
+    fs::create_dir(&part).expect("mkdir");
+    fs::create_dir(&place).expect("mkdir");
+    deltapath::sys::mount::bind(&part, &place, false).expect("bind");
+    let place = place.canonicalize().expect("the mount is there");
+    let checked = check(&rig.data_dir(), &[]);
+    assert_eq!(
+        (checked.exit, checked.found),
+        (0, vec![("note".to_owned(), place.clone(), false)]),
+        "{fstype}"
+    );
+    deltapath::sys::mount::unmount_top(&place).expect("unmount");
+    rig.detach(&volume).await;
+    rig.finish();
 }
 
 /// Without a driver the pool is mounted for the look and left as it was.

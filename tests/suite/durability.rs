@@ -96,71 +96,60 @@ fn fsck(fs_type: &str, device: &Path) {
     checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", base::report(&error)));
 }
 
-async fn live_writers_lose_nothing(pool: PoolKind) {
+/// Writers on one filesystem while it is snapshotted: every third of the rounds.
+#[rstest::rstest]
+#[case::ext4(0, "ext4")]
+#[case::xfs(1, "xfs")]
+#[case::btrfs(2, "btrfs")]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_snapshot_holds_every_acknowledged_write(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[case] first: usize,
+    #[case] fs_type: &str,
+) {
     let mut rig = Rig::start(pool).await;
     let kubelet = rig.kubelet();
-    for (at, fs_type) in ["ext4", "xfs", "btrfs"].into_iter().enumerate() {
-        let capability = mount_capability(fs_type);
-        let request = new_volume(fs_type, 320 * MIB, capability.clone());
-        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
-        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-        let database = Database::open(&target);
-        while database.acknowledged() < 5 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        for round in (at..rounds()).step_by(3) {
-            // The user's own freeze, now and then: it is theirs before and after.
-            let staging = kubelet.join(&volume).join("staging");
-            let frozen = (round / 3 % 4 == 3).then(|| {
-                let mounted = mount::mounted_at(&staging).expect("mounts").expect("staged");
-                let frozen =
-                    freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(60)).expect("freeze");
-                (mounted, frozen.expect("nobody else froze it"))
-            });
-            let before = database.acknowledged();
-            let snapshot = rig.snapshot(&format!("{fs_type} {round}"), &volume).await;
-            if let Some((mounted, frozen)) = frozen {
-                let again = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
-                assert!(again.is_none(), "the user's freeze is gone");
-                frozen.thaw().expect("it is the user's to thaw");
-            }
-            let mut request = new_volume(&format!("restored {fs_type} {round}"), 0, capability.clone());
-            request.volume_capabilities.push(block_capability());
-            request.volume_content_source = Some(from_snapshot(&snapshot));
-            let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-            let seen =
-                rig.client.publish(&restored, capability.clone(), false, &kubelet).await.expect("mount");
-            let last = last_record(&seen.join("log"));
-            assert!(last >= before, "{before} was acknowledged, {last} is there");
-            rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
-            let device = rig.attach(&restored).await;
-            fsck(fs_type, &device);
-            rig.detach(&restored).await;
-            rig.client.delete_volume(&restored).await.expect("delete");
-            rig.client.delete_snapshot(&snapshot).await.expect("delete");
-        }
-        database.close();
-        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let capability = mount_capability(fs_type);
+    let request = new_volume(fs_type, 320 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let database = Database::open(&target);
+    while database.acknowledged() < 5 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    for round in (first..rounds()).step_by(3) {
+        // The user's own freeze, now and then: it is theirs before and after.
+        let staging = kubelet.join(&volume).join("staging");
+        let frozen = (round / 3 % 4 == 3).then(|| {
+            let mounted = mount::mounted_at(&staging).expect("mounts").expect("staged");
+            let frozen = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(60)).expect("freeze");
+            (mounted, frozen.expect("nobody else froze it"))
+        });
+        let before = database.acknowledged();
+        let snapshot = rig.snapshot(&format!("{fs_type} {round}"), &volume).await;
+        if let Some((mounted, frozen)) = frozen {
+            let again = freeze::Frozen::freeze(root_of(&mounted), Duration::from_secs(1)).expect("ask");
+            assert!(again.is_none(), "the user's freeze is gone");
+            frozen.thaw().expect("it is the user's to thaw");
+        }
+        let mut request = new_volume(&format!("restored {fs_type} {round}"), 0, capability.clone());
+        request.volume_capabilities.push(block_capability());
+        request.volume_content_source = Some(from_snapshot(&snapshot));
+        let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
+        let seen = rig.client.publish(&restored, capability.clone(), false, &kubelet).await.expect("mount");
+        let last = last_record(&seen.join("log"));
+        assert!(last >= before, "{before} was acknowledged, {last} is there");
+        rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+        let device = rig.attach(&restored).await;
+        fsck(fs_type, &device);
+        rig.detach(&restored).await;
+        rig.client.delete_volume(&restored).await.expect("delete");
+        rig.client.delete_snapshot(&snapshot).await.expect("delete");
+    }
+    database.close();
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
-}
-
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_holds_every_acknowledged_write_on_dir() {
-    live_writers_lose_nothing(PoolKind::Dir).await;
-}
-
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_holds_every_acknowledged_write_on_xfs() {
-    live_writers_lose_nothing(PoolKind::Xfs).await;
-}
-
-#[test_with::root]
-#[tokio::test(flavor = "multi_thread")]
-async fn a_snapshot_holds_every_acknowledged_write_on_btrfs() {
-    live_writers_lose_nothing(PoolKind::Btrfs).await;
 }
 
 /// A freeze never outlives its bound, also where nobody thaws; and a thaw that comes too late fails.

@@ -30,7 +30,7 @@ const RETAINED: usize = 3;
 const GROWTH: [u64; 2] = [WINDOW * BLOCK, 20 << 30];
 
 #[derive(Clone, Debug)]
-enum Step {
+enum Action {
     Write { volume: usize, at: Place, fill: u8 },
     Discard { volume: usize, at: Place },
     Snapshot { volume: usize },
@@ -68,20 +68,20 @@ fn place() -> impl Strategy<Value = Place> {
     })
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = Action> {
     let volume = 0..4usize;
     prop_oneof![
         // Few fills, so that blocks often change back; 0 writes zeros.
-        10 => (volume.clone(), place(), 0..4u8).prop_map(|(volume, at, fill)| Step::Write { volume, at, fill }),
-        4 => (volume.clone(), place()).prop_map(|(volume, at)| Step::Discard { volume, at }),
-        8 => volume.clone().prop_map(|volume| Step::Snapshot { volume }),
-        2 => (volume.clone(), volume.clone()).prop_map(|volumes| Step::Group { volumes }),
-        2 => volume.clone().prop_map(|volume| Step::Expand { volume }),
-        3 => (0..16usize).prop_map(|pick| Step::DeleteSnapshot { pick }),
-        2 => (0..16usize).prop_map(|pick| Step::Restore { pick }),
-        1 => volume.clone().prop_map(|volume| Step::Clone { volume }),
-        1 => volume.prop_map(|volume| Step::DeleteVolume { volume }),
-        1 => any::<bool>().prop_map(|kill| Step::Restart { kill }),
+        10 => (volume.clone(), place(), 0..4u8).prop_map(|(volume, at, fill)| Action::Write { volume, at, fill }),
+        4 => (volume.clone(), place()).prop_map(|(volume, at)| Action::Discard { volume, at }),
+        8 => volume.clone().prop_map(|volume| Action::Snapshot { volume }),
+        2 => (volume.clone(), volume.clone()).prop_map(|volumes| Action::Group { volumes }),
+        2 => volume.clone().prop_map(|volume| Action::Expand { volume }),
+        3 => (0..16usize).prop_map(|pick| Action::DeleteSnapshot { pick }),
+        2 => (0..16usize).prop_map(|pick| Action::Restore { pick }),
+        1 => volume.clone().prop_map(|volume| Action::Clone { volume }),
+        1 => volume.prop_map(|volume| Action::DeleteVolume { volume }),
+        1 => any::<bool>().prop_map(|kill| Action::Restart { kill }),
     ]
 }
 
@@ -177,28 +177,28 @@ async fn create(rig: &mut Subject<'_>, model: &mut Model, case: usize, block_siz
     model.volumes.push(Volume { id, device, size: SIZE as u64, ..Volume::default() });
 }
 
-async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Step, case: usize) {
+async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Action, case: usize) {
     let count = model.volumes.len();
     match step {
-        Step::Write { volume, at, fill } if count > 0 => {
+        Action::Write { volume, at, fill } if count > 0 => {
             let volume = &mut model.volumes[volume % count];
             if at.is_in(volume) {
                 volume.content.write(&volume.device, at.start(), at.count, *fill);
             }
         }
-        Step::Discard { volume, at } if count > 0 => {
+        Action::Discard { volume, at } if count > 0 => {
             let volume = &mut model.volumes[volume % count];
             if at.is_in(volume) {
                 volume.content.discard(&volume.device, at.start(), at.count);
             }
         }
-        Step::Snapshot { volume } if count > 0 => {
+        Action::Snapshot { volume } if count > 0 => {
             let name = model.name("snapshot", case);
             let volume = &model.volumes[volume % count];
             let id = rig.snapshot(&name, &volume.id).await;
             model.snapshots.push(Snapshot::of(id, volume, model.names));
         }
-        Step::Group { volumes: (one, two) } if count > 0 => {
+        Action::Group { volumes: (one, two) } if count > 0 => {
             let name = model.name("group", case);
             let mut picked = vec![one % count, two % count];
             picked.dedup();
@@ -218,7 +218,7 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Step, case: usiz
                 model.snapshots.push(snapshot);
             }
         }
-        Step::Expand { volume } if count > 0 => {
+        Action::Expand { volume } if count > 0 => {
             let volume = &mut model.volumes[volume % count];
             if volume.size < SIZE as u64 + GROWTH[0] + GROWTH[1] {
                 volume.size += GROWTH[usize::from(volume.size > SIZE as u64)];
@@ -227,11 +227,11 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Step, case: usiz
                 assert_eq!(expanded.capacity_bytes as u64, volume.size);
             }
         }
-        Step::DeleteSnapshot { pick } if !model.snapshots.is_empty() => {
+        Action::DeleteSnapshot { pick } if !model.snapshots.is_empty() => {
             let gone = model.snapshots.remove(pick % model.snapshots.len());
             delete(rig, model, gone).await;
         }
-        Step::Restore { pick } if !model.snapshots.is_empty() && count < 4 => {
+        Action::Restore { pick } if !model.snapshots.is_empty() && count < 4 => {
             let name = model.name("restored", case);
             let source = &model.snapshots[pick % model.snapshots.len()];
             let size = source.size;
@@ -239,7 +239,7 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Step, case: usiz
             let copied = model.copied(&id, &source.id, &source.content, &source.copied);
             model.volumes.push(Volume { id, device, size, content: source.content.clone(), copied });
         }
-        Step::Clone { volume } if count > 0 && count < 4 => {
+        Action::Clone { volume } if count > 0 && count < 4 => {
             let name = model.name("cloned", case);
             let source = &model.volumes[volume % count];
             let (size, content) = (source.size, source.content.clone());
@@ -247,13 +247,13 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Step, case: usiz
             let copied = model.copied(&id, &source.id, &content, &source.copied);
             model.volumes.push(Volume { id, device, size, content, copied });
         }
-        Step::DeleteVolume { volume } if count > 1 => {
+        Action::DeleteVolume { volume } if count > 1 => {
             let gone = model.volumes.remove(volume % count);
             rig.detach(&gone.id).await;
             rig.client.delete_volume(&gone.id).await.expect("delete");
             model.settle();
         }
-        Step::Restart { kill } => {
+        Action::Restart { kill } => {
             if *kill {
                 rig.kill();
             } else {

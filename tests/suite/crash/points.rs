@@ -14,9 +14,11 @@ use super::cases::{Case, DELETIONS, cases};
 use super::scene::Scene;
 use super::tally::Tally;
 use super::{FLAGS, asked, retried};
+use crate::faults::pool_full::small_pool_with;
 pub use crate::model::calls::Call;
 use crate::model::wire::{Answer, make};
 use testkit::orders::{Cut, Orders, Point};
+use testkit::places::{Ballast, Disk};
 use testkit::{POOLS, PoolKind, Rig};
 
 /// The errors that a step fails with, and what the caller gets.
@@ -98,21 +100,38 @@ impl Stride {
 }
 
 /// A driver, what it holds, and the figures.
-struct Lab {
+struct CutRun {
     rig: Rig,
     scene: Scene,
     orders: Orders,
     tally: Tally,
     pool: PoolKind,
     round: usize,
+    /// Whether the pool is full from before each call until it is undone.
+    is_full: bool,
+    /// The pool's disk, where it has one of its own. Dropped after the driver.
+    disk: Option<Disk>,
 }
 
-impl Lab {
+impl CutRun {
     async fn new(pool: PoolKind, what: &'static str) -> Self {
-        let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
+        let rig = Rig::start_with(pool, &FLAGS, "info").await;
+        Self::on(rig, None, pool, what).await
+    }
+
+    /// The same on a pool of some hundred megabytes, which is full during each call.
+    async fn on_full_pool(pool: PoolKind, what: &'static str) -> Self {
+        let (disk, rig) = small_pool_with(pool, &FLAGS).await;
+        let mut run = CutRun { is_full: true, ..Self::on(rig, disk, pool, what).await };
+        run.scene.unmount(&mut run.rig).await;
+        run
+    }
+
+    async fn on(mut rig: Rig, disk: Option<Disk>, pool: PoolKind, what: &'static str) -> Self {
         let scene = Scene::make(&mut rig).await;
         let orders = Orders::new(rig.dir.path());
-        Lab { rig, scene, orders, tally: Tally::new(what, pool), pool, round: 0 }
+        let tally = Tally::new(what, pool);
+        CutRun { rig, scene, orders, tally, pool, round: 0, is_full: false, disk }
     }
 
     /// Cuts a call at one point after another, until it ends without reaching one.
@@ -131,6 +150,7 @@ impl Lab {
         if let Err(said) = self.scene.live(&mut self.rig, &case.before).await {
             self.tally.lost(&self.rig, &format!("{:?}, before {name}: {said}", self.pool));
         }
+        let ballast = self.is_full.then(|| Ballast::fill(&self.rig.pool_dir()));
         let (asked, mut client) = (self.scene.asked(&case.call), self.rig.client.clone());
         self.orders.give(cut, at, "calls");
         let mut answer = make(&mut client, &asked).await;
@@ -180,6 +200,9 @@ impl Lab {
         }
         let when = if is_restarted { When::Cut } else { When::Failed };
         retried(&mut self.rig, &mut self.scene, case, &mut self.tally, when, &context).await;
+        if let Some(ballast) = ballast {
+            ballast.remove();
+        }
         hit.is_some()
     }
 
@@ -198,6 +221,10 @@ impl Lab {
         self.scene.leave(&mut self.rig).await;
         let status = self.rig.terminate();
         assert!(status.success(), "the driver ended with {status}\n{}", self.rig.log());
+        drop(self.rig);
+        if let Some(disk) = self.disk {
+            disk.finish();
+        }
     }
 }
 
@@ -213,24 +240,33 @@ fn chosen() -> Vec<Case> {
 }
 
 async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
-    let mut lab = Lab::new(pool, what).await;
+    let mut run = CutRun::new(pool, what).await;
     loop {
         for flags in [&["--enable-attach"][..], &["--enable-attach", "--retain-deleted", "0"][..]] {
-            lab.rig.kill();
-            lab.rig.start_again_with(flags).await;
+            run.rig.kill();
+            run.rig.start_again_with(flags).await;
             let is_one = |case: &&Case| flags.len() == 1 || DELETIONS.contains(&case.name);
             for (number, case) in chosen().iter().filter(is_one).enumerate() {
                 for (kind, cut) in cuts.iter().enumerate() {
                     let stride = Stride::of(pool, number * cuts.len() + kind, 2 * cuts.len());
-                    lab.series(case, *cut, stride).await;
+                    run.series(case, *cut, stride).await;
                 }
             }
         }
-        if wanted().is_none_or(|rounds| lab.round >= rounds) {
+        if wanted().is_none_or(|rounds| run.round >= rounds) {
             break;
         }
     }
-    lab.finish().await;
+    run.finish().await;
+}
+
+/// Deletions are the way out of a full pool, also where the driver is killed in them: before each step, and after the last.
+async fn kills_on_full_pool(pool: PoolKind) {
+    let mut run = CutRun::on_full_pool(pool, "full-kill-points").await;
+    for case in cases().iter().filter(|case| ["DeleteSnapshot", "DeleteGroup"].contains(&case.name)) {
+        run.series(case, Cut::Kill, Stride { first: 1, step: 1 }).await;
+    }
+    run.finish().await;
 }
 
 async fn kills(pool: PoolKind) {
@@ -257,6 +293,24 @@ async fn a_kill_before_any_step_loses_nothing_on_xfs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_kill_before_any_step_loses_nothing_on_btrfs() {
     kills(PoolKind::Btrfs).await;
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_dir() {
+    kills_on_full_pool(PoolKind::Dir).await;
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_xfs() {
+    kills_on_full_pool(PoolKind::Xfs).await;
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_in_a_deletion_on_a_full_pool_loses_nothing_on_btrfs() {
+    kills_on_full_pool(PoolKind::Btrfs).await;
 }
 
 #[test_with::root]

@@ -8,7 +8,7 @@ mod dead_pool;
 mod filesystems;
 mod host_full;
 mod no_loop;
-mod pool_full;
+pub mod pool_full;
 mod programs;
 mod read_only;
 mod strangers;

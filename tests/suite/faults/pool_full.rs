@@ -17,14 +17,20 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 /// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool. Held in this
 /// order: the disk can only be freed after the driver.
 async fn small_pool(pool: PoolKind) -> (Option<Disk>, Rig) {
+    small_pool_with(pool, &[]).await
+}
+
+/// The same with further flags.
+pub async fn small_pool_with(pool: PoolKind, flags: &[&str]) -> (Option<Disk>, Rig) {
     match pool {
         PoolKind::Dir => {
             let disk = Disk::ext4(320 << 20);
-            let rig = disk.rig(pool, &[]).await;
+            let rig = disk.rig(pool, flags).await;
             (Some(disk), rig)
         }
         PoolKind::Xfs | PoolKind::Btrfs => {
-            (None, Rig::start_with(pool, &["--pool-size", "400Mi"], "info").await)
+            let flags = [flags, &["--pool-size", "400Mi"]].concat();
+            (None, Rig::start_with(pool, &flags, "info").await)
         }
     }
 }

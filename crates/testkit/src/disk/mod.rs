@@ -57,7 +57,7 @@ enum Survival {
     Any,
 }
 
-struct Disk {
+struct VolatileDisk {
     size: u64,
     stable: Pages,
     /// Written since the last flush: every version of a page with its number, the oldest first.
@@ -66,9 +66,9 @@ struct Disk {
     flushed: u64,
 }
 
-impl Disk {
+impl VolatileDisk {
     fn new(size: u64, stable: Pages) -> Self {
-        Disk { size, stable, cache: BTreeMap::new(), writes: 0, flushed: 0 }
+        VolatileDisk { size, stable, cache: BTreeMap::new(), writes: 0, flushed: 0 }
     }
 
     fn page(&self, number: u64) -> &Page {
@@ -89,7 +89,7 @@ impl Disk {
     }
 
     /// The disk as the next boot finds it, and what it lost.
-    fn cut(&self, random: &mut Rng) -> (Disk, String) {
+    fn cut(&self, random: &mut Rng) -> (VolatileDisk, String) {
         let mut stable = self.stable.clone();
         let survival = [Survival::Nothing, Survival::Prefix, Survival::Any][random.u64(0..3) as usize];
         let since = self.writes - self.flushed;
@@ -112,14 +112,14 @@ impl Disk {
         }
         let cached = self.cache.len();
         let story = format!("{survival:?}: {survived} of {cached} sectors in the cache survived");
-        (Disk::new(self.size, stable), story)
+        (VolatileDisk::new(self.size, stable), story)
     }
 }
 
 /// All disks of a test, below one directory. Dropped, it takes the directory's mount away.
 pub struct Rack {
     dir: PathBuf,
-    disks: Arc<Mutex<Vec<Disk>>>,
+    disks: Arc<Mutex<Vec<VolatileDisk>>>,
     server: Option<JoinHandle<()>>,
 }
 
@@ -127,7 +127,7 @@ impl Rack {
     /// Serves disks in the empty directory `dir`, one of `size` bytes to begin with.
     pub fn start(dir: &Path, size: u64) -> Self {
         std::fs::create_dir(dir).expect("the rack's directory");
-        let disks = Arc::new(Mutex::new(vec![Disk::new(size, Pages::default())]));
+        let disks = Arc::new(Mutex::new(vec![VolatileDisk::new(size, Pages::default())]));
         let server = server::start(disks.clone(), dir.to_owned());
         Rack { dir: dir.to_owned(), disks, server: Some(server) }
     }
@@ -137,7 +137,7 @@ impl Rack {
         self.dir.join(format!("disk-{disk}"))
     }
 
-    fn disks(&self) -> MutexGuard<'_, Vec<Disk>> {
+    fn disks(&self) -> MutexGuard<'_, Vec<VolatileDisk>> {
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -161,7 +161,7 @@ impl Rack {
     /// Frees the memory of a disk that is not needed any more.
     pub fn scrap(&self, disk: usize) {
         let disk = &mut self.disks()[disk];
-        *disk = Disk::new(disk.size, Pages::default());
+        *disk = VolatileDisk::new(disk.size, Pages::default());
     }
 }
 

@@ -12,12 +12,12 @@ use fuser::{
     Request, Session, WriteFlags,
 };
 
-use super::{Disk, PAGE, page_of};
+use super::{PAGE, VolatileDisk, page_of};
 
 const FOREVER: Duration = Duration::from_secs(3600);
 
 /// Mounts the disks at the empty directory `dir` and serves them until they are unmounted.
-pub(super) fn start(disks: Arc<Mutex<Vec<Disk>>>, dir: PathBuf) -> JoinHandle<()> {
+pub(super) fn start(disks: Arc<Mutex<Vec<VolatileDisk>>>, dir: PathBuf) -> JoinHandle<()> {
     let (ready, started) = mpsc::channel();
     let serve = move || {
         keep_files_apart();
@@ -49,10 +49,10 @@ fn keep_files_apart() {
     assert_eq!(rc, 0, "close_range: {}", std::io::Error::last_os_error());
 }
 
-struct Server(Arc<Mutex<Vec<Disk>>>);
+struct Server(Arc<Mutex<Vec<VolatileDisk>>>);
 
 impl Server {
-    fn with<T>(&self, inode: INodeNo, work: impl FnOnce(&mut Disk) -> T) -> Result<T, Errno> {
+    fn with<T>(&self, inode: INodeNo, work: impl FnOnce(&mut VolatileDisk) -> T) -> Result<T, Errno> {
         let index = inode.0.checked_sub(2).ok_or(Errno::EISDIR)? as usize;
         let mut disks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         disks.get_mut(index).map(work).ok_or(Errno::ENOENT)
@@ -171,7 +171,7 @@ impl Filesystem for Server {
     }
 
     fn fsync(&self, _: &Request, inode: INodeNo, _: FileHandle, _: bool, reply: ReplyEmpty) {
-        match self.with(inode, Disk::flush) {
+        match self.with(inode, VolatileDisk::flush) {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(error),
         }
