@@ -1,9 +1,9 @@
-//! The fuzz targets: what reads bytes that the driver did not just make itself, each with what must hold
-//! whatever they are. Compiled for tests, and for cargo-fuzz (the feature `fuzz`), alone.
+//! The fuzz targets: one for each kind of input that the driver did not just write itself. Compiled only for tests and for
+//! cargo-fuzz (the feature `fuzz`).
 //!
-//! A target is a function of bytes that panics where something does not hold. It stands in the room that it is
-//! about, in a file `fuzz.rs`; here is the list. `make fuzz` runs each under libFuzzer, which looks for new ways
-//! through the code (`fuzz/`); the test below runs each on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
+//! A target takes bytes and panics where an invariant does not hold. It is in the layer that it tests, in a file `fuzz.rs`;
+//! this file lists them. `make fuzz` runs each under libFuzzer, which searches for new paths through the code (`fuzz/`); the
+//! test below runs each on its corpus, `fuzz/corpus/<target>/`, and on mutations of it.
 
 use crate::{csi, driver, store};
 

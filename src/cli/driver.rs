@@ -116,7 +116,7 @@ enum TupleFlag {
 fn transfer_rate(text: &str) -> Result<Quantity, String> {
     match text.parse::<Quantity>() {
         Ok(rate) if rate.0 > 0 => Ok(rate),
-        Ok(_) => Err("a rate is above 0; without the flag there is no limit".into()),
+        Ok(_) => Err("must be greater than 0; omit the flag for no limit".into()),
         Err(error) => Err(error.to_string()),
     }
 }
@@ -124,7 +124,7 @@ fn transfer_rate(text: &str) -> Result<Quantity, String> {
 fn ratio(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(ratio) if ratio.is_finite() && ratio > 0.0 => Ok(ratio),
-        _ => Err("a ratio is a number above 0, such as 2.5".into()),
+        _ => Err("must be a number greater than 0, such as 2.5".into()),
     }
 }
 
@@ -135,10 +135,10 @@ fn driver_name(text: &str) -> Result<String, String> {
     let edges = edge(text.chars().next()) && edge(text.chars().last());
     match text.len() <= 63 && text.chars().all(inner) && edges {
         true => Ok(text.to_owned()),
-        false => Err(
-            "a driver name has at most 63 letters, digits, '-', '_' and '.', letters or digits at both ends"
-                .into(),
-        ),
+        false => {
+            Err("must have at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends"
+                .into())
+        }
     }
 }
 
@@ -148,7 +148,8 @@ pub(super) fn run(arguments: Arguments) -> Done {
     }
     sys::raise_open_files()?;
     sys::memory::return_large_buffers();
-    let driver = Arc::new(Driver::open(Config {
+    let data_dir = arguments.data_dir.clone();
+    let driver = Driver::open(Config {
         driver_name: arguments.driver_name,
         node_id: arguments.node_id,
         data_dir: arguments.data_dir,
@@ -163,7 +164,8 @@ pub(super) fn run(arguments: Arguments) -> Done {
         max_volumes: arguments.max_volumes_per_node,
         retain: arguments.retain_deleted,
         transfer_rate: arguments.transfer_rate,
-    })?);
+    });
+    let driver = Arc::new(driver.map_err(|error| error.explain(&data_dir))?);
     let hashing = HashingThread::start(driver.hashing.clone())?;
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().thread_keep_alive(IDLE_THREAD).build()?;

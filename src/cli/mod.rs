@@ -50,7 +50,7 @@ enum Command {
 /// What a command prints on standard output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
-    /// For people.
+    /// Readable text.
     Text,
     /// One JSON object at the end.
     Json,
@@ -59,11 +59,11 @@ enum Output {
 /// `--pool`.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum PoolFlag {
-    /// The data directory's own filesystem where it is btrfs or clones files, else an image, else `dir`.
+    /// The data directory's filesystem if it is btrfs or clones files, else an image, else `dir`.
     Auto,
-    /// btrfs: the data directory's own, or an image in it. Snapshots take constant time.
+    /// The data directory's filesystem if it is btrfs, else a btrfs image in it. Snapshots take constant time.
     Btrfs,
-    /// A filesystem that clones files: the data directory's own, or an xfs image in it.
+    /// The data directory's filesystem if it clones files, else an xfs image in it.
     Xfs,
     /// Plain files; snapshots are sparse copies.
     Dir,
@@ -83,9 +83,9 @@ impl PoolFlag {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum LogFormat {
-    /// A readable line an event.
+    /// One readable line per event.
     Text,
-    /// A JSON object an event.
+    /// One JSON object per event.
     Json,
 }
 

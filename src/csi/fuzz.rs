@@ -1,4 +1,4 @@
-//! Fuzz targets of this room: what comes in on the socket.
+//! Fuzz targets of this layer: what comes in on the socket.
 
 use std::cell::LazyCell;
 
@@ -22,7 +22,7 @@ pub(crate) fn capabilities(bytes: &[u8]) {
             let around =
                 format!("{:?}", AccessType::Mount { fs_type: fs_type.clone(), flags: Default::default() });
             for flag in mount.mount_flags.iter().filter(|flag| flag.len() > 8 && !around.contains(*flag)) {
-                assert!(!shown.contains(flag.as_str()), "{shown} tells the mount flag {flag:?}");
+                assert!(!shown.contains(flag.as_str()), "{shown} shows the mount flag {flag:?}");
             }
         }
         (AccessType::Block, Some(proto::volume_capability::AccessType::Block(_))) => {}

@@ -36,9 +36,9 @@ use serve::mutual::{self, Files, Identity, Mutual, Role};
 
 /// Between two pings of a router's connection, and until one that does not answer is given up.
 const KEEPALIVE: Duration = Duration::from_secs(20);
-/// How often it is looked which transfers nobody wants any more.
+/// How often abandoned transfers are looked for.
 const SWEEP: Duration = Duration::from_secs(60);
-/// A connection that nobody uses stays: its calls are not counted here, and the pings end dead ones.
+/// An unused connection stays open: its calls are not counted here, and the pings end dead ones.
 const UNUSED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Why routers could not be served.
@@ -122,7 +122,7 @@ impl RouterListener {
     }
 }
 
-/// Removes now and then what nobody wants any more, for ever.
+/// Removes abandoned transfers now and then, for ever.
 async fn sweep(driver: Arc<Driver>) {
     loop {
         tokio::time::sleep(SWEEP).await;
@@ -186,7 +186,8 @@ impl Node for NodeService {
                 provisioned_bytes: room.provisioned,
             }
         });
-        let described = described.await.map_err(|_| Status::internal("the node could not look at itself"))?;
+        let described =
+            described.await.map_err(|_| Status::internal("the node could not read its own state"))?;
         Ok(Response::new(described))
     }
 

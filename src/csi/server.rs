@@ -108,7 +108,7 @@ impl Drop for RemoveOnDrop {
     }
 }
 
-/// Binds the socket with mode 0660. A stale one, that nobody answers on, is replaced; a live one is
+/// Binds the socket with mode 0660. A stale one, without a server, is replaced; a live one is
 /// refused, for two drivers would share its clients.
 fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
     let path = endpoint.path();

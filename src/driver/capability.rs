@@ -44,7 +44,7 @@ pub enum AccessMode {
 }
 
 impl AccessMode {
-    /// Whether nobody may write.
+    /// Whether writing is not allowed.
     pub fn is_read_only(self) -> bool {
         matches!(self, AccessMode::SingleNodeReaderOnly | AccessMode::MultiNodeReaderOnly)
     }
@@ -103,15 +103,15 @@ impl Capability {
         self.kind_or(record.fs_type().unwrap_or(DEFAULT_FS))
     }
 
-    /// The same, and an error where the volume was not made for it.
-    pub(super) fn kind_of(&self, record: &VolumeRecord) -> Result<AccessKind> {
+    /// The same, and this error where the volume does not support it.
+    pub(super) fn kind_of(&self, record: &VolumeRecord, error: fn(String) -> Error) -> Result<AccessKind> {
         let kind = self.kind_for(record)?;
         match record.access.contains(&kind) {
             true => Ok(kind),
-            false => Err(Error::Unsupported(format!(
-                "volume {} was made for {:?}, it cannot be used as {kind:?}",
-                record.id, record.access
-            ))),
+            false => {
+                let access: Vec<_> = record.access.iter().map(AccessKind::to_string).collect();
+                Err(error(format!("volume {} supports {}, not {kind}", record.id, access.join(" and "))))
+            }
         }
     }
 

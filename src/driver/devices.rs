@@ -10,7 +10,7 @@ use crate::sys::loopdev::{LoopDevice, backing_path_of};
 use crate::sys::{blockdev, mount};
 use base::VolumeId;
 
-/// Makes sure that nobody uses the volume any more, and frees its device. `_lock` keeps others from
+/// Makes sure that the volume is no longer in use, and frees its device. `_lock` keeps others from
 /// staging it again.
 pub(super) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -> Result<()> {
     let state = shared.store.volume_state(id)?;

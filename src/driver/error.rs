@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use crate::store::SnapshotRecord;
+use crate::sys::{loopdev, program};
 use crate::{pool, store};
 use base::Stopped;
 
@@ -145,12 +146,11 @@ impl Error {
         }
     }
 
-    /// The error and all its causes in one line, and what to do where the kernel's word alone does not say it.
+    /// The error and all its causes in one line, and what to do where the kernel's error alone does not say it.
     /// `data_dir` is the driver's own.
     pub fn explain(&self, data_dir: &Path) -> String {
         let line = base::report(self);
-        let advice = self.sys().and_then(|error| advice(error.errno()?, error.path.starts_with(data_dir)));
-        match advice {
+        match self.sys().and_then(|error| advice(error, data_dir)) {
             Some(advice) => format!("{line}: {advice}"),
             None => line,
         }
@@ -167,27 +167,32 @@ impl Error {
     }
 }
 
-/// What to do about an error number; `ours` where it came from the data directory. Other paths are those of kubelet, of
-/// what is mounted there, and of devices.
-fn advice(errno: i32, ours: bool) -> Option<&'static str> {
-    match (errno, ours) {
+/// What to do about an error of the kernel. Paths outside the data directory are those of kubelet, of what is mounted there,
+/// of devices and of programs.
+fn advice(error: &files::Error, data_dir: &Path) -> Option<&'static str> {
+    if error.path == Path::new(loopdev::CONTROL) {
+        return Some("load the loop module on this node; a container must be privileged");
+    }
+    if error.operation == program::RUN && error.is_not_found() {
+        return Some("install the program on this node");
+    }
+    match (error.errno()?, error.path.starts_with(data_dir)) {
         (libc::ENOSPC | libc::EDQUOT, true) => Some(
-            "the pool or the disk below it is full; delete volumes or snapshots, or make room on the disk",
+            "the pool or the disk below it is full; delete volumes or snapshots, or free space on the disk",
         ),
-        (libc::ENOSPC | libc::EDQUOT, false) => Some("that filesystem is full; make room on it"),
-        (libc::EFBIG, true) => Some("the filesystem of the pool holds no file so large; ask for less"),
-        (libc::EROFS, true) => Some(
-            "the filesystem is read-only; the kernel's log says what made it so, and a remount or a restart of \
-             the driver ends it",
-        ),
-        (libc::EROFS, false) => {
-            Some("that filesystem is read-only; the kernel's log may say what made it so")
+        (libc::ENOSPC | libc::EDQUOT, false) => Some("that filesystem is full; free space on it"),
+        (libc::EFBIG, true) => {
+            Some("larger than the largest file of the pool's filesystem; request a smaller size")
         }
+        (libc::EROFS, true) => Some(
+            "the filesystem is read-only; see the kernel log for the cause, then remount it or restart the driver",
+        ),
+        (libc::EROFS, false) => Some("that filesystem is read-only; see the kernel log for the cause"),
         (libc::EIO | libc::EUCLEAN | libc::EBADMSG, true) => {
-            Some("the disk failed, or the filesystem on it was shut down; see the kernel's log")
+            Some("the disk failed, or the filesystem on it was shut down; see the kernel log")
         }
         (libc::EIO | libc::EUCLEAN | libc::EBADMSG, false) => {
-            Some("what is there failed, or was shut down; see the kernel's log")
+            Some("the device or filesystem failed or was shut down; see the kernel log")
         }
         _ => None,
     }
@@ -213,7 +218,8 @@ mod tests {
             ("/data/pool/volumes/x", libc::ENOSPC, Some("the pool or the disk below it is full")),
             ("/kubelet/x", libc::ENOSPC, Some("that filesystem is full")),
             ("/data/pool/volumes/x", libc::EIO, Some("the disk failed")),
-            ("/dev/loop15", libc::EIO, Some("what is there failed")),
+            ("/dev/loop15", libc::EIO, Some("the device or filesystem failed")),
+            (loopdev::CONTROL, libc::ENOENT, Some("load the loop module")),
             ("/kubelet/x", libc::EFBIG, None),
             ("/data/pool/volumes/x", libc::ENOENT, None),
         ] {

@@ -27,7 +27,7 @@ impl Volumes {
     /// were taken with.
     ///
     /// 1. Extend the file and sync it: after a crash the record still says the old size, and the next use
-    ///    cuts the file back to it ([`Driver::truncate_to_record`]). No device shows the new part yet.
+    ///    cuts the file back to it ([`Shared::truncate_to_record`](super::shared::Shared::truncate_to_record)). No device shows the new part yet.
     /// 2. Replace the record: this is the commit.
     /// 3. Grow the device: a crash before it leaves a device that stage, publish, a retry and
     ///    `NodeExpandVolume` grow.
@@ -39,7 +39,8 @@ impl Volumes {
     ) -> Result<Expansion> {
         let volume = self.shared.lock_volume(id)?;
         let mut record = volume.record.clone();
-        let node_expansion_required = match capability.map(|asked| asked.kind_of(&record)).transpose()? {
+        let asked = capability.map(|asked| asked.kind_of(&record, Error::Unsupported)).transpose()?;
+        let node_expansion_required = match asked {
             Some(kind) => kind != AccessKind::Block,
             None => record.fs_type().is_some(),
         };

@@ -101,7 +101,7 @@ pub(super) fn thaw_unmounted(device: &LoopDevice, scratch: &Path) -> Result<()> 
     let Some(fs_type) = detect(&device.path())? else { return Ok(()) };
     let place = tempfile::Builder::new().prefix("thaw-").tempdir_in(scratch);
     let place = place.context("make a directory in", scratch)?;
-    // Somebody has the device for himself, then: it is in use.
+    // The device is opened exclusively, so it is in use.
     if mount(device, place.path(), &fs_type, false, &MountFlags::default()).is_err() {
         return Ok(());
     }

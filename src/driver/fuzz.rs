@@ -1,4 +1,4 @@
-//! Fuzz targets of this room: what clients and flags say in words.
+//! Fuzz targets of this layer: what clients and flags say in words.
 
 use std::collections::HashMap;
 
@@ -58,7 +58,7 @@ pub(crate) fn parameters(bytes: &[u8]) {
     let ours = |name: &&String| !name.starts_with("csi.storage.k8s.io/");
     let knows = |names: &[&str]| {
         let unknown = pairs.keys().filter(ours).find(|name| !names.contains(&name.as_str()));
-        assert_eq!(unknown, None, "a parameter that nobody knows is accepted");
+        assert_eq!(unknown, None, "an unknown parameter is accepted");
     };
     if let Some(parsed) = accepted(VolumeParameters::parse(&pairs)) {
         knows(&["blockSize", "changedBlockTracking"]);

@@ -229,7 +229,7 @@ impl Health {
                 Ok(Some(errors)) => faults.add(
                     Reason::PoolIoErrors,
                     format!(
-                        "the filesystem of the pool has counted errors, {errors} so far: see the kernel's log"
+                        "the filesystem of the pool has counted errors, {errors} so far: see the kernel log"
                     ),
                 ),
                 Ok(None) => {}
@@ -275,7 +275,7 @@ impl Health {
     /// What is wrong with a volume, given what is wrong with the pool.
     pub(super) fn of_volume(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
         let mut faults = pool.clone();
-        // A pool that is not there shows no file, and nobody has lost one by that.
+        // A pool that is not mounted shows no file; that is no loss of data.
         if !pool.cut_off() {
             self.look_at_bytes(record, &mut faults);
         }

@@ -1,7 +1,7 @@
 //! Which blocks a snapshot holds, and which differ between two: the `SnapshotMetadata` service.
 //!
 //! A stream holds open files and a position; each call to [`MetadataStream::work`] does the work of one message at
-//! most, and no more than a share of it where nothing is found: nobody waits in here for a slow client, and no stream
+//! most, and no more than a share of it where nothing is found: no thread waits in here for a slow client, and no stream
 //! for another.
 
 use std::fs::File;
@@ -83,7 +83,7 @@ impl MetadataStream {
         self.tuples.as_ref().map_or(0, Tuples::work_bytes)
     }
 
-    /// Works until a message is full or `PACE` has passed. There is always a first message, which tells type and
+    /// Works until a message is full or `PACE` has passed. There is always a first message, which has type and
     /// capacity also where there is no tuple.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
         // A delta may read data, for which hashing gives way.

@@ -72,7 +72,7 @@ use base::Quantity;
 use quiesce::Copier;
 use shared::Shared;
 
-/// What this room returns.
+/// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What the flags say.

@@ -65,7 +65,7 @@ impl HashingSink {
     }
 
     /// Takes whole blocks from byte `offset` on. After a failure the copy only has to end; the reason is
-    /// what [`HashingSink::check`] tells.
+    /// what [`HashingSink::check`] reports.
     pub(super) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
         self.hashing.take(offset, bytes).map_err(|error| {
             self.failed = Some(error);
@@ -129,7 +129,7 @@ impl Copier {
         })
     }
 
-    /// A write that finds no room is an I/O error to the page cache above the device, and to who has it written.
+    /// Without space, a write fails with EIO in the page cache and in its flush.
     fn perhaps_full(&self, error: Error) -> Error {
         let is_io = error.sys().is_some_and(|error| error.errno() == Some(libc::EIO));
         match self.shared.open_pool.free() {
@@ -282,10 +282,10 @@ fn sample(devices: &[LoopDevice]) -> Result<Vec<WriteCounters>> {
 }
 
 impl FrozenVolumes<'_> {
-    /// Freezes a volume's filesystem. `Ok(false)` when somebody else has frozen it: they may thaw it at
+    /// Freezes a volume's filesystem. `Ok(false)` when another program has frozen it: that may thaw it at
     /// any time, so it is to be taken like a raw device, and the thaw is theirs.
     ///
-    /// 1. Undo an intent that an earlier call could not: it would be taken for somebody else's freeze, and
+    /// 1. Undo an intent that an earlier call could not: it would be taken for another program's freeze, and
     ///    forgotten.
     /// 2. Record the intent: a copier that dies from here on is followed by one that thaws.
     /// 3. Freeze.

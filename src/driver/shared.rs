@@ -132,7 +132,7 @@ impl Shared {
     }
 
     /// The node that a volume is attached to. `None` also without `--enable-attach`: what a driver with
-    /// it left behind binds nobody.
+    /// it left behind has no effect.
     pub(super) fn attachment<'r>(&self, record: &'r VolumeRecord) -> Option<&'r Attached> {
         record.attached.as_ref().filter(|_| self.config.attach)
     }

@@ -41,7 +41,7 @@ pub struct TransferFigures {
     pub done: u64,
     /// Ended with an error.
     pub failed: u64,
-    /// Were removed, since nobody wanted them any more.
+    /// Were removed, since they were no longer needed.
     pub removed: u64,
     /// Bytes that came over the network.
     pub received_bytes: u64,
@@ -90,7 +90,7 @@ pub(super) struct State {
     pub(super) phase: Phase,
     /// The newest way to the source, until the thread takes it.
     pub(super) remote: Option<Box<dyn Remote>>,
-    /// When somebody called for it last.
+    /// When the last call for it came.
     pub(super) asked: Instant,
     /// Cancelled to end the thread.
     pub(super) stop: Stop,
@@ -99,7 +99,7 @@ pub(super) struct State {
 }
 
 pub(super) enum Phase {
-    /// Nobody is at work on it.
+    /// No thread works on it.
     Waiting,
     Running,
     /// It is gone. The answer to the next call says why.
@@ -121,7 +121,7 @@ impl TransferTable {
     /// Notes the transfers that an earlier driver has begun: each waits for its next call.
     pub(super) fn take_up(&self) {
         let records = self.shared.store.transfers().unwrap_or_else(|error| {
-            tracing::warn!(error = base::report(&error), "transfers that were cut short cannot go on");
+            tracing::warn!(error = base::report(&error), "interrupted transfers cannot continue");
             Vec::new()
         });
         for record in records {
@@ -192,7 +192,7 @@ impl TransferTable {
         Err(transfer.busy())
     }
 
-    /// Somebody waits for it. Fails where they want another volume, and where it has failed.
+    /// A call for it came. Fails if the call wants another volume, and if the transfer has failed.
     pub(super) fn called_for(
         &self,
         transfer: &Transfer,
@@ -306,7 +306,7 @@ impl Transfer {
         let Progress { total, done, .. } = &self.progress;
         let (total, done) = (total.load(Ordering::Relaxed), done.load(Ordering::Relaxed));
         let what = match self.state().phase {
-            Phase::Waiting => "it waits until its source's node answers".to_owned(),
+            Phase::Waiting => "waiting for the source's node".to_owned(),
             _ => format!("{done} of {total} bytes are there"),
         };
         Error::Copying { id: self.record.id.to_string(), progress: what }

@@ -151,7 +151,7 @@ impl Volumes {
         Ok(self.shared.store.commit_volume(draft, record)?)
     }
 
-    /// Deletes a volume that nobody uses, or ends the transfer that makes it. Its snapshots stay. An unknown id is not an error.
+    /// Deletes a volume that is not in use, or ends the transfer that makes it. Its snapshots stay. An unknown id is not an error.
     pub fn delete(&self, id: &str) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
@@ -174,7 +174,7 @@ impl Volumes {
         self.remove_idle(&id, &lock)
     }
 
-    /// Removes a volume that nobody uses.
+    /// Removes a volume that is not in use.
     pub(super) fn remove_idle(&self, id: &VolumeId, lock: &OpGuard) -> Result<()> {
         release_devices(&self.shared, id, lock)?;
         let _removed = self.shared.store.remove_volume(id)?;
@@ -199,8 +199,7 @@ impl Volumes {
         }
         Ok(capabilities.iter().find_map(|capability| match capability.kind_for(&record) {
             Ok(kind) if record.access.contains(&kind) => None,
-            Ok(AccessKind::Block) => Some("the volume was not made for block access".to_owned()),
-            Ok(AccessKind::Filesystem(name)) => Some(format!("the volume was not made for {name}")),
+            Ok(kind) => Some(format!("the volume does not support {kind}")),
             Err(error) => Some(error.to_string()),
         }))
     }

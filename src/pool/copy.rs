@@ -61,8 +61,8 @@ pub(super) fn sparse(
     Ok(())
 }
 
-/// Copies the data of a part by way of the sink. What that is shown is what is written, whatever is written or punched
-/// meanwhile: hashes that tell of other bytes than the copy holds would lose a change.
+/// Copies the data of a part through the sink, which hashes exactly the bytes written, whatever changes in the source
+/// meanwhile: a hash of other bytes would hide a change.
 fn through(
     source: &File,
     target: &File,

@@ -40,7 +40,7 @@ pub enum Error {
     #[error("{} is not a pool image: it holds neither btrfs nor xfs; put the right one back, or remove it", .0.display())]
     ImageUnknown(PathBuf),
     /// There is an image, and the flags ask for none, or for another kind.
-    #[error("there is a pool image at {} that is not what --pool {choice} asks for: remove it, or use --pool auto", image.display())]
+    #[error("pool image {} does not match --pool {choice}: remove it, or use --pool auto", image.display())]
     ImageUnwanted {
         /// The image.
         image: PathBuf,

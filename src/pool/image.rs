@@ -17,7 +17,7 @@ pub(super) struct Image {
     pub device: LoopDevice,
     pub mount_point: PathBuf,
     pub format: Format,
-    /// Nobody else may attach the image while this lives.
+    /// No other process may attach the image while this lives.
     _lock: FileLock,
 }
 
@@ -71,19 +71,19 @@ fn takes_writes(mount_point: &Path) -> bool {
 /// mount shows the same dead filesystem.
 const COPIES_END: Duration = Duration::from_secs(5);
 
-/// Unmounts a filesystem that takes no changes any more, and mounts it again. While volumes on it are in use that cannot
-/// be, and reads go on.
+/// Unmounts a filesystem that became read-only, and mounts it again. While volumes on it are in use that is not possible,
+/// and reads go on.
 fn mount_anew(mount_point: &Path, mount: impl Fn() -> files::Result<()>) -> files::Result<()> {
     let path = mount_point.display();
     let deadline = Instant::now() + COPIES_END;
     loop {
         match mount::unmount(mount_point) {
-            Ok(()) => tracing::warn!(%path, "the pool took no writes; it is mounted again"),
+            Ok(()) => tracing::warn!(%path, "the pool was read-only and is remounted"),
             Err(error) if error.errno() == Some(libc::EBUSY) => {
                 tracing::error!(
                     %path,
-                    "the pool takes no writes, and volumes in use keep it from being mounted again: unpublish and \
-                     unstage them, or unmount them and detach their loop devices by hand, and restart the driver"
+                    "the pool is read-only and cannot be remounted while volumes are in use: unpublish and unstage \
+                     them, or unmount them and detach their loop devices by hand, and restart the driver"
                 );
                 return Ok(());
             }

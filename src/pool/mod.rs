@@ -28,13 +28,13 @@ use files::Context;
 use files::change;
 use files::durable;
 
-/// What this room returns.
+/// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// How a pool copies files, which decides what snapshots cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pool {
-    /// btrfs, a subvolume for the bytes of each object: a copy takes constant time, and the tree tells
+    /// btrfs, a subvolume for the bytes of each object: a copy takes constant time, and the tree shows
     /// what was written since.
     Btrfs {
         /// Whether a punched hole leaves a trace in the tree. Without (`no-holes`), extents are compared.
@@ -46,7 +46,7 @@ pub enum Pool {
     /// The filesystem shares blocks between files: a copy costs the number of extents, and extents
     /// tell what changed.
     Xfs,
-    /// Plain files: a copy costs the data, holes are kept, and only hashes tell what changed.
+    /// Plain files: a copy costs the data, holes are kept, and only hashes show what changed.
     Dir,
 }
 
@@ -79,7 +79,7 @@ pub enum Changes<'f> {
     Written(WrittenSince<'f>),
     /// Where the bytes of both lie, to be compared.
     Extents(Extents<'f>, Extents<'f>),
-    /// Nothing: only their content tells.
+    /// Nothing is known: their content must be compared.
     Unknown,
 }
 

@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn tmpfs_and_ext4_share_nothing() {
         // The machine's temporary directory is one of both; on one that clones the answer is true and
-        // FIEMAP really tells, which the tests on the xfs pool show.
+        // FIEMAP really reports, which the tests on the xfs pool show.
         let dir = tempfile::tempdir().expect("temp dir");
         let (a, b) =
             (tempfile::tempfile_in(dir.path()).expect("a"), tempfile::tempfile_in(dir.path()).expect("b"));

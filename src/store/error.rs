@@ -43,7 +43,7 @@ pub enum Error {
         id: String,
     },
     /// Two snapshots of a volume with one place in its order.
-    #[error("snapshot {} has the sequence number {sequence} of another one of its volume: move one away", path.display())]
+    #[error("snapshot {} has the sequence number {sequence} of another snapshot of its volume: move one away", path.display())]
     DuplicateSequence {
         /// The directory of the one that is not served.
         path: PathBuf,
@@ -65,7 +65,7 @@ pub enum Error {
         why: String,
     },
     /// The filesystem of the pool no longer answers, so nothing is known of any object.
-    #[error("the pool at {} no longer answers ({why}): end what uses its volumes on this node, and restart the driver", path.display())]
+    #[error("the pool at {} does not respond ({why}): stop the pods that use its volumes on this node, and restart the driver", path.display())]
     Dead {
         /// The pool.
         path: PathBuf,

@@ -1,6 +1,6 @@
 //! The records: what exists, on disk and in memory. The directory is the database: an object is
 //! there when its directory has been renamed into place, and gone when it has been renamed away.
-//! This room knows no byte of any block.
+//! This layer reads no block.
 
 mod error;
 #[cfg(any(test, feature = "fuzz"))]
@@ -35,7 +35,7 @@ use base::{GroupDir, ObjectDir, PoolDir, SnapshotId, VolumeId};
 use files::Context;
 use files::durable;
 
-/// What this room returns.
+/// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// All records of a pool.
@@ -99,14 +99,14 @@ impl Store {
             durable::sync_dir(dir.path())?;
         }
         if let Err(error) = empty_staging(&dir) {
-            // What is there is nobody's. A pool that has become read-only is still to be read.
+            // Its content belongs to no object. A pool that has become read-only can still be read.
             let cause = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
             tracing::error!(%error, cause, "objects that a crash left incomplete could not be removed; the next start tries again");
         }
         Self::survey(dir)
     }
 
-    /// Removes what a crash left half made or half removed, save transfers. Nobody else may be at work on the pool.
+    /// Removes objects that a crash left half made or half removed, except transfers. No other process may use the pool.
     pub fn clear_leftovers(&self) -> Result<()> {
         empty_staging(&self.dir)
     }

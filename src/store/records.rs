@@ -1,8 +1,9 @@
-//! The records, as they stand on disk: JSON, for people in trouble read them, and small ones.
+//! The records as they are on disk: small JSON files that people can read.
 //!
-//! Every record carries `version`; another one than ours is refused rather than guessed at. No
-//! record ever holds a secret or a mount flag (which the CSI spec treats as one).
+//! Every record has a `version`; other versions are refused. No record holds a secret or a mount flag (which the CSI spec
+//! treats as one).
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -73,6 +74,15 @@ pub enum AccessKind {
     Block,
     /// As a mounted filesystem of this type.
     Filesystem(String),
+}
+
+impl fmt::Display for AccessKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            AccessKind::Block => f.write_str("Block"),
+            AccessKind::Filesystem(fs_type) => write!(f, "Filesystem ({fs_type})"),
+        }
+    }
 }
 
 /// How block metadata is listed (`BlockMetadataType` of the CSI spec).
@@ -201,7 +211,7 @@ pub struct SnapshotRecord {
     /// When it was taken.
     pub created: Timestamp,
     /// What marks the moment of its copy in the pool (btrfs: the transaction that made it), where the
-    /// pool can tell from it what was written since, even when the bytes are gone.
+    /// pool finds from it what was written since, even when the bytes are gone.
     #[serde(default)]
     pub birth: Option<u64>,
 }
@@ -223,8 +233,8 @@ impl Checked for SnapshotRecord {
     }
 }
 
-/// `snapshots/<id>/deleted.json`, and for all members at once `groups/<id>/deleted.json`: that it was deleted, and when,
-/// for what is kept is kept for a time. That the file is there is the deletion.
+/// `snapshots/<id>/deleted.json`, and for all members at once `groups/<id>/deleted.json`. The snapshot is deleted if this
+/// file exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Deleted {
     /// Format version.

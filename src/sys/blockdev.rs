@@ -33,7 +33,7 @@ pub fn wants_flushes(sysfs: &Path) -> Result<bool> {
     Ok(read("write_cache")?.trim() == "write back" && read("fua")?.trim() == "0")
 }
 
-/// Whether somebody mounts the device or holds it exclusively (open(2), O_EXCL on a block device).
+/// Whether the device is mounted or held exclusively (open(2), O_EXCL on a block device).
 pub fn is_claimed(device: &Path) -> Result<bool> {
     match OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(device) {
         Ok(_) => Ok(false),

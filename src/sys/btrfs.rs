@@ -1,4 +1,4 @@
-//! btrfs subvolumes: a whole tree of files that is copied in constant time, and that tells from the
+//! btrfs subvolumes: a whole tree of files that is copied in constant time, and that reports from the
 //! generations in its nodes what was written since.
 
 use std::ffi::OsStr;
@@ -159,7 +159,7 @@ struct Search {
 /// The ranges of a file that were written in transactions after a given one, ascending, fetched a batch
 /// at a time. Subtrees that are older are skipped whole, so the cost follows the change.
 ///
-/// Dirty pages are not seen: the file is to be one that nobody writes, in a snapshot.
+/// Dirty pages are not seen: the file must not be written, as in a snapshot.
 pub struct WrittenSince<'f> {
     file: &'f File,
     path: &'f Path,

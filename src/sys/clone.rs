@@ -41,7 +41,7 @@ pub fn copy_range(source: &File, target: &File, offset: u64, length: u64) -> io:
 }
 
 /// Starts to write the dirty pages of a byte range to the disk and waits for nothing (sync_file_range(2)), so
-/// that a sync later on finds little left to do. It makes nothing durable; a failure is that sync's to tell.
+/// that a sync later on finds little left to do. It makes nothing durable; errors are reported by the later sync.
 pub fn start_writing(file: &File, offset: u64, length: u64) {
     let (offset, length) = (offset as i64, length as i64);
     // SAFETY: sync_file_range takes numbers alone, and the descriptor is open.

@@ -42,14 +42,14 @@ enum Outcome {
 }
 
 impl Frozen {
-    /// Writes what is dirty and freezes the filesystem with this root. `Ok(None)` when somebody else
+    /// Writes what is dirty and freezes the filesystem with this root. `Ok(None)` when another program
     /// has frozen it: it is theirs to thaw, and consistent as it is.
     pub fn freeze(root: Root, bound: Duration) -> Result<Option<Self>> {
         let Root { file: root, mount_point } = root;
         let mount_point = mount_point.as_path();
         let guarded = root.try_clone().context("open", mount_point)?;
         let place = mount_point.to_owned();
-        // Its thread is there before the freeze: without one nobody would thaw.
+        // The thread is started before the freeze: without it nothing would thaw.
         let (release, released) = mpsc::channel();
         let watchdog = std::thread::Builder::new()
             .name("freeze-watchdog".into())
@@ -96,11 +96,11 @@ impl Frozen {
             |operation, source| Err(Error { operation, path: self.mount_point.clone(), at: None, source });
         match watchdog.join() {
             Ok(Outcome::InTime(Ok(()))) => Ok(()),
-            // Somebody else thawed it: what was read since may be torn.
+            // Another program thawed it: data read since may be inconsistent.
             Ok(Outcome::InTime(Err(error))) if error.raw_os_error() == Some(libc::EINVAL) => {
                 failed("keep frozen", error)
             }
-            // Once more: nobody else would thaw it.
+            // Once more: nothing else would thaw it.
             Ok(Outcome::InTime(Err(_))) => match thaw_fd(&self.root, &self.mount_point) {
                 Err(error) if error.raw_os_error() != Some(libc::EINVAL) => failed("thaw", error),
                 _ => Ok(()),

@@ -1,6 +1,5 @@
 //! The kernel, one owning type per descriptor or ioctl: loop devices, clones, extents, mounts,
-//! freezing, durable files. The only room with `unsafe`. It knows paths and bytes, nothing of CSI,
-//! records or block maps.
+//! freezing. The only layer with `unsafe`. It knows paths and bytes, nothing of CSI, records or block maps.
 #![allow(unsafe_code)]
 
 pub mod attributes;

@@ -186,7 +186,7 @@ fn clone_mount(source: &Path) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+    // SAFETY: the kernel just returned this descriptor, and no other code has it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 

@@ -15,7 +15,10 @@ use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::Signal;
 
 use files::failpoint;
-use files::{Context, Error, Result, step};
+use files::{Context, Result, step};
+
+/// The operation that fails for a program that is not installed.
+pub const RUN: &str = "run";
 
 /// Runs `program` to its end and returns what it printed; an exit status that `accept` does not
 /// hold for is an error with the program's own last words.
@@ -42,11 +45,7 @@ pub fn run<S: AsRef<OsStr>>(
     };
     // SAFETY: between fork and exec it makes system calls and allocates nothing.
     unsafe { command.pre_exec(prepare) };
-    let child =
-        step("run", program.as_ref(), || command.spawn()).map_err(|error| match error.source.kind() {
-            io::ErrorKind::NotFound => Error { operation: "run (install the program on this node)", ..error },
-            _ => error,
-        })?;
+    let child = step(RUN, program.as_ref(), || command.spawn())?;
     // A point while it is at work. It ends in any case: nothing goes on behind an error.
     let passed = failpoint::pass("wait for", program.as_ref());
     let output = child.wait_with_output().and_then(|output| passed.map(|()| output));
@@ -55,7 +54,7 @@ pub fn run<S: AsRef<OsStr>>(
         Some(code) if accept(code) => Ok(output),
         _ => {
             let said = String::from_utf8_lossy(&output.stderr);
-            let last = said.trim().lines().last().unwrap_or("it said nothing").to_owned();
+            let last = said.trim().lines().last().unwrap_or("no error output").to_owned();
             let message = format!("{program}: {}: {last}", output.status);
             Err(io::Error::other(message)).context("run a program on", subject)
         }

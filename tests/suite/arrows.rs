@@ -1,10 +1,10 @@
-//! The arrows inside the driver's package point down only (ARCHITECTURE.md, "Rooms"). Those between members of the
-//! workspace are Cargo's to enforce; which of them a room may use is seen here.
+//! Dependencies between the layers of the driver's package point down only (ARCHITECTURE.md, "Members and layers"). Cargo
+//! enforces those between members of the workspace; this checks which members each layer may use.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The rooms, and the members and crates, that a room may use besides itself; everybody may use `base` and `files`.
+/// The layers, and the members and crates, that a layer may use besides itself; everybody may use `base` and `files`.
 /// Store, pool and cbt do not know each other.
 const MAY_USE: [(&str, &[&str]); 8] = [
     ("sys", &[]),
@@ -18,7 +18,7 @@ const MAY_USE: [(&str, &[&str]); 8] = [
     ("fuzz", &["store", "cbt", "driver", "csi"]),
 ];
 
-/// Members and crates that not every room may use.
+/// Members and crates that not every layer may use.
 const OUTSIDE: [&str; 8] = ["cbt", "proto", "serve", "csi_client", "clap", "tonic", "prost", "axum"];
 
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
@@ -32,12 +32,12 @@ fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The rooms that a line of code names as `crate::room`, in a `use` or in a path, and the crates it names.
+/// The layers that a line of code names as `crate::layer`, in a `use` or in a path, and the crates it names.
 fn named(line: &str) -> Vec<String> {
     let code = line.split("//").next().unwrap_or("");
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let word = |part: &str| part.trim().chars().take_while(|c| is_word(*c)).collect::<String>();
-    let rooms = code.split("crate::").skip(1).flat_map(|rest| match rest.strip_prefix('{') {
+    let layers = code.split("crate::").skip(1).flat_map(|rest| match rest.strip_prefix('{') {
         Some(list) => list.split('}').next().unwrap_or("").split(',').map(word).collect(),
         None => vec![word(rest)],
     });
@@ -45,17 +45,17 @@ fn named(line: &str) -> Vec<String> {
         let path = format!("{name}::");
         code.match_indices(&path).any(|(at, _)| !code[..at].ends_with(|c| is_word(c) || c == ':'))
     });
-    rooms.chain(crates.map(str::to_owned)).collect()
+    layers.chain(crates.map(str::to_owned)).collect()
 }
 
-fn violations(room: &str, text: &str) -> Vec<String> {
-    let (_, allowed) = MAY_USE.iter().find(|(name, _)| *name == room).expect("a known room");
+fn violations(layer: &str, text: &str) -> Vec<String> {
+    let (_, allowed) = MAY_USE.iter().find(|(name, _)| *name == layer).expect("a known layer");
     let is_known =
-        |name: &String| MAY_USE.iter().any(|(room, _)| room == name) || OUTSIDE.contains(&name.as_str());
+        |name: &String| MAY_USE.iter().any(|(layer, _)| layer == name) || OUTSIDE.contains(&name.as_str());
     text.lines()
         .flat_map(|line| named(line).into_iter().map(move |name| (line, name)))
-        .filter(|(_, name)| is_known(name) && name != room && !allowed.contains(&name.as_str()))
-        .map(|(line, name)| format!("{room} uses {name}: {}", line.trim()))
+        .filter(|(_, name)| is_known(name) && name != layer && !allowed.contains(&name.as_str()))
+        .map(|(line, name)| format!("{layer} uses {name}: {}", line.trim()))
         .collect()
 }
 
@@ -68,16 +68,16 @@ fn arrows_between_rooms_point_down() {
         if !path.is_dir() {
             continue;
         }
-        let room = path.file_name().expect("a name").to_string_lossy().into_owned();
+        let layer = path.file_name().expect("a name").to_string_lossy().into_owned();
         assert!(
-            MAY_USE.iter().any(|(name, _)| *name == room),
-            "{room} is a room without arrows: say its arrows here"
+            MAY_USE.iter().any(|(name, _)| *name == layer),
+            "{layer} is a layer without arrows: say its arrows here"
         );
         let mut files = Vec::new();
         sources(&path, &mut files);
-        assert!(!files.is_empty(), "{room} is empty");
+        assert!(!files.is_empty(), "{layer} is empty");
         for file in files {
-            wrong.extend(violations(&room, &std::fs::read_to_string(file).expect("read")));
+            wrong.extend(violations(&layer, &std::fs::read_to_string(file).expect("read")));
         }
     }
     assert!(wrong.is_empty(), "arrows that point up:\n{}", wrong.join("\n"));
@@ -107,7 +107,7 @@ fn named_behind(text: &str, prefix: &str) -> Vec<String> {
         .collect()
 }
 
-/// Modules of a room, each with those that it uses: by their paths, and by the names that the room's own file hands out of them.
+/// Modules of a layer, each with those that it uses: by their paths, and by the names that the layer's own file hands out of them.
 fn modules(own: &str, files: &[(PathBuf, String)]) -> BTreeMap<String, BTreeSet<String>> {
     let lines = || own.lines().map(str::trim);
     let names: BTreeSet<&str> =
@@ -119,7 +119,7 @@ fn modules(own: &str, files: &[(PathBuf, String)]) -> BTreeMap<String, BTreeSet<
     }
     let mut arrows = BTreeMap::<String, BTreeSet<String>>::new();
     for (path, text) in files {
-        // Of a module in a directory `mod.rs` is one level below the room, and its other files are two.
+        // Of a module in a directory `mod.rs` is one level below the layer, and its other files are two.
         let parts: Vec<_> = path.iter().map(|part| part.to_string_lossy()).collect();
         let up = if parts.len() > 1 && *parts[parts.len() - 1] != *"mod.rs" {
             "super::super::"
@@ -155,18 +155,18 @@ fn circles(mut arrows: BTreeMap<String, BTreeSet<String>>) -> BTreeMap<String, B
     }
 }
 
-/// In the largest room too, what uses something is not used by it.
+/// In the largest layer too, what uses something is not used by it.
 #[test]
 fn modules_of_the_driver_use_each_other_in_no_circle() {
-    let room = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/driver");
+    let layer = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/driver");
     let mut files = Vec::new();
-    sources(&room, &mut files);
+    sources(&layer, &mut files);
     let read = |path: &Path| std::fs::read_to_string(path).expect("read");
-    let own = read(&room.join("mod.rs"));
+    let own = read(&layer.join("mod.rs"));
     let files: Vec<_> = files
         .into_iter()
-        .filter(|path| *path != room.join("mod.rs"))
-        .map(|path| (path.strip_prefix(&room).expect("below it").to_owned(), read(&path)))
+        .filter(|path| *path != layer.join("mod.rs"))
+        .map(|path| (path.strip_prefix(&layer).expect("below it").to_owned(), read(&path)))
         .collect();
     let arrows = modules(&own, &files);
     assert!(arrows["start"].contains("node") && arrows["node"].contains("volumes"), "{arrows:?}");

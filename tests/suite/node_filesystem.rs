@@ -65,7 +65,7 @@ async fn data_is_never_formatted_over() {
         request.volume_content_source = Some(from_snapshot(&source));
         sources.push(rig.client.create_volume(request).await.expect("create").volume_id);
     }
-    for (volume, why) in sources.iter().zip(["holds data", "holds data", "never written"]) {
+    for (volume, why) in sources.iter().zip(["holds data", "holds data", "an empty source"]) {
         let refused = rig.client.publish(volume, mount_capability("ext4"), false, &kubelet).await;
         let refused = refused.expect_err("it is not to be formatted");
         assert_eq!(refused.code(), Code::FailedPrecondition);

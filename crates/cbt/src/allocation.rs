@@ -11,7 +11,7 @@ use super::{Error, Result};
 use base::{Block, BlockRange, BlockSize, Stop};
 use files::DataRanges;
 
-/// Writes the `allocated` map of a file that nobody writes any more; returns the number of its members.
+/// Writes the `allocated` map of a file that is no longer written; returns the number of its members.
 pub fn scan_allocated(
     data: &File,
     data_path: &Path,

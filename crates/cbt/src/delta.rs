@@ -136,7 +136,7 @@ enum Content {
 enum Verdict {
     Same,
     Differs,
-    /// Only the bytes can tell.
+    /// The bytes must be compared.
     Read,
 }
 
@@ -198,7 +198,7 @@ pub(super) struct Segment {
     base: SideSegment,
     target: SideSegment,
     certain: RoaringBitmap,
-    /// Candidates whose bytes are read, as far as the maps tell.
+    /// Candidates whose bytes are read, according to the maps.
     unhashed: RoaringBitmap,
     candidates: std::iter::Peekable<roaring::bitmap::IntoIter>,
 }

@@ -20,8 +20,8 @@ pub enum Error {
     },
     /// A map or a hash is damaged, and the data that it could be made from again is gone.
     #[error(
-        "what is known of a deleted snapshot is damaged and its data is gone ({what}): no delta can be listed \
-             from it; take a full backup with GetMetadataAllocated"
+        "maps or hashes of a deleted snapshot are damaged and its data was freed ({what}): it cannot be a base; \
+             take a full backup with GetMetadataAllocated"
     )]
     Lost {
         /// What is damaged.

@@ -81,7 +81,7 @@ impl Page {
         (slot != UNKNOWN).then_some(slot)
     }
 
-    /// Makes the hash of a block unknown; tells whether it was known.
+    /// Makes the hash of a block unknown; returns whether it was known.
     pub(super) fn forget(&mut self, block: Block) -> bool {
         let known = self.get(block).is_some();
         self.set(block, &UNKNOWN);

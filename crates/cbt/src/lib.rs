@@ -37,7 +37,7 @@ pub use segment::{
 pub use walk::Found;
 pub use written::{NewMaps, write_written};
 
-/// Fuzz targets of this room; each stands beside the format that it is about.
+/// Fuzz targets of this crate; each stands beside the format that it is about.
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz {
     pub use super::delta::fuzz::delta;
@@ -45,5 +45,5 @@ pub mod fuzz {
     pub use super::segment::fuzz::{map_damage, maps};
 }
 
-/// What this room returns.
+/// A result with the [`Error`] of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -29,7 +29,7 @@ pub struct Finding {
 /// What a scrub counts while it runs: bytes of data looked at.
 pub type Progress<'p> = &'p (dyn Fn(u64) + Sync);
 
-/// Reads all data and all maps of a snapshot and tells what does not agree. `Ok` also when it found
+/// Reads all data and all maps of a snapshot and reports what does not agree. `Ok` also when it found
 /// much; an error means that it could not look.
 ///
 /// Blocks that are not hashed yet are counted, and compared with nothing.
@@ -69,7 +69,7 @@ pub fn scrub(dir: &ObjectDir, size: BlockSize, progress: Progress<'_>, stop: &St
     Ok(findings)
 }
 
-/// Reads the maps of a snapshot, every segment with its checksum, and tells what is not as it was written, or
+/// Reads the maps of a snapshot, every segment with its checksum, and reports what is not as it was written, or
 /// not there. The hashes are only opened: [`scrub`] reads them.
 pub fn check_maps(dir: &ObjectDir, size: BlockSize, capacity: u64, tracking: bool) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();

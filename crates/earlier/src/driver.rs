@@ -64,7 +64,7 @@ impl Driver {
     /// The tuples from `from` on, in messages of `max_results` at most.
     pub async fn tuples(&self, blocks: Blocks<'_>, from: u64, max_results: u32) -> Result<Tuples, Status> {
         let starting_offset = i64::try_from(from)
-            .map_err(|_| Status::out_of_range(format!("no volume is as long as the offset {from}")))?;
+            .map_err(|_| Status::out_of_range(format!("offset {from} is larger than any volume")))?;
         let max_results = i32::try_from(max_results).unwrap_or(i32::MAX);
         let mut metadata = SnapshotMetadataClient::new(self.channel.clone());
         let stream = match blocks.base {

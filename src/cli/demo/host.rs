@@ -61,7 +61,7 @@ impl Host {
                 let _ = child.wait();
                 let _ = sweep(dir.path());
                 let said = std::fs::read_to_string(&log).unwrap_or_default();
-                let last = said.lines().last().unwrap_or("it said nothing").to_owned();
+                let last = said.lines().last().unwrap_or("no error output").to_owned();
                 return Err(format!("the driver did not start: {last}").into());
             }
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -49,7 +49,7 @@ impl Node {
         let mut held = self.hold(handle)?;
         let staged = Staged {
             path: target,
-            access: request.capability.kind_of(&held.record)?,
+            access: request.capability.kind_of(&held.record, Error::Unsupported)?,
             read_only: request.read_only || request.capability.is_read_only(),
         };
         let placed = self.place_ephemeral(&mut held, &staged, request);

@@ -29,11 +29,12 @@ impl Node {
         }
         let held = self.hold(volume_id)?;
         let (_, staged) = place(&held.state, volume_path)?;
-        if let Some(asked) = capability.map(|capability| capability.kind_of(&held.record)).transpose()?
+        if let Some(asked) =
+            capability.map(|asked| asked.kind_of(&held.record, Error::Unsupported)).transpose()?
             && asked != staged.access
         {
             return Err(Error::Unsupported(format!(
-                "volume {} is staged as {:?}, it cannot be expanded as {asked:?}",
+                "volume {} is staged as {}, it cannot be expanded as {asked}",
                 held.record.id, staged.access
             )));
         }

@@ -108,10 +108,8 @@ impl Node {
                     faults.add(Reason::DeviceGone, what);
                 }
                 (false, false) => {
-                    let what = format!(
-                        "the volume is not mounted at {} any more: publish it again",
-                        place.display()
-                    );
+                    let what =
+                        format!("the volume is no longer mounted at {}: publish it again", place.display());
                     faults.add(Reason::NotMounted, what);
                 }
             }
@@ -125,7 +123,7 @@ impl Node {
 
 /// What the kernel found wrong with the filesystem that is mounted at a place, if anything.
 fn look_at_filesystem(place: &Path, staged: &Staged, faults: &mut Faults) -> Result<()> {
-    // The root is looked at as well: a filesystem that was shut down still tells its size.
+    // The root is read as well: a filesystem that was shut down still reports its size.
     let answers = std::fs::metadata(place).context("stat", place);
     if let Err(error) = answers.and_then(|_| sys::space(place)) {
         let what = format!("the filesystem does not answer: {}", base::report(&error));
@@ -136,7 +134,7 @@ fn look_at_filesystem(place: &Path, staged: &Staged, faults: &mut Faults) -> Res
     if mounted.super_read_only && !staged.read_only {
         faults.add(
             Reason::FilesystemReadOnly,
-            "the kernel made the filesystem read-only after an error: see its log",
+            "the kernel made the filesystem read-only after an error: see the kernel log",
         );
     }
     if let Some(errors) = mounted.errors()? {

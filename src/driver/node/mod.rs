@@ -106,7 +106,7 @@ impl Node {
         let (state, known) = match self.shared.store.volume_state(&record.id) {
             Err(store::Error::Sys(error)) => {
                 let error = base::report(&error);
-                tracing::warn!(volume_id = %record.id, error, "the record of where the volume is used cannot be read");
+                tracing::warn!(volume_id = %record.id, error, "the state of the volume cannot be read");
                 (VolumeState::default(), false)
             }
             state => (state?, true),
@@ -125,7 +125,7 @@ impl Node {
         match self.shared.store.set_volume_state(&held.record.id, &held.state) {
             Err(store::Error::Sys(error)) => {
                 let error = base::report(&error);
-                tracing::warn!(volume_id = %held.record.id, error, "the record still names a place that the volume has left");
+                tracing::warn!(volume_id = %held.record.id, error, "the state of the volume cannot be written; it still names a mount that was removed");
                 Ok(())
             }
             recorded => Ok(recorded?),
@@ -192,7 +192,7 @@ fn check_unoccupied(held: &Held, path: &Path) -> Result<()> {
 }
 
 /// The volume's device as large as the volume, attached where it is not yet. One left over with another
-/// access is replaced, if nobody has it open: two devices on one file would not see each other's writes.
+/// access is replaced, if it is not open: two devices on one file would not see each other's writes.
 fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
     match LoopDevice::find(&held.data)?.map(LoopDevice::keep).transpose()?.flatten() {
         Some(device) if device.access() == access => {

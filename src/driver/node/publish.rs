@@ -29,7 +29,7 @@ impl Node {
         }
         if request.staging_path.as_os_str().is_empty() {
             return Err(Error::Precondition(
-                "staging_target_path is missing: stage the volume first and say where".into(),
+                "staging_target_path is missing: stage the volume first and set it".into(),
             ));
         }
         let staging_path = checked_path("staging_target_path", &request.staging_path)?;
@@ -45,7 +45,7 @@ impl Node {
         };
         if staged.access != kind {
             return Err(Error::Precondition(format!(
-                "volume {} is staged as {:?}, it cannot be published as {kind:?}",
+                "volume {} is staged as {}, it cannot be published as {kind}",
                 held.record.id, staged.access
             )));
         }
@@ -199,7 +199,7 @@ fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Resu
     let device = LoopDevice::find(&held.data)?;
     if !shows(staging, device.as_ref())? {
         return Err(Error::Precondition(format!(
-            "volume {} is not mounted at {} any more: stage it again",
+            "volume {} is no longer mounted at {}: stage it again",
             held.record.id,
             staging.display()
         )));

@@ -27,14 +27,7 @@ impl Node {
         }
         let path = checked_path("staging_target_path", &request.staging_path)?;
         let mut held = self.hold_at(&request.volume_id, &path)?;
-        let kind = request.capability.kind_for(&held.record)?;
-        if !held.record.access.contains(&kind) {
-            let made_for = &held.record.access;
-            return Err(Error::Precondition(format!(
-                "volume {} was made for {made_for:?}, it cannot be staged as {kind:?}",
-                held.record.id
-            )));
-        }
+        let kind = request.capability.kind_of(&held.record, Error::Precondition)?;
         let staged = Staged { path, access: kind, read_only: request.capability.is_read_only() };
         if let Some(existing) = held.state.staged.as_ref().filter(|existing| **existing != staged)
             && is_there(&held, existing)?
@@ -75,7 +68,7 @@ impl Node {
     ) -> Result<()> {
         // Writable also for readers only: an unclean journal is replayed, and the mount refuses them.
         let device = attached(held, Access::ReadWrite)?;
-        // Restored into a larger volume, or expanded while nobody used it: ext4 grows before it is mounted,
+        // Restored into a larger volume, or expanded while not in use: ext4 grows before it is mounted,
         // the others after, also when a try before was cut short between the two.
         let fs_type = match mount::mounted_at(&staged.path)? {
             Some(mounted) if shows(&staged.path, Some(&device))? => mounted.fs_type,
@@ -105,23 +98,23 @@ impl Node {
         let AccessKind::Filesystem(wanted) = &staged.access else {
             return Err(Error::Precondition("a Block volume has no filesystem".into()));
         };
-        // What somebody wrote to the device and did not sync counts too.
+        // Data that was written to the device and not synced counts too.
         blockdev::flush(&device.path())?;
         let blank = held.record.source.is_none() && filesystem::is_blank(&held.data)?;
         if !blank && !held.state.formatting {
             return match filesystem::detect(&device.path())? {
                 Some(found) if found == *wanted || held.record.source.is_some() => Ok(found),
                 Some(found) => Err(Error::Precondition(format!(
-                    "volume {} carries {found}, not {wanted}: ask for fs_type {found}",
+                    "volume {} holds {found}, not {wanted}: request fs_type {found}",
                     held.record.id
                 ))),
                 None => {
                     let what = match filesystem::is_blank(&held.data)? {
                         true => {
-                            "was made from a source that was never written, and what has a source is not formatted"
+                            "was made from an empty source and is never formatted: create a volume without a source"
                         }
                         false => {
-                            "holds data and no filesystem: it is not formatted over; use it as a Block volume"
+                            "holds data but no filesystem and is never formatted: use it as a Block volume"
                         }
                     };
                     Err(Error::Precondition(format!("volume {} {what}", held.record.id)))

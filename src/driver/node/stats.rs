@@ -65,7 +65,7 @@ impl Node {
         if !shows(&path, LoopDevice::find(&data)?.as_ref())? {
             return Err(no_volume_at(volume_path));
         }
-        // The root is looked at as well: a filesystem that was shut down still tells its size.
+        // The root is read as well: a filesystem that was shut down still reports its size.
         std::fs::metadata(&path).context("stat", &path)?;
         let space = sys::space(&path)?;
         let bytes = Usage { total: space.total, used: space.used, available: space.available };

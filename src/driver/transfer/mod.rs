@@ -15,7 +15,7 @@
 //! 4. The draft becomes a volume by a rename, as any volume does.
 //!
 //! A driver that stops or dies leaves the draft; the next one goes on with it when CreateVolume is called again. It is removed when
-//! DeleteVolume names it, when the source is gone or damaged, and when nobody has called for it in an hour.
+//! DeleteVolume names it, when the source is gone or damaged, and when no call for it came for an hour.
 
 mod plan;
 mod receive;
@@ -48,7 +48,7 @@ pub(super) use throttle::Throttle;
 const MOST: usize = 256;
 /// How long a call waits for a transfer that may be short.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a transfer goes on that nobody calls for.
+/// How long a transfer goes on without a call for it.
 const UNASKED: Duration = Duration::from_secs(3600);
 /// How long a stop waits for transfers to notice.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
@@ -218,7 +218,7 @@ impl Transfers {
         }
     }
 
-    /// Removes transfers that nobody has called for in an hour.
+    /// Removes transfers without a call for an hour.
     pub fn sweep(&self) {
         let known: Vec<_> = self.table.known().values().cloned().collect();
         for transfer in known {

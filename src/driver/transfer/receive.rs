@@ -224,7 +224,7 @@ impl Receiver<'_> {
                 );
             }
             self.check(index, &blocks, &data, &hashes)?;
-            // Nobody takes it where a write failed, and that error is the one that counts.
+            // It is not received if a write failed, and then the write's error counts.
             let handed_over = verified.send(Verified { index, blocks, data });
             handed_over.map_err(|_| Cut::Failed(Error::Stopped(Stopped::Cancelled)))?;
             self.log();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// A thread that waits checks this often whether it is to stop.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
-/// Hands out bytes at a rate. Time in which nobody asks is not saved up.
+/// Hands out bytes at a rate. Unused time is not saved up.
 #[derive(Debug)]
 pub(in crate::driver) struct Throttle {
     /// Bytes a second; `None` for no limit.

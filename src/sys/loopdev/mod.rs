@@ -2,7 +2,7 @@
 //!
 //! A device is known by the file it serves, by device and inode number: a path means another file in another mount
 //! namespace, and the nodes of a kind cluster share all loop devices of one kernel. But to ask a device for these numbers
-//! is to ask the filesystem of its file, which may be dead or silent. So devices are chosen by the path that sysfs tells,
+//! is to ask the filesystem of its file, which may be dead or silent. So devices are chosen by the path that sysfs shows,
 //! which asks nobody, and only those that may be meant are opened.
 
 mod node;
@@ -22,7 +22,7 @@ use self::node::{Node, Status};
 use super::attributes::Flag;
 use files::{Context, Error, Result};
 
-pub use self::node::require;
+pub use self::node::{CONTROL, require};
 
 /// How long a device that others hold open (udev, a scan) is waited for.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -103,7 +103,7 @@ impl LoopDevice {
                 Err(error) => return Err(error),
             }
         }
-        Err(io::Error::from_raw_os_error(libc::EBUSY)).context("find a free loop device for", backing)
+        Err(io::Error::from_raw_os_error(libc::EBUSY)).context("get a free loop device for", backing)
     }
 
     /// A number keeps what its former users set, and the file decides what direct I/O comes to.
@@ -121,7 +121,7 @@ impl LoopDevice {
     }
 
     /// The device that serves `backing` now, if there is one. A device is looked at where the last parts of its path are
-    /// those of `backing`, which must be enough to tell it from all others of its kind.
+    /// those of `backing`, which must be enough to distinguish it from all others of its kind.
     pub fn find(backing: &Path) -> Result<Option<Self>> {
         let id = match FileId::of(backing) {
             Err(error) if error.is_dead() => None,
@@ -186,14 +186,14 @@ impl LoopDevice {
         self.backing
     }
 
-    /// The path of its file as the kernel tells it: that of the namespace in which it was attached, with
+    /// The path of its file as the kernel reports it: that of the namespace in which it was attached, with
     /// ` (deleted)` behind it once the name is gone. `None` when it was detached meanwhile.
     pub fn backing_path(&self) -> Option<PathBuf> {
         queue::backing_path(self.number)
     }
 
-    /// Undoes a pending lazy detach (the device was detached while somebody held it open), so that
-    /// the device does not vanish under its next user. `None` when it is gone already.
+    /// Undoes a pending lazy detach (the device was detached while it was open), so that
+    /// the device does not disappear under its next user. `None` when it is already detached.
     pub fn keep(self) -> Result<Option<Self>> {
         let Some(node) = Node::open_used(self.number)? else { return Ok(None) };
         match node.status()? {
@@ -211,11 +211,11 @@ impl LoopDevice {
         }
     }
 
-    /// Detaches the device and waits until it is free. `Ok(false)` when somebody still holds it
+    /// Detaches the device and waits until it is free. `Ok(false)` when a program still holds it
     /// open: the kernel then frees it at their last close.
     pub fn detach(self) -> Result<bool> {
         if let Some(node) = Node::open_used(self.number)? {
-            // Checked on the very descriptor that is cleared: the number may serve somebody else's file by now.
+            // Checked on the very descriptor that is cleared: the number may serve another program's file by now.
             if !self.is_served_by(&node)? {
                 return Ok(true);
             }
@@ -311,7 +311,7 @@ pub fn backing_path_of(dev: &str) -> Option<PathBuf> {
     queue::backing_path(name.file_name()?.to_str()?.strip_prefix("loop")?.parse().ok()?)
 }
 
-/// The last names of a path, last first: enough of them to tell a file of ours from all others.
+/// The last names of a path, last first: enough of them to distinguish a file of ours from all others.
 fn end_of(path: &Path) -> impl Iterator<Item = Component<'_>> {
     path.components().rev().filter(|part| matches!(part, Component::Normal(_))).take(3)
 }

@@ -17,7 +17,8 @@ use files::Context;
 use files::Result;
 use files::step;
 
-const CONTROL: &str = "/dev/loop-control";
+/// The device that hands out free loop devices.
+pub const CONTROL: &str = "/dev/loop-control";
 
 /// The path of a device, `/dev/loopN`.
 pub(super) fn path_of(number: u32) -> PathBuf {
@@ -161,8 +162,7 @@ impl Node {
 /// The number of a free device; the kernel makes a new one where all are taken.
 pub(super) fn free_number() -> Result<u32> {
     let path = Path::new(CONTROL);
-    const ASK: &str =
-        "find a free loop device (is the loop module loaded, and this container privileged?) through";
+    const ASK: &str = "get a free loop device from";
     let control = OpenOptions::new().read(true).write(true).open(path).context(ASK, path)?;
     // SAFETY: LOOP_CTL_GET_FREE takes no argument and returns a number; the descriptor is open.
     let number = check(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE.into()) });
@@ -172,7 +172,7 @@ pub(super) fn free_number() -> Result<u32> {
 /// Fails with a clear error where this machine has no loop devices at all.
 pub fn require() -> Result<()> {
     let path = Path::new(CONTROL);
-    std::fs::metadata(path).map(drop).context("find (is the loop module loaded?)", path)
+    std::fs::metadata(path).map(drop).context("find", path)
 }
 
 fn make_node(number: u32, path: &Path) -> Result<()> {

@@ -10,7 +10,7 @@ use files::Context;
 use files::Result;
 use files::change;
 
-/// The path of the file that a device serves, as the kernel tells it; `None` when it serves nothing.
+/// The path of the file that a device serves, as the kernel reports it; `None` when it serves nothing.
 pub(super) fn backing_path(number: u32) -> Option<PathBuf> {
     let path = fs::read_to_string(sysfs(number).join("loop/backing_file")).ok()?;
     Some(path.trim_end_matches('\n').into())

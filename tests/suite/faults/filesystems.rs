@@ -73,10 +73,7 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
     let disk = Disk::in_memory("ramfs");
     let dir = disk.dir();
     let said = refused(&mut driver_command(dir.path(), PoolKind::Dir));
-    assert!(
-        said.contains("does not tell data from holes") && said.contains("ext4, xfs, btrfs or tmpfs"),
-        "{said}"
-    );
+    assert!(said.contains("does not report holes") && said.contains("ext4, xfs, btrfs or tmpfs"), "{said}");
     assert!(!disk.mount_point.join("data/deltapath.json").exists(), "it is taken for a data directory");
     drop(dir);
     disk.finish();

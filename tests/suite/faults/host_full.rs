@@ -109,13 +109,13 @@ async fn a_full_host(pool: PoolKind, end: End) {
             let output = driver_command(rig.dir.path(), pool).stderr(Stdio::piped()).output().expect("run");
             let said = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{said}");
-            assert!(said.contains("volumes in use keep it from being mounted again: unpublish"), "{said}");
+            assert!(said.contains("cannot be remounted while volumes are in use: unpublish"), "{said}");
             sweep(&rig.kubelet()).expect("unmount");
             for device in devices_below(&disk.mount_point.join("data/pool")).expect("devices") {
                 assert!(device.detach().expect("detach"));
             }
             rig.start_again().await;
-            assert!(rig.log().contains("the pool took no writes; it is mounted again"), "{}", rig.log());
+            assert!(rig.log().contains("the pool was read-only and is remounted"), "{}", rig.log());
             rig.attach(&volume).await;
         }
     }

@@ -87,7 +87,7 @@ async fn a_pool_image_without_loop_devices_is_refused(
     let dir = temp_dir();
     let _swept = SweptOnDrop(dir.path().to_owned());
     let said = refused(dir.path(), pool, BARE);
-    assert!(said.contains("is the loop module loaded?") && said.contains("--pool dir"), "{said}");
+    assert!(said.contains("load the loop module") && said.contains("--pool dir"), "{said}");
     assert!(!dir.path().join("data/pool.img").exists(), "an image that nobody can attach");
     // It is there and gives no device: found out only when the image is made.
     let said = refused(dir.path(), pool, "mount --bind /dev/null /dev/loop-control");

@@ -138,7 +138,7 @@ pub fn delta(bytes: &[u8]) {
     hashes.write_all_at(&sound_page, page).expect("write");
     // And free the base's data.
     std::fs::remove_file(base_dir.data()).expect("remove");
-    let found = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start).expect("hashes tell");
+    let found = run(&base_dir, &target_dir, whole.then_some(&steps[..]), start).expect("hashes are enough");
     assert!(found.is_superset(&wanted), "{:?} are lost", wanted.difference(&found));
     let beyond: BTreeSet<u64> = found.difference(&wanted).copied().collect();
     assert!(beyond.is_subset(&base_pending), "{beyond:?} are listed and did not change");

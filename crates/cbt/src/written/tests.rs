@@ -69,7 +69,7 @@ fn what_was_written_is_put_over_what_was_there() {
             changed: &[(2, 4)],
         },
         Case {
-            name: "a hole to the end of the address space tells of data only",
+            name: "a hole to the end of the address space only affects data",
             parent: &[(0, 8), (9 * EDGE, 9 * EDGE + 2)],
             written: &[(4, u64::MAX / 4096, false)],
             allocated: &[(0, 4)],

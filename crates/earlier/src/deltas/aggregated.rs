@@ -44,7 +44,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         let (proxy, is_stopping) = (proxy.clone(), is_stopping.clone());
         move || match (is_stopping.load(Ordering::Relaxed), proxy.is_known()) {
             (true, _) => Some("it is stopping"),
-            (false, false) => Some("it does not know yet whom to believe who a user is: see the log"),
+            (false, false) => Some("the front-proxy CA is not loaded yet: see the log"),
             (false, true) => None,
         }
     };
@@ -82,7 +82,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         () = server::answer(listener, config, api::router(api), &graceful) => {
             return Err("the API server takes no more connections: see the log".into());
         }
-        _ = tasks.join_next() => return Err("a task has ended, which should not be: see the log".into()),
+        _ = tasks.join_next() => return Err("a task ended unexpectedly: see the log".into()),
         () = stop.asked() => {}
     }
     is_stopping.store(true, Ordering::Relaxed);

@@ -93,10 +93,10 @@ impl ClientConfig {
             }
             _ => return Err("clientConfig must have either url or service".into()),
         };
-        let url = Url::parse(&text).map_err(|error| format!("{text:?} is no URL: {error}"))?;
+        let url = Url::parse(&text).map_err(|error| format!("{text:?} is not a URL: {error}"))?;
         match url.scheme() {
             "https" => Ok(url),
-            _ => Err(format!("{text:?} is no URL with https")),
+            _ => Err(format!("{text:?} is not an https URL")),
         }
     }
 
@@ -155,7 +155,7 @@ pub enum Error {
         message: String,
     },
     /// It says something else.
-    #[error("cbt-http has sent an answer that is none: {0}")]
+    #[error("invalid response from cbt-http: {0}")]
     Broken(String),
 }
 

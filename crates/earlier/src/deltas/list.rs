@@ -70,7 +70,7 @@ impl Question {
                     ))
                 })?;
                 place.number_in(base.as_deref(), &target).ok_or_else(|| {
-                    Status::aborted("starting_token is of other snapshots: begin without it")
+                    Status::aborted("starting_token belongs to other snapshots: start without it")
                 })?
             }
         };

@@ -94,7 +94,7 @@ async fn page(
         Ok(_place) => {
             let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request)).await;
             page.unwrap_or_else(|_| {
-                Err(Status::deadline_exceeded("the page has taken too long: ask for fewer entries"))
+                Err(Status::deadline_exceeded("the page took too long: request fewer entries"))
             })
         }
         Err(_) => Err(Status::resource_exhausted("too many requests at once: try again")),
@@ -157,7 +157,7 @@ impl Sidecar {
             ))
         })?;
         let request: wire::Request = serde_json::from_slice(&body).map_err(|error| {
-            Status::invalid_argument(format!("the request is not as it should be: {error}"))
+            Status::invalid_argument(format!("invalid request: {error}"))
         })?;
         let page = self.lists.clone().list_snapshot_deltas(ListSnapshotDeltasRequest::from(request)).await?;
         Ok(page.into_inner().into())
@@ -293,7 +293,7 @@ async fn serve_until(
         () = server::answer(listener, config, router(sidecar), graceful) => {
             Err("cbt-http takes no more connections: see the log".into())
         }
-        _ = tasks.join_next() => Err("a task has ended, which should not be: see the log".into()),
+        _ = tasks.join_next() => Err("a task ended unexpectedly: see the log".into()),
         () = stop => Ok(()),
     }
 }

@@ -47,7 +47,7 @@ impl Tokens {
             .map_err(|error| format!("read {} (--data-token-key): {error}", key.display()))?;
         if bytes.len() < KEY_LENGTH {
             return Err(format!(
-                "{} (--data-token-key) has {} bytes: it must have {KEY_LENGTH} random ones at least",
+                "{} (--data-token-key) has {} bytes: it must have at least {KEY_LENGTH} random bytes",
                 key.display(),
                 bytes.len()
             ));
@@ -82,7 +82,7 @@ impl Tokens {
 
     /// What the token is good for, if it is one of ours and not too old.
     pub fn open(&self, token: &str) -> Result<Grant, Status> {
-        let forged = || Status::unauthenticated("this is no data token of this service");
+        let forged = || Status::unauthenticated("not a data token of this service");
         let (claims, signature) = token.split_once('.').ok_or_else(forged)?;
         let signature = URL_SAFE_NO_PAD.decode(signature).map_err(|_| forged())?;
         let signature = <[u8; blake3::OUT_LEN]>::try_from(signature).map_err(|_| forged())?;
@@ -115,7 +115,7 @@ impl Data {
         // The handle comes from a driver, and becomes a part of a path.
         let handle = &grant.snapshot;
         if handle.is_empty() || handle.starts_with('.') || handle.contains(['/', '\0']) {
-            return Err(Status::not_found("the snapshot has no file here: its handle is no name of a file"));
+            return Err(Status::not_found("the snapshot has no file here: its handle is not a file name"));
         }
         for template in &self.0 {
             let path = PathBuf::from(template.replace(PLACEHOLDER, handle));

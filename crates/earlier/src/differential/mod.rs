@@ -109,7 +109,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         () = server::answer(listener, config, listener::router(callbacks), &graceful) => {
             return Err("the callback listener takes no more connections: see the log".into());
         }
-        _ = tasks.join_next() => return Err("a task has ended, which should not be: see the log".into()),
+        _ = tasks.join_next() => return Err("a task ended unexpectedly: see the log".into()),
         () = stop.asked() => {}
     }
     ready.is_stopping.store(true, Ordering::Relaxed);

@@ -193,7 +193,7 @@ pub async fn pages_are_for_the_aggregated_server_alone(world: World) {
         (json!({"toSnapshotId": ""}).to_string(), 400, "to_snapshot_id"),
         (json!({"toSnapshotId": "s1", "maxEntries": -1}).to_string(), 400, "-1"),
         (json!({"toSnapshotId": "s1", "limit": 1}).to_string(), 400, "limit"),
-        ("{".into(), 400, "not as it should be"),
+        ("{".into(), 400, "invalid request"),
     ] {
         let (code, answer) = post(&http, Some(&good), &body).await;
         assert_eq!(code, expected, "{body}: {answer}");
