@@ -208,6 +208,25 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     rig.finish();
 }
 
+/// Each example has all fields, of the right types, and no other.
+#[test]
+fn the_examples_in_the_format_are_records() {
+    use deltapath::store::{SnapshotRecord, VolumeRecord, VolumeState};
+    fn again<T: serde::Serialize + serde::de::DeserializeOwned>(text: &str) -> serde_json::Value {
+        let record: T = serde_json::from_str(text).expect("a record");
+        serde_json::to_value(record).expect("JSON")
+    }
+    let page = read("docs/format.md");
+    let examples: Vec<&str> =
+        page.split("```json\n").skip(1).map(|rest| rest.split("```").next().expect("an example")).collect();
+    let [volume, snapshot, state] = examples[..] else { panic!("{} examples", examples.len()) };
+    let records =
+        [again::<VolumeRecord>(volume), again::<SnapshotRecord>(snapshot), again::<VolumeState>(state)];
+    for (example, record) in examples.iter().zip(records) {
+        assert_eq!(serde_json::from_str::<serde_json::Value>(example).expect("JSON"), record);
+    }
+}
+
 fn hash_of(device: &Path, block: u64) -> blake3::Hash {
     let mut bytes = vec![0; BLOCK as usize];
     open_device(device).read_exact_at(&mut bytes, block * BLOCK).expect("read");
