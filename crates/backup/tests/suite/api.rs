@@ -1,0 +1,271 @@
+//! `cbt-backup run` and an API server that is away, busy and broken for moments. What it makes of a real one is in the
+//! gateway's tests; this one keeps objects and answers as it is told.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read, Result, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::tool::{Place, Running, text};
+
+/// How an answer is spoiled.
+#[derive(Clone, Copy)]
+enum Trouble {
+    Code(u16),
+    /// The connection is closed.
+    Reset,
+    /// No answer comes.
+    Silent,
+}
+
+#[derive(Default)]
+struct State {
+    objects: HashMap<String, Value>,
+    /// What went wrong with a GET of a path that ends so: from when on, until when.
+    troubles: Vec<(&'static str, Trouble, Duration, Duration)>,
+    /// The pod runs so long.
+    runs: Duration,
+    /// When the pod was made.
+    began: Option<Instant>,
+    pod: Value,
+}
+
+struct Server {
+    state: Arc<Mutex<State>>,
+    place: Place,
+}
+
+const SNAPSHOTS: &str = "/apis/snapshot.storage.k8s.io/v1";
+
+impl Server {
+    fn start(runs: Duration) -> Self {
+        let mut place = Place::new();
+        let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+        let port = listener.local_addr().expect("an address").port();
+        let kubeconfig = place.path("kubeconfig");
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "it",
+            "clusters": [{"name": "it", "cluster": {"server": format!("http://127.0.0.1:{port}")}}],
+            "users": [{"name": "it", "user": {}}],
+            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it", "namespace": "ns"}}],
+        });
+        std::fs::write(&kubeconfig, config.to_string()).expect("write");
+        place.environment = vec![("KUBECONFIG", kubeconfig.display().to_string())];
+        place.url = Some("s3://bucket/of/the/pod".into());
+        let mut state = State { runs, ..State::default() };
+        let claim = json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "data", "namespace": "ns"},
+            "spec": {"volumeMode": "Block", "volumeName": "pv", "storageClassName": "fast"},
+            "status": {"capacity": {"storage": "1Gi"}},
+        });
+        for (path, object) in [
+            ("/api/v1/namespaces/ns/persistentvolumeclaims/data".to_owned(), claim),
+            (
+                "/api/v1/persistentvolumes/pv".to_owned(),
+                json!({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "pv"}, "spec": {}}),
+            ),
+            (
+                format!("{SNAPSHOTS}/volumesnapshotcontents/content"),
+                json!({"metadata": {"name": "content"}, "spec": {"driver": "driver"}}),
+            ),
+            (
+                "/apis/cbt.storage.k8s.io/v1beta1/snapshotmetadataservices/driver".to_owned(),
+                json!({"metadata": {"name": "driver"}, "spec": {"requireBaseSnapshotForDelta": false}}),
+            ),
+        ] {
+            state.objects.insert(path, object);
+        }
+        let state = Arc::new(Mutex::new(state));
+        let of = state.clone();
+        std::thread::spawn(move || {
+            for client in listener.incoming().map_while(Result::ok) {
+                let of = of.clone();
+                std::thread::spawn(move || serve(&of, client));
+            }
+        });
+        Server { state, place }
+    }
+
+    /// From some time after the pod began on, for some time, answers about it are spoiled.
+    fn trouble(&self, path: &'static str, trouble: Trouble, from: u64, until: u64) {
+        let (from, until) = (Duration::from_millis(from), Duration::from_millis(until));
+        self.state.lock().unwrap().troubles.push((path, trouble, from, until));
+    }
+
+    fn left(&self) -> Vec<String> {
+        let state = self.state.lock().unwrap();
+        let made = |path: &&String| path.contains("/cbt-backup-data");
+        state.objects.keys().filter(made).cloned().collect()
+    }
+}
+
+impl State {
+    fn trouble(&self, method: &str, path: &str) -> Option<Trouble> {
+        let since = self.began?.elapsed();
+        let is_now = |(of, _, from, until): &&(&str, Trouble, Duration, Duration)| {
+            method == "GET" && path.ends_with(of) && since >= *from && since < *until
+        };
+        self.troubles.iter().find(is_now).map(|of| of.1)
+    }
+
+    fn answer(&mut self, method: &str, path: &str, body: &[u8]) -> (u16, Value) {
+        let missing =
+            (404, json!({"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}));
+        match method {
+            "POST" => {
+                let mut object: Value = serde_json::from_slice(body).expect("JSON");
+                let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
+                if path.ends_with("/volumesnapshots") {
+                    object["status"] =
+                        json!({"readyToUse": true, "boundVolumeSnapshotContentName": "content"});
+                }
+                if path.ends_with("/pods") {
+                    (self.began, self.pod) = (Some(Instant::now()), object.clone());
+                }
+                self.objects.insert(format!("{path}/{name}"), object.clone());
+                (201, object)
+            }
+            "DELETE" => self.objects.remove(path).map_or(missing, |object| (200, object)),
+            "GET" if path.ends_with("/volumesnapshots") => {
+                let items: Vec<&Value> = self
+                    .objects
+                    .iter()
+                    .filter(|(of, _)| of.contains("/volumesnapshots/"))
+                    .map(|of| of.1)
+                    .collect();
+                (200, json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items}))
+            }
+            _ => match self.objects.get(path) {
+                Some(pod) if path.ends_with("/pods/cbt-backup-data") => (200, self.pod(pod)),
+                Some(object) => (200, object.clone()),
+                None => missing,
+            },
+        }
+    }
+
+    fn pod(&self, pod: &Value) -> Value {
+        let mut pod = pod.clone();
+        let has_ended = self.began.is_some_and(|began| began.elapsed() > self.runs);
+        let report = json!({
+            "id": "20260101T000000.000Z-aaaaaa", "volume": "ns/data", "created": 1, "kind": "full", "base": null, "why": null,
+            "snapshot": "one", "device": "/dev/source", "size": 1, "data": 1, "listed": 1, "read": 1, "added": 1,
+            "milliseconds": 1,
+        });
+        pod["status"] = match has_ended {
+            false => json!({"phase": "Running"}),
+            true => {
+                let state = json!({"terminated": {"exitCode": 0, "message": report.to_string()}});
+                json!({"phase": "Succeeded", "containerStatuses": [{"state": state}]})
+            }
+        };
+        pod
+    }
+}
+
+fn serve(state: &Mutex<State>, mut client: TcpStream) -> Result<()> {
+    let mut requests = BufReader::new(client.try_clone()?);
+    loop {
+        let (mut first, mut length) = (String::new(), 0);
+        if requests.read_line(&mut first)? == 0 {
+            return Ok(());
+        }
+        loop {
+            let mut line = String::new();
+            requests.read_line(&mut line)?;
+            match line.to_ascii_lowercase().strip_prefix("content-length:") {
+                Some(count) => length = count.trim().parse().expect("a length"),
+                None if line.trim().is_empty() => break,
+                None => {}
+            }
+        }
+        let mut body = vec![0; length];
+        requests.read_exact(&mut body)?;
+        let mut words = first.split(' ');
+        let (method, path) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+        let path = path.split('?').next().unwrap_or_default();
+        let trouble = state.lock().unwrap().trouble(method, path);
+        let (code, answer) = match trouble {
+            Some(Trouble::Code(code)) => (code, json!({"kind": "Status", "status": "Failure", "code": code})),
+            Some(Trouble::Reset) => return Ok(()),
+            Some(Trouble::Silent) => {
+                std::thread::sleep(Duration::from_secs(600));
+                return Ok(());
+            }
+            None => state.lock().unwrap().answer(method, path, &body),
+        };
+        let answer = answer.to_string();
+        let head = format!(
+            "HTTP/1.1 {code} it\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            answer.len()
+        );
+        client.write_all(head.as_bytes())?;
+        client.write_all(answer.as_bytes())?;
+    }
+}
+
+const RUN: [&str; 5] = ["run", "--pvc", "data", "--patience", "3"];
+
+/// The pod works for longer than the patience, and then the API server is away, for less than that.
+#[test]
+fn an_api_server_that_is_away_for_moments_ends_no_backup() {
+    let server = Server::start(Duration::from_secs(8));
+    server.trouble("/pods/cbt-backup-data", Trouble::Code(503), 3500, 4500);
+    server.trouble("/pods/cbt-backup-data", Trouble::Code(429), 4500, 5500);
+    server.trouble("/pods/cbt-backup-data", Trouble::Reset, 5500, 6000);
+    server.trouble("/volumesnapshotcontents/content", Trouble::Code(503), 3500, 10000);
+    let made = server.place.ok(&RUN);
+    assert_eq!(made["snapshot"], "one");
+    assert_eq!(server.left(), [""; 0]);
+    assert_eq!(server.state.lock().unwrap().pod["spec"]["containers"][0]["args"][0], "auto");
+}
+
+#[test]
+fn an_api_server_that_stays_away_ends_the_wait() {
+    let server = Server::start(Duration::from_secs(600));
+    server.trouble("/pods/cbt-backup-data", Trouble::Code(503), 500, 600_000);
+    let began = Instant::now();
+    let said = server.place.fails(1, &RUN);
+    assert!(said.contains("get Pod cbt-backup-data"), "{said}");
+    assert!(began.elapsed() >= Duration::from_secs(3), "no patience");
+}
+
+/// A backup is made, and nobody says any more whether its snapshot is needed: it stays.
+#[test]
+fn a_backup_that_is_made_stays_one_where_the_api_server_goes_away() {
+    let server = Server::start(Duration::from_secs(1));
+    server.trouble("/volumesnapshotcontents/content", Trouble::Code(503), 0, 600_000);
+    assert_eq!(server.place.ok(&RUN)["snapshot"], "one");
+    let left = server.left();
+    assert!(left.len() == 1 && left[0].contains("/volumesnapshots/"), "{left:?}");
+}
+
+#[test]
+fn ctrl_c_is_seen_while_the_api_server_is_silent() {
+    let server = Server::start(Duration::from_secs(600));
+    server.trouble("/pods/cbt-backup-data", Trouble::Silent, 300, 600_000);
+    let mut running = Running::start(server.place.command(&RUN));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while server.state.lock().unwrap().began.is_none() {
+        assert!(Instant::now() < deadline, "no pod");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    std::thread::sleep(Duration::from_secs(1));
+    // What is deleted is looked at.
+    server.state.lock().unwrap().troubles.clear();
+    running.signal(Signal::SIGINT);
+    assert_eq!(running.ends_within(Duration::from_secs(10)), Some(130));
+    assert_eq!(server.left(), [""; 0]);
+}
+
+#[test]
+fn a_full_backup_can_be_asked_for() {
+    let server = Server::start(Duration::ZERO);
+    server.place.ok(&[&RUN[..], &["--full"]].concat());
+    assert_eq!(server.state.lock().unwrap().pod["spec"]["containers"][0]["args"][0], "full");
+    let said = text(&server.place.run(&["run", "--pvc", "data", "--full", "--clean-up"]).stderr);
+    assert!(said.contains("cannot be used with"), "{said}");
+}

@@ -1,0 +1,171 @@
+//! Locks in a bucket that are lost: by a process that stood still, by a network that was away, by somebody who removed them.
+//! Nothing is made then that names what another has removed, and nothing is removed that another needs.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+
+use crate::proxy::{Fault, Proxy};
+use crate::s3::Bucket;
+use crate::tool::{MIB, Place, Running, arg, id, text};
+
+const SIZE: u64 = 200 * MIB;
+/// A lock that was not written for so many seconds is of a process that is gone.
+const LIFE: u64 = 8;
+const LOST: &str = "the lock on the repository is lost";
+
+/// A bucket with short locks, and an image in which two packs and a half are.
+fn bucket() -> (Bucket, Image) {
+    let mut bucket = Bucket::start();
+    bucket.place.environment.push(("CBT_BACKUP_TEST_LOCK_SECONDS", LIFE.to_string()));
+    let mut image = Image::default();
+    image.write(&bucket.place.open_image(SIZE), 100, 10000, 1).expect("write");
+    (bucket, image)
+}
+
+/// A backup of ten seconds.
+fn slow_backup(place: &Place) -> Running {
+    let device = place.image();
+    let command = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "4Mi"];
+    Running::start(place.command(&command))
+}
+
+/// The packs that are there, while others come and go.
+fn packs(place: &Place) -> usize {
+    let list = |path: PathBuf| path.read_dir().into_iter().flatten().flatten();
+    let names = list(place.repository().join("packs")).flat_map(|dir| list(dir.path()));
+    // A file that is being written has another kind of name.
+    names.filter(|pack| pack.file_name().len() == 64).count()
+}
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "never {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_backup_that_stood_still_while_a_prune_swept_is_none() {
+    let (bucket, image) = bucket();
+    let place = &bucket.place;
+    let backup = slow_backup(place);
+    wait_until("a pack", || packs(place) > 0);
+    backup.signal(Signal::SIGSTOP);
+    std::thread::sleep(Duration::from_secs(LIFE + 1));
+    let pruned = place.ok(&["prune"]);
+    assert!(pruned["freed"].as_u64().is_some_and(|bytes| bytes > 16_000_000), "{pruned}");
+    backup.signal(Signal::SIGCONT);
+    let output = backup.output();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(LOST) && !said.contains("interrupted"), "{said}");
+    assert_eq!(place.list(), [""; 0]);
+    // Whatever it has left of use, the next one is whole.
+    let device = place.image();
+    let made = place.ok(&["full", "--volume", "v", "--device", arg(&device), "--resume"]);
+    place.ok(&["verify"]);
+    place.restores(&id(&made), &image, SIZE);
+    place.ok(&["prune"]);
+    assert!(bucket.locks().is_empty(), "a lock is left");
+}
+
+#[test]
+fn a_lock_that_is_removed_is_not_made_anew() {
+    let (bucket, _) = bucket();
+    let place = &bucket.place;
+    let backup = slow_backup(place);
+    wait_until("a pack", || packs(place) > 0);
+    std::fs::remove_file(&bucket.locks()[0]).expect("remove");
+    let output = backup.output();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(LOST) && said.contains("has removed"), "{said}");
+    assert_eq!(place.list(), [""; 0]);
+    assert!(bucket.locks().is_empty(), "it has come back");
+}
+
+/// The prune knows what is needed and asks which packs there are when its network goes away.
+#[test]
+fn a_prune_that_lost_its_lock_sweeps_nothing_of_a_new_backup() {
+    let (bucket, image) = bucket();
+    let place = &bucket.place;
+    place.full();
+    let proxy = Proxy::start(bucket.port);
+    proxy.next("GET", "prefix%2Fpacks", Fault::Hold);
+    let mut command = place.command(&["prune"]);
+    command.env("AWS_ENDPOINT", format!("http://127.0.0.1:{}", proxy.port));
+    let prune = Running::start(command);
+    proxy.wait_held();
+    std::thread::sleep(Duration::from_secs(LIFE + 1));
+    let before = packs(place);
+    let backup = slow_backup(place);
+    wait_until("a new pack", || packs(place) > before);
+    proxy.open();
+    let output = prune.output();
+    let said = text(&output.stderr);
+    let made = backup.output();
+    assert_eq!(made.status.code(), Some(0), "{}", text(&made.stderr));
+    place.ok(&["verify"]);
+    for id in place.list() {
+        place.restores(&id, &image, SIZE);
+    }
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(LOST), "{said}");
+}
+
+#[test]
+fn a_prune_waits_where_it_is_told_to() {
+    let (bucket, _) = bucket();
+    for place in [Place::new(), bucket.place] {
+        let mut image = Image::default();
+        image.write(&place.open_image(SIZE), 100, 10000, 1).expect("write");
+        place.full();
+        let before = packs(&place);
+        let mut backup = slow_backup(&place);
+        wait_until("a new pack", || packs(&place) > before);
+        let waits = Running::start(place.command(&["prune", "--wait", "60"]));
+        std::thread::sleep(Duration::from_secs(2));
+        let mut impatient = Running::start(place.command(&["prune", "--wait", "60"]));
+        std::thread::sleep(Duration::from_secs(1));
+        impatient.signal(Signal::SIGINT);
+        assert_eq!(impatient.ends_within(Duration::from_secs(10)), Some(130));
+        assert!(place.fails(1, &["prune", "--wait", "1"]).contains("--wait SECONDS"));
+        assert!(backup.0.try_wait().expect("wait").is_none(), "the backup was over before");
+        let output = waits.output();
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("waiting at most 60 s"), "{}", text(&output.stderr));
+        assert_eq!(backup.output().status.code(), Some(0));
+        assert_eq!(place.list().len(), 2);
+    }
+}
+
+#[test]
+fn a_backup_whose_last_answers_are_lost_is_one() {
+    let (mut bucket, image) = bucket();
+    let proxy = Proxy::start(bucket.port);
+    bucket.endpoint(proxy.port);
+    let place = &bucket.place;
+    proxy.next("PUT", "/backups/", Fault::LoseAnswer);
+    proxy.next("GET", "prefix%2Fpartial", Fault::Refuse(403));
+    let device = place.image();
+    let output = place.run(&["full", "--volume", "v", "--device", arg(&device)]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("stays until a prune"), "{said}");
+    place.restores(&place.list()[0], &image, SIZE);
+}
+
+/// A pack of 16 MiB takes more than half a minute there.
+#[test]
+fn a_slow_line_is_no_dead_one() {
+    let (mut bucket, image) = bucket();
+    let proxy = Proxy::start(bucket.port);
+    proxy.limit(450 << 10);
+    bucket.endpoint(proxy.port);
+    let backup = bucket.place.full();
+    bucket.place.restores(&backup, &image, SIZE);
+}

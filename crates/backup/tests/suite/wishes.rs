@@ -1,0 +1,131 @@
+//! Which kind of backup comes of what was asked for, and of what the driver and the repository say.
+
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+
+use crate::driver::{Driver, Fault};
+use crate::tool::{MIB, Place, Running, arg, id};
+
+const SIZE: u64 = 200 * MIB;
+
+/// A repository with a full backup of the snapshot `one`, and a driver that has `two` as well, which the image holds.
+struct World {
+    place: Place,
+    driver: Driver,
+    image: Image,
+}
+
+impl World {
+    fn new() -> Self {
+        let place = Place::new();
+        let driver = Driver::start(&place.path("csi.sock"));
+        let file = place.open_image(SIZE);
+        let mut image = Image::default();
+        image.write(&file, 100, 3000, 1).expect("write");
+        driver.snapshot("one", &image, SIZE);
+        let world = World { place, driver, image };
+        world.place.ok(&world.back_up("full", "one", &[]));
+        let World { mut image, .. } = world;
+        image.write(&file, 200, 2000, 2).expect("write");
+        // A second segment, so that the first one can be done when it is interrupted.
+        image.write(&file, 128 * MIB / 4096 + 7, 3000, 2).expect("write");
+        world.driver.snapshot("two", &image, SIZE);
+        World { place: world.place, driver: world.driver, image }
+    }
+
+    fn back_up<'a>(&self, wish: &'a str, snapshot: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+        let leak = |text: String| -> &'static str { Box::leak(text.into_boxed_str()) };
+        let device = leak(arg(&self.place.image()).to_owned());
+        let endpoint = leak(self.driver.endpoint());
+        let fixed = ["--volume", "v", "--device", device, "--endpoint", endpoint, "--snapshot", snapshot];
+        [&[wish][..], &fixed, more].concat()
+    }
+}
+
+/// A claim that was deleted and made anew has the same name, and a volume that is no other's.
+#[test]
+fn a_volume_that_was_made_anew_is_backed_up_whole() {
+    let world = World::new();
+    world.driver.script([Fault::OtherVolume]);
+    let place = &world.place;
+    let said = place.fails(1, &world.back_up("incremental", "two", &[]));
+    assert!(said.contains("no incremental backup can be made") && said.contains("made anew"), "{said}");
+    // A base that the user names is the user's mistake.
+    let said = place.fails(1, &world.back_up("auto", "two", &["--base", "one"]));
+    assert!(said.contains("different volumes") && !said.contains("full backup"), "{said}");
+    let made = place.ok(&world.back_up("auto", "two", &[]));
+    assert_eq!(made["kind"], "full");
+    let why = made["why"].as_str().expect("a reason");
+    assert!(why.contains("made anew") && why.contains("different volumes"), "{why}");
+    place.restores(&id(&made), &world.image, SIZE);
+}
+
+#[test]
+fn resume_goes_on_with_the_kind_that_is_asked_for() {
+    let world = World::new();
+    let place = &world.place;
+    let slow = place.command(&world.back_up("full", "two", &["--limit-rate", "8Mi"]));
+    let mut running = Running::start(slow);
+    // The first segment has 12 MB.
+    std::thread::sleep(Duration::from_millis(2200));
+    running.signal(Signal::SIGINT);
+    assert_eq!(running.0.wait().expect("wait").code(), Some(130));
+    assert_eq!(place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+    // In a copy, since a backup that is made takes what was interrupted away.
+    let made = |wish: &str| {
+        let copy = place.copy();
+        copy.ok(&world.back_up(wish, "two", &["--resume"]))["kind"].as_str().expect("a kind").to_owned()
+    };
+    assert_eq!(["full", "auto", "incremental"].map(made), ["full", "full", "incremental"]);
+}
+
+#[test]
+fn what_was_interrupted_and_is_gone_is_not_gone_on_with() {
+    let world = World::new();
+    let place = &world.place;
+    let slow = place.command(&world.back_up("full", "two", &["--limit-rate", "8Mi"]));
+    let mut running = Running::start(slow);
+    std::thread::sleep(Duration::from_millis(2200));
+    running.signal(Signal::SIGINT);
+    assert_eq!(running.0.wait().expect("wait").code(), Some(130));
+    assert_eq!(place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+    // What a prune would have swept that had never seen it.
+    let kept = place.copy();
+    std::fs::remove_dir_all(kept.repository().join("partial")).expect("remove");
+    kept.ok(&["prune"]);
+    std::fs::rename(place.repository().join("partial"), kept.repository().join("partial")).expect("rename");
+    let pruned = kept.copy();
+    let made = kept.ok(&world.back_up("full", "two", &["--resume"]));
+    kept.ok(&["verify"]);
+    kept.restores(&id(&made), &world.image, SIZE);
+    // Nor does it stand in a prune's way.
+    pruned.ok(&["prune"]);
+    assert_eq!(pruned.repository().join("partial").read_dir().map_or(0, Iterator::count), 0);
+    pruned.ok(&["verify"]);
+}
+
+/// The driver takes the connection and says nothing.
+#[test]
+fn ctrl_c_is_seen_while_a_stream_is_opened() {
+    let world = World::new();
+    let place = &world.place;
+    let socket = place.path("silent.sock");
+    let _listener = UnixListener::bind(&socket).expect("bind");
+    let silent = format!("unix://{}", socket.display());
+    let image = place.image();
+    let source = ["--volume", "v", "--device", arg(&image), "--endpoint", &silent, "--snapshot", "two"];
+    for arguments in [
+        [&["full"], &source[..]].concat(),
+        [&["incremental"], &source[..]].concat(),
+        [&["auto"], &source[..]].concat(),
+        vec!["show", "--endpoint", &silent, "--target", "two"],
+    ] {
+        let mut running = Running::start(place.command(&arguments));
+        std::thread::sleep(Duration::from_secs(1));
+        running.signal(Signal::SIGTERM);
+        assert_eq!(running.ends_within(Duration::from_secs(10)), Some(130), "{arguments:?}");
+    }
+}
