@@ -1,15 +1,42 @@
 //! What the tables of `make bench` have in common.
 
+pub mod compare;
+
 use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Prints a row: what was measured, beside what, the limit, and whether it holds.
+/// A row: what was measured, beside what, the limit, and whether it holds.
+pub struct Row {
+    pub id: &'static str,
+    pub what: String,
+    pub measured: String,
+    pub beside: String,
+    pub must: &'static str,
+    pub holds: bool,
+}
+
+/// The row of a table in Markdown.
+impl std::fmt::Display for Row {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Row { id, what, measured, beside, must, holds } = self;
+        write!(f, "| {id} | {what} | {measured} | {beside} | {must} | {} |", verdict(*holds))
+    }
+}
+
+/// The heads of the columns.
+pub const HEADS: &str =
+    "| # | What | Measured | Beside, in the same run | Must be | |\n| --- | --- | --- | --- | --- | --- |";
+
+fn verdict(holds: bool) -> &'static str {
+    if holds { "holds" } else { "MISSED" }
+}
+
+/// Prints a row.
 pub fn row(id: &str, what: &str, measured: &str, beside: &str, must: &str, holds: bool) {
-    let verdict = if holds { "holds" } else { "MISSED" };
-    println!("| {id} | {what} | {measured} | {beside} | {must} | {verdict} |");
+    println!("| {id} | {what} | {measured} | {beside} | {must} | {} |", verdict(holds));
 }
 
 pub fn median<T: PartialOrd + Copy>(samples: &[T]) -> T {
