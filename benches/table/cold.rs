@@ -1,5 +1,6 @@
 //! Rows j and k: deltas with nothing in the page cache, as a backup tool asks for them: right after its snapshot, of
-//! volumes that are written past the cache.
+//! volumes that are written past the cache. What stands beside row j makes a bare copy of the volume and reads that at once,
+//! so both begin with what the copy has left of the filesystem's own blocks in the cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,7 +13,7 @@ use testkit::Rig;
 use testkit::bench::{median, ms};
 
 use crate::host::Streamed;
-use crate::{Row, SHARING, Table, host, ratio, spread};
+use crate::{Row, Table, host, ratio, spread};
 
 const SIZE: u64 = 8 << 30;
 /// The data: 1 GiB, in pieces that are spread evenly.
@@ -31,7 +32,7 @@ struct Sample {
 }
 
 pub async fn run(table: &mut Table) {
-    for pool in SHARING.into_iter().filter(|pool| table.wants_pool(*pool)).collect::<Vec<_>>() {
+    for pool in table.sharing() {
         let mut rig = Rig::start_with(pool, &["--pool-size", "48Gi"], "warn").await;
         let mut random = Rng::with_seed(3);
         let (volume, device) = rig.block_volume("volume", SIZE as i64).await;
@@ -60,12 +61,19 @@ pub async fn run(table: &mut Table) {
                 let Streamed { first, whole, .. } =
                     delta(&mut rig.client, &base, &target, offsets.len()).await;
                 host::hashed(&rig, &target).await;
-                at_once.push(Sample { whole, first, bare: read(&rig, &[&target], &offsets) });
+                // As cold: the caches go, and the filesystem's own copy of the volume is made and read at once.
+                host::drop_caches();
+                let copy = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device));
+                at_once.push(Sample { whole, first, bare: read(&[copy.data()], &offsets) });
+                drop(copy);
                 let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
+                host::idle(&rig, pool).await;
                 host::drop_caches();
                 let Streamed { first, whole, .. } =
                     delta(&mut rig.client, &base, &target, offsets.len()).await;
-                unhashed.push(Sample { whole, first, bare: read(&rig, &[&base, &target], &offsets) });
+                host::drop_caches();
+                let data = [&base, &target].map(|id| host::snapshot_dir(&rig, id).data());
+                unhashed.push(Sample { whole, first, bare: read(&data, &offsets) });
                 drop(forgotten);
                 base = target;
             }
@@ -76,17 +84,18 @@ pub async fn run(table: &mut Table) {
             ] {
                 let wholes: Vec<Duration> = samples.iter().map(|sample| sample.whole).collect();
                 let whole = median(&wholes);
-                let first = median(&samples.iter().map(|sample| sample.first).collect::<Vec<_>>());
-                let bare = median(&samples.iter().map(|sample| sample.bare).collect::<Vec<_>>());
+                let firsts: Vec<Duration> = samples.iter().map(|sample| sample.first).collect();
+                let bares: Vec<Duration> = samples.iter().map(|sample| sample.bare).collect();
+                let (first, bare) = (median(&firsts), median(&bares));
                 let spare = if id == "j" { Duration::from_millis(20) } else { Duration::ZERO };
                 table.add(Row {
                     id,
                     what: format!("{what}, cold, {percent} % of 1 GiB changed, {name}"),
-                    measured: format!("{}, first message {}", spread(&wholes, ms), ms(first)),
+                    measured: format!("{}, first message {}", spread(&wholes, ms), spread(&firsts, ms)),
                     beside: format!(
                         "{:.2} x reading {sides} blocks, {IN_FLIGHT} in flight, {}",
                         ratio(whole, bare),
-                        ms(bare)
+                        spread(&bares, ms)
                     ),
                     must: if id == "j" { "1.5 x and 20 ms; first 50 ms" } else { "1.5 x" },
                     holds: whole <= bare.mul_f64(1.5) + spare
@@ -105,12 +114,10 @@ async fn delta(client: &mut Client, base: &str, target: &str, changed: usize) ->
     read
 }
 
-/// Reads these blocks of snapshots, with nothing of them in the cache.
-fn read(rig: &Rig, snapshots: &[&str], offsets: &[u64]) -> Duration {
-    host::drop_caches();
-    let paths: Vec<PathBuf> = snapshots.iter().map(|id| host::snapshot_dir(rig, id).data()).collect();
-    let files: Vec<File> = paths.iter().map(|path| File::open(path).expect("open")).collect();
+/// Reads these blocks of files.
+fn read(paths: &[PathBuf], offsets: &[u64]) -> Duration {
     let started = Instant::now();
+    let files: Vec<File> = paths.iter().map(|path| File::open(path).expect("open")).collect();
     std::thread::scope(|scope| {
         for number in 0..IN_FLIGHT {
             let files = &files;

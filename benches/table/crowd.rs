@@ -7,7 +7,7 @@ use fastrand::Rng;
 use testkit::Rig;
 use testkit::bench::{median, ms};
 
-use crate::{Row, SHARING, Table, host, ratio, spread};
+use crate::{Row, Table, host, ratio, spread};
 
 const SIZE: u64 = 1 << 30;
 const BLOCK: u64 = 4096;
@@ -17,7 +17,7 @@ const DELTAS: usize = 100;
 const ROUNDS: usize = 5;
 
 pub async fn run(table: &mut Table) {
-    for pool in SHARING.into_iter().filter(|pool| table.wants_pool(*pool)).collect::<Vec<_>>() {
+    for pool in table.sharing() {
         let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi"], "warn").await;
         let mut random = Rng::with_seed(19);
         let (volume, device) = rig.block_volume("volume", SIZE as i64).await;

@@ -63,8 +63,8 @@ pub async fn run(table: &mut Table) {
     let (took, bare_took) = (median(&snapshots), median(&bares));
     table.add(Row {
         id: "d",
-        what: format!("CreateSnapshot, 4 GiB in {extents} extents, {WRITES} writes since, btrfs"),
-        measured: spread(&snapshots, ms),
+        what: format!("CreateSnapshot, 4 GiB in fragments, {WRITES} writes since, btrfs"),
+        measured: format!("{}, in {extents} extents", spread(&snapshots, ms)),
         beside: format!("{:.2} x bare flush, ioctl and search {}", ratio(took, bare_took), ms(bare_took)),
         must: "1.5 x",
         holds: ratio(took, bare_took) <= 1.5,
@@ -87,8 +87,8 @@ pub async fn run(table: &mut Table) {
     let took: Vec<Duration> = deltas.iter().map(|delta| delta.0).collect();
     table.add(Row {
         id: "d",
-        what: format!("GetMetadataDelta of {} blocks of it", deltas[0].1),
-        measured: spread(&took, ms),
+        what: "GetMetadataDelta of the writes".into(),
+        measured: format!("{}, {} blocks", spread(&took, ms), deltas[0].1),
         beside: format!("{:.2} x the bare search and snapshot", ratio(median(&took), median(&bares))),
         must: "500 ms",
         holds: median(&took) < Duration::from_millis(500),

@@ -4,12 +4,14 @@ use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use base::ObjectDir;
 use cbt::{MapFile, MapHeader, MapWriter, Relation, write_union};
 use csi_client::Client;
 use deltapath::sys::btrfs::Subvolume;
+use deltapath::sys::loopdev::LoopDevice;
 use deltapath::sys::{blockdev, clone, tree};
 use fastrand::Rng;
 use proto::{BlockMetadata, GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
@@ -31,16 +33,38 @@ pub fn write_blocks(device: &Path, random: &mut Rng, offsets: &[u64]) {
     file.sync_all().expect("flush");
 }
 
-/// A copy that [`bare_copy`] made. It is removed when dropped, which leaves the filesystem work that goes on behind:
+/// A copy that [`bare_copy`] made, in `staging/`: a start of the driver would remove it. It is removed when dropped, which leaves the filesystem work that goes on behind:
 /// not before what it stands beside is measured.
 pub struct BareCopy {
     pub took: Duration,
+    pool: PoolKind,
     scratch: ObjectDir,
 }
 
 impl Drop for BareCopy {
     fn drop(&mut self) {
-        tree::remove(self.scratch.path()).expect("remove");
+        let removed = tree::remove(self.scratch.path());
+        // A second panic would end the process, and with it the table.
+        assert!(removed.is_ok() || std::thread::panicking(), "remove: {removed:?}");
+    }
+}
+
+impl BareCopy {
+    pub fn data(&self) -> PathBuf {
+        match self.pool {
+            PoolKind::Btrfs => self.scratch.data(),
+            _ => self.scratch.path().join("copy"),
+        }
+    }
+
+    /// Removes it, for good: what removing a snapshot cannot be cheaper than.
+    pub fn remove(self) -> Duration {
+        let started = Instant::now();
+        let scratch = std::mem::ManuallyDrop::new(self).scratch.path().to_owned();
+        tree::remove(&scratch).expect("remove");
+        let parent = scratch.parent().expect("it is in a directory");
+        File::open(parent).and_then(|parent| parent.sync_all()).expect("sync");
+        started.elapsed()
     }
 }
 
@@ -71,7 +95,7 @@ pub fn bare_copy(rig: &Rig, pool: PoolKind, source: &ObjectDir, device: Option<&
         let to = scratch.path().join("copy");
         clone::reflink(&from, &File::create(&to).expect("create"), &to).expect("clone");
     }
-    BareCopy { took: started.elapsed(), scratch }
+    BareCopy { took: started.elapsed(), pool, scratch }
 }
 
 pub fn volume_dir(rig: &Rig, id: &str) -> ObjectDir {
@@ -107,7 +131,8 @@ pub struct Remembered(Vec<(PathBuf, Vec<u8>)>);
 impl Drop for Remembered {
     fn drop(&mut self) {
         for (path, bytes) in self.0.drain(..) {
-            std::fs::write(path, bytes).expect("write");
+            let written = std::fs::write(path, bytes);
+            assert!(written.is_ok() || std::thread::panicking(), "write: {written:?}");
         }
     }
 }
@@ -185,6 +210,42 @@ pub fn replace_map(path: &PathBuf, fill: impl FnOnce(&mut MapWriter)) {
     let mut writer = MapWriter::create(path, header).expect("create");
     fill(&mut writer);
     writer.finish().expect("finish");
+}
+
+/// Waits until the driver does nothing any more behind the calls, and neither does the filesystem of its pool, which frees
+/// behind what was removed.
+pub async fn idle(rig: &Rig, pool: PoolKind) {
+    /// Nothing happened for this long.
+    const QUIET: Duration = Duration::from_secs(1);
+    let deadline = Instant::now() + Duration::from_secs(600);
+    if pool == PoolKind::Btrfs {
+        let status = Command::new("btrfs")
+            .args(["subvolume", "sync"])
+            .arg(rig.pool_dir())
+            .stdout(Stdio::null())
+            .status();
+        assert!(status.expect("btrfs").success(), "btrfs subvolume sync failed");
+    }
+    File::open(rig.pool_dir()).and_then(|dir| Ok(nix::unistd::syncfs(dir)?)).expect("syncfs");
+    let image = rig.data_dir().join("pool.img");
+    let (mut last, mut since) = (String::new(), Instant::now());
+    while since.elapsed() < QUIET {
+        assert!(Instant::now() < deadline, "the driver or its pool is never idle");
+        let counters = LoopDevice::counters_on(|path| path == image).expect("loop devices");
+        let of_pool = counters.iter().map(|path| std::fs::read_to_string(path).expect("counters"));
+        // How long its threads ran, in nanoseconds (the kernel's Documentation/scheduler/sched-stats.rst).
+        let ran = |thread: &Path| std::fs::read_to_string(thread.join("schedstat")).unwrap_or_default();
+        let threads = std::fs::read_dir(format!("/proc/{}/task", rig.pid())).expect("threads");
+        let of_driver: u64 = threads
+            .filter_map(|thread| ran(&thread.ok()?.path()).split(' ').next()?.parse::<u64>().ok())
+            .sum();
+        // A look at a clock now and then is nothing: in steps of 10 ms.
+        let now = of_pool.collect::<String>() + &(of_driver / 10_000_000).to_string();
+        if now != last {
+            (last, since) = (now, Instant::now());
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
 }
 
 /// A figure of a process in KiB (proc_pid_status(5)).

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use files::punch_hole;
 
 use crate::host;
-use crate::{Row, SHARING, Table};
+use crate::{Row, SHARING, Table, ratio, spread};
 use fastrand::Rng;
 use testkit::bench::{median, ms};
 use testkit::{PoolKind, Rig};
@@ -21,11 +21,11 @@ const PATIENCE: Duration = Duration::from_secs(180);
 
 /// What one pool costs.
 struct Figures {
-    sequential: f64,
-    before: f64,
-    after: f64,
-    snapshot: Duration,
-    delta: Duration,
+    sequential: Vec<f64>,
+    before: Vec<f64>,
+    after: Vec<f64>,
+    snapshot: Vec<Duration>,
+    delta: Vec<Duration>,
     /// The share of the image's space that is back on the host, and when.
     returned: (f64, Duration),
 }
@@ -33,33 +33,62 @@ struct Figures {
 pub async fn run(table: &mut Table) {
     let [xfs, btrfs] = [measure(SHARING[0]).await, measure(SHARING[1]).await];
     let speed = |value: f64| format!("{:.0} MB/s", value / 1e6);
-    let rate = |value: f64| format!("{:.0}/s", value);
+    let rate = |value: f64| format!("{value:.0}/s");
+    for (what, show, btrfs, xfs) in [
+        ("sequential write", speed as fn(f64) -> String, &btrfs.sequential, &xfs.sequential),
+        ("4 KiB random writes, synced in the end, before a snapshot", rate, &btrfs.before, &xfs.before),
+        ("the same after a snapshot", rate, &btrfs.after, &xfs.after),
+    ] {
+        let share = 100.0 * median(btrfs) / median(xfs);
+        add(
+            table,
+            what,
+            spread(btrfs, show),
+            format!("{share:.0} % of the xfs image, {}", spread(xfs, show)),
+        );
+    }
+    for (what, btrfs, xfs) in
+        [("snapshot after them", &btrfs.snapshot, &xfs.snapshot), ("delta of them", &btrfs.delta, &xfs.delta)]
+    {
+        let times = ratio(median(btrfs), median(xfs));
+        add(table, what, spread(btrfs, ms), format!("{times:.3} x the xfs image, {}", spread(xfs, ms)));
+    }
     let share =
         |(share, after): (f64, Duration)| format!("{:.0} % after {} s", 100.0 * share, after.as_secs());
-    for (what, btrfs, xfs) in [
-        ("sequential write", speed(btrfs.sequential), speed(xfs.sequential)),
-        ("4 KiB random writes, synced in the end, before a snapshot", rate(btrfs.before), rate(xfs.before)),
-        ("the same after a snapshot", rate(btrfs.after), rate(xfs.after)),
-        ("snapshot after them", ms(btrfs.snapshot), ms(xfs.snapshot)),
-        ("delta of them", ms(btrfs.delta), ms(xfs.delta)),
-        ("space back on the host after a discard of all", share(btrfs.returned), share(xfs.returned)),
-    ] {
-        table.add(Row {
-            id: "pools",
-            what: format!("{what}: btrfs image"),
-            measured: btrfs,
-            beside: format!("xfs image {xfs}"),
-            must: "",
-            holds: true,
-        });
-    }
+    let times = ratio(btrfs.returned.1, xfs.returned.1);
+    let what = "space back on the host after a discard of all";
+    add(
+        table,
+        what,
+        share(btrfs.returned),
+        format!("{times:.1} x the xfs image's time: {}", share(xfs.returned)),
+    );
+}
+
+fn add(table: &mut Table, what: &str, measured: String, beside: String) {
+    table.add(Row {
+        id: "pools",
+        what: format!("{what}: btrfs image"),
+        measured,
+        beside,
+        must: "",
+        holds: true,
+    });
 }
 
 async fn measure(pool: PoolKind) -> Figures {
     let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
     let mut random = Rng::with_seed(11);
+    let mut sequential = Vec::new();
+    for round in 1..ROUNDS {
+        let (volume, device) = rig.block_volume(&format!("filled {round}"), SIZE as i64).await;
+        sequential.push(SIZE as f64 / fill(&device, &mut random).as_secs_f64());
+        rig.detach(&volume).await;
+        rig.client.delete_volume(&volume).await.expect("delete");
+        host::idle(&rig, pool).await;
+    }
     let (volume, device) = rig.block_volume("volume", SIZE as i64).await;
-    let sequential = SIZE as f64 / fill(&device, &mut random).as_secs_f64();
+    sequential.push(SIZE as f64 / fill(&device, &mut random).as_secs_f64());
     let write = |random: &mut Rng| {
         let offsets: Vec<u64> = (0..WRITES).map(|_| random.u64(0..SIZE / 4096) * 4096).collect();
         let started = Instant::now();
@@ -98,8 +127,7 @@ async fn measure(pool: PoolKind) -> Figures {
     let returned = (share(), started.elapsed());
     rig.detach(&volume).await;
     rig.finish();
-    let (before, after) = (median(&before), median(&after));
-    Figures { sequential, before, after, snapshot: median(&snapshot), delta: median(&delta), returned }
+    Figures { sequential, before, after, snapshot, delta, returned }
 }
 
 fn fill(device: &Path, random: &mut Rng) -> Duration {
