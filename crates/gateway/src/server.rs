@@ -23,7 +23,7 @@ use crate::certificates::{Certificates, Lifetimes};
 use crate::driver::Driver;
 use crate::objects::Objects;
 use crate::record;
-use crate::service::{Gateway, SnapshotMetadata};
+use crate::service::{Gateway, SnapshotMetadata, Unknown};
 
 /// How often certificate files are looked at.
 const FILES_EVERY: Duration = Duration::from_secs(2);
@@ -31,8 +31,10 @@ const FILES_EVERY: Duration = Duration::from_secs(2);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// Calls at once on one connection.
 const CALLS_A_CONNECTION: u32 = 256;
-/// Longest head of a request, in bytes.
-const MAX_HEAD: u32 = 16 << 10;
+/// Longest head of a request, in bytes: the token is in the body.
+const MAX_HEAD: u32 = 8 << 10;
+/// Bytes of requests that a connection, and a call on it, may send before they are read.
+const WINDOW: u32 = 64 << 10;
 
 /// What the gateway needs before it can answer.
 #[derive(Debug, Default)]
@@ -130,6 +132,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         client,
         audience: arguments.audience,
         streams,
+        unknown: Unknown::default(),
     };
     let config = ready.certificate.clone().server_config();
     let connections = listen::tls(listener, move || Some(config.clone()), Limits::default());
@@ -137,6 +140,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .http2_max_header_list_size(Some(MAX_HEAD))
+        .initial_connection_window_size(WINDOW)
+        .initial_stream_window_size(WINDOW)
         .max_concurrent_streams(Some(CALLS_A_CONNECTION))
         .add_service(health_service)
         .add_service(SnapshotMetadata(Arc::new(gateway)))

@@ -5,10 +5,12 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt;
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
 use serve::listen::Calls;
@@ -35,6 +37,8 @@ use proto::kubernetes;
 const MAX_REQUEST: usize = 32 << 10;
 /// How long a client may take to send its request.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
+/// Bytes of requests whose caller is not known yet, of all calls together.
+const MAX_UNKNOWN: usize = 32 << 20;
 
 /// Answers backup applications.
 pub struct Gateway {
@@ -52,6 +56,35 @@ pub struct Gateway {
     pub audience: Option<String>,
     /// Answers under way.
     pub streams: Arc<Streams<UnixStream, Record>>,
+    /// Requests whose caller is not known yet.
+    pub unknown: Unknown,
+}
+
+/// How many bytes the requests have whose caller is not known yet. There is a bound, for anyone can send such a request.
+#[derive(Debug, Default)]
+pub struct Unknown(AtomicUsize);
+
+/// What one request has of that; given back when it is dropped.
+#[derive(Debug)]
+struct Held<'u> {
+    unknown: &'u Unknown,
+    bytes: usize,
+}
+
+impl Held<'_> {
+    fn add(&mut self, bytes: usize) -> Result<(), Status> {
+        self.bytes += bytes;
+        match self.unknown.0.fetch_add(bytes, Ordering::Relaxed) + bytes > MAX_UNKNOWN {
+            true => Err(Status::resource_exhausted("too many requests are being received: try again")),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.unknown.0.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 /// The gateway as a gRPC service.
@@ -163,11 +196,14 @@ impl Gateway {
             on_connection: head.extensions.get::<Calls>().map(Calls::open),
             place: None,
         };
+        // The head may be long, and the call too.
+        drop(head);
         let span = call.record.span().clone();
         let until = call.deadline;
         let ask = async {
-            let question = read_question(delta, body).await?;
-            self.ask_driver(question, &mut call).await
+            let mut held = Held { unknown: &self.unknown, bytes: 0 };
+            let question = read_question(delta, body, &mut held).await?;
+            self.ask_driver(question, held, &mut call).await
         };
         let answer = match until {
             None => ask.instrument(span).await,
@@ -185,6 +221,7 @@ impl Gateway {
     async fn ask_driver(
         &self,
         question: Question,
+        held: Held<'_>,
         call: &mut Call<Record>,
     ) -> Result<(response::Parts, driver::Answer), Status> {
         call.record.about(&question.target.namespace, &question.target.name, question.base.as_deref());
@@ -194,6 +231,7 @@ impl Gateway {
         let caller = self.reviews.caller(&question.token, &self.audience()?).await?;
         call.record.by(caller.name());
         call.place = Some(self.streams.enter(caller.name())?);
+        drop(held);
         // 3. Whether they may get the target; what the base is, and whether they may get that, is asked meanwhile.
         let (may, base) = tokio::join!(
             self.reviews.may_get(&caller, &question.target),
@@ -341,20 +379,29 @@ impl Base {
 }
 
 /// The request, if it comes whole and in time.
-async fn read_question(delta: bool, body: Body) -> Result<Question, Status> {
-    let collected = tokio::time::timeout(REQUEST_TIME, Limited::new(body, MAX_REQUEST).collect()).await;
-    let bytes = match collected {
-        Ok(Ok(body)) => body.to_bytes(),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => {
-            return Err(Status::invalid_argument(format!("the request is larger than {MAX_REQUEST} bytes")));
-        }
-        Ok(Err(error)) => return Err(Status::cancelled(format!("the request did not arrive: {error}"))),
-        Err(_) => return Err(Status::deadline_exceeded("the request did not arrive in time")),
-    };
+async fn read_question(delta: bool, body: Body, held: &mut Held<'_>) -> Result<Question, Status> {
+    let bytes = tokio::time::timeout(REQUEST_TIME, read_body(body, held))
+        .await
+        .map_err(|_| Status::deadline_exceeded("the request did not arrive in time"))??;
     match delta {
         false => unframe::<kubernetes::GetMetadataAllocatedRequest>(bytes).map(Question::from),
         true => unframe::<kubernetes::GetMetadataDeltaRequest>(bytes).map(Question::from),
     }
+}
+
+async fn read_body(mut body: Body, held: &mut Held<'_>) -> Result<Bytes, Status> {
+    let mut whole = BytesMut::new();
+    while let Some(frame) = body.frame().await {
+        let frame =
+            frame.map_err(|error| Status::cancelled(format!("the request did not arrive: {error}")))?;
+        let Ok(data) = frame.into_data() else { continue };
+        if whole.len() + data.len() > MAX_REQUEST {
+            return Err(Status::invalid_argument(format!("the request is larger than {MAX_REQUEST} bytes")));
+        }
+        held.add(data.len())?;
+        whole.extend_from_slice(&data);
+    }
+    Ok(whole.freeze())
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use serve::upstream::{self, Answer, ORIGIN, WideWindows, time_left};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio_rustls::client::TlsStream;
+use tokio_util::sync::CancellationToken;
 use tonic::codegen::http::response;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::metadata::MetadataValue;
@@ -136,6 +137,8 @@ pub struct Node {
     pub topology: BTreeMap<String, String>,
     /// Told when a call found it away, so that it is looked at now.
     pub suspect: Arc<Notify>,
+    /// Cancelled when it is away.
+    gone: CancellationToken,
     link: Link,
 }
 
@@ -153,6 +156,7 @@ impl Node {
         described: DescribeResponse,
         link: Link,
         suspect: Arc<Notify>,
+        gone: CancellationToken,
     ) -> Self {
         Node {
             address: address.clone(),
@@ -160,6 +164,7 @@ impl Node {
             name: described.node_id,
             topology: described.topology.into_iter().collect(),
             suspect,
+            gone,
             link,
         }
     }
@@ -214,6 +219,22 @@ impl Node {
             "node {} ({}) does not answer, {why}: try again when it is back",
             self.name, self.key
         ))
+    }
+
+    /// Waits for the node's part of an answer that many nodes have a part in. A node that is slow is waited for as long as it
+    /// answers at all, since it may have what is looked for; one that has gone silent is looked at at once, and holds the call
+    /// up no longer than it takes to see that.
+    pub async fn while_up<T>(&self, answer: impl Future<Output = Result<T, Status>>) -> Result<T, Status> {
+        tokio::pin!(answer);
+        let look = async {
+            tokio::time::sleep(self.link.connector.patience).await;
+            self.suspect.notify_one();
+            self.gone.cancelled().await;
+        };
+        tokio::select! {
+            answer = &mut answer => answer,
+            () = look => Err(self.unavailable("it has gone silent")),
+        }
     }
 
     /// Opens a stream: the head of the answer, and its body. `body` is a message with its prefix.

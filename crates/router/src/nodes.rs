@@ -13,6 +13,7 @@ use proto::node::node_client::NodeClient;
 use serve::mutual::Mutual;
 use serve::upstream::WideWindows;
 use tokio::sync::{Notify, watch};
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
 use crate::node::{Link, Node};
@@ -102,6 +103,19 @@ impl Table {
 /// 1 while the node answers.
 fn node_up(node: &Node) -> metrics::Gauge {
     gauge!("deltapath_router_node_up", "node" => node.name.clone(), "key" => node.key.to_string())
+}
+
+/// The time in which an address answers without a break.
+struct Answers {
+    gone: CancellationToken,
+    _guard: DropGuard,
+}
+
+impl Answers {
+    fn new() -> Self {
+        let gone = CancellationToken::new();
+        Answers { _guard: gone.clone().drop_guard(), gone }
+    }
 }
 
 struct AbortOnDrop(tokio::task::AbortHandle);
@@ -196,11 +210,16 @@ impl Nodes {
     async fn follow(self: Arc<Self>, address: Arc<str>) {
         let suspect = Arc::new(Notify::new());
         let mut link = None;
+        // Of the node that answers now: cancelled when it does not, and when this task ends.
+        let mut up = Answers::new();
         loop {
             let way =
                 link.get_or_insert_with(|| Link::new(&address, &self.tls, self.patience, &self.windows));
-            let asked = self.ask(&address, way, &suspect).await;
+            let asked = self.ask(&address, way, &suspect, &up.gone).await;
             let is_up = asked.is_ok();
+            if !is_up {
+                up = Answers::new();
+            }
             if way.is_replaced() {
                 // Who was here is not here any more.
                 link = None;
@@ -223,6 +242,7 @@ impl Nodes {
         address: &Arc<str>,
         link: &Link,
         suspect: &Arc<Notify>,
+        gone: &CancellationToken,
     ) -> Result<(Arc<Node>, Candidate), String> {
         let mut client = NodeClient::new(link.channel());
         let asked = tokio::time::timeout(self.patience, client.describe(DescribeRequest {})).await;
@@ -251,7 +271,8 @@ impl Nodes {
             free: described.free_bytes,
             provisioned: described.provisioned_bytes,
         };
-        Ok((Arc::new(Node::new(address, key, described, link.clone(), suspect.clone())), candidate))
+        let node = Node::new(address, key, described, link.clone(), suspect.clone(), gone.clone());
+        Ok((Arc::new(node), candidate))
     }
 
     fn put(&self, address: &Arc<str>, state: State) {

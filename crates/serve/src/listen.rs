@@ -26,7 +26,7 @@ pub struct Limits {
     pub connections: usize,
     /// Time for the handshake, and after it for the first byte.
     pub greeting: Duration,
-    /// How long a connection without a call stays.
+    /// A connection without a call for this long is closed, at the latest after twice as long.
     pub unused: Duration,
 }
 
@@ -78,7 +78,7 @@ pub fn tls(
     ReceiverStream::new(connections)
 }
 
-/// A connection. It ends when its [`Calls`] close it, and when no call uses it for long.
+/// A connection. It ends when its [`Calls`] close it, and when no call has used it for long.
 #[derive(Debug)]
 pub struct Connection {
     stream: TlsStream<TcpStream>,
@@ -96,6 +96,8 @@ pub struct Connection {
 pub struct Calls {
     close: CancellationToken,
     open: Arc<AtomicUsize>,
+    /// Calls that have begun since the connection was looked at.
+    begun: Arc<AtomicUsize>,
     client: Option<Arc<CertificateDer<'static>>>,
 }
 
@@ -107,6 +109,7 @@ impl Calls {
     /// Counts a call.
     pub fn open(&self) -> OpenCall {
         self.open.fetch_add(1, Ordering::Relaxed);
+        self.begun.fetch_add(1, Ordering::Relaxed);
         OpenCall(self.clone())
     }
 
@@ -180,8 +183,10 @@ impl AsyncRead for Connection {
             return ended("its only call was ended");
         }
         while self.look.as_mut().poll(context).is_ready() {
-            if !self.has_spoken || self.calls.are_none() {
-                return ended("nobody uses it");
+            // One that a call has just used may have the next one on its way.
+            let is_used = self.calls.begun.swap(0, Ordering::Relaxed) > 0 || !self.calls.are_none();
+            if !self.has_spoken || !is_used {
+                return ended("no call uses it");
             }
             let next = Instant::now() + self.unused;
             self.look.as_mut().reset(next);

@@ -84,7 +84,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static, R: Record> Streams<T, R
         Ok(Place { by_client: self.by_client.clone(), client: client.to_owned(), gauge: self.gauge })
     }
 
-    /// Ends the streams whose clients take nothing for `idle`; for ever.
+    /// Ends the streams whose clients take nothing for `idle`, or beyond their deadline; for ever.
     pub async fn end_idle(self: Arc<Self>, idle: Duration) {
         let every = (idle / 8).clamp(Duration::from_millis(10), Duration::from_secs(10));
         loop {
@@ -187,13 +187,18 @@ impl<T, R: Record> Open<T, R> {
     fn end_if_idle(&self, idle: Duration) {
         let mut state = lock(&self.0);
         let State::Live(live) = &mut *state else { return };
-        if live.waits || live.taken.elapsed() < idle {
+        // Where the client takes nothing, its connection asks for nothing, and the deadline there is not looked at.
+        let is_late = live.call.deadline.is_some_and(|deadline| deadline <= Instant::now());
+        if live.waits || !is_late && live.taken.elapsed() < idle {
             return;
         }
-        let status = Status::aborted(format!(
-            "the client took nothing for {} s (--idle-timeout): continue behind the last tuple",
-            idle.as_secs_f64()
-        ));
+        let status = match is_late {
+            true => late(),
+            false => Status::aborted(format!(
+                "the client took nothing for {} s (--idle-timeout): continue behind the last tuple",
+                idle.as_secs_f64()
+            )),
+        };
         live.call.record.end(&status);
         let on_connection = live.call.on_connection.take();
         // What the driver's side holds goes here; what the transport holds for the client goes with the connection.
@@ -229,8 +234,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin, R: Record> http_body::Body for Passing<T
         live.taken = Instant::now();
         live.waits = false;
         if deadline.as_mut().is_some_and(|deadline| deadline.as_mut().poll(context).is_ready()) {
-            let status = Status::deadline_exceeded("the deadline of the call has passed");
-            return Poll::Ready(Some(Ok(end(&mut state, &status))));
+            return Poll::Ready(Some(Ok(end(&mut state, &late()))));
         }
         let status = match live.body.poll_frame(context) {
             Poll::Pending => {
@@ -263,6 +267,10 @@ fn end<T, R: Record>(state: &mut State<T, R>, status: &Status) -> http_body::Fra
     }
     *state = State::Ended(None);
     trailers(status)
+}
+
+fn late() -> Status {
+    Status::deadline_exceeded("the deadline of the call has passed")
 }
 
 fn trailers(status: &Status) -> http_body::Frame<Bytes> {

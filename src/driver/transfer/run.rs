@@ -14,7 +14,7 @@ use crate::driver::{Error, Result};
 use base::{ObjectDir, Stop};
 use files::Context;
 
-/// Transfers at work at once; the others wait for their turn.
+/// Transfers that receive at once; the others wait for their turn.
 const AT_ONCE: usize = 4;
 /// How long a source that is away is left alone: the first time, and at most. Each time is twice as long as the one before.
 const PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
@@ -74,7 +74,6 @@ impl Running {
     fn carry_out(&self) -> Result<()> {
         let Running { transfers, transfer } = self;
         let stop = transfer.state().stop.clone();
-        let _turn = self.turn(&stop)?;
         let path = transfers.shared.store.dir().staging().join(transfer.record.id.as_str());
         let path = ObjectDir::new(path).data();
         let file = File::options().read(true).write(true).open(&path).context("open", &path)?;
@@ -121,7 +120,11 @@ impl Running {
                 continue;
             };
             let before = transfer.progress.received.load(Ordering::Relaxed);
-            match self.receive(way.as_mut(), file, path, stop) {
+            // Not held while it pauses: sources that are away must not keep others from being copied.
+            let turn = self.turn(stop)?;
+            let received = self.receive(way.as_mut(), file, path, stop);
+            drop(turn);
+            match received {
                 Ok(()) => return Ok(()),
                 Err(Cut::Failed(error)) => return Err(error),
                 Err(Cut::Unavailable(why)) => {
@@ -153,7 +156,7 @@ impl Running {
             .receive()
     }
 
-    /// Waits until fewer than [`AT_ONCE`] are at work.
+    /// Waits until fewer than [`AT_ONCE`] receive.
     fn turn(&self, stop: &Stop) -> Result<Turn<'_>> {
         loop {
             stop.check()?;
@@ -168,7 +171,7 @@ impl Running {
     }
 }
 
-/// The right to be at work, until dropped.
+/// The right to receive, until dropped.
 struct Turn<'t>(&'t Mutex<usize>);
 
 impl Drop for Turn<'_> {

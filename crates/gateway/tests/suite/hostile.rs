@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use bytes::{BufMut, Bytes, BytesMut};
+use futures_util::StreamExt;
 use http_body_util::Full;
 use proto::kubernetes::GetMetadataAllocatedRequest;
 use rustls::pki_types::ServerName;
@@ -14,6 +15,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tower::{Service, ServiceExt};
 
@@ -59,7 +61,7 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
     let mut gateway = world.gateway(&[]).await;
     // HTTP/2 without TLS.
     let plain = format!("http://127.0.0.1:{}", gateway.port);
-    let channel = tonic::transport::Channel::from_shared(plain).expect("an address").connect().await;
+    let channel = Channel::from_shared(plain).expect("an address").connect().await;
     if let Ok(channel) = channel {
         let mut client = proto::kubernetes::snapshot_metadata_client::SnapshotMetadataClient::new(channel);
         let answer = client.get_metadata_allocated(GetMetadataAllocatedRequest::default()).await;
@@ -95,13 +97,19 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }
 
-/// A gRPC call whose body is what the test says.
-async fn call(gateway: &Gateway, path: &str, body: tonic::body::Body) -> Status {
+async fn connect(gateway: &Gateway) -> Channel {
     let ca = tonic::transport::Certificate::from_pem(&gateway.files.as_ref().expect("files").ca);
     let tls = tonic::transport::ClientTlsConfig::new().ca_certificate(ca).domain_name(HOST);
-    let endpoint = tonic::transport::Channel::from_shared(format!("https://127.0.0.1:{}", gateway.port));
-    let mut channel =
-        endpoint.expect("address").tls_config(tls).expect("tls").connect().await.expect("connect");
+    let endpoint = Channel::from_shared(format!("https://127.0.0.1:{}", gateway.port));
+    endpoint.expect("address").tls_config(tls).expect("tls").connect().await.expect("connect")
+}
+
+/// A gRPC call whose body is what the test says.
+async fn call(gateway: &Gateway, path: &str, body: tonic::body::Body) -> Status {
+    call_by(connect(gateway).await, path, body).await
+}
+
+async fn call_by(mut channel: Channel, path: &str, body: tonic::body::Body) -> Status {
     let request = tonic::codegen::http::Request::post(format!("https://{HOST}{path}"))
         .header("te", "trailers")
         .header("content-type", "application/grpc")
@@ -163,6 +171,47 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     let grown = gateway.peak() - before;
     assert!(grown < 32 << 20, "it took {grown} bytes");
     assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
+    assert!(gateway.running.is_alive());
+    assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
+}
+
+/// Promise: anyone may send a request, and all that are sent before their callers are known take a bounded memory together.
+pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
+    const CONNECTIONS: usize = 20;
+    const CALLS: usize = 200;
+    const SENT: usize = 31 << 10;
+    let _driver = Driver::start(&world.driver, &world.socket());
+    world.snapshot(&world.namespace, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let mut gateway = world.gateway(&[]).await;
+    let before = gateway.peak();
+    let mut channels = Vec::new();
+    for _ in 0..CONNECTIONS {
+        channels.push(connect(&gateway).await);
+    }
+    // Nearly all of a request that never ends.
+    let mut bytes = vec![0x0a; SENT];
+    bytes[..5].copy_from_slice(&[0, 0, 0, 0x7d, 0]);
+    let bytes = Bytes::from(bytes);
+    let calls = channels.iter().flat_map(|channel| std::iter::repeat_n(channel.clone(), CALLS)).map(|channel| {
+        let first = Ok::<_, Status>(http_body::Frame::data(bytes.clone()));
+        let body = futures_util::stream::once(std::future::ready(first)).chain(futures_util::stream::pending());
+        let body = tonic::body::Body::new(http_body_util::StreamBody::new(Box::pin(body)));
+        tokio::time::timeout(HANGS, call_by(channel, ALLOCATED, body))
+    });
+    let mut refused = 0;
+    for status in futures_util::future::join_all(calls).await {
+        let status = status.expect("it ends");
+        match status.code() {
+            // The HTTP/2 library itself ends connections that do such things often.
+            Code::ResourceExhausted | Code::Unavailable => refused += 1,
+            code => assert_eq!(code, Code::DeadlineExceeded, "{status:?}"),
+        }
+    }
+    let sent = CONNECTIONS * CALLS * SENT;
+    assert!(refused > CONNECTIONS * CALLS / 2, "{refused} requests were refused, of {sent} bytes in all");
+    let grown = gateway.peak() - before;
+    assert!(grown < 80 << 20, "{sent} bytes took {grown}");
     assert!(gateway.running.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }

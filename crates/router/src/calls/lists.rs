@@ -41,7 +41,7 @@ impl Router {
             let asked = Asked { max_entries: limit as i32, starting_token: token };
             let request = asked.instead_of_those_in(&message);
             async move {
-                let page = node.call(path, request, deadline).await;
+                let page = node.while_up(node.call(path, request, deadline)).await;
                 let page = page.and_then(|page| {
                     Page::decode(page)
                         .map_err(|_| Status::internal(format!("node {} sent no list", node.name)))
@@ -118,7 +118,7 @@ impl Router {
         let (path, deadline, message) = (work.method.path, work.deadline, work.message.clone());
         let ask = |node: Arc<Node>| {
             let message = message.clone();
-            async move { node.call(path, message, deadline).await }
+            async move { node.while_up(node.call(path, message, deadline)).await }
         };
         let answers: Vec<_> = stream::iter(nodes).map(ask).buffer_unordered(AT_ONCE).collect().await;
         let mut sum = proto::GetCapacityResponse { maximum_volume_size: Some(0), ..Default::default() };

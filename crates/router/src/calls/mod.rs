@@ -39,6 +39,8 @@ struct Work<'c> {
     record: &'c mut Record,
     /// What a new volume is made of, and the key of its node.
     source: Option<(Key, String)>,
+    /// Whether a node could not be asked for the name of a new volume, and may have one of that name.
+    is_any_silent: bool,
 }
 
 /// Where a call about an object goes.
@@ -97,7 +99,7 @@ impl Router {
         record: &mut Record,
     ) -> Result<Bytes, Status> {
         self.nodes.settled().await;
-        let mut work = Work { method, message, deadline, record, source: None };
+        let mut work = Work { method, message, deadline, record, source: None, is_any_silent: false };
         match method.route {
             Route::PluginInfo => self.plugin_info(),
             Route::Probe => {

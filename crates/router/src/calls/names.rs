@@ -35,42 +35,41 @@ impl Router {
         }
     }
 
-    /// The nodes that have an object of this name, of those that answer.
+    /// The nodes that have an object of this name, and whether all nodes that are up could be asked. What the others hold
+    /// cannot be used before they are back, and then they are asked again.
     pub(super) async fn find(
         &self,
         kind: Kind,
         name: &str,
         deadline: Option<Instant>,
-    ) -> Vec<(Arc<Node>, FindResponse)> {
+    ) -> (Vec<(Arc<Node>, FindResponse)>, bool) {
         let ask = |node: Arc<Node>| async move {
-            let found = Self::find_on(&node, kind, name, deadline).await?;
-            Some((node, found))
+            let found = Self::find_on(&node, kind, name, deadline).await;
+            (node, found)
         };
-        let found = stream::iter(self.nodes.up()).map(ask).buffer_unordered(AT_ONCE);
-        found.filter_map(std::future::ready).collect().await
+        let answers: Vec<_> =
+            stream::iter(self.nodes.up()).map(ask).buffer_unordered(AT_ONCE).collect().await;
+        let are_all = answers.iter().all(|(_, found)| found.is_ok());
+        let found = answers.into_iter().filter_map(|(node, found)| Some((node, found.ok()??))).collect();
+        (found, are_all)
     }
 
-    /// The object of this name on one node.
+    /// The object of this name on one node, if there is one. An error is that the node could not be asked.
     pub(super) async fn find_on(
         node: &Arc<Node>,
         kind: Kind,
         name: &str,
         deadline: Option<Instant>,
-    ) -> Option<FindResponse> {
+    ) -> Result<Option<FindResponse>, Status> {
         let mut client = NodeClient::new(node.link().channel());
         let mut request = Request::new(FindRequest { kind: kind.into(), name: name.to_owned() });
         if let Some(deadline) = deadline {
             request.set_timeout(deadline.saturating_duration_since(Instant::now()));
         }
-        let found =
-            within(deadline, async { client.find(request).await.map_err(|status| node.status_of(status)) });
-        match found.await {
-            Ok(found) => Some(found.into_inner()).filter(|found| !found.id.is_empty()),
-            // What it holds cannot be used before it is back, and then it is asked again.
-            Err(status) => {
-                tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");
-                None
-            }
-        }
+        let answer = async { client.find(request).await.map_err(|status| node.status_of(status)) };
+        let found = within(deadline, node.while_up(answer)).await.inspect_err(|status| {
+            tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");
+        })?;
+        Ok(Some(found.into_inner()).filter(|found| !found.id.is_empty()))
     }
 }

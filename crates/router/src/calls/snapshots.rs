@@ -57,7 +57,7 @@ impl Router {
             Target::Forgotten => return Err(forgotten(source)),
         };
         let _held = self.hold(kind, name)?;
-        let found = self.find(kind, name, work.deadline).await;
+        let (found, _) = self.find(kind, name, work.deadline).await;
         match found.iter().find(|(found, _)| found.key != node.key) {
             Some((other, found)) => Err(Status::already_exists(format!(
                 "{name:?} already exists as {} on node {}: use another name, or the same request",

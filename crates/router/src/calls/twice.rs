@@ -49,12 +49,16 @@ impl Router {
                 let doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
                 doubtful.iter().map(|(name, id)| (name.clone(), id.clone())).collect()
             };
-            for node in &up {
+            let mut asked: BTreeSet<Key> = BTreeSet::new();
+            'nodes: for node in &up {
                 let is_new = !known.contains(&node.key);
                 // A node may have come back just before a volume was noted.
                 for (name, id) in volumes.iter().filter(|(name, _)| is_new || !asked_before.contains(name)) {
                     let until = Some(Instant::now() + PATIENCE);
-                    let Some(other) = Self::find_on(node, Kind::Volume, name, until).await else { continue };
+                    let found = Self::find_on(node, Kind::Volume, name, until).await;
+                    // It is asked for all of them when it answers again.
+                    let Ok(found) = found else { continue 'nodes };
+                    let Some(other) = found else { continue };
                     // A copy on its way ends by itself where nobody asks for it.
                     if other.id != *id && !other.in_progress {
                         counter!("deltapath_router_volumes_made_twice_total").increment(1);
@@ -67,11 +71,12 @@ impl Router {
                         );
                     }
                 }
+                asked.insert(node.key);
             }
-            known = up.iter().map(|node| node.key).collect();
+            let are_all = asked.len() == up.len();
+            known = asked;
             asked_before = volumes.iter().map(|(name, _)| name.clone()).collect();
-            if !is_any_away {
-                // All have been asked.
+            if !is_any_away && are_all {
                 let mut doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
                 for (name, _) in &volumes {
                     doubtful.remove(name);

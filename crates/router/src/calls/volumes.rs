@@ -19,16 +19,16 @@ use crate::place;
 
 /// How long a volume that a node was asked for, without an answer, is waited for after the last try.
 const WAITED_FOR: Duration = Duration::from_secs(600);
-/// Names of such volumes, when those that nobody waits for any more are left out.
+/// Such volumes at once.
 const MOST_UNANSWERED: usize = 10_000;
 
 impl Router {
     /// Makes a volume, and notes whether there may be another of its name.
     pub(super) async fn create_volume(&self, work: &mut Work<'_>) -> Result<Bytes, Status> {
         let request: proto::CreateVolumeRequest = decode(&work.message)?;
-        let is_any_away = !self.nodes.away().is_empty();
+        work.is_any_silent = !self.nodes.away().is_empty();
         let answer = self.place_volume(&request, work).await?;
-        if is_any_away {
+        if work.is_any_silent {
             self.doubt(&request.name, &answer);
         }
         Ok(answer)
@@ -60,7 +60,9 @@ impl Router {
         work.source = source.and_then(|source| Some((Key::of(source)?, source.clone())));
         let is_forgotten = |key: Key| matches!(self.nodes.place(key), Place::Forgotten);
         let source_is_forgotten = work.source.as_ref().is_some_and(|(key, _)| is_forgotten(*key));
-        match &self.find(Kind::Volume, name, work.deadline).await[..] {
+        let (found, are_all) = self.find(Kind::Volume, name, work.deadline).await;
+        work.is_any_silent |= !are_all;
+        match &found[..] {
             [] => {}
             // Half a copy, of what will never be read, or where nobody wants it any more.
             [(node, found)]
@@ -124,8 +126,13 @@ impl Router {
     async fn create_on(&self, node: &Arc<Node>, name: &str, work: &mut Work<'_>) -> Result<Bytes, Status> {
         {
             let mut unanswered = self.unanswered();
-            if unanswered.len() >= MOST_UNANSWERED {
+            if unanswered.len() >= MOST_UNANSWERED && !unanswered.contains_key(name) {
                 unanswered.retain(|_, (_, asked)| asked.elapsed() < WAITED_FOR);
+                if unanswered.len() >= MOST_UNANSWERED {
+                    return Err(Status::resource_exhausted(format!(
+                        "{MOST_UNANSWERED} volumes wait for nodes that do not answer: try again later"
+                    )));
+                }
             }
             unanswered.insert(name.to_owned(), (node.key, Instant::now()));
         }
@@ -249,10 +256,9 @@ impl Router {
         for arbiter in place::arbiters(name, nodes.iter().map(|(node, _)| node.key).collect()) {
             let Some((node, _)) = nodes.iter().find(|(node, _)| node.key == arbiter) else { continue };
             let mut client = NodeClient::new(node.link().channel());
-            let chosen = within(deadline, async {
-                client.choose(request.clone()).await.map_err(|status| node.status_of(status))
-            });
-            match chosen.await {
+            let answer =
+                async { client.choose(request.clone()).await.map_err(|status| node.status_of(status)) };
+            match within(deadline, node.while_up(answer)).await {
                 Ok(chosen) => {
                     let key = chosen.into_inner().key;
                     return key

@@ -154,10 +154,12 @@ impl Keeper {
             .list(&of_signer)
             .await
             .map_err(|error| Error::Api("list requests for certificates", error))?;
+        let mut answered = Ok(());
         for request in listed.items.into_iter().filter(sign::is_open) {
-            self.answer(&requests, request, &state).await?;
+            // One that fails must not keep the other nodes waiting.
+            answered = answered.and(self.answer(&requests, request, &state).await);
         }
-        Ok(())
+        answered
     }
 
     fn config_maps(&self) -> Api<ConfigMap> {

@@ -22,6 +22,15 @@ use crate::transfers::nothing_is_left;
 
 /// What a call is given whose node is not there.
 const DEADLINE: Duration = Duration::from_secs(1);
+/// What a call about a healthy node may take while another is silent: that is seen in twice `--node-timeout`, and by the pings
+/// of its connection only after this.
+const WELL: Duration = Duration::from_secs(10);
+
+/// A call about a healthy node.
+async fn well<T, E: std::fmt::Debug>(call: impl Future<Output = Result<T, E>>) -> T {
+    let answer = tokio::time::timeout(WELL, call).await.expect("a call about a healthy node is held up");
+    answer.expect("a healthy node")
+}
 /// How long a step is held: longer than its caller waits.
 const HELD: u32 = 1500;
 
@@ -306,11 +315,11 @@ impl Scene {
         let (volume, taken) = &self.healthy;
         let mut client = self.cluster.client();
         let get = proto::ControllerGetVolumeRequest { volume_id: volume.clone() };
-        client.controller.controller_get_volume(get).await.expect("a healthy node");
-        client.allocated(taken, 0, 0).await.expect("a healthy node");
-        let new = client.create_snapshot(name, volume).await.expect("a healthy node").snapshot_id;
-        client.delta(taken, &new, 0, 0).await.expect("a healthy node");
-        client.delete_snapshot(&new).await.expect("a healthy node");
+        well(client.controller.controller_get_volume(get)).await;
+        well(client.allocated(taken, 0, 0)).await;
+        let new = well(client.create_snapshot(name, volume)).await.snapshot_id;
+        well(client.delta(taken, &new, 0, 0)).await;
+        well(client.delete_snapshot(&new)).await;
         for source in [None, Some(from_snapshot(taken)), Some(from_volume(volume))] {
             let mut request =
                 new_volume(&format!("{name} {}", source.is_some()), 16 << 20, block_capability());
@@ -318,9 +327,9 @@ impl Scene {
             let requisite = vec![self.cluster.nodes[0].topology()];
             request.accessibility_requirements =
                 Some(TopologyRequirement { requisite, preferred: Vec::new() });
-            let made = client.create_volume(request).await.expect("a healthy node").volume_id;
-            client.expand_volume(&made, 32 << 20).await.expect("a healthy node");
-            client.delete_volume(&made).await.expect("a healthy node");
+            let made = well(client.create_volume(request)).await.volume_id;
+            well(client.expand_volume(&made, 32 << 20)).await;
+            well(client.delete_volume(&made)).await;
         }
     }
 

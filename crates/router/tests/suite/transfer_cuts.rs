@@ -1,7 +1,9 @@
 //! Promise: a transfer whose source or target is cut off, or frozen, holds no call past its deadline. When that node is back the
 //! transfer ends with the whole volume. Each driver is on a host of its own.
 
-use csi_client::from_snapshot;
+use std::time::Duration;
+
+use csi_client::{from_snapshot, from_volume};
 use testkit::cluster::{Cluster, eventually, patiently};
 use testkit::{PoolKind, network};
 
@@ -56,4 +58,41 @@ fn a_transfer_outlives_a_cut_and_a_freeze_of_either_end(
         nothing_is_left(&cluster).await;
         cluster.finish();
     });
+}
+
+/// As many transfers as work at once wait for a node that is dead. One from another node is not kept waiting by them.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_is_dead_keeps_no_other_from_being_copied() {
+    const AT_ONCE: usize = 4;
+    let mut cluster = Cluster::start(PoolKind::Dir, 3, &["--transfer-rate", "2Mi"]).await;
+    let mut client = cluster.client();
+    let (origin, ..) = written(&mut cluster, 12).await;
+    let snapshot = client.create_snapshot("first", &origin).await.expect("CreateSnapshot").snapshot_id;
+    let other = cluster.volume_on(2, "other").await;
+    let waiting: Vec<_> = (0..AT_ONCE)
+        .map(|number| on(&cluster, TARGET, &format!("from-the-dead-{number}"), from_snapshot(&snapshot)))
+        .collect();
+    for request in &waiting {
+        begun(&cluster, request).await;
+    }
+    cluster.nodes[SOURCE].rig.kill();
+    cluster.router().sees(2).await;
+    // As csi-provisioner does: what nobody asks for any more is given up.
+    let mut provisioner = cluster.client();
+    let asking = tokio::spawn(async move {
+        loop {
+            for request in &waiting {
+                let _ = provisioner.create_volume(request.clone()).await;
+            }
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+    });
+    let request = on(&cluster, TARGET, "from-the-living", from_volume(&other));
+    patiently!(client.create_volume(request.clone())).expect("CreateVolume");
+    assert_eq!(staging(&cluster, TARGET).len(), AT_ONCE, "the others were not under way");
+    asking.abort();
+    cluster.nodes[SOURCE].rig.start_again().await;
+    cluster.nodes[SOURCE].rig.detach(&origin).await;
+    cluster.finish();
 }
