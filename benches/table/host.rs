@@ -218,6 +218,8 @@ pub async fn idle(rig: &Rig, pool: PoolKind) {
     /// Nothing happened for this long.
     const QUIET: Duration = Duration::from_secs(1);
     let deadline = Instant::now() + Duration::from_secs(600);
+    // It also has btrfs begin to clean up, which waits for the next commit.
+    File::open(rig.pool_dir()).and_then(|dir| Ok(nix::unistd::syncfs(dir)?)).expect("syncfs");
     if pool == PoolKind::Btrfs {
         let status = Command::new("btrfs")
             .args(["subvolume", "sync"])
@@ -226,7 +228,6 @@ pub async fn idle(rig: &Rig, pool: PoolKind) {
             .status();
         assert!(status.expect("btrfs").success(), "btrfs subvolume sync failed");
     }
-    File::open(rig.pool_dir()).and_then(|dir| Ok(nix::unistd::syncfs(dir)?)).expect("syncfs");
     let image = rig.data_dir().join("pool.img");
     let (mut last, mut since) = (String::new(), Instant::now());
     while since.elapsed() < QUIET {
