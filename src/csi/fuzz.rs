@@ -1,4 +1,4 @@
-//! Fuzz targets of this layer: what comes in on the socket.
+//! Fuzz targets of this layer: bytes from the socket.
 
 use std::cell::LazyCell;
 
@@ -40,8 +40,8 @@ thread_local! {
     });
 }
 
-/// A connection's bytes, after a byte that says how they are cut: they come out as they went in, but for bytes that
-/// became `-`, and all of them, whatever frames they pretend to be.
+/// A connection's bytes, after a byte that says how they are cut: they come out unchanged, except bytes that
+/// became `-`, and none is lost, whatever frames they claim to be.
 pub(crate) fn authority(bytes: &[u8]) {
     let Some((cut, bytes)) = bytes.split_first() else { return };
     // More than a socket takes at once would need a second task.

@@ -109,7 +109,7 @@ impl Drop for RemoveOnDrop {
 }
 
 /// Binds the socket with mode 0660. A stale one, without a server, is replaced; a live one is
-/// refused, for two drivers would share its clients.
+/// refused, since two drivers would share its clients.
 fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
     let path = endpoint.path();
     let failed = |error: files::Error| EndpointError::Listen(endpoint.clone(), error.source);

@@ -1,7 +1,7 @@
 //! The SnapshotMetadata service (KEP-3314; CSI spec, "Snapshot Metadata Service RPCs").
 //!
-//! A stream is pulled: when the transport takes a message, for the client has room for one, a blocking
-//! thread makes the next, and no more. So the next is made while one is encoded, a slow client parks no
+//! A stream is pulled: when the transport takes a message, because the client can receive one, a blocking
+//! thread makes the next one. So the next is made while one is encoded, a slow client blocks no
 //! thread, and a client that is gone drops the stream, which stops the work under way.
 
 use std::pin::Pin;
@@ -194,7 +194,6 @@ fn give_back_soon(giving_back: &Arc<AtomicBool>) {
     }
 }
 
-/// A stream with its next message.
 type Next = Result<(MetadataStream, Option<Message>), Status>;
 
 /// Starts making the next message. It is dropped unread, and its work stopped, when the call is. A stream that finds

@@ -1,4 +1,4 @@
-//! How a volume is asked to be used, decoded, and whether this driver can do it.
+//! The requested use of a volume, and whether this driver supports it.
 
 use super::error::shown;
 use super::{Error, Result};
@@ -66,7 +66,7 @@ impl AccessMode {
     }
 }
 
-/// One way a volume is to be used.
+/// One way of using a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capability {
     /// Device or filesystem.
@@ -82,7 +82,7 @@ const FILESYSTEMS: [(&str, u64); 3] = [("ext4", 1 << 20), ("xfs", 300 << 20), ("
 const DEFAULT_FS: &str = "ext4";
 
 impl Capability {
-    /// Whether nothing is to be written: by the access mode, or by the mount flag `ro`.
+    /// Whether it is read-only: by the access mode, or by the mount flag `ro`.
     pub(super) fn is_read_only(&self) -> bool {
         let flag = match &self.access {
             AccessType::Block => false,

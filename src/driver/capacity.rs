@@ -12,7 +12,7 @@ use crate::store::AccessKind;
 use crate::sys;
 use base::{BlockSize, Quantity};
 
-/// The size of a volume for which none was asked.
+/// The size of a volume without a requested size.
 const DEFAULT_SIZE: u64 = 1 << 30;
 
 /// What GetCapacity answers, in bytes.

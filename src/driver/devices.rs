@@ -48,7 +48,7 @@ pub(super) fn detach(device: LoopDevice) -> Result<()> {
     Ok(())
 }
 
-/// Frees the device of a volume of which it is not known where it is meant to be: when it is shown nowhere.
+/// Frees the device of a volume whose state cannot be read, if it is mounted nowhere.
 pub(super) fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
     match device {
         Some(device) if !is_shown(&device)? => detach(device),

@@ -17,7 +17,7 @@ pub enum Error {
         /// The field of the request.
         field: &'static str,
     },
-    /// A field holds what it cannot hold.
+    /// A field has an invalid value.
     #[error("{field} must be {want}, got {value}")]
     Invalid {
         /// The field of the request.
@@ -56,7 +56,7 @@ pub enum Error {
         /// The id as the client wrote it, cut to a readable length.
         id: String,
     },
-    /// The name is taken by an object that was asked for differently.
+    /// The name is taken by an object with other parameters.
     #[error("{kind} {name} already exists with {difference}: use another name, or the same request")]
     Clash {
         /// What exists.
@@ -80,13 +80,13 @@ pub enum Error {
         /// How far it is.
         progress: String,
     },
-    /// Another node does not answer, or does not give what it is asked for now.
+    /// Another node does not answer, or cannot serve the request now.
     #[error("{0}")]
     Unavailable(String),
-    /// What is on another node is damaged.
+    /// The data on another node is damaged.
     #[error("{0}")]
     Damaged(String),
-    /// A token that no list of this driver ended with.
+    /// A token that no list of this driver returned.
     #[error("starting_token {token} was not issued by this driver: list again without a token")]
     BadToken {
         /// The token, cut to a readable length.
@@ -95,13 +95,13 @@ pub enum Error {
     /// The object is not in the state that the call needs.
     #[error("{0}")]
     Precondition(String),
-    /// There is not room for what is asked.
+    /// There is not enough space for the request.
     #[error("{0}")]
     Exhausted(String),
-    /// What is asked for can only be had on another node.
+    /// The request can only be served by another node.
     #[error("{0}")]
     Elsewhere(String),
-    /// The caller is gone or out of time.
+    /// The caller disconnected or its deadline passed.
     #[error(transparent)]
     Stopped(#[from] Stopped),
     /// The records.
@@ -156,7 +156,7 @@ impl Error {
         }
     }
 
-    /// Whether it says that the caller is gone or out of time, wherever that was noticed.
+    /// Whether the caller disconnected or its deadline passed, in whichever layer that was noticed.
     pub fn stopped(&self) -> Option<Stopped> {
         match self {
             Error::Stopped(stopped)

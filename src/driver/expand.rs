@@ -18,7 +18,7 @@ use files::change;
 pub struct Expansion {
     /// The volume's size in bytes.
     pub capacity: u64,
-    /// Whether a filesystem is still to be grown on the node.
+    /// Whether a filesystem must still be grown on the node.
     pub node_expansion_required: bool,
 }
 
@@ -62,7 +62,7 @@ impl Volumes {
         Ok(Expansion { capacity: record.capacity, node_expansion_required })
     }
 
-    /// Sets attributes of a volume's device, now and at every later attach. What is not named stays as it is.
+    /// Sets attributes of a volume's device, now and at every later attach. Others are kept.
     ///
     /// The device first: what it refuses is not recorded. A crash between the two leaves an effect that
     /// ends with the device, and a retry records it.
@@ -89,7 +89,7 @@ pub(super) fn grow(device: &LoopDevice, capacity: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sets attributes of a volume's device, whose bytes are at `data`. What is `None` stays as it is.
+/// Sets attributes of a volume's device, whose bytes are at `data`. `None` leaves one unchanged.
 pub(super) fn tune(device: &LoopDevice, data: &Path, tuning: &Tuning) -> Result<()> {
     if let Some(direct) = tuning.direct_io {
         let file = File::open(data).context("open", data)?;

@@ -1,4 +1,4 @@
-//! Fuzz targets of this layer: what clients and flags say in words.
+//! Fuzz targets of this layer: text in requests and flags.
 
 use std::collections::HashMap;
 

@@ -112,7 +112,7 @@ impl Inspection {
         self.store.damaged().iter().map(described).collect()
     }
 
-    /// Holds a snapshot's maps and hashes against its data. `Ok(None)` where it is gone meanwhile.
+    /// Compares a snapshot's maps and hashes with its data. `Ok(None)` if it was deleted meanwhile.
     pub fn verify(
         &self,
         id: &SnapshotId,

@@ -15,7 +15,7 @@ use base::VolumeId;
 /// Entries of a page at most: some 300 bytes each, so well under gRPC's 4 MiB.
 pub(super) const MAX_PAGE: usize = 5000;
 
-/// Which part of a list is asked for.
+/// The requested part of a list.
 #[derive(Clone, Debug, Default)]
 pub struct PageRequest {
     /// `max_entries`: the maximum; 0 for as many as fit a message.

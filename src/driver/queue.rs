@@ -61,7 +61,7 @@ struct Job {
     id: SnapshotId,
     /// Bytes that are still to be hashed.
     left: u64,
-    /// What is to be done, and is not under way.
+    /// Parts that are waiting.
     parts: BTreeMap<Part, Try>,
 }
 
@@ -269,12 +269,12 @@ impl Queue {
         self.wake.notify_all();
     }
 
-    /// A snapshot is gone.
+    /// A snapshot was removed.
     pub(super) fn forget(&self, record: &SnapshotRecord) {
         self.state().forget(&(record.volume.clone(), record.sequence));
     }
 
-    /// Work goes on later, when others had their turn.
+    /// Work continues later, after others had their turn.
     pub(super) fn go_on(&self, work: &Work) {
         self.state().again(work, FIRST);
     }

@@ -38,9 +38,7 @@ pub(super) struct Copier {
 
 /// A copy to be made of a locked volume.
 pub(super) struct LiveCopy {
-    /// The volume.
     pub id: VolumeId,
-    /// Its bytes.
     pub source: Bytes,
     /// The object to make the bytes of.
     pub target: ObjectDir,
@@ -73,7 +71,7 @@ impl HashingSink {
         })
     }
 
-    /// Forgets what it took, for the copy is made again.
+    /// Forgets its hashes, since the copy is made again.
     pub(super) fn start_again(&mut self) -> Result<()> {
         Ok(self.hashing.start_again()?)
     }
@@ -283,7 +281,7 @@ fn sample(devices: &[LoopDevice]) -> Result<Vec<WriteCounters>> {
 
 impl FrozenVolumes<'_> {
     /// Freezes a volume's filesystem. `Ok(false)` when another program has frozen it: that may thaw it at
-    /// any time, so it is to be taken like a raw device, and the thaw is theirs.
+    /// any time, so it is treated like a raw device, and not thawed here.
     ///
     /// 1. Undo an intent that an earlier call could not: it would be taken for another program's freeze, and
     ///    forgotten.
@@ -305,7 +303,7 @@ impl FrozenVolumes<'_> {
         }
     }
 
-    /// Thaws all, and says so where one had to be thawed before: the copies may be torn then.
+    /// Thaws all, and fails if one was thawed before: the copies may be inconsistent then.
     fn thaw(mut self) -> Result<()> {
         self.finish()
     }

@@ -1,4 +1,4 @@
-//! Where data of volumes could not be read, for their health to look at again.
+//! Offsets of volumes that could not be read; health calls read them again.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -29,7 +29,6 @@ impl ReadErrors {
         self.set(volume, Some(ByteRange { start, end: start + READ }));
     }
 
-    /// Forgets a volume.
     pub(super) fn forget(&self, volume: &VolumeId) {
         self.set(volume, None);
     }

@@ -7,16 +7,16 @@ use super::Error;
 use base::{BlockSize, Stop, Stopped};
 use cbt::SegmentIndex;
 
-/// Why the other node did not give what it was asked for.
+/// Why a request to the other node failed.
 #[derive(Debug)]
 pub enum RemoteFault {
-    /// The node does not answer, or refuses for the moment: to be tried again.
+    /// The node does not answer, or refuses temporarily: try again.
     Unavailable(String),
     /// The source does not exist any more.
     Gone(String),
     /// The source cannot be read.
     Damaged(String),
-    /// The node refuses, for a reason that does not pass by itself.
+    /// The node refuses, for a permanent reason.
     Refused(String),
     /// The transfer was stopped.
     Stopped,

@@ -41,7 +41,7 @@ impl CapacityRange {
         Ok(CapacityRange { required, limit: (limit != 0).then_some(limit) })
     }
 
-    /// Whether a capacity is what was asked for.
+    /// Whether a capacity is in the requested range.
     pub(super) fn holds(&self, capacity: u64) -> bool {
         capacity >= self.required && self.limit.is_none_or(|limit| capacity <= limit)
     }

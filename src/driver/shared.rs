@@ -54,7 +54,7 @@ impl Shared {
         BTreeMap::from([(key, self.config.node_id.clone())])
     }
 
-    /// Fails where none of the `requisite` topologies of a request is this node; an empty list allows any. `why` says what
+    /// Fails if none of the `requisite` topologies of a request is this node; an empty list allows any. `why` says what
     /// binds the call to this node.
     pub(super) fn check_topology(&self, requisite: &[BTreeMap<String, String>], why: &str) -> Result<()> {
         let ours = self.topology();

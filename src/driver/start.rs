@@ -1,5 +1,5 @@
-//! What a start does, in order. Each step can be cut short by a crash and is made again by the next start; what a dead
-//! driver left half done is undone before the first call is served, so that no call meets it.
+//! What a start does, in order. After a crash in any step the next start makes it again; what a dead
+//! driver left half done is undone before the first call is served.
 
 use std::sync::{Arc, Mutex};
 
@@ -32,11 +32,11 @@ impl Driver {
     /// 3. Open the pool (`pool/open_pool.rs`): choose and make it in a new directory; attach and mount its image, where a
     ///    dead driver has not left it so; mount one again that no longer takes writes.
     /// 4. In a new directory, write down what it is. Last, so that a start that is cut short begins again.
-    /// 5. Empty `staging/`, save of transfers, and read all records (`store/mod.rs`). What cannot be read is reported and withheld. A pool whose
+    /// 5. Empty `staging/`, except for transfers, and read all records (`store/mod.rs`). Unreadable ones are reported and withheld. A pool whose
     ///    filesystem is dead has none: pods can still be ended on it.
     /// 6. Thaw what a dead driver left frozen (`quiesce.rs`): its users may be waiting.
     /// 7. Undo what a copy that was cut short left set on volumes (`quiesce.rs`).
-    /// 8. Note the transfers that a dead driver has begun: each goes on with the next CreateVolume (`transfer_table.rs`).
+    /// 8. Note the transfers that a dead driver has begun: each continues with the next CreateVolume (`transfer_table.rs`).
     /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
     ///
     /// Afterwards the hashing thread takes up what is not hashed and applies the retention (`Hashing::run`), and calls are served. What

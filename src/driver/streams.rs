@@ -1,4 +1,4 @@
-//! The memory of metadata streams: all of them together take [`MEMORY`] at most, however many there are, whatever their
+//! The memory of metadata streams: all of them together use at most [`MEMORY`], whatever their number and whatever their
 //! maps hold, and however slow their clients are.
 //!
 //! A stream at work holds the bitmaps of a segment; [`MetadataStream::work_bytes`](super::MetadataStream::work_bytes)

@@ -1,4 +1,4 @@
-//! Which transfers to this node there are, who waits for them, and how each ended. Nothing here reads or writes a volume's
+//! The transfers to this node, the calls that wait for them, and how each ended. Nothing here reads or writes a volume's
 //! bytes.
 
 use std::collections::HashMap;
@@ -28,14 +28,14 @@ pub(super) struct TransferTable {
     received: AtomicU64,
 }
 
-/// How transfers ended and how many there are, for metrics.
+/// Numbers of transfers, by state and outcome, for metrics.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TransferFigures {
-    /// Under way.
+    /// Running.
     pub running: u64,
-    /// Known, and not under way: their CreateVolume has to be called again.
+    /// Not running: their CreateVolume must be called again.
     pub waiting: u64,
-    /// Bytes that those under way still have to make sure of.
+    /// Bytes that running transfers still have to fetch or compare.
     pub left_bytes: u64,
     /// Became a volume.
     pub done: u64,
@@ -102,7 +102,7 @@ pub(super) enum Phase {
     /// No thread works on it.
     Waiting,
     Running,
-    /// It is gone. The answer to the next call says why.
+    /// It has ended. The answer to the next call says why.
     Failed(Error),
     /// It is a volume, or was removed.
     Over,
@@ -176,7 +176,6 @@ impl TransferTable {
         figures
     }
 
-    /// Forgets a transfer.
     pub(super) fn forget(&self, transfer: &Transfer, outcome: Option<Outcome>) {
         let Some(_) = self.known().remove(&transfer.record.id) else { return };
         self.received.fetch_add(transfer.progress.received.load(Ordering::Relaxed), Ordering::Relaxed);

@@ -33,7 +33,7 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
-    /// The directory was made with an image, and it is gone.
+    /// The directory was made with an image, which is missing.
     #[error("pool image {} is missing, and all objects with it: put it back, or start on another --data-dir", .0.display())]
     ImageMissing(PathBuf),
     /// The image holds no filesystem that a pool is made with.

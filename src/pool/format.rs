@@ -1,4 +1,4 @@
-//! The filesystems that a pool is made with in an image: what each needs to be a good one.
+//! The filesystems that a pool image is made with, and their options.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

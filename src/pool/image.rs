@@ -22,7 +22,7 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// The space of the filesystem that the image file lies on.
+    /// The space of the filesystem that holds the image file.
     pub(super) fn host(&self) -> Result<Space> {
         let parent = self.mount_point.parent().unwrap_or(&self.mount_point);
         Ok(space(parent)?)

@@ -31,7 +31,7 @@ use files::durable;
 /// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// How a pool copies files, which decides what snapshots cost.
+/// How a pool copies files, which decides the cost of snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pool {
     /// btrfs, a subvolume for the bytes of each object: a copy takes constant time, and the tree shows
@@ -44,7 +44,7 @@ pub enum Pool {
         flushes: bool,
     },
     /// The filesystem shares blocks between files: a copy costs the number of extents, and extents
-    /// tell what changed.
+    /// show what changed.
     Xfs,
     /// Plain files: a copy costs the data, holes are kept, and only hashes show what changed.
     Dir,
@@ -77,7 +77,7 @@ impl Bytes {
 pub enum Changes<'f> {
     /// Exactly what was written since; all else is as it was.
     Written(WrittenSince<'f>),
-    /// Where the bytes of both lie, to be compared.
+    /// The physical extents of both, to be compared.
     Extents(Extents<'f>, Extents<'f>),
     /// Nothing is known: their content must be compared.
     Unknown,

@@ -29,7 +29,7 @@ pub struct OpenPool {
 
 impl OpenPool {
     /// Opens the pool of a data directory, making it where there is none. `known` is what the
-    /// directory was made with: an image that is gone is not made again.
+    /// directory was made with: a missing image is not made again.
     ///
     /// `data_dir` must be canonical: its mount is found by path.
     pub fn open(data_dir: &DataDir, request: PoolRequest, known: Option<Known>) -> Result<Self> {
@@ -121,7 +121,7 @@ impl OpenPool {
         &self.dir
     }
 
-    /// Where the bytes lie, for people: `in place`, or the image's loop device.
+    /// Where the bytes are, for messages: `in place`, or the image's loop device.
     pub fn describe(&self) -> String {
         match &self.image {
             Some(image) => format!("{} image on {}", image.format.name(), image.device.path().display()),

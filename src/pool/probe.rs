@@ -1,4 +1,4 @@
-//! Whether a filesystem can be trusted to share blocks and to say where they lie.
+//! Whether a filesystem shares blocks and reports their addresses correctly.
 //!
 //! That FICLONE succeeds is not enough. Changes are found by addresses, so a filesystem that lists
 //! made-up ones (a network filesystem may answer FIEMAP with the offset in the file) would lose every
@@ -55,7 +55,7 @@ pub(super) fn tells_holes(directory: &Path) -> Result<bool> {
     Ok(data.into_iter().map(ByteRange::len).sum::<u64>() < LENGTH / 2)
 }
 
-/// Which blocks lie at one address in both; `None` where the filesystem does not list extents.
+/// Which blocks have the same address in both; `None` where the filesystem does not list extents.
 fn shared_blocks(source: &File, target: &File, directory: &Path) -> Result<Option<Vec<bool>>> {
     let (Some(source), Some(target)) = (addresses(source, directory)?, addresses(target, directory)?) else {
         return Ok(None);

@@ -23,7 +23,7 @@ impl OpenPool {
     }
 
     /// What is wrong with the space that is left, if anything: a pool, or the host of a sparse image, that
-    /// is about to be full breaks all volumes at once.
+    /// is almost full breaks all volumes at once.
     pub fn shortage(&self) -> Result<Option<String>> {
         let low = |space: &Space| space.available < LOW_BYTES.min(space.total / LOW_SHARE);
         let inside = space(self.dir.path())?;

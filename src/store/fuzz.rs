@@ -1,4 +1,4 @@
-//! The fuzz target of this layer: records as a disk might give them back.
+//! The fuzz target of this layer: damaged records.
 
 use std::fmt::Debug;
 use std::path::Path;

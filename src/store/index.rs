@@ -15,7 +15,7 @@ pub struct Retained {
     pub record: Arc<SnapshotRecord>,
     /// When it was deleted.
     pub deleted: Timestamp,
-    /// When this process learned of it.
+    /// When this process loaded it.
     pub seen: Instant,
 }
 
@@ -206,7 +206,7 @@ impl Index {
         self.volume(self.ephemeral.get(handle)?)
     }
 
-    /// Volumes in the order of their ids, from behind `after` on. An id that is gone meanwhile
+    /// Volumes in the order of their ids, from the one after `after` on. A deleted id
     /// still marks its place.
     pub fn volumes_after(&self, after: Option<&VolumeId>) -> impl Iterator<Item = &Arc<VolumeRecord>> {
         self.volumes.range((behind(after), Bound::Unbounded)).map(|(_, record)| record)
@@ -222,7 +222,7 @@ impl Index {
         self.snapshot(self.snapshot_names.get(name)?)
     }
 
-    /// Snapshots in the order of their ids, from behind `after` on.
+    /// Snapshots in the order of their ids, from the one after `after` on.
     pub fn snapshots_after(&self, after: Option<&SnapshotId>) -> impl Iterator<Item = &Arc<SnapshotRecord>> {
         self.snapshots.range((behind(after), Bound::Unbounded)).map(|(_, record)| record)
     }
@@ -250,7 +250,7 @@ impl Index {
         })
     }
 
-    /// The volumes that have snapshots, also only retained ones; the volumes may be gone.
+    /// The volumes that have snapshots, also only retained ones; the volumes may be deleted.
     pub fn lines(&self) -> impl Iterator<Item = &VolumeId> {
         self.lines.keys()
     }

@@ -37,7 +37,7 @@ impl Manifest {
     }
 }
 
-/// A data directory that this process alone serves, until this value goes.
+/// A data directory that only this process serves, until this value is dropped.
 #[derive(Debug)]
 pub struct LockedDir {
     dir: DataDir,

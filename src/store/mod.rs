@@ -1,5 +1,5 @@
 //! The records: what exists, on disk and in memory. The directory is the database: an object is
-//! there when its directory has been renamed into place, and gone when it has been renamed away.
+//! exists once its directory is renamed into place, and is deleted once it is renamed away.
 //! This layer reads no block.
 
 mod error;
@@ -88,7 +88,7 @@ impl Drop for Draft {
 
 impl Store {
     /// Reads every record of the pool; what cannot be read is kept aside and named, and does not
-    /// stop the rest. Empties `staging/` of what a crash left there, save of transfers.
+    /// stop the rest. Empties `staging/`, except for transfers.
     pub fn open(dir: PoolDir) -> Result<Self> {
         let kinds = [dir.volumes(), dir.snapshots(), dir.groups(), dir.staging()];
         let missing: Vec<_> = kinds.iter().filter(|path| !path.exists()).collect();
@@ -156,7 +156,7 @@ impl Store {
         Store { dir, index, damaged: Vec::new(), damaged_retained: Vec::new(), dead, leaving }
     }
 
-    /// Fails where no record could be read, for the pool's filesystem is dead.
+    /// Fails if no record could be read, because the pool's filesystem is dead.
     pub fn check_alive(&self) -> Result<()> {
         match &self.dead {
             Some(why) => Err(Error::Dead { path: self.dir.path().to_owned(), why: why.clone() }),
@@ -292,7 +292,7 @@ impl Store {
         self.remove(id.as_str(), &self.dir.snapshot(id), |index| index.remove_snapshot(id))
     }
 
-    /// 1. Rename the object into `staging/` and sync: from here on it is gone, also after a crash.
+    /// 1. Rename the object into `staging/` and sync: from here on it is deleted, also after a crash.
     /// 2. Forget it in memory.
     /// 3. Remove the files, when the answer is dropped: what a crash leaves is removed at start.
     fn remove(&self, name: &str, dir: &ObjectDir, forget: impl FnOnce(&mut Index)) -> Result<Draft> {
@@ -358,7 +358,7 @@ fn seal(dir: &ObjectDir, record: &impl Serialize) -> Result<()> {
     Ok(durable::sync_dir(dir.path())?)
 }
 
-/// A snapshot that cannot be read keeps its place in the order of its volume, for it may be read again: by a later
+/// A snapshot that cannot be read keeps its place in the order of its volume, since it may become readable: to a later
 /// version, or when it was repaired. What is left of its record says which place, as a rule.
 fn keep_place(index: &mut Index, dir: &Path) {
     #[derive(serde::Deserialize)]
@@ -372,7 +372,7 @@ fn keep_place(index: &mut Index, dir: &Path) {
     index.keep_place(possible.map(|Place { volume, sequence }| (volume, sequence)));
 }
 
-/// What lies in a directory; nothing where a start was cut short before it was made.
+/// The entries of a directory; none if a start was interrupted before making it.
 fn entries(dir: &Path) -> Result<Vec<std::path::PathBuf>> {
     let list = match fs::read_dir(dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -121,7 +121,7 @@ pub struct VolumeRecord {
     pub block_size: BlockSize,
     /// Every way it may be used.
     pub access: Vec<AccessKind>,
-    /// What it was made from. Kept also after the source is gone, for retries of the call.
+    /// What it was made from. Kept also after the source is deleted, for retries of the call.
     pub source: Option<Source>,
     /// Whether deltas are kept (`changedBlockTracking`).
     pub tracking: bool,
@@ -196,7 +196,7 @@ pub struct SnapshotRecord {
     /// The group it was taken with: it is in that group's directory, and is deleted with it.
     #[serde(default)]
     pub group: Option<GroupId>,
-    /// The volume it was taken of, which may be gone.
+    /// The volume it was taken of, which may be deleted.
     pub volume: VolumeId,
     /// Its place among the snapshots of the volume: later ones are larger. Not a clock.
     pub sequence: u64,
@@ -254,7 +254,7 @@ impl Checked for Deleted {
     }
 }
 
-/// `groups/<id>/record.json`: a group snapshot. Its members' records lie beside it.
+/// `groups/<id>/record.json`: a group snapshot. Its members' records are in its directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupRecord {
     /// Format version.

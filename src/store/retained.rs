@@ -13,7 +13,7 @@ use files::Context;
 use files::durable;
 
 impl Store {
-    /// Whether a snapshot is deleted on disk, by whatever process: retained, or gone for good.
+    /// Whether a snapshot is deleted on disk, by whatever process: retained, or removed.
     pub fn is_gone(&self, record: &SnapshotRecord) -> bool {
         let dir = self.snapshot_dir(record);
         let group = record.group.as_ref().map(|group| self.dir.group(group).deleted());
@@ -62,8 +62,8 @@ impl Store {
     }
 }
 
-/// Writes down that an object of that age was deleted now. None is deleted before it is made: a clock that says so went
-/// backwards, and the time it is kept for would be over as soon as the clock is right again.
+/// Writes down that an object of that age was deleted now. No object is deleted before it is made: if the clock says so, it went
+/// backwards, and the retention would end as soon as the clock is right again.
 fn mark(path: &Path, created: Timestamp) -> Result<Timestamp> {
     let at = Timestamp::now().max(created);
     durable::create(path, &encode(&Deleted { version: Deleted::VERSION, at }))?;
@@ -71,7 +71,7 @@ fn mark(path: &Path, created: Timestamp) -> Result<Timestamp> {
 }
 
 /// Removes deleted groups without members: the last two went at the same time, or a damaged one by hand. By way of
-/// `staging/`: half removed, a group would be taken for one that cannot be read.
+/// `staging/`: a half-removed group would look like one that cannot be read.
 pub(super) fn remove_empty(pool: &PoolDir) -> Result<()> {
     for path in entries(&pool.groups())? {
         let group = GroupDir::new(&path);

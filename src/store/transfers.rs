@@ -1,4 +1,4 @@
-//! Volumes that are still copied from another node. Each lies in `staging/`, and its `transfer.json` is the record that it will
+//! Volumes that are still copied from another node. Each is in `staging/`, and its `transfer.json` is the record that it will
 //! have: while that and the bytes are there, a start leaves it alone. It is not a volume yet, and in no index.
 
 use std::path::Path;

@@ -14,7 +14,7 @@ const SETFLAGS: libc::c_ulong = 0x4008_6602;
 /// An attribute of a file or directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flag {
-    /// `FS_NOCOW_FL`: overwrites happen in place, save where a snapshot shares the block. New files inherit it from
+    /// `FS_NOCOW_FL`: overwrites happen in place, except where a snapshot shares the block. New files inherit it from
     /// their directory.
     OverwriteInPlace,
     /// `FS_SYNC_FL`: every write is on the disk before it is acknowledged.

@@ -67,7 +67,7 @@ fn name_call(dir: &File, request: u32, arguments: Option<Box<VolumeArguments>>) 
     }
 }
 
-/// Whether a directory lies on btrfs.
+/// Whether a directory is on btrfs.
 pub fn is_btrfs(dir: &Path) -> Result<bool> {
     let found = nix::sys::statfs::statfs(dir).context("stat the filesystem of", dir)?;
     Ok(found.filesystem_type() == nix::sys::statfs::BTRFS_SUPER_MAGIC)

@@ -14,7 +14,7 @@ use files::{Context, Result, step};
 const PIECE: u64 = 128 << 10;
 
 /// Makes `target` share all blocks of `source` (ioctl_ficlone(2)). Atomic towards writers of
-/// `source`, whose dirty pages are written first; both must lie on one filesystem.
+/// `source`, whose dirty pages are written first; both must be on one filesystem.
 pub fn reflink(source: &File, target: &File, target_path: &Path) -> Result<()> {
     step("clone blocks into", target_path, || {
         // SAFETY: FICLONE takes a descriptor by value; both descriptors are open.
@@ -57,7 +57,7 @@ pub fn start_reading(file: &File, range: ByteRange) {
     }
 }
 
-/// Drops what the page cache holds of a file, save what is not written yet, and has no more read ahead than is asked for.
+/// Drops the written pages of a file from the page cache, and turns off readahead.
 ///
 /// A page that was read of space that was never written makes xfs take that space for data (lseek(2), SEEK_DATA), though
 /// it holds zeros.

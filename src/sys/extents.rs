@@ -1,4 +1,4 @@
-//! Where the bytes of a file lie: FIEMAP.
+//! The physical extents of a file: FIEMAP.
 
 use std::fs::File;
 use std::io;

@@ -15,7 +15,7 @@ pub fn return_large_buffers() {
     }
 }
 
-/// Gives memory that was freed back to the kernel: the allocator keeps what lies between what is in use.
+/// Gives memory that was freed back to the kernel: the allocator keeps free memory between blocks in use.
 pub fn give_back() {
     // SAFETY: malloc_trim takes no pointer, locks what it works on, and only free pages are given back.
     #[cfg(target_env = "gnu")]

@@ -51,7 +51,7 @@ pub fn has_capability(number: u32) -> Result<bool> {
     Ok(mask & (1 << number) != 0)
 }
 
-/// The kernel's id of this boot; another one means that devices and mounts of then are gone.
+/// The kernel's id of this boot; after a reboot it differs, and earlier devices and mounts no longer exist.
 pub fn boot_id() -> Result<String> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
     std::fs::read_to_string(path).map(|id| id.trim().to_owned()).context("read", path)

@@ -18,7 +18,7 @@ pub struct Mount {
     /// The kernel's number of this mount, one at a time.
     pub id: u64,
     /// Device number of the filesystem, `major:minor`. Not a block device's where the filesystem may
-    /// lie on several, as btrfs: see [`Mount::is_of`].
+    /// be on several, as btrfs: see [`Mount::is_of`].
     pub dev: String,
     /// The directory or file of that filesystem which is seen here.
     pub root: PathBuf,
@@ -35,7 +35,7 @@ pub struct Mount {
 }
 
 impl Mount {
-    /// Whether the filesystem lies on the block device numbered `dev`.
+    /// Whether the filesystem is on the block device numbered `dev`.
     ///
     /// btrfs shows a number of its own making, so there it is the device it names as its source, whose
     /// number the kernel knows by its name whatever `/dev` holds.
@@ -43,7 +43,7 @@ impl Mount {
         self.dev == dev || (self.dev.starts_with("0:") && self.device().is_some_and(|device| device == dev))
     }
 
-    /// The number of the block device that the filesystem lies on, `major:minor`; `None` where it lies on none.
+    /// The number of the filesystem's block device, `major:minor`; `None` if it has none.
     pub fn device(&self) -> Option<String> {
         if !self.dev.starts_with("0:") {
             return Some(self.dev.clone());
@@ -116,7 +116,7 @@ pub fn mounted_at(path: &Path) -> Result<Option<Mount>> {
     Ok(mounts()?.into_iter().rev().find(|mount| mount.mount_point == path))
 }
 
-/// The mount that `path`, without links in it, lies on.
+/// The mount that contains `path`, which has no links in it.
 pub fn holding(path: &Path) -> Result<Option<Mount>> {
     let holds = |mount: &Mount| path.starts_with(&mount.mount_point);
     // The last at a path is the one seen, and `max_by_key` takes the last of equal ones.
@@ -243,7 +243,7 @@ pub fn unmount(target: &Path) -> Result<()> {
 /// one that starts it, of files that are closed there by now, too: on a loaded machine that may take a while.
 const BUSY: Duration = Duration::from_millis(500);
 
-/// Unmounts what is seen at `target`, and nothing that lies below it.
+/// Unmounts the topmost mount at `target`, not those below it.
 #[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn unmount_top(target: &Path) -> Result<()> {
     let deadline = Instant::now() + BUSY;

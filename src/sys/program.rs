@@ -1,7 +1,7 @@
 //! Running the programs that own an on-disk format: `mkfs.*`, `blkid`, the resize tools.
 //!
-//! Everything that is a system call is made as one; these are called because no other code may
-//! claim to know their formats. None outlives the driver: its next start may use the same device.
+//! Programs are only run for on-disk formats, since no other code
+//! knows them well enough. None outlives the driver: its next start may use the same device.
 
 use std::ffi::{CStr, OsStr};
 use std::io;
@@ -21,7 +21,7 @@ use files::{Context, Result, step};
 pub const RUN: &str = "run";
 
 /// Runs `program` to its end and returns what it printed; an exit status that `accept` does not
-/// hold for is an error with the program's own last words.
+/// hold for is an error with the last line of its error output.
 pub fn run<S: AsRef<OsStr>>(
     program: &'static str,
     arguments: &[S],
@@ -38,7 +38,7 @@ pub fn run<S: AsRef<OsStr>>(
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         if program == "mkfs.btrfs" {
-            // Without the right to, it looks at them and may well succeed.
+            // If that is not permitted, mkfs reads them and may succeed.
             let _ = hide_mounts();
         }
         Ok(())
@@ -62,8 +62,8 @@ pub fn run<S: AsRef<OsStr>>(
 }
 
 /// Shows the calling process an empty table of mounts. mkfs.btrfs asks every loop device in that table for its file, and
-/// gives up when one of them, which may be anybody's, lies on a filesystem that is dead. That the subject is not mounted
-/// it has by other means: an image is new, and a device is opened exclusively.
+/// fails when one of them, which may belong to another program, is on a dead filesystem. That the subject is not mounted
+/// is ensured in other ways: an image is new, and a device is opened exclusively.
 #[expect(clippy::disallowed_methods, reason = "in a namespace that ends with the program")]
 fn hide_mounts() -> nix::Result<()> {
     unshare(CloneFlags::CLONE_NEWNS)?;

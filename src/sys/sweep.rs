@@ -7,7 +7,7 @@ use super::loopdev::LoopDevice;
 use super::{freeze, mount};
 use files::Result;
 
-/// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file lies
+/// Unmounts all that is mounted below `dir`, detaches every loop device whose backing file is
 /// below it, and returns what could not be freed.
 ///
 /// A volume's device may back on a file inside a pool that is a mounted device itself, so it goes
@@ -42,7 +42,7 @@ pub fn sweep(dir: &Path) -> Result<Vec<String>> {
     Ok(left)
 }
 
-/// The loop devices whose backing file lies below `dir`, whether or not it still has a name.
+/// The loop devices whose backing file is below `dir`, whether or not it still has a name.
 pub fn devices_below(dir: &Path) -> Result<Vec<LoopDevice>> {
     LoopDevice::all_on(|path| path.starts_with(dir))
 }

@@ -1,4 +1,4 @@
-//! `deltapath check`: what it finds is there, what it removes nobody needs, and what it must not touch stays.
+//! `deltapath check`: its findings are true, it removes only what is not needed, and touches nothing else.
 
 use std::fs;
 use std::io::Read;

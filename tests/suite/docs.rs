@@ -1,4 +1,4 @@
-//! What README and reference say is there, is there: flags, parameters, targets.
+//! Flags, parameters and targets in README and reference exist.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;

@@ -1,4 +1,4 @@
-//! The hashing behind the calls: who comes first, and what it finds wrong and mends.
+//! Hashing after the calls: its order, and the damage that it finds and repairs.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Metrics, health, and a probe that tells the truth.
+//! Metrics, health, and a correct probe.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};

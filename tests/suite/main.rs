@@ -1,4 +1,4 @@
-//! The integration tests: one binary, a file a subject. They run the real driver in a process of its
+//! The integration tests: one binary, one file per subject. They run the real driver in a process of its
 //! own, on real loop devices and filesystems, over its real socket.
 #![allow(clippy::disallowed_methods)]
 

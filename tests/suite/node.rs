@@ -1,5 +1,5 @@
 //! A volume's place on the node: devices, targets and modes. What is on the device is in `node_filesystem.rs`, what
-//! belongs to somebody else in `not_ours.rs`.
+//! belongs to other programs in `not_ours.rs`.
 
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Deltas from deleted snapshots (`--retain-deleted`), and the hashing behind that they live on.
+//! Deltas from deleted snapshots (`--retain-deleted`), and the hashing that they need.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;

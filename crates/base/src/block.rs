@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "u64", into = "u64")]
 pub struct BlockSize(u32);
 
-/// A block size that is no power of two or lies outside 4 KiB to 4 MiB.
+/// A block size that is not a power of two from 4 KiB to 4 MiB.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("block size {0} is not a power of two from 4096 (4Ki) to 4194304 (4Mi) bytes")]
 pub struct BlockSizeError(u64);

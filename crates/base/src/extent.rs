@@ -5,7 +5,7 @@ use super::ByteRange;
 /// What an extent says about the bytes of its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// The range lies, byte for byte, at this address of the filesystem's device. Two files that
+    /// The range is, byte for byte, at this address of the filesystem's device. Two files that
     /// exist at once and have a range at one address hold the same bytes there.
     At(u64),
     /// Allocated, never written: reads as zeros.
@@ -19,7 +19,7 @@ pub enum Place {
 pub struct Extent {
     /// The bytes of the file.
     pub range: ByteRange,
-    /// Where they lie.
+    /// Their place on the device.
     pub place: Place,
 }
 

@@ -39,7 +39,7 @@ impl Key {
         Ok(Key(u32::from_be_bytes(bits)))
     }
 
-    /// The key in an id of whatever kind; `None` for a string that is no id.
+    /// The key in an id of whatever kind; `None` for a string that is not an id.
     pub fn of(id: &str) -> Option<Self> {
         let digits = PREFIXES.iter().find_map(|prefix| id.strip_prefix(prefix))?;
         match is_hex(digits, HEX_DIGITS) {

@@ -14,7 +14,7 @@
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
 //!                                 a snapshot or a group that has a deleted.json was deleted, and is kept as a base
 //!                                 for deltas; the bytes may be gone
-//!     staging/                    half-made and half-removed objects, emptied at start, save what is being transferred
+//!     staging/                    half-made and half-removed objects, emptied at start, except for transfers
 //!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
 //!
@@ -139,7 +139,7 @@ impl PoolDir {
     }
 }
 
-/// The files inside one group snapshot, wherever its directory is now. Its members lie inside, so that
+/// The files inside one group snapshot, wherever its directory is now. Its members are inside, so that
 /// one rename makes all of them exist, or none.
 #[derive(Clone, Debug)]
 pub struct GroupDir(PathBuf);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Work was given up because its caller is gone or its time is over; nothing is wrong with the data.
+/// Work was stopped because its caller disconnected or its deadline passed; the data is not the cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Stopped {
     /// The caller cancelled or disconnected.

@@ -12,22 +12,22 @@ use base::ByteRange;
 
 /// A read that takes longer went to the disk.
 const SLOW: Duration = Duration::from_micros(30);
-/// Bytes that are asked for at once, in how many ranges at most. Twice as many are on their way.
+/// Bytes per request, and the maximum number of ranges. Twice as many are in flight.
 const BYTES: u64 = 4 << 20;
 const RANGES: usize = 128;
 /// Bytes of a call: of more the kernel may take a part alone (its readahead or the disk's largest request).
 const PIECE: u64 = 128 << 10;
 
-/// How far ahead the kernel was asked.
+/// How far ahead reads were requested.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
     /// Whether a read since the last call went to the disk, or waited for what is on its way.
     slow: bool,
     /// Bytes before it were read.
     read: u64,
-    /// Bytes before it were asked for.
+    /// Bytes before it were requested.
     asked: u64,
-    /// Bytes before it were asked for by the call before the last: once they are read, more is asked for.
+    /// Bytes before it were requested by the call before the last: once they are read, more is requested.
     before: u64,
 }
 
@@ -84,7 +84,7 @@ impl Ahead {
     }
 }
 
-/// What is asked for at once of blocks that ascend: adjacent ones as one range.
+/// The next request, for ascending blocks: adjacent ones as one range.
 fn next_ranges(blocks: impl Iterator<Item = ByteRange>) -> Vec<ByteRange> {
     let mut ranges: Vec<ByteRange> = Vec::new();
     let mut bytes = 0;
@@ -109,7 +109,7 @@ mod tests {
 
     const KIB4: u64 = 4096;
 
-    /// The ranges that are asked for of blocks of 4 KiB, by their numbers.
+    /// The requested ranges of blocks of 4 KiB, by their numbers.
     fn asked(blocks: impl IntoIterator<Item = u64>) -> Vec<(u64, u64)> {
         let bytes = |block| ByteRange { start: block * KIB4, end: (block + 1) * KIB4 };
         let ranges = next_ranges(blocks.into_iter().map(bytes));

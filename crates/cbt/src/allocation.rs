@@ -66,7 +66,7 @@ impl Allocation {
     /// One segment's members. A damaged one is never trusted: it is found again in the data.
     ///
     /// # Errors
-    /// [`Error::Lost`] where the data is gone.
+    /// [`Error::Lost`] if the data was freed.
     pub fn segment(&self, index: SegmentIndex) -> Result<RoaringBitmap> {
         match (self.map.segment(index), &self.data) {
             (Err(Error::Damaged { path, what }), Some(data)) => {

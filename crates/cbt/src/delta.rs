@@ -34,7 +34,7 @@ pub struct Side {
 }
 
 impl Side {
-    /// Opens the files of a snapshot. Its data may be gone: `data` is `None` then.
+    /// Opens the files of a snapshot. `data` is `None` if its data was freed.
     pub fn open(dir: &ObjectDir) -> Result<Self> {
         let data_path = dir.data();
         let data = match File::open(&data_path) {
@@ -103,7 +103,7 @@ impl Side {
         Ok(())
     }
 
-    /// The hash of a block's bytes; `None` where they are gone.
+    /// The hash of a block's bytes; `None` if they were freed.
     fn hash(&self, bytes: ByteRange, buffer: &mut Vec<u8>) -> Result<Option<BlockHash>> {
         let Some(data) = &self.data else { return Ok(None) };
         let mut hasher = blake3::Hasher::new();
@@ -122,7 +122,7 @@ struct SideSegment {
     pending: RoaringBitmap,
 }
 
-/// What is known of a block's content without reading it.
+/// A block's content as far as it is known without reading it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     /// Reads as zeros.
@@ -185,7 +185,7 @@ struct Sides {
     target: Side,
     size: BlockSize,
     zeros: BlockHash,
-    /// What was read of a block, for the time of a turn.
+    /// The bytes read of a block, kept for one turn.
     buffers: (Vec<u8>, Vec<u8>),
     ahead: Ahead,
 }

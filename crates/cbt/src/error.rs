@@ -18,7 +18,7 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
-    /// A map or a hash is damaged, and the data that it could be made from again is gone.
+    /// A map or a hash is damaged, and the data to make it from again was freed.
     #[error(
         "maps or hashes of a deleted snapshot are damaged and its data was freed ({what}): it cannot be a base; \
              take a full backup with GetMetadataAllocated"
@@ -37,7 +37,7 @@ pub enum Error {
         /// The version this build reads.
         known: u32,
     },
-    /// The caller is gone or out of time.
+    /// The caller disconnected or its deadline passed.
     #[error(transparent)]
     Stopped(#[from] Stopped),
 }

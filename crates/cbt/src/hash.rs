@@ -11,7 +11,7 @@ use blake3::platform::{MAX_SIMD_DEGREE, Platform};
 
 use base::BlockSize;
 
-/// The BLAKE3 hash of a block's bytes. All zero bytes stand for "not known" in a hash file: no
+/// The BLAKE3 hash of a block's bytes. All zero bytes mean "not known" in a hash file: no
 /// input is known, or will be found, that hashes to it.
 pub type BlockHash = [u8; 32];
 
@@ -48,7 +48,7 @@ const CHUNK_END: u8 = 2;
 const PARENT: u8 = 4;
 const ROOT: u8 = 8;
 
-/// Hashes the whole blocks of `size` that lie in `bytes`, handing out each one's number in it and hash.
+/// Hashes the whole blocks of `size` in `bytes`, and passes on the number and hash of each.
 pub fn hash_each(bytes: &[u8], size: BlockSize, mut put: impl FnMut(u64, BlockHash)) {
     let size = size.bytes() as usize;
     if size >= LARGE {

@@ -40,7 +40,7 @@ const LOOKS: usize = 3;
 /// that fails its check counts as unknown: it costs a read of the data, never a lost change. A slot
 /// counts only for a block that its snapshot's `allocated` holds and `pending` does not: a clone
 /// still carries the parent's hashes for all others. That of a block that became a hole is taken out before the block
-/// leaves `pending`, for an `allocated` that is made again from the data may hold more than the first did.
+/// leaves `pending`, since an `allocated` that is made again from the data may hold more than the first one.
 #[derive(Debug)]
 pub struct HashFile {
     file: File,
@@ -94,7 +94,6 @@ impl Page {
     }
 }
 
-/// The page of a block.
 pub(super) fn page_of(block: Block) -> u64 {
     block.0 / SLOTS
 }
@@ -133,7 +132,7 @@ impl HashFile {
     }
 
     /// Reads a page to write it again. One that the disk does not give back is replaced; a caller that only reads it gets the
-    /// error, for a disk that fails may give back zeros for the data as well.
+    /// error, since a failing disk may return zeros for the data as well.
     pub(super) fn page_to_update(&self, number: u64) -> Result<Page> {
         match self.page(number) {
             Err(Error::Sys(error)) if error.is_unreadable() => {
@@ -205,7 +204,7 @@ pub struct HashReader {
 /// The next pages are asked for where the last two that were looked at are no farther apart than this: what is asked for
 /// is then mostly needed.
 const NEAR: u64 = 8;
-/// How many are asked for.
+/// How many are requested.
 const AT_ONCE: u64 = 256;
 
 impl std::fmt::Debug for Page {

@@ -37,7 +37,7 @@ pub use segment::{
 pub use walk::Found;
 pub use written::{NewMaps, write_written};
 
-/// Fuzz targets of this crate; each stands beside the format that it is about.
+/// Fuzz targets of this crate; each is next to the format that it tests.
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz {
     pub use super::delta::fuzz::delta;

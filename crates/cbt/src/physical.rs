@@ -1,4 +1,4 @@
-//! Which ranges of two files may differ, judged by where their bytes lie.
+//! Which ranges of two files may differ, according to their physical extents.
 
 use std::iter::Peekable;
 
@@ -9,7 +9,7 @@ use files::Result;
 
 /// The ranges in which `parent` and `child` may differ, ascending and disjoint, from their extents.
 ///
-/// Equal is only what lies at one address in both while both exist, or is zeros in both (a hole or
+/// Ranges are only equal if they have the same address in both while both exist, or are zeros in both (a hole or
 /// an unwritten extent). Everything else may differ, also what is opaque in either. Costs one pass
 /// over both lists.
 pub struct PhysicalDiff<P: Iterator<Item = Result<Extent>>, C: Iterator<Item = Result<Extent>>> {
@@ -85,7 +85,7 @@ struct Stretch {
     until: Option<u64>,
 }
 
-/// An extent list that can be asked what lies at a position, positions ascending.
+/// An extent list with a cursor: positions ascend.
 struct Cuts<I: Iterator<Item = Result<Extent>>> {
     extents: Peekable<I>,
 }

@@ -74,7 +74,7 @@ impl Tuples {
     }
 
     /// Gives up the memory that is not needed until the answer goes on. [`Tuples::resume`] takes the segment back;
-    /// without it, the answer goes on all the same, and reads it again.
+    /// without it, the answer continues and reads it again.
     pub fn park(&mut self) -> Option<Loaded> {
         match &mut self.source {
             RunSource::Allocated(scan) => scan.park().map(Segment::Allocated),

@@ -452,7 +452,7 @@ impl MapWriter {
     }
 }
 
-/// Writes the same map to another file, without a look at its members.
+/// Writes the same map to another file, without decoding its members.
 pub fn copy_map(path: &Path, map: &MapFile, stop: &Stop) -> Result<()> {
     let mut writer = MapWriter::create(path, map.header().clone())?;
     for index in map.indexes() {

@@ -5,18 +5,18 @@ use roaring::RoaringBitmap;
 use super::segment::{SegmentIndex, locate};
 use base::{Block, BlockRange};
 
-/// What a look for the next run found.
+/// The result of a search for the next run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// A run of blocks.
     Run(BlockRange),
     /// Nothing yet, and the time that was given is over.
     Nothing,
-    /// There is no more.
+    /// The end.
     End,
 }
 
-/// The segments that a scan goes through, and how far it is.
+/// The segments of a scan, and its position.
 pub(super) struct Segments {
     indexes: Vec<SegmentIndex>,
     /// All blocks before it were handed out.

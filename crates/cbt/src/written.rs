@@ -23,7 +23,7 @@ pub struct NewMaps<'m> {
 /// Writes the `allocated` and `changed` maps of a child: the parent's allocation with what was `written`
 /// since, ascending, put over it. Costs the change, and a copy of the parent's map.
 ///
-/// The child's `data` is asked only about blocks of which a part became a hole.
+/// The child's `data` is only looked at for blocks of which a part became a hole.
 pub fn write_written<I: Iterator<Item = files::Result<Written>>>(
     data: &File,
     data_path: &Path,
@@ -104,7 +104,7 @@ impl<I: Iterator<Item = files::Result<Written>>> Parts<I> {
         Ok(Some(Written { range: ByteRange { start: part.range.start, end: cut }, ..part }))
     }
 
-    /// Drops what lies before `start` of the part that is next.
+    /// Drops the part before `start` of the next range.
     fn skip_to(&mut self, start: u64) -> Result<()> {
         if let Some(part) = self.peek()? {
             let range = ByteRange { start: start.max(part.range.start), end: part.range.end };

@@ -101,7 +101,7 @@ enum Messages {
     Delta(Streaming<GetMetadataDeltaResponse>),
 }
 
-/// A stream of tuples. Dropped before its end, it tells the driver to stop.
+/// A stream of tuples. Dropped before its end, it stops the driver's work.
 pub struct Tuples {
     messages: Messages,
     message: std::vec::IntoIter<BlockMetadata>,

@@ -154,7 +154,7 @@ struct CbtHttp {
     /// blocks. A driver whose blocks have one length keeps its own.
     #[arg(long, value_name = "BYTES", default_value = "4Ki", value_parser = block_size)]
     block_size: u64,
-    /// File or device with the bytes of a snapshot; {snapshot} stands for its CSI handle. May be repeated: the first that is
+    /// File or device with the bytes of a snapshot; {snapshot} is replaced by its CSI handle. May be repeated: the first that is
     /// there is read. Without it no data is served and blocks have no tokens.
     #[arg(long, value_name = "PATH", requires = "data_token_key", value_parser = snapshot_data)]
     snapshot_data: Vec<String>,

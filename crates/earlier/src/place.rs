@@ -39,7 +39,7 @@ impl Place {
     }
 }
 
-/// Tells pairs of snapshots apart. It guards against mistakes, not against anybody who means to.
+/// Identifies a pair of snapshots. It protects against mistakes, not against attackers.
 fn short_name(base: Option<&str>, target: &str) -> u64 {
     let mut hasher = blake3::Hasher::new();
     // With its length, or two pairs could be one text; no base is not an empty one.

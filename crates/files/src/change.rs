@@ -1,5 +1,5 @@
 //! Every way in which a file or a directory is changed, each a [`step`]. The standard library's own are disallowed
-//! (`clippy.toml`), so that none goes around the fail points.
+//! (`clippy.toml`), so that none bypasses the fail points.
 #![allow(clippy::disallowed_methods)]
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};

@@ -66,7 +66,7 @@ pub fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result
 }
 
 /// Renames the synced file `fresh` over `path` and syncs their directory. Where that sync fails `path` is the new
-/// file, and after a power cut perhaps the old one; unlike [`rename`] this cannot be undone, for the old one
+/// file, and after a power cut perhaps the old one; unlike [`rename`] this cannot be undone, since the old one
 /// has no name any more.
 pub fn replace_by(fresh: &Path, path: &Path) -> Result<()> {
     replace_soon_by(fresh, path)?;
@@ -112,7 +112,7 @@ pub fn sync_dir(path: &Path) -> Result<()> {
     change::sync(&File::open(path).context("open", path)?, path)
 }
 
-/// Makes all of the filesystem durable that `path` lies on (syncfs(2)).
+/// Syncs the filesystem that contains `path` (syncfs(2)).
 pub fn sync_filesystem(path: &Path) -> Result<()> {
     step("sync the filesystem of", path, || {
         let file = File::open(path)?;
@@ -132,7 +132,7 @@ fn parent(path: &Path) -> &Path {
 /// How long a start waits for a lock: longer than it takes to start a program.
 pub const LOCK_PATIENCE: Duration = Duration::from_secs(1);
 
-/// An exclusive lock on a file, freed when the value or the process goes (flock(2)).
+/// An exclusive lock on a file, released when the value is dropped or the process ends (flock(2)).
 #[derive(Debug)]
 pub struct FileLock {
     _file: File,
@@ -141,7 +141,7 @@ pub struct FileLock {
 impl FileLock {
     /// Takes the lock; `Ok(None)` when another process holds it for so long. The file is made if missing.
     ///
-    /// A process that is gone may seem to hold it for a moment: a program that it was starting has copies of its
+    /// A process that has ended may seem to hold it for a moment: a program that it was starting has copies of its
     /// descriptors until exec closes them.
     pub fn try_lock(path: &Path, patience: Duration) -> Result<Option<Self>> {
         let file = change::open_or_create(path)?;

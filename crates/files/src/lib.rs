@@ -22,7 +22,7 @@ pub struct Error {
     pub operation: &'static str,
     /// The file, device or directory it was attempted on.
     pub path: PathBuf,
-    /// Where in the file the bytes begin that it was attempted on, for reads of a volume's or snapshot's data.
+    /// The offset in the file, for reads of a volume's or snapshot's data.
     pub at: Option<u64>,
     /// What the kernel said.
     pub source: io::Error,
@@ -47,7 +47,7 @@ impl Error {
         matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::EBADMSG))
     }
 
-    /// Whether the filesystem answers nothing any more: the kernel shut it down, its disk or its server is gone.
+    /// Whether the filesystem no longer answers: the kernel shut it down, or its disk or server failed.
     pub fn is_dead(&self) -> bool {
         matches!(self.errno(), Some(libc::EIO | libc::EUCLEAN | libc::ENOTCONN | libc::ESTALE))
     }

@@ -1,4 +1,4 @@
-//! What a test wrote to a volume, kept beside it.
+//! A model of what a test wrote to a volume.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,7 +11,7 @@ use files::punch_hole;
 use super::BLOCK;
 
 /// The 4 KiB blocks of a volume that were written and not discarded since, by the byte they are
-/// filled with: each block is that byte, its own number and zeros; byte 0 stands for a block of
+/// filled with: each block is that byte, its own number and zeros; byte 0 means a block of
 /// zeros.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Content {

@@ -1,4 +1,4 @@
-//! `cbt-lab` as a process that serves: the go-between that gets one thing wrong, or the driver in memory.
+//! `cbt-lab` as a process that serves: the proxy that injects one fault, or the driver in memory.
 
 use std::path::Path;
 use std::process::Stdio;

@@ -188,7 +188,7 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// A TCP port that nobody listens on now.
+/// A TCP port without a listener.
 pub fn free_port() -> u16 {
     // Below the range from which the kernel takes ports for connections: one of those could be given away before the
     // program under test binds it.

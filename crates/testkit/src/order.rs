@@ -1,4 +1,4 @@
-//! Writers whose order a copy must keep, and the look at a copy that tells whether it did.
+//! Writers whose order a copy must keep, and the check of a copy.
 //!
 //! Each writer writes a data block past the page cache, waits for the acknowledgement, and writes the block's number into
 //! its log block. So a copy in whose log stands k holds all data blocks up to k, whatever moment it shows. The data

@@ -1,4 +1,4 @@
-//! Places of a test's own: small disks that it may fill, cut or spoil, what fills them, and devices that are dead.
+//! Small disks of a test's own that it may fill, cut or damage, what fills them, and dead devices.
 
 use std::fs::File;
 use std::io::Write;
@@ -121,7 +121,7 @@ impl Drop for Disk {
     }
 }
 
-/// Something else that takes all the room of a filesystem, down to the last block and the last inode that
+/// Files that take all the space of a filesystem, down to the last block and the last inode that
 /// a file of some bytes would need.
 pub struct Ballast {
     dir: PathBuf,
@@ -184,7 +184,7 @@ pub fn sync_fs(dir: &Path) {
     nix::unistd::syncfs(File::open(dir).expect("open")).expect("syncfs");
 }
 
-/// Somebody's loop devices whose filesystem is shut down.
+/// Loop devices of another program whose filesystem is shut down.
 pub struct DeadDevices {
     devices: Vec<LoopDevice>,
     /// Dropped after them.

@@ -1,4 +1,4 @@
-//! What suites of random lives are about: a driver, or drivers behind a router that look like one.
+//! What random sequences run against: a driver, or drivers behind a router that look like one.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -63,7 +63,7 @@ pub fn key_of(id: &str) -> Option<String> {
 }
 
 impl<'r> Subject<'r> {
-    /// A driver of somebody else's.
+    /// A driver that another owner keeps.
     pub fn lent(rig: &'r mut Rig) -> Self {
         Subject { client: rig.client.clone(), of: Of::Lent(rig) }
     }

@@ -1,5 +1,5 @@
-//! Hashing behind: CreateSnapshot returns with blocks that are still to be hashed (`pending.map`), and one
-//! thread with helpers of low priority hashes them afterwards. Then it compares the blocks that may have
+//! Hashing after the call: CreateSnapshot returns with blocks that are not hashed yet (`pending.map`), and one
+//! thread with helpers of low priority hashes them. Then it compares the blocks that may have
 //! changed (`changed.map`) and keeps those that did, so that a delta only reads what was found. Answers to
 //! clients do not depend on any of it: a block that is not hashed is compared by its bytes, one that is
 //! not compared by its hash.
@@ -33,7 +33,7 @@ use cbt::{
 use files::Context;
 use files::durable;
 
-/// Bytes hashed before the progress is written down: a restart repeats no more. Between two steps others have their turn.
+/// Bytes hashed before the progress is written down, which a restart repeats at most. After a step other volumes have their turn.
 /// Each step ends with two flushes, and a writer of a volume that flushes at that moment waits for them.
 const STEP: u64 = 256 << 20;
 
@@ -99,7 +99,7 @@ impl Hashing {
                 Ok(true) => self.queue.done(&work),
                 Ok(false) => self.queue.go_on(&work),
                 Err(error) if error.stopped().is_some() => return,
-                // What the parent held there is gone for good: no later try finds it.
+                // The parent's data of these blocks was freed: a later try does not find it either.
                 Err(Error::Cbt(cbt::Error::Lost { what })) => {
                     tracing::warn!(snapshot_id = %work.id, what, "not compared with the snapshot before");
                     self.queue.done(&work);
@@ -152,7 +152,7 @@ impl Hashing {
         changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
     }
 
-    /// Forgets the retained snapshots of all volumes whose time is over.
+    /// Applies the retention to all volumes.
     fn apply_retention(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
         for volume in volumes {
@@ -172,7 +172,7 @@ impl Hashing {
         let known = || self.shared.store.read(|index| index.known(&work.id));
         let Some(record) = known() else { return Ok(true) };
         let done = self.work_on_part(work.part, &record, helpers);
-        // It went meanwhile, for good.
+        // The snapshot was removed meanwhile.
         if known().is_none() { Ok(true) } else { done }
     }
 
@@ -190,9 +190,9 @@ impl Hashing {
         }
     }
 
-    /// Hashes what may have changed since the parent, in the parent and the snapshot, and then keeps what did.
+    /// Hashes the blocks that may have changed since the parent, in both, and then keeps those that did.
     fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
-        // Where it is damaged, deltas compare all blocks.
+        // If it is damaged, deltas compare all blocks.
         let Some(changed) = MapFile::open_sound(&self.shared.store.snapshot_dir(record).changed())? else {
             return Ok(true);
         };
@@ -211,13 +211,13 @@ impl Hashing {
         Ok(true)
     }
 
-    /// Hashes a step of what is left of a snapshot, of these blocks `only` where some are given; returns whether it was
+    /// Hashes one step of the pending blocks of a snapshot, if given only those in `only`; returns whether it was
     /// the last.
     ///
-    /// 1. Write the slots of a step, take out those of its blocks that are holes now, and sync them: its blocks are
+    /// 1. Write the slots of a step, clear those of blocks that are holes now, and sync them: its blocks are
     ///    still in `pending`, so after a crash none of them counts, and they are written again.
-    /// 2. Replace `pending` by one without them, by rename: from here on they count. Where a power cut brings the old one
-    ///    back, they are hashed once more; before the data goes that is ruled out (`free_bytes`).
+    /// 2. Replace `pending` by one without them, by rename: from here on they count. If a power cut brings the old one
+    ///    back, they are hashed once more; before the data is removed that is ruled out (`free_bytes`).
     fn hash_snapshot(
         &self,
         record: &SnapshotRecord,
@@ -226,7 +226,7 @@ impl Hashing {
     ) -> Result<bool> {
         let dir = self.shared.store.snapshot_dir(record);
         let step = match self.hash_step(record, only, helpers) {
-            // The snapshot went, or its bytes were freed: there is nothing to hash any more.
+            // The snapshot was removed, or its bytes were freed: nothing is left to hash.
             Err(Error::Cbt(cbt::Error::Sys(error)) | Error::Sys(error))
                 if error.is_not_found() && !dir.bytes().exists() =>
             {
@@ -391,7 +391,7 @@ fn cut_off(members: &mut RoaringBitmap, room: u64) -> Option<RoaringBitmap> {
     Some(later)
 }
 
-/// What a parent knows of the blocks that its child shares with it.
+/// The hashes of a parent for blocks that its child shares with it.
 struct HashedParent {
     changed: MapFile,
     pending: MapFile,
@@ -400,8 +400,8 @@ struct HashedParent {
 }
 
 impl HashedParent {
-    /// Those of `members` that did not change since, and whose hash the parent has. A damaged map shares
-    /// nothing.
+    /// Those of `members` that did not change and whose hash the parent has; with a damaged map
+    /// none.
     fn shares(&self, index: SegmentIndex, members: &RoaringBitmap) -> Result<RoaringBitmap> {
         let segments =
             (self.changed.segment(index), self.pending.segment(index), self.allocated.segment(index));
@@ -412,15 +412,15 @@ impl HashedParent {
     }
 }
 
-/// What one step leaves to be hashed.
+/// The blocks that one step leaves pending.
 struct Rest {
     header: MapHeader,
     /// Bytes that the step hashed.
     done: u64,
-    /// Blocks that it took out of `pending`, by segment: those it hashed, and those that are holes, which it forgot.
+    /// Blocks that it took out of `pending`, by segment: those it hashed, and holes.
     taken: BTreeMap<SegmentIndex, RoaringBitmap>,
     is_last: bool,
-    /// What was to be hashed before.
+    /// The blocks that were pending before.
     pending: MapFile,
     allocated: Allocation,
 }

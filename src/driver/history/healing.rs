@@ -1,5 +1,5 @@
-//! What hashing finds wrong on its way, and mends: `allocated` maps that are not as the data is, and hashes that a
-//! deleted snapshot lacks before its bytes go.
+//! Repairs by the hashing thread: `allocated` maps that do not match the data, and hashes that a
+//! deleted snapshot needs before its bytes are removed.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -72,8 +72,8 @@ impl Histories {
     /// wrong in one would be wrong in all that follow. If block sizes match, compare block counts; otherwise compare
     /// extents.
     ///
-    /// A map that is wrong is made again. What else was made from it may be wrong too: the blocks may have changed
-    /// since the parent, and until the child; they are to be hashed, and the parent is looked at next.
+    /// A wrong map is made again. Maps made from it may be wrong too: the blocks may have changed
+    /// since the parent, and until the child; they are hashed again, and the parent is checked next.
     pub(in super::super) fn check_allocated(&self, record: &SnapshotRecord) -> Result<()> {
         let dir = self.shared.store.snapshot_dir(record);
         let path = dir.data();
@@ -98,8 +98,8 @@ impl Histories {
         self.hold([&record.volume]).replace_allocated(record, &fresh, &wrong)
     }
 
-    /// Frees the bytes of a deleted snapshot whose maps and hashes are all that deltas need from now on. What is damaged
-    /// of those is made again before: afterwards there is nothing to make it from.
+    /// Frees the bytes of a deleted snapshot, since deltas only need its maps and hashes. Damaged ones
+    /// are made again first: afterwards there is no data to make them from.
     pub(in super::super) fn free_when_sound(&self, record: &SnapshotRecord) -> Result<()> {
         if !self.frees_bytes_of(record) {
             return Ok(());
@@ -113,7 +113,7 @@ impl Histories {
         self.hold([&record.volume]).free_bytes(record, &lacking)
     }
 
-    /// The allocated blocks of a snapshot whose hash is not there, for its page is damaged.
+    /// The allocated blocks of a snapshot without a hash, because its page is damaged.
     fn without_hash(&self, dir: &ObjectDir) -> Result<Segments> {
         let allocated = MapFile::open(&dir.allocated())?;
         let mut hashes = HashReader::new(HashFile::open(&dir.hashes())?);
@@ -130,7 +130,7 @@ impl Histories {
 }
 
 impl History<'_> {
-    /// Puts the map `fresh` in place of the `allocated` map of a snapshot, which was `wrong` of these blocks.
+    /// Replaces the `allocated` map of a snapshot, which is wrong about the blocks `wrong`, by the map `fresh`.
     ///
     /// 1. Add them to `changed` of the snapshot and of its child, no longer exact, and to `pending`: all may hold too much.
     /// 2. Replace `allocated`. A crash before it leaves the map to the next snapshot's look.
@@ -139,7 +139,7 @@ impl History<'_> {
         let store = &histories.shared.store;
         let dir = store.snapshot_dir(record);
         if !fresh.exists() {
-            // It went meanwhile, for good.
+            // The snapshot was removed meanwhile.
             return Ok(());
         }
         let blocks: u64 = wrong.iter().map(|(_, members)| members.len()).sum();
@@ -173,12 +173,12 @@ impl History<'_> {
     }
 
     /// Frees the bytes of a deleted snapshot, unless another one needs them by now. Blocks that are `lacking` a hash are
-    /// hashed again before.
+    /// hashed again first.
     fn free_bytes(&mut self, record: &SnapshotRecord, lacking: &Segments) -> Result<()> {
         let dir = self.histories.shared.store.snapshot_dir(record);
         if !lacking.is_empty() {
             add_to(&MapFile::open(&dir.pending())?, header(record), lacking, &dir.pending())?;
-            // Later, for a disk that fails may not keep those either.
+            // Tried again later: a failing disk may not keep those either.
             let what = "pages of hashes that are needed once the data is freed are damaged".to_owned();
             return Err(cbt::Error::Damaged { path: dir.hashes(), what }.into());
         }

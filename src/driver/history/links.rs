@@ -19,7 +19,7 @@ impl Histories {
         let dir = self.shared.store.snapshot_dir(record);
         let side =
             self.healed(record, stop, || Side::open(&dir)).map_err(|error| Error::gone_or(error, record))?;
-        // Asked afterwards: bytes are freed after the deletion.
+        // Read afterwards: bytes are freed after the deletion.
         if side.data.is_none() && self.shared.store.read(|index| index.snapshot(&record.id).is_some()) {
             let source = std::io::ErrorKind::NotFound.into();
             return Err(files::Error { operation: "open", path: side.data_path, at: None, source }.into());
@@ -74,16 +74,16 @@ impl History<'_> {
         }
     }
 
-    /// Hands the changes of a snapshot about to go on to the next one.
+    /// Merges the changes of a snapshot that is removed into those of the next one.
     pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
         if let Err(error) = self.hand_changes_on(gone) {
-            // Without the link a delta across the gap compares whole maps: slower, and as exact.
+            // Without the link a delta across the gap compares whole maps: slower, and equally exact.
             tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "the changed map of a removed snapshot was not merged into the next one's");
         }
     }
 
-    /// Merges the changes of a snapshot about to go into those of the next one, which from then on
-    /// speaks of the changes since the one before both.
+    /// Merges the changes of a snapshot that is removed into those of the next one, whose map then
+    /// is relative to the one before both.
     ///
     /// 1. Write the union beside the next one's map and sync it: a crash leaves a stray file that
     ///    the next merge replaces.
@@ -105,13 +105,13 @@ impl History<'_> {
             return Ok(());
         }
         let ours = MapFile::open(&self.histories.shared.store.snapshot_dir(gone).changed())?;
-        // The first there is hands nothing on: no delta leads past it, and the map would grow for ever.
+        // The first snapshot's changes are not merged: no delta leads past it, and the map would grow for ever.
         let relation = ours.header().relative_to.clone();
         let is_known = |relation: &Relation| {
             self.histories.shared.store.read(|index| index.known(&relation.snapshot)).is_some()
         };
         let Some(relation) = relation.filter(is_known) else { return Ok(()) };
-        // What changed twice may be as it was: no longer exact.
+        // A block that changed twice may have its old content: no longer exact.
         let relative_to = Some(Relation { exact: false, ..relation });
         let header = MapHeader { relative_to, ..theirs.header().clone() };
         let changed = next_dir.changed();

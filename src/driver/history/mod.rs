@@ -1,12 +1,12 @@
 //! The history of a volume: its snapshots in the order they were taken, deleted ones that are retained among them, and
-//! the maps that link each to its parent. What adds to it, deletes from it or changes a link does so through a
-//! [`History`], which holds the lock; what reads it needs none, for files are replaced by rename and the index changes
+//! the maps that link each to its parent. Code that adds to it, deletes from it or changes a link does so through a
+//! [`History`], which holds the lock; readers need none, since files are replaced by rename and the index changes
 //! after them.
 //!
 //! - `parent.rs`: what a new snapshot builds on.
-//! - `links.rs`: the way from one snapshot to a later one, and links handed on when one between them goes.
+//! - `links.rs`: the way from one snapshot to a later one, and links that are merged when a snapshot between them is removed.
 //! - `retention.rs`: which deleted snapshots stay, and whose bytes are freed.
-//! - `healing.rs`: maps and hashes that are damaged or wrong, made again while there is data to make them from.
+//! - `healing.rs`: maps and hashes that are damaged or wrong are made again from the data.
 
 mod healing;
 mod links;
@@ -40,7 +40,7 @@ pub(super) struct History<'h> {
     histories: &'h Histories,
     /// Declared before `to_remove`, so dropped before it: freeing bytes may take long, and needs no lock.
     _held: Vec<OpGuard>,
-    /// What is gone, and whose files are still to be removed.
+    /// Removed objects whose files still exist.
     to_remove: Vec<Draft>,
 }
 
@@ -66,7 +66,7 @@ impl History<'_> {
     ) -> Result<Arc<SnapshotRecord>> {
         let record = self.histories.shared.store.commit_snapshot(draft, record)?;
         self.histories.queue.add(&record, pending);
-        // The one before may have been kept only until now.
+        // The one before may have been kept only until this one.
         self.apply_retention(&record.volume);
         Ok(record)
     }
@@ -88,7 +88,7 @@ impl History<'_> {
         Ok((record, made))
     }
 
-    /// Deletes a snapshot: it is retained where deltas may still be asked from it, else it goes for good.
+    /// Deletes a snapshot: it is retained if it may still be the base of a delta, else it is removed.
     pub(super) fn delete(&mut self, record: &SnapshotRecord) -> Result<()> {
         let histories = self.histories;
         if !(histories.is_worth_keeping(record)
@@ -153,7 +153,7 @@ impl History<'_> {
     }
 }
 
-/// The header of a snapshot's maps, save `changed`.
+/// The header of a snapshot's maps, except `changed`.
 pub(super) fn header(record: &SnapshotRecord) -> MapHeader {
     MapHeader {
         block_size: record.block_size,

@@ -1,4 +1,4 @@
-//! Ephemeral inline volumes: made, formatted and mounted when they are published, gone when they are
+//! Ephemeral inline volumes: made, formatted and mounted when they are published, deleted when they are
 //! unpublished. Kubelet names them by a handle of its own, and never stages them.
 
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! A volume's place on this node: its loop device, its filesystem, its targets.
 //!
-//! `state.json` says where a volume is meant to be; it is written before the kernel is asked, so that
-//! nothing is mounted which no record explains. What is really there, the kernel says: a record
+//! `state.json` says where a volume should be; it is written before the kernel is called, so that
+//! every mount is explained by a record. What is mounted is read from the kernel: a record
 //! without its mount is repaired or dropped.
 
 mod ephemeral;
@@ -93,9 +93,9 @@ impl Node {
     }
 
     /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
-    /// volume in use cannot be deleted, so what is mounted there then is not ours to undo.
+    /// volume in use cannot be deleted, so a mount there is not ours.
     ///
-    /// A broken pool must not keep a pod from ending: where it cannot be read, the kernel alone is asked
+    /// A broken pool must not prevent a pod from ending: if it cannot be read, only the kernel is asked
     /// what is there.
     fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
         let LockedVolume { record, guard } = match self.lock_volume(volume_id) {

@@ -14,9 +14,9 @@ use files::Context;
 use files::change;
 
 impl Node {
-    /// Publishes a staged volume; done already is done.
+    /// Publishes a staged volume; if it is already published, nothing changes.
     ///
-    /// 1. Look at the target: what is there and not ours is never recorded, so it is never undone.
+    /// 1. Check the target: a mount of another program is never recorded, so it is never undone.
     /// 2. Record the target: a crash from here on leaves a record that unpublish starts from.
     /// 3. Attach (Block), make the target, mount.
     pub fn publish(&self, request: &PublishRequest) -> Result<()> {
@@ -69,7 +69,7 @@ impl Node {
         }
     }
 
-    /// Undoes a publish; nothing to undo is done.
+    /// Unpublishes a volume; if it is not published, nothing changes.
     pub fn unpublish(&self, volume_id: &str, target: &Path) -> Result<()> {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
@@ -87,7 +87,7 @@ impl Node {
         if !recorded && !shows(&target, device.as_ref())? {
             return Ok(());
         }
-        // Whatever is there: the target is recorded as ours, also when its filesystem was shut down or
+        // Unmounted in any case: the target is recorded as ours, also when its filesystem was shut down or
         // its device is gone. While it cannot be unmounted, the record stays.
         if !is_of_another(&target, &held.record.id, &self.shared.store.dir().volumes())? {
             mount::unmount(&target)?;

@@ -15,9 +15,9 @@ use files::Context;
 use files::change;
 
 impl Node {
-    /// Stages a volume; done already is done.
+    /// Stages a volume; if it is already staged, nothing changes.
     ///
-    /// 1. Look at the path: what is there and not ours is never recorded, so it is never undone.
+    /// 1. Check the path: a mount of another program is never recorded, so it is never undone.
     /// 2. Record the intent: a crash from here on leaves a record that unstage and the next stage
     ///    start from.
     /// 3. Attach, format where the volume is blank, grow, mount.
@@ -89,9 +89,9 @@ impl Node {
         Ok(())
     }
 
-    /// The filesystem on the device, made where there is none and may be one.
+    /// The filesystem on the device; a blank device is formatted.
     ///
-    /// A volume that holds a single block, or was made from something, is never formatted, whatever
+    /// A volume that holds data, or was made from a source, is never formatted, whatever
     /// `blkid` says. The only exception is a device on which our own mkfs was cut short, which
     /// `state.json` says.
     fn formatted(&self, held: &mut Held, device: &LoopDevice, staged: &Staged) -> Result<String> {
@@ -129,7 +129,7 @@ impl Node {
         Ok(wanted.clone())
     }
 
-    /// Undoes a stage; nothing to undo is done.
+    /// Unstages a volume; if it is not staged, nothing changes.
     pub fn unstage(&self, volume_id: &str, staging_path: &Path) -> Result<()> {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
@@ -157,7 +157,7 @@ impl Node {
             return Ok(());
         }
         match self.copier.thaw_leftover(&held.record.id) {
-            // A broken pool does not say what was frozen, and keeps no pod from ending.
+            // A broken pool does not say what was frozen, and must not prevent a pod from ending.
             Err(Error::Store(store::Error::Sys(error))) => {
                 let error = base::report(&error);
                 tracing::error!(volume_id = %held.record.id, error, "a volume may be frozen");
@@ -181,8 +181,8 @@ impl Node {
     }
 }
 
-/// Gives back what our own mkfs wrote before it was cut short: from here on the user's bytes may
-/// stand there, and must never be formatted over.
+/// Discards what our own mkfs wrote before it was interrupted: from here on the device may hold the user's
+/// bytes, and must never be formatted.
 fn forget_formatting(held: &mut Held) -> Result<()> {
     if std::mem::take(&mut held.state.formatting) {
         let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
@@ -221,7 +221,7 @@ pub(super) fn remove_target(target: &Path) -> Result<()> {
         false => change::remove_file(target),
     };
     match removed {
-        // It was there before us, and holds what is not ours.
+        // It existed before, and holds files of others.
         Err(error) if error.source.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
         removed => Ok(removed?),
     }

@@ -1,7 +1,7 @@
 //! Volumes from snapshots and volumes of other nodes: the blocks are copied over the network, while other calls go on.
 //!
 //! - `run.rs`: the thread of a transfer.
-//! - `plan.rs`: what is to be done with a segment, pure.
+//! - `plan.rs`: what to do with each block of a segment; a pure function.
 //! - `receive.rs`: makes the bytes here like those there.
 //! - `send.rs`: the side of the source.
 //! - `throttle.rs`: `--transfer-rate`.
@@ -240,7 +240,7 @@ impl Transfers {
         }
     }
 
-    /// Has all transfers stop where they are: the next driver goes on with them.
+    /// Stops all transfers: the next driver continues them.
     pub fn stop(&self) {
         let known: Vec<_> = self.table.known().values().cloned().collect();
         known.iter().for_each(|transfer| transfer.end(false));

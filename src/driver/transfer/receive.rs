@@ -1,5 +1,5 @@
 //! Makes the bytes of a new volume like those of a source on another node. What is here already counts only for what its
-//! hash says: a copy that was interrupted goes on where it was, and whatever is wrong in the file is replaced. So there is no
+//! hash says: an interrupted copy continues where it was, and wrong blocks in the file are replaced. So there is no
 //! record of progress, which could be wrong.
 //!
 //! Segment by segment: ask which blocks hold data there, punch what holds data here alone, compare hashes of what holds data on
@@ -31,14 +31,14 @@ use files::{Context, DataRanges, change};
 
 /// Blocks whose hashes are compared at once: half a MiB of hashes.
 const COMPARED: usize = 16 << 10;
-/// Bytes that are asked for at once.
+/// Bytes per request.
 const FETCHED: u64 = 64 << 20;
 /// Messages that wait to be written at most, and their bytes.
 const WAITING: u64 = 16;
 const WAITING_BYTES: u64 = 4 << 20;
 /// Bytes that are written before the disk is asked to begin: each time costs a call and a transaction.
 const BEGUN: u64 = 4 << 20;
-/// Bytes that are read here at once, to be hashed.
+/// Bytes that are read and hashed here at once.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
 const LOG_EVERY: Duration = Duration::from_secs(10);
@@ -46,7 +46,7 @@ const HASH: usize = 32;
 
 /// Why a copy ended before its end.
 pub(super) enum Cut {
-    /// It goes on when the source is available again.
+    /// It continues when the source is available again.
     Unavailable(String),
     /// It cannot go on.
     Failed(Error),

@@ -1,5 +1,5 @@
-//! The side of the source: what other nodes have open here, and the maps, hashes and bytes of it. Nothing here asks whether they
-//! may: `csi/transfer.rs` has looked at the ticket before it opens, and everything else goes by what is open.
+//! The source's side: what other nodes have open here, and its maps, hashes and bytes. Nothing here checks whether they
+//! may: `csi/transfer.rs` checks the ticket before it opens a source, and other calls only name open sources.
 //!
 //! A snapshot is read where it is; it stays readable when it is deleted meanwhile. Of a volume a hidden snapshot is taken:
 //! it is in `staging/`, and is removed when it is closed, when it is no longer read, and at a start.

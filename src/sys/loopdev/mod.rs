@@ -45,7 +45,7 @@ pub enum Access {
     ReadOnly,
 }
 
-/// The device and inode number of a backing file: what it is known by, for a container sees other paths.
+/// The device and inode number of a backing file: its identity, since a container sees other paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
     device: u64,
@@ -67,7 +67,7 @@ impl FileId {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoopDevice {
     number: u32,
-    /// `None` where the filesystem of the file answered no more when the device was found.
+    /// `None` if the filesystem of the file did not answer when the device was found.
     backing: Option<FileId>,
     /// The path of the file that sysfs gave then: the only name of it once its filesystem no longer answers.
     path: PathBuf,

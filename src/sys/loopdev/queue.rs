@@ -72,8 +72,8 @@ pub(super) fn pass_flushes_on(sysfs: &Path) -> Result<()> {
 
 /// Cuts requests into pages, or lets them be as large as they come.
 ///
-/// A loop device takes a write of which the filesystem took only a part, as it does on running full, for one that it took
-/// whole: what it answered is lost, also for who syncs. A write of one page is taken whole or fails.
+/// A loop device reports a short write, as on a filesystem that becomes full, as
+/// complete: the rest is lost, also after a sync. A write of one page is complete or fails.
 pub(super) fn cut_into_pages(sysfs: &Path, cut: bool) -> Result<()> {
     let path = sysfs.join("queue/max_sectors_kb");
     if !cut {

@@ -1,4 +1,4 @@
-//! The start, the stop and the hashing behind, cut at each of their steps.
+//! The start, the stop and the hashing, interrupted at each of their steps.
 
 use std::path::Path;
 use std::process::ExitStatus;

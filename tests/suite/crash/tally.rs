@@ -1,4 +1,4 @@
-//! What a run of rounds came to, in one line: `hack/crash.sh` adds the lines of a run up.
+//! The figures of a run of rounds, in one line: `hack/crash.sh` adds the lines up.
 
 use std::collections::BTreeSet;
 

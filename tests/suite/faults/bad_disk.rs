@@ -1,4 +1,4 @@
-//! The disk gives back an error where it should give back bytes. The data directory lies on a btrfs of the test's
+//! The disk returns errors instead of bytes. The data directory is on a btrfs of the test's
 //! own, whose disk is spoiled below it, block by block: a checksum that does not fit is an I/O error of the kernel's,
 //! in data, maps, hashes or records, as the test likes. And a pool image is cut short below a mounted pool.
 

@@ -1,4 +1,4 @@
-//! Devices that write through the page cache, on a pool that runs full.
+//! Devices that write through the page cache, on a pool that becomes full.
 //!
 //! The incident: the loop driver takes a write of which the filesystem took a part for one that it took whole. With
 //! `directIO: "false"`, and on tmpfs always, hundreds of blocks were accepted by write and fsync and were not there.

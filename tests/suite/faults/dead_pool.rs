@@ -1,4 +1,4 @@
-//! The kernel has shut the pool's filesystem down: it answers nothing any more.
+//! The kernel has shut the pool's filesystem down: it no longer answers.
 //!
 //! The incident: a driver whose xfs pool had been shut down did not start again, and with volumes in use NodeUnpublish was
 //! `INTERNAL`, so that pods could not end. What brings the pool back is that they end, and a restart; never a reboot.

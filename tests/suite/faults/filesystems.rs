@@ -1,4 +1,4 @@
-//! A data directory on filesystems of all kinds: each works whole, or is refused with the reason.
+//! A data directory on filesystems of all kinds: each works fully, or is refused with the reason.
 
 use csi_client::{from_snapshot, mount_capability, new_volume};
 

@@ -1,4 +1,4 @@
-//! The disk under a sparse pool image is full, while the image believes that it has room.
+//! The disk under a sparse pool image is full, although the image reports free space.
 //!
 //! What the image's filesystem does is its own: xfs fails the writes and goes on, for its log is laid out when
 //! it is made; btrfs cannot commit and turns read-only until it is mounted anew.

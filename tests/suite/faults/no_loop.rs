@@ -1,4 +1,4 @@
-//! No loop device is to be had: the driver is kept from /dev/loop-control in a mount namespace of its own, so
+//! No loop device is available: /dev/loop-control is hidden from the driver in a mount namespace of its own, so
 //! that the machine's devices are not touched.
 
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! The pool is full, in the middle of everything: calls say so, make nothing by halves and work again when
-//! there is room; what takes nothing goes on; and what frees room works, for it is the way out.
+//! The pool becomes full: calls say so, leave nothing half made and work again when
+//! there is space; calls that need no space work; and so do calls that free it, since they are the way out.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;

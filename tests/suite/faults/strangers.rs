@@ -1,4 +1,4 @@
-//! Somebody else's loop devices: dead ones, silent ones, and what they left set on the numbers that ours get.
+//! Loop devices of other programs: dead ones, hanging ones, and settings that they left on numbers that ours get.
 //!
 //! The incident: one loop device whose filesystem had been shut down made snapshots, stages, publishes, deletions and
 //! statistics of all volumes `INTERNAL`, and the driver did not start again; one on a FUSE server that no longer answered

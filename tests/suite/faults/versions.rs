@@ -1,4 +1,4 @@
-//! What a later version of the driver wrote is refused or withheld, with words that say so, and not touched: after
+//! Data of a later version of the driver is refused or withheld, with a clear message, and not touched: after
 //! the upgrade all of it is there.
 
 use std::collections::BTreeMap;

@@ -1,5 +1,5 @@
-//! Calls as a life has them: on objects by short names, so that a step means something whatever went
-//! before it, and a life without one of its steps is still one. They print as a person would say them.
+//! The calls of a random sequence: on objects by short names, so that a step has a meaning whatever came
+//! before it, and any step can be left out. They print as readable sentences.
 
 mod plainer;
 mod say;

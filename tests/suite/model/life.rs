@@ -1,4 +1,4 @@
-//! Living a life: each step is done to a real driver, what came of it is held against the worlds, and
+//! Runs a random sequence: each step is done to a real driver, its outcome is compared with the models, and
 //! so are the lists and the kernel.
 
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Random lives of a whole driver against a model of the CSI spec: every RPC of every service, legal or
+//! Random sequences of calls ("lives") against a model of the CSI spec: every RPC of every service, legal or
 //! not, by one client or by several at once, with restarts, and SIGKILLs at rest and in the middle of
 //! calls.
 //!

@@ -1,5 +1,5 @@
-//! Which ids the short names stand for, and a call made ready with them: from here on it is about
-//! ids, whatever the same names come to mean while it is under way.
+//! The ids of the short names, and a call prepared with them: from here on it is about
+//! ids, even if the same names get other ids meanwhile.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
 //! What may have happened: every order of calls that ran at once, and every way in which a call may have
-//! been cut. The worlds that no answer contradicts go on side by side, until something tells which it is.
+//! been interrupted. All models that no answer contradicts are kept, until an answer decides between them.
 
 use tonic::Code;
 

@@ -1,4 +1,4 @@
-//! Living lives one after the other, and making a failed one short enough to read.
+//! Runs random sequences one after the other, and shortens a failed one until it can be read.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

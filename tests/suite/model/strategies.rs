@@ -1,4 +1,4 @@
-//! Random steps. The plain choice stands first everywhere, for a shrunk life is made of first choices.
+//! Random steps. The simplest choice is always first, since a shrunk sequence is made of first choices.
 
 use proptest::prelude::*;
 use proptest::strategy::Union;

@@ -6,7 +6,7 @@ use crate::segment::fuzz::damage;
 use base::fuzz::Input;
 
 /// A file of any bytes, and one whose pages carry checksums that fit: a hash is given only from a page whose
-/// checksum is right for its place, and it is the one that stands there.
+/// checksum is right for its place, and it is the one on disk.
 pub fn hashes(bytes: &[u8]) {
     let dir = tempfile::tempdir().expect("temp dir");
     let path = dir.path().join("hashes");

@@ -215,7 +215,7 @@ impl Api {
         })?;
         let (delta, unknown) = resource::read(format.read(&body)?, namespace)?;
         let warnings = judge(queries, unknown)?;
-        // 4. Whether they may get what it names: the answer tells of the snapshots, and the driver reads the secret.
+        // 4. Whether they may get the named objects: the answer is about the snapshots, and the driver reads the secret.
         let snapshot = |name: &str| SnapshotName { namespace: namespace.to_owned(), name: name.to_owned() };
         let target = snapshot(&delta.spec.target_volume_snapshot_name);
         let base =

@@ -25,9 +25,7 @@ use crate::server::METRICS;
 
 /// Its API group: that of the aggregated API server holds no stored objects at that version.
 pub const GROUP: &str = "discovery.cbt.storage.k8s.io";
-/// Its version.
 pub const VERSION: &str = "v1alpha1";
-/// Its plural.
 pub const PLURAL: &str = "driverdiscoveries";
 /// Under which the data of a block is asked for, behind the address of the object.
 pub const DATA: &str = "/data";
@@ -63,7 +61,6 @@ pub struct ClientConfig {
     pub ca_bundle: String,
 }
 
-/// A Service.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Service {
@@ -143,7 +140,7 @@ pub enum Error {
     /// The token of this server cannot be read.
     #[error("the aggregated API server has no token for cbt-http: see its log")]
     Token,
-    /// Nobody answers there.
+    /// No server answers there.
     #[error("cbt-http does not answer: try again")]
     Away,
     /// It says no: its reason and its message.
@@ -228,7 +225,7 @@ impl Callers {
         }
     }
 
-    /// Whether somebody answers there, with a certificate by the bundle.
+    /// Whether a server answers there, with a certificate signed by the bundle.
     async fn reach(&self, config: &ClientConfig) -> Result<(), Error> {
         let address = config.address().map_err(Error::Object)?;
         let call = self.client(config)?.request(Method::GET, address).timeout(PATIENCE);

@@ -141,7 +141,6 @@ const QUERIES: [(&str, &str); 4] = [
     ("pretty", "Means nothing here."),
 ];
 
-/// `/openapi/v2`.
 pub fn openapi_v2() -> Value {
     let reference = json!({"$ref": format!("#/definitions/{SCHEMA}")});
     let queries = QUERIES.iter().map(

@@ -1,7 +1,7 @@
 //! The gRPC service ListSnapshotDeltas: pages of changed blocks, made from the streams of a CSI driver, each block with a token
 //! for its data where that is served. Nothing is kept between two pages.
 //!
-//! Blocks have one size in a whole list, and are counted from the volume's begin: the resource tells block indexes, which
+//! Blocks have one size in a whole list, and are counted from the volume's beginning: the resource has block indexes, which
 //! mean nothing otherwise. It is the driver's own where its tuples have one size. Where they have not, tuples are cut at
 //! multiples of a configured size.
 
@@ -96,7 +96,7 @@ impl SnapshotDeltas for Lists {
 
 impl Lists {
     async fn page(&self, question: &Question) -> Result<ListSnapshotDeltasResponse, Status> {
-        // One more than the page takes tells whether there is another.
+        // One more than the page takes shows whether there is another page.
         let messages = question.limit as u32 + 1;
         let probe = if question.from == 0 { messages } else { 1 };
         let mut tuples = self.driver.tuples(question.blocks(), 0, probe).await?;

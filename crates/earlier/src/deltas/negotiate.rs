@@ -85,7 +85,6 @@ impl Format {
         })
     }
 
-    /// Reads a body.
     pub fn read(self, body: &[u8]) -> Result<Value, Refusal> {
         let read = match self {
             Format::Json => serde_json::from_slice(body).map_err(|error| error.to_string()),

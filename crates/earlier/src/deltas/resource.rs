@@ -11,11 +11,8 @@ use crate::refusal::Refusal;
 
 /// Its API group.
 pub const GROUP: &str = "cbt.storage.k8s.io";
-/// Its version.
 pub const VERSION: &str = "v1alpha1";
-/// Its kind.
 pub const KIND: &str = "VolumeSnapshotDelta";
-/// Its plural.
 pub const PLURAL: &str = "volumesnapshotdeltas";
 
 /// What a user sends.
@@ -45,7 +42,7 @@ pub struct Spec {
     /// For the driver.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub volume_snapshot_delta_secret_ref: Option<SecretRef>,
-    /// Entries at most; 0 stands for the server's own maximum.
+    /// Maximum number of entries; 0 is the server's own maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<u64>,
     /// Index of the first block that counts.
@@ -53,7 +50,6 @@ pub struct Spec {
     pub offset: Option<u64>,
 }
 
-/// A Secret.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SecretRef {

@@ -150,15 +150,14 @@ impl Sidecar {
             name: &object_name(&self.driver_name),
         };
         self.reviews.may(&caller, "create", object).await?;
-        // Last: nobody waits for a body of those who may not ask.
+        // Last: the body of a refused request is not waited for.
         let body = axum::body::to_bytes(body, MAX_REQUEST).await.map_err(|error| {
             Status::invalid_argument(format!(
                 "the request has more than {MAX_REQUEST} bytes, or was cut off: {error}"
             ))
         })?;
-        let request: wire::Request = serde_json::from_slice(&body).map_err(|error| {
-            Status::invalid_argument(format!("invalid request: {error}"))
-        })?;
+        let request: wire::Request = serde_json::from_slice(&body)
+            .map_err(|error| Status::invalid_argument(format!("invalid request: {error}")))?;
         let page = self.lists.clone().list_snapshot_deltas(ListSnapshotDeltasRequest::from(request)).await?;
         Ok(page.into_inner().into())
     }

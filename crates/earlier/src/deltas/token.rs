@@ -12,7 +12,7 @@ use tokio::fs::File;
 use tokio::io::{AsyncReadExt, AsyncSeekExt, Take};
 use tonic::Status;
 
-/// What stands for the snapshot's handle in a path.
+/// The placeholder of the snapshot's handle in a path.
 pub const PLACEHOLDER: &str = "{snapshot}";
 /// What the key is used for: another use of the same file gives another key.
 const CONTEXT: &str = "deltapath 2026-11 cbt-earlier data token";
@@ -86,7 +86,7 @@ impl Tokens {
         let (claims, signature) = token.split_once('.').ok_or_else(forged)?;
         let signature = URL_SAFE_NO_PAD.decode(signature).map_err(|_| forged())?;
         let signature = <[u8; blake3::OUT_LEN]>::try_from(signature).map_err(|_| forged())?;
-        // Hashes are compared in a time that tells nothing.
+        // Hashes are compared in constant time.
         if self.sign(claims) != blake3::Hash::from_bytes(signature) {
             return Err(forged());
         }

@@ -20,7 +20,7 @@ use crate::server::METRICS;
 
 use super::resource::{self, DifferentialSnapshot, State, Unresolved};
 
-/// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
+/// How long a watch lasts before it is restarted: a dead connection is noticed in this time.
 const WATCH_SECONDS: u32 = 120;
 /// When what is not ready is looked at again. VolumeSnapshots are watched, their contents are not.
 const SOON: Duration = Duration::from_secs(2);

@@ -14,7 +14,7 @@ use crate::place::Place;
 const DELETED_BASE: (&str, &str) = ("deletedBase", "all-changed");
 /// Longest message that is asked of the driver, in tuples.
 const MAX_RESULTS: u32 = 4096;
-/// Allocated tuples that are read in vain before a new stream is begun further on.
+/// Allocated tuples that are skipped before a new stream is opened further on.
 const FAR: usize = 4096;
 
 /// Makes pages.
@@ -166,7 +166,7 @@ impl Pages {
             cursor = tuple.end;
         }
         let capacity = tuples.capacity().ok_or_else(|| {
-            Status::internal("the CSI driver does not tell the size of the volume, so its end is not known")
+            Status::internal("the CSI driver does not report the size of the volume, so its end is not known")
         })?;
         if cursor < capacity {
             page.push(Tuple { offset: cursor, end: capacity }, true);

@@ -13,9 +13,7 @@ use crate::server::METRICS;
 
 /// Its API group.
 pub const GROUP: &str = "differential.cbt.storage.k8s.io";
-/// Its version.
 pub const VERSION: &str = "v1alpha1";
-/// Its plural.
 pub const PLURAL: &str = "differentialsnapshots";
 
 object!(DifferentialSnapshot, "DifferentialSnapshot", PLURAL, VERSION, GROUP, NamespaceResourceScope, {

@@ -1,4 +1,4 @@
-//! The filesystem that the disks are files of: a root directory with a file a disk.
+//! The filesystem with the disks: a root directory with one file per disk.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;

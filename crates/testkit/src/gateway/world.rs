@@ -347,7 +347,6 @@ pub fn said(status: Status) -> (Code, String) {
     (status.code(), status.message().to_owned())
 }
 
-/// The code of an answer.
 pub fn code(answer: &Answer) -> Code {
     answer.as_ref().map_or_else(|(code, _)| *code, |_| Code::Ok)
 }

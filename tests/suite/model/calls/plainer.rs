@@ -1,4 +1,4 @@
-//! What a step could be instead that is plainer, for shrinking.
+//! Simpler steps that may replace one, for shrinking.
 
 use super::{Access, Call, Cut, From, Members, Mode, NewVolume, Pages, Place, Size, Step, Use};
 

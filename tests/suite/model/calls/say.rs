@@ -1,4 +1,4 @@
-//! Calls and steps as a person would say them.
+//! Calls and steps as readable sentences.
 
 use std::fmt::{self, Display};
 

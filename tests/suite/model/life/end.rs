@@ -1,4 +1,4 @@
-//! The end of a life: every byte is looked at, then everything is deleted and nothing may be left.
+//! The end of a random sequence: every byte is compared, then everything is deleted and nothing may be left.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
