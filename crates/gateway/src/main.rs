@@ -100,7 +100,7 @@ struct Arguments {
     ca_overlap: Duration,
 
     /// Maximum number of streams at once.
-    #[arg(long, value_name = "COUNT", default_value_t = 2048)]
+    #[arg(long, value_name = "COUNT", default_value_t = 1024)]
     max_streams: usize,
     /// Maximum number of streams of one user at once.
     #[arg(long, value_name = "COUNT", default_value_t = 256)]
