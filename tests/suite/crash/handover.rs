@@ -1,10 +1,14 @@
 //! A stream that reads what hashing writes, while both of its snapshots are deleted.
 
-use std::time::Duration;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use base::ObjectDir;
-use proto::GetMetadataDeltaRequest;
-use testkit::content::Content;
+use cbt::MapFile;
+use proto::{GetMetadataDeltaRequest, GetMetadataDeltaResponse};
+use testkit::content::{Content, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
 
 use crate::faults::{is_hashed, until};
@@ -12,13 +16,147 @@ use testkit::orders::{Orders, Point};
 
 /// More tuples than a client with small windows takes in before it reads.
 const CHANGED: u64 = 12_000;
-/// How long hashing is held: longer than the calls take that are made meanwhile.
+/// How long a step is held at first, and at most: twice as long each time that it was over before what it is held for.
 const HOLD: Duration = Duration::from_millis(250);
+const LONGEST: Duration = Duration::from_secs(16);
+/// No step has this number: a round under it only counts.
+const NONE: u64 = u64::MAX;
+
+/// A stream, and what it listed so far.
+struct Read {
+    stream: tonic::Streaming<GetMetadataDeltaResponse>,
+    blocks: Vec<u64>,
+}
+
+impl Read {
+    /// Opens it and reads the first message.
+    async fn begin(rig: &Rig, base: &str, target: &str) -> Self {
+        let request = GetMetadataDeltaRequest {
+            base_snapshot_id: base.to_owned(),
+            target_snapshot_id: target.to_owned(),
+            max_results: 256,
+            ..Default::default()
+        };
+        let mut narrow = narrow_client(&rig.socket()).await;
+        let stream = narrow.get_metadata_delta(request).await.expect("delta").into_inner();
+        let mut read = Read { stream, blocks: Vec::new() };
+        read.on(1).await;
+        read
+    }
+
+    /// Reads this many messages, or to the end.
+    async fn on(&mut self, messages: usize) {
+        for _ in 0..messages {
+            let Some(message) = self.stream.message().await.expect("a message") else { return };
+            self.blocks.extend(message.block_metadata.iter().map(|tuple| tuple.byte_offset as u64 / BLOCK));
+        }
+    }
+}
+
+/// A volume that changes from round to round.
+struct Scene {
+    pool: PoolKind,
+    rig: Rig,
+    volume: String,
+    device: std::path::PathBuf,
+    orders: Orders,
+    content: Content,
+    round: u64,
+}
+
+impl Scene {
+    async fn new(pool: PoolKind) -> Self {
+        let mut rig = Rig::start_with(pool, &["--block-metadata-type", "fixed"], "info").await;
+        let (volume, device) = rig.block_volume("volume", 128 * MIB).await;
+        let orders = Orders::new(rig.dir.path());
+        let mut content = Content::default();
+        content.write(&device, 0, 128 * MIB as u64 / BLOCK, 1);
+        Scene { pool, rig, volume, device, orders, content, round: 0 }
+    }
+
+    fn dir_of(&self, id: &str) -> ObjectDir {
+        ObjectDir::new(self.rig.pool_dir().join("snapshots").join(id))
+    }
+
+    /// Begins a round: a base, and all that changes after it. What the volume held before is returned.
+    async fn base(&mut self, is_hashed_first: bool) -> (String, Content) {
+        self.round += 1;
+        let base = self.rig.snapshot(&format!("base {}", self.round), &self.volume).await;
+        if is_hashed_first {
+            let dir = self.dir_of(&base);
+            until("the base is hashed", || is_hashed(&dir)).await;
+        }
+        let before = self.content.clone();
+        for run in 0..CHANGED / 8 {
+            self.content.write(&self.device, run * 16, 8, (self.round % 200) as u8 + 2);
+        }
+        (base, before)
+    }
+
+    async fn target(&mut self) -> String {
+        self.rig.snapshot(&format!("target {}", self.round), &self.volume).await
+    }
+
+    /// From now on a step is to be held.
+    fn hold(&mut self, step: u64, whose: &str, time: Duration) -> Instant {
+        self.orders.hold(step, whose, time.as_millis() as u32);
+        Instant::now()
+    }
+
+    /// Waits until a step is held, and answers with a time at which it was not yet, as it was not when it was `ordered`; or
+    /// until `ends`.
+    async fn held(&self, ordered: Instant, ends: impl Fn() -> bool) -> Option<Instant> {
+        let (mut not_yet, deadline) = (ordered, Instant::now() + Duration::from_secs(90));
+        loop {
+            let (now, has_ended) = (Instant::now(), ends());
+            if self.orders.passed().iter().any(|point| point.hit) {
+                return Some(not_yet);
+            }
+            if has_ended {
+                return None;
+            }
+            assert!(now < deadline, "no step is held, and nothing ends");
+            not_yet = now;
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Waits until all is done behind that is done with the deleted snapshots: both are hashed, and the base's data is freed.
+    async fn settled(&self, base: &str, target: &str) {
+        let [base, target] = [base, target].map(|id| self.dir_of(id));
+        until("the base is freed", || !base.bytes().exists()).await;
+        until("the target is hashed", || !target.bytes().exists() || is_compared(&target)).await;
+    }
+
+    /// The stream to its end: it lists what changed and nothing else.
+    async fn is_exact(&self, mut read: Read, before: &Content, held: Option<&Point>) {
+        read.on(usize::MAX).await;
+        let expected = self.content.changed_since(before, BLOCK);
+        assert_eq!(read.blocks, expected, "{:?}, held before {held:?}", self.pool);
+    }
+}
+
+/// Whether a snapshot is hashed, and compared with the one before.
+fn is_compared(dir: &ObjectDir) -> bool {
+    is_hashed(dir) && MapFile::open(&dir.changed()).is_ok_and(|changed| changed.is_exact())
+}
+
+/// The next steps of another kind, or on another file, than the one before.
+fn next_kinds(points: &[Point], after: u64) -> impl Iterator<Item = u64> {
+    let is_other = |pair: &&[Point]| (&pair[0].step, &pair[0].path) != (&pair[1].step, &pair[1].path);
+    points.windows(2).filter(is_other).map(|pair| pair[1].number).filter(move |number| *number > after)
+}
+
+/// Whether hashing has the history of the volume to itself at a step, so that a deletion waits.
+fn is_locked(point: &Point) -> bool {
+    let name = point.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    !matches!(name.as_str(), "hashes" | "changed.map.compared")
+}
 
 /// No incident led to this test. Three work on the same files: a stream reads hashes and, where there is none, data; hashing
 /// writes hashes, then takes their blocks out of `pending`, then replaces `changed`; a deletion frees data and hands
-/// `changed` on. So hashing is held before each kind of step in turn, a stream begins there, both snapshots go, hashing goes
-/// on, and only then the stream is read: it lists what changed and nothing else.
+/// `changed` on. So hashing is held before each kind of step on each file in turn, a stream begins there, both snapshots go,
+/// hashing goes on, and only then the stream is read: it lists what changed and nothing else.
 #[rstest::rstest]
 #[case::btrfs_with_a_hashed_base(PoolKind::Btrfs, true)]
 #[case::xfs_with_nothing_hashed(PoolKind::Xfs, false)]
@@ -28,62 +166,114 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
     #[case] pool: PoolKind,
     #[case] base_is_hashed: bool,
 ) {
-    let mut rig = Rig::start_with(pool, &["--block-metadata-type", "fixed"], "info").await;
-    let (volume, device) = rig.block_volume("volume", 128 * MIB).await;
-    let snapshots = rig.pool_dir().join("snapshots");
-    let dir_of = |id: &str| ObjectDir::new(snapshots.join(id));
-    let mut orders = Orders::new(rig.dir.path());
-    let mut content = Content::default();
-    content.write(&device, 0, 128 * MIB as u64 / BLOCK, 1);
-    // Two rounds only count the steps. The first has more than all later ones, which take over hashes of the round before.
-    let mut wanted = vec![u64::MAX; 2];
-    let (mut round, mut held) = (0, 0);
-    while let Some(step) = wanted.pop() {
-        round += 1;
-        let base = rig.snapshot(&format!("base {round}"), &volume).await;
-        let base_dir = dir_of(&base);
-        if base_is_hashed {
-            until("the base is hashed", || is_hashed(&base_dir)).await;
-        }
-        let before = content.clone();
-        for run in 0..CHANGED / 8 {
-            content.write(&device, run * 16, 8, (round % 200) as u8 + 2);
-        }
-        orders.hold(step, "hashing", HOLD.as_millis() as u32);
-        let target = rig.snapshot(&format!("target {round}"), &volume).await;
-        let target_dir = dir_of(&target);
-        until("hashing is held, or ends", || {
-            orders.passed().iter().any(|point| point.hit) || is_hashed(&target_dir)
-        })
-        .await;
-        let request = GetMetadataDeltaRequest {
-            base_snapshot_id: base.clone(),
-            target_snapshot_id: target.clone(),
-            max_results: 256,
-            ..Default::default()
-        };
-        let mut narrow = narrow_client(&rig.socket()).await;
-        let mut stream = narrow.get_metadata_delta(request).await.expect("delta").into_inner();
-        let mut tuples = stream.message().await.expect("the first message").expect("one").block_metadata;
+    let mut scene = Scene::new(pool).await;
+    // Nothing is held in two rounds. The first has more steps than all later ones, which take over hashes of the round before.
+    let mut wanted = vec![(1, HOLD), (NONE, HOLD), (NONE, HOLD)];
+    let (mut during, mut waited) = (0, 0);
+    while let Some((step, hold)) = wanted.pop() {
+        let (base, before) = scene.base(base_is_hashed).await;
+        let ordered = scene.hold(step, "hashing", hold);
+        let target = scene.target().await;
+        let dir = scene.dir_of(&target);
+        let held = scene.held(ordered, || is_compared(&dir)).await;
+        let read = Read::begin(&scene.rig, &base, &target).await;
         for id in [&base, &target] {
-            rig.client.delete_snapshot(id).await.expect("delete");
+            scene.rig.client.delete_snapshot(id).await.expect("delete");
         }
+        let is_over = held.is_some_and(|held| held.elapsed() >= hold);
         // Hashing goes on meanwhile, on files that are deleted.
-        tokio::time::sleep(HOLD).await;
-        while let Some(message) = stream.message().await.expect("a message") {
-            tuples.extend(message.block_metadata);
+        scene.settled(&base, &target).await;
+        let points = scene.orders.withdraw();
+        let point = points.iter().find(|point| point.hit);
+        scene.is_exact(read, &before, point).await;
+        let Some(point) = point else { continue };
+        // The steps that follow from the deletions come after them.
+        let is_before = held.is_some();
+        if is_before && is_over && !is_locked(point) {
+            assert!(hold < LONGEST, "both deletions take longer than {hold:?}, held before {point:?}");
+            wanted.push((step, 2 * hold));
+            continue;
         }
-        let listed: Vec<u64> = tuples.iter().map(|tuple| tuple.byte_offset as u64 / BLOCK).collect();
-        let points = orders.withdraw();
-        let step_held = points.iter().find(|point| point.hit);
-        held += usize::from(step_held.is_some());
-        assert_eq!(listed, content.changed_since(&before, BLOCK), "{pool:?}, held before {step_held:?}");
-        if round == 2 {
-            let is_first = |pair: &&[Point]| pair[0].step != pair[1].step;
-            wanted = points.windows(2).filter(is_first).map(|pair| pair[1].number).collect();
-        }
+        during += usize::from(is_before && !is_locked(point));
+        waited += usize::from(is_before && is_locked(point));
+        wanted.extend(next_kinds(&points, step).next().map(|step| (step, HOLD)));
     }
-    assert!(held > 5, "hashing was held {held} times in {round} rounds");
-    rig.detach(&volume).await;
-    rig.finish();
+    let rounds = scene.round;
+    assert!(during > 3 && waited > 3, "held {during} and {waited} times in {rounds} rounds");
+    scene.rig.detach(&scene.volume).await;
+    scene.rig.finish();
+}
+
+/// The other way round: a deletion is held before each kind of its steps on each file, with a stream half read and hashing
+/// under way, which a writer to another volume slows down.
+#[rstest::rstest]
+#[case::btrfs_with_a_hashed_base(PoolKind::Btrfs, true, 1)]
+#[case::xfs_with_nothing_hashed(PoolKind::Xfs, false, 2)]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashing(
+    #[case] pool: PoolKind,
+    #[case] base_is_hashed: bool,
+    #[case] first: u64,
+) {
+    let mut scene = Scene::new(pool).await;
+    let (written, device) = scene.rig.block_volume("written", MIB).await;
+    // Every other step on each pool, once as many deleted snapshots are retained as there may be.
+    let mut wanted = vec![(first, HOLD), (NONE, HOLD), (NONE, HOLD)];
+    let (mut beside_hashing, mut held_rounds) = (0, 0);
+    while let Some((step, hold)) = wanted.pop() {
+        let (base, before) = scene.base(base_is_hashed).await;
+        let writes = Arc::new(AtomicBool::new(true));
+        let writer = std::thread::spawn({
+            let (writes, device) = (writes.clone(), open_device(&device));
+            move || {
+                while writes.load(Ordering::Relaxed) {
+                    device.write_all_at(&[1; 4096], 0).and_then(|()| device.sync_data()).expect("write");
+                }
+            }
+        });
+        let target = scene.target().await;
+        let mut read = Read::begin(&scene.rig, &base, &target).await;
+        let ordered = scene.hold(step, "calls", hold);
+        let deletions = tokio::spawn({
+            let mut client = scene.rig.client.clone();
+            let ids = [base.clone(), target.clone()];
+            async move {
+                for id in &ids {
+                    client.delete_snapshot(id).await.expect("delete");
+                }
+            }
+        });
+        let held = scene.held(ordered, || deletions.is_finished()).await;
+        let pending = MapFile::open(&scene.dir_of(&target).pending()).and_then(|map| map.count());
+        let is_hashing = pending.is_ok_and(|count| count > 0);
+        // Some while the deletion is held, and the rest when both are done and hashing is, too.
+        read.on(4).await;
+        let is_over = held.is_some_and(|held| held.elapsed() >= hold);
+        deletions.await.expect("the deletions");
+        writes.store(false, Ordering::Relaxed);
+        writer.join().expect("the writer");
+        scene.settled(&base, &target).await;
+        let points = scene.orders.withdraw();
+        let point = points.iter().find(|point| point.hit);
+        scene.is_exact(read, &before, point).await;
+        let Some(point) = point else { continue };
+        if is_over {
+            assert!(hold < LONGEST, "four messages take longer than {hold:?}, held before {point:?}");
+            wanted.push((step, 2 * hold));
+            continue;
+        }
+        held_rounds += 1;
+        beside_hashing += usize::from(is_hashing);
+        wanted.extend(next_kinds(&points, step).nth(1).map(|step| (step, HOLD)));
+    }
+    let rounds = scene.round;
+    assert!(
+        held_rounds > 3 && 2 * beside_hashing > held_rounds,
+        "held {held_rounds} times in {rounds} rounds, {beside_hashing} beside hashing"
+    );
+    for id in [written, scene.volume] {
+        scene.rig.detach(&id).await;
+    }
+    scene.rig.finish();
 }
