@@ -19,9 +19,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
-    /// Where the backups are: a directory, or s3://BUCKET/PREFIX. For S3 the usual AWS_ variables of the environment say
-    /// how to reach it: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT, AWS_ALLOW_HTTP. The first
-    /// backup makes it.
+    /// Where the backups are: a directory, or s3://BUCKET/PREFIX. The first backup makes the repository there; a bucket
+    /// has to exist. How to reach S3 say the usual AWS_ variables of the environment: AWS_ACCESS_KEY_ID,
+    /// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT, AWS_ALLOW_HTTP.
     #[arg(long, short, global = true, env = "CBT_BACKUP_REPOSITORY", value_name = "DIR|URL")]
     pub repository: Option<String>,
     /// What is printed on standard output.
@@ -38,7 +38,7 @@ pub enum Command {
     /// Make an incremental backup where that can be, else a full one, and say why.
     ///
     /// A full one is made where there is no earlier backup, where that one is damaged or of another size, or where the
-    /// driver has no deltas or has forgotten the base. What may pass by itself, such as a driver that does not answer, is
+    /// driver has no deltas, has forgotten the base, or says that it is of another volume. What may pass by itself, such as a driver that does not answer, is
     /// an error.
     Auto(Source),
     Run(RunArguments),
@@ -91,8 +91,8 @@ pub struct Source {
     /// The most bytes to read a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
-    /// Go on with an interrupted backup of the same snapshot, where there is one. Without --snapshot it is that of the same
-    /// device, which must not have changed.
+    /// Go on with an interrupted backup of the same snapshot and kind, where there is one; `auto` goes on with either kind.
+    /// Without --snapshot it is that of the same device, which must not have changed.
     #[arg(long)]
     pub resume: bool,
     /// Times in a row that the driver may fail and be asked again, with longer and longer pauses.
@@ -104,15 +104,15 @@ pub struct Source {
     /// Reads at once.
     #[arg(long, value_name = "NUMBER", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub in_flight: u8,
-    /// Level of zstd: 1 is quick, 19 small.
-    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = clap::value_parser!(i32).range(1..=19))]
+    /// Level of zstd: 1 is quick, 19 small. Below 0, down to -50, it is quicker still and stores more.
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, allow_negative_numbers = true, value_parser = level)]
     pub compression: i32,
 }
 
 /// Back up a claim of a Kubernetes cluster, from the snapshot to the clean-up.
 ///
 /// It takes a snapshot of the claim, restores it to a temporary claim with the volume as a device, and starts a pod there
-/// that runs `cbt-backup auto`. In the end, also after Ctrl-C, the pod, the temporary claim and the snapshot go. The driver's
+/// that runs `cbt-backup auto`, or `full`. In the end, also after Ctrl-C, the pod, the temporary claim and the snapshot go. The driver's
 /// handle of the snapshot stays in the repository, as the base of the next backup; where a driver needs the VolumeSnapshot
 /// itself for that, the last one stays too. Kubernetes is asked as the kubeconfig or the pod's account says.
 #[derive(Debug, Args)]
@@ -142,7 +142,11 @@ pub struct RunArguments {
     /// Service account of the pod. It needs the rights in deploy/backup/cronjob.yaml.
     #[arg(long, value_name = "NAME", default_value = "cbt-backup")]
     pub service_account: String,
-    /// Seconds in which the snapshot must be ready, and then the pod must start.
+    /// Make a full backup, also where an incremental one could be made.
+    #[arg(long, conflicts_with = "clean_up")]
+    pub full: bool,
+    /// Seconds in which the snapshot must be ready, and then the pod must start; and how long the API server may be away at
+    /// any time.
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub patience: u64,
     /// Leave the snapshot.
@@ -151,7 +155,7 @@ pub struct RunArguments {
     /// Only remove what a run of this claim has left that was killed.
     #[arg(long)]
     pub clean_up: bool,
-    /// More flags of `auto`, such as `-- --limit-rate 100M`.
+    /// More flags of `auto`, or of `full` with --full, such as `-- --limit-rate 100M`.
     #[arg(last = true, value_name = "FLAG")]
     pub more: Vec<String>,
 }
@@ -230,6 +234,9 @@ pub struct PruneArguments {
     /// The percentage of a pack that may be unused before it is rewritten.
     #[arg(long, value_name = "PERCENT", default_value_t = 20, value_parser = clap::value_parser!(u8).range(0..=100))]
     pub max_unused: u8,
+    /// Seconds to wait for other commands that use the repository. Default: it fails at once.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, hide_default_value = true)]
+    pub wait: u64,
     /// Say which backups would be removed, and do nothing.
     #[arg(long)]
     pub dry_run: bool,
@@ -280,6 +287,14 @@ pub struct MountArguments {
     /// Bytes of a sector: 4096 for a filesystem that was made on a device with sectors of 4096.
     #[arg(long, value_name = "BYTES", default_value = "512", value_parser = ["512", "4096"])]
     pub sector_size: String,
+}
+
+/// Level 0 is zstd's own default, which is another than ours.
+fn level(text: &str) -> Result<i32, String> {
+    match text.parse() {
+        Ok(level @ (-50..=-1 | 1..=19)) => Ok(level),
+        _ => Err("it is a number from 1 to 19, or from -50 to -1".into()),
+    }
 }
 
 fn positive(text: &str) -> Result<Quantity, String> {

@@ -1,5 +1,6 @@
 //! `run`: a backup of a claim of a Kubernetes cluster. What is here makes objects, waits for them, and removes them; the
-//! backup itself is made by `auto` in the pod.
+//! backup itself is made by `auto` or `full` in the pod. A backup takes hours, and an API server that is away or busy for some
+//! minutes of them ends nothing.
 //!
 //! The temporary claim and the pod have names that follow from the claim's, so two runs of one claim never work at once, and
 //! what a killed one has left is found again. Snapshots have names of their own, and are found by an annotation.
@@ -16,6 +17,7 @@ use serde_json::{Value, json};
 use crate::arguments::RunArguments;
 use crate::error::{Error, Result};
 use crate::repository::About;
+use crate::wait::unless;
 
 /// Between two looks at an object.
 const POLL: Duration = Duration::from_millis(500);
@@ -101,6 +103,14 @@ struct Made {
     needs_snapshot: bool,
 }
 
+/// Whether an API server may answer in a moment: there was no answer, or one that it is busy or broken.
+fn is_passing(error: &kube::Error) -> bool {
+    match error {
+        kube::Error::Api(status) => matches!(status.code, 408 | 429 | 500..),
+        _ => true,
+    }
+}
+
 fn text<'v>(object: &'v DynamicObject, at: &str) -> Option<&'v str> {
     object.data.pointer(at).and_then(Value::as_str)
 }
@@ -123,7 +133,22 @@ impl Run<'_> {
     }
 
     async fn get(&self, kind: Resource, name: &str) -> Result<DynamicObject> {
-        self.objects(kind).get(name).await.map_err(self.failed("get", kind, name))
+        let objects = self.objects(kind);
+        self.answered(async || objects.get(name).await).await?.map_err(self.failed("get", kind, name))
+    }
+
+    /// Asks the API server until it answers. Patience begins with each question, so it is counted from the last good answer.
+    async fn answered<T>(&self, ask: impl AsyncFn() -> kube::Result<T>) -> Result<kube::Result<T>> {
+        let until = Instant::now() + Duration::from_secs(self.arguments.patience);
+        loop {
+            match unless(|| self.stop.check().is_err(), ask()).await? {
+                Err(error) if is_passing(&error) && Instant::now() < until => {
+                    tracing::debug!(error = base::report(&error), "the API server is asked again");
+                }
+                answer => return Ok(answer),
+            }
+            tokio::time::sleep(POLL).await;
+        }
     }
 
     async fn create(&self, kind: Resource, object: Value) -> Result<()> {
@@ -209,7 +234,12 @@ impl Run<'_> {
         self.create(CLAIMS, self.source_claim(snapshot, &size, storage_class)).await?;
         self.create(PODS, self.pod(snapshot, repository, placement)).await?;
         let about = self.finished().await?;
-        Ok(Made { about, needs_snapshot: self.needs_snapshot(&content).await? })
+        // The backup is made, whatever comes now.
+        let needs_snapshot = self.needs_snapshot(&content).await.unwrap_or_else(|error| {
+            tracing::warn!("VolumeSnapshot {snapshot} stays: {}", base::report(&error));
+            true
+        });
+        Ok(Made { about, needs_snapshot })
     }
 
     /// Removes the pod, the temporary claim, and the snapshots that are no base.
@@ -246,17 +276,9 @@ impl Run<'_> {
         let until = Instant::now() + Duration::from_secs(self.arguments.patience);
         loop {
             self.stop.check()?;
-            match self.get(kind, name).await {
-                Ok(object) => {
-                    if let Some(found) = look(&object, Instant::now() > until) {
-                        return found;
-                    }
-                }
-                // An API server that is away for a moment.
-                Err(Error::Kubernetes { source, .. })
-                    if !matches!(&*source, kube::Error::Api(status) if status.code < 500)
-                        && Instant::now() < until => {}
-                Err(error) => return Err(error),
+            let object = self.get(kind, name).await?;
+            if let Some(found) = look(&object, Instant::now() > until) {
+                return found;
             }
             tokio::time::sleep(POLL).await;
         }
@@ -334,7 +356,8 @@ impl Run<'_> {
     fn pod(&self, snapshot: &str, repository: &str, placement: Option<Value>) -> Value {
         let volume = self.arguments.volume.clone();
         let volume = volume.unwrap_or_else(|| format!("{}/{}", self.namespace, self.arguments.pvc));
-        let mut arguments = vec!["auto", "--volume", &volume, "--device", DEVICE];
+        let wish = if self.arguments.full { "full" } else { "auto" };
+        let mut arguments = vec![wish, "--volume", &volume, "--device", DEVICE];
         arguments.extend(["--namespace", &self.namespace, "--snapshot", snapshot, "--report", REPORT]);
         arguments.extend(self.arguments.more.iter().map(String::as_str));
         let claim = json!({"claimName": self.name, "readOnly": true});
@@ -425,11 +448,29 @@ impl Run<'_> {
     async fn needs_snapshot(&self, content: &str) -> Result<bool> {
         let content = self.get(CONTENTS, content).await?;
         let driver = text(&content, "/spec/driver").unwrap_or_default();
-        let service = self.objects(SERVICES).get_opt(driver).await;
+        let services = self.objects(SERVICES);
+        let service = self.answered(async || services.get_opt(driver).await).await?;
         let service = service.map_err(self.failed("get", SERVICES, driver))?;
         let says = |object: DynamicObject| {
             object.data.pointer("/spec/requireBaseSnapshotForDelta").and_then(Value::as_bool)
         };
         Ok(service.and_then(says).unwrap_or(true))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn an_api_server_that_is_busy_or_broken_is_asked_again() {
+        let passes = |code| {
+            let status = Status { code, ..Status::default() };
+            is_passing(&kube::Error::Api(Box::new(status)))
+        };
+        assert!([408, 429, 500, 502, 503, 504].into_iter().all(passes));
+        assert!(![400, 401, 403, 404, 409, 422].into_iter().any(passes));
     }
 }

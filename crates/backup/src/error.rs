@@ -52,10 +52,19 @@ pub enum Error {
         /// The object.
         what: String,
     },
+    /// Another may have had the repository meanwhile, and may have removed what this command relies on.
+    #[error(
+        "the lock on the repository is lost: {why}. Another command may have worked beside this one, so it ends: run it \
+         again; a backup goes on with --resume"
+    )]
+    LockLost {
+        /// How that shows.
+        why: String,
+    },
     /// What is asked cannot be done as things are.
     #[error("{0}")]
     Refused(String),
-    /// Ctrl-C, or a lock that was lost.
+    /// Ctrl-C. A lock that was lost stops a command too, and is [`Error::LockLost`] in the end.
     #[error("interrupted")]
     Stopped,
 }

@@ -12,6 +12,7 @@ mod progress;
 mod repository;
 mod restore;
 mod show;
+mod wait;
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -36,9 +37,10 @@ use arguments::{
 };
 use backup::{Asked, Request, Wish};
 use error::{Error, Result};
-use repository::lock::{Lock, Mode};
+use repository::lock::{Lost, Mode, Wanted};
 use repository::prune::{self, Keep};
-use repository::{About, Index, Repository, verify};
+use repository::{About, Repository, verify};
+use wait::wait;
 
 /// The one of the C library keeps what threads have freed, by the pack.
 #[global_allocator]
@@ -69,6 +71,7 @@ struct Context {
     is_json: bool,
     runtime: tokio::runtime::Runtime,
     stop: Stop,
+    lost: Lost,
 }
 
 impl Context {
@@ -78,12 +81,19 @@ impl Context {
         })
     }
 
-    fn open(&self) -> Result<Repository> {
-        Repository::open(self.url()?, self.runtime.handle())
+    /// The repository, locked for a command that reads it or adds to it.
+    fn shared(&self, command: &str) -> Result<Repository> {
+        let repository = Repository::open(self.url()?, self.runtime.handle())?;
+        self.lock(repository, Wanted { mode: Mode::Shared, command, wait: Duration::ZERO })
     }
 
-    fn lock(&self, repository: &Repository, mode: Mode, command: &str) -> Result<Lock> {
-        Lock::take(&repository.store, mode, command, &self.stop)
+    fn lock(&self, repository: Repository, wanted: Wanted<'_>) -> Result<Repository> {
+        repository.lock(wanted, &self.stop, &self.lost)
+    }
+
+    /// What an async call answers, unless the command is stopped before.
+    fn wait<T>(&self, answer: impl Future<Output = T>) -> Result<T> {
+        wait(self.runtime.handle(), &self.stop, answer)
     }
 
     /// Prints what a command found: as JSON, or by `text`.
@@ -107,18 +117,27 @@ fn start(cli: Cli) -> Result<ExitCode> {
         .enable_all()
         .build()
         .map_err(started)?;
-    let context = Context { url: cli.repository, is_json: cli.output == Output::Json, runtime, stop };
-    match cli.command {
-        Command::Full(source) => back_up(&context, source, Wish::Full),
-        Command::Incremental(source) => back_up(&context, source, Wish::Incremental),
-        Command::Auto(source) => back_up(&context, source, Wish::Auto),
-        Command::Run(arguments) => run(&context, arguments),
-        Command::Restore(arguments) => restore(&context, &arguments),
-        Command::Verify(arguments) => verify(&context, &arguments),
-        Command::List(arguments) => list(&context, &arguments),
-        Command::Prune(arguments) => prune(&context, &arguments),
-        Command::Show(arguments) => show(&context, &arguments),
-        Command::Mount(arguments) => mount(&context, &arguments),
+    let lost = Lost::default();
+    let context = Context { url: cli.repository, is_json: cli.output == Output::Json, runtime, stop, lost };
+    match execute(&context, cli.command) {
+        // The lock's loss stops a command as Ctrl-C does.
+        Err(Error::Stopped) => Err(context.lost.check().err().unwrap_or(Error::Stopped)),
+        done => done,
+    }
+}
+
+fn execute(context: &Context, command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Full(source) => back_up(context, source, Wish::Full),
+        Command::Incremental(source) => back_up(context, source, Wish::Incremental),
+        Command::Auto(source) => back_up(context, source, Wish::Auto),
+        Command::Run(arguments) => run(context, arguments),
+        Command::Restore(arguments) => restore(context, &arguments),
+        Command::Verify(arguments) => verify(context, &arguments),
+        Command::List(arguments) => list(context, &arguments),
+        Command::Prune(arguments) => prune(context, &arguments),
+        Command::Show(arguments) => show(context, &arguments),
+        Command::Mount(arguments) => mount(context, &arguments),
     }
 }
 
@@ -147,7 +166,7 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
     let client = match (&source.endpoint, &source.namespace) {
         (Some(endpoint), _) => Client::csi(endpoint)?,
         (None, Some(namespace)) => {
-            let api = context.runtime.block_on(cluster::api())?;
+            let api = context.wait(cluster::api())??;
             let token = source.token_file.clone().map_or(Token::OwnAccount, Token::File);
             Client::kubernetes(api, namespace, Options { token, ..Options::default() })
         }
@@ -155,7 +174,7 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
     };
     let idle = Duration::from_secs(source.max_silence);
     let client = client.with_policy(Policy { retries: source.retries, idle, ..Policy::default() });
-    let handle = context.runtime.block_on(client.snapshot_handle(&snapshot))?;
+    let handle = context.wait(client.snapshot_handle(&snapshot))??;
     Ok((Some(Asked { client, snapshot }), Some(handle)))
 }
 
@@ -176,7 +195,8 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         level: source.compression,
     };
     let repository = Repository::open_or_create(context.url()?, context.runtime.handle())?;
-    let _lock = context.lock(&repository, Mode::Shared, "backup")?;
+    let repository =
+        context.lock(repository, Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO })?;
     let made = backup::run(&repository, &request, &context.stop)?.about;
     if let Some(report) = source.report {
         let json = serde_json::to_vec(&made);
@@ -221,8 +241,7 @@ fn absolute(path: &Path) -> Result<PathBuf> {
 }
 
 fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> {
-    let repository = context.open()?;
-    let _lock = context.lock(&repository, Mode::Shared, "restore")?;
+    let repository = context.shared("restore")?;
     let volume = arguments.volume.as_deref();
     let index = repository.find(&arguments.backup, volume)?;
     let threads = arguments.in_flight.into();
@@ -247,8 +266,7 @@ fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> 
 }
 
 fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
-    let repository = context.open()?;
-    let _lock = context.lock(&repository, Mode::Shared, "verify")?;
+    let repository = context.shared("verify")?;
     let volume = arguments.volume.as_deref();
     let threads = arguments.in_flight.into();
     if let Some(device) = &arguments.against {
@@ -315,45 +333,71 @@ fn verdict(is_good: bool) -> ExitCode {
     if is_good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+/// A backup in the list. As JSON one that is damaged has `damage` in place of all but its id.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Listed {
+    Sound(About),
+    Damaged { id: String, damage: String },
+}
+
 fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
-    let repository = context.open()?;
-    let _lock = context.lock(&repository, Mode::Shared, "list")?;
-    let (mut backups, mut damaged): (Vec<Index>, Vec<String>) = (Vec::new(), Vec::new());
+    let repository = context.shared("list")?;
+    let mut listed = Vec::new();
     for id in repository.ids()? {
-        match repository.index(&id) {
-            Ok(index) => backups.push(Index { packs: Vec::new(), segments: Vec::new(), ..index }),
-            Err(error) if error.is_damage() => damaged.push(base::report(&error)),
+        listed.push(match repository.index(&id) {
+            Ok(index) => Listed::Sound(index.about),
+            Err(error) if error.is_damage() => Listed::Damaged { id, damage: base::report(&error) },
             Err(error) => return Err(error),
-        }
+        });
     }
-    backups.retain(|index| arguments.volume.as_ref().is_none_or(|volume| index.about.volume == *volume));
-    let abouts: Vec<&About> = backups.iter().map(|index| &index.about).collect();
-    context.print(&abouts, || {
-        let widths = abouts.iter().map(|about| about.volume.chars().count()).max().unwrap_or(0).max(6);
-        println!(
-            "{:<27}  {:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
-            "BACKUP", "VOLUME", "KIND", "SIZE", "DATA", "ADDED"
-        );
-        for About { id, volume, kind, size, data, added, .. } in &abouts {
-            let human = |bytes: &u64| HumanBytes(*bytes).to_string();
-            println!(
-                "{id:<27}  {volume:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
-                kind.to_string(),
-                human(size),
-                human(data),
-                human(added)
-            );
-        }
-    })?;
+    // Of which volume a damaged one is nobody knows.
+    listed.retain(|backup| match (backup, &arguments.volume) {
+        (Listed::Sound(about), Some(volume)) => about.volume == *volume,
+        _ => true,
+    });
+    let damaged: Vec<&str> = listed
+        .iter()
+        .filter_map(|backup| match backup {
+            Listed::Damaged { damage, .. } => Some(damage.as_str()),
+            Listed::Sound(_) => None,
+        })
+        .collect();
+    context.print(&listed, || print_list(&listed))?;
     for damaged in &damaged {
         eprintln!("cbt-backup: {damaged}");
     }
     Ok(verdict(damaged.is_empty()))
 }
 
+fn print_list(listed: &[Listed]) {
+    let abouts = || {
+        listed.iter().filter_map(|backup| match backup {
+            Listed::Sound(about) => Some(about),
+            Listed::Damaged { .. } => None,
+        })
+    };
+    let widths = abouts().map(|about| about.volume.chars().count()).max().unwrap_or(0).max(6);
+    println!(
+        "{:<27}  {:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
+        "BACKUP", "VOLUME", "KIND", "SIZE", "DATA", "ADDED"
+    );
+    for About { id, volume, kind, size, data, added, .. } in abouts() {
+        let human = |bytes: &u64| HumanBytes(*bytes).to_string();
+        println!(
+            "{id:<27}  {volume:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
+            kind.to_string(),
+            human(size),
+            human(data),
+            human(added)
+        );
+    }
+}
+
 fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
-    let repository = context.open()?;
-    let _lock = context.lock(&repository, Mode::Exclusive, "prune")?;
+    let repository = Repository::open(context.url()?, context.runtime.handle())?;
+    let wait = Duration::from_secs(arguments.wait);
+    let repository = context.lock(repository, Wanted { mode: Mode::Exclusive, command: "prune", wait })?;
     let number = |of: Option<u16>| of.map(usize::from);
     let keep = Keep {
         last: number(arguments.keep_last),
@@ -388,11 +432,13 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
     let (title, pictures) = match (&arguments.endpoint, &arguments.target) {
         (Some(endpoint), Some(target)) => {
             let base = arguments.base.as_deref();
-            (target.clone(), vec![show::of_snapshots(context.runtime.handle(), endpoint, base, target)?])
+            (
+                target.clone(),
+                vec![show::of_snapshots(context.runtime.handle(), endpoint, base, target, &context.stop)?],
+            )
         }
         _ => {
-            let repository = context.open()?;
-            let _lock = context.lock(&repository, Mode::Shared, "show")?;
+            let repository = context.shared("show")?;
             let volume = arguments.volume.as_deref();
             match &arguments.backup {
                 Some(backup) => {
@@ -427,11 +473,12 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
 }
 
 fn mount(context: &Context, arguments: &MountArguments) -> Result<ExitCode> {
-    let repository = context.open()?;
-    let _lock = context.lock(&repository, Mode::Shared, "mount")?;
+    let repository = context.shared("mount")?;
     let index = repository.find(&arguments.backup, arguments.volume.as_deref())?;
-    repository.check_packs(&index)?;
+    repository.check_packs(&index.packs, &index.about.id)?;
     let sector = if arguments.sector_size == "4096" { 4096 } else { 512 };
     nbd::serve(nbd::Export::new(repository, index, sector), &arguments.socket, &context.stop)?;
+    // It ends with Ctrl-C, and with a lock that is lost.
+    context.lost.check()?;
     Ok(ExitCode::SUCCESS)
 }

@@ -3,6 +3,7 @@
 
 use std::fmt::Write;
 
+use base::Stop;
 use indicatif::HumanBytes;
 use jiff::Timestamp;
 use serde::Serialize;
@@ -14,6 +15,7 @@ use crate::repository::index::{CELLS, Cells};
 use crate::repository::pack::Packs;
 use crate::repository::writer::filled;
 use crate::repository::{BLOCK, Index, Kind, Repository, SEGMENT};
+use crate::wait::wait;
 
 /// The maps of one backup, or of two snapshots.
 #[derive(Debug, Serialize)]
@@ -72,7 +74,13 @@ pub fn of_backup(repository: &Repository, index: &Index) -> Result<Picture> {
 }
 
 /// The maps of two snapshots of a driver, or of one.
-pub fn of_snapshots(runtime: &Handle, endpoint: &str, base: Option<&str>, target: &str) -> Result<Picture> {
+pub fn of_snapshots(
+    runtime: &Handle,
+    endpoint: &str,
+    base: Option<&str>,
+    target: &str,
+    stop: &Stop,
+) -> Result<Picture> {
     let refused = |error: snapshot_metadata_client::Error| Error::refused(error.to_string());
     let read = async {
         let client = Client::csi(endpoint).map_err(refused)?;
@@ -89,7 +97,7 @@ pub fn of_snapshots(runtime: &Handle, endpoint: &str, base: Option<&str>, target
         }
         Ok(Picture { title: target.to_owned(), facts, size, allocated, changed, cost: None })
     };
-    runtime.block_on(read)
+    wait(runtime, stop, read)?
 }
 
 async fn count(mut blocks: Blocks) -> Result<(Vec<u8>, u64, u64), snapshot_metadata_client::Error> {

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use base::{ByteRange, Stop};
 
@@ -17,6 +17,7 @@ use crate::repository::index::{Cells, envelope};
 use crate::repository::pack::Compressor;
 use crate::repository::writer::Writer;
 use crate::repository::{self, BLOCK, Extent, Index, Partial, Repository, SEGMENT, SegmentRef};
+use crate::wait::unless;
 
 /// Reads and stores, and writes the index. What is interrupted or fails can be gone on with.
 pub fn store(
@@ -68,20 +69,43 @@ pub fn store(
     about.data = written.segments.iter().map(|of| u64::from(of.blocks) * BLOCK).sum();
     about.milliseconds = began.elapsed().as_millis() as u64;
     about.added = written.added;
-    let name = format!("backups/{}", about.id);
     let index =
         Index { about, packs: written.packs, segments: written.segments, changed: seen.changed.finish() };
     stop.check()?;
-    if !repository.store.create(&name, envelope(&index))? {
+    if let Err(error) = commit(repository, &index) {
+        let Index { about, packs, segments, .. } = index;
+        leave(repository, Partial { about, packs, segments, done });
+        return Err(error);
+    }
+    if let Err(error) = remove_partials(repository, &index.about.volume) {
+        tracing::warn!("what was interrupted before stays until a prune: {}", base::report(&error));
+    }
+    Ok(index)
+}
+
+/// Writes the index, and so makes the backup. The lock is looked at before, and after: where it was lost in between, while
+/// the machine stood still, a prune may have removed what the index names, and it goes again.
+fn commit(repository: &Repository, index: &Index) -> Result<()> {
+    let name = format!("backups/{}", index.about.id);
+    repository.hold()?;
+    if !repository.store.create(&name, envelope(index))? {
         return Err(Error::refused(format!("{name} is there already")));
     }
-    // Of no use any more; what stays here a prune removes.
+    repository.was_held().inspect_err(|_| {
+        if let Err(error) = repository.store.remove(std::slice::from_ref(&name)) {
+            tracing::error!("{name} may name what is gone, and cannot be removed: {}", base::report(&error));
+        }
+    })
+}
+
+/// Removes what was interrupted of a volume: of no use once there is a backup. What stays here a prune removes.
+fn remove_partials(repository: &Repository, volume: &str) -> Result<()> {
     for (name, partial) in repository.partials()? {
-        if partial.is_ok_and(|partial| partial.about.volume == index.about.volume) {
+        if partial.is_ok_and(|partial| partial.about.volume == volume) {
             repository.store.remove(&[name])?;
         }
     }
-    Ok(index)
+    Ok(())
 }
 
 /// Leaves what `--resume` goes on with. The backup has failed anyway, so that this fails too is said and no more.
@@ -166,13 +190,6 @@ impl<'r> Run<'r> {
         self.is_failed.load(Ordering::Relaxed) || self.stop.check().is_err()
     }
 
-    /// Ends when the copy does.
-    async fn over(&self) {
-        while !self.is_over() {
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-    }
-
     fn dispatch(
         &self,
         repository: &Repository,
@@ -207,13 +224,8 @@ impl<'r> Run<'r> {
             Ranges::Stream(mut blocks) => {
                 let runtime = repository.store.runtime();
                 // Whatever is begun for the next ranges, a new call or the pause before it, goes on until they are there.
-                let mut next = async || {
-                    tokio::select! {
-                        biased;
-                        () = self.over() => Err(Error::Stopped),
-                        ranges = blocks.next() => Ok(ranges.transpose()?),
-                    }
-                };
+                let mut next =
+                    async || Ok::<_, Error>(unless(|| self.is_over(), blocks.next()).await?.transpose()?);
                 while let Some(ranges) = runtime.block_on(next())? {
                     for range in ranges {
                         let range = ByteRange { start: range.offset, end: range.offset + range.length };

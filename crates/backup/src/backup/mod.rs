@@ -6,10 +6,12 @@ use std::path::PathBuf;
 
 use base::Stop;
 use snapshot_metadata_client::{Advice, Blocks, Client};
+use tonic::Code;
 
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::repository::{self, About, Index, Kind, Partial, Repository};
+use crate::wait::wait;
 use copy::store;
 
 /// What a user asks for.
@@ -102,13 +104,12 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
     };
     let wish = match partial.as_ref().map(|partial| partial.about.kind) {
         Some(Kind::Full) => Wish::Full,
-        Some(Kind::Incremental) if request.wish == Wish::Full => Wish::Full,
         _ => request.wish,
     };
     let why = match wish {
         Wish::Full => partial.as_ref().and_then(|partial| partial.about.why.clone()),
         Wish::Incremental | Wish::Auto => {
-            let made = incremental(repository, request, &device, partial.clone())
+            let made = incremental(repository, request, &device, partial.clone(), stop)
                 .and_then(|job| Ok(store(repository, request, &device, job, stop)?));
             match made {
                 Ok(index) => return Ok(index),
@@ -126,28 +127,37 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
         tracing::warn!("a full backup: {why}");
     }
     let partial = partial.filter(|partial| partial.about.kind == Kind::Full);
-    let job = full(repository, request, &device, why, partial)?;
+    let job = full(repository, request, &device, why, partial, stop)?;
     store(repository, request, &device, job, stop)
 }
 
-/// What was interrupted of the same backup.
+/// What was interrupted of the same backup, and is all there: one that had lost its lock may have left what names packs
+/// that a prune has removed.
 fn interrupted(repository: &Repository, request: &Request) -> Result<Option<Partial>> {
     let mut found = None;
     for (name, partial) in repository.partials()? {
-        match partial {
-            Ok(partial)
-                if partial.about.volume == request.volume && partial.about.snapshot == request.snapshot =>
-            {
-                let is_same = request.snapshot.is_some()
-                    || partial.about.device == request.device.display().to_string();
-                found = is_same.then_some(partial).or(found);
-            }
-            Ok(_) => {}
+        let whole = partial.and_then(|partial| match is_same(&partial.about, request) {
+            true => repository.check_packs(&partial.packs, &name).map(|()| Some(partial)),
+            false => Ok(None),
+        });
+        match whole {
+            Ok(partial) => found = partial.or(found),
             Err(error) if error.is_damage() => tracing::warn!("{name} is left out: {}", base::report(&error)),
             Err(error) => return Err(error),
         }
     }
     Ok(found)
+}
+
+/// Whether a backup that was interrupted is the one that is asked for.
+fn is_same(of: &About, request: &Request) -> bool {
+    let is_wished = match request.wish {
+        Wish::Full => of.kind == Kind::Full,
+        Wish::Incremental => of.kind == Kind::Incremental,
+        Wish::Auto => true,
+    };
+    let is_of_device = request.snapshot.is_some() || of.device == request.device.display().to_string();
+    is_wished && of.volume == request.volume && of.snapshot == request.snapshot && is_of_device
 }
 
 fn about(request: &Request, kind: Kind, size: u64) -> Result<About> {
@@ -176,11 +186,11 @@ fn full(
     device: &Device,
     why: Option<String>,
     partial: Option<Partial>,
+    stop: &Stop,
 ) -> Result<Job> {
     let (ranges, size) = match &request.asked {
         Some(Asked { client, snapshot }) => {
-            let allocated = repository.store.runtime().block_on(client.allocated(snapshot));
-            match allocated {
+            match wait(repository.store.runtime(), stop, client.allocated(snapshot))? {
                 Ok(blocks) => {
                     let capacity = blocks.capacity();
                     (Ranges::Stream(Box::new(blocks)), capacity)
@@ -205,6 +215,7 @@ fn incremental(
     request: &Request,
     device: &Device,
     partial: Option<Partial>,
+    stop: &Stop,
 ) -> Result<Job, Not> {
     let (Some(asked), Some(snapshot)) = (&request.asked, &request.snapshot) else {
         return Err(Not::Possible("without --endpoint or --namespace nobody says what changed".into()));
@@ -222,9 +233,17 @@ fn incremental(
             base.about.id
         ))));
     }
-    let delta = repository.store.runtime().block_on(asked.client.delta(handle, &asked.snapshot));
-    let blocks = match delta {
+    let delta = asked.client.delta(handle, &asked.snapshot);
+    let blocks = match wait(repository.store.runtime(), stop, delta)? {
         Ok(blocks) => blocks,
+        // Nobody named this base: it is the last backup of that name, and the next one would be refused as this one is.
+        Err(error) if request.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
+            return Err(Not::Possible(format!(
+                "the driver takes {handle}, the snapshot of {}, for no base of {snapshot}, as that of a volume that was \
+                 deleted and made anew: {error}",
+                base.about.id
+            )));
+        }
         Err(error) if error.advice() == Advice::FullBackup => {
             return Err(Not::Possible(format!("the driver gives no delta from {handle}: {error}")));
         }
@@ -262,7 +281,7 @@ fn base_of(repository: &Repository, request: &Request, partial: Option<&Partial>
             return match repository.known_damage(id)? {
                 Some(what) => Err(Not::Possible(format!("the last backup, {id}, is damaged: {what}"))),
                 None => {
-                    repository.check_packs(&index)?;
+                    repository.check_packs(&index.packs, id)?;
                     Ok(index)
                 }
             };

@@ -3,23 +3,30 @@
 //! In a directory a lock is flock(2) on the file `lock`: the kernel frees it with the process, also after kill -9. A
 //! bucket has nothing like it, so there a lock is an object below `locks/` that its holder writes anew every minute. One
 //! that was not written for ten minutes is of a process that is gone, and the next who looks removes it. Times are compared
-//! with that of the looker's own lock object, as the storage tells both, so that no clock but the storage's counts. A
-//! holder that could not write its lock for five minutes stops by itself.
+//! with that of the looker's own lock object, as the storage tells both, so that no clock but the storage's counts.
+//!
+//! A holder cannot be told that its lock was removed, so it looks itself. A lock that is gone is never made anew, and one
+//! that was not written for five minutes counts as lost, by a clock that goes on while the machine sleeps: the five minutes
+//! that are left are for requests under way. Before an index is written, and before what a prune removes or replaces, the
+//! lock is written once more ([`Lock::hold`]): whoever had it removed came before, and is seen.
 
 use std::fs::{File, TryLockError};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use base::Stop;
+use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use super::store::Store;
 use crate::error::{Error, Result};
 
-const REFRESH: Duration = Duration::from_secs(60);
-const LOST_AFTER: Duration = Duration::from_secs(300);
-const STALE_AFTER: Duration = Duration::from_secs(600);
+/// A lock that was not written for so long is of a process that is gone.
+const LIFE: Duration = Duration::from_secs(600);
+/// Between two looks at a lock that is in the way.
+const POLL: Duration = Duration::from_secs(1);
 
 /// Who may work beside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,94 +46,272 @@ struct Holder {
     pid: u32,
 }
 
+/// How the lock was lost, once it is. A clone of it tells why a command was stopped.
+#[derive(Clone, Debug, Default)]
+pub struct Lost(Arc<OnceLock<String>>);
+
+impl Lost {
+    /// An error where it is lost.
+    pub fn check(&self) -> Result<()> {
+        match self.0.get() {
+            Some(why) => Err(Error::LockLost { why: why.clone() }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a command wants of a repository.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted<'c> {
+    /// Who may work beside.
+    pub mode: Mode,
+    /// Its name, for those who find the lock in their way.
+    pub command: &'c str,
+    /// How long it waits for others.
+    pub wait: Duration,
+}
+
 /// A lock that is held until the value goes.
 #[derive(Debug)]
 pub enum Lock {
     /// By the kernel.
     File(#[expect(dead_code, reason = "held, never read")] File),
     /// By an object.
-    Object(#[expect(dead_code, reason = "held, never read")] ObjectLock),
+    Object(ObjectLock),
+}
+
+/// Another has it.
+struct Busy {
+    why: String,
+    /// The object that is in the way, and how long it can be yet without being written.
+    object: Option<(String, Duration)>,
 }
 
 impl Lock {
-    /// Takes the lock, or says who has it. `stop` is set when it is lost.
-    pub fn take(store: &Store, mode: Mode, command: &str, stop: &Stop) -> Result<Self> {
-        let Some(dir) = store.dir() else {
-            return ObjectLock::take(store, mode, command, stop).map(Lock::Object);
-        };
-        let path = dir.join("lock");
-        // A reader of a repository may not be allowed to write to it.
-        let file = match files::change::open_or_create(&path) {
-            Ok(file) => file,
-            Err(error) if mode == Mode::Shared => File::open(&path).map_err(|_| error)?,
-            Err(error) => return Err(error.into()),
-        };
-        let taken = match mode {
-            Mode::Shared => file.try_lock_shared(),
-            Mode::Exclusive => file.try_lock(),
-        };
-        match taken {
-            Ok(()) => Ok(Lock::File(file)),
-            Err(TryLockError::WouldBlock) => Err(Error::refused(match mode {
-                Mode::Shared => "a prune works on the repository: wait until it has ended".to_owned(),
+    /// Takes the lock, or says who has it. `stop` is set when it is lost, and `lost` says why.
+    pub fn take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Self> {
+        let until = Instant::now() + wanted.wait;
+        let mut is_told = false;
+        loop {
+            let tried = match store.dir() {
+                Some(dir) => try_file(&dir.join("lock"), wanted.mode)?,
+                None => ObjectLock::try_take(store, wanted, stop, lost)?.map(Lock::Object),
+            };
+            let busy = match tried {
+                Ok(lock) => return Ok(lock),
+                Err(busy) if Instant::now() >= until => return Err(Error::refused(busy.why)),
+                Err(busy) => busy,
+            };
+            if !std::mem::replace(&mut is_told, true) {
+                eprintln!("cbt-backup: waiting at most {} s: {}", wanted.wait.as_secs(), busy.why);
+            }
+            busy.wait(store, until, stop)?;
+        }
+    }
+
+    /// An error where the lock is lost. Asks nobody.
+    pub fn check(&self) -> Result<()> {
+        match self {
+            Lock::File(_) => Ok(()),
+            Lock::Object(lock) => lock.held.check(),
+        }
+    }
+
+    /// Makes sure that the lock is held, and will be for a while. Asks the storage.
+    pub fn hold(&self) -> Result<()> {
+        match self {
+            Lock::File(_) => Ok(()),
+            Lock::Object(lock) => lock.held.renew(),
+        }
+    }
+}
+
+fn try_file(path: &std::path::Path, mode: Mode) -> Result<Result<Lock, Busy>> {
+    // A reader of a repository may not be allowed to write to it.
+    let file = match files::change::open_or_create(path) {
+        Ok(file) => file,
+        Err(error) if mode == Mode::Shared => File::open(path).map_err(|_| error)?,
+        Err(error) => return Err(error.into()),
+    };
+    let taken = match mode {
+        Mode::Shared => file.try_lock_shared(),
+        Mode::Exclusive => file.try_lock(),
+    };
+    match taken {
+        Ok(()) => Ok(Ok(Lock::File(file))),
+        Err(TryLockError::WouldBlock) => {
+            let why = match mode {
+                Mode::Shared => "a prune works on the repository: wait until it has ended",
                 Mode::Exclusive => {
-                    "other commands use the repository, and prune needs it alone: wait until they have ended"
-                        .to_owned()
+                    "other commands use the repository, and prune needs it alone: wait until they have ended, or add \
+                     --wait SECONDS"
                 }
-            })),
-            Err(TryLockError::Error(source)) => {
-                Err(files::Error { operation: "lock", path, at: None, source }.into())
+            };
+            Ok(Err(Busy { why: why.to_owned(), object: None }))
+        }
+        Err(TryLockError::Error(source)) => {
+            Err(files::Error { operation: "lock", path: path.to_owned(), at: None, source }.into())
+        }
+    }
+}
+
+impl Busy {
+    /// Waits until it may be worth another try. A try writes a lock object, in whose way others may come, so that of a lock
+    /// in a bucket is made when the one in the way is gone or out of its time.
+    fn wait(&self, store: &Store, until: Instant, stop: &Stop) -> Result<()> {
+        let ends = self.object.as_ref().map_or(Duration::ZERO, |(_, ends)| *ends);
+        let until = until.min(Instant::now() + ends.max(POLL));
+        loop {
+            stop.check()?;
+            std::thread::sleep(POLL.min(until.saturating_duration_since(Instant::now())));
+            let is_gone = match &self.object {
+                Some((name, _)) => !store.exists(name)?,
+                None => true,
+            };
+            if is_gone || Instant::now() >= until {
+                return Ok(());
             }
         }
+    }
+}
+
+/// The times of a lock in a bucket.
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    /// It is written anew so often.
+    renewed: Duration,
+    /// Its holder gives it up when it was not written for so long.
+    lost: Duration,
+    /// Others remove it when it was not written for so long.
+    life: Duration,
+}
+
+impl Times {
+    fn new() -> Self {
+        // Tests have less time; what users have does not look.
+        let seconds = match cfg!(debug_assertions) {
+            true => std::env::var("CBT_BACKUP_TEST_LOCK_SECONDS").ok(),
+            false => None,
+        };
+        let life = seconds.and_then(|seconds| seconds.parse().ok()).map_or(LIFE, Duration::from_secs);
+        Times { renewed: life / 10, lost: life / 2, life }
+    }
+}
+
+/// Time that goes on while the machine sleeps, since some moment.
+fn now() -> Duration {
+    // Every Linux since 2.6.39 has it.
+    clock_gettime(ClockId::CLOCK_BOOTTIME).expect("a clock").into()
+}
+
+/// What is known of a lock object that was written.
+#[derive(Debug)]
+struct Held {
+    store: Store,
+    name: String,
+    bytes: Vec<u8>,
+    times: Times,
+    /// When the last write of it that succeeded was begun.
+    written: Mutex<Duration>,
+    /// One renewal at a time.
+    renewing: Mutex<()>,
+    stop: Stop,
+    lost: Lost,
+}
+
+impl Held {
+    fn written(&self) -> MutexGuard<'_, Duration> {
+        self.written.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long it was not written.
+    fn age(&self) -> Duration {
+        now().saturating_sub(*self.written())
+    }
+
+    /// Whoever relies on the lock ends.
+    fn lose(&self, why: String) {
+        let _ = self.lost.0.set(why);
+        self.stop.cancel();
+    }
+
+    fn check(&self) -> Result<()> {
+        let age = self.age();
+        if age > self.times.lost {
+            self.lose(format!("it could not be renewed for {} s", age.as_secs()));
+        }
+        self.lost.check()
+    }
+
+    /// Writes it anew. It is looked at before whether that comes too late: others may have removed it already, and in its
+    /// place there may be none.
+    fn renew(&self) -> Result<()> {
+        let _one = self.renewing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check()?;
+        let begun = now();
+        let left = self.times.lost.saturating_sub(self.age());
+        match self.store.rewrite(&self.name, &self.bytes, left) {
+            Ok(true) => *self.written() = begun,
+            Ok(false) => self.lose(format!("another command, or a person, has removed {}", self.name)),
+            Err(error) => {
+                self.check()?;
+                return Err(error);
+            }
+        }
+        self.check()
     }
 }
 
 /// A lock in a bucket.
 #[derive(Debug)]
 pub struct ObjectLock {
-    store: Store,
-    name: String,
+    held: Arc<Held>,
     /// Dropped, it ends the thread that writes the lock anew.
     ends: Option<Sender<()>>,
-    refresher: Option<JoinHandle<()>>,
+    renewer: Option<JoinHandle<()>>,
 }
 
 impl ObjectLock {
-    fn take(store: &Store, mode: Mode, command: &str, stop: &Stop) -> Result<Self> {
+    fn try_take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Result<Self, Busy>> {
         let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
+        let Wanted { mode, command, .. } = wanted;
         let holder = Holder { mode, command: command.to_owned(), host, pid: std::process::id() };
         // Numbers and texts.
         let bytes = serde_json::to_vec(&holder).expect("strings and numbers can be written as JSON");
         let name = format!("locks/{}", super::random_digits(16)?);
+        let written = Mutex::new(now());
         store.replace(&name, bytes.clone())?;
         // From here on it goes again where this one fails.
-        let mut lock = ObjectLock { store: store.clone(), name, ends: None, refresher: None };
-        lock.look(mode)?;
+        let (store, stop, lost) = (store.clone(), stop.clone(), lost.clone());
+        let times = Times::new();
+        let held = Held { store, name, bytes, times, written, renewing: Mutex::default(), stop, lost };
+        let mut lock = ObjectLock { held: Arc::new(held), ends: None, renewer: None };
+        if let Some(busy) = lock.held.in_the_way(mode)? {
+            return Ok(Err(busy));
+        }
         let (ends, ended) = channel();
-        let (of, name, stop) = (store.clone(), lock.name.clone(), stop.clone());
-        let refresh = move || {
-            let mut written = Instant::now();
-            while ended.recv_timeout(REFRESH) == Err(RecvTimeoutError::Timeout) {
-                match of.replace(&name, bytes.clone()) {
-                    Ok(()) => written = Instant::now(),
-                    Err(error) if written.elapsed() > LOST_AFTER => {
-                        tracing::error!(error = base::report(&error), "the lock is lost");
-                        return stop.cancel();
-                    }
+        let held = lock.held.clone();
+        let renew = move || {
+            while ended.recv_timeout(held.times.renewed) == Err(RecvTimeoutError::Timeout) {
+                match held.renew() {
+                    Ok(()) => {}
+                    Err(Error::LockLost { why }) => return tracing::error!("the lock is lost: {why}"),
                     Err(error) => {
                         tracing::warn!(error = base::report(&error), "the lock could not be renewed")
                     }
                 }
             }
         };
-        let refresher = std::thread::Builder::new().name("lock".into()).spawn(refresh);
-        let refresher = refresher.map_err(|error| Error::refused(format!("start a thread: {error}")))?;
-        (lock.ends, lock.refresher) = (Some(ends), Some(refresher));
-        Ok(lock)
+        let renewer = std::thread::Builder::new().name("lock".into()).spawn(renew);
+        let renewer = renewer.map_err(|error| Error::refused(format!("start a thread: {error}")))?;
+        (lock.ends, lock.renewer) = (Some(ends), Some(renewer));
+        Ok(Ok(lock))
     }
+}
 
-    /// An error where another lock is in the way. Two that come at once see each other, and at least one goes.
-    fn look(&self, mode: Mode) -> Result<()> {
+impl Held {
+    /// Another lock that is in the way. Two that come at once see each other, and at least one goes.
+    fn in_the_way(&self, mode: Mode) -> Result<Option<Busy>> {
         let locks = self.store.list("locks")?;
         let Some(own) = locks.iter().find(|lock| lock.location.as_ref() == self.name) else {
             return Err(Error::refused("the storage does not list an object that was just written"));
@@ -134,7 +319,7 @@ impl ObjectLock {
         for lock in locks.iter().filter(|lock| lock.location != own.location) {
             let age = (own.last_modified - lock.last_modified).to_std().unwrap_or_default();
             let name = lock.location.to_string();
-            if age > STALE_AFTER {
+            if age > self.times.life {
                 self.store.remove(&[name])?;
                 continue;
             }
@@ -147,24 +332,27 @@ impl ObjectLock {
                 serde_json::from_slice(&bytes).map_err(|error| Error::damaged(&name, error.to_string()))?;
             if mode == Mode::Exclusive || holder.mode == Mode::Exclusive {
                 let Holder { command, host, pid, .. } = holder;
-                return Err(Error::refused(format!(
-                    "cbt-backup {command} (process {pid} on {host}) uses the repository: wait until it has ended. If it is \
-                     gone, its lock ends {} seconds from now",
-                    (STALE_AFTER - age).as_secs()
-                )));
+                let ends = self.times.life - age;
+                let hint = if mode == Mode::Exclusive { ", or add --wait SECONDS" } else { "" };
+                let why = format!(
+                    "cbt-backup {command} (process {pid} on {host}) uses the repository: wait until it has ended{hint}. If \
+                     it is gone, its lock ends {} seconds from now",
+                    ends.as_secs()
+                );
+                return Ok(Some(Busy { why, object: Some((name, ends + POLL)) }));
             }
         }
-        Ok(())
+        Ok(None)
     }
 }
 
 impl Drop for ObjectLock {
     fn drop(&mut self) {
         drop(self.ends.take());
-        if let Some(refresher) = self.refresher.take() {
-            let _ = refresher.join();
+        if let Some(renewer) = self.renewer.take() {
+            let _ = renewer.join();
         }
-        if let Err(error) = self.store.remove(std::slice::from_ref(&self.name)) {
+        if let Err(error) = self.held.store.remove(std::slice::from_ref(&self.held.name)) {
             tracing::warn!(
                 error = base::report(&error),
                 "the lock could not be removed; it ends in ten minutes"

@@ -19,6 +19,7 @@
 pub mod index;
 pub mod lock;
 pub mod pack;
+mod patience;
 pub mod prune;
 pub mod segment;
 pub mod store;
@@ -29,10 +30,12 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use base::Stop;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
 pub use index::{About, Index, Kind, SegmentRef};
+use lock::{Lock, Lost, Wanted};
 use pack::{PackRef, Packs, Row, read_table};
 pub use segment::{BLOCK, Extent, SEGMENT, SEGMENT_BLOCKS, Segment};
 use store::Store;
@@ -45,6 +48,8 @@ const CONFIG: &str = "repository";
 /// Parts of a pack that are read at once, and what may lie between them unused.
 const SPAN: u64 = 4 << 20;
 const SPAN_GAP: u64 = 128 << 10;
+/// Objects that are removed between two looks at the lock.
+const REMOVED: usize = 100;
 /// Rows of tables that are remembered: 25 MB of them.
 const REMEMBERED_ROWS: usize = 1 << 19;
 
@@ -88,6 +93,7 @@ pub struct Repository {
     /// Where it lies.
     pub store: Store,
     tables: Mutex<HashMap<[u8; 32], Arc<Vec<Row>>>>,
+    lock: Option<Lock>,
 }
 
 impl Repository {
@@ -103,7 +109,7 @@ impl Repository {
             }
             Err(error) => return Err(error),
         };
-        Ok(Repository { store, tables: Mutex::default() })
+        Ok(Repository { store, tables: Mutex::default(), lock: None })
     }
 
     /// The same, and makes one where there is nothing yet.
@@ -122,6 +128,40 @@ impl Repository {
             store.create(CONFIG, index::envelope(&config))?;
         }
         Self::open(url, runtime)
+    }
+
+    /// Takes the lock, until the value goes. See [`Lock::take`].
+    pub fn lock(self, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Self> {
+        let lock = Lock::take(&self.store, wanted, stop, lost)?;
+        Ok(Repository { lock: Some(lock), ..self })
+    }
+
+    /// See [`Lock::hold`].
+    pub fn hold(&self) -> Result<()> {
+        self.lock.as_ref().map_or(Ok(()), Lock::hold)
+    }
+
+    /// The same after something is done: that the storage does not answer then says nothing.
+    pub fn was_held(&self) -> Result<()> {
+        match self.hold() {
+            Err(error) if !matches!(error, Error::LockLost { .. }) => {
+                tracing::warn!("the lock could not be renewed: {}", base::report(&error));
+                Ok(())
+            }
+            held => held,
+        }
+    }
+
+    /// Removes objects, and looks before whether the lock is still held.
+    pub fn remove(&self, names: &[String]) -> Result<()> {
+        for batch in names.chunks(REMOVED) {
+            self.hold()?;
+            for name in batch {
+                self.lock.as_ref().map_or(Ok(()), Lock::check)?;
+                self.store.remove(std::slice::from_ref(name))?;
+            }
+        }
+        Ok(())
     }
 
     /// The ids of all backups, the oldest first.
@@ -186,15 +226,15 @@ impl Repository {
         }
     }
 
-    /// An error where a pack of a backup is not there in its length.
-    pub fn check_packs(&self, index: &Index) -> Result<()> {
+    /// An error where a pack of a backup, or of a part of one, is not there in its length.
+    pub fn check_packs(&self, packs: &[PackRef], id: &str) -> Result<()> {
         let there: HashMap<String, u64> = self
             .store
             .list("packs")?
             .into_iter()
             .map(|object| (object.location.to_string(), object.size))
             .collect();
-        for pack in &index.packs {
+        for pack in packs {
             let name = pack_name(pack);
             match there.get(&name) {
                 Some(size) if *size == u64::from(pack.bytes) => {}
@@ -205,7 +245,7 @@ impl Repository {
                     ));
                 }
                 None => {
-                    return Err(Error::damaged(name, format!("it is gone, and {} needs it", index.about.id)));
+                    return Err(Error::damaged(name, format!("it is gone, and {id} needs it")));
                 }
             }
         }

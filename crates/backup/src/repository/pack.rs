@@ -182,7 +182,7 @@ impl<'s> Chunk<'s> {
 pub struct Compressor(zstd::bulk::Compressor<'static>);
 
 impl Compressor {
-    /// With a level of zstd, 1 to 19.
+    /// With a level of zstd: 1 to 19, or below 0 for one of its fast ones.
     pub fn new(level: i32) -> Result<Self> {
         let make = || {
             let mut compressor = zstd::bulk::Compressor::new(level)?;

@@ -3,7 +3,8 @@
 //! The order: indexes are removed, and that is made durable. What the others need is marked. Packs that nothing names are
 //! removed. Of packs in which too much is unused the rest is copied into new ones, and the indexes are replaced, one by one,
 //! each as one step; then nothing names the old packs, and they are removed as before. So at each moment every index that is there names packs that are
-//! there, and a prune that was killed is gone on with by the next.
+//! there, and a prune that was killed is gone on with by the next. One that loses its lock ends before it removes or replaces
+//! anything more: others may be at work by then.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
@@ -112,18 +113,19 @@ pub fn prune(
     }
     let names =
         |prefix: &str, ids: &[String]| ids.iter().map(|id| format!("{prefix}/{id}")).collect::<Vec<_>>();
-    repository.store.remove(&names("backups", &pruned.removed))?;
+    repository.remove(&names("backups", &pruned.removed))?;
     repository.store.sync_removals("backups")?;
     remove_partials(repository, &pruned.kept, &of_volume)?;
     for object in repository.store.list("damaged")? {
         if !object.location.filename().is_some_and(|id| pruned.kept.iter().any(|kept| kept == id)) {
-            repository.store.remove(&[object.location.to_string()])?;
+            repository.remove(&[object.location.to_string()])?;
         }
     }
     remove_drafts(repository)?;
     // Packs that are damaged are not touched.
     let mut left = HashSet::new();
     loop {
+        stop.check()?;
         pruned.freed += sweep(repository, &pruned.kept)?;
         match repack(repository, &pruned.kept, max_unused, &mut left, stop)? {
             Some(moved) => pruned.moved += moved,
@@ -144,7 +146,7 @@ fn sweep(repository: &Repository, kept: &[String]) -> Result<u64> {
     let mut unused = repository.store.list("packs")?;
     unused.retain(|object| !named.contains(object.location.as_ref()));
     let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
-    repository.store.remove(&names)?;
+    repository.remove(&names)?;
     Ok(unused.iter().map(|object| object.size).sum())
 }
 
@@ -153,21 +155,31 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
     let now = Timestamp::now().as_second();
     for (name, partial) in repository.partials()? {
         let is_needed = match &partial {
-            Ok(Partial { about, .. }) => {
+            Ok(Partial { about, packs, .. }) => {
                 let is_over = |of: &About| of.volume == about.volume && of.created >= about.created;
                 now - about.created < PARTIAL_DAYS * 86400
                     && about.base.as_ref().is_none_or(|base| kept.contains(base))
                     && !abouts.iter().any(is_over)
+                    && is_whole(repository, packs, &about.id)?
             }
             Err(error) if error.is_damage() => false,
             Err(_) => true,
         };
         if !is_needed {
-            repository.store.remove(&[name])?;
+            repository.remove(&[name])?;
         }
         partial.map(drop).or_else(|error| if error.is_damage() { Ok(()) } else { Err(error) })?;
     }
     repository.store.sync_removals("partial")
+}
+
+/// Whether the packs are there: a backup that had lost its lock may have left what names others.
+fn is_whole(repository: &Repository, packs: &[PackRef], id: &str) -> Result<bool> {
+    match repository.check_packs(packs, id) {
+        Ok(()) => Ok(true),
+        Err(error) if error.is_damage() => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
@@ -330,6 +342,7 @@ fn repack(
             Some(partial) => envelope(&Partial { packs, segments, ..partial.clone() }),
             None => envelope(&Index { packs, segments, ..index }),
         };
+        repository.hold()?;
         repository.store.replace(&name, bytes)?;
     }
     Ok(Some(written.added))

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use files::{change, durable};
@@ -13,9 +14,11 @@ use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as Name;
 use object_store::prefix::PrefixStore;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload, UpdateVersion};
 use tokio::runtime::Handle;
+use tokio::time::timeout;
 
+use super::patience::{self, BySize};
 use crate::device::{ALIGN, Buffer, Device, Target};
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
@@ -46,6 +49,7 @@ impl Store {
             let _ = rustls::crypto::ring::default_provider().install_default();
             let _entered = runtime.enter();
             let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
+            let builder = builder.with_http_connector(BySize).with_retry(patience::retries());
             let s3 = builder.with_conditional_put(S3ConditionalPut::ETagMatch).build();
             let s3 = s3.map_err(|error| wrong(error.to_string()))?;
             let inner: Arc<dyn ObjectStore> = match prefix.trim_matches('/') {
@@ -94,15 +98,59 @@ impl Store {
         done.map(drop).map_err(failed("write", &name))
     }
 
-    /// The same, and `false` where the name is taken.
+    /// The same, and `false` where the name is taken. No two writers have the same bytes for a name, so that where they are
+    /// there all the same they are of a try whose answer was lost.
     pub fn create(&self, name: &str, bytes: Vec<u8>) -> Result<bool> {
-        let name = Name::from(name);
-        let done = self.runtime.block_on(self.inner.put_opts(&name, bytes.into(), PutMode::Create.into()));
-        match done {
-            Ok(_) => Ok(true),
-            Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
-            Err(error) => Err(failed("write", &name)(error)),
+        let bytes = Bytes::from(bytes);
+        let path = Name::from(name);
+        let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
+        let Err(error) = self.runtime.block_on(put) else { return Ok(true) };
+        if self.get(name).is_ok_and(|there| there == bytes) {
+            return Ok(true);
         }
+        match error {
+            object_store::Error::AlreadyExists { .. } => Ok(false),
+            error => Err(failed("write", &path)(error)),
+        }
+    }
+
+    /// Writes an object anew, and `false` where it is gone: then it stays gone, and nobody sees it come back.
+    pub fn rewrite(&self, name: &str, bytes: &[u8], within: Duration) -> Result<bool> {
+        let name = Name::from(name);
+        let done = self.runtime.block_on(async { timeout(within, self.try_rewrite(&name, bytes)).await });
+        match done {
+            Ok(done) => done.map_err(failed("write", &name)),
+            Err(_) => Err(Error::refused(format!("{name} could not be written in {} s", within.as_secs()))),
+        }
+    }
+
+    async fn try_rewrite(&self, name: &Name, bytes: &[u8]) -> object_store::Result<bool> {
+        let payload = || PutPayload::from(bytes.to_vec());
+        let Some(there) = self.head(name).await? else { return Ok(false) };
+        let version = UpdateVersion { e_tag: there.e_tag, version: there.version };
+        if self.inner.put_opts(name, payload(), PutMode::Update(version).into()).await.is_ok() {
+            return Ok(true);
+        }
+        // It is gone by now, or changed by a try whose answer was lost, or the storage knows no such condition.
+        match self.head(name).await? {
+            Some(_) => self.inner.put(name, payload()).await.map(|_| true),
+            None => Ok(false),
+        }
+    }
+
+    async fn head(&self, name: &Name) -> object_store::Result<Option<ObjectMeta>> {
+        match self.inner.head(name).await {
+            Ok(there) => Ok(Some(there)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether there is an object.
+    pub fn exists(&self, name: &str) -> Result<bool> {
+        let name = Name::from(name);
+        let there = self.runtime.block_on(self.head(&name));
+        there.map(|there| there.is_some()).map_err(failed("find", &name))
     }
 
     /// [`Store::put`] of one part.

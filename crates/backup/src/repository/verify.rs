@@ -135,6 +135,8 @@ pub fn verify(
             }
         }
     }
+    // What a prune does beside looks like damage.
+    repository.was_held()?;
     note(repository, chosen, &report);
     Ok(report)
 }

@@ -224,6 +224,13 @@ fn auto_says_why_it_is_full() {
     let index = place.repository().join("backups").join(place.list().pop().expect("backups"));
     let bytes = std::fs::read(&index).expect("read");
     File::options().write(true).open(&index).expect("open").write_all_at(&[!bytes[20]], 20).expect("write");
+    let listed = place.run(&["list", "--output", "json"]);
+    assert_eq!(listed.status.code(), Some(1));
+    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).expect("JSON");
+    let damaged: Vec<&serde_json::Value> =
+        listed.as_array().expect("a list").iter().filter(|backup| backup["damage"].is_string()).collect();
+    assert_eq!(damaged.len(), 1, "{listed}");
+    assert_eq!(Some(damaged[0]["id"].as_str().expect("an id").as_ref()), index.file_name());
     let said = place.fails(1, &["list"]);
     assert!(said.contains("checksum"), "{said}");
     let (kind, _) = next(&image, SIZE + MIB, "g", None);

@@ -37,6 +37,8 @@ pub enum Fault {
     Late,
     /// There are no deltas, in this and all later calls.
     NoDelta,
+    /// The base is of another volume, in this and all later calls.
+    OtherVolume,
 }
 
 /// How a stream breaks the specification.
@@ -203,7 +205,7 @@ impl Metadata {
         }
         let mut state = self.0.lock().unwrap();
         let fault = match state.script.front() {
-            Some(Fault::NoDelta) | None => None,
+            Some(Fault::NoDelta | Fault::OtherVolume) | None => None,
             Some(_) => state.script.pop_front(),
         };
         if fault != Some(Fault::FromTheBeginning) {
@@ -226,7 +228,9 @@ impl Metadata {
                 lie.spoil(&mut messages, at);
                 (usize::MAX, None)
             }
-            Some(Fault::FromTheBeginning | Fault::Late | Fault::NoDelta) | None => (usize::MAX, None),
+            Some(Fault::FromTheBeginning | Fault::Late | Fault::NoDelta | Fault::OtherVolume) | None => {
+                (usize::MAX, None)
+            }
         };
         messages.truncate(most);
         messages.into_iter().map(Ok).chain(end.map(Err)).collect()
@@ -253,8 +257,12 @@ impl SnapshotMetadata for Metadata {
         &self,
         request: Request<GetMetadataDeltaRequest>,
     ) -> Result<Response<Self::GetMetadataDeltaStream>, Status> {
-        if self.0.lock().unwrap().script.front() == Some(&Fault::NoDelta) {
-            return Err(Status::unimplemented("this driver has no deltas"));
+        match self.0.lock().unwrap().script.front() {
+            Some(Fault::NoDelta) => return Err(Status::unimplemented("this driver has no deltas")),
+            Some(Fault::OtherVolume) => {
+                return Err(Status::invalid_argument("the snapshots are of different volumes"));
+            }
+            _ => {}
         }
         self.called().await;
         let request = request.into_inner();

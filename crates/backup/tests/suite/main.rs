@@ -1,17 +1,21 @@
 //! `cbt-backup` as its users run it: the real program on real files, devices, drivers and servers.
 #![allow(clippy::disallowed_methods)]
 
+mod api;
 mod damage;
 mod docs;
 mod driver;
 mod faults;
 mod history;
 mod lies;
+mod locks;
 mod mount;
 mod power;
 mod progress;
+mod proxy;
 mod real;
 mod s3;
 mod show;
 mod tool;
 mod usage;
+mod wishes;

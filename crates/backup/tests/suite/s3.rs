@@ -27,13 +27,14 @@ fn program() -> PathBuf {
 }
 
 /// A server with a bucket, and a place whose repository is in it.
-struct Bucket {
+pub struct Bucket {
     server: Running,
-    place: Place,
+    pub place: Place,
+    pub port: u16,
 }
 
 impl Bucket {
-    fn start() -> Self {
+    pub fn start() -> Self {
         let program = program();
         let mut place = Place::new();
         let bucket = place.path("s3/bucket");
@@ -63,10 +64,16 @@ impl Bucket {
             ("AWS_ALLOW_HTTP", "true".to_owned()),
         ]
         .into();
-        Bucket { server, place }
+        Bucket { server, place, port }
     }
 
-    fn locks(&self) -> Vec<PathBuf> {
+    /// The server is reached by another port.
+    pub fn endpoint(&mut self, port: u16) {
+        self.place.environment.retain(|(name, _)| *name != "AWS_ENDPOINT");
+        self.place.environment.push(("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")));
+    }
+
+    pub fn locks(&self) -> Vec<PathBuf> {
         let Ok(locks) = self.place.repository().join("locks").read_dir() else { return Vec::new() };
         locks.map(|entry| entry.expect("entry").path()).collect()
     }
@@ -205,6 +212,6 @@ fn a_server_that_refuses_or_is_gone_is_reported() {
 #[test]
 fn every_backup_of_a_random_life_in_a_bucket_is_the_volume_as_it_was() {
     let bucket = Bucket::start();
-    let Bucket { server: _server, place } = bucket;
+    let Bucket { server: _server, place, .. } = bucket;
     Life::at(place, 77).run(10);
 }

@@ -177,6 +177,18 @@ impl Running {
         Output { status: self.0.wait().expect("wait"), stdout: out, stderr: errors }
     }
 
+    /// The exit code, where it ends in time.
+    pub fn ends_within(&mut self, time: Duration) -> Option<i32> {
+        let deadline = Instant::now() + time;
+        while Instant::now() < deadline {
+            if let Some(status) = self.0.try_wait().expect("wait") {
+                return status.code();
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        None
+    }
+
     pub fn signal(&self, signal: nix::sys::signal::Signal) {
         let pid = nix::unistd::Pid::from_raw(self.0.id() as i32);
         nix::sys::signal::kill(pid, signal).expect("signal");

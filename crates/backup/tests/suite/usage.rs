@@ -42,6 +42,8 @@ fn mistakes_are_named_and_nothing_is_made() {
     for arguments in [
         &["full", "--device", "x"][..],
         &["full", "--volume", "v", "--device", "x", "--limit-rate", "0"],
+        &["full", "--volume", "v", "--device", "x", "--compression", "0"],
+        &["full", "--volume", "v", "--device", "x", "--compression", "-51"],
         &["prune", "--keep-last", "0"],
         &["mount", "latest", "--socket", "x", "--sector-size", "1024"],
         &["nonsense"],
@@ -133,6 +135,26 @@ fn an_interrupted_backup_goes_on() {
         unused < 2100 * BLOCK,
         "but for a part of one segment, what was stored before is in use: {verified}"
     );
+}
+
+#[test]
+fn every_level_of_compression_comes_back() {
+    let place = Place::new();
+    // Lines of text: fast levels find less in them.
+    let line = |number: u64| {
+        format!("{} is the line that has the number {number}\n", number.wrapping_mul(0x9E37_79B9))
+    };
+    let mut content: Vec<u8> = (0..60000).flat_map(|number| line(number).into_bytes()).collect();
+    content.truncate(512 * BLOCK as usize);
+    std::fs::write(place.image(), &content).expect("write");
+    let (device, to) = (place.image(), place.path("restored"));
+    let added = ["-50", "-5", "1", "19"].map(|level| {
+        let made = place.ok(&["full", "--volume", "v", "--device", arg(&device), "--compression", level]);
+        place.ok(&["restore", &id(&made), "--to", arg(&to), "--overwrite"]);
+        assert!(std::fs::read(&to).expect("read") == content, "level {level}");
+        made["added"].as_u64().expect("a number")
+    });
+    assert!(added.is_sorted_by(|quicker, smaller| quicker > smaller), "{added:?}");
 }
 
 /// 8 MiB at 4 MiB a second take two seconds, less what the first and the last reads do not wait for.
