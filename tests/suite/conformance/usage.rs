@@ -195,6 +195,47 @@ async fn a_cut_that_the_driver_outran_is_not_shown() {
     rig.finish();
 }
 
+/// What is done beside a stream, and the cases about it.
+const MEANWHILE: [&str; 5] = [
+    "expanded-meanwhile",
+    "cloned-meanwhile",
+    "modified-between",
+    "allocated-deleted-meanwhile",
+    "delta-deleted-meanwhile",
+];
+
+/// A stream that was over when the work beside it began proves nothing, whatever comes of it.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let (code, verdicts, report) = run_broken(&rig, "read-ahead:size=1Gi", &MEANWHILE, "180").await;
+    assert_eq!(code, Some(0), "{report:#}");
+    for case in MEANWHILE {
+        assert_eq!(verdicts[case].0, "not-shown", "{report:#}");
+    }
+    rig.finish();
+}
+
+/// The streams are longer than what a driver commonly hands over ahead, so that it hides nothing.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_that_reads_ahead_hides_nothing() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let (code, verdicts, report) = run_broken(&rig, "read-ahead", &MEANWHILE, "180").await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert!(verdicts.values().all(|(verdict, _)| verdict == "pass"), "{report:#}");
+    let ends = ["expand", "clone", "modify", "delete"].map(|work| format!("{work}-ends-streams"));
+    let faults = format!("{};read-ahead", ends.join(";"));
+    let (code, verdicts, report) = run_broken(&rig, &faults, &MEANWHILE, "180").await;
+    assert_eq!(code, Some(1), "{report:#}");
+    for case in MEANWHILE {
+        let (verdict, detail) = &verdicts[case];
+        assert!(verdict == "fail" && detail.contains("while it was streamed"), "{case}: {report:#}");
+    }
+    rig.finish();
+}
+
 /// In a cluster the node's plugin is another process than the controller's.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -108,6 +108,14 @@ pub(super) struct Change {
     pub copy: Option<Snap>,
 }
 
+/// A volume with as many changes between two snapshots as it takes.
+pub(super) struct Dense {
+    pub before: Snap,
+    pub after: Snap,
+    /// The volume, written no more; cases may modify it and let it grow.
+    pub open: tokio::sync::Mutex<OpenVolume>,
+}
+
 pub(super) struct Fixtures {
     pub plugin: Plugin,
     patience: Duration,
@@ -115,7 +123,7 @@ pub(super) struct Fixtures {
     restored: OnceCell<Restored>,
     expanded: OnceCell<Change>,
     between: OnceCell<Change>,
-    dense: OnceCell<Change>,
+    dense: OnceCell<Dense>,
     /// What could not be prepared; it is not tried for each case again.
     failed: Mutex<Vec<(Need, NotReady)>>,
 }
@@ -208,13 +216,13 @@ impl Fixtures {
         take(&self.between)
     }
 
-    pub fn dense(&self) -> Result<&Change, Wrong> {
+    pub fn dense(&self) -> Result<&Dense, Wrong> {
         take(&self.dense)
     }
 
     /// The question whose answer has as many tuples as can be, and what it has to hold.
     pub fn dense_question(&self, kind: Kind) -> Result<(Question, Ranges), Wrong> {
-        let Change { before, after, .. } = self.dense()?;
+        let Dense { before, after, .. } = self.dense()?;
         Ok(match kind {
             Kind::Allocated => (after.allocated(), after.content.data()),
             Kind::Delta => (after.since(before), after.content.changed_since(&before.content)),

@@ -2,7 +2,7 @@
 
 use super::case::Wrong;
 use super::content::{Edit, device_size};
-use super::fixtures::{Change, Fixtures, NotReady, OpenVolume, Pair, Prepared, Restored};
+use super::fixtures::{Change, Dense, Fixtures, NotReady, OpenVolume, Pair, Prepared, Restored};
 
 /// The volume is written in this many places, evenly spread.
 const PLACES: u64 = 32;
@@ -170,14 +170,14 @@ pub(super) async fn expanded(fixtures: &Fixtures) -> Prepared<Change> {
 pub(super) const MOST: u64 = 1_000_000;
 
 /// A volume that was empty, and in which every second block is written then.
-pub(super) async fn dense(fixtures: &Fixtures) -> Prepared<Change> {
+pub(super) async fn dense(fixtures: &Fixtures) -> Prepared<Dense> {
     let mut open = fixtures.open(None, fixtures.plugin.settings.volume_size).await?;
     let before = open.snapshot(fixtures).await?;
     let comb = (0..open.blocks() / 2).take(MOST as usize);
     open.write(comb.map(|tooth| Edit::Write { start: 2 * tooth, count: 1, seed: tooth + 1 }).collect())
         .await?;
     let after = open.snapshot(fixtures).await?;
-    Ok(Change { before, after, copy: None })
+    Ok(Dense { before, after, open: open.into() })
 }
 
 /// A volume that is restored from, in use and written to while its copy is, between two snapshots.

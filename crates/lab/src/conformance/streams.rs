@@ -26,7 +26,7 @@ fn whole_if_ok<S: Subject>(answer: &Answer, must: &Ranges, call: &str) -> Result
 }
 
 /// Reads a stream whose deadline passes after `read` messages, while its reader waits.
-async fn overdue<S: Subject>(
+pub(super) async fn overdue<S: Subject>(
     client: &mut S::Narrow,
     question: &Question,
     options: &Options,
@@ -51,19 +51,31 @@ async fn overdue<S: Subject>(
     }
 }
 
+/// Whether a stream of that many messages ended with an error after its first one and before its last: until then it was open.
+pub(super) fn is_cut_inside(answer: &Answer, messages: usize) -> bool {
+    answer.end.is_err() && (1..messages).contains(&answer.messages.len())
+}
+
 /// The rest of a stream with many messages, from an offset on.
-struct Rest {
-    question: Question,
+pub(super) struct Rest {
+    pub question: Question,
     offset: i64,
-    must: Ranges,
-    messages: usize,
+    /// What it has to hold.
+    pub must: Ranges,
+    pub messages: usize,
 }
 
 impl Rest {
     /// Rests that are longer and longer, up to the whole: work that grows until something can happen within it.
     async fn growing(subject: &impl Subject, kind: Kind) -> Result<Vec<Rest>, Wrong> {
         let (question, must) = subject.dense_question(kind)?;
-        let whole: Vec<(i64, i64)> = subject.ask(&question, 0, 0).await?.tuples().collect();
+        let whole = subject.ask(&question, 0, 0).await?;
+        Ok(Self::of(&question, must, &whole))
+    }
+
+    /// The same of a question whose whole answer is known.
+    pub fn of(question: &Question, must: Ranges, whole: &Answer) -> Vec<Rest> {
+        let whole: Vec<(i64, i64)> = whole.tuples().collect();
         let mut rests = Vec::new();
         for messages in [6_000, 60_000, usize::MAX] {
             let skipped = whole.len().saturating_sub(messages);
@@ -74,17 +86,17 @@ impl Rest {
                 break;
             }
         }
-        Ok(rests)
+        rests
     }
 
     /// With one tuple a message.
-    fn options(&self, subject: &impl Subject) -> Options {
+    pub fn options(&self, subject: &impl Subject) -> Options {
         subject.options(self.offset, 1)
     }
 }
 
 /// Why a cut was none, in the longest stream that there is.
-fn not_shown<S: Subject>(rests: &[Rest], what: &str) -> Verdict {
+pub(super) fn not_shown<S: Subject>(rests: &[Rest], what: &str) -> Verdict {
     let messages = rests.last().map_or(0, |rest| rest.messages);
     Verdict::NotShown(format!(
         "no {what} fell inside a stream: a driver may have handed over all {messages} messages before; {}",
@@ -113,9 +125,7 @@ pub(super) async fn deadline<S: Subject>(subject: &S, kind: Kind) -> Judged {
             let answer = overdue::<S>(&mut client, &rest.question, &options, read).await?;
             let call = format!("a deadline of {timeout} ms met a reader after {read} messages: the stream");
             whole_if_ok::<S>(&answer, &rest.must, &call)?;
-            let is_cut =
-                answer.end.is_err() && !answer.messages.is_empty() && answer.messages.len() < messages;
-            inside += usize::from(is_cut);
+            inside += usize::from(is_cut_inside(&answer, messages));
         }
         if inside > 0 {
             return Ok(Verdict::Pass);

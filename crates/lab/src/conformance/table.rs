@@ -346,7 +346,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             DELTA,
             "a volume that is modified (VolumeAttributesClass), also while it is streamed, loses no change and no answer",
-            NONE,
+            DENSE,
             meanwhile::modified
         ),
         one!(
@@ -450,6 +450,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             STREAMS,
             "a snapshot deleted while it is streamed: all of it, or an error",
+            DENSE,
             meanwhile::deleted
         ),
         one!(
@@ -457,7 +458,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             STREAM,
             "a volume that is expanded while its snapshots are streamed: no range is lost, and the capacity stays theirs",
-            NONE,
+            DENSE,
             meanwhile::expanded
         ),
         one!(
@@ -465,7 +466,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             STREAM,
             "a volume that is cloned while its snapshots are streamed: no range is lost",
-            NONE,
+            DENSE,
             meanwhile::cloned
         ),
         both!("concurrent", Must, STREAMS, "each of many streams at once is whole", streams::beside),

@@ -86,6 +86,7 @@ catalog! {
         Reset "reset" ALL [after "0"] "closes the connection, with all calls on it; in a stream after `after` messages";
         NoFirst "no-first-message" STREAMS [] "leaves the first message out, with its tuples";
         Repeat "repeat-message" STREAMS [after "0"] "sends a message twice, the one after `after` others";
+        ReadAhead "read-ahead" STREAMS [size "64Ki"] "hands over up to `size` bytes that the client has not asked for yet, as a driver with a buffer does";
         Huge "huge-messages" STREAMS [size "5Mi"] "fills each message up to `size` with an unknown field: over 4Mi most clients refuse it";
         TlsExpired "tls-expired" CONNECTION [] "shows an expired certificate to new connections (`--listen https://`)";
         TlsOtherHost "tls-other-host" CONNECTION [] "shows a certificate for another host";

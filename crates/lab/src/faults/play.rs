@@ -1,5 +1,5 @@
 //! The answer of a stream that meets faults: messages are read from behind, changed, and sent on at the pace and to the end
-//! that the faults say. Nothing is read ahead of the client.
+//! that the faults say. Nothing is read ahead of the client, but by the fault that does that.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -8,10 +8,12 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::{BufMut, Bytes, BytesMut};
-use futures_util::Stream as Frames;
+use futures_util::{Stream as Frames, StreamExt};
+use http_body_util::StreamBody;
 use hyper::body::{Body as HttpBody, Frame};
 use prost::Message as _;
 use serve::relay::{frame, unframe};
+use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::{Code, Status};
@@ -92,11 +94,17 @@ impl Play {
         }
     }
 
-    pub fn frames(self) -> impl Frames<Item = Result<Frame<Bytes>, Status>> + Send {
-        futures_util::stream::unfold(self, |mut play| async move {
+    pub fn body(self) -> Body {
+        let ahead = self.faults.iter().find(|spec| spec.entry.kind == Kind::ReadAhead);
+        let ahead = ahead.map(|spec| spec.values.size);
+        let frames = futures_util::stream::unfold(self, |mut play| async move {
             let frame = play.next().await?;
             Some((Ok(frame), play))
-        })
+        });
+        match ahead {
+            Some(bytes) => Body::new(StreamBody::new(read_ahead(frames, bytes))),
+            None => Body::new(StreamBody::new(frames)),
+        }
     }
 
     async fn next(&mut self) -> Option<Frame<Bytes>> {
@@ -297,6 +305,39 @@ impl Play {
         self.open.is_done = true;
         Frame::trailers(trailers(status))
     }
+}
+
+/// Frames that are made whether they are asked for or not, as long as those that wait have fewer than `bytes` bytes. They end
+/// when the client is gone.
+fn read_ahead(
+    frames: impl Frames<Item = Result<Frame<Bytes>, Status>> + Send + 'static,
+    bytes: u64,
+) -> impl Frames<Item = Result<Frame<Bytes>, Status>> + Send {
+    let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+    let room = Arc::new(Semaphore::new(bytes as usize));
+    let (sender, receiver) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let mut frames = std::pin::pin!(frames);
+        let reading = async {
+            while let Some(frame) = frames.next().await {
+                let size = frame.as_ref().ok().and_then(Frame::data_ref).map_or(0, Bytes::len);
+                let size = u32::try_from(size).unwrap_or(u32::MAX).min(bytes);
+                let taken = room.clone().acquire_many_owned(size).await;
+                if sender.send((frame, taken)).is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::select! {
+            () = reading => {}
+            () = sender.closed() => {}
+        }
+    });
+    futures_util::stream::unfold(receiver, |mut receiver: mpsc::UnboundedReceiver<_>| async move {
+        // Its bytes are free for the next ones.
+        let (frame, _taken) = receiver.recv().await?;
+        Some((frame, receiver))
+    })
 }
 
 fn ended(spec: &Spec) -> Status {

@@ -125,16 +125,43 @@ impl Proxy {
         let met = call.met.clone();
         for spec in &met {
             self.meet(spec, call).await?;
-            if spec.entry.kind == Kind::BaseGoneIsEmpty && self.base_is_deleted(call) {
-                return Ok(Some(empty()));
+            if spec.entry.kind == Kind::BaseGoneIsEmpty
+                && let Some(stream) = call.asked.stream.as_ref().filter(|stream| self.base_is_deleted(stream))
+            {
+                return Ok(Some(self.empty(stream).await));
             }
         }
         Ok(None)
     }
 
-    fn base_is_deleted(&self, call: &Call) -> bool {
-        let base = call.asked.stream.as_ref().and_then(Stream::base);
-        base.is_some_and(|base| self.seen.facts().deleted.contains(base))
+    fn base_is_deleted(&self, stream: &Stream) -> bool {
+        stream.base().is_some_and(|base| self.seen.facts().deleted.contains(base))
+    }
+
+    /// An answer without tuples in which nothing else is wrong: it has the type and the capacity that the driver tells of the
+    /// target, or the capacity that was seen when it was made. Of a snapshot that nobody knows there is none to tell, and no message.
+    async fn empty(&self, stream: &Stream) -> Response<Body> {
+        let (path, body) = stream.allocated_of_target();
+        let told = match self.upstream.ask(path, body).await {
+            Ok(mut reader) => reader.next().await,
+            Err(refused) => Err(refused),
+        };
+        let told = told.ok().flatten().and_then(|message| unframe::<Message>(message).ok());
+        let told = told.map(|message| Message { block_metadata: Vec::new(), ..message });
+        let message = told.or_else(|| {
+            let capacity = self.seen.facts().capacities.get(stream.target()).copied()?;
+            Some(Message {
+                block_metadata_type: BlockMetadataType::VariableLength.into(),
+                volume_capacity_bytes: capacity,
+                block_metadata: Vec::new(),
+            })
+        });
+        let message = message.map(|message| Ok::<_, Status>(Frame::data(frame(&message))));
+        let end = Ok(Frame::trailers(trailers(&Status::ok(""))));
+        let frames = futures_util::stream::iter(message.into_iter().chain([end]));
+        let mut response = Response::new(Body::new(StreamBody::new(frames)));
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        response
     }
 
     async fn meet(&self, spec: &Spec, call: &mut Call) -> Result<(), Status> {
@@ -292,12 +319,15 @@ impl Proxy {
             Ok(read) => read,
             Err(status) => {
                 let status = replaced(status, &met);
-                return if status.code() == Code::Ok { Ok(empty()) } else { Err(status) };
+                return match status.code() {
+                    Code::Ok => Ok(self.empty(&stream).await),
+                    _ => Err(status),
+                };
             }
         };
         let faults = met.into_iter().zip(abouts).collect();
         let play = Play::new(self, reader, stream, faults, open, connection, deadline);
-        let mut response = Response::new(Body::new(StreamBody::new(play.frames())));
+        let mut response = Response::new(play.body());
         *response.headers_mut() = headers;
         response.headers_mut().remove(header::CONTENT_LENGTH);
         Ok(response)
@@ -439,21 +469,6 @@ fn unclaimed(kind: Kind, call: &str, answer: Bytes) -> Result<Bytes, Status> {
 fn request(mut head: Parts, body: Bytes) -> Request<Body> {
     head.headers.remove(header::CONTENT_LENGTH);
     Request::from_parts(head, Body::new(Full::new(body)))
-}
-
-/// An answer without tuples.
-fn empty() -> Response<Body> {
-    let message = Message {
-        block_metadata_type: BlockMetadataType::VariableLength.into(),
-        volume_capacity_bytes: 64 << 20,
-        block_metadata: Vec::new(),
-    };
-    let mut response = Response::new(Body::new(StreamBody::new(futures_util::stream::iter([
-        Ok::<_, Status>(Frame::data(frame(&message))),
-        Ok(Frame::trailers(trailers(&Status::ok("")))),
-    ]))));
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    response
 }
 
 /// A status as the end of a body.

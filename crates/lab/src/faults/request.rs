@@ -146,7 +146,11 @@ impl Stream {
     /// What the target of a delta holds: path and body of that request.
     pub fn allocated_of_target(&self) -> (&'static str, Bytes) {
         match self {
-            Stream::Allocated(_) => ("/csi.v1.SnapshotMetadata/GetMetadataAllocated", self.body()),
+            Stream::Allocated(request) => {
+                let request =
+                    GetMetadataAllocatedRequest { starting_offset: 0, max_results: 0, ..request.clone() };
+                ("/csi.v1.SnapshotMetadata/GetMetadataAllocated", frame(&request))
+            }
             Stream::Delta(request) => {
                 let request = GetMetadataAllocatedRequest {
                     snapshot_id: request.target_snapshot_id.clone(),
@@ -156,8 +160,13 @@ impl Stream {
                 };
                 ("/csi.v1.SnapshotMetadata/GetMetadataAllocated", frame(&request))
             }
-            Stream::GatewayAllocated(_) => {
-                ("/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated", self.body())
+            Stream::GatewayAllocated(request) => {
+                let request = kubernetes::GetMetadataAllocatedRequest {
+                    starting_offset: 0,
+                    max_results: 0,
+                    ..request.clone()
+                };
+                ("/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated", frame(&request))
             }
             Stream::GatewayDelta(request) => {
                 let request = kubernetes::GetMetadataAllocatedRequest {

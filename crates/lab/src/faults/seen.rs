@@ -27,6 +27,8 @@ pub(super) struct Counts {
 pub(super) struct Facts {
     /// Snapshots and the volume of each.
     pub snapshots: HashMap<String, String>,
+    /// Capacity of the volume of each snapshot when it was made.
+    pub capacities: HashMap<String, i64>,
     /// Snapshots that are members of a group.
     pub members: HashSet<String>,
     /// Volumes and snapshots that are gone.
@@ -101,6 +103,15 @@ impl Facts {
         *times - 1
     }
 
+    /// Notes a snapshot. It may be told of again when its volume has grown.
+    fn made(&mut self, snapshot: Snapshot) {
+        let volume = &snapshot.source_volume_id;
+        if let Some(capacity) = self.grown.get(volume).or(self.capacity.get(volume)).copied() {
+            self.capacities.entry(snapshot.snapshot_id.clone()).or_insert(capacity);
+        }
+        self.snapshots.insert(snapshot.snapshot_id, snapshot.source_volume_id);
+    }
+
     /// Notes a call that is about to be passed on.
     pub fn before(&mut self, call: &str, body: &Bytes) {
         // What cannot be read is not noted; the driver says what is wrong with it.
@@ -146,13 +157,13 @@ impl Facts {
             }
             "CreateSnapshot" => {
                 let snapshot = unframe::<CreateSnapshotResponse>(answer).ok()?.snapshot?;
-                self.snapshots.insert(snapshot.snapshot_id, snapshot.source_volume_id);
+                self.made(snapshot);
             }
             "CreateVolumeGroupSnapshot" => {
                 let group = unframe::<CreateVolumeGroupSnapshotResponse>(answer).ok()?.group_snapshot?;
                 for snapshot in group.snapshots {
                     self.members.insert(snapshot.snapshot_id.clone());
-                    self.snapshots.insert(snapshot.snapshot_id, snapshot.source_volume_id);
+                    self.made(snapshot);
                 }
             }
             "DeleteSnapshot" => {

@@ -54,6 +54,7 @@ const SURVIVES: &[(&str, &str)] = &[
     ("wants-secrets:call=GetMetadataDelta", "error: stop"),
     ("no-service:call=GetMetadataDelta", "error: full backup"),
     ("base-gone", "error: full backup"),
+    ("read-ahead", "whole"),
     ("huge-messages", "whole"),
 ];
 
