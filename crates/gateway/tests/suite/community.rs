@@ -2,6 +2,7 @@
 //! through the gateway from the real driver, the client library reads through the gateway, the community's sidecar and the
 //! driver's socket, and `cbt-backup` backs up through the first two; and the faults that these tests look for are there in the community's sidecar.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -216,6 +217,25 @@ fn blocks(text: &str) -> Vec<(u64, u64)> {
     text.lines().filter_map(pair).collect()
 }
 
+/// An account that may do everything: its name to the API server, and its kubeconfig.
+async fn account_of_all_rights(world: &World, account: &str) -> (String, PathBuf) {
+    let ns = &world.namespace;
+    world.api.account(ns, account, json!([])).await;
+    let binding = json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": format!("{ns}-{account}")},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "cluster-admin"},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": ns}],
+    });
+    world.api.make(binding).await;
+    (format!("system:serviceaccount:{ns}:{account}"), world.api.kubeconfig_of(ns, account).await)
+}
+
+/// The calls that an account has made to the API server, once the audit log, which is written behind the answers, has them.
+async fn calls_of(world: &World, user: &str) -> BTreeMap<String, usize> {
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    world.api.calls_of(user)
+}
+
 /// A kubeconfig of an account with what deploy/base/rbac-clients.yaml gives to backup applications.
 pub async fn backup_account(world: &World) -> PathBuf {
     let ns = &world.namespace;
@@ -264,9 +284,31 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
     let token = world.reader("reader").await;
     let gateway = world.gateway(&[]).await;
     let files = gateway.files.as_ref().expect("files");
-    let mut process = Sidecar::start(&sidecar, &world, &world.socket(), files).await;
+    // With an account of its own, by which its calls are told from those of the others.
+    let (user, config) = account_of_all_rights(&world, "sidecar").await;
+    let config = format!("--kubeconfig={}", config.display());
+    let mut process = Sidecar::start_with(&sidecar, &world, &world.socket(), files, &[&config]).await;
     let mut client = Client::connect(process.port, HOST, &files.ca).await.expect("connect");
+    // Each call of a client is six of its own to the API server, also where it has answered the same before.
+    let of_one = [
+        ("create subjectaccessreviews", 1),
+        ("create tokenreviews", 1),
+        ("get snapshotmetadataservices", 1),
+        ("get volumesnapshotcontents", 1),
+        ("get volumesnapshots", 1),
+        ("list volumesnapshotclasses", 1),
+    ];
+    let none = calls_of(&world, &user).await;
     assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
+    let first = calls_of(&world, &user).await;
+    assert_eq!(code(&client.allocated(&token, &ns, "second").await), Code::Ok);
+    let again = calls_of(&world, &user).await;
+    assert_eq!(code(&client.delta(&token, &ns, "plain-1", "second").await), Code::Ok);
+    let delta = calls_of(&world, &user).await;
+    for (before, after) in [(&none, &first), (&first, &again), (&again, &delta)] {
+        let more = after.iter().map(|(call, times)| (call.as_str(), times - before.get(call).unwrap_or(&0)));
+        assert_eq!(more.filter(|(_, times)| *times > 0).collect::<Vec<_>>(), of_one);
+    }
     // 1. Another tenant's base is passed to the driver.
     assert_eq!(code(&client.delta(&token, &ns, "plain-3", "second").await), Code::Ok);
     let asked = driver.seen.deltas.lock().unwrap().pop().map(|request| request.base_snapshot_id);
@@ -293,7 +335,7 @@ pub async fn the_communitys_sidecar_has_the_faults_that_these_tests_look_for(wor
     let counted = samples(&text);
     let name = "snapshot_metadata_controller_operations_seconds_count";
     let counts = |method| sum(&counted, name, &[("method_name", method)]);
-    assert_eq!((counts("MetadataDelta"), counts("MetadataAllocated")), (0.0, 13.0), "{text}");
+    assert_eq!((counts("MetadataDelta"), counts("MetadataAllocated")), (0.0, 15.0), "{text}");
     // 5. A VolumeSnapshot without a status ends the process.
     assert!(process.running.is_alive());
     let answer = client.allocated(&token, &ns, "no-status").await;

@@ -25,11 +25,16 @@ async fn driver(world: &World, changes: &str) -> Lab {
     driver_at(world, &world.socket(), &["--changes", changes]).await
 }
 
-/// The same at another socket, with more flags.
-pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
+/// The driver alone.
+async fn mock(world: &World, socket: &Path, more: &[&str]) -> Lab {
     let listen = format!("unix://{}", socket.display());
     let named = ["mock", "--listen", &listen, "--driver-name", &world.driver];
-    let lab = Lab::start(named.iter().chain(&["--volume", "disk=1Gi", "--snapshots", "2"]).chain(more)).await;
+    Lab::start(named.iter().chain(&["--volume", "disk=1Gi", "--snapshots", "2"]).chain(more)).await
+}
+
+/// The same at another socket, with more flags.
+pub async fn driver_at(world: &World, socket: &Path, more: &[&str]) -> Lab {
+    let lab = mock(world, socket, more).await;
     for (name, handle, second) in [("monday", "disk-1", 1), ("tuesday", "disk-2", 2)] {
         let at = |_: &mut Value, content: &mut Value| {
             content["status"]["creationTime"] = json!(second * 1_000_000_000_i64);
@@ -127,18 +132,18 @@ pub async fn gateway(world: &World) -> Gateway {
 }
 
 pub async fn the_gateway_passes_every_case_of_kubernetes(world: World) {
-    let _driver = driver(&world, MANY).await;
+    let driver = driver(&world, MANY).await;
     let _gateway = gateway(&world).await;
-    let expired = expired_token(&world).await;
+    let expired_token = expired_token(&world).await;
     let junit = world.dir.path().join("junit.xml").display().to_string();
     let chosen = ["--snapshot", "tuesday", "--snapshot", "monday"];
-    let more = ["--expired-token", &expired, "--junit", &junit];
+    let more = ["--expired-token", &expired_token, "--junit", &junit];
     let (code, verdicts, report) = run(&world, &[&chosen[..], &more].concat()).await;
     assert_eq!(code, Some(0), "{report:#}");
     let cases = all_cases().await;
     assert_eq!(verdicts.keys().cloned().collect::<BTreeSet<_>>(), names(&cases));
     for (case, (verdict, detail)) in &verdicts {
-        // The mock lists extents.
+        // The mock lists extents here.
         let may = verdict == "pass" || (verdict == "skip" && case.ends_with("-fixed-size"));
         assert!(may, "{case}: {verdict}: {detail}");
     }
@@ -161,6 +166,18 @@ pub async fn the_gateway_passes_every_case_of_kubernetes(world: World) {
     let changes = report["changes"].as_array().expect("changes");
     let expired = changes.iter().find(|change| change["name"] == "token-expired").expect("it is another");
     assert_eq!((&expired["before"], &expired["now"]), (&json!("pass"), &json!("skip")));
+
+    // And blocks of one length: then no case is left out.
+    drop(driver);
+    let fixed = ["--changes", MANY, "--block-metadata-type", "fixed"];
+    let _driver = mock(&world, &world.socket(), &fixed).await;
+    let file = ["--expired-token", expired_token.as_str()];
+    let (code, verdicts, report) = run(&world, &[&chosen[..], &file].concat()).await;
+    assert_eq!(code, Some(0), "{report:#}");
+    assert_eq!(verdicts.keys().cloned().collect::<BTreeSet<_>>(), names(&cases));
+    for (case, (verdict, detail)) in &verdicts {
+        assert_eq!(verdict, "pass", "{case}, FIXED_LENGTH: {detail}");
+    }
     assert_nothing_is_left(&world).await;
     the_page_lists(&cases);
 }
