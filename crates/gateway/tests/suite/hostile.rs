@@ -193,12 +193,14 @@ pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
     let mut bytes = vec![0x0a; SENT];
     bytes[..5].copy_from_slice(&[0, 0, 0, 0x7d, 0]);
     let bytes = Bytes::from(bytes);
-    let calls = channels.iter().flat_map(|channel| std::iter::repeat_n(channel.clone(), CALLS)).map(|channel| {
-        let first = Ok::<_, Status>(http_body::Frame::data(bytes.clone()));
-        let body = futures_util::stream::once(std::future::ready(first)).chain(futures_util::stream::pending());
-        let body = tonic::body::Body::new(http_body_util::StreamBody::new(Box::pin(body)));
-        tokio::time::timeout(HANGS, call_by(channel, ALLOCATED, body))
-    });
+    let calls =
+        channels.iter().flat_map(|channel| std::iter::repeat_n(channel.clone(), CALLS)).map(|channel| {
+            let first = Ok::<_, Status>(http_body::Frame::data(bytes.clone()));
+            let body =
+                futures_util::stream::once(std::future::ready(first)).chain(futures_util::stream::pending());
+            let body = tonic::body::Body::new(http_body_util::StreamBody::new(Box::pin(body)));
+            tokio::time::timeout(HANGS, call_by(channel, ALLOCATED, body))
+        });
     let mut refused = 0;
     for status in futures_util::future::join_all(calls).await {
         let status = status.expect("it ends");

@@ -73,9 +73,7 @@ async fn a_source_that_is_dead_keeps_no_other_from_being_copied() {
     let waiting: Vec<_> = (0..AT_ONCE)
         .map(|number| on(&cluster, TARGET, &format!("from-the-dead-{number}"), from_snapshot(&snapshot)))
         .collect();
-    for request in &waiting {
-        begun(&cluster, request).await;
-    }
+    futures_util::future::join_all(waiting.iter().map(|request| begun(&cluster, request))).await;
     cluster.nodes[SOURCE].rig.kill();
     cluster.router().sees(2).await;
     // As csi-provisioner does: what nobody asks for any more is given up.
