@@ -125,8 +125,11 @@ mod tests {
         Ranges::of([0..4096, 8192..12288])
     }
 
-    fn judged(size: Size, messages: &[(i32, i64, &[(i64, i64)])]) -> Result<u64, String> {
-        let message = |(style, capacity, tuples): &(i32, i64, &[(i64, i64)])| Message {
+    /// Type, capacity and tuples.
+    type Told<'a> = (i32, i64, &'a [(i64, i64)]);
+
+    fn judged(size: Size, messages: &[Told]) -> Result<u64, String> {
+        let message = |(style, capacity, tuples): &Told| Message {
             style: *style,
             capacity: *capacity,
             tuples: tuples.to_vec(),

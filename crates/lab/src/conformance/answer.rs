@@ -193,20 +193,20 @@ mod tests {
     async fn a_stream_that_repeats_itself_or_leaves_its_volume_has_no_end() {
         let tuples = |offset: i64| (0..4096).map(|at| (offset + at * 512, 512)).collect::<Vec<_>>();
         let mut at = 0;
-        let mut behind = || {
+        let behind = || {
             at += 4096 * 512;
             tuples(at)
         };
-        let makes: [(&str, &mut (dyn FnMut() -> Vec<(i64, i64)> + Send)); 3] = [
-            ("the same again", &mut || tuples(0)),
-            ("behind the end", &mut behind),
-            ("nothing", &mut Vec::new),
-        ];
-        for (what, make) in makes {
-            let make = || Message { style: 1, capacity: 1 << 20, tuples: make() };
-            let read = Answer::read_all(Ok(Long { messages: usize::MAX, make }), "it").await;
-            assert!(read.is_err_and(|wrong| wrong.to_string().contains("no end")), "{what}");
-        }
+        // The same again, behind the end, and nothing.
+        has_no_end(|| tuples(0)).await;
+        has_no_end(behind).await;
+        has_no_end(Vec::new).await;
+    }
+
+    async fn has_no_end(mut make: impl FnMut() -> Vec<(i64, i64)> + Send) {
+        let make = || Message { style: 1, capacity: 1 << 20, tuples: make() };
+        let read = Answer::read_all(Ok(Long { messages: usize::MAX, make }), "it").await;
+        assert!(read.is_err_and(|wrong| wrong.to_string().contains("no end")));
     }
 
     #[test]
