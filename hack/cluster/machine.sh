@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints what a cluster must leave alone on the machine, to compare before and after: sysctls, packet filters, network,
-# cgroups, mounts, loop devices, device nodes. Numbers that count what goes on are left out, and so is what
+# cgroups of a cluster's programs, mounts, loop devices, device nodes. Numbers that count what goes on are left out, and so is what
 # other tests on this machine have in /tmp.
 set -euo pipefail
 shopt -s nullglob
@@ -16,7 +16,8 @@ nft list ruleset 2>/dev/null | sed 's/^/nft: /' || true
 ip -brief link | awk '{ print "link: " $1 }'
 ip route show table all | sed 's/^/route: /'
 for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/*; do
-    find "$hierarchy" -mindepth 1 -type d ! -path '/sys/fs/cgroup' -printf 'cgroup: %p\n'
+    # Those of other programs come and go.
+    find "$hierarchy" -mindepth 1 -type d -regex '.*/\(deltapath\|kube\|containerd\|cri\|k8s\).*' -printf 'cgroup: %p\n'
 done | sort -u
 awk '$5 !~ "^/tmp/" { print "mount: " $5 }' /proc/self/mountinfo
 find /dev -maxdepth 1 ! -name 'loop*' ! -name dev -printf 'device: %p %M\n' | sort
