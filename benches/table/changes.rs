@@ -219,20 +219,23 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     let restore = make(&mut rig, pool, "restore", size, from_snapshot(&base), &of_snapshot, None).await;
     let of_volume = host::volume_dir(&rig, &volume);
     let clone = make(&mut rig, pool, "clone", size, from_volume(&volume), &of_volume, Some(&device)).await;
-    let mut delete = Vec::new();
+    let (mut snapshots, mut copies) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         // A snapshot and a bare copy, each of which alone holds 1 %.
         change(&device, size, &mut random);
-        let snapshot = rig.snapshot(&format!("deleted {round}"), &volume).await;
-        host::hashed(&rig, &snapshot).await;
+        snapshots.push(rig.snapshot(&format!("deleted {round}"), &volume).await);
+        host::hashed(&rig, &snapshots[round]).await;
         change(&device, size, &mut random);
-        let copy = host::bare_copy(&rig, pool, &of_volume, Some(&device));
-        change(&device, size, &mut random);
-        host::idle(&rig, pool).await;
-        let bare = copy.remove();
-        host::idle(&rig, pool).await;
+        copies.push(host::bare_copy(&rig, pool, &of_volume, Some(&device)));
+    }
+    change(&device, size, &mut random);
+    host::idle(&rig, pool).await;
+    let bare: Vec<Duration> = copies.into_iter().map(host::BareCopy::remove).collect();
+    host::idle(&rig, pool).await;
+    let mut delete = Vec::new();
+    for (snapshot, bare) in snapshots.iter().zip(bare) {
         let started = Instant::now();
-        rig.client.delete_snapshot(&snapshot).await.expect("DeleteSnapshot");
+        rig.client.delete_snapshot(snapshot).await.expect("DeleteSnapshot");
         delete.push((started.elapsed(), bare));
     }
     rig.detach(&volume).await;
