@@ -61,8 +61,8 @@ metadata: {name: $1, namespace: tight}
 spec: {volumeSnapshotClassName: deltapath, source: {persistentVolumeClaimName: first}}
 Y
     }
-    # The quota counts a kind of object some time after its CRD is there, and refuses it until then.
-    await 180 "a snapshot is taken" one first || fail "no snapshot is taken"
+    # The quota counts a kind of object minutes after its CRD is there, at the latest, and refuses it until then.
+    await 420 "a snapshot is taken" one first || fail "no snapshot is taken"
     k wait --namespace tight --for jsonpath='{.status.readyToUse}'=true --timeout 60s volumesnapshot/first
     refused "two snapshots are taken where one is allowed" one second
     k delete namespace tight --timeout 180s
