@@ -73,10 +73,11 @@ certificates() {
     mkdir -p "$dir/pki"
     cd "$dir/pki"
     new_key() { openssl genpkey -quiet -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out "$1" 2>/dev/null || openssl ecparam -name prime256v1 -genkey -noout -out "$1"; }
-    certificate() { # NAME SUBJECT [EXTENSION]
+    certificate() { # NAME SUBJECT [EXTENSION [CA]]
+        local ca=${4-ca}
         new_key "$1.key"
         openssl req -new -key "$1.key" -subj "$2" -out "$1.csr"
-        openssl x509 -req -in "$1.csr" -days 365 -CA ca.crt -CAkey ca.key -CAcreateserial -out "$1.crt" 2>/dev/null \
+        openssl x509 -req -in "$1.csr" -days 365 -CA "$ca.crt" -CAkey "$ca.key" -CAcreateserial -out "$1.crt" 2>/dev/null \
             -extfile <(printf 'basicConstraints=CA:FALSE\nkeyUsage=digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\n%s\n' "${3-}")
         cat >"$1.kubeconfig" <<K
 apiVersion: v1
@@ -89,6 +90,10 @@ K
     }
     new_key ca.key
     openssl req -x509 -new -key ca.key -days 365 -subj "/CN=$CLUSTER" -out ca.crt
+    # By which aggregated API servers know the API server: of a CA that signs nothing else.
+    new_key front-proxy-ca.key
+    openssl req -x509 -new -key front-proxy-ca.key -days 365 -subj "/CN=$CLUSTER front proxy" -out front-proxy-ca.crt
+    certificate front-proxy /CN=front-proxy-client '' front-proxy-ca
     new_key accounts.key
     openssl pkey -in accounts.key -pubout -out accounts.pub
     certificate apiserver /CN=kube-apiserver "subjectAltName=DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,DNS:kubernetes.default.svc.cluster.local,IP:10.99.0.11,IP:10.96.0.1"

@@ -185,7 +185,11 @@ if [ "$number" = 1 ]; then
         --service-account-issuer=https://kubernetes.default.svc.cluster.local \
         --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
         --kubelet-client-certificate="$pki/admin.crt" --kubelet-client-key="$pki/admin.key" \
-        --kubelet-certificate-authority="$pki/ca.crt" --kubelet-preferred-address-types=InternalIP &
+        --kubelet-certificate-authority="$pki/ca.crt" --kubelet-preferred-address-types=InternalIP \
+        --requestheader-client-ca-file="$pki/front-proxy-ca.crt" --requestheader-allowed-names=front-proxy-client \
+        --requestheader-username-headers=X-Remote-User --requestheader-group-headers=X-Remote-Group \
+        --requestheader-extra-headers-prefix=X-Remote-Extra- \
+        --proxy-client-cert-file="$pki/front-proxy.crt" --proxy-client-key-file="$pki/front-proxy.key" &
 fi
 until answers; do sleep 0.2; done
 if [ "$number" = 1 ]; then
