@@ -34,7 +34,7 @@ fn read_only<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert_eq!(error.code(), Code::Internal, "{error}");
     let text = error.to_string();
     assert!(text.contains("Read-only file system"), "{text}");
-    assert!(text.contains("a remount"), "it does not say what to do: {text}");
+    assert!(text.contains("remount it"), "it does not say what to do: {text}");
 }
 
 async fn a_read_only_pool(pool: PoolKind) {
@@ -67,7 +67,7 @@ async fn a_read_only_pool(pool: PoolKind) {
     remount(&place, "ro");
     for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
         let said = tells(&view, "PoolReadOnly", Trouble::Degraded);
-        assert!(said.contains("Read-only file system") && said.contains("a remount"), "{said}");
+        assert!(said.contains("Read-only file system") && said.contains("remount it"), "{said}");
         assert_eq!(view.len(), 1, "{view:?}");
     }
     assert_eq!(unwell(&rig, 0).await.len(), 1);
