@@ -211,9 +211,12 @@ pub async fn requests_of_unknown_callers_take_a_bounded_memory(world: World) {
         }
     }
     let sent = CONNECTIONS * CALLS * SENT;
-    assert!(refused > CONNECTIONS * CALLS / 2, "{refused} requests were refused, of {sent} bytes in all");
+    // Each of the others is kept until it is too late.
+    let kept = CONNECTIONS * CALLS - refused;
+    assert!(kept * SENT <= 32 << 20, "{kept} requests were kept, of {sent} bytes in all");
     let grown = gateway.peak() - before;
-    assert!(grown < 80 << 20, "{sent} bytes took {grown}");
+    // Beside the bytes each call is a task with its state, of some 25 KiB in a debug build.
+    assert!(grown < 200 << 20, "{sent} bytes took {grown}");
     assert!(gateway.running.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }
