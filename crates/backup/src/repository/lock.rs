@@ -3,12 +3,12 @@
 //! In a directory a lock is flock(2) on the file `lock`: the kernel frees it with the process, also after kill -9. A
 //! bucket has nothing like it, so there a lock is an object below `locks/` that its holder writes anew every minute. One
 //! that was not written for ten minutes is of a process that is gone, and the next who looks removes it. Times are compared
-//! with that of the looker's own lock object, as the storage tells both, so that no clock but the storage's counts.
+//! with that of one's own lock object. Both are the storage's, so no other clock counts.
 //!
-//! A holder cannot be told that its lock was removed, so it looks itself. A lock that is gone is never made anew, and one
+//! A holder does not hear that its lock was removed, so it checks. A lock that is gone is never made anew, and one
 //! that was not written for five minutes counts as lost, by a clock that goes on while the machine sleeps: the five minutes
 //! that are left are for requests under way. Before an index is written, and before what a prune removes or replaces, the
-//! lock is written once more ([`Lock::hold`]): whoever had it removed came before, and is seen.
+//! lock is written once more ([`Lock::hold`]): a removal before that is seen.
 
 use std::fs::{File, TryLockError};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -178,7 +178,7 @@ impl Busy {
 /// The times of a lock in a bucket.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// It is written anew so often.
+    /// Between two writes of it.
     renewed: Duration,
     /// Its holder gives it up when it was not written for so long.
     lost: Duration,
@@ -229,7 +229,7 @@ impl Held {
         now().saturating_sub(*self.written())
     }
 
-    /// Whoever relies on the lock ends.
+    /// Stops all work that relies on the lock.
     fn lose(&self, why: String) {
         let _ = self.lost.0.set(why);
         self.stop.cancel();

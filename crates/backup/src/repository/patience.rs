@@ -1,4 +1,4 @@
-//! How long one request to a bucket may take: by what it carries, so that a slow line is no dead one.
+//! How long one request to a bucket may take: by what it carries, so that a slow line does not count as dead.
 
 use std::future::Future;
 use std::pin::Pin;

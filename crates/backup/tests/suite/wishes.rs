@@ -63,17 +63,23 @@ fn a_volume_that_was_made_anew_is_backed_up_whole() {
     place.restores(&id(&made), &world.image, SIZE);
 }
 
+impl World {
+    /// A full backup of `two` is interrupted after its first segment, which has 12 MB.
+    fn is_interrupted(&self) {
+        let slow = self.place.command(&self.back_up("full", "two", &["--limit-rate", "8Mi"]));
+        let mut running = Running::start(slow);
+        std::thread::sleep(Duration::from_millis(2200));
+        running.signal(Signal::SIGINT);
+        assert_eq!(running.0.wait().expect("wait").code(), Some(130));
+        assert_eq!(self.place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+    }
+}
+
 #[test]
 fn resume_goes_on_with_the_kind_that_is_asked_for() {
     let world = World::new();
     let place = &world.place;
-    let slow = place.command(&world.back_up("full", "two", &["--limit-rate", "8Mi"]));
-    let mut running = Running::start(slow);
-    // The first segment has 12 MB.
-    std::thread::sleep(Duration::from_millis(2200));
-    running.signal(Signal::SIGINT);
-    assert_eq!(running.0.wait().expect("wait").code(), Some(130));
-    assert_eq!(place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+    world.is_interrupted();
     // In a copy, since a backup that is made takes what was interrupted away.
     let made = |wish: &str| {
         let copy = place.copy();
@@ -86,12 +92,7 @@ fn resume_goes_on_with_the_kind_that_is_asked_for() {
 fn what_was_interrupted_and_is_gone_is_not_gone_on_with() {
     let world = World::new();
     let place = &world.place;
-    let slow = place.command(&world.back_up("full", "two", &["--limit-rate", "8Mi"]));
-    let mut running = Running::start(slow);
-    std::thread::sleep(Duration::from_millis(2200));
-    running.signal(Signal::SIGINT);
-    assert_eq!(running.0.wait().expect("wait").code(), Some(130));
-    assert_eq!(place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+    world.is_interrupted();
     // What a prune would have swept that had never seen it.
     let kept = place.copy();
     std::fs::remove_dir_all(kept.repository().join("partial")).expect("remove");
