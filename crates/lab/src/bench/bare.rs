@@ -1,7 +1,7 @@
 //! What the same costs without a driver: operations on a sparse file in a directory of the user's, with the same bytes in it.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -130,6 +130,19 @@ fn each_chunk(
     Ok(())
 }
 
+/// The bytes that the plain files under `parent` take, where a driver that says that `left` bytes are left means the filesystem that
+/// they are on: it has nearly as much left. They are not the driver's.
+pub(super) fn space_of_same(parent: &Path, left: f64, data: f64) -> f64 {
+    let Ok(system) = nix::sys::statvfs::statvfs(parent) else { return 0.0 };
+    let free = system.blocks_available() as f64 * system.fragment_size() as f64;
+    if (free - left).abs() > data / 2.0 {
+        return 0.0;
+    }
+    let files = std::fs::read_dir(parent).into_iter().flatten().flatten();
+    let files = files.flat_map(|dir| std::fs::read_dir(dir.path()).into_iter().flatten().flatten());
+    files.filter_map(|file| file.metadata().ok()).map(|file| file.blocks() as f64 * 512.0).sum()
+}
+
 async fn timed(work: impl FnOnce() -> std::io::Result<()> + Send + 'static) -> Result<f64, Wrong> {
     blocking(move |_| {
         let began = Instant::now();
@@ -156,6 +169,13 @@ mod tests {
         bare.read_both("copy", &blocks([300, 899])).await.expect("read");
         assert!(bare.read_both("copy", &blocks([size / BLOCK])).await.is_err(), "behind the end");
         bare.walk().await.expect("walk");
+        let free = nix::sys::statvfs::statvfs(parent.path()).expect("statvfs");
+        let free = free.blocks_available() as f64 * free.fragment_size() as f64;
+        let written = 600.0 * BLOCK as f64;
+        // Others may write to this disk.
+        let taken = space_of_same(parent.path(), free, 1e12);
+        assert!((2.0 * written..2.0 * written + 65536.0).contains(&taken), "both files: {taken}");
+        assert_eq!(space_of_same(parent.path(), free - 1e12, 1e12), 0.0, "another filesystem");
         bare.remove("copy").await.expect("remove");
         assert!(bare.remove("copy").await.is_err(), "it is there still");
         drop(bare);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use base::Quantity;
 use csi_client::Question;
 
-use super::figures::Spot;
+use super::figures::{Spot, Unit};
 use super::steps::{Bench, Lived, Over};
 use crate::random;
 
@@ -83,7 +83,7 @@ impl Bench<'_> {
         let seed = random::at(size, run);
         self.progress.step("CreateVolume");
         let create = self.spot("create", "CreateVolume", size);
-        let at_first = self.space(None).await;
+        let at_first = self.space_at_first().await;
         let mut subject = self.subject(size, seed, Some(&create)).await?;
         let real_size = subject.size;
 
@@ -175,16 +175,18 @@ impl Bench<'_> {
             ("space-restored", "space of the restored volume", with_snapshots.zip(with_restored)),
             ("space-clone", "space of the clone", with_restored.zip(with_clone)),
         ];
-        let follows = follows(data.0 as f64, pairs.each_ref().map(|(_, _, space)| *space));
+        let taken = pairs.each_ref().map(|(_, _, space)| space.map(|(before, after)| before - after));
         for (id, what, space) in pairs {
             let spot = self.spot(id, what, size);
             match space {
                 None => {
                     self.book.no_figure(&spot, "the driver does not claim GET_CAPACITY, does not answer it, or never says the same twice")
                 }
-                Some(_) if !follows => {
+                Some(_) if !follows(data.0 as f64, taken) => {
+                    let taken = taken.map(|taken| taken.map_or("?".to_owned(), |taken| Unit::Bytes.text(taken)));
                     let why = format!(
-                        "the answers of GetCapacity do not follow what is written, {data} of data here"
+                        "the answers of GetCapacity do not follow what is written: {data} of data, and {} taken",
+                        taken.join(", ")
                     );
                     self.book.no_figure(&spot, why);
                 }
@@ -232,10 +234,9 @@ impl Bench<'_> {
     }
 }
 
-/// Whether the space that is left follows what is written: `data` bytes at first, and later things that give none back. Each pair is
-/// the capacity before and after. Where others write and delete on the same disk it does not.
-fn follows(data: f64, space: [Option<(f64, f64)>; 4]) -> bool {
-    let taken = space.map(|pair| pair.map(|(before, after)| before - after));
+/// Whether the bytes that each step took follow what it wrote: `data` bytes at first, and the later steps give none back. Where others
+/// write and delete on the same disk they do not.
+fn follows(data: f64, taken: [Option<f64>; 4]) -> bool {
     let is_written = taken[0].is_none_or(|taken| taken >= data / 2.0);
     is_written && taken.into_iter().flatten().all(|taken| taken > -data / 16.0)
 }
@@ -246,7 +247,7 @@ mod tests {
 
     #[test]
     fn space_that_others_take_and_give_back_is_no_figure() {
-        let space = |taken: [f64; 4]| taken.map(|taken| Some((1000.0, 1000.0 - taken)));
+        let space = |taken: [f64; 4]| taken.map(Some);
         assert!(follows(64.0, space([64.0, 8.0, 0.1, -0.1])));
         assert!(follows(64.0, [None; 4]));
         assert!(!follows(64.0, space([10.0, 8.0, 0.0, 0.0])), "others gave back");

@@ -303,7 +303,8 @@ async fn live(plugin: &Plugin, plan: &Plan, mut signals: watch::Receiver<u32>, o
     let (mut troubles, mut left) = (Vec::new(), Vec::new());
     let mut interrupted = false;
     let claims_capacity = plugin.claims.capacity;
-    let mut bench = Bench { plugin, plan, book: &mut book, progress: &progress, claims_capacity };
+    let mut bench =
+        Bench { plugin, plan, book: &mut book, progress: &progress, claims_capacity, left_before: None };
     tokio::select! {
         () = bench.measure(&mut troubles, &mut left) => {}
         _ = signals.wait_for(|count| *count >= 1) => interrupted = true,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use csi_client::{Question, block_capability};
 use tonic::Code;
 
+use super::bare;
 use super::check::{Size, holds, judge, stream};
 use super::figures::{Book, Spot, Unit};
 use super::life::Plan;
@@ -19,6 +20,8 @@ use crate::conformance::ranges::Ranges;
 
 /// The longest wait until two answers of GetCapacity are equal.
 const STEADY: Duration = Duration::from_secs(5);
+/// The longest wait until a driver has freed what was deleted before.
+const FREED: Duration = Duration::from_secs(10);
 
 /// Why the rest of a life is not lived.
 pub(super) enum Over {
@@ -43,6 +46,8 @@ pub(super) struct Bench<'a> {
     pub progress: &'a Progress,
     /// Whether GetCapacity is worth asking.
     pub claims_capacity: bool,
+    /// What the driver said was left before the last life.
+    pub left_before: Option<f64>,
 }
 
 #[derive(Clone)]
@@ -134,6 +139,21 @@ impl Bench<'_> {
         Ok(None)
     }
 
+    /// What the driver says is left before a life, once it has freed most of what the life before wrote: drivers may delete behind
+    /// the calls, and stop for a while in the middle.
+    pub async fn space_at_first(&mut self) -> Option<f64> {
+        let until = Instant::now() + FREED;
+        let written = self.plan.data as f64;
+        loop {
+            let left = self.space(None).await?;
+            if self.left_before.is_none_or(|before| left > before - written / 2.0) || Instant::now() >= until
+            {
+                self.left_before = Some(left);
+                return Some(left);
+            }
+        }
+    }
+
     /// What the driver says is left, if it does, once it says the same twice: deletions may go on behind the calls.
     pub async fn space(&mut self, volume: Option<&Volume>) -> Option<f64> {
         if !self.claims_capacity {
@@ -155,7 +175,13 @@ impl Bench<'_> {
             let answer = answer.into_inner().available_capacity;
             if before == Some(answer) {
                 self.claims_capacity = true;
-                return Some(answer as f64);
+                let left = answer as f64;
+                let ours = self
+                    .plan
+                    .bare_dir
+                    .as_ref()
+                    .map(|dir| bare::space_of_same(dir, left, self.plan.data as f64));
+                return Some(left + ours.unwrap_or_default());
             }
             if began.elapsed() > STEADY {
                 return None;
