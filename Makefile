@@ -141,7 +141,7 @@ cluster-smoke: cluster-deps ## A real cluster: install, claims, two snapshots, t
 	hack/no-leaks.sh hack/cluster.sh smoke
 
 cluster-test: cluster-deps ## Every manifest, example and page in real clusters, and nothing left behind
-	hack/cluster-test.sh
+	hack/no-leaks.sh hack/cluster-test.sh
 
 cluster-e2e: ## Kubernetes' own storage tests in a real cluster (builds them first: some more minutes, once)
 	hack/no-leaks.sh hack/cluster-e2e.sh

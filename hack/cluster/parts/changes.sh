@@ -48,44 +48,58 @@ upgrade() {
     k delete volumesnapshot --selector app.kubernetes.io/managed-by=cbt-backup
 }
 
-# For a minute, from soon after what is asked for was written down. It is stopped, so that connections to it hang.
-away() { # WHAT
-    local end=$((SECONDS + 60))
-    say "the API server is away, while $1"
-    sleep "0.$((RANDOM % 10))"
+# How many calls of a method the driver has answered: calls METHOD
+calls() { on "$name-a" exec sh -c 'cat /var/log/pods/*_deltapath-plugin-0_*/deltapath/*.log' | grep -c "rpc{method=\"$1\".* done code=Ok"; }
+# The API server is away for a minute, from the middle of calls on: the driver is stopped while they are asked for, so they are
+# under way when the API server goes. The driver then ends them, and no sidecar can write that down. The API server is stopped, too,
+# so that connections to it hang.
+away() { # WHAT METHODS COMMAND...: the command asks for calls of these methods
+    local what=$1 methods=$2 method end
+    shift 2
+    say "the API server is away, while $what"
+    for method in $methods; do calls "$method" >"$scratch/$method" || true; done
+    on "$name-a" exec pkill -STOP -x deltapath
+    "$@"
+    sleep 8
+    end=$((SECONDS + 60))
     on "$name-a" exec pkill -STOP -x kube-apiserver
+    on "$name-a" exec pkill -CONT -x deltapath
     while [ "$SECONDS" -lt "$end" ]; do sleep 1; done
+    for method in $methods; do
+        [ "$(calls "$method")" -gt "$(cat "$scratch/$method")" ] || fail "no $method was under way when the API server went"
+    done
     on "$name-a" exec pkill -CONT -x kube-apiserver
     await 60 "the API server answers" k get --raw /readyz || fail "the API server does not answer"
 }
 api_server_away() {
-    sed 's/\bfiles\b/more/g' "$root/deploy/examples/filesystem.yaml" >"$scratch/more.yaml"
-    k apply --filename "$root/deploy/examples/snapshot.yaml" --filename "$scratch/more.yaml"
-    away "two snapshots are taken and a volume is made"
+    local examples=$root/deploy/examples
+    sed 's/\bfiles\b/more/g' "$examples/filesystem.yaml" >"$scratch/more.yaml"
+    away "two snapshots are taken and a volume is made" "CreateSnapshot CreateVolume" \
+        k apply --filename "$examples/snapshot.yaml" --filename "$scratch/more.yaml"
     k wait --for condition=ready --timeout 180s pod/more
     k wait --for jsonpath='{.status.readyToUse}'=true --timeout 180s volumesnapshot/block-1 volumesnapshot/files-1
-    k apply --filename "$root/deploy/examples/restore.yaml" --filename "$root/deploy/examples/clone.yaml"
-    away "a snapshot is restored and a volume cloned"
+    away "a snapshot is restored and a volume cloned" CreateVolume \
+        k apply --filename "$examples/restore.yaml" --filename "$examples/clone.yaml"
     k wait --for condition=ready --timeout 180s pod/files-restored pod/files-clone
-    k patch persistentvolumeclaim block --type merge --patch '{"spec": {"resources": {"requests": {"storage": "2Gi"}}}}'
-    away "a volume grows"
+    away "a volume grows" ControllerExpandVolume \
+        k patch persistentvolumeclaim block --type merge --patch '{"spec": {"resources": {"requests": {"storage": "2Gi"}}}}'
     grown() { [ "$(k exec block -- blockdev --getsize64 /dev/volume)" = $((2 << 30)) ]; }
     await 180 "the device has its size" grown || fail "the device does not grow"
-    k patch persistentvolumeclaim block --type merge --patch '{"spec": {"volumeAttributesClassName": "deltapath-sequential"}}'
-    away "a volume changes its attributes"
+    away "a volume changes its attributes" ControllerModifyVolume \
+        k patch persistentvolumeclaim block --type merge --patch '{"spec": {"volumeAttributesClassName": "deltapath-sequential"}}'
     k wait --for jsonpath='{.status.currentVolumeAttributesClassName}'=deltapath-sequential --timeout 180s persistentvolumeclaim/block
-    k apply --filename "$root/deploy/examples/group-snapshot.yaml"
-    away "a group snapshot is taken"
+    away "a group snapshot is taken" CreateVolumeGroupSnapshot k apply --filename "$examples/group-snapshot.yaml"
     k wait --for jsonpath='{.status.readyToUse}'=true --timeout 180s volumegroupsnapshot/group
     say "nothing was made twice"
     [ "$(count_of deltapath_volumes)" = "$(k get persistentvolumes --output name | wc -l)" ] ||
         fail "the driver has $(count_of deltapath_volumes) volumes, and the cluster $(k get persistentvolumes --output name | wc -l)"
     [ "$(count_of deltapath_snapshots)" = "$(k get volumesnapshotcontents --output name | wc -l)" ] ||
         fail "the driver has $(count_of deltapath_snapshots) snapshots, and the cluster $(k get volumesnapshotcontents --output name | wc -l)"
-    k delete --wait=false --filename "$root/deploy/examples/group-snapshot.yaml" --filename "$root/deploy/examples/snapshot.yaml" \
-        --filename "$root/deploy/examples/restore.yaml" --filename "$root/deploy/examples/clone.yaml" \
-        --filename "$scratch/more.yaml"
-    away "snapshots and volumes are deleted"
+    # Pods first: a volume is deleted once no pod uses it.
+    k delete pod more files-restored files-clone
+    away "snapshots and volumes are deleted" "DeleteVolumeGroupSnapshot DeleteSnapshot DeleteVolume" \
+        k delete --wait=false --ignore-not-found --filename "$examples/group-snapshot.yaml" --filename "$examples/snapshot.yaml" \
+        --filename "$examples/restore.yaml" --filename "$examples/clone.yaml" --filename "$scratch/more.yaml"
     none_of_them() { [ "$(count_of deltapath_snapshots)" = 0 ] && [ "$(count_of deltapath_volumes)" = 4 ]; }
     await 240 "the driver has none of them" none_of_them ||
         fail "the driver has $(count_of deltapath_snapshots) snapshots and $(count_of deltapath_volumes) volumes, and is to have 0 and 4"
