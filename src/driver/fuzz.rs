@@ -8,7 +8,7 @@ use super::params::{EphemeralParameters, SnapshotParameters, VolumeParameters, p
 use super::{Error, Result};
 use base::{BlockSize, SnapshotId, VolumeId, age};
 
-/// A length of time that parses reads back from how it is shown; so does a retention.
+/// An age that parses is formatted as text that parses to the same age; a retention too.
 pub(crate) fn ages(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     if let Some(length) = age::parse(text) {
@@ -20,7 +20,8 @@ pub(crate) fn ages(bytes: &[u8]) {
     }
 }
 
-/// Four bytes of `max_entries`, and a token. Only an id is one, and no page is larger than a message.
+/// The input is four bytes of `max_entries`, then a token. Only an id is a valid token, and no page is larger than
+/// a message.
 pub(crate) fn tokens(bytes: &[u8]) {
     let (number, token) = bytes.split_at(bytes.len().min(4));
     let mut max_entries = [0; 4];
@@ -48,7 +49,7 @@ pub(crate) fn tokens(bytes: &[u8]) {
     }
 }
 
-/// Lines of `name=value`, as each call takes its parameters. What is accepted is in its range, and what is not
+/// The input is lines of `name=value`, the parameters of a call. Accepted values are in range, and a refused one
 /// gets an error of readable length.
 pub(crate) fn parameters(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
@@ -86,7 +87,7 @@ fn accepted<T>(parsed: Result<T>) -> Option<T> {
     parsed.map_err(|error| check_message(&error)).ok()
 }
 
-/// However long what a client sent is, the answer fits a log line.
+/// An error fits a log line, however long the client's input is.
 fn check_message(error: &Error) {
     let message = error.to_string();
     assert!(message.len() < 4096, "a message of {} bytes", message.len());

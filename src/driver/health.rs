@@ -1,9 +1,9 @@
 //! What is wrong with volumes and with the storage below them, as the controller sees it (`ControllerGetVolumeHealth`,
-//! `ControllerListVolumeHealth`, `NodeGetStorageHealth`): records, bytes, the pool. What a node sees of a volume in use is
-//! in `node/health.rs`.
+//! `ControllerListVolumeHealth`, `NodeGetStorageHealth`): records, files, the pool. `node/health.rs` checks volumes in
+//! use on the node.
 //!
-//! A fault is reported for as long as it can be found. Nothing is remembered but where data could not be read, and each look
-//! tries again to read it there.
+//! A fault is reported as long as it can be found. Only the offset of a failed read is remembered, and each call reads
+//! there again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -36,9 +36,9 @@ pub enum Trouble {
 /// What is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reason {
-    /// The volume's record cannot be read, or the one of where it is used.
+    /// The volume's record cannot be read, or its `state.json`.
     RecordUnreadable,
-    /// The file of its bytes is not there.
+    /// The volume's file is missing.
     FileMissing,
     /// The file is shorter than the volume.
     FileTruncated,
@@ -52,7 +52,7 @@ pub enum Reason {
     PoolShutDown,
     /// The pool's filesystem is read-only.
     PoolReadOnly,
-    /// The pool does not take a write for another reason, or its image does not answer.
+    /// A write to the pool fails for another reason, or the file of its image cannot be read.
     PoolWriteError,
     /// The pool, or the disk below its image, is about to be full.
     PoolShortOfSpace,
@@ -75,7 +75,7 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// Its name for programs, which is part of the interface, and what it means for a volume.
+    /// Its name for programs, which is part of the interface, and the trouble that it means for a volume.
     pub fn parts(self) -> (&'static str, Trouble) {
         use Trouble::{DataLoss, Degraded, Inaccessible};
         match self {
@@ -101,25 +101,25 @@ impl Reason {
     }
 }
 
-/// One thing that is wrong.
+/// A fault, with a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What it is.
+    /// For programs.
     pub reason: Reason,
-    /// The same for people.
+    /// For people.
     pub message: String,
 }
 
 /// A volume, and what is wrong with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VolumeHealth {
-    /// The volume, by the id that it was asked for with.
+    /// The id in the request.
     pub volume_id: String,
-    /// Nothing where nothing is known to be wrong. No reason occurs twice.
+    /// Empty if no fault is known. No reason occurs twice.
     pub faults: Vec<Fault>,
 }
 
-/// What is wrong, as it is found: each reason once.
+/// The faults found so far, each reason once.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Faults(BTreeMap<Reason, String>);
 
@@ -151,7 +151,7 @@ impl Faults {
     }
 }
 
-/// A message that fits.
+/// Cuts a message to [`MESSAGE`] bytes.
 fn cut(mut message: String) -> String {
     const REST: &str = "...";
     if message.len() > MESSAGE {
@@ -167,7 +167,7 @@ fn cut(mut message: String) -> String {
 pub struct Health {
     pub(super) shared: Arc<Shared>,
     pub(super) read_errors: Arc<ReadErrors>,
-    /// What to know of a pool without direct I/O.
+    /// What to report about a pool without direct I/O.
     pub(super) cached: Option<&'static str>,
 }
 
@@ -182,14 +182,14 @@ impl Health {
         Ok(VolumeHealth { volume_id: volume_id.to_owned(), faults: faults.into_vec() })
     }
 
-    /// Lists the volumes that something is wrong with, those among them whose record cannot be read; and the token of the
-    /// next page, empty where this is the last.
+    /// Lists the volumes with faults, including those whose record cannot be read. Also returns the token of the next page,
+    /// empty after the last.
     pub fn list(&self, request: &PageRequest) -> Result<(Vec<VolumeHealth>, String)> {
         let (limit, after) = (request.limit()?.min(MAX_PAGE), request.after::<VolumeId>()?);
         self.shared.store.check_alive()?;
         let pool = self.of_pool();
         let records: Vec<Arc<VolumeRecord>> = self.shared.store.read(|index| {
-            // Ephemeral ones are kubelet's alone.
+            // Ephemeral volumes are known to kubelet only.
             let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
             listed.cloned().collect()
         });
@@ -259,7 +259,7 @@ impl Health {
             Ok(None) => {}
             Err(error) => faults.add(Reason::PoolWriteError, base::report(&error)),
         }
-        // What another filesystem says, or a dead one, is nothing about the pool.
+        // If the pool is dead or not mounted, the space found there is not the pool's.
         if !faults.cut_off() {
             match self.shared.open_pool.shortage() {
                 Ok(Some(shortage)) => {
@@ -275,7 +275,7 @@ impl Health {
     /// What is wrong with a volume, given what is wrong with the pool.
     pub(super) fn of_volume(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
         let mut faults = pool.clone();
-        // A pool that is not mounted shows no file; that is no loss of data.
+        // A pool that is not mounted shows no files, but no data is lost.
         if !pool.cut_off() {
             self.look_at_bytes(record, &mut faults);
         }
@@ -285,7 +285,7 @@ impl Health {
     fn look_at_bytes(&self, record: &VolumeRecord, faults: &mut Faults) {
         let path = self.shared.volume_data(&record.id);
         match std::fs::metadata(&path) {
-            // Deleted meanwhile: no lock is held.
+            // No lock is held, so it may have been deleted meanwhile.
             Err(_)
                 if self.shared.locks.is_held(&Key::Volume(record.id.clone()))
                     || !self.shared.is_known(&record.id) => {}
@@ -319,7 +319,7 @@ impl Health {
                     ),
                 );
             }
-            // It was written again, or was never the volume's own.
+            // The block was written again, or only a snapshot has it.
             Ok(None) => self.read_errors.forget(&record.id),
             Err(error) => {
                 tracing::warn!(volume_id = %record.id, error = base::report(&error), "not looked at")

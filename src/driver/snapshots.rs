@@ -43,7 +43,7 @@ impl Snapshots {
         if source_volume_id.is_empty() {
             return Err(Error::Missing { field: "source_volume_id" });
         }
-        // Before the name: what an earlier call made can only be used here as well.
+        // Checked before the name: a snapshot that an earlier call made can only be used here too.
         self.shared.check_topology(requisite, "a snapshot can be used where its volume is")?;
         let _name = self.shared.locks.take(Key::SnapshotName(name.to_owned()))?;
         if let Some(existing) = self.shared.store.read(|index| index.snapshot_named(name)) {
@@ -76,7 +76,7 @@ impl Snapshots {
         self.histories.hold([&volume.id]).add(draft, new.record, new.pending)
     }
 
-    /// The record of a snapshot to be.
+    /// A record for a new snapshot.
     pub(super) fn new_record(
         &self,
         name: &str,
@@ -100,8 +100,8 @@ impl Snapshots {
         })
     }
 
-    /// Deletes a snapshot; deltas across it stay exact, and those from it for as long as `--retain-deleted`
-    /// says. An unknown id is not an error.
+    /// Deletes a snapshot. Deltas across it stay exact, and deltas from it stay possible as long as `--retain-deleted`
+    /// keeps it. An unknown id is not an error.
     pub fn delete(&self, id: &str) -> Result<()> {
         if id.is_empty() {
             return Err(Error::Missing { field: "snapshot_id" });
@@ -109,7 +109,7 @@ impl Snapshots {
         let Ok(id) = id.parse::<SnapshotId>() else { return Ok(()) };
         let _guard = self.shared.locks.take(Key::Snapshot(id.clone()))?;
         let Some(record) = self.shared.store.read(|index| index.snapshot(&id)) else {
-            // A snapshot whose record cannot be read is not gone.
+            // A snapshot whose record cannot be read still exists.
             return Ok(self.shared.store.check_readable(id.as_str())?);
         };
         if let Some(group) = &record.group {

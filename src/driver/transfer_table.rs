@@ -15,7 +15,7 @@ use super::{Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
 use base::{BlockSize, Stop, VolumeId};
 
-/// How often it is looked whether a transfer that is to end has ended.
+/// How often a call that ends a transfer checks whether it has ended.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The transfers to this node.
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub(super) struct TransferTable {
     shared: Arc<Shared>,
     known: Mutex<HashMap<VolumeId, Arc<Transfer>>>,
-    /// How those ended that are not known any more, and the bytes that they received.
+    /// Numbers of transfers that ended and were forgotten, by outcome; and the bytes that those received.
     pub(super) ended: [AtomicU64; 3],
     received: AtomicU64,
 }
@@ -33,7 +33,7 @@ pub(super) struct TransferTable {
 pub struct TransferFigures {
     /// Running.
     pub running: u64,
-    /// Not running: their CreateVolume must be called again.
+    /// Not running until CreateVolume is called again.
     pub waiting: u64,
     /// Bytes that running transfers still have to fetch or compare.
     pub left_bytes: u64,
@@ -41,7 +41,7 @@ pub struct TransferFigures {
     pub done: u64,
     /// Ended with an error.
     pub failed: u64,
-    /// Were removed, since they were no longer needed.
+    /// Removed because nobody wanted them any more.
     pub removed: u64,
     /// Bytes that came over the network.
     pub received_bytes: u64,
@@ -54,19 +54,19 @@ pub(super) enum Outcome {
     Removed,
 }
 
-/// How far it is, for the log and for metrics.
+/// The progress of a transfer, for the log and for metrics.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
     /// Bytes that the source holds.
     pub total: AtomicU64,
-    /// Of these, what is known to be here.
+    /// Of these, the bytes known to be in the new volume.
     pub done: AtomicU64,
-    /// Bytes that came over the network, those among them that were not used.
+    /// Bytes that came over the network, including bytes that were not used.
     pub received: AtomicU64,
 }
 
 impl Progress {
-    /// Counts blocks that are known to be here.
+    /// Counts blocks that are in the new volume.
     pub(super) fn add_done(&self, blocks: u64, size: BlockSize) {
         self.done.fetch_add(blocks * size.bytes(), Ordering::Relaxed);
     }
@@ -88,23 +88,23 @@ impl std::fmt::Debug for Transfer {
 
 pub(super) struct State {
     pub(super) phase: Phase,
-    /// The newest way to the source, until the thread takes it.
+    /// The newest connection to the source, until the thread takes it.
     pub(super) remote: Option<Box<dyn Remote>>,
     /// When the last call for it came.
     pub(super) asked: Instant,
     /// Cancelled to end the thread.
     pub(super) stop: Stop,
-    /// Its files are to go.
+    /// Whether its files are to be removed.
     pub(super) is_unwanted: bool,
 }
 
 pub(super) enum Phase {
-    /// No thread works on it.
+    /// No thread works on it until CreateVolume is called again.
     Waiting,
     Running,
-    /// It has ended. The answer to the next call says why.
+    /// It failed. The next call gets this error.
     Failed(Error),
-    /// It is a volume, or was removed.
+    /// It became a volume, or was removed.
     Over,
 }
 
@@ -118,7 +118,7 @@ impl TransferTable {
         }
     }
 
-    /// Notes the transfers that an earlier driver has begun: each waits for its next call.
+    /// Adds the transfers that an earlier driver began. Each waits for its next call.
     pub(super) fn take_up(&self) {
         let records = self.shared.store.transfers().unwrap_or_else(|error| {
             tracing::warn!(error = base::report(&error), "interrupted transfers cannot continue");
@@ -143,7 +143,7 @@ impl TransferTable {
         Some(self.named(name)?.record.id.clone())
     }
 
-    /// Bytes of all volumes that are being copied, when they are done.
+    /// The total capacity of all volumes that are being copied.
     pub(super) fn reserved(&self) -> u64 {
         let known = self.known();
         known.values().fold(0, |sum: u64, transfer| sum.saturating_add(transfer.record.capacity))
@@ -158,7 +158,7 @@ impl TransferTable {
             received_bytes: self.received.load(Ordering::Relaxed),
             ..TransferFigures::default()
         };
-        // After those that ended: one that ends meanwhile is not counted twice.
+        // Read after the counters of ended transfers, so that one that ends meanwhile is not counted twice.
         let known: Vec<_> = self.known().values().cloned().collect();
         for transfer in known {
             let Progress { total, done, received } = &transfer.progress;
@@ -184,14 +184,14 @@ impl TransferTable {
         }
     }
 
-    /// The answer to a call for a name that is being transferred, if it is.
+    /// Fails if a volume of this name is being transferred.
     pub(super) fn check(&self, request: &CreateVolume, access: &[AccessKind]) -> Result<()> {
         let Some(transfer) = self.named(&request.name) else { return Ok(()) };
         self.called_for(&transfer, request, access)?;
         Err(transfer.busy())
     }
 
-    /// A call for it came. Fails if the call wants another volume, and if the transfer has failed.
+    /// Notes a call for the transfer. Fails if the call asks for a different volume, or if the transfer has failed.
     pub(super) fn called_for(
         &self,
         transfer: &Transfer,
@@ -214,8 +214,8 @@ impl TransferTable {
         Ok(())
     }
 
-    /// Ends the transfer that makes this volume and removes what there is of it; returns whether there was one. When it has just
-    /// become a volume there is none. `_lock` keeps others from making or using it meanwhile.
+    /// Ends the transfer that makes this volume and removes its files. Returns `false` if there is no transfer, or if it
+    /// became a volume meanwhile. `_lock` keeps others from making or using the volume.
     pub(super) fn remove(&self, id: &VolumeId, _lock: &OpGuard) -> Result<bool> {
         let Some(transfer) = self.known().get(id).cloned() else { return Ok(false) };
         transfer.end(true);
@@ -236,7 +236,7 @@ impl TransferTable {
                 self.forget(&transfer, None);
                 Ok(true)
             }
-            // It is a volume, or the thread has removed it.
+            // It became a volume, or the thread removed it.
             Phase::Running | Phase::Over => Ok(self.shared.store.read(|index| index.volume(id).is_none())),
         }
     }
@@ -279,14 +279,14 @@ impl Transfer {
         self.changed.notify_all();
     }
 
-    /// Waits while the thread is at work, for `patience` at most.
+    /// Waits until the thread has stopped, at most `patience`.
     pub(super) fn wait_while_running(&self, patience: Duration) {
         let is_running = |state: &mut State| matches!(state.phase, Phase::Running);
         let waited = self.changed.wait_timeout_while(self.state(), patience, is_running);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits for so long, or until there is a new way to the source or no wish for it any more.
+    /// Waits for `patience`, or until there is a new connection to the source or the transfer is to stop.
     pub(super) fn pause(&self, patience: Duration) {
         let is_quiet = |state: &mut State| state.remote.is_none() && state.stop.check().is_ok();
         let waited = self.changed.wait_timeout_while(self.state(), patience, is_quiet);

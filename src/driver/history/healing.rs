@@ -19,8 +19,8 @@ use files::Context;
 use files::durable;
 
 impl Histories {
-    /// Opens maps, and once more where the `allocated` map of the snapshot was damaged as a whole and has
-    /// been made again from the data.
+    /// Opens maps. If the `allocated` map of the snapshot is damaged as a whole, makes it again from the data, and opens
+    /// them once more.
     pub(in super::super) fn healed<T>(
         &self,
         record: &SnapshotRecord,
@@ -38,8 +38,8 @@ impl Histories {
         }
     }
 
-    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long: only callers that need the map
-    /// wait.
+    /// Makes a damaged `allocated` map of a snapshot again from the data. That may take long, but only callers that need the
+    /// map wait.
     ///
     /// 1. Write it beside the damaged one and sync it: a crash leaves a file that the next try replaces.
     /// 2. Rename it over the damaged one.
@@ -53,7 +53,7 @@ impl Histories {
         let dir = self.shared.store.snapshot_dir(record);
         let (path, data_path) = (dir.allocated(), dir.data());
         if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
-            // Another thread has made it meanwhile.
+            // Another thread made it meanwhile.
             return Ok(());
         }
         tracing::error!(path = %path.display(), what, "a map is damaged, making it again from the data");
@@ -68,12 +68,11 @@ impl Histories {
         })
     }
 
-    /// Compares the `allocated` map of a snapshot with its data, where it was made from the parent's: a block that is
-    /// wrong in one would be wrong in all that follow. If block sizes match, compare block counts; otherwise compare
-    /// extents.
+    /// Checks an `allocated` map that was made from the parent's against the data, since an error in one map would be in all
+    /// maps that follow. Compares the numbers of blocks if the block sizes match, and the extents otherwise.
     ///
-    /// A wrong map is made again. Maps made from it may be wrong too: the blocks may have changed
-    /// since the parent, and until the child; they are hashed again, and the parent is checked next.
+    /// A wrong map is made again. The `changed` maps of the snapshot and of its child may lack the same blocks, so the blocks
+    /// are added there and hashed again, and parent and child are checked next.
     pub(in super::super) fn check_allocated(&self, record: &SnapshotRecord) -> Result<()> {
         let dir = self.shared.store.snapshot_dir(record);
         let path = dir.data();
@@ -98,8 +97,8 @@ impl Histories {
         self.hold([&record.volume]).replace_allocated(record, &fresh, &wrong)
     }
 
-    /// Frees the bytes of a deleted snapshot, since deltas only need its maps and hashes. Damaged ones
-    /// are made again first: afterwards there is no data to make them from.
+    /// Frees the bytes of a deleted snapshot, since deltas only need its maps and hashes. Damaged maps and hashes are made
+    /// again first, because later there is no data to make them from.
     pub(in super::super) fn free_when_sound(&self, record: &SnapshotRecord) -> Result<()> {
         if !self.frees_bytes_of(record) {
             return Ok(());
@@ -113,7 +112,7 @@ impl Histories {
         self.hold([&record.volume]).free_bytes(record, &lacking)
     }
 
-    /// The allocated blocks of a snapshot without a hash, because its page is damaged.
+    /// The allocated blocks of a snapshot that have no hash, because its page is damaged.
     fn without_hash(&self, dir: &ObjectDir) -> Result<Segments> {
         let allocated = MapFile::open(&dir.allocated())?;
         let mut hashes = HashReader::new(HashFile::open(&dir.hashes())?);
@@ -132,14 +131,15 @@ impl Histories {
 impl History<'_> {
     /// Replaces the `allocated` map of a snapshot, which is wrong about the blocks `wrong`, by the map `fresh`.
     ///
-    /// 1. Add them to `changed` of the snapshot and of its child, no longer exact, and to `pending`: all may hold too much.
-    /// 2. Replace `allocated`. A crash before it leaves the map to the next snapshot's look.
+    /// 1. Add the blocks to `pending`, and to `changed` of the snapshot and of its child, which are no longer exact: these
+    ///    maps may list too much.
+    /// 2. Replace `allocated`. After a crash before this step, the next check finds the wrong map.
     fn replace_allocated(&mut self, record: &SnapshotRecord, fresh: &Path, wrong: &Segments) -> Result<()> {
         let histories = self.histories;
         let store = &histories.shared.store;
         let dir = store.snapshot_dir(record);
         if !fresh.exists() {
-            // The snapshot was removed meanwhile.
+            // It is gone if the snapshot was removed meanwhile.
             return Ok(());
         }
         let blocks: u64 = wrong.iter().map(|(_, members)| members.len()).sum();
@@ -172,18 +172,18 @@ impl History<'_> {
         Ok(())
     }
 
-    /// Frees the bytes of a deleted snapshot, unless another one needs them by now. Blocks that are `lacking` a hash are
-    /// hashed again first.
+    /// Frees the bytes of a deleted snapshot, unless they are needed again by now. Blocks in `lacking`, which have no hash,
+    /// are hashed again first.
     fn free_bytes(&mut self, record: &SnapshotRecord, lacking: &Segments) -> Result<()> {
         let dir = self.histories.shared.store.snapshot_dir(record);
         if !lacking.is_empty() {
             add_to(&MapFile::open(&dir.pending())?, header(record), lacking, &dir.pending())?;
-            // Tried again later: a failing disk may not keep those either.
+            // An error, so that it is tried again later: a failing disk may lose the new hashes too.
             let what = "pages of hashes that are needed once the data is freed are damaged".to_owned();
             return Err(cbt::Error::Damaged { path: dir.hashes(), what }.into());
         }
         if self.histories.frees_bytes_of(record) && self.histories.pending_bytes(record) == 0 {
-            // Without the data nothing could be hashed again: no power cut may bring an older `pending` back.
+            // Without the data nothing can be hashed again, so a power cut must not bring back an older `pending`.
             durable::sync_dir(dir.path())?;
             self.to_remove.extend(self.histories.shared.store.take_bytes(record)?);
         }
@@ -194,7 +194,7 @@ impl History<'_> {
 /// Blocks by segment, ascending.
 type Segments = Vec<(SegmentIndex, RoaringBitmap)>;
 
-/// The blocks that only one of two maps holds. A damaged segment of the first holds none.
+/// The blocks that are in only one of two maps. A damaged segment of the first map counts as empty.
 fn differing(claimed: &MapFile, found: &MapFile) -> Result<Segments> {
     let mut indexes: Vec<SegmentIndex> = claimed.indexes().chain(found.indexes()).collect();
     indexes.sort_unstable();
@@ -209,7 +209,7 @@ fn differing(claimed: &MapFile, found: &MapFile) -> Result<Segments> {
     Ok(differing)
 }
 
-/// Replaces a map by one that holds these blocks as well.
+/// Replaces a map by its union with these blocks.
 fn add_to(map: &MapFile, header: MapHeader, more: &Segments, path: &Path) -> Result<()> {
     durable::replace_with(path, &DraftFile::New.of(path), |fresh| {
         let mut writer = MapWriter::create(fresh, header)?;

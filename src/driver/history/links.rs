@@ -9,17 +9,17 @@ use base::{DraftFile, Stop};
 use cbt::{self, MapFile, MapHeader, Relation, Side};
 use files::durable;
 
-/// The longest way between two snapshots that is walked map by map, each an open file; a longer one
-/// compares whole maps.
+/// The most links between two snapshots that a delta follows, since each keeps a file open. Beyond that, all blocks that
+/// either snapshot holds are compared.
 const MAX_STEPS: usize = 64;
 
 impl Histories {
-    /// Maps, hashes and data of a snapshot that is compared with another one.
+    /// Opens the maps, hashes and data of a snapshot for a comparison.
     pub(in super::super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
         let dir = self.shared.store.snapshot_dir(record);
         let side =
             self.healed(record, stop, || Side::open(&dir)).map_err(|error| Error::gone_or(error, record))?;
-        // Read afterwards: bytes are freed after the deletion.
+        // The index is read after the open: bytes are freed only after the deletion.
         if side.data.is_none() && self.shared.store.read(|index| index.snapshot(&record.id).is_some()) {
             let source = std::io::ErrorKind::NotFound.into();
             return Err(files::Error { operation: "open", path: side.data_path, at: None, source }.into());
@@ -27,7 +27,7 @@ impl Histories {
         Ok(side)
     }
 
-    /// The `changed` maps on the way from `target` back to `base`; `None` where a link is missing.
+    /// The `changed` maps on the way from `target` back to `base`; `None` if a link is missing.
     pub(in super::super) fn way(
         &self,
         base: &SnapshotRecord,
@@ -57,8 +57,8 @@ impl Histories {
 }
 
 impl History<'_> {
-    /// Puts the map `fresh`, which keeps what a comparison found to differ, in place of the `changed` map of a snapshot;
-    /// unless that is relative to another snapshot by now, or was compared: then `fresh` is removed.
+    /// Replaces the `changed` map of a snapshot by `fresh`, which lists only the blocks that a comparison found to differ.
+    /// If the map is relative to another snapshot by now, or was compared already, `fresh` is removed instead.
     pub(in super::super) fn keep_compared(
         &self,
         record: &SnapshotRecord,
@@ -77,19 +77,18 @@ impl History<'_> {
     /// Merges the changes of a snapshot that is removed into those of the next one.
     pub(super) fn hand_on(&self, gone: &SnapshotRecord) {
         if let Err(error) = self.hand_changes_on(gone) {
-            // Without the link a delta across the gap compares whole maps: slower, and equally exact.
+            // Without the link, a delta across the gap compares all blocks: slower, and equally exact.
             tracing::warn!(snapshot_id = %gone.id, error = base::report(&error), "the changed map of a removed snapshot was not merged into the next one's");
         }
     }
 
     /// Merges the changes of a snapshot that is removed into those of the next one, whose map then
-    /// is relative to the one before both.
+    /// is relative to the parent of the removed one.
     ///
-    /// 1. Write the union beside the next one's map and sync it: a crash leaves a stray file that
-    ///    the next merge replaces.
-    /// 2. Rename it over the map and sync: the map names the snapshot it is relative to, so both
-    ///    change as one. A crash after it leaves a snapshot that no changes are relative to any
-    ///    more; deltas from it compare whole maps.
+    /// 1. Write the union beside the next one's map and sync it: a crash leaves a draft that the next merge replaces.
+    /// 2. Rename it over the map and sync: the map names the snapshot that it is relative to, so both change at once.
+    ///    After a crash here the snapshot still exists, but no map is relative to it, so deltas from it compare all
+    ///    blocks.
     fn hand_changes_on(&self, gone: &SnapshotRecord) -> Result<()> {
         if !gone.tracking {
             return Ok(());
@@ -105,13 +104,13 @@ impl History<'_> {
             return Ok(());
         }
         let ours = MapFile::open(&self.histories.shared.store.snapshot_dir(gone).changed())?;
-        // The first snapshot's changes are not merged: no delta leads past it, and the map would grow for ever.
+        // The first snapshot's changes are not merged: no delta starts before it, and the map would grow without limit.
         let relation = ours.header().relative_to.clone();
         let is_known = |relation: &Relation| {
             self.histories.shared.store.read(|index| index.known(&relation.snapshot)).is_some()
         };
         let Some(relation) = relation.filter(is_known) else { return Ok(()) };
-        // A block that changed twice may have its old content: no longer exact.
+        // A block that changed twice may have its old content again, so the union is not exact.
         let relative_to = Some(Relation { exact: false, ..relation });
         let header = MapHeader { relative_to, ..theirs.header().clone() };
         let changed = next_dir.changed();

@@ -3,8 +3,8 @@
 //! [`History`], which holds the lock; readers need none, since files are replaced by rename and the index changes
 //! after them.
 //!
-//! - `parent.rs`: what a new snapshot builds on.
-//! - `links.rs`: the way from one snapshot to a later one, and links that are merged when a snapshot between them is removed.
+//! - `parent.rs`: the snapshot that a new one builds on.
+//! - `links.rs`: the way from one snapshot to a later one, and how links are merged when a snapshot between is removed.
 //! - `retention.rs`: which deleted snapshots stay, and whose bytes are freed.
 //! - `healing.rs`: maps and hashes that are damaged or wrong are made again from the data.
 
@@ -31,22 +31,22 @@ pub use retention::Retention;
 #[derive(Debug)]
 pub(super) struct Histories {
     pub(super) shared: Arc<Shared>,
-    /// Where snapshots wait to be hashed.
+    /// Snapshots that wait to be hashed.
     pub(super) queue: Arc<Queue>,
 }
 
 /// The histories of one or more volumes, locked: no other thread changes them.
 pub(super) struct History<'h> {
     histories: &'h Histories,
-    /// Declared before `to_remove`, so dropped before it: freeing bytes may take long, and needs no lock.
+    /// Declared, and so dropped, before `to_remove`: freeing bytes may take long, and needs no lock.
     _held: Vec<OpGuard>,
     /// Removed objects whose files still exist.
     to_remove: Vec<Draft>,
 }
 
 impl Histories {
-    /// Takes the histories of these volumes, waiting until they are free. All who take more than one do so in the order
-    /// of their ids.
+    /// Locks the histories of these volumes, and waits until they are free. Several are locked in the order of their ids, so
+    /// two callers cannot block each other.
     pub(super) fn hold<'v>(&self, volumes: impl IntoIterator<Item = &'v VolumeId>) -> History<'_> {
         let mut volumes: Vec<_> = volumes.into_iter().collect();
         volumes.sort_unstable();
@@ -66,12 +66,12 @@ impl History<'_> {
     ) -> Result<Arc<SnapshotRecord>> {
         let record = self.histories.shared.store.commit_snapshot(draft, record)?;
         self.histories.queue.add(&record, pending);
-        // The one before may have been kept only until this one.
+        // The snapshot before may have been kept only until this one.
         self.apply_retention(&record.volume);
         Ok(record)
     }
 
-    /// Commits a group snapshot with its members, each with the bytes of it that are to be hashed.
+    /// Commits a group snapshot with its members. Each member comes with the number of its bytes to hash.
     pub(super) fn add_group(
         &mut self,
         draft: GroupDraft,
@@ -88,7 +88,7 @@ impl History<'_> {
         Ok((record, made))
     }
 
-    /// Deletes a snapshot: it is retained if it may still be the base of a delta, else it is removed.
+    /// Deletes a snapshot. It is retained if it may still be the base of a delta, and removed otherwise.
     pub(super) fn delete(&mut self, record: &SnapshotRecord) -> Result<()> {
         let histories = self.histories;
         if !(histories.is_worth_keeping(record)
@@ -102,7 +102,7 @@ impl History<'_> {
         Ok(())
     }
 
-    /// The same of a group snapshot, with all its members at once.
+    /// Deletes a group snapshot in the same way, with all its members at once.
     pub(super) fn delete_group(
         &mut self,
         group: &GroupRecord,
@@ -123,8 +123,8 @@ impl History<'_> {
         Ok(())
     }
 
-    /// Replaces the `pending` map of a snapshot of which `done` bytes were hashed by the one that `write` writes; returns
-    /// whether the snapshot is still there.
+    /// Replaces the `pending` map of a snapshot by the one that `write` writes, after `done` bytes were hashed. Returns
+    /// whether the snapshot still exists.
     pub(super) fn replace_pending(
         &mut self,
         record: &SnapshotRecord,
@@ -143,7 +143,7 @@ impl History<'_> {
         Ok(true)
     }
 
-    /// Removes maps of a snapshot that the last driver did not finish; they may never be written again.
+    /// Removes map drafts of a snapshot that an earlier driver left unfinished. Perhaps no later writer would replace them.
     pub(super) fn remove_drafts(&mut self, record: &SnapshotRecord) {
         for draft in self.histories.shared.store.snapshot_dir(record).map_drafts() {
             if let Err(error) = durable::remove(&draft) {

@@ -7,26 +7,25 @@ use crate::store::{SnapshotRecord, Source, VolumeRecord};
 use base::SnapshotId;
 use cbt::{HashFile, MapFile};
 
-/// An earlier snapshot whose content a new one shares most of: its hashes need not be made again.
+/// An earlier snapshot with mostly the same content as a new one. Blocks that both share are not hashed again.
 ///
-/// All its files are open: it may be deleted while the new one is made.
+/// All its files are open, since it may be deleted while the new one is made.
 pub(in super::super) struct Parent {
     pub id: SnapshotId,
-    /// Marks the moment from which on the new one's writes are to be listed (see [`crate::pool::Pool`]).
+    /// The moment since which writes count as changes of the new snapshot (see [`crate::pool::Pool`]).
     pub since: Option<u64>,
-    /// `None` once it was deleted and its bytes were freed.
+    /// `None` if it was deleted and its bytes were freed.
     pub bytes: Option<Bytes>,
     pub allocated: MapFile,
     pub pending: MapFile,
     pub hashes: HashFile,
-    /// Whether it is of the same volume, so that changes since it are known.
+    /// Whether it is a snapshot of the same volume, so that `changed` can be relative to it.
     pub linked: bool,
 }
 
 impl Histories {
-    /// The snapshot to build on: the newest of the volume, else the one that the volume was made
-    /// from; a deleted one serves as well. `None` when there is none, or its maps are damaged: then all is
-    /// hashed.
+    /// The snapshot to build on: the newest of the volume, or else the one that the volume was restored from. It may be a
+    /// deleted one. `None` if there is none, or if its maps are damaged: then every block is hashed.
     pub(in super::super) fn parent(&self, volume: &VolumeRecord, record: &SnapshotRecord) -> Option<Parent> {
         let (found, linked) = self.shared.store.read(|index| match index.line(&volume.id).next_back() {
             Some(newest) => (Some(newest.clone()), true),
@@ -56,12 +55,12 @@ impl Histories {
             id: record.id.clone(),
             since: match linked {
                 true => record.birth,
-                // Its first content is that of its source: what was written since it was made counts.
+                // A restored volume starts with the parent's content, so writes since it was made count.
                 false => self.shared.pool().birth(&self.shared.store.dir().volume(&volume.id))?,
             },
             bytes,
             allocated: MapFile::open(&dir.allocated())?,
-            // Before the hashes are cloned: a slot is written before its block leaves `pending`.
+            // Opened before the hashes are cloned: a slot is written before its block leaves `pending`.
             pending: MapFile::open(&dir.pending())?,
             hashes: HashFile::open(&dir.hashes())?,
             linked,

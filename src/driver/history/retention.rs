@@ -1,9 +1,9 @@
-//! Deleted snapshots kept as a base for deltas (`--retain-deleted`), so that a backup tool that
-//! deletes each snapshot after its use still gets the next delta, and cheaply.
+//! Deleted snapshots are kept as a base for deltas (`--retain-deleted`), so that a backup tool that deletes each
+//! snapshot after use still gets the next delta, at low cost.
 //!
-//! Record, maps and hashes of a deleted snapshot stay. Its bytes are freed by the hashing thread (`history/healing.rs`),
-//! unless they are still needed: on a pool that compares bytes those of a volume's newest snapshot, until the next is
-//! taken; on every pool what is not hashed yet.
+//! The record, maps and hashes of a deleted snapshot stay. The hashing thread frees its bytes (`history/healing.rs`)
+//! once they are hashed. On a pool that compares bytes, the bytes of a volume's newest snapshot also stay until the next
+//! one is taken.
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ use cbt::MapFile;
 /// `--retain-deleted COUNT[:AGE]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
-    /// The deleted snapshots that are kept of each volume; 0 for none.
+    /// The number of deleted snapshots kept for each volume; 0 for none.
     pub count: usize,
-    /// For how long they are kept.
+    /// How long they are kept.
     pub age: Duration,
 }
 
@@ -48,7 +48,7 @@ impl std::fmt::Display for Retention {
 }
 
 impl Histories {
-    /// Whether deltas may still be asked from a snapshot that is about to be deleted.
+    /// Whether a snapshot that is about to be deleted may still be needed as the base of a delta.
     pub(in super::super) fn is_worth_keeping(&self, record: &SnapshotRecord) -> bool {
         self.shared.config.retain.count > 0
             && record.tracking
@@ -56,12 +56,12 @@ impl Histories {
             && !self.is_short()
     }
 
-    /// Whether there is no room to keep anything that is not needed.
+    /// Whether the pool is short of space, so that nothing is kept that is not needed.
     fn is_short(&self) -> bool {
         matches!(self.shared.open_pool.shortage(), Ok(Some(_)))
     }
 
-    /// Whether there is, or may come, a later snapshot of its volume.
+    /// Whether its volume has a later snapshot, or may get one.
     fn may_be_a_base(&self, record: &SnapshotRecord) -> bool {
         self.shared.store.read(|index| {
             let newest = index.chain(&record.volume).next_back();
@@ -70,7 +70,7 @@ impl Histories {
         })
     }
 
-    /// Whether the bytes of a snapshot are there, and of no use but to be hashed.
+    /// Whether the bytes of a snapshot exist, and are no longer needed once they are hashed.
     pub(in super::super) fn frees_bytes_of(&self, record: &SnapshotRecord) -> bool {
         let (is_retained, newest) = self.shared.store.read(|index| {
             let newest = index.line(&record.volume).next_back().map(|newest| newest.id.clone());
@@ -80,7 +80,7 @@ impl Histories {
         is_retained && !is_next_base && self.shared.store.snapshot_dir(record).bytes().exists()
     }
 
-    /// The bytes of a snapshot that are still to be hashed; all where its map cannot be read.
+    /// The number of bytes of a snapshot that are still to be hashed; its capacity if the map cannot be read.
     pub(in super::super) fn pending_bytes(&self, record: &SnapshotRecord) -> u64 {
         let path = self.shared.store.snapshot_dir(record).pending();
         let count = MapFile::open(&path).and_then(|map| map.count());
@@ -88,8 +88,8 @@ impl Histories {
     }
 }
 
-/// Whether a snapshot could be kept. A full pool has no room for the note that it was deleted; then it
-/// goes for good, for deletions are the way out of a full pool.
+/// Whether a deleted snapshot could be retained. A full pool has no space for the file that marks it as deleted. Then it
+/// is removed: deletions must succeed, since they are what frees space.
 pub(super) fn was_kept(outcome: Result<(), store::Error>) -> Result<bool> {
     match outcome {
         Ok(()) => Ok(true),
@@ -99,8 +99,8 @@ pub(super) fn was_kept(outcome: Result<(), store::Error>) -> Result<bool> {
 }
 
 impl History<'_> {
-    /// Forgets the retained snapshots of a volume that are beyond `--retain-deleted`, and queues those whose bytes are no longer needed:
-    /// once they are hashed, their bytes are freed.
+    /// Forgets the retained snapshots of a volume that exceed `--retain-deleted`, and queues those whose bytes are no longer
+    /// needed: the hashing thread frees the bytes once they are hashed.
     pub(in super::super) fn apply_retention(&mut self, volume: &VolumeId) {
         let histories = self.histories;
         let (retained, newest) = histories.shared.store.read(|index| {
@@ -116,7 +116,7 @@ impl History<'_> {
             !short && kept.record.tracking && histories.may_be_a_base(&kept.record) && !is_over(kept)
         };
         let wanted: Vec<bool> = retained.iter().map(is_wanted).collect();
-        // Snapshots removed anyway do not count towards the limit.
+        // Snapshots that are removed anyway do not count.
         let mut beyond = wanted.iter().filter(|wanted| **wanted).count().saturating_sub(limits.count);
         for (Retained { record, .. }, wanted) in retained.iter().zip(wanted) {
             let stays = wanted && beyond == 0;
@@ -134,7 +134,7 @@ impl History<'_> {
         }
     }
 
-    /// Forgets a retained snapshot for good.
+    /// Removes a retained snapshot.
     fn forget(&mut self, record: &SnapshotRecord) -> Result<()> {
         self.hand_on(record);
         self.to_remove.push(self.histories.shared.store.remove_retained(record)?);

@@ -18,8 +18,8 @@ use base::{BlockSize, VolumeId};
 use files::Context;
 
 impl Node {
-    /// Makes the volume, unless an earlier try did, and mounts it at its target. A try that fails leaves
-    /// nothing, unless a pod may have written to it: kubelet may never ask for it to be undone.
+    /// Makes the volume, unless an earlier try did, and mounts it at its target. A failed try removes the volume, since
+    /// kubelet may never call NodeUnpublishVolume for it; but not a volume that a pod may have written to.
     pub(super) fn publish_ephemeral(
         &self,
         request: &PublishRequest,
@@ -94,9 +94,9 @@ impl Node {
         self.volumes.fill_and_commit(name, record, None).map(drop)
     }
 
-    /// 1. Make the target: what cannot be one is never recorded. A crash leaves an empty directory, which
-    ///    the next try takes.
-    /// 2. Record it: a crash from here on leaves a record that unpublish starts from.
+    /// 1. Make the target, so that a path that cannot be one is never recorded. A crash leaves an empty directory, and
+    ///    the next try uses it.
+    /// 2. Record it: after a crash from here on, unpublish finds the record.
     /// 3. Attach, format, mount.
     fn place_ephemeral(&self, held: &mut Held, staged: &Staged, request: &PublishRequest) -> Result<()> {
         let device = LoopDevice::find(&held.data)?;
@@ -117,7 +117,7 @@ impl Node {
         self.stage_filesystem(held, staged, flags)
     }
 
-    /// Undoes a publish: the volume goes with it. A target where it is not is nothing to undo.
+    /// Undoes a publish, and deletes the volume. Does nothing if the volume is published at another target.
     pub(super) fn unpublish_ephemeral(&self, held: Held, target: &Path) -> Result<()> {
         match &held.state.staged {
             Some(staged) if staged.path != target => Ok(()),
@@ -144,8 +144,8 @@ impl Node {
         self.volumes.remove_idle(&held.record.id, &held.lock)
     }
 
-    /// Removes ephemeral volumes that were made and never placed: a crash came between, and kubelet need
-    /// not ask again.
+    /// Removes ephemeral volumes that were made but, because of a crash, never published. Kubelet may never call for them
+    /// again.
     pub(in crate::driver) fn remove_unplaced(&self) {
         let ephemeral: Vec<String> = self
             .shared

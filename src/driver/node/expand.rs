@@ -12,8 +12,8 @@ use crate::sys::loopdev::LoopDevice;
 use crate::sys::mount;
 
 impl Node {
-    /// Grows the device and the filesystem of a volume that is staged or published at `volume_path` to
-    /// the volume's size, which is returned; done already is done.
+    /// Grows the device and the filesystem of a volume that is staged or published at `volume_path` to the volume's size,
+    /// and returns the size. Succeeds if they are as large already.
     pub fn expand(
         &self,
         volume_id: &str,
@@ -48,7 +48,7 @@ impl Node {
             return Err(Error::OutOfRange { field, value: i128::from(value), want });
         }
         let Some(device) = LoopDevice::find(&held.data)? else {
-            // A Block volume has its device while it is published.
+            // A Block volume has a device only while it is published.
             return Ok(capacity);
         };
         grow(&device, capacity)?;

@@ -14,8 +14,8 @@ use crate::sys::{self, mount};
 use files::Context;
 
 impl Node {
-    /// Looks at a volume where it is staged and published, or only at those of its places that are named; empty paths name
-    /// none. Takes no lock: it is asked for every minute, also during a snapshot.
+    /// Checks a volume at all places where it is staged and published, or only at the places that the request names; an
+    /// empty path names none. Takes no lock, since kubelet calls it every minute, also during a snapshot.
     pub fn volume_health(
         &self,
         volume_id: &str,
@@ -39,16 +39,16 @@ impl Node {
         };
         let pool = self.health.of_pool();
         let mut faults = self.health.of_volume(&record, &pool);
-        // The pool says where a volume is meant to be.
+        // Where a volume should be mounted is recorded in the pool.
         if !pool.cut_off() {
             match self.place_faults(&record, &asked) {
                 Ok(found) => faults.append(found),
-                // Deleted meanwhile: no lock is held.
+                // No lock is held, so it may have been deleted meanwhile.
                 Err(_) if !self.shared.is_known(&record.id) => return Err(Error::no_volume(volume_id)),
-                // About to be.
+                // A call is at work on it and may be deleting it.
                 Err(_) if self.shared.locks.is_held(&Key::Volume(record.id.clone())) => {}
                 Err(Error::Store(error)) => faults.add(Reason::RecordUnreadable, base::report(&error)),
-                // Its file does not answer, which is reported already.
+                // The faults found already say that its file cannot be read.
                 Err(_) if !faults.is_empty() => {}
                 Err(error) => return Err(error),
             }
@@ -56,8 +56,8 @@ impl Node {
         Ok(VolumeHealth { volume_id: volume_id.to_owned(), faults: faults.into_vec() })
     }
 
-    /// What is wrong at its places in two looks, between which no call is at work on the volume: such a call is about to put
-    /// right what is missing, or to take the rest away.
+    /// What two checks in a row find wrong at the places of a volume, provided that no call works on the volume
+    /// meanwhile: such a call may be about to mount what is missing, or to unmount the rest.
     fn place_faults(&self, record: &VolumeRecord, asked: &[PathBuf]) -> Result<Faults> {
         let key = Key::Volume(record.id.clone());
         let mut faults = Faults::default();
@@ -83,7 +83,7 @@ impl Node {
         let mut faults = Faults::default();
         let Some(staged) = &state.staged else { return Ok(faults) };
         let is_block = staged.access == AccessKind::Block;
-        // A Block volume has nothing at its staging path.
+        // Nothing is mounted at the staging path of a Block volume.
         let mounted = (!is_block).then_some(&staged.path);
         let published = state.published.iter().map(|published| &published.target);
         let is_asked = |path: &&PathBuf| asked.is_empty() || asked.contains(path);
@@ -121,9 +121,9 @@ impl Node {
     }
 }
 
-/// What the kernel found wrong with the filesystem that is mounted at a place, if anything.
+/// Adds what the kernel reports as wrong with the filesystem that is mounted at a place.
 fn look_at_filesystem(place: &Path, staged: &Staged, faults: &mut Faults) -> Result<()> {
-    // The root is read as well: a filesystem that was shut down still reports its size.
+    // A filesystem that was shut down still reports its size, so its root is read too.
     let answers = std::fs::metadata(place).context("stat", place);
     if let Err(error) = answers.and_then(|_| sys::space(place)) {
         let what = format!("the filesystem does not answer: {}", base::report(&error));

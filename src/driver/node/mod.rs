@@ -1,4 +1,4 @@
-//! A volume's place on this node: its loop device, its filesystem, its targets.
+//! Volumes in use on this node: their loop devices, filesystems and targets.
 //!
 //! `state.json` says where a volume should be; it is written before the kernel is called, so that
 //! every mount is explained by a record. What is mounted is read from the kernel: a record
@@ -49,7 +49,7 @@ pub struct PublishRequest {
     pub target_path: PathBuf,
     pub capability: Capability,
     pub read_only: bool,
-    /// What `volume_context` says of an ephemeral inline volume, if it is one.
+    /// The parameters of an ephemeral inline volume, from `volume_context`; `None` for other volumes.
     pub ephemeral: Option<EphemeralParameters>,
 }
 
@@ -63,26 +63,26 @@ pub struct Node {
     pub(super) health: Arc<Health>,
 }
 
-/// A volume that this call alone works on.
+/// A volume that is locked for a node call.
 struct Held {
     record: Arc<VolumeRecord>,
     state: VolumeState,
-    /// Whether `state` could be read; else it is empty, and must not be used or written.
+    /// Whether `state` could be read. If not, it is empty, and must not be used or written.
     known: bool,
-    /// The bytes behind its device.
+    /// The file behind its device.
     data: PathBuf,
     lock: OpGuard,
     _place: Option<OpGuard>,
 }
 
 impl Node {
-    /// Takes a volume for a node call, and the place where it is put.
+    /// Locks a volume for a node call, and the path where it is mounted.
     fn hold_at(&self, volume_id: &str, path: &Path) -> Result<Held> {
         let held = self.hold(volume_id)?;
         Ok(Held { _place: Some(self.shared.locks.take(Key::Place(path.to_owned()))?), ..held })
     }
 
-    /// Takes a volume for a node call.
+    /// Locks a volume for a node call.
     fn hold(&self, volume_id: &str) -> Result<Held> {
         let volume = self.lock_volume(volume_id)?;
         self.shared.truncate_to_record(&volume)?;
@@ -92,11 +92,10 @@ impl Node {
         Ok(Held { record, state, known: true, data, lock: guard, _place: None })
     }
 
-    /// The same for calls that undo: `None` when the volume is gone, and nothing is at `path`. A
-    /// volume in use cannot be deleted, so a mount there is not ours.
+    /// The same for unpublish and unstage. `None` if the volume does not exist and nothing is mounted at `path`. A
+    /// volume in use cannot be deleted, so if the volume is gone, a mount there is not ours.
     ///
-    /// A broken pool must not prevent a pod from ending: if it cannot be read, only the kernel is asked
-    /// what is there.
+    /// A broken pool must not keep a pod from ending: if it cannot be read, only the kernel's mounts count.
     fn hold_or_gone(&self, volume_id: &str, path: &Path) -> Result<Option<Held>> {
         let LockedVolume { record, guard } = match self.lock_volume(volume_id) {
             Err(Error::NotFound { .. }) if mount::mounted_at(path)?.is_none() => return Ok(None),
@@ -119,8 +118,8 @@ impl Node {
         self.shared.lock_found(|| self.volume_or_ephemeral(volume_id))
     }
 
-    /// Records that a volume is no longer at some place. A pool that is full or broken cannot take that, and must
-    /// not keep a pod from ending: then the old record stays, which names more than is there, as after a crash.
+    /// Records that a volume was unmounted. A pool that is full or broken may refuse the write, and must not keep a pod
+    /// from ending: then the old record stays and names more mounts than exist, as after a crash.
     fn record_undone(&self, held: &Held) -> Result<()> {
         match self.shared.store.set_volume_state(&held.record.id, &held.state) {
             Err(store::Error::Sys(error)) => {
@@ -140,14 +139,14 @@ impl Node {
         }
     }
 
-    /// Undoes what is shown of a volume at `path` where no record can be read, for the pool is dead: by what the kernel
-    /// says. The device goes once it is shown nowhere.
+    /// Unmounts a volume from `path` when the pool is dead and no record can be read: what the kernel has mounted decides.
+    /// Frees the device once it is mounted nowhere.
     fn undo_unrecorded(&self, volume_id: &str, path: &Path, is_target: bool) -> Result<()> {
         let _place = self.shared.locks.take(Key::Place(path.to_owned()))?;
         let volumes = self.shared.store.dir().volumes();
         let device = match volume_id.parse::<VolumeId>() {
             Ok(id) => LoopDevice::find(&self.shared.volume_data(&id))?,
-            // The handle of an ephemeral volume, which names no file: the one that is shown there.
+            // An ephemeral volume's handle does not lead to its file, so its device is found by the mount.
             Err(_) => {
                 let ours = LoopDevice::all_on(|path| path.starts_with(&volumes))?;
                 ours.into_iter().find(|device| shows(path, Some(device)).unwrap_or(false))
@@ -169,8 +168,8 @@ impl Node {
     }
 }
 
-/// The place of a volume that a `volume_path` names. One that no record knows is not found, whatever
-/// string it is, so it never reaches the kernel.
+/// The place of a volume that `volume_path` names. A path that is not in the record is answered with "not found",
+/// so an arbitrary string never reaches the kernel.
 fn place<'s>(state: &'s VolumeState, volume_path: &Path) -> Result<(PathBuf, &'s Staged)> {
     let path = mount::resolved(volume_path);
     match state.place(&path) {
@@ -183,7 +182,7 @@ fn no_volume_at(volume_path: &Path) -> Error {
     Error::NotFound { kind: "the volume at", id: shown(&volume_path.to_string_lossy()) }
 }
 
-/// Fails where something else than the volume is mounted at `path`.
+/// Fails if something other than the volume is mounted at `path`.
 fn check_unoccupied(held: &Held, path: &Path) -> Result<()> {
     if mount::mounted_at(path)?.is_none() || shows(path, LoopDevice::find(&held.data)?.as_ref())? {
         return Ok(());
@@ -191,8 +190,8 @@ fn check_unoccupied(held: &Held, path: &Path) -> Result<()> {
     Err(Error::Precondition(format!("something else is mounted at {}: unmount it first", path.display())))
 }
 
-/// The volume's device as large as the volume, attached where it is not yet. One left over with another
-/// access is replaced, if it is not open: two devices on one file would not see each other's writes.
+/// The volume's device, attached if it is not yet, and as large as the volume. A device that is left over with
+/// another access is replaced, provided that it is not open: two devices on one file do not see each other's writes.
 fn attached(held: &Held, access: Access) -> Result<LoopDevice> {
     match LoopDevice::find(&held.data)?.map(LoopDevice::keep).transpose()?.flatten() {
         Some(device) if device.access() == access => {

@@ -1,4 +1,4 @@
-//! Publishing: a staged volume shown at a target, as a directory or as a block device.
+//! Publishing mounts a staged volume at a target, as a directory or as a block device.
 
 use std::fs::{self};
 use std::path::Path;
@@ -17,7 +17,7 @@ impl Node {
     /// Publishes a staged volume; if it is already published, nothing changes.
     ///
     /// 1. Check the target: a mount of another program is never recorded, so it is never undone.
-    /// 2. Record the target: a crash from here on leaves a record that unpublish starts from.
+    /// 2. Record the target: after a crash from here on, unpublish finds the record.
     /// 3. Attach (Block), make the target, mount.
     pub fn publish(&self, request: &PublishRequest) -> Result<()> {
         if request.volume_id.is_empty() {
@@ -87,8 +87,8 @@ impl Node {
         if !recorded && !shows(&target, device.as_ref())? {
             return Ok(());
         }
-        // Unmounted in any case: the target is recorded as ours, also when its filesystem was shut down or
-        // its device is gone. While it cannot be unmounted, the record stays.
+        // The target is recorded as ours, so it is unmounted even if its filesystem was shut down or its device
+        // is gone. The record stays until that succeeds.
         if !is_of_another(&target, &held.record.id, &self.shared.store.dir().volumes())? {
             mount::unmount(&target)?;
             remove_target(&target)?;
@@ -108,8 +108,8 @@ impl Node {
     }
 }
 
-/// Compares a new target with those there are (table of `NodePublishVolume`), and forgets those
-/// that the kernel does not know any more.
+/// Compares a new target with the recorded ones (table of `NodePublishVolume` in the spec), and forgets those at
+/// which nothing is mounted any more.
 fn check_others(held: &mut Held, kind: &AccessKind, new: &Published) -> Result<()> {
     let device = LoopDevice::find(&held.data)?;
     let mut there = Vec::new();
@@ -148,8 +148,7 @@ fn check_others(held: &mut Held, kind: &AccessKind, new: &Published) -> Result<(
     Ok(())
 }
 
-/// Fails where something else is mounted at the target, or something lies there that is no place for a
-/// volume.
+/// Fails if something else is mounted at the target, or if a file or directory there cannot take a volume.
 fn check_target(held: &Held, kind: &AccessKind, target: &Path) -> Result<()> {
     check_unoccupied(held, target)?;
     if mount::mounted_at(target)?.is_some() {
@@ -187,7 +186,7 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
     Ok(mount::bind(&device.path(), &published.target, published.read_only)?)
 }
 
-/// Makes a target for a filesystem, where there is none yet.
+/// Makes the directory of a target, unless it exists.
 pub(super) fn make_directory(target: &Path) -> Result<()> {
     match change::create_dir(target, 0o750) {
         Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_dir() => Ok(()),

@@ -1,5 +1,5 @@
-//! Staging: the volume's filesystem, mounted once on the node. A Block volume has nothing to mount;
-//! it gets its device when it is published, for only then is it known whether it may be written.
+//! Staging mounts the volume's filesystem once on the node. A Block volume has nothing to mount, and it gets its
+//! device when it is published: only then is it known whether it may be written.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -18,8 +18,7 @@ impl Node {
     /// Stages a volume; if it is already staged, nothing changes.
     ///
     /// 1. Check the path: a mount of another program is never recorded, so it is never undone.
-    /// 2. Record the intent: a crash from here on leaves a record that unstage and the next stage
-    ///    start from.
+    /// 2. Record the intent: after a crash from here on, unstage and the next stage find the record.
     /// 3. Attach, format where the volume is blank, grow, mount.
     pub fn stage(&self, request: &StageRequest) -> Result<()> {
         if request.volume_id.is_empty() {
@@ -59,17 +58,19 @@ impl Node {
         }
     }
 
-    /// Attaches the volume and mounts its filesystem at a directory that the state names already.
+    /// Attaches the volume and mounts its filesystem. The state already names the directory.
     pub(super) fn stage_filesystem(
         &self,
         held: &mut Held,
         staged: &Staged,
         flags: &MountFlags,
     ) -> Result<()> {
-        // Writable also for readers only: an unclean journal is replayed, and the mount refuses them.
+        // Writable even if the volume is only read: the kernel has to replay an unclean journal. The mount is
+        // read-only, and refuses writes.
         let device = attached(held, Access::ReadWrite)?;
-        // Restored into a larger volume, or expanded while not in use: ext4 grows before it is mounted,
-        // the others after, also when a try before was cut short between the two.
+        // The filesystem may be smaller than the device, after a restore into a larger volume or an expansion
+        // while not in use. ext4 is grown before it is mounted, the others after; a retry grows them too if an
+        // earlier try stopped between the mount and the growth.
         let fs_type = match mount::mounted_at(&staged.path)? {
             Some(mounted) if shows(&staged.path, Some(&device))? => mounted.fs_type,
             _ => {
@@ -78,7 +79,7 @@ impl Node {
                     filesystem::grow_unmounted(&device.path(), &fs_type)?;
                 }
                 filesystem::mount(&device, &staged.path, &fs_type, staged.read_only, flags)?;
-                // Its user may have frozen it, and unmounted it so: every write would hang.
+                // A user may have unmounted it while it was frozen: then every write would hang.
                 filesystem::thaw(&staged.path)?;
                 fs_type
             }
@@ -91,14 +92,13 @@ impl Node {
 
     /// The filesystem on the device; a blank device is formatted.
     ///
-    /// A volume that holds data, or was made from a source, is never formatted, whatever
-    /// `blkid` says. The only exception is a device on which our own mkfs was cut short, which
-    /// `state.json` says.
+    /// A volume that holds data, or was made from a source, is never formatted, whatever `blkid` prints. The only
+    /// exception is a device on which our own mkfs was interrupted; `state.json` records that.
     fn formatted(&self, held: &mut Held, device: &LoopDevice, staged: &Staged) -> Result<String> {
         let AccessKind::Filesystem(wanted) = &staged.access else {
             return Err(Error::Precondition("a Block volume has no filesystem".into()));
         };
-        // Data that was written to the device and not synced counts too.
+        // Data that was written to the device but not synced counts too.
         blockdev::flush(&device.path())?;
         let blank = held.record.source.is_none() && filesystem::is_blank(&held.data)?;
         if !blank && !held.state.formatting {
@@ -157,7 +157,7 @@ impl Node {
             return Ok(());
         }
         match self.copier.thaw_leftover(&held.record.id) {
-            // A broken pool does not say what was frozen, and must not prevent a pod from ending.
+            // On a broken pool it cannot be read what was frozen, and that must not keep a pod from ending.
             Err(Error::Store(store::Error::Sys(error))) => {
                 let error = base::report(&error);
                 tracing::error!(volume_id = %held.record.id, error, "a volume may be frozen");
@@ -181,8 +181,8 @@ impl Node {
     }
 }
 
-/// Discards what our own mkfs wrote before it was interrupted: from here on the device may hold the user's
-/// bytes, and must never be formatted.
+/// Discards what our own mkfs wrote before it was interrupted. From here on the device may hold data of the user,
+/// and must never be formatted.
 fn forget_formatting(held: &mut Held) -> Result<()> {
     if std::mem::take(&mut held.state.formatting) {
         let file = File::options().write(true).open(&held.data).context("open", &held.data)?;
@@ -192,7 +192,7 @@ fn forget_formatting(held: &mut Held) -> Result<()> {
     Ok(())
 }
 
-/// Whether a staged volume is really there. A Block volume is there while it is published.
+/// Whether a volume that is recorded as staged is still mounted; for a Block volume, whether it is published.
 fn is_there(held: &Held, staged: &Staged) -> Result<bool> {
     let device = LoopDevice::find(&held.data)?;
     match staged.access {
@@ -208,7 +208,7 @@ fn is_there(held: &Held, staged: &Staged) -> Result<bool> {
     }
 }
 
-/// Removes a mount target that we made: an empty directory, or the file a device is shown at.
+/// Removes a mount target that we made: an empty directory, or the file that a device was mounted on.
 pub(super) fn remove_target(target: &Path) -> Result<()> {
     let meta = match fs::symlink_metadata(target) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
@@ -216,12 +216,12 @@ pub(super) fn remove_target(target: &Path) -> Result<()> {
     };
     let removed = match meta.is_dir() {
         true => change::remove_dir(target),
-        // Ours was empty.
+        // The file that we made was empty, so this is another.
         false if meta.len() > 0 => return Ok(()),
         false => change::remove_file(target),
     };
     match removed {
-        // It existed before, and holds files of others.
+        // The directory existed before, and holds files of others.
         Err(error) if error.source.kind() == std::io::ErrorKind::DirectoryNotEmpty => Ok(()),
         removed => Ok(removed?),
     }

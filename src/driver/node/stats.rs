@@ -14,11 +14,11 @@ use files::Context;
 /// A volume's use, in bytes or inodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// All there is.
+    /// In use or not.
     pub total: u64,
-    /// What is in use.
+    /// In use.
     pub used: u64,
-    /// What can still be used.
+    /// Can still be used.
     pub available: u64,
 }
 
@@ -32,8 +32,8 @@ pub struct Stats {
 }
 
 impl Node {
-    /// Looks at a volume that is staged or published at `volume_path`. Takes no lock: it is asked for
-    /// every minute, also during a snapshot.
+    /// Measures a volume that is staged or published at `volume_path`. Takes no lock, since kubelet calls it every
+    /// minute, also during a snapshot.
     pub fn stats(&self, volume_id: &str, volume_path: &Path) -> Result<Stats> {
         if volume_id.is_empty() {
             return Err(Error::Missing { field: "volume_id" });
@@ -43,7 +43,7 @@ impl Node {
         }
         let record = self.volume_or_ephemeral(volume_id)?;
         match self.look_at(&record, volume_path) {
-            // Deleted meanwhile: no lock is held.
+            // No lock is held, so it may have been deleted meanwhile.
             Err(_) if !self.shared.store.dir().volume(&record.id).record().exists() => {
                 Err(Error::no_volume(volume_id))
             }
@@ -61,11 +61,11 @@ impl Node {
             let bytes = Usage { total: record.capacity, used, available: record.capacity - used };
             return Ok(Stats { bytes, inodes: None });
         }
-        // What is there instead is the usage of something else.
+        // Otherwise the figures would be those of another filesystem.
         if !shows(&path, LoopDevice::find(&data)?.as_ref())? {
             return Err(no_volume_at(volume_path));
         }
-        // The root is read as well: a filesystem that was shut down still reports its size.
+        // A filesystem that was shut down still reports its size, so its root is read too.
         std::fs::metadata(&path).context("stat", &path)?;
         let space = sys::space(&path)?;
         let bytes = Usage { total: space.total, used: space.used, available: space.available };
