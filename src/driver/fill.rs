@@ -1,4 +1,4 @@
-//! The bytes and maps of a new snapshot: where the pool's copy and the block maps meet.
+//! Makes the bytes and maps of a new snapshot, from the pool's copy and the parent's maps.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -19,11 +19,11 @@ use files::durable;
 
 /// A snapshot being made.
 pub(super) struct NewSnapshot {
-    /// Its files to be.
+    /// The draft of its files.
     pub draft: ObjectDir,
-    /// The volume it is taken of, as it was when it was locked.
+    /// The source volume, as it was when it was locked.
     pub volume: Arc<VolumeRecord>,
-    /// Its record to be.
+    /// The draft of its record.
     pub record: SnapshotRecord,
     /// Bytes that are still to be hashed, once it is filled.
     pub pending: u64,
@@ -38,8 +38,8 @@ pub(super) struct Filler {
 }
 
 impl Filler {
-    /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes
-    /// their maps. What is to be hashed is left for later, save where the copy read it all.
+    /// Copies the bytes of volumes into the drafts of their snapshots, all as of one moment, and writes their maps. Hashes
+    /// are left for later, unless the copy read all bytes.
     pub(super) fn fill(&self, snapshots: &mut [NewSnapshot]) -> Result<()> {
         let mut copies = Vec::new();
         for new in &*snapshots {
@@ -57,7 +57,7 @@ impl Filler {
         Ok(())
     }
 
-    /// The copy that a snapshot starts with; a pool that reads every byte hashes them on the way.
+    /// The copy that a snapshot starts with. If the pool reads every byte, they are hashed during the copy.
     fn live_copy(&self, new: &NewSnapshot) -> Result<LiveCopy> {
         let block_size = new.record.block_size;
         let sink = match self.shared.pool().copies_atomically() || !new.record.tracking {
@@ -74,8 +74,8 @@ impl Filler {
         })
     }
 
-    /// Whether its blocks are `hashed` by now is what its `pending` says, whose number of members it
-    /// returns.
+    /// Writes the maps of a snapshot. `pending` is empty if the blocks are `hashed` already. Returns the number of blocks in
+    /// `pending`.
     fn write_maps(&self, new: &NewSnapshot, data: &File, hashed: bool) -> Result<u64> {
         let NewSnapshot { draft, volume, record, .. } = new;
         if record.tracking
@@ -100,7 +100,8 @@ impl Filler {
             return Ok(0);
         }
         MapWriter::create(&draft.changed(), header(record))?.finish()?;
-        // A slot counts only outside `pending`: all is, but for what a copy hashed on its way.
+        // The hash slot of a block counts only if `pending` does not list it. So without a copy that hashed, `pending`
+        // lists all blocks.
         if hashed {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
             return Ok(0);
@@ -110,7 +111,8 @@ impl Filler {
         Ok(allocated)
     }
 
-    /// The same at the cost of what changed since a parent; `None` if the pool does not know that.
+    /// The same from the maps of a parent, at a cost that depends on what changed since; `None` if the pool cannot tell what
+    /// changed.
     fn write_maps_from(
         &self,
         new: &NewSnapshot,
@@ -139,7 +141,7 @@ impl Filler {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
             return Ok(Some(0));
         }
-        // A parent that was copied after its child is a damaged record, which would lose every change.
+        // If the record says that the parent was copied after its child, it is damaged, and every change would be lost.
         let since = parent.since.filter(|since| record.birth.is_some_and(|birth| *since < birth));
         if since != parent.since {
             let (parent, since) = (&parent.id, parent.since);
@@ -160,8 +162,8 @@ impl Filler {
             }
             Changes::Unknown => return Ok(None),
         }
-        // A slot that the parent had not written when `pending` was opened is in the clone as it was, or
-        // written since: still to be hashed here.
+        // Blocks in the parent's `pending` may have been hashed since it was opened, or not: in the clone their slots
+        // do not count, so they are hashed again.
         let changed = MapFile::open(&draft.changed())?;
         let pending = write_union(&draft.pending(), header(record), &[&changed, &parent.pending], &stop)?;
         self.shared.pool().copy_file(parent.hashes.file(), &draft.hashes(), BlockSize::MIN, None, &stop)?;

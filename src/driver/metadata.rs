@@ -1,8 +1,7 @@
-//! Which blocks a snapshot holds, and which differ between two: the `SnapshotMetadata` service.
+//! The `SnapshotMetadata` service: which blocks a snapshot holds, and which differ between two.
 //!
-//! A stream holds open files and a position; each call to [`MetadataStream::work`] does the work of one message at
-//! most, and no more than a share of it where nothing is found: no thread waits in here for a slow client, and no stream
-//! for another.
+//! A stream holds open files and a position. Each call to [`MetadataStream::work`] makes one message, or returns after a
+//! short time without one. So no thread waits here for a slow client, and no stream waits long for another.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -17,23 +16,23 @@ use base::{Block, ByteRange, Stop};
 use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Tuples};
 use files::Context;
 
-/// Tuples a message holds when the client leaves the choice.
+/// The most tuples of a message if the client does not choose.
 const DEFAULT_TUPLES: usize = 4096;
-/// Tuples a message holds at most: at 24 bytes each well under gRPC's 4 MiB.
+/// The most tuples of a message that a client can choose: at 24 bytes each well under gRPC's 4 MiB.
 const MAX_TUPLES: usize = 16384;
-/// How long tuples are gathered before a message leaves without being full, or another stream has its turn.
+/// How long tuples are collected before a message is sent even if it is not full, or another stream has its turn.
 const PACE: Duration = Duration::from_millis(20);
 
-/// Where an answer starts and how it is cut.
+/// Where an answer starts, and how many tuples a message holds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MetadataRequest {
     /// `starting_offset`: no tuple ends at or before it.
     pub starting_offset: i64,
-    /// `max_results`: tuples a message; 0 for the driver's choice.
+    /// `max_results`: the most tuples of a message; 0 for the driver's choice.
     pub max_results: i32,
 }
 
-/// What a stream came to.
+/// The result of one turn of a stream.
 #[derive(Debug)]
 pub enum Turn {
     /// The next message. Only the first one may have no tuples.
@@ -44,7 +43,7 @@ pub enum Turn {
     End,
 }
 
-/// A message's tuples. Their memory counts until it is dropped.
+/// The tuples of a message. Their memory counts until the message is dropped.
 #[derive(Debug)]
 pub struct Message {
     /// Ascending.
@@ -52,7 +51,7 @@ pub struct Message {
     _share: Share,
 }
 
-/// An answer under way.
+/// An answer that is being streamed.
 pub struct MetadataStream {
     style: TupleStyle,
     capacity: u64,
@@ -78,15 +77,15 @@ impl MetadataStream {
         self.capacity
     }
 
-    /// Memory that a turn may take, in bytes.
+    /// The most memory that a turn takes, in bytes.
     pub fn work_bytes(&self) -> usize {
         self.tuples.as_ref().map_or(0, Tuples::work_bytes)
     }
 
-    /// Works until a message is full or `PACE` has passed. There is always a first message, which has type and
-    /// capacity also where there is no tuple.
+    /// Works until a message is full or `PACE` has passed. The first message is always sent, even without a tuple, since it
+    /// carries type and capacity.
     pub fn work(&mut self, stop: &Stop) -> Result<Turn> {
-        // A delta may read data, for which hashing gives way.
+        // A delta may read data, so hashing pauses meanwhile.
         let _foreground = self.reads.then(|| self.streams.foreground().begin());
         let first = std::mem::take(&mut self.first);
         let (mut share, most) = self.streams.share(self.most);
@@ -122,7 +121,7 @@ pub struct Metadata {
 }
 
 impl Metadata {
-    /// What its streams hold.
+    /// The memory of its streams.
     pub fn streams(&self) -> &Arc<Streams> {
         &self.streams
     }
@@ -188,8 +187,8 @@ impl Metadata {
         if base.id == target.id {
             return Ok(self.stream(&target, position, None));
         }
-        // The way first: a merge meanwhile only makes its maps larger. Should a link be missing by
-        // then, whole maps are compared.
+        // The way is opened first. If links are merged meanwhile, its maps still list enough. If a link is
+        // missing, all blocks are compared.
         let way = self.histories.way(&base, &target)?;
         let scan = DeltaScan::new(
             self.histories.side(&base, stop)?,
@@ -200,7 +199,7 @@ impl Metadata {
         Ok(self.stream(&target, position, Some(RunSource::Delta(Box::new(scan)))))
     }
 
-    /// The base of a delta, which may have been deleted meanwhile.
+    /// The base of a delta, which may be a deleted snapshot that is retained.
     fn base_snapshot(&self, id: &str) -> Result<Arc<SnapshotRecord>> {
         match self.shared.snapshot_in("base_snapshot_id", id) {
             Err(Error::NotFound { kind, id: shown }) => {

@@ -1,8 +1,8 @@
-//! What the router of a cluster asks of a node: how much room there is, which objects have a name, and which node it is
-//! that a new volume was given to.
+//! What a router asks a node: how much space there is, which object has a name, and which node was chosen for a new
+//! volume.
 //!
-//! A choice is kept for some minutes, in memory: long enough that all tries of one CreateVolume, by one router or several,
-//! meet it. Once the volume is there, its name says where.
+//! A choice is kept in memory for ten minutes, long enough for all tries of one CreateVolume, by one router or several.
+//! Once the volume exists, it is found by its name.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,21 +17,21 @@ use base::Key;
 
 /// How long a choice is kept after it was last asked for.
 const KEPT: Duration = Duration::from_secs(600);
-/// Choices at once: more than anybody makes volumes in ten minutes.
+/// The most choices at a time: more than the volumes that anybody makes in ten minutes.
 const MOST: usize = 10_000;
 
 /// The space of a node's pool, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Space {
-    /// The pool's size; 0 where it does not answer.
+    /// The pool's size; 0 if it does not answer.
     pub total: u64,
     /// What can still be written.
     pub free: u64,
-    /// What all volumes together may hold.
+    /// The capacity of all volumes together.
     pub provisioned: u64,
 }
 
-/// An object that has a name of the caller's.
+/// A kind of object that has a name given by the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Named {
     /// A volume.
@@ -50,12 +50,12 @@ pub struct Placement {
     pub(super) choices: Choices,
 }
 
-/// Which node each new volume was given to.
+/// The node chosen for each new volume.
 #[derive(Debug, Default)]
 pub(super) struct Choices(Mutex<HashMap<String, (Key, Instant)>>);
 
 impl Choices {
-    /// The first choice for `name` that is not among `not`: an earlier one, or `proposed`.
+    /// The node chosen for `name`: that of an earlier call, unless it is in `not`, or else `proposed`.
     fn choose(&self, name: &str, proposed: Key, not: &[Key], now: Instant) -> Result<Key> {
         let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((chosen, asked)) = choices.get_mut(name)
@@ -77,7 +77,7 @@ impl Choices {
 }
 
 impl Placement {
-    /// The room of now.
+    /// The space at this moment.
     pub fn room(&self) -> Space {
         Space {
             total: sys::space(self.shared.open_pool.dir().path()).map_or(0, |space| space.total),
@@ -89,11 +89,11 @@ impl Placement {
         }
     }
 
-    /// The id of the object that a client gave this name, and whether it is a volume that is still being transferred.
+    /// The id of the object with this name, and whether it is a volume that is still being transferred.
     pub fn find_named(&self, kind: Named, name: &str) -> Result<Option<(String, bool)>> {
         check_name("name", name)?;
         self.shared.store.check_alive()?;
-        // Before the volumes: what becomes one in between is found among them.
+        // Read before the volumes: a transfer that becomes a volume in between is found among them.
         let in_progress = self.transfers.id_of(name).filter(|_| kind == Named::Volume);
         let found = self.shared.store.read(|index| match kind {
             Named::Volume => index.volume_named(name).map(|record| record.id.to_string()),
@@ -104,7 +104,7 @@ impl Placement {
         Ok(found.map(|id| (id, false)).or(in_progress))
     }
 
-    /// The node that the new volume `name` is made on: the one that was proposed first and is not among `not`.
+    /// The node on which the new volume `name` is made: the first one proposed that is not in `not`.
     pub fn choose_node(&self, name: &str, proposed: Key, not: &[Key]) -> Result<Key> {
         check_name("name", name)?;
         self.choices.choose(name, proposed, not, Instant::now())

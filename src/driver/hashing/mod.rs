@@ -1,8 +1,7 @@
-//! Hashing after the call: CreateSnapshot returns with blocks that are not hashed yet (`pending.map`), and one
-//! thread with helpers of low priority hashes them. Then it compares the blocks that may have
-//! changed (`changed.map`) and keeps those that did, so that a delta only reads what was found. Answers to
-//! clients do not depend on any of it: a block that is not hashed is compared by its bytes, one that is
-//! not compared by its hash.
+//! Hashing after the call. CreateSnapshot returns before the blocks are hashed (they are in `pending.map`), and one thread
+//! with low-priority helpers hashes them. Then it compares the blocks that may have changed (`changed.map`) and keeps
+//! only those that did, so that a delta only reads the map. Answers to clients are the same before and after: a delta
+//! compares blocks without a hash by their bytes, and blocks that were not compared yet by their hashes.
 
 mod writers;
 
@@ -33,8 +32,8 @@ use cbt::{
 use files::Context;
 use files::durable;
 
-/// Bytes hashed before the progress is written down, which a restart repeats at most. After a step other volumes have their turn.
-/// Each step ends with two flushes, and a writer of a volume that flushes at that moment waits for them.
+/// Bytes hashed in a step. Each step records its progress, so a restart repeats at most one, and then it is another
+/// volume's turn. A step ends with two flushes, which delay writers of volumes that flush at that moment.
 const STEP: u64 = 256 << 20;
 
 /// Hashes snapshots, compares them with their parents, and frees what is no longer needed.
@@ -43,12 +42,12 @@ pub struct Hashing {
     pub(super) shared: Arc<Shared>,
     pub(super) histories: Arc<Histories>,
     pub(super) queue: Arc<Queue>,
-    /// What hashing gives way to.
+    /// Hashing pauses while these work.
     pub(super) streams: Arc<Streams>,
     pub(super) read_errors: Arc<ReadErrors>,
 }
 
-/// The thread that hashes. Ends when dropped, after at most some megabytes.
+/// The thread that hashes. Ends soon after it is dropped: it hashes a few more megabytes at most.
 #[derive(Debug)]
 pub struct HashingThread {
     hashing: Arc<Hashing>,
@@ -56,7 +55,7 @@ pub struct HashingThread {
 }
 
 impl HashingThread {
-    /// Starts hashing what is to be hashed, on all cores.
+    /// Starts hashing, on all cores.
     pub fn start(hashing: Arc<Hashing>) -> Result<Self> {
         let helpers = rayon::ThreadPoolBuilder::new()
             .thread_name(|number| format!("hash-{number}"))
@@ -99,12 +98,12 @@ impl Hashing {
                 Ok(true) => self.queue.done(&work),
                 Ok(false) => self.queue.go_on(&work),
                 Err(error) if error.stopped().is_some() => return,
-                // The parent's data of these blocks was freed: a later try does not find it either.
+                // The parent's data of these blocks was freed, so a retry cannot succeed.
                 Err(Error::Cbt(cbt::Error::Lost { what })) => {
                     tracing::warn!(snapshot_id = %work.id, what, "not compared with the snapshot before");
                     self.queue.done(&work);
                 }
-                // Deltas read its data instead.
+                // Until a retry succeeds, deltas read the data instead.
                 Err(error) => {
                     if let Some(record) = self.shared.store.read(|index| index.known(&work.id)) {
                         self.read_errors.note(&record.volume, &error);
@@ -117,8 +116,8 @@ impl Hashing {
         }
     }
 
-    /// Queues what the last driver left to be hashed or compared, and removes the maps that it did not finish. It reads
-    /// a map of each snapshot, so it runs beside calls.
+    /// Queues what the last driver left to be hashed or compared, and removes the maps that it did not finish. Reads a map
+    /// of each snapshot, which takes time, so calls are served meanwhile.
     fn take_up(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.lines().cloned().collect());
         for volume in volumes {
@@ -146,7 +145,7 @@ impl Hashing {
         self.histories.hold([&record.volume]).remove_drafts(record);
     }
 
-    /// Whether what may have changed in a snapshot was never compared.
+    /// Whether the `changed` map of a snapshot was not compared yet.
     fn is_to_compare(&self, record: &SnapshotRecord) -> bool {
         let changed = MapFile::open(&self.shared.store.snapshot_dir(record).changed());
         changed.is_ok_and(|changed| changed.header().relative_to.is_some() && !changed.is_exact())
@@ -192,7 +191,7 @@ impl Hashing {
 
     /// Hashes the blocks that may have changed since the parent, in both, and then keeps those that did.
     fn compare_changes(&self, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
-        // If it is damaged, deltas compare all blocks.
+        // If the map is damaged, deltas compare all blocks.
         let Some(changed) = MapFile::open_sound(&self.shared.store.snapshot_dir(record).changed())? else {
             return Ok(true);
         };
@@ -211,13 +210,12 @@ impl Hashing {
         Ok(true)
     }
 
-    /// Hashes one step of the pending blocks of a snapshot, if given only those in `only`; returns whether it was
-    /// the last.
+    /// Hashes one step of the pending blocks of a snapshot, or only of those in `only`. Returns whether it was the last step.
     ///
-    /// 1. Write the slots of a step, clear those of blocks that are holes now, and sync them: its blocks are
-    ///    still in `pending`, so after a crash none of them counts, and they are written again.
-    /// 2. Replace `pending` by one without them, by rename: from here on they count. If a power cut brings the old one
-    ///    back, they are hashed once more; before the data is removed that is ruled out (`free_bytes`).
+    /// 1. Write the slots of the blocks, clear the slots of blocks that are holes now, and sync. The blocks are still in
+    ///    `pending`, so after a crash their slots do not count, and they are hashed again.
+    /// 2. Replace `pending` by a map without these blocks, by a rename: from here on the slots count. If a power cut brings
+    ///    the old map back, the blocks are hashed once more. `free_bytes` rules that out before the data is removed.
     fn hash_snapshot(
         &self,
         record: &SnapshotRecord,
@@ -243,7 +241,7 @@ impl Hashing {
     /// Keeps in `changed` what differs from the parent.
     ///
     /// 1. Write the new map beside the old one: a crash leaves a file that the next try replaces.
-    /// 2. Rename it over the old one, which holds what changed as well, and perhaps more: either may be found after a crash.
+    /// 2. Rename it over the old one. After a crash either may be there: the old one lists the same changes, and perhaps more.
     fn compare(&self, record: &SnapshotRecord, parent: &SnapshotRecord) -> Result<()> {
         let dir = self.shared.store.snapshot_dir(record);
         // Read again: a deletion may have merged another map into it meanwhile, and queued it again.
@@ -290,7 +288,7 @@ impl Hashing {
         }
     }
 
-    /// Hashes a step of a snapshot; `None` where nothing is left to be hashed.
+    /// Hashes a step of a snapshot; `None` if nothing is left to hash.
     fn hash_step(
         &self,
         record: &SnapshotRecord,
@@ -301,7 +299,7 @@ impl Hashing {
         let dir = self.shared.store.snapshot_dir(record);
         let pending = match MapFile::open_sound(&dir.pending())? {
             Some(pending) => pending,
-            // Nothing is known to be hashed then.
+            // The map is damaged, so all blocks count as not hashed.
             None => self.histories.healed(record, stop, || MapFile::open(&dir.allocated()))?,
         };
         let wanted: Vec<SegmentIndex> = match only {
@@ -317,7 +315,7 @@ impl Hashing {
             }
         };
         if wanted.is_empty() {
-            // Its data may be gone.
+            // Returns before the data is opened, since it may have been freed.
             return Ok(None);
         }
         let path = dir.data();
@@ -368,13 +366,13 @@ impl Hashing {
         Ok(Some(Rest { header: header(record), done, taken, is_last, pending, allocated }))
     }
 
-    /// The snapshot that `changed` compares with, if its hashes are there to be taken over.
+    /// The snapshot that `changed` is relative to, if its hashes can be used.
     fn hashed_parent(&self, dir: &ObjectDir) -> Option<HashedParent> {
         let changed = MapFile::open(&dir.changed()).ok()?;
         let id = changed.header().relative_to.clone()?.snapshot;
         let parent = self.shared.store.read(|index| index.known(&id))?;
         let dir = self.shared.store.snapshot_dir(&parent);
-        // `pending` before the hashes, as everywhere.
+        // `pending` is opened before the hashes, as everywhere.
         let pending = MapFile::open(&dir.pending()).ok()?;
         let allocated = MapFile::open(&dir.allocated()).ok()?;
         let hashes = HashReader::new(HashFile::open(&dir.hashes()).ok()?);
@@ -382,7 +380,7 @@ impl Hashing {
     }
 }
 
-/// Leaves the first `room` members, and returns the others where there are any.
+/// Keeps the first `room` members, and returns the others, if there are any.
 fn cut_off(members: &mut RoaringBitmap, room: u64) -> Option<RoaringBitmap> {
     let first = members.select(u32::try_from(room).ok()?)?;
     let mut later = members.clone();
@@ -391,7 +389,7 @@ fn cut_off(members: &mut RoaringBitmap, room: u64) -> Option<RoaringBitmap> {
     Some(later)
 }
 
-/// The hashes of a parent for blocks that its child shares with it.
+/// The maps and hashes of a parent, whose hashes serve for blocks that its child shares with it.
 struct HashedParent {
     changed: MapFile,
     pending: MapFile,
@@ -400,8 +398,7 @@ struct HashedParent {
 }
 
 impl HashedParent {
-    /// Those of `members` that did not change and whose hash the parent has; with a damaged map
-    /// none.
+    /// Those of `members` that did not change and whose hash the parent has; none if a map is damaged.
     fn shares(&self, index: SegmentIndex, members: &RoaringBitmap) -> Result<RoaringBitmap> {
         let segments =
             (self.changed.segment(index), self.pending.segment(index), self.allocated.segment(index));
@@ -417,7 +414,7 @@ struct Rest {
     header: MapHeader,
     /// Bytes that the step hashed.
     done: u64,
-    /// Blocks that it took out of `pending`, by segment: those it hashed, and holes.
+    /// Blocks that the step removes from `pending`, by segment: those it hashed, and holes.
     taken: BTreeMap<SegmentIndex, RoaringBitmap>,
     is_last: bool,
     /// The blocks that were pending before.
@@ -474,7 +471,7 @@ mod tests {
         writer.finish().expect("finish");
         let pending = || MapFile::open(&path).expect("open");
         let allocated = Allocation::new(pending(), None, &path);
-        // All of segment 0, a part of segment 1, and of segment 2 what is not there.
+        // All blocks of segment 0, one of segment 1, and one that segment 2 does not have.
         let taken = [(0, vec![0, 9]), (1, vec![1]), (2, vec![7])];
         let taken = taken.map(|(index, members)| (SegmentIndex(index), members.into_iter().collect()));
         let rest =

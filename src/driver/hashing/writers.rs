@@ -1,4 +1,4 @@
-//! How much is written to volumes, by the counters of their devices. Hashing gives way to it.
+//! Detects writes to volumes by the counters of their devices. Hashing slows down while volumes are written.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
@@ -9,44 +9,45 @@ use std::time::{Duration, Instant};
 use crate::sys::loopdev::LoopDevice;
 use base::Counter;
 
-/// How long a list of devices is used, and how many times as long as it took to make.
+/// A list of devices is used for at least this long, and for at least this many times as long as making it took.
 const LISTED: Duration = Duration::from_secs(1);
 const LISTED_TIMES: u32 = 100;
 
-/// Devices that are looked at by one call: those that were written last, and of all others a part at a time. So with few
-/// devices it is all of them, and with many the cost is bounded.
+/// The numbers of devices that one call reads: those that were written last, and some of the others in turn. So with few
+/// devices all are read each time, and with many the cost is bounded.
 const WRITTEN_LAST: usize = 16;
 const OTHERS: usize = 32;
 
-/// The writes of all volumes.
+/// Watches the writes to all volumes.
 #[derive(Debug)]
 pub(in crate::driver) struct Writers {
     volumes: PathBuf,
     devices: Mutex<(Devices, Option<Instant>)>,
 }
 
-/// The files with the counters of devices.
+/// The counter files of devices.
 #[derive(Debug, Default)]
 struct Devices {
-    /// With the writes that each had completed when it was looked at last.
+    /// With the completed writes when each was read last.
     all: BTreeMap<PathBuf, Option<u64>>,
-    /// Those that were written last, the last first; at most [`WRITTEN_LAST`].
+    /// The devices written most recently, newest first; at most [`WRITTEN_LAST`].
     written: VecDeque<PathBuf>,
-    /// The one of the others that was looked at last.
+    /// The last of the others that was read.
     looked_at: PathBuf,
-    /// How often a device was found written.
+    /// How often a device was found to have been written.
     changes: u64,
 }
 
 impl Writers {
-    /// Of the volumes whose files are below this directory.
+    /// Watches the volumes whose files are below this directory.
     pub(in crate::driver) fn new(volumes: PathBuf) -> Self {
         Writers { volumes, devices: Mutex::default() }
     }
 }
 
 impl Counter for Writers {
-    /// Another number where anything was written since the last call, or with many devices since some calls before.
+    /// A number that differs from the last call's if anything was written since; with many devices a write may show only
+    /// some calls later.
     fn count(&self) -> u64 {
         let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
         let (devices, list_again) = &mut *devices;
@@ -62,7 +63,7 @@ impl Counter for Writers {
 }
 
 impl Devices {
-    /// Known devices are kept. New ones are looked at first, since they may be written.
+    /// Replaces the list of devices and keeps what is known of each. New devices are read first, since they may be written.
     fn set(&mut self, counters: Vec<PathBuf>) {
         let mut before = std::mem::take(&mut self.all);
         for path in counters {
@@ -98,7 +99,7 @@ impl Devices {
     }
 }
 
-/// The writes that a device has completed; `None` where it is gone.
+/// The number of writes that a device has completed; `None` if the device is gone.
 fn writes(counters: &Path) -> Option<u64> {
     std::fs::read_to_string(counters).ok()?.split_whitespace().nth(4)?.parse().ok()
 }
@@ -113,7 +114,7 @@ mod tests {
         (0..count).map(|number| number.to_string().into()).collect()
     }
 
-    /// No incident led to this test: each look read a file for each volume in use, 100 times a second.
+    /// Not from an incident: reading a file for each volume in use, 100 times a second, costs too much.
     #[test]
     fn a_look_costs_no_more_with_many_devices_and_finds_who_writes() {
         for (count, looks_to_find) in [(1, 1), (48, 1), (1000, 31)] {
@@ -139,14 +140,14 @@ mod tests {
                 let looks = (1..).find(|_| look(&mut devices) > found).expect("found");
                 assert!(looks <= looks_to_find, "{writer} of {count} is found after {looks} looks");
                 found += 1;
-                // From then on each of its writes is seen at once.
+                // From then on each write is seen at once.
                 for _ in 0..3 * looks_to_find {
                     written.borrow_mut()[writer] += 1;
                     found += 1;
                     assert_eq!(look(&mut devices), found);
                 }
             }
-            // All write at once, and stop.
+            // All devices are written once, at the same time.
             written.borrow_mut().iter_mut().for_each(|writes| *writes += 1);
             for _ in 0..looks_to_find + 1 {
                 look(&mut devices);
