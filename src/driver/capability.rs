@@ -1,4 +1,4 @@
-//! The requested use of a volume, and whether this driver supports it.
+//! How a volume is to be used, and whether this driver supports that.
 
 use super::error::shown;
 use super::{Error, Result};
@@ -28,7 +28,7 @@ impl std::fmt::Debug for MountFlags {
     }
 }
 
-/// Who may use the volume from where, of the modes this driver has.
+/// The access modes that this driver supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AccessMode {
     /// SINGLE_NODE_WRITER: one place, read and write.
@@ -44,7 +44,7 @@ pub enum AccessMode {
 }
 
 impl AccessMode {
-    /// Whether writing is not allowed.
+    /// Whether the volume must not be written.
     pub fn is_read_only(self) -> bool {
         matches!(self, AccessMode::SingleNodeReaderOnly | AccessMode::MultiNodeReaderOnly)
     }
@@ -71,14 +71,14 @@ impl AccessMode {
 pub struct Capability {
     /// Device or filesystem.
     pub access: AccessType,
-    /// Who from where.
+    /// Who may use it, and how.
     pub mode: AccessMode,
 }
 
-/// Filesystems this driver makes and mounts, and the smallest device for each: what its `mkfs` takes, and for
-/// btrfs what the kernel resizes to (109 MiB are enough for `mkfs.btrfs`, and such a one could never grow).
+/// Filesystems that this driver makes and mounts, and the smallest device for each: the least that its `mkfs` accepts, and
+/// for btrfs the least that the kernel can resize (`mkfs.btrfs` accepts 109 MiB, but that filesystem could never grow).
 const FILESYSTEMS: [(&str, u64); 3] = [("ext4", 1 << 20), ("xfs", 300 << 20), ("btrfs", 256 << 20)];
-/// The filesystem where the client leaves the choice.
+/// The filesystem if the client does not choose.
 const DEFAULT_FS: &str = "ext4";
 
 impl Capability {
@@ -92,18 +92,17 @@ impl Capability {
     }
 
     /// The kind of access in the form that records keep, for a new volume.
-    /// `default` is the filesystem where it is left open; `None` for the driver's choice.
+    /// `default` is the filesystem if the client does not choose one; `None` for the driver's choice.
     pub(super) fn kind(&self, default: Option<&str>) -> Result<AccessKind> {
         self.kind_or(default.unwrap_or(DEFAULT_FS))
     }
 
-    /// The same for a volume there is: where the client leaves the filesystem open, it is the
-    /// volume's.
+    /// The same for an existing volume: the default is the volume's filesystem.
     pub(super) fn kind_for(&self, record: &VolumeRecord) -> Result<AccessKind> {
         self.kind_or(record.fs_type().unwrap_or(DEFAULT_FS))
     }
 
-    /// The same, and this error where the volume does not support it.
+    /// The same, but fails with `error` if the volume does not support it.
     pub(super) fn kind_of(&self, record: &VolumeRecord, error: fn(String) -> Error) -> Result<AccessKind> {
         let kind = self.kind_for(record)?;
         match record.access.contains(&kind) {
@@ -127,7 +126,7 @@ impl Capability {
     }
 }
 
-/// Fails for a filesystem that this driver does not make; `field` is where the client wrote it.
+/// Fails for a filesystem that this driver does not make. `field` is the request's field that names it.
 pub(super) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
     match FILESYSTEMS.iter().any(|(known, _)| *known == name) {
         true => Ok(()),
@@ -138,8 +137,7 @@ pub(super) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
     }
 }
 
-/// The kinds of several capabilities, each once, in the order of the request. `fs_type` is the filesystem
-/// where they leave it open.
+/// The kinds of several capabilities, each once, in the order of the request. `fs_type` is the default filesystem.
 pub(super) fn kinds(capabilities: &[Capability], fs_type: Option<&str>) -> Result<Vec<AccessKind>> {
     if capabilities.is_empty() {
         return Err(Error::Missing { field: "volume_capabilities" });
@@ -160,7 +158,7 @@ pub(super) fn kinds(capabilities: &[Capability], fs_type: Option<&str>) -> Resul
     }
 }
 
-/// The smallest volume that can carry what these kinds ask for, in bytes.
+/// The smallest size in bytes of a volume that supports all these kinds.
 pub(super) fn least_size(kinds: &[AccessKind]) -> u64 {
     let least = |kind: &AccessKind| match kind {
         AccessKind::Block => 1,

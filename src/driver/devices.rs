@@ -1,4 +1,4 @@
-//! The loop devices of volumes, and where they are shown.
+//! The loop devices of volumes, and where they are mounted.
 
 use std::path::Path;
 
@@ -23,7 +23,7 @@ pub(super) fn release_devices(shared: &Shared, id: &VolumeId, _lock: &OpGuard) -
     }
     let Some(device) = device else { return Ok(()) };
     if blockdev::is_claimed(&device.path())? {
-        // A filesystem that its user froze stays after its last unmount, until it is thawed.
+        // A filesystem that a user froze still holds the device after its last unmount, until it is thawed.
         if !is_shown(&device)? {
             thaw_unmounted(&device, &shared.config.data_dir)?;
         }
@@ -38,8 +38,8 @@ fn in_use(id: &VolumeId, how: &str) -> Error {
     Error::Precondition(format!("volume {id} is {how}: unpublish and unstage it first"))
 }
 
-/// Frees a device. A process that still has it open keeps it until its last close, and a stage before
-/// that takes it over again, so it is not an error.
+/// Frees a device. If a process still has it open, the kernel frees it at the last close. That is not an error, since a
+/// stage before then uses the device again.
 pub(super) fn detach(device: LoopDevice) -> Result<()> {
     let path = device.path();
     if !device.detach()? {
@@ -56,7 +56,7 @@ pub(super) fn free_unrecorded(device: Option<LoopDevice>) -> Result<()> {
     }
 }
 
-/// Whether `path` shows this volume: its filesystem is mounted there, or its device node is.
+/// Whether this volume's filesystem or device node is mounted at `path`.
 pub(super) fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     let Some(device) = device else { return Ok(false) };
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
@@ -64,7 +64,7 @@ pub(super) fn shows(path: &Path, device: Option<&LoopDevice>) -> Result<bool> {
     Ok(mounted.is_of(&dev) || blockdev::number(path).is_some_and(|number| number == dev))
 }
 
-/// Whether a device, or a filesystem on it, is shown anywhere in this mount namespace.
+/// Whether a device, or a filesystem on it, is mounted anywhere in this mount namespace.
 fn is_shown(device: &LoopDevice) -> Result<bool> {
     let dev = device.dev()?;
     let name = device.path().file_name().map(ToOwned::to_owned);
@@ -74,7 +74,8 @@ fn is_shown(device: &LoopDevice) -> Result<bool> {
     Ok(mount::mounts()?.iter().any(shows))
 }
 
-/// Whether what is mounted at `path` is of another volume of this pool: it was put there when this one could not be.
+/// Whether another volume of this pool is mounted at `path`. That can happen when the unmount of this volume could not
+/// be recorded.
 pub(super) fn is_of_another(path: &Path, id: &VolumeId, volumes: &Path) -> Result<bool> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(false) };
     let dev = blockdev::number(path).or_else(|| mounted.device());

@@ -1,4 +1,4 @@
-//! Looking into a data directory from outside, whether a driver serves it or not.
+//! Reads a data directory, whether a driver serves it or not.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use crate::store::{self, LockedDir, Manifest, SnapshotRecord, Store};
 use base::{DataDir, SnapshotId, Stop};
 use cbt::{self, Finding, MapFile, Progress};
 
-/// The objects of a data directory, for reading.
+/// The objects of a data directory, read-only.
 #[derive(Debug)]
 pub struct Inspection {
     dir: DataDir,
     store: Store,
-    /// The pool that was mounted to look into it, and the lock; `None` where a running driver has both.
+    /// The pool, mounted for the inspection, and the lock; `None` if a running driver has both.
     own: Option<(OpenPool, LockedDir)>,
 }
 
@@ -27,7 +27,7 @@ pub struct Inspected {
     pub record: Arc<SnapshotRecord>,
     /// Bytes of its blocks that hold data.
     pub bytes: u64,
-    /// Bytes of them that no hash is there for: not yet, or because its changes are not tracked.
+    /// Bytes of those blocks that have no hash: not yet, or because changes are not tracked.
     pub unhashed: u64,
 }
 
@@ -65,7 +65,7 @@ impl Inspection {
         }
     }
 
-    /// Leaves the directory as it was found.
+    /// Unmounts the pool, if [`Inspection::open`] mounted it.
     pub fn close(self) -> Result<()> {
         if let Some((open_pool, _locked)) = self.own {
             open_pool.close()?;
@@ -86,12 +86,12 @@ impl Inspection {
         &self.store
     }
 
-    /// How many volumes, snapshots, and deleted snapshots that are retained there are.
+    /// The numbers of volumes, of snapshots, and of retained deleted snapshots.
     pub fn counts(&self) -> (usize, usize, usize) {
         self.store.read(|index| (index.volume_count(), index.snapshot_count(), index.retained_count()))
     }
 
-    /// The snapshots, and how much there is to read of each.
+    /// The snapshots, and how much data each has to read.
     pub fn snapshots(&self) -> Vec<Inspected> {
         let all: Vec<_> = self.store.read(|index| index.snapshots_after(None).cloned().collect());
         let inspected = |record: Arc<SnapshotRecord>| {
@@ -123,11 +123,11 @@ impl Inspection {
         let dir = self.store.snapshot_dir(&record);
         let found = match record.tracking {
             true => cbt::scrub(&dir, record.block_size, progress, stop),
-            // It has no hashes.
+            // Without tracking it has no hashes.
             false => cbt::check_maps(&dir, record.block_size, record.capacity, false),
         };
         match found {
-            // Deleted meanwhile.
+            // It was deleted meanwhile.
             Err(cbt::Error::Sys(error)) if error.is_not_found() && self.store.is_gone(&record) => Ok(None),
             found => Ok(Some(found?)),
         }

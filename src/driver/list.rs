@@ -1,7 +1,7 @@
 //! Lists in pages.
 //!
-//! A token is the id of the last entry sent. Ids are unique for ever and lists are in the order of
-//! ids, so a token keeps its place when objects come and go between pages, its own among them.
+//! A token is the id of the last entry sent. Ids are never used twice and lists are in the order of ids, so a token keeps
+//! its place when objects are made or deleted between pages, even the one that it names.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(super) const MAX_PAGE: usize = 5000;
 /// The requested part of a list.
 #[derive(Clone, Debug, Default)]
 pub struct PageRequest {
-    /// `max_entries`: the maximum; 0 for as many as fit a message.
+    /// `max_entries`: the most entries; 0 for as many as fit into a message.
     pub max_entries: i32,
     /// `starting_token`: the `next_token` of the page before; empty for the first.
     pub starting_token: String,
@@ -55,7 +55,7 @@ pub struct Page<R> {
     pub next_token: String,
 }
 
-/// Which snapshots a list is about.
+/// Which snapshots are listed.
 #[derive(Clone, Debug, Default)]
 pub struct SnapshotFilter {
     /// Only those of this volume; empty for all.
@@ -70,7 +70,7 @@ impl Volumes {
         let (limit, after) = (request.limit()?, request.after::<VolumeId>()?);
         self.shared.store.check_alive()?;
         Ok(self.shared.store.read(|index| {
-            // Ephemeral ones are kubelet's alone.
+            // Ephemeral volumes are known to kubelet only.
             let listed = index.volumes_after(after.as_ref()).filter(|record| record.ephemeral.is_none());
             page(listed.cloned(), limit, |record| record.id.to_string())
         }))

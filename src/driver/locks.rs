@@ -1,4 +1,4 @@
-//! One call at a time on an object.
+//! Locks, so that only one call at a time works on an object.
 //!
 //! The CSI spec ("Error Scheme", `ABORTED`: "Operation pending for volume") lets a plugin refuse a
 //! call while another is under way on the same object. A guard is taken inside the blocking closure
@@ -13,10 +13,10 @@ use std::time::Duration;
 use super::{Error, Result};
 use base::{GroupId, SnapshotId, Stop, Stopped, VolumeId};
 
-/// How often a caller that waits is asked whether it still does.
+/// How often a waiting caller's stop is checked.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What is locked.
+/// What a lock is for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Key {
     /// The making of a volume, by the name the CO gives it.
@@ -32,11 +32,11 @@ pub(super) enum Key {
     Group(GroupId),
     /// A path on the node: between the check that it is free and the mount, nothing else is mounted there.
     Place(PathBuf),
-    /// The history of a volume (`history/mod.rs`): held for short, waited for.
+    /// The history of a volume (`history/mod.rs`): held for a short time, and callers wait for it.
     History(VolumeId),
     /// The opening of a source, for a transfer to another node.
     Transfer(String),
-    /// The making of a snapshot's `allocated` map from its data. Waited for as long as the caller wishes.
+    /// The making of a snapshot's `allocated` map from its data. Callers wait until their own stop.
     Map(SnapshotId),
 }
 
@@ -58,7 +58,7 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// The objects that calls are at work on.
+/// The objects that calls work on.
 #[derive(Clone, Debug, Default)]
 pub(super) struct OpLocks {
     held: Arc<(Mutex<HashSet<Key>>, Condvar)>,
@@ -76,7 +76,7 @@ impl OpLocks {
         self.held.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the object, or fails at once when another call has it.
+    /// Locks the object, or fails at once if another call has it.
     pub(super) fn take(&self, key: Key) -> Result<OpGuard> {
         match self.held().insert(key.clone()) {
             true => Ok(OpGuard { locks: self.clone(), key }),
@@ -89,7 +89,7 @@ impl OpLocks {
         self.held().contains(key)
     }
 
-    /// Takes the object, waiting until it is free or the caller gives up.
+    /// Locks the object, and waits until it is free or the caller gives up.
     pub(super) fn wait_until(&self, key: Key, stop: &Stop) -> Result<OpGuard, Stopped> {
         let mut held = self.held();
         while !held.insert(key.clone()) {
@@ -100,7 +100,7 @@ impl OpLocks {
         Ok(OpGuard { locks: self.clone(), key })
     }
 
-    /// Takes the object, waiting until it is free.
+    /// Locks the object, and waits until it is free.
     pub(super) fn wait(&self, key: Key) -> OpGuard {
         let mut held = self.held();
         while !held.insert(key.clone()) {

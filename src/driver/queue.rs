@@ -1,10 +1,11 @@
-//! The queue: which snapshots the hashing thread works on next. It is in memory only. What it is made of, the maps, is
-//! on disk, and read again at start.
+//! The queue decides which snapshot the hashing thread works on next. It is kept in memory only, and made again from the
+//! maps at start.
 //!
-//! Volumes take turns of a step each, so that none waits for another's first snapshot. What changed between two
-//! snapshots goes before the rest: of a volume the newest first, for that is what the next delta asks for. The rest goes
-//! in the order in which the snapshots were taken, for each takes hashes over from the one before. Where nothing is left
-//! to be hashed the rest goes before all: it reads no data, and frees the bytes of deleted snapshots.
+//! Volumes take turns, one step each, so that no volume waits for another's first snapshot. Work on a snapshot has two
+//! parts. The blocks that may have changed come first, those of a volume's newest snapshot before the others, because the
+//! next delta needs them. The rest comes in the order in which the snapshots were taken, because each takes hashes over
+//! from the one before. A rest without anything to hash comes before all: it reads no data, and frees the bytes of
+//! deleted snapshots.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,10 +14,10 @@ use std::time::{Duration, Instant};
 use crate::store::SnapshotRecord;
 use base::{SnapshotId, Stop, VolumeId};
 
-/// How often retained snapshots are looked at for their age.
+/// How often the age of retained snapshots is checked.
 pub(super) const TURN: Duration = Duration::from_secs(600);
-/// When a snapshot that could not be hashed is tried again: a pool that was full may have room by then. Each
-/// further failure doubles it, up to [`TURN`].
+/// The time until the retry of a snapshot that could not be hashed, for instance because the pool was full. Each further
+/// failure doubles it, up to [`TURN`].
 const RETRY: Duration = Duration::from_secs(5);
 
 /// The snapshots that are still to be hashed.
@@ -27,18 +28,19 @@ pub(super) struct Queue {
     pub(super) stop: Stop,
 }
 
-/// Each step takes the logarithm of what is queued, for calls wait for it: thousands of snapshots may be queued at once.
+/// Each operation takes logarithmic time, since calls wait for it and thousands of snapshots may be queued.
 #[derive(Debug, Default)]
 struct State {
     lines: BTreeMap<VolumeId, Line>,
-    /// The volumes that have something to be done now, the first to be done first: by its rank, and by their last step.
+    /// The volumes with work to do now, in the order in which they are served: by the rank of the work, then by the volume's
+    /// last step.
     order: BTreeSet<(Rank, u64, VolumeId)>,
-    /// What failed, by when it is tried again.
+    /// Failed work, by the time of its retry.
     waiting: BTreeSet<(Instant, Place, Part)>,
     steps: u64,
     /// Bytes of all jobs that are still to be hashed.
     left: u64,
-    /// When to look at retained snapshots next.
+    /// When to check retained snapshots next.
     turn: Option<Instant>,
     stopping: bool,
 }
@@ -50,7 +52,7 @@ type Place = (VolumeId, u64);
 #[derive(Debug, Default)]
 struct Line {
     jobs: BTreeMap<u64, Job>,
-    /// Those with something to be done now, by its rank.
+    /// The snapshots with work to do now, by the rank of the work.
     ready: BTreeMap<Rank, BTreeSet<u64>>,
     /// The number of the volume's last step.
     served: u64,
@@ -65,7 +67,7 @@ struct Job {
     parts: BTreeMap<Part, Try>,
 }
 
-/// When a part is tried next, and how often it has failed. One that fails holds up no other.
+/// When a part is tried next, and how often it has failed. A part that fails does not delay others.
 #[derive(Clone, Copy, Debug)]
 struct Try {
     due: Option<Instant>,
@@ -86,16 +88,16 @@ pub(super) struct Work {
 /// The parts of the work on a snapshot, the first to be done first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Part {
-    /// The blocks that may have changed since the snapshot before, and which of them did.
+    /// Hashes the blocks that may have changed since the snapshot before, and finds those that did.
     Changes,
-    /// All others.
+    /// Hashes all other blocks.
     Rest,
 }
 
-/// What goes before what. The lowest is first.
+/// The order of work. The lowest is first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
-    /// The rest where nothing is left to be hashed.
+    /// The rest of a snapshot without anything left to hash.
     Hashed,
     Changes,
     Rest,
@@ -125,12 +127,12 @@ impl Job {
 }
 
 impl Line {
-    /// The rank of what is done next.
+    /// The rank of the volume's next work.
     fn rank(&self) -> Option<Rank> {
         self.ready.keys().next().copied()
     }
 
-    /// What is done next: of changes the newest, and of the rest the oldest.
+    /// The volume's next work: the changes of the newest snapshot, or the rest of the oldest.
     fn next(&self) -> Option<(u64, Part)> {
         let (rank, sequences) = self.ready.iter().next()?;
         let sequence = match rank {
@@ -142,7 +144,7 @@ impl Line {
 }
 
 impl State {
-    /// Changes the job of a place, which may be none before or after, and what it is found by.
+    /// Changes, adds or removes the job of a place, and updates all indexes.
     fn change<T>(&mut self, place: &Place, change: impl FnOnce(&mut Option<Job>) -> T) -> T {
         let (volume, sequence) = place;
         let mut line = self.lines.remove(volume).unwrap_or_default();
@@ -191,7 +193,7 @@ impl State {
         self.change(place, |job| {
             let job = job.get_or_insert_with(|| Job::new(id.clone(), bytes));
             job.left = bytes;
-            // What was in the way of the changes may be gone. The rest is tried again when it is due.
+            // What made the changes fail may be over, so they are tried at once. The rest is tried when it is due.
             job.parts.insert(Part::Changes, FIRST);
             job.parts.entry(Part::Rest).or_insert(FIRST);
         });
@@ -215,7 +217,7 @@ impl State {
         Some(Work { id, part, place, failures })
     }
 
-    /// The step at hand is the last of its volume.
+    /// Numbers the volume's last step, so that other volumes have their turn.
     fn serve(&mut self, volume: &VolumeId) {
         let Some(line) = self.lines.get_mut(volume) else { return };
         if let Some(rank) = line.rank() {
@@ -227,7 +229,7 @@ impl State {
 
     fn again(&mut self, work: &Work, attempt: Try) {
         self.change(&work.place, |job| {
-            // Unless it was queued again meanwhile.
+            // If it was queued again meanwhile, that entry counts.
             job.as_mut().map(|job| _ = job.parts.entry(work.part).or_insert(attempt))
         });
     }
@@ -269,32 +271,32 @@ impl Queue {
         self.wake.notify_all();
     }
 
-    /// A snapshot was removed.
+    /// Removes a snapshot that no longer exists.
     pub(super) fn forget(&self, record: &SnapshotRecord) {
         self.state().forget(&(record.volume.clone(), record.sequence));
     }
 
-    /// Work continues later, after others had their turn.
+    /// Queues work that has more steps, after others had their turn.
     pub(super) fn go_on(&self, work: &Work) {
         self.state().again(work, FIRST);
     }
 
-    /// Work failed: it is tried again, each time twice as late.
+    /// Queues work that failed for a retry; the delay doubles each time.
     pub(super) fn put_off(&self, work: &Work) {
         self.state().put_off(work, Instant::now());
     }
 
-    /// Work is done. Its snapshot leaves the queue, unless something else is to be done.
+    /// Ends work. Its snapshot leaves the queue, unless its other part is left.
     pub(super) fn done(&self, work: &Work) {
         self.state().done(work);
     }
 
-    /// Counts bytes of a snapshot that were hashed.
+    /// Subtracts bytes of a snapshot that were hashed.
     pub(super) fn progress(&self, record: &SnapshotRecord, bytes: u64) {
         self.state().progress(&(record.volume.clone(), record.sequence), bytes);
     }
 
-    /// Ends the work at hand, and gives out no other.
+    /// Stops the current work, and gives out no more.
     pub(super) fn cease(&self) {
         self.state().stopping = true;
         self.stop.cancel();
@@ -329,7 +331,7 @@ impl Queue {
 /// What the hashing thread does next.
 pub(super) enum Next {
     Work(Work),
-    /// It is time to look at the age of retained snapshots.
+    /// Check the age of retained snapshots.
     Retention,
     Stop,
 }

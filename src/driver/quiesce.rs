@@ -1,10 +1,9 @@
-//! Copying the bytes of volumes that may be in use, so that the copies are what the volumes held at one
-//! moment: each by itself, and all of them together.
+//! Copies the bytes of volumes that may be in use. All copies of a call show the same moment.
 //!
-//! A mounted filesystem is frozen for the length of the copy. A raw device cannot be: one clone of one
-//! device is a single step and needs nothing more. Where several steps have to show one moment (the
-//! members of a group, or a copy that takes time), the devices' write counters prove that nothing was
-//! written between the first step and the last, or the copies are thrown away and made again.
+//! A mounted filesystem is frozen during the copy. A raw device cannot be frozen. One clone of one device is a single step
+//! and needs nothing more. Several steps (the members of a group, or a copy that takes time) show one moment only if
+//! nothing was written between the first and the last. The devices' write counters tell; if something was written, the
+//! copies are discarded and made again.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -21,12 +20,12 @@ use crate::sys::{self, freeze};
 use base::{BlockSize, ObjectDir, Stop, Stopped, VolumeId};
 use cbt::{HashFile, HashingCopy};
 
-/// The longest that a mounted filesystem is held frozen.
+/// The longest time for which a mounted filesystem is frozen.
 const FREEZE_BOUND: Duration = Duration::from_secs(30);
-/// Tries to copy raw devices between two of their writes before giving up: the least number of them, and the least time.
+/// How often and how long it is tried, at least, to copy raw devices without a write in between.
 const QUIET_TRIES: usize = 3;
 const QUIET_TIME: Duration = Duration::from_secs(2);
-/// With less room than this, in bytes, a write that failed found none.
+/// If less than this is free, in bytes, a failed write is taken for a lack of space.
 const FULL: u64 = 16 << 20;
 
 /// Copies volumes that may be in use.
@@ -40,18 +39,17 @@ pub(super) struct Copier {
 pub(super) struct LiveCopy {
     pub id: VolumeId,
     pub source: Bytes,
-    /// The object to make the bytes of.
+    /// The object whose bytes are made.
     pub target: ObjectDir,
-    /// The unit of what `sink` is handed.
+    /// The block size of `sink`.
     pub block_size: BlockSize,
-    /// Takes the bytes where the pool reads them. It sees them again from the start when a try is
-    /// repeated.
+    /// Gets the bytes if the pool reads them; all of them again if the copy is repeated.
     pub sink: Option<HashingSink>,
-    /// Whether it has a device that may be written meanwhile.
+    /// Whether the volume has a device that may be written during the copy.
     pub written: bool,
 }
 
-/// Hashes the bytes of a copy on their way.
+/// Hashes the bytes of a copy while they are copied.
 pub(super) struct HashingSink {
     hashing: HashingCopy,
     failed: Option<cbt::Error>,
@@ -62,8 +60,7 @@ impl HashingSink {
         HashingSink { hashing: HashingCopy::new(hashes, size), failed: None }
     }
 
-    /// Takes whole blocks from byte `offset` on. After a failure the copy only has to end; the reason is
-    /// what [`HashingSink::check`] reports.
+    /// Hashes whole blocks from byte `offset` on. A failure ends the copy, and [`HashingSink::check`] reports the reason.
     pub(super) fn take(&mut self, offset: u64, bytes: &[u8]) -> Result<(), Stopped> {
         self.hashing.take(offset, bytes).map_err(|error| {
             self.failed = Some(error);
@@ -71,7 +68,7 @@ impl HashingSink {
         })
     }
 
-    /// Forgets its hashes, since the copy is made again.
+    /// Discards the hashes, before the copy is made again.
     pub(super) fn start_again(&mut self) -> Result<()> {
         Ok(self.hashing.start_again()?)
     }
@@ -81,21 +78,21 @@ impl HashingSink {
         Ok(self.hashing.sync()?)
     }
 
-    /// Fails with what went wrong, if anything did.
+    /// Returns the error of [`HashingSink::take`], if it failed.
     pub(super) fn check(&mut self) -> Result<()> {
         self.failed.take().map_or(Ok(()), |error| Err(error.into()))
     }
 }
 
-/// The filesystems held frozen for a copy. Thawed and forgotten in whatever way the copy ends.
+/// The filesystems that are frozen for a copy. They are thawed in whatever way the copy ends.
 struct FrozenVolumes<'c> {
     copier: &'c Copier,
     frozen: Vec<(VolumeId, freeze::Frozen)>,
 }
 
 impl Copier {
-    /// Copies the bytes of volumes into new files, whatever is done to the volumes meanwhile. All
-    /// copies show one moment, as `CreateVolumeGroupSnapshot` demands ("write-order consistency").
+    /// Copies the bytes of volumes into new files, even while the volumes are in use. All copies show one moment, as
+    /// `CreateVolumeGroupSnapshot` demands ("write-order consistency").
     pub(super) fn copy_live(&self, copies: &mut [LiveCopy]) -> Result<Vec<File>> {
         let mut held = FrozenVolumes { copier: self, frozen: Vec::new() };
         let mut raw = Vec::new();
@@ -127,7 +124,8 @@ impl Copier {
         })
     }
 
-    /// Without space, a write fails with EIO in the page cache and in its flush.
+    /// Turns EIO into an error about space if the pool is full: a lack of space shows as EIO when the page cache is written
+    /// back or flushed.
     fn perhaps_full(&self, error: Error) -> Error {
         let is_io = error.sys().is_some_and(|error| error.errno() == Some(libc::EIO));
         match self.shared.open_pool.free() {
@@ -140,8 +138,7 @@ impl Copier {
         }
     }
 
-    /// Copies all, and again while one of the `raw` devices is written between the first and the last
-    /// step.
+    /// Makes all copies, and makes them again if one of the `raw` devices was written between the first and the last step.
     fn copy_together(&self, copies: &mut [LiveCopy], raw: &[LoopDevice], stop: &Stop) -> Result<Vec<File>> {
         let one_step = raw.is_empty() || (raw.len() == 1 && self.shared.pool().copies_atomically());
         let started = Instant::now();
@@ -203,8 +200,8 @@ impl Copier {
         Ok(copied?)
     }
 
-    /// Thaws what a driver froze in this boot and did not thaw, and only that: a dead one at start, this
-    /// one when it leaves calls behind.
+    /// Thaws what a driver froze since the last boot and did not thaw, and nothing else. Called at start for the driver before,
+    /// and at a shutdown that leaves calls behind.
     pub(super) fn thaw_leftovers(&self) {
         let ids: Vec<VolumeId> = self
             .shared
@@ -217,7 +214,7 @@ impl Copier {
         }
     }
 
-    /// Undoes what a dead driver left set on volumes while it copied them.
+    /// Undoes settings on volumes that a driver left when it died during a copy.
     pub(super) fn end_cut_copies(&self) {
         let volumes: Vec<_> = self.shared.store.read(|index| index.volumes_after(None).cloned().collect());
         for record in volumes {
@@ -230,8 +227,8 @@ impl Copier {
         }
     }
 
-    /// Undoes a freeze that was intended and never undone, through any mount of the volume's device.
-    /// The intent is forgotten once that is done, or the device is gone and nothing can be frozen.
+    /// Thaws a volume whose recorded freeze was never undone, through any mount of its device. The record is removed after
+    /// that, or if the device is gone and so nothing can be frozen.
     pub(super) fn thaw_leftover(&self, id: &VolumeId) -> Result<()> {
         let Some(boot) = self.shared.store.volume_state(id)?.frozen else { return Ok(()) };
         if boot == sys::boot_id()?
@@ -241,7 +238,7 @@ impl Copier {
             let mut mounts = mount::mounts()?;
             mounts.retain(|mount| mount.is_of(&dev));
             if mounts.is_empty() {
-                // Mounted where this process does not see it, perhaps: kept for the next look.
+                // It may be mounted where this process does not see it, so the record stays for the next try.
                 return Ok(());
             }
             freeze::thaw(&root_of(id, &mounts)?)?;
@@ -250,13 +247,13 @@ impl Copier {
         self.set_frozen(id, None)
     }
 
-    /// Records in which boot a volume is to be frozen, or that it is thawed.
+    /// Records the boot in which a volume is about to be frozen, or that it is thawed.
     fn set_frozen(&self, id: &VolumeId, boot: Option<String>) -> Result<()> {
         Ok(self.shared.store.change_volume_state(id, |state| state.frozen = boot)?)
     }
 }
 
-/// The root of a volume's filesystem, through whichever of its mounts is seen.
+/// The root of a volume's filesystem, through any mount that is not covered by another.
 fn root_of(id: &VolumeId, mounts: &[Mount]) -> Result<freeze::Root> {
     let mut failed = None;
     for mount in mounts {
@@ -280,12 +277,12 @@ fn sample(devices: &[LoopDevice]) -> Result<Vec<WriteCounters>> {
 }
 
 impl FrozenVolumes<'_> {
-    /// Freezes a volume's filesystem. `Ok(false)` when another program has frozen it: that may thaw it at
-    /// any time, so it is treated like a raw device, and not thawed here.
+    /// Freezes a volume's filesystem. `Ok(false)` if another program has frozen it: that program may thaw it at any time, so
+    /// the volume is treated like a raw device, and not thawed here.
     ///
-    /// 1. Undo an intent that an earlier call could not: it would be taken for another program's freeze, and
-    ///    forgotten.
-    /// 2. Record the intent: a copier that dies from here on is followed by one that thaws.
+    /// 1. Thaw what an earlier call left frozen. Otherwise that would be taken for another program's freeze, and its record
+    ///    would be removed.
+    /// 2. Record the freeze: if the driver dies from here on, the next one thaws.
     /// 3. Freeze.
     fn freeze(&mut self, id: &VolumeId, root: freeze::Root) -> Result<bool> {
         self.copier.thaw_leftover(id)?;
@@ -303,12 +300,12 @@ impl FrozenVolumes<'_> {
         }
     }
 
-    /// Thaws all, and fails if one was thawed before: the copies may be inconsistent then.
+    /// Thaws all. Fails if one was thawed before, since the copies may then be inconsistent.
     fn thaw(mut self) -> Result<()> {
         self.finish()
     }
 
-    /// The intent of each is forgotten once it is thawed for sure.
+    /// Thaws all, and removes the record of each freeze only after its thaw succeeded.
     fn finish(&mut self) -> Result<()> {
         let copier = self.copier;
         let mut outcome = Ok(());

@@ -1,4 +1,4 @@
-//! A source on another node, as a transfer reads it. `csi/transfer.rs` has the way to one.
+//! A source on another node, as a transfer reads it. `csi/transfer.rs` connects to it.
 
 use bytes::Bytes;
 use roaring::RoaringBitmap;
@@ -12,7 +12,7 @@ use cbt::SegmentIndex;
 pub enum RemoteFault {
     /// The node does not answer, or refuses temporarily: try again.
     Unavailable(String),
-    /// The source does not exist any more.
+    /// The source no longer exists.
     Gone(String),
     /// The source cannot be read.
     Damaged(String),
@@ -22,46 +22,46 @@ pub enum RemoteFault {
     Stopped,
 }
 
-/// What was opened on the other node.
+/// A source that was opened on the other node.
 #[derive(Clone, Debug)]
 pub struct Opened {
     /// The source's size in bytes.
     pub capacity: u64,
-    /// The unit of its maps.
+    /// The block size of its maps.
     pub block_size: BlockSize,
-    /// Whether deltas are kept of it.
+    /// Whether its changed blocks are tracked.
     pub tracking: bool,
     /// Segments that hold data, ascending.
     pub segments: Vec<SegmentIndex>,
-    /// Blocks that hold data.
+    /// The number of blocks that hold data.
     pub allocated_blocks: u64,
-    /// Ids of what is much like it: its volume, and that volume's snapshots.
+    /// Ids of objects with similar content: its volume, and that volume's snapshots.
     pub relatives: Vec<String>,
 }
 
 /// The bytes of whole blocks, and a hash of each.
 pub type Blocks = (Bytes, Bytes);
 
-/// A source on another node. Each call waits until it is answered, or `stop` says so.
+/// A source on another node. Each call waits for its answer, or until `stop`.
 pub trait Remote: Send {
-    /// Opens it for the new volume of this id. To be called again after a fault.
+    /// Opens the source for the new volume with this id. Must be called again after a fault.
     fn open(&mut self, volume_id: &str, stop: &Stop) -> Result<Opened, RemoteFault>;
     /// The blocks of a segment that hold data.
     fn map(&mut self, index: SegmentIndex, stop: &Stop) -> Result<RoaringBitmap, RemoteFault>;
-    /// The hashes of blocks, ascending.
+    /// The hashes of blocks, in ascending order of the blocks.
     fn hashes(
         &mut self,
         index: SegmentIndex,
         blocks: &RoaringBitmap,
         stop: &Stop,
     ) -> Result<Vec<u8>, RemoteFault>;
-    /// Asks for the bytes of blocks, which [`Remote::next`] hands out.
+    /// Requests the bytes of blocks, which [`Remote::next`] returns.
     fn read(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<(), RemoteFault>;
-    /// Whole blocks, and their hashes, in the order in which they were asked for; `None` after the last ones.
+    /// The next whole blocks and their hashes, in the order of the request; `None` after the last.
     fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault>;
-    /// It is not needed any more.
+    /// Says that the source is no longer needed.
     fn close(&mut self);
-    /// Which node it is on, for messages.
+    /// The node that has the source, for messages.
     fn node(&self) -> &str;
 }
 

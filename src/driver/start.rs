@@ -1,5 +1,5 @@
-//! What a start does, in order. After a crash in any step the next start makes it again; what a dead
-//! driver left half done is undone before the first call is served.
+//! The steps of a start, in order. After a crash in any step the next start does all of them again. What a driver that
+//! died left half done is undone before the first call is served.
 
 use std::sync::{Arc, Mutex};
 
@@ -28,23 +28,23 @@ impl Driver {
     /// Opens a data directory, making it where there is none.
     ///
     /// 1. Lock the directory: no other driver serves it from here on.
-    /// 2. Read what it was made with. Another driver name or pool is refused before anything is touched.
-    /// 3. Open the pool (`pool/open_pool.rs`): choose and make it in a new directory; attach and mount its image, where a
-    ///    dead driver has not left it so; mount one again that no longer takes writes.
-    /// 4. In a new directory, write down what it is. Last, so that a start that is cut short begins again.
-    /// 5. Empty `staging/`, except for transfers, and read all records (`store/mod.rs`). Unreadable ones are reported and withheld. A pool whose
-    ///    filesystem is dead has none: pods can still be ended on it.
-    /// 6. Thaw what a dead driver left frozen (`quiesce.rs`): its users may be waiting.
-    /// 7. Undo what a copy that was cut short left set on volumes (`quiesce.rs`).
-    /// 8. Note the transfers that a dead driver has begun: each continues with the next CreateVolume (`transfer_table.rs`).
-    /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet need not ask again.
+    /// 2. Read its manifest. If the flags name another driver or pool, fail before anything is changed.
+    /// 3. Open the pool (`pool/open_pool.rs`): choose and make it in a new directory; attach and mount its image, unless the
+    ///    driver before left it mounted; mount it again if it no longer takes writes.
+    /// 4. In a new directory, write the manifest. This comes after the pool, so that an interrupted start begins again.
+    /// 5. Empty `staging/`, except for transfers, and read all records (`store/mod.rs`). Unreadable records are reported and
+    ///    withheld. If the pool's filesystem is dead, no records are read, and pods can still be ended.
+    /// 6. Thaw what the driver before left frozen (`quiesce.rs`), since programs may be waiting for it.
+    /// 7. Undo settings on volumes that an interrupted copy left (`quiesce.rs`).
+    /// 8. Take note of unfinished transfers: each continues with its next CreateVolume (`transfer_table.rs`).
+    /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never ask for it.
     ///
-    /// Afterwards the hashing thread takes up what is not hashed and applies the retention (`Hashing::run`), and calls are served. What
-    /// an expansion that was cut short left is undone when the volume is used next (`expand.rs`, `truncate_to_record`);
-    /// devices and mounts are looked up by each call.
+    /// Afterwards the hashing thread hashes what is pending and applies the retention (`Hashing::run`), and calls are served.
+    /// What an interrupted expansion left is undone when the volume is used next (`expand.rs`, `truncate_to_record`).
+    /// Devices and mounts are looked up by each call.
     pub fn open(mut config: Config) -> Result<Self> {
         let locked = LockedDir::lock(DataDir::new(&config.data_dir), LOCK_PATIENCE)?;
-        // The pool's mount is found by path, so the path must be the one the kernel shows.
+        // The pool's mount is found by path, so the path must be as the kernel shows it.
         config.data_dir = config.data_dir.canonicalize().context("resolve", &config.data_dir)?;
         let data_dir = DataDir::new(&config.data_dir);
 
@@ -74,7 +74,7 @@ impl Driver {
                 return Err(error);
             }
         };
-        // A full pool takes no scratch file.
+        // On a full pool the test file cannot be written, and then nothing is known.
         let cached = open_pool.cached().unwrap_or_default();
         if let Some(cached) = cached {
             tracing::warn!("{cached}");
@@ -101,7 +101,7 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Makes the parts, each of those before it that it needs.
+    /// Makes the parts. Each gets the earlier parts that it needs.
     fn of_parts(copier: Arc<Copier>, table: Arc<TransferTable>, cached: Option<&'static str>) -> Self {
         let shared = || copier.shared.clone();
         let read_errors = || copier.read_errors.clone();
@@ -159,7 +159,7 @@ impl Driver {
     }
 }
 
-/// Reads the records of a pool, and writes down first what a `new` data directory is, which gets this key.
+/// Reads the records of a pool. First writes the manifest of a `new` data directory, with this key.
 fn open_store(
     config: &Config,
     locked: &LockedDir,
@@ -176,7 +176,7 @@ fn open_store(
         })?;
     }
     match Store::open(open_pool.dir().clone()) {
-        // Pods must be able to end, which frees the pool for the next start.
+        // Pods must be able to end: when none uses the pool, the next start can mount it again.
         Err(error) if open_pool.is_dead() => {
             tracing::error!(
                 error = base::report(&error),
@@ -188,7 +188,7 @@ fn open_store(
     }
 }
 
-/// The pool a data directory was made with, unless the flags ask for another.
+/// The pool that a data directory was made with. Fails if the flags ask for another.
 pub(super) fn known_pool(locked: &LockedDir, manifest: &Manifest, request: PoolRequest) -> Result<Known> {
     let Manifest { pool: kind, in_image, .. } = *manifest;
     match request.kind.is_none_or(|asked| asked == kind) {

@@ -29,7 +29,7 @@ pub struct Volumes {
     pub(super) capacity: Arc<Capacity>,
     pub(super) transfers: Arc<TransferTable>,
     pub(super) read_errors: Arc<ReadErrors>,
-    /// Attachments that are being made.
+    /// The number of attachments that are being made.
     pub(super) attaching: Reserved,
 }
 
@@ -53,7 +53,7 @@ impl Volumes {
         check_name("name", &request.name)?;
         let access = kinds(&request.capabilities, request.parameters.fs_type.as_deref())?;
         let name = self.shared.locks.take(Key::VolumeName(request.name.clone()))?;
-        // Before the volumes: what becomes one in between is found among them.
+        // Checked before the volumes: a transfer that becomes a volume in between is found among them.
         self.transfers.check(request, &access)?;
         if let Some(existing) = self.existing(request, &access)? {
             return Ok(existing);
@@ -76,7 +76,7 @@ impl Volumes {
             .block_size
             .or(content.as_ref().map(|content| content.block_size))
             .unwrap_or(BlockSize::MIN);
-        // A source smaller than its volume leaves a filesystem that stage grows.
+        // If the volume is larger than its source, staging grows the filesystem.
         let source = content.as_ref().map(|content| content.capacity);
         let capacity = self.capacity.of_new(source, &access, block_size, request.range)?;
         let _room = self.capacity.reserve(capacity)?;
@@ -128,7 +128,7 @@ impl Volumes {
             None => self.shared.pool().create(target, record.capacity)?,
             Some(Content { source: Source::Snapshot(id), bytes, block_size, .. }) => {
                 match self.shared.pool().copy(&bytes, target, block_size, None, &Stop::default()) {
-                    // Deleted since it was opened, where that takes its subvolume away.
+                    // Deleted since it was opened: on btrfs that removes the subvolume under the open file.
                     Err(_) if self.shared.store.read(|index| index.snapshot(&id).is_none()) => {
                         return Err(Error::no_snapshot(id.as_str()));
                     }
@@ -142,8 +142,8 @@ impl Volumes {
             }
         };
         let path = target.data();
-        // A source smaller than its volume: the rest reads as zeros and is there to be written. What the pool
-        // made whole is synced.
+        // The volume is larger than its source: the rest reads as zeros. A file of the right length was synced by the
+        // pool.
         if file.metadata().context("stat", &path)?.len() != record.capacity {
             change::set_len(&file, &path, record.capacity)?;
             change::sync(&file, &path)?;
@@ -162,7 +162,7 @@ impl Volumes {
             return Ok(());
         }
         let Some(record) = self.shared.store.read(|index| index.volume(&id)) else {
-            // A volume whose record cannot be read is not gone.
+            // A volume whose record cannot be read still exists.
             return Ok(self.shared.store.check_readable(id.as_str())?);
         };
         if let Some(attached) = self.shared.attachment(&record) {
@@ -204,8 +204,8 @@ impl Volumes {
         }))
     }
 
-    /// What is unknown here may be on another node. A caller that names topologies gets an answer that says so, in the way that
-    /// makes it try another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
+    /// A source that is unknown here may be on another node. A caller that names topologies gets the error that makes it try
+    /// another one: "Unable to provision in `accessible_topology`", CSI spec, CreateVolume Errors.
     fn perhaps_elsewhere(&self, error: Error, request: &CreateVolume) -> Error {
         let id = match &request.source {
             Some(SourceRef::Snapshot(id)) if id.parse::<SnapshotId>().is_ok() => id,
@@ -213,7 +213,7 @@ impl Volumes {
             _ => return error,
         };
         if base::Key::of(id) == Some(self.shared.key) {
-            // Made here, so it is gone.
+            // The id was made here, so the object was deleted.
             return error;
         }
         match error {
@@ -228,7 +228,7 @@ impl Volumes {
     fn snapshot_content(&self, id: &str) -> Result<Content> {
         let record = self.shared.snapshot(id)?;
         let bytes = match self.shared.pool().open(&self.shared.store.snapshot_dir(&record)) {
-            // Deleted since it was looked up.
+            // It was deleted since the lookup.
             Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(id)),
             opened => opened?,
         };

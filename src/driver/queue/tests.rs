@@ -8,18 +8,18 @@ fn volume(letter: char) -> VolumeId {
     format!("vol-{}", letter.to_string().repeat(32)).parse().expect("an id")
 }
 
-/// Steps of jobs, as `a2` for the rest of the second snapshot of volume a, `A2` for its changes. Each job is a
-/// volume, a sequence number and the steps that its changes and its rest take.
+/// The expected steps are written as `A2` for the changes of volume a's second snapshot, and `a2` for its rest. Each job
+/// is a volume, a sequence number, and the numbers of steps that its changes and its rest take.
 #[test]
 fn changes_go_first_and_volumes_take_turns() {
     type Jobs = &'static [(char, u64, u32, u32)];
     let cases: &[(Jobs, &str)] = &[
         (&[], ""),
-        // Of a volume: the newest changes first, the rest from the oldest on.
+        // Within a volume: changes from the newest on, then the rest from the oldest on.
         (&[('a', 1, 1, 1), ('a', 2, 1, 1), ('a', 3, 1, 1)], "A3 A2 A1 a1 a2 a3"),
         // A first snapshot of many steps does not delay others.
         (&[('a', 1, 1, 4), ('b', 1, 1, 1), ('b', 2, 1, 1)], "A1 B2 B1 a1 b1 a1 b2 a1 a1"),
-        // Nor do changes of many steps hold up those of another.
+        // Changes of many steps do not delay the changes of other volumes.
         (&[('a', 2, 4, 1), ('b', 2, 1, 1), ('c', 2, 2, 1)], "A2 B2 C2 A2 C2 A2 A2 b2 c2 a2"),
     ];
     for (jobs, expected) in cases {
@@ -92,7 +92,7 @@ impl Naive {
             let due = job.parts.iter().filter(|(_, attempt)| is_due(attempt));
             let Some(rank) = due.map(|(part, _)| job.rank(*part)).min() else { continue };
             let served = self.served.get(&place.0).copied().unwrap_or(0);
-            // Places ascend: of a volume the first is the oldest, and the last the newest.
+            // Places ascend, so within a volume the first is the oldest snapshot and the last the newest.
             let is_better = best.is_none_or(|((other, last), of)| match place.0 == of.0 {
                 true => rank < other || (rank == other && rank == Rank::Changes),
                 false => (rank, served) < (other, last),
@@ -117,8 +117,8 @@ impl Naive {
     }
 }
 
-/// No incident led to this test: the queue looked at all jobs at each step, so that a backlog of 20,000 snapshots cost
-/// 20,000 times as much. Its order is still that of one that looks at all.
+/// Not from an incident: without indexes, each step looks at all jobs, which is slow with a backlog of 20,000 snapshots.
+/// The indexes must give the same order.
 #[test]
 fn the_order_is_that_of_a_queue_that_looks_at_all_jobs() {
     let mut steps = 0;
