@@ -26,15 +26,20 @@ struct Case {
     snapshot: &'static str,
     /// A CSI handle.
     base: &'static str,
-    /// Words of the error, or none: for what is allocated, and for the delta.
+    /// The code and words of the message, or nothing where ranges are listed: for what is allocated, and for the delta.
     allocated: &'static [&'static str],
     delta: &'static [&'static str],
 }
 
-const DENIED: &[&str] = &["PermissionDenied", "may not get"];
-/// The clients find that out by themselves.
+const DENIED: &[&str] = &["PermissionDenied", "the caller may not get this VolumeSnapshot"];
+const DENIED_BASE: &[&str] =
+    &["PermissionDenied", "the caller may not get the VolumeSnapshot of base_snapshot_id"];
+/// The clients find that out by themselves: they look for another gateway, of which there is none.
 const NO_SERVICE: &[&str] = &["SnapshotMetadataService", "x.csi.test"];
-const UNKNOWN: &[&str] = &["Unauthenticated", "token"];
+const NO_SECRET: &[&str] =
+    &["FailedPrecondition", "the secret that the VolumeSnapshotClass names does not exist"];
+const UNKNOWN: &[&str] =
+    &["Unauthenticated", "the security token is not valid, or not for the audience of this service"];
 
 const CASES: &[Case] = &[
     Case {
@@ -59,7 +64,7 @@ const CASES: &[Case] = &[
         snapshot: "tuesday",
         base: "plain-1",
         allocated: &[],
-        delta: DENIED,
+        delta: DENIED_BASE,
     },
     Case {
         what: "a role for the base alone",
@@ -83,7 +88,7 @@ const CASES: &[Case] = &[
         snapshot: "tuesday",
         base: "plain-3",
         allocated: &[],
-        delta: DENIED,
+        delta: DENIED_BASE,
     },
     Case {
         what: "a deleted base that the driver keeps",
@@ -99,7 +104,8 @@ const CASES: &[Case] = &[
         snapshot: "tuesday",
         base: "forgotten",
         allocated: &[],
-        delta: &["NotFound"],
+        // The driver's own words.
+        delta: &["NotFound", "snapshot forgotten does not exist"],
     },
     Case {
         what: "an unready base: by its handle the driver decides",
@@ -114,16 +120,16 @@ const CASES: &[Case] = &[
         account: "whole",
         snapshot: "unready",
         base: "plain-1",
-        allocated: &["Unavailable", "not ready"],
-        delta: &["Unavailable", "not ready"],
+        allocated: &["Unavailable", "unready is not ready to use yet"],
+        delta: &["Unavailable", "unready is not ready to use yet"],
     },
     Case {
         what: "a content without status",
         account: "whole",
         snapshot: "no-status",
         base: "plain-1",
-        allocated: &["Unavailable"],
-        delta: &["Unavailable"],
+        allocated: &["Unavailable", "no-status is not ready to use yet"],
+        delta: &["Unavailable", "no-status is not ready to use yet"],
     },
     Case {
         what: "a class that is gone",
@@ -138,8 +144,8 @@ const CASES: &[Case] = &[
         account: "whole",
         snapshot: "secret-is-missing",
         base: "plain-1",
-        allocated: &["FailedPrecondition"],
-        delta: &["FailedPrecondition"],
+        allocated: NO_SECRET,
+        delta: NO_SECRET,
     },
     Case {
         what: "another driver's snapshot",
@@ -218,11 +224,18 @@ pub async fn every_client_gets_the_same_answer_for_the_same_rights(world: World)
     let (ns, other) = (world.namespace.clone(), world.other_namespace().await);
     objects(&world, &ns, &other).await;
     let gateway = world.gateway(&[]).await;
+    // It may read the secret, so that a missing one is told from a forbidden one.
+    let secrets = json!([{"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"], "resourceNames": ["nowhere"]}]);
+    world.api.allow(&ns, &ns, "gateway", secrets).await;
     let ca = STANDARD.encode(&gateway.files.as_ref().expect("files").ca);
     world.service(&format!("127.0.0.1:{}", gateway.port), AUDIENCE, &ca).await;
     let clients = Clients::new(&world).await;
     eventually("the roles count", async || {
         clients.library(clients.token("two"), "tuesday", None).await.is_ok()
+            && clients
+                .library(clients.token("whole"), "secret-is-missing", None)
+                .await
+                .is_err_and(|error| !error.contains("may not be read"))
     })
     .await;
 
