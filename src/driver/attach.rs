@@ -1,7 +1,7 @@
 //! Attaching volumes to the node (`ControllerPublishVolume`), behind `--enable-attach`.
 //!
-//! A volume is on one node, so there is nothing to do on another machine: an attachment is a line in
-//! the volume's state. It says who may use the volume how, and holds deletion off.
+//! The volume's file is on one node, so nothing needs to be done on another machine. An attachment is an entry in the
+//! volume's `state.json`. It records how the volume may be used, and prevents its deletion.
 
 use super::capacity::Reservation;
 use super::error::shown;
@@ -24,7 +24,7 @@ impl Volumes {
     pub fn attached_nodes(&self, record: &VolumeRecord) -> Vec<String> {
         self.shared.attachment(record).map(|attached| attached.node_id.clone()).into_iter().collect()
     }
-    /// Attaches a volume to this node; done already is done.
+    /// Attaches a volume to this node. Succeeds if it is attached already.
     pub fn attach(&self, request: &AttachRequest) -> Result<()> {
         if request.node_id.is_empty() {
             return Err(Error::Missing { field: "node_id" });
@@ -60,14 +60,14 @@ impl Volumes {
         Ok(self.shared.store.change_volume_state(&record.id, |state| state.attached = Some(attached))?)
     }
 
-    /// Detaches a volume from this node, or with an empty `node_id` from all; nothing to undo is done. A
-    /// volume that is still staged stays so: its use holds deletion off by itself.
+    /// Detaches a volume from this node, or from all nodes if `node_id` is empty. Succeeds if it is not attached. A volume that
+    /// is still staged stays staged, and that alone prevents its deletion.
     pub fn detach(&self, volume_id: &str, node_id: &str) -> Result<()> {
         let record = match self.shared.lock_volume(volume_id) {
             Err(Error::NotFound { .. }) => return Ok(()),
             locked => locked?,
         };
-        // By the record, not by our own name: the node may have had another when it was attached.
+        // Compared with the record, not with our node id, which may have been another when it was attached.
         let is_attached =
             record.attached.as_ref().is_some_and(|there| node_id.is_empty() || node_id == there.node_id);
         if !is_attached {
@@ -76,8 +76,8 @@ impl Volumes {
         Ok(self.shared.store.change_volume_state(&record.id, |state| state.attached = None)?)
     }
 
-    /// One of the attachments that `--max-volumes-per-node` allows. Held until a record shows it, so that
-    /// two calls at once do not both take the last one.
+    /// Reserves one of the attachments that `--max-volumes-per-node` allows, until it is recorded. So two concurrent calls
+    /// cannot both take the last one.
     fn take_slot(&self) -> Result<Reservation<'_>> {
         let most = u64::from(self.shared.config.max_volumes);
         self.attaching.take(1, |taken| {

@@ -1,4 +1,4 @@
-//! Sizes: of volumes, and of the room there is for them.
+//! The sizes of volumes, and the space for them.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +26,7 @@ pub struct AvailableCapacity {
     pub least: u64,
 }
 
-/// How large volumes may be, and how much room there is for them.
+/// How large volumes may be, and how much space there is for them.
 #[derive(Debug)]
 pub struct Capacity {
     pub(super) shared: Arc<Shared>,
@@ -35,20 +35,20 @@ pub struct Capacity {
     pub(super) reserved: Reserved,
 }
 
-/// How much of something bounded is being taken and shown by no record yet: two calls at once must not
-/// both take the last of it.
+/// How much of a limited amount is reserved by calls that have not recorded it yet. So two concurrent calls cannot both
+/// take the last of it.
 #[derive(Debug, Default)]
 pub(super) struct Reserved(Mutex<u64>);
 
-/// A part of it, given back when dropped: by then a record shows it, or the call failed.
+/// A reserved amount. It is released when dropped: by then a record counts it, or the call failed.
 pub(super) struct Reservation<'r> {
     reserved: &'r Reserved,
     amount: u64,
 }
 
 impl Reserved {
-    /// Takes `amount`, if `check` allows it; its argument is what others are taking. It may look at memory
-    /// only: all calls wait for it.
+    /// Reserves `amount`, if `check` allows it. The argument of `check` is what others have reserved. It must not do I/O, since
+    /// all calls wait for it.
     pub(super) fn take(&self, amount: u64, check: impl FnOnce(u64) -> Result<()>) -> Result<Reservation<'_>> {
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         check(*taken)?;
@@ -64,8 +64,8 @@ impl Drop for Reservation<'_> {
 }
 
 impl Capacity {
-    /// The size of a volume to be: what is asked, what its source holds and what its filesystem needs,
-    /// whichever is most, rounded up to a block.
+    /// The size of a new volume: the largest of the requested size, the source's and the least that its filesystem needs,
+    /// rounded up to a block.
     pub(super) fn of_new(
         &self,
         source: Option<u64>,
@@ -83,7 +83,7 @@ impl Capacity {
         self.rounded(asked.max(least), block_size, range.limit)
     }
 
-    /// The size of an existing volume to be after an expansion: never less than it has.
+    /// The size of an existing volume after an expansion, never less than its current size.
     pub(super) fn of_expanded(&self, now: u64, block_size: BlockSize, range: CapacityRange) -> Result<u64> {
         if now >= range.required {
             return match range.limit {
@@ -120,8 +120,8 @@ impl Capacity {
         }
     }
 
-    /// Takes `bytes` of what may be provisioned; `RESOURCE_EXHAUSTED` where `--overcommit` forbids them.
-    /// Without the flag nothing is refused: volumes are thin.
+    /// Reserves `bytes` for a volume, or fails with `RESOURCE_EXHAUSTED` if `--overcommit` does not allow them. Without the
+    /// flag any size is allowed, since volumes are thin.
     pub(super) fn reserve(&self, bytes: u64) -> Result<Reservation<'_>> {
         let most = self.limit()?;
         self.reserved.take(bytes, |taken| match most.map(|most| self.left_of(most, taken)) {
@@ -134,14 +134,14 @@ impl Capacity {
         })
     }
 
-    /// The bytes that all volumes together may have; `None` without `--overcommit`.
+    /// The most bytes of all volumes together; `None` without `--overcommit`.
     fn limit(&self) -> Result<Option<u64>> {
         let Some(ratio) = self.shared.config.overcommit else { return Ok(None) };
         let total = sys::space(self.shared.open_pool.dir().path())?.total;
         Ok(Some((total as f64 * ratio) as u64))
     }
 
-    /// What is left of `most` bytes, `taken` of which are being taken.
+    /// What volumes and transfers leave of `most` bytes, when `taken` more are reserved.
     fn left_of(&self, most: u64, taken: u64) -> u64 {
         let kept: u64 = self.shared.store.read(|index| {
             index.volumes_after(None).fold(0, |sum: u64, record| sum.saturating_add(record.capacity))
@@ -149,8 +149,8 @@ impl Capacity {
         most.saturating_sub(kept).saturating_sub(self.transfers.reserved()).saturating_sub(taken)
     }
 
-    /// What can be provisioned with these capabilities and parameters. Without a limit, the
-    /// bytes free in the pool, or on its host where a sparse image has less behind it.
+    /// What can be provisioned with these capabilities and parameters. Without a limit these are the free bytes of the pool,
+    /// or of the host if a sparse image has less space below it.
     pub fn available(
         &self,
         capabilities: &[Capability],

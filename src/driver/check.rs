@@ -1,5 +1,6 @@
-//! The audit of a data directory: every record whole, every file accounted for, every loop device and mount
-//! explained. It looks; only [`Inspection::repair`] changes something, and never an object.
+//! The audit of a data directory. It checks that all records are readable, that every file belongs to an object, and that
+//! the records explain every loop device and mount. It changes nothing. Only [`Inspection::repair`] does, and never an
+//! object.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,24 +17,24 @@ use base::{DraftFile, GroupDir, ObjectDir};
 use files::Context;
 use files::durable;
 
-/// What something that an audit found means.
+/// How serious a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Something that was acknowledged is not as it was written: a person must look.
+    /// Something that was acknowledged is not as it was written: a person must decide.
     Damage,
-    /// Left by a crash; it is not needed and can be removed.
+    /// Left by a crash. Not needed, and can be removed.
     Leftover,
-    /// Not of this driver's making, where only its own things should be. Never touched.
+    /// Not made by this driver, in a place that belongs to it. Never changed.
     Stranger,
-    /// As it may be: the driver puts it right when it uses the object next.
+    /// Allowed: the driver corrects it when it uses the object next.
     Note,
 }
 
-/// Something that an audit found.
+/// A finding of an audit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Discovery {
-    /// What it means.
+    /// How serious it is.
     pub severity: Severity,
     /// The file, directory or device.
     pub path: PathBuf,
@@ -45,11 +46,11 @@ pub struct Discovery {
 /// How a finding is repaired.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Repair {
-    /// What a start clears away: half-made and half-removed objects.
+    /// Removes half-made and half-removed objects, as a start does.
     Clear,
-    /// A file that was not written to its end.
+    /// Removes an unfinished file.
     Remove,
-    /// The filesystem that is seen there, if it is still that of the device with this number.
+    /// Unmounts the filesystem, if it is still that of the device with this number.
     Unmount(String),
     Detach(LoopDevice),
 }
@@ -65,16 +66,16 @@ impl Discovery {
     }
 }
 
-/// A file that a loop device of the driver's may serve, or should not.
+/// What is known about a file in the data directory that a loop device serves.
 enum Backing {
     Volume(VolumeState),
     Snapshot,
     Pool,
-    /// Of an object whose records cannot be read: it is not known which device may serve it.
+    /// The records of its object cannot be read, so it is not known whether a device may serve it.
     Unknown,
 }
 
-/// One look at a data directory.
+/// One audit of a data directory.
 struct Audit<'i> {
     inspection: &'i Inspection,
     found: Vec<Discovery>,
@@ -82,10 +83,10 @@ struct Audit<'i> {
 }
 
 impl Inspection {
-    /// Looks at everything but the blocks themselves, which [`Inspection::verify`] reads. Worst first.
+    /// Checks everything but the blocks, which [`Inspection::verify`] reads. The most serious findings come first.
     ///
-    /// Beside a running driver, what a call is making or removing may be found too. What a second look, a moment later,
-    /// finds again is real.
+    /// Beside a running driver the findings may include objects that a call is making or removing. Findings that a second
+    /// audit a moment later repeats are real.
     pub fn check(&self) -> Result<Vec<Discovery>> {
         let mut audit = Audit { inspection: self, found: Vec::new(), backing: HashMap::new() };
         audit.data_dir()?;
@@ -95,17 +96,16 @@ impl Inspection {
         audit.groups()?;
         audit.devices()?;
         let mut found = audit.found;
-        // Mounts stay before their devices: that is the order in which they can go.
+        // The sort is stable, so mounts stay before their devices: they must be removed in this order.
         found.sort_by_key(|discovery| discovery.severity);
         Ok(found)
     }
 
-    /// Repairs a finding, and returns whether it did: a device that is open
-    /// stays.
+    /// Repairs a finding, and returns whether it did. A device that is open stays.
     ///
     /// # Panics
     ///
-    /// Where a driver serves the directory: it makes and removes these things itself.
+    /// If a driver serves the directory, since it makes and removes these objects itself.
     pub fn repair(&self, discovery: &Discovery) -> Result<bool> {
         assert!(!self.is_served(), "a driver is at work here");
         let path = &discovery.path;
@@ -129,7 +129,7 @@ impl Audit<'_> {
         self.found.push(Discovery::new(severity, path, what));
     }
 
-    /// What lies in the data directory and at the top of the pool.
+    /// Checks the names in the data directory and at the top of the pool.
     fn data_dir(&mut self) -> Result<()> {
         let dir = self.inspection.data_dir().clone();
         let (pool, image) = (dir.pool(), dir.pool_image());
@@ -139,7 +139,7 @@ impl Audit<'_> {
         if image.exists() {
             self.backing.insert(FileId::of(&image)?, Backing::Pool);
         }
-        // A driver at work makes and removes objects there.
+        // A running driver makes and removes objects there.
         if !self.inspection.is_served() {
             let transfers = self.inspection.store().transfers()?;
             for path in list(&pool.staging())? {
@@ -157,16 +157,16 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Reports what is in a directory and is not one of `known`.
+    /// Reports the files of a directory that are not in `known`.
     fn names(&mut self, dir: &Path, known: &[&Path]) -> Result<()> {
         for path in list(dir)? {
-            // What mkfs makes at the root of an ext4.
+            // mkfs.ext4 makes this directory at the root.
             if known.contains(&&*path) || path.file_name().is_some_and(|name| name == "lost+found") {
                 continue;
             }
             let is_draft_of = |file: &&Path| DraftFile::ALL.iter().any(|draft| draft.of(file) == path);
             self.found.push(match known.iter().any(is_draft_of) {
-                // A driver at work writes them, a comparison or a check for as long as it takes.
+                // A running driver may be writing them, and a comparison or a check may take long.
                 true if self.inspection.is_served() => continue,
                 true => Discovery::new(Severity::Leftover, path, "a file that was not written to its end")
                     .repaired_by(Repair::Remove),
@@ -176,7 +176,7 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Records that cannot be read.
+    /// Reports the records that cannot be read.
     fn records(&mut self) {
         let store = self.inspection.store();
         let retained = store.damaged_retained().iter().map(|damage| (damage, "a deleted snapshot: "));
@@ -254,7 +254,7 @@ impl Audit<'_> {
         known.extend(maps);
         self.names(dir.path(), &known.iter().map(PathBuf::as_path).collect::<Vec<_>>())?;
         match length(dir)? {
-            // Freed, as that of a deleted snapshot may be.
+            // The bytes of a deleted snapshot may have been freed.
             None if retained && !dir.bytes().exists() => {}
             length => self.content(dir, length, record.capacity)?,
         }
@@ -273,7 +273,7 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// The blocks of an object: one file, of the size that the record says.
+    /// Checks that the bytes of an object are one file, of the size in its record.
     fn content(&mut self, dir: &ObjectDir, length: Option<u64>, capacity: u64) -> Result<()> {
         if dir.bytes().exists() {
             self.names(&dir.bytes(), &[&dir.data()])?;
@@ -288,7 +288,7 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// What lies in the directories of groups beside the members' own files.
+    /// Checks the names in the directories of groups, except for those of the members' files.
     fn groups(&mut self) -> Result<()> {
         for path in list(&self.inspection.store().dir().groups())? {
             let group = GroupDir::new(&path);
@@ -302,11 +302,11 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Loop devices on files of the data directory, and where they are mounted.
+    /// Checks the loop devices on files of the data directory, and where they are mounted.
     fn devices(&mut self) -> Result<()> {
         let mounts = mount::mounts()?;
         let dir = self.inspection.data_dir().clone();
-        // Attached in this mount namespace, or in another one by a driver of this directory.
+        // It may have been attached in another mount namespace, where the path is different.
         let may_be_ours = |path: &Path| {
             path.starts_with(dir.path()) || may_be(path, &dir.pool_image()) || self.names_an_object(path)
         };
@@ -331,7 +331,7 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// Whether a path ends as that of an object's blocks.
+    /// Whether the end of a path is that of an object's file.
     fn names_an_object(&self, path: &Path) -> bool {
         let id =
             path.parent().and_then(Path::parent).and_then(Path::file_name).and_then(|name| name.to_str());
@@ -342,8 +342,8 @@ impl Audit<'_> {
         })
     }
 
-    /// Where the filesystem of a volume is seen beside the places that its record names. Kubelet does that for a
-    /// pod that mounts a part of it (`subPath`), so it is nothing to undo.
+    /// Reports mounts of a volume at places that its record does not name. Kubelet makes such mounts for a pod that mounts a
+    /// part of a volume (`subPath`), so they are not undone.
     fn places(&mut self, device: &LoopDevice, mounts: &[mount::Mount]) -> Result<()> {
         let Some(Backing::Volume(state)) = device.backing().and_then(|file| self.backing.get(&file)) else {
             return Ok(());
@@ -359,8 +359,8 @@ impl Audit<'_> {
         Ok(())
     }
 
-    /// What a device serves without a record that says so; `None` where one does, or it is none of ours. A file
-    /// is known by its device and inode number: another node's has the same path.
+    /// What is wrong with a device that no record explains; `None` if one does, or if the device is not ours. A file is
+    /// identified by its device and inode number, since a file of another node may have the same path.
     fn unexplained(&self, device: &LoopDevice) -> Option<(Severity, &'static str)> {
         let serves = device.backing()?;
         match self.backing.get(&serves) {
@@ -388,7 +388,7 @@ impl Audit<'_> {
     }
 }
 
-/// The length of an object's data in bytes; `None` where it is not there.
+/// The length of an object's file in bytes; `None` if it does not exist.
 fn length(dir: &ObjectDir) -> Result<Option<u64>> {
     match fs::metadata(dir.data()) {
         Ok(meta) => Ok(Some(meta.len())),
@@ -397,7 +397,7 @@ fn length(dir: &ObjectDir) -> Result<Option<u64>> {
     }
 }
 
-/// What is in a directory; nothing where it went meanwhile.
+/// The paths in a directory; none if it was removed meanwhile.
 fn list(dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -1,5 +1,5 @@
-//! Everything a call can fail with. Each message says what was wrong, with which value, and what
-//! to do; [`crate::csi::status`] maps each variant to its gRPC code.
+//! The errors of all calls. Each message says what was wrong, with which value, and what to do.
+//! [`crate::csi::status`] maps each variant to its gRPC code.
 
 use std::path::Path;
 
@@ -27,18 +27,18 @@ pub enum Error {
         /// What it may hold.
         want: String,
     },
-    /// A parameter that this driver does not have.
+    /// A parameter that this driver does not know.
     #[error("unknown parameter {name}: use one of {known}")]
     UnknownParameter {
         /// Its name.
         name: String,
-        /// The names there are.
+        /// The known names.
         known: &'static str,
     },
-    /// A capability that no volume of this driver has.
+    /// A capability that this driver does not support.
     #[error("{0}")]
     Unsupported(String),
-    /// A size or offset outside what is possible.
+    /// A size or offset outside the possible range.
     #[error("{field} must be {want}, got {value}")]
     OutOfRange {
         /// The field of the request.
@@ -48,7 +48,7 @@ pub enum Error {
         /// What it may hold.
         want: String,
     },
-    /// No such object, or no more.
+    /// The object does not exist, or was deleted.
     #[error("{kind} {id} does not exist")]
     NotFound {
         /// What was looked for: `volume`, `snapshot`, `group snapshot`, `node` and so on.
@@ -59,7 +59,7 @@ pub enum Error {
     /// The name is taken by an object with other parameters.
     #[error("{kind} {name} already exists with {difference}: use another name, or the same request")]
     Clash {
-        /// What exists.
+        /// The kind of the existing object.
         kind: &'static str,
         /// Its name, id or path.
         name: String,
@@ -75,9 +75,9 @@ pub enum Error {
     /// The volume is being copied from another node.
     #[error("volume {id} is being copied from another node, {progress}: try again when it is done")]
     Copying {
-        /// Its id to be.
+        /// The id that it will have.
         id: String,
-        /// How far it is.
+        /// The progress of the copy.
         progress: String,
     },
     /// Another node does not answer, or cannot serve the request now.
@@ -127,7 +127,7 @@ impl Error {
         Error::NotFound { kind: "snapshot", id: shown(id) }
     }
 
-    /// A file that is missing because its snapshot was deleted meanwhile means that: not found.
+    /// Turns a missing file into "snapshot not found": the snapshot was deleted meanwhile.
     pub(super) fn gone_or(error: cbt::Error, record: &SnapshotRecord) -> Self {
         match error {
             cbt::Error::Sys(error) if error.is_not_found() => Error::no_snapshot(record.id.as_str()),
@@ -135,7 +135,7 @@ impl Error {
         }
     }
 
-    /// The kernel's part of this error, if it has one.
+    /// The kernel's error that caused this one, if any.
     pub fn sys(&self) -> Option<&files::Error> {
         match self {
             Error::Sys(error)
@@ -146,8 +146,8 @@ impl Error {
         }
     }
 
-    /// The error and all its causes in one line, and what to do where the kernel's error alone does not say it.
-    /// `data_dir` is the driver's own.
+    /// The error and all its causes in one line, and what to do if the kernel's error alone does not tell. `data_dir` is the
+    /// driver's data directory.
     pub fn explain(&self, data_dir: &Path) -> String {
         let line = base::report(self);
         match self.sys().and_then(|error| advice(error, data_dir)) {
@@ -156,7 +156,7 @@ impl Error {
         }
     }
 
-    /// Whether the caller disconnected or its deadline passed, in whichever layer that was noticed.
+    /// Whether the caller disconnected or its deadline passed, in any layer.
     pub fn stopped(&self) -> Option<Stopped> {
         match self {
             Error::Stopped(stopped)
@@ -167,8 +167,8 @@ impl Error {
     }
 }
 
-/// What to do about an error of the kernel. Paths outside the data directory are those of kubelet, of what is mounted there,
-/// of devices and of programs.
+/// What to do about an error of the kernel. Paths outside the data directory belong to kubelet's directories and the mounts
+/// there, to devices and to programs.
 fn advice(error: &files::Error, data_dir: &Path) -> Option<&'static str> {
     if error.path == Path::new(loopdev::CONTROL) {
         return Some("load the loop module on this node; a container must be privileged");
@@ -211,7 +211,7 @@ pub(super) fn shown(text: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Another program's loop device that failed was reported as a failed disk of the pool.
+    /// From a bug: when another program's loop device failed, the error blamed the pool's disk.
     #[test]
     fn advice_about_the_pool_is_given_for_paths_of_the_pool() {
         for (path, errno, expected) in [

@@ -1,4 +1,4 @@
-//! Changing a volume that is there: making it larger, and setting attributes of its device.
+//! Changes an existing volume: makes it larger, and sets attributes of its device.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,7 +13,7 @@ use crate::sys::loopdev::LoopDevice;
 use files::Context;
 use files::change;
 
-/// What an expansion came to.
+/// The result of an expansion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Expansion {
     /// The volume's size in bytes.
@@ -23,14 +23,12 @@ pub struct Expansion {
 }
 
 impl Volumes {
-    /// Makes a volume larger, in use or not; large enough already is done. Snapshots keep the size they
-    /// were taken with.
+    /// Makes a volume larger, in use or not. Succeeds if it is large enough already. Snapshots keep their size.
     ///
-    /// 1. Extend the file and sync it: after a crash the record still says the old size, and the next use
-    ///    cuts the file back to it ([`Shared::truncate_to_record`](super::shared::Shared::truncate_to_record)). No device shows the new part yet.
+    /// 1. Extend the file and sync it. After a crash the record still has the old size, and the next use truncates the file
+    ///    to it ([`Shared::truncate_to_record`](super::shared::Shared::truncate_to_record)). No device shows the new part yet.
     /// 2. Replace the record: this is the commit.
-    /// 3. Grow the device: a crash before it leaves a device that stage, publish, a retry and
-    ///    `NodeExpandVolume` grow.
+    /// 3. Grow the device. After a crash before this step, stage, publish, a retry or `NodeExpandVolume` grows it.
     pub fn expand(
         &self,
         id: &str,
@@ -62,10 +60,10 @@ impl Volumes {
         Ok(Expansion { capacity: record.capacity, node_expansion_required })
     }
 
-    /// Sets attributes of a volume's device, now and at every later attach. Others are kept.
+    /// Sets attributes of a volume's device, now and at every later attach. Attributes that are not named stay as they are.
     ///
-    /// The device first: what it refuses is not recorded. A crash between the two leaves an effect that
-    /// ends with the device, and a retry records it.
+    /// The device is set first, so that a value which it refuses is not recorded. After a crash between the two, the value
+    /// lasts until the device is detached, and a retry records it.
     pub fn modify(&self, id: &str, parameters: &HashMap<String, String>) -> Result<()> {
         let record = self.shared.lock_volume(id)?;
         let asked = parse_tuning(parameters)?;
@@ -81,7 +79,7 @@ impl Volumes {
     }
 }
 
-/// Makes a device as large as its volume, if it is not yet.
+/// Makes a device as large as its volume.
 pub(super) fn grow(device: &LoopDevice, capacity: u64) -> Result<()> {
     if blockdev::size(&device.path())? < capacity {
         device.grow_to_file()?;

@@ -1,4 +1,4 @@
-//! Filesystems on volumes: looking, making, mounting, growing.
+//! Detects, makes, mounts and grows filesystems on volumes.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,11 +14,11 @@ use files::Context;
 use files::DataRanges;
 use files::change;
 
-/// Whether not a single block of the image holds data.
+/// Whether no block of the file holds data.
 pub(super) fn is_blank(data: &Path) -> Result<bool> {
     let file = File::open(data).context("open", data)?;
     let length = file.metadata().context("stat", data)?.len();
-    // Pages that a writer left dirty count too.
+    // Dirty pages in the page cache count too.
     change::sync(&file, data)?;
     let first = DataRanges::of(&file, data, ByteRange { start: 0, end: length }).next();
     Ok(first.transpose()?.is_none())
@@ -26,7 +26,7 @@ pub(super) fn is_blank(data: &Path) -> Result<bool> {
 
 /// The filesystem on a device, as `blkid` knows it.
 pub(super) fn detect(device: &Path) -> Result<Option<String>> {
-    // 2: nothing known is on the device.
+    // 2: blkid knows nothing that is on the device.
     let arguments = ["--probe", "--match-tag", "TYPE", "--output", "value"];
     let output = program::run("blkid", &arguments, device, |code| matches!(code, 0 | 2))?;
     let found = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -38,14 +38,13 @@ pub(super) fn make(device: &Path, fs_type: &str) -> Result<()> {
     let made = match fs_type {
         "xfs" => program::run("mkfs.xfs", &["-q", "-f"], device, |code| code == 0),
         "btrfs" => program::run("mkfs.btrfs", &["-q", "-f"], device, |code| code == 0),
-        // No blocks kept for root: the volume is the user's.
+        // No blocks are reserved for root: the whole volume belongs to the user.
         _ => program::run("mkfs.ext4", &["-q", "-F", "-m", "0"], device, |code| code == 0),
     };
     made?;
     Ok(blockdev::flush(device)?)
 }
 
-/// Mounts a volume's filesystem.
 pub(super) fn mount(
     device: &LoopDevice,
     target: &Path,
@@ -83,11 +82,11 @@ pub(super) fn mount(
     })
 }
 
-/// Thaws the filesystem mounted at `path`, if there is one and it is frozen: by its user, and forgotten. It would
-/// outlive its last mount, and keep its device.
+/// Thaws the filesystem mounted at `path`, if a user froze it and did not thaw it. A frozen filesystem would stay after
+/// its last unmount, and keep its device.
 pub(super) fn thaw(path: &Path) -> Result<()> {
     let Some(mounted) = mount::mounted_at(path)? else { return Ok(()) };
-    // A filesystem that was shut down does not open, and a device that is shown there cannot be frozen.
+    // A filesystem that was shut down does not open, and a device node that is mounted there cannot be frozen.
     if let Ok(Some(root)) = Root::open(&mounted)
         && freeze::thaw(&root).unwrap_or(false)
     {
@@ -96,12 +95,12 @@ pub(super) fn thaw(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Thaws the filesystem on a device that is mounted nowhere any more, through a mount of its own below `scratch`.
+/// Thaws the filesystem on a device that is no longer mounted, through a temporary mount below `scratch`.
 pub(super) fn thaw_unmounted(device: &LoopDevice, scratch: &Path) -> Result<()> {
     let Some(fs_type) = detect(&device.path())? else { return Ok(()) };
     let place = tempfile::Builder::new().prefix("thaw-").tempdir_in(scratch);
     let place = place.context("make a directory in", scratch)?;
-    // The device is opened exclusively, so it is in use.
+    // If the mount fails, another program has the device open exclusively, so it is in use.
     if mount(device, place.path(), &fs_type, false, &MountFlags::default()).is_err() {
         return Ok(());
     }
@@ -134,8 +133,8 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
     (flags, options)
 }
 
-/// Grows an ext4 that is smaller than its device. Unmounted: growing it while mounted takes a
-/// capability (CAP_SYS_RESOURCE) that a container may lack.
+/// Grows an unmounted ext4 that is smaller than its device. To grow a mounted one takes a capability (CAP_SYS_RESOURCE)
+/// that a container may lack.
 pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
     if fs_type != "ext4" || !ext4_is_small(device)? {
         return Ok(());
@@ -146,7 +145,7 @@ pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
     Ok(blockdev::flush(device)?)
 }
 
-/// Grows a mounted filesystem to the size of its device; fine when it fills it.
+/// Grows a mounted filesystem to the size of its device. Succeeds if it is as large already.
 pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
     match fs_type {
         "xfs" => drop(program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?),
@@ -168,8 +167,8 @@ pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &st
     Ok(())
 }
 
-/// Whether an ext4 could be larger on its device. A tail too short for another block group, with its
-/// inode table and what resize2fs wants beside it, stays unused.
+/// Whether an ext4 can grow on its device. A rest of the device that is too short for another block group, with its inode
+/// table and what resize2fs needs beside it, stays unused.
 fn ext4_is_small(device: &Path) -> Result<bool> {
     let output = program::run("dumpe2fs", &["-h"], device, |code| code == 0)?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -183,7 +182,7 @@ fn ext4_is_small(device: &Path) -> Result<bool> {
     };
     let table = number("Inode blocks per group:").unwrap_or(0);
     let reserved = number("Reserved GDT blocks:").unwrap_or(0);
-    // The numbers are whatever is on the device: where they overflow, there is nothing to grow.
+    // The numbers come from the device and may be anything. If the sum overflows, nothing can be grown.
     let needed = [table, reserved, EXT4_TAIL].iter().try_fold(blocks, |sum, more| sum.checked_add(*more));
     let needed = needed.and_then(|blocks| blocks.checked_mul(block_size));
     let size = blockdev::size(device)?;

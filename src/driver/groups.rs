@@ -39,7 +39,7 @@ impl Snapshots {
         Ok(group)
     }
 
-    /// Looks a group up with its members: both at one moment, for it may be deleted meanwhile.
+    /// Looks up a group and its members at one moment, since it may be deleted meanwhile.
     fn find_group(&self, find: impl FnOnce(&Index) -> Option<Arc<GroupRecord>>) -> Option<Group> {
         self.shared.store.read(|index| {
             let record = find(index)?;
@@ -133,7 +133,7 @@ impl Snapshots {
         let Ok(id) = id.parse::<GroupId>() else { return Ok(()) };
         let _guard = self.shared.locks.take(Key::Group(id.clone()))?;
         let Some(group) = self.find_group(|index| index.group(&id)) else {
-            // A group whose record cannot be read is not gone.
+            // A group whose record cannot be read still exists.
             return Ok(self.shared.store.check_readable(id.as_str())?);
         };
         check_members(&group.record, snapshot_ids)?;

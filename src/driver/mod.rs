@@ -1,6 +1,6 @@
-//! What the driver does: volumes, snapshots, their metadata, and their place on this node. Plain
-//! synchronous code that brings the store, the pool and the block maps together. It knows the CSI
-//! semantics, not the wire: [`crate::csi`] decodes, calls and encodes.
+//! The behaviour of the driver: volumes, snapshots, their metadata, and their use on this node. Synchronous code that
+//! combines the store, the pool and the block maps. It implements the semantics of CSI; [`crate::csi`] decodes requests,
+//! calls it and encodes the answers.
 
 mod attach;
 mod capability;
@@ -75,7 +75,7 @@ use shared::Shared;
 /// A result with the [`Error`] of this layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What the flags say.
+/// The values of the flags.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// `--driver-name`.
@@ -86,7 +86,7 @@ pub struct Config {
     pub data_dir: PathBuf,
     /// `--pool` and `--pool-size`.
     pub pool: PoolRequest,
-    /// `--block-metadata-type`: how tuples are listed where the snapshot does not say.
+    /// `--block-metadata-type`: how tuples are listed if the snapshot has no parameter for it.
     pub tuple_style: TupleStyle,
     /// `--max-volume-size`.
     pub max_volume_size: Quantity,
@@ -98,11 +98,11 @@ pub struct Config {
     pub max_volumes: u32,
     /// `--retain-deleted`.
     pub retain: Retention,
-    /// `--transfer-rate`, a second; `None` for no limit.
+    /// `--transfer-rate`, per second; `None` for no limit.
     pub transfer_rate: Option<Quantity>,
 }
 
-/// The driver of one data directory: its parts, each with what it needs of the others.
+/// The driver of one data directory. It consists of parts, and each part holds the others that it needs.
 #[derive(Debug)]
 pub struct Driver {
     shared: Arc<Shared>,
@@ -121,9 +121,9 @@ pub struct Driver {
 /// Figures of a running driver, for its metrics.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// Volumes, ephemeral ones among them.
+    /// Volumes, including ephemeral ones.
     pub volumes: usize,
-    /// Snapshots, members of groups among them.
+    /// Snapshots, including members of groups.
     pub snapshots: usize,
     /// Deleted snapshots kept as a base for deltas.
     pub retained: usize,
@@ -131,19 +131,19 @@ pub struct Figures {
     pub groups: usize,
     /// Objects whose records could not be read at start.
     pub unreadable: usize,
-    /// Size of the pool's filesystem in bytes; `None` when it does not answer.
+    /// Size of the pool's filesystem in bytes; `None` if it does not answer.
     pub pool_bytes: Option<u64>,
-    /// Bytes that can still be written, also on the host below a sparse image.
+    /// Bytes that can still be written; the host's free space counts too if the image is sparse.
     pub free_bytes: Option<u64>,
-    /// Bytes of blocks whose hash is still to be made.
+    /// Bytes of blocks that are still to be hashed.
     pub hashing_backlog: u64,
     /// Transfers to this node.
     pub transfers: TransferFigures,
 }
 
 impl Driver {
-    /// Leaves the data directory. The pool stays as it is for the next start where volumes still use it, or calls are still
-    /// at work.
+    /// Closes the data directory. The pool stays mounted for the next start if volumes still use it, or if calls are still
+    /// working.
     pub fn close(self: Arc<Self>) -> Result<()> {
         let shared = self.shared.clone();
         drop(self);
@@ -155,14 +155,14 @@ impl Driver {
             }
             Err(shared) => {
                 tracing::warn!("a call is still at work; the pool stays as it is for the next start");
-                // The call ends with the process, and so does the watchdog of a filesystem that it holds frozen.
+                // The call ends with the process. So does the watchdog that thaws a filesystem which the call froze.
                 Copier { shared, read_errors: Arc::default() }.thaw_leftovers();
             }
         }
         Ok(())
     }
 
-    /// The flags it runs with.
+    /// The values of its flags.
     pub fn config(&self) -> &Config {
         &self.shared.config
     }
@@ -183,7 +183,7 @@ impl Driver {
         })
     }
 
-    /// Figures of now.
+    /// The current figures.
     pub fn figures(&self) -> Figures {
         let Shared { open_pool, store, .. } = &*self.shared;
         let pool_bytes = sys::space(open_pool.dir().path()).ok().map(|space| space.total);
@@ -212,8 +212,7 @@ impl Driver {
     }
 }
 
-/// A path from a client as the kernel will show it; an error where it could not be handed to a mount
-/// call.
+/// A path from a client, resolved as the kernel shows it. Fails if a mount call could not take it.
 fn checked_path(field: &'static str, path: &Path) -> Result<PathBuf> {
     if path.as_os_str().is_empty() {
         return Err(Error::Missing { field });

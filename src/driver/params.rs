@@ -1,5 +1,5 @@
-//! Parameters of storage, snapshot and volume attributes classes, and of inline volumes. Unknown ones are refused by
-//! name; the sidecars' own (`csi.storage.k8s.io/...`) are tolerated wherever they send them.
+//! Parameters of StorageClasses, VolumeSnapshotClasses, VolumeAttributesClasses and inline volumes. An unknown parameter is
+//! an error that names it. Those of the sidecars (`csi.storage.k8s.io/...`) are accepted everywhere.
 
 use std::collections::HashMap;
 
@@ -10,8 +10,8 @@ use crate::store::{Tuning, TupleStyle};
 use base::{BlockSize, Quantity};
 
 const SIDECAR_PREFIX: &str = "csi.storage.k8s.io/";
-/// The one of the sidecars' own that says something about the volume. The provisioner turns it into a
-/// capability for CreateVolume, and sends it as it is with GetCapacity.
+/// The only parameter of the sidecars that matters for the volume. The provisioner turns it into a capability for
+/// CreateVolume, and sends it unchanged with GetCapacity.
 const FS_TYPE: &str = "csi.storage.k8s.io/fstype";
 
 /// StorageClass parameters.
@@ -21,7 +21,7 @@ pub struct VolumeParameters {
     pub block_size: Option<BlockSize>,
     /// `changedBlockTracking`.
     pub tracking: Option<bool>,
-    /// `csi.storage.k8s.io/fstype`: the filesystem where a capability leaves it open.
+    /// `csi.storage.k8s.io/fstype`: the filesystem if a capability does not name one.
     pub fs_type: Option<String>,
 }
 
@@ -49,7 +49,7 @@ impl VolumeParameters {
     }
 }
 
-/// Reads VolumeAttributesClass parameters (`mutable_parameters`). What is not named stays `None`.
+/// Reads VolumeAttributesClass parameters (`mutable_parameters`). Those that are not named stay `None`.
 pub fn parse_tuning(parameters: &HashMap<String, String>) -> Result<Tuning> {
     let mut parsed = Tuning::default();
     for (name, value) in own(parameters) {
@@ -64,7 +64,7 @@ pub fn parse_tuning(parameters: &HashMap<String, String>) -> Result<Tuning> {
     Ok(parsed)
 }
 
-/// The kernel counts in pages: a value between two would have another effect than it says.
+/// The kernel counts in pages, so it would round any other value.
 fn read_ahead(value: &str) -> Result<u32> {
     let parsed = value.parse::<u32>().ok().filter(|kib| *kib <= 1 << 20 && kib.is_multiple_of(4));
     parsed.ok_or_else(|| Error::Invalid {
@@ -74,8 +74,8 @@ fn read_ahead(value: &str) -> Result<u32> {
     })
 }
 
-/// What an ephemeral inline volume is to be: the attributes in a pod's volume, which kubelet hands on as
-/// the volume context.
+/// The parameters of an ephemeral inline volume: the attributes in the pod's spec, which kubelet sends as the volume
+/// context.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EphemeralParameters {
     /// `size`.
@@ -83,7 +83,7 @@ pub struct EphemeralParameters {
 }
 
 impl EphemeralParameters {
-    /// Reads the context of a NodePublishVolume call; `None` where the volume is not ephemeral.
+    /// Reads the context of a NodePublishVolume call; `None` if the volume is not ephemeral.
     pub fn parse(context: &HashMap<String, String>) -> Result<Option<Self>> {
         if context.get("csi.storage.k8s.io/ephemeral").map(String::as_str) != Some("true") {
             return Ok(None);
@@ -122,8 +122,8 @@ impl SnapshotParameters {
                     let styles = [("variable", TupleStyle::Variable), ("fixed", TupleStyle::Fixed)];
                     parsed.tuple_style = Some(choose("blockMetadataType", value, styles)?);
                 }
-                // A field of the class, which the sidecars act on. Kubernetes' own storage tests write it among the
-                // parameters of a group's class too; there it can change nothing, so it stops nothing.
+                // A field of the class, which the sidecars use. Kubernetes' storage tests also put it into the parameters
+                // of a group's class. It has no effect there, so it is accepted.
                 "deletionPolicy" => {
                     choose("deletionPolicy", value, [("Delete", ()), ("Retain", ())])?;
                 }
@@ -134,7 +134,7 @@ impl SnapshotParameters {
     }
 }
 
-/// The parameters meant for us, in a stable order, so that one request gives one error.
+/// The parameters for the driver, sorted, so that the same request always gets the same error.
 fn own(parameters: &HashMap<String, String>) -> Vec<(&str, &str)> {
     let mut own: Vec<(&str, &str)> = parameters
         .iter()

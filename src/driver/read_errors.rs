@@ -1,4 +1,4 @@
-//! Offsets of volumes that could not be read; health calls read them again.
+//! Offsets at which volumes could not be read. Health calls read there again.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,18 +11,18 @@ use super::Error;
 use base::{ByteRange, VolumeId};
 use files::Context;
 
-/// From where a read failed, the bytes that it may have been about: more than any read of a copy or a hash takes.
+/// The bytes from the offset of a failed read that may be damaged: more than one read of a copy or a hash takes.
 const READ: u64 = 4 << 20;
-/// What is read at once to find out which part of them it is.
+/// The bytes read at a time to find the damaged part.
 const BLOCK: u64 = 4096;
 
-/// Where volumes may have data that cannot be read: reads failed there.
+/// The ranges of volumes where a read failed.
 #[derive(Debug, Default)]
 pub(super) struct ReadErrors(Mutex<BTreeMap<VolumeId, ByteRange>>);
 
 impl ReadErrors {
-    /// Takes note of a failed read of a volume's data, or of that of one of its snapshots, with which it may share it.
-    /// Of several the last counts.
+    /// Takes note of a failed read of a volume or of one of its snapshots, which may share the block. Only the last failure
+    /// is kept.
     pub(super) fn note(&self, volume: &VolumeId, error: &Error) {
         let Some(error) = error.sys().filter(|error| error.is_unreadable()) else { return };
         let Some(start) = error.at else { return };
@@ -46,7 +46,7 @@ impl ReadErrors {
     }
 }
 
-/// The first block of a range that cannot be read, and why; a range that ends behind the file ends with it.
+/// The first block of a range that cannot be read, with the error. The range is cut at the end of the file.
 pub(super) fn first_unreadable(path: &Path, range: ByteRange) -> files::Result<Option<(u64, io::Error)>> {
     let file = File::open(path).context("open", path)?;
     let length = file.metadata().context("stat", path)?.len();

@@ -1,4 +1,4 @@
-//! What a CreateVolume call asks for, and how an existing volume is held against it.
+//! The request of a CreateVolume call, and its comparison with an existing volume.
 
 use std::collections::BTreeMap;
 
@@ -52,17 +52,17 @@ impl CapacityRange {
 pub struct CreateVolume {
     /// The name: the same name means the same volume.
     pub name: String,
-    /// How large it is to be.
+    /// The size of the volume.
     pub range: CapacityRange,
-    /// How it is to be used.
+    /// The uses that it must support.
     pub capabilities: Vec<Capability>,
     /// StorageClass parameters.
     pub parameters: VolumeParameters,
     /// VolumeAttributesClass parameters.
     pub tuning: Tuning,
-    /// What to fill it with.
+    /// The content source, if any.
     pub source: Option<SourceRef>,
-    /// Topologies one of which must be ours; empty for no demand.
+    /// One of these topologies must be this node's; empty for any.
     pub requisite: Vec<BTreeMap<String, String>>,
 }
 
@@ -75,7 +75,7 @@ pub enum SourceRef {
     Volume(String),
 }
 
-/// What about an existing volume does not fit a new call of its name.
+/// How an existing volume differs from a new request with the same name, if it does.
 pub(super) fn difference(
     existing: &VolumeRecord,
     request: &CreateVolume,
@@ -108,7 +108,7 @@ pub(super) fn difference(
     None
 }
 
-/// Fails where a name could not have come from a CO that keeps the spec.
+/// Fails if the spec does not allow a CO to send this name.
 pub(super) fn check_name(field: &'static str, name: &str) -> Result<()> {
     if name.is_empty() {
         return Err(Error::Missing { field });

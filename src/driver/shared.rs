@@ -1,5 +1,5 @@
-//! What all parts of the driver work on: the flags, the records, the pool, and the locks on objects. Here are the lookups and
-//! the checks that more than one part makes.
+//! What all parts of the driver share: the flags, the records, the pool and the locks on objects, and lookups and checks
+//! that more than one part makes.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,7 +18,7 @@ use files::{Context, change};
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) config: Config,
-    /// The data directory's, in every id that is made.
+    /// The key of the data directory, which is part of every id made here.
     pub(super) key: base::Key,
     pub(super) open_pool: OpenPool,
     pub(super) store: Store,
@@ -27,7 +27,7 @@ pub(super) struct Shared {
     pub(super) _lock: LockedDir,
 }
 
-/// A volume that no other call works on until this is dropped.
+/// A locked volume. No other call works on it until this is dropped.
 #[derive(Debug)]
 pub(super) struct LockedVolume {
     pub(super) record: Arc<VolumeRecord>,
@@ -54,11 +54,11 @@ impl Shared {
         BTreeMap::from([(key, self.config.node_id.clone())])
     }
 
-    /// Fails if none of the `requisite` topologies of a request is this node; an empty list allows any. `why` says what
-    /// binds the call to this node.
+    /// Fails if none of the `requisite` topologies of a request is this node; an empty list allows any. `why` is the reason
+    /// for the error message.
     pub(super) fn check_topology(&self, requisite: &[BTreeMap<String, String>], why: &str) -> Result<()> {
         let ours = self.topology();
-        // A topology without our key says nothing about us.
+        // A topology without our key does not name a node of ours.
         let fits = |asked: &BTreeMap<String, String>| {
             ours.iter().all(|(key, value)| asked.get(key).is_none_or(|asked| asked == value))
         };
@@ -71,7 +71,7 @@ impl Shared {
         )))
     }
 
-    /// Fails where the disk below the pool is full, so that nothing new may be made.
+    /// Fails if the disk below the pool is full: then nothing new may be made.
     pub(super) fn check_host(&self) -> Result<()> {
         self.store.check_alive()?;
         match self.open_pool.host_is_full()? {
@@ -103,7 +103,7 @@ impl Shared {
     /// Locks the volume that `find` finds.
     pub(super) fn lock_found(&self, find: impl Fn() -> Result<Arc<VolumeRecord>>) -> Result<LockedVolume> {
         let guard = self.locks.take(Key::Volume(find()?.id.clone()))?;
-        // Again: it may have been deleted before the lock was ours.
+        // It is looked up again, since it may have been deleted before the lock was taken.
         Ok(LockedVolume { record: find()?, guard })
     }
 
@@ -117,8 +117,8 @@ impl Shared {
         self.store.read(|index| index.volume(id).is_some())
     }
 
-    /// Makes the volume's file as long as its record says: an expansion may have been cut short. No device
-    /// is ever larger than the record, so nothing that anybody wrote is cut off.
+    /// Truncates the volume's file to the size in its record, since an expansion may have been interrupted. No device is ever
+    /// larger than the record says, so no written data is lost.
     pub(super) fn truncate_to_record(&self, record: &LockedVolume) -> Result<()> {
         let path = self.volume_data(&record.id);
         let length = std::fs::metadata(&path).context("stat", &path)?.len();
@@ -131,8 +131,8 @@ impl Shared {
         Ok(())
     }
 
-    /// The node that a volume is attached to. `None` also without `--enable-attach`: what a driver with
-    /// it left behind has no effect.
+    /// The node that a volume is attached to. Always `None` without `--enable-attach`: attachments that were made with the flag
+    /// have no effect then.
     pub(super) fn attachment<'r>(&self, record: &'r VolumeRecord) -> Option<&'r Attached> {
         record.attached.as_ref().filter(|_| self.config.attach)
     }
@@ -142,7 +142,7 @@ impl Shared {
         self.snapshot_in("snapshot_id", id)
     }
 
-    /// The same, naming the field that the id came in.
+    /// The same for an id in another field of the request.
     pub(super) fn snapshot_in(&self, field: &'static str, id: &str) -> Result<Arc<SnapshotRecord>> {
         if id.is_empty() {
             return Err(Error::Missing { field });

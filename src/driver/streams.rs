@@ -1,10 +1,10 @@
-//! The memory of metadata streams: all of them together use at most [`MEMORY`], whatever their number and whatever their
-//! maps hold, and however slow their clients are.
+//! The memory of metadata streams. All of them together use at most [`MEMORY`], whatever their number, the content of
+//! their maps and the speed of their clients.
 //!
-//! A stream at work holds the bitmaps of a segment; [`MetadataStream::work_bytes`](super::MetadataStream::work_bytes)
-//! says how much, and its caller lets as many work at once as fit into [`WORKING`]. Between two turns, while the
-//! client reads, its segment is kept here, until newer ones take the place: then it is read again. A message gets its
-//! length from what other messages leave.
+//! A working stream holds the bitmaps of a segment. [`MetadataStream::work_bytes`](super::MetadataStream::work_bytes)
+//! is their size, and its caller lets as many streams work at once as fit into [`WORKING`]. Between two turns, while the
+//! client reads, the segment is kept here until newer ones need the memory; then the stream reads it again. The length
+//! of a message depends on the memory that other messages leave.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,20 +12,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use base::Foreground;
 use cbt::Loaded;
 
-/// Bytes that all streams take together.
+/// The most bytes that all streams take together.
 pub const MEMORY: usize = 64 << 20;
-/// Of these, what streams at work share.
+/// Of these, the part that working streams share.
 pub const WORKING: usize = MEMORY / 4;
-/// What segments between two turns share.
+/// The part that segments between two turns share.
 const PARKED: usize = MEMORY / 8;
-/// What messages share, from the first tuple until the last byte has left. Those of [`SHORT`] tuples go beyond it.
+/// The part that messages share, from the first tuple until the last byte is sent. Messages of up to [`SHORT`] tuples may
+/// exceed it.
 const MESSAGES: usize = MEMORY / 8;
 /// Tuples that every message may hold. The rest of the memory is for a thousand streams of such messages.
 const SHORT: usize = 64;
 /// Memory that a tuple takes while its message is made.
 const TUPLE: usize = 40;
 
-/// What the streams of a driver hold.
+/// The memory that the streams of a driver hold.
 #[derive(Debug)]
 pub struct Streams {
     held: Mutex<Held>,
@@ -34,7 +35,7 @@ pub struct Streams {
 
 #[derive(Debug, Default)]
 struct Held {
-    /// By the time they were parked.
+    /// In the order in which they were parked.
     segments: BTreeMap<u64, Loaded>,
     /// The number of the last one.
     last: u64,
@@ -45,17 +46,17 @@ struct Held {
 }
 
 impl Streams {
-    /// `foreground` is what hashing gives way to.
+    /// Hashing pauses while `foreground` is busy.
     pub(super) fn new(foreground: Foreground) -> Self {
         Streams { held: Mutex::default(), foreground }
     }
 
-    /// What streams do while their clients wait.
+    /// Tells hashing when streams are busy.
     pub(super) fn foreground(&self) -> &Foreground {
         &self.foreground
     }
 
-    /// Keeps a segment for the stream's next turn, as long as there is room.
+    /// Keeps a segment for the stream's next turn, as long as there is memory.
     pub(super) fn park(self: &Arc<Self>, segment: Loaded) -> Place {
         let mut held = self.held();
         held.last += 1;
@@ -70,8 +71,8 @@ impl Streams {
         Place { streams: self.clone(), number }
     }
 
-    /// Share for a message of up to `most` tuples, and how many it may hold. A stream whose client is slow holds its
-    /// message for long, so none gets more than a share of what is left.
+    /// The memory for a message of up to `most` tuples, and how many it may hold. A slow client's message is held for long, so
+    /// each gets only a part of what is left.
     pub(super) fn share(self: &Arc<Self>, most: usize) -> (Share, usize) {
         let mut held = self.held();
         let left = MESSAGES.saturating_sub(held.messages);
@@ -92,14 +93,14 @@ impl Streams {
     }
 }
 
-/// Where a stream's segment is between two turns.
+/// A stream's segment between two turns.
 pub(super) struct Place {
     streams: Arc<Streams>,
     number: u64,
 }
 
 impl Place {
-    /// The segment, where it is still there.
+    /// The segment, if it is still kept.
     pub(super) fn take(&self) -> Option<Loaded> {
         let mut held = self.streams.held();
         let segment = held.segments.remove(&self.number)?;
@@ -114,7 +115,7 @@ impl Drop for Place {
     }
 }
 
-/// Memory that a message takes.
+/// The memory that a message takes, until dropped.
 #[derive(Debug)]
 pub struct Share {
     streams: Arc<Streams>,
@@ -122,7 +123,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// Gives back what the message does not need.
+    /// Frees the part that the message does not need.
     pub(super) fn shrink(&mut self, tuples: usize) {
         let spare = self.bytes.saturating_sub(tuples * TUPLE);
         self.bytes -= spare;
