@@ -1,21 +1,22 @@
-//! Volumes from snapshots and volumes of other nodes: the blocks are copied over the network, while other calls go on.
+//! Makes volumes from snapshots and volumes of other nodes. The blocks are copied over the network in the background.
 //!
 //! - `run.rs`: the thread of a transfer.
 //! - `plan.rs`: what to do with each block of a segment; a pure function.
-//! - `receive.rs`: makes the bytes here like those there.
-//! - `send.rs`: the side of the source.
+//! - `receive.rs`: makes the bytes of the new volume equal to the source's.
+//! - `send.rs`: the source's side.
 //! - `throttle.rs`: `--transfer-rate`.
 //!
-//! Which transfers there are and how each ended is in `driver/transfer_table.rs`. Here: how a transfer begins, goes on and is
-//! given up. It begins and goes on when CreateVolume is called with the way to its source, and ends as a volume or as nothing:
+//! `driver/transfer_table.rs` has the table of transfers and how each ended. This file begins, continues and removes
+//! transfers. A transfer begins, and continues, when CreateVolume is called with a connection to its source:
 //!
-//! 1. The source is opened, so that an error of it is known at once.
-//! 2. An empty volume is drafted in `staging/`, and `transfer.json` makes it outlive the driver (`store/transfers.rs`).
-//! 3. A thread makes its bytes like the source's, and syncs them. While the source is away it tries again and again.
-//! 4. The draft becomes a volume by a rename, as any volume does.
+//! 1. The source is opened, so that its errors are reported at once.
+//! 2. An empty volume is drafted in `staging/`, with a `transfer.json`, so that the next start keeps it
+//!    (`store/transfers.rs`).
+//! 3. A thread makes its bytes equal to the source's, and syncs them. While the source is unavailable it retries.
+//! 4. The draft becomes a volume by a rename, like any volume.
 //!
-//! A driver that stops or dies leaves the draft; the next one goes on with it when CreateVolume is called again. It is removed when
-//! DeleteVolume names it, when the source is gone or damaged, and when no call for it came for an hour.
+//! A driver that stops or dies leaves the draft, and the next one continues when CreateVolume is called again. The draft
+//! is removed if DeleteVolume names it, if the source is gone or damaged, or if CreateVolume is not called for an hour.
 
 mod plan;
 mod receive;
@@ -44,16 +45,16 @@ use run::Running;
 pub use send::{OpenSource, Point, Sources};
 pub(super) use throttle::Throttle;
 
-/// Transfers that are known at once.
+/// The most transfers at a time.
 const MOST: usize = 256;
-/// How long a call waits for a transfer that may be short.
+/// How long a call waits, since a transfer may be short.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a transfer goes on without a call for it.
+/// How long a transfer is kept without a call for it.
 const UNASKED: Duration = Duration::from_secs(3600);
-/// How long a stop waits for transfers to notice.
+/// How long a stop waits for the transfers to end.
 const STOP_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Makes volumes from what is on other nodes.
+/// Makes volumes from sources on other nodes.
 #[derive(Debug)]
 pub struct Transfers {
     pub(super) shared: Arc<Shared>,
@@ -62,13 +63,13 @@ pub struct Transfers {
     pub(super) copier: Arc<Copier>,
     pub(super) table: Arc<TransferTable>,
     pub(super) throttle: Throttle,
-    /// How many are at work.
+    /// The number of transfers that receive.
     pub(super) working: Mutex<usize>,
 }
 
 impl Transfers {
-    /// Makes a volume of a source on another node, or finds what an earlier call of this name made or began. Fails with
-    /// [`Error::Copying`] while it is copied.
+    /// Makes a volume from a source on another node, or returns the one that an earlier call of this name made. Fails with
+    /// [`Error::Copying`] while the bytes are copied.
     pub fn create_volume(
         self: &Arc<Self>,
         request: &CreateVolume,
@@ -96,7 +97,7 @@ impl Transfers {
         }
     }
 
-    /// Steps 1 and 2.
+    /// Steps 1 and 2 of the list above.
     fn begin_transfer(
         &self,
         request: &CreateVolume,
@@ -148,8 +149,8 @@ impl Transfers {
         Ok(transfer)
     }
 
-    /// The bytes that a transfer starts with: those of a volume that was made from the same source or a relative of it, where
-    /// the pool copies without reading; else none. What differs is fetched either way.
+    /// Makes the bytes that a transfer starts with. If the pool copies without reading, they are those of a volume made from
+    /// the same source or a similar one, and only what differs is fetched. Otherwise the file is empty.
     fn start_from(&self, draft: &Draft, record: &VolumeRecord, opened: &Opened) -> Result<()> {
         let is_relative = |volume: &VolumeRecord| match &volume.source {
             Some(Source::Snapshot(id)) => opened.relatives.iter().any(|relative| relative == id.as_str()),
@@ -177,7 +178,7 @@ impl Transfers {
                     tracing::info!(%volume_id, %relative, "only what differs from another volume is copied");
                     return Ok(());
                 }
-                // It would only have saved time.
+                // The transfer works without it, and only takes longer.
                 Err(error) => {
                     let error = error.explain(&self.shared.config.data_dir);
                     tracing::info!(relative = %relative.id, error, "all of a volume is copied");
@@ -191,7 +192,7 @@ impl Transfers {
         Ok(())
     }
 
-    /// Gives a transfer a new way to its source, and a thread where it has none.
+    /// Gives a transfer a new connection to its source, and a thread if it has none.
     fn go_on_with(self: &Arc<Self>, transfer: &Arc<Transfer>, remote: Box<dyn Remote>) -> Result<()> {
         let mut state = transfer.state();
         match state.phase {
@@ -218,7 +219,7 @@ impl Transfers {
         }
     }
 
-    /// Removes transfers without a call for an hour.
+    /// Removes transfers for which no call came for an hour.
     pub fn sweep(&self) {
         let known: Vec<_> = self.table.known().values().cloned().collect();
         for transfer in known {

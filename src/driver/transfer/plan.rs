@@ -1,38 +1,38 @@
-//! What is to be done with a segment of the new volume, and in which portions. Pure.
+//! Pure functions that decide what to do with the blocks of a segment, and in which portions.
 
 use std::ops::Range;
 
 use roaring::RoaringBitmap;
 
-/// What makes a segment like that of the source.
+/// What to do so that a segment equals the source's.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Plan {
-    /// Blocks that hold data here and none there.
+    /// Blocks that hold data only here.
     pub punch: RoaringBitmap,
-    /// Blocks that hold data on both sides: equal hashes save their transfer.
+    /// Blocks that hold data on both sides. Those with equal hashes are not transferred.
     pub compare: RoaringBitmap,
-    /// Blocks that hold data there alone.
+    /// Blocks that hold data only at the source.
     pub fetch: RoaringBitmap,
 }
 
 impl Plan {
-    /// From the blocks that hold data there and here.
+    /// The plan for blocks that hold data at the source and here.
     pub fn of(theirs: &RoaringBitmap, ours: &RoaringBitmap) -> Self {
         Plan { punch: ours - theirs, compare: ours & theirs, fetch: theirs - ours }
     }
 }
 
-/// The blocks in ascending portions of `most`.
+/// Splits blocks into portions of at most `most`, ascending.
 pub(super) fn portions(blocks: RoaringBitmap, most: usize) -> impl Iterator<Item = RoaringBitmap> {
     let mut left = blocks.into_iter();
     std::iter::from_fn(move || {
-        // One by one: `next_many` of roaring 0.12.0 overflows on some runs.
+        // One block at a time, because `next_many` of roaring 0.12.0 overflows on some runs.
         let portion: RoaringBitmap = left.by_ref().take(most).collect();
         (!portion.is_empty()).then_some(portion)
     })
 }
 
-/// Runs of neighbours, ascending, of `most` blocks at most.
+/// Splits blocks into runs of adjacent blocks, each of at most `most`, ascending.
 pub(super) fn runs(blocks: &RoaringBitmap, most: u32) -> impl Iterator<Item = Range<u32>> + '_ {
     let mut left = blocks.iter();
     let mut rest: Option<Range<u32>> = None;

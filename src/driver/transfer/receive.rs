@@ -1,13 +1,14 @@
-//! Makes the bytes of a new volume like those of a source on another node. What is here already counts only for what its
-//! hash says: an interrupted copy continues where it was, and wrong blocks in the file are replaced. So there is no
-//! record of progress, which could be wrong.
+//! Makes the bytes of a new volume equal to those of a source on another node. A block that is already in the file counts
+//! only if its hash is right. So an interrupted copy continues where it was, wrong blocks are replaced, and no record of
+//! progress is needed, which could be wrong.
 //!
-//! Segment by segment: ask which blocks hold data there, punch what holds data here alone, compare hashes of what holds data on
-//! both sides, fetch the rest. No byte is written whose hash was not looked at.
+//! For each segment: get the list of blocks that hold data at the source, punch blocks that hold data only here, compare
+//! the hashes of blocks that hold data on both sides, and fetch the rest. Every byte is checked against its hash before
+//! it is written.
 //!
-//! Two threads: one talks to the other node and looks at hashes, the other writes. So the next blocks arrive while the last
-//! ones go to the disk. When the first ends, for whatever reason, the second writes what it was given and ends too: all that
-//! arrived whole is in the file before anything is asked for again.
+//! There are two threads. One talks to the other node and checks hashes, the other writes, so the next blocks arrive while
+//! the last ones are written. When the first thread ends, for whatever reason, the second writes what it has and ends too.
+//! So everything that arrived whole is in the file before the next try.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -33,22 +34,23 @@ use files::{Context, DataRanges, change};
 const COMPARED: usize = 16 << 10;
 /// Bytes per request.
 const FETCHED: u64 = 64 << 20;
-/// Messages that wait to be written at most, and their bytes.
+/// The most messages that wait to be written, and their bytes.
 const WAITING: u64 = 16;
 const WAITING_BYTES: u64 = 4 << 20;
-/// Bytes that are written before the disk is asked to begin: each time costs a call and a transaction.
+/// Bytes that are written before the kernel is asked to start writing them to the disk. Each time costs a system call and
+/// a transaction.
 const BEGUN: u64 = 4 << 20;
-/// Bytes that are read and hashed here at once.
+/// Bytes that are read and hashed here at a time.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 const HASH: usize = 32;
 
-/// Why a copy ended before its end.
+/// Why a copy was interrupted.
 pub(super) enum Cut {
     /// It continues when the source is available again.
     Unavailable(String),
-    /// It cannot go on.
+    /// It cannot continue.
     Failed(Error),
 }
 
@@ -79,7 +81,7 @@ impl From<RemoteFault> for Cut {
     }
 }
 
-/// The file of a volume that becomes like a source.
+/// Fills the file of a volume from a source.
 pub(super) struct Receiver<'r> {
     pub file: &'r File,
     pub path: &'r Path,
@@ -94,7 +96,7 @@ pub(super) struct Receiver<'r> {
 }
 
 impl Receiver<'_> {
-    /// Makes the file like the source, and syncs it.
+    /// Makes the file equal to the source, and syncs it.
     pub fn receive(&mut self) -> Result<(), Cut> {
         let writer = Writer {
             file: self.file,
@@ -109,13 +111,13 @@ impl Receiver<'_> {
             let received = self.receive_all(&verified);
             drop(verified);
             let written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            // A failed write is why nothing more was received.
+            // If a write failed, its error comes first: it is the reason why the first thread stopped.
             written.map_err(Cut::from).and(received)
         })?;
         Ok(change::sync(self.file, self.path)?)
     }
 
-    /// Receives all that is not in the file, and hands it over once its hashes are right.
+    /// Receives everything that is not in the file, and passes it to the writer once its hashes are checked.
     fn receive_all(&mut self, verified: &SyncSender<Verified>) -> Result<(), Cut> {
         let (size, length) = (self.opened.block_size, self.file.metadata().context("stat", self.path)?.len());
         self.progress.total.store(self.opened.allocated_blocks * size.bytes(), Ordering::Relaxed);
@@ -181,7 +183,7 @@ impl Receiver<'_> {
         Ok(ours)
     }
 
-    /// Those of our blocks that have other hashes than these.
+    /// The blocks whose hashes differ from these.
     fn differing(
         &self,
         index: SegmentIndex,
@@ -204,7 +206,7 @@ impl Receiver<'_> {
         Ok(differing)
     }
 
-    /// Fetches blocks, and hands them over once their hashes are right.
+    /// Fetches blocks, and passes them to the writer once their hashes are checked.
     fn fetch(
         &mut self,
         index: SegmentIndex,
@@ -224,7 +226,7 @@ impl Receiver<'_> {
                 );
             }
             self.check(index, &blocks, &data, &hashes)?;
-            // It is not received if a write failed, and then the write's error counts.
+            // The writer has ended only if a write failed, and then that error is reported.
             let handed_over = verified.send(Verified { index, blocks, data });
             handed_over.map_err(|_| Cut::Failed(Error::Stopped(Stopped::Cancelled)))?;
             self.log();
@@ -235,7 +237,7 @@ impl Receiver<'_> {
         }
     }
 
-    /// Fails where blocks do not have their hashes.
+    /// Fails if a block does not match its hash.
     fn check(
         &self,
         index: SegmentIndex,
@@ -262,7 +264,7 @@ impl Receiver<'_> {
         .into())
     }
 
-    /// Says how far it is, now and then.
+    /// Logs the progress every [`LOG_EVERY`].
     fn log(&mut self) {
         if self.logged.elapsed() >= LOG_EVERY {
             self.logged = Instant::now();
@@ -287,7 +289,7 @@ impl Receiver<'_> {
     }
 }
 
-/// Whole blocks of a segment that have their hashes.
+/// Whole blocks of a segment that match their hashes.
 struct Verified {
     index: SegmentIndex,
     blocks: RoaringBitmap,
@@ -305,7 +307,7 @@ struct Writer<'r> {
 impl Writer<'_> {
     /// Writes until nothing more comes, or a write fails.
     fn write_all(&self, queue: Queue<Verified>) -> files::Result<()> {
-        // What the disk has not begun to write lies between these two; all comes in ascending order.
+        // Blocks come in ascending order. Those that the disk has not begun to write are between `start` and `end`.
         let (mut start, mut end, mut dirty) = (0, 0, 0);
         for Verified { index, blocks, data } in queue {
             let mut rest = &data[..];
@@ -320,7 +322,7 @@ impl Writer<'_> {
                 rest = behind;
             }
             if dirty >= BEGUN {
-                // The disk writes while the next blocks are under way.
+                // The disk writes them while the next blocks arrive.
                 clone::start_writing(self.file, start, end.saturating_sub(start));
                 dirty = 0;
             }
@@ -335,7 +337,7 @@ fn range(index: SegmentIndex, run: std::ops::Range<u32>) -> BlockRange {
     BlockRange { start, end: Block(start.0 + run.len() as u64) }
 }
 
-/// A hash a block.
+/// Splits the bytes into hashes, and fails unless there is one for each block.
 fn whole_hashes(hashes: &[u8], blocks: u64) -> Result<std::slice::Iter<'_, BlockHash>, Cut> {
     let (hashes, rest) = hashes.as_chunks::<HASH>();
     match rest.is_empty() && hashes.len() as u64 == blocks {
@@ -463,7 +465,7 @@ mod tests {
             _ => panic!("it cannot be written"),
         };
         assert_eq!(error.sys().and_then(files::Error::errno), Some(libc::EBADF), "{error}");
-        // One is at the writer, and one was on its way to the full queue.
+        // Beside those in the queue, the writer has one, and one was about to be put into the full queue.
         assert!(source.handed_out <= WAITING as u32 + 2, "{} messages were fetched", source.handed_out);
         assert_eq!(progress.done.load(Ordering::Relaxed), 0);
     }

@@ -1,4 +1,4 @@
-//! A transfer at work: the thread that receives, tries again while the source is away, and commits.
+//! The thread of a transfer. It receives, retries while the source is unavailable, and commits.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,12 +14,13 @@ use crate::driver::{Error, Result};
 use base::{ObjectDir, Stop};
 use files::Context;
 
-/// Transfers that receive at once; the others wait for their turn.
+/// The most transfers that receive at a time. The others wait for their turn.
 const AT_ONCE: usize = 4;
-/// How long a source that is away is left alone: the first time, and at most. Each time is twice as long as the one before.
+/// The first and the longest pause before a retry if the source is unavailable. The pause doubles each time.
 const PAUSES: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(10)];
 
-/// A transfer at work, in its own thread. In whatever way that ends, nobody waits for it any more.
+/// A transfer in its own thread. If the thread panics, the transfer waits for its next call, so that no caller waits for
+/// the thread.
 pub(super) struct Running {
     pub(super) transfers: Arc<Transfers>,
     pub(super) transfer: Arc<Transfer>,
@@ -49,7 +50,7 @@ impl Running {
                 Phase::Over
             }
             Err(error) if error.stopped().is_some() => {
-                // What is asked for and cannot be removed is removed at the next try.
+                // If the removal fails, the transfer waits, and the next call that removes it tries again.
                 match transfer.state().is_unwanted {
                     false => Phase::Waiting,
                     true => transfers.table.discard(transfer).map_or(Phase::Waiting, |()| Phase::Over),
@@ -70,7 +71,7 @@ impl Running {
         transfer.set(phase);
     }
 
-    /// Steps 3 and 4.
+    /// Steps 3 and 4 of `transfer/mod.rs`.
     fn carry_out(&self) -> Result<()> {
         let Running { transfers, transfer } = self;
         let stop = transfer.state().stop.clone();
@@ -79,7 +80,7 @@ impl Running {
         let file = File::options().read(true).write(true).open(&path).context("open", &path)?;
         let mut way = None;
         let received = self.receive_patiently(&file, &path, &stop, &mut way);
-        // Not for the next driver, which goes on with it: the source stays open for that.
+        // If the driver stops, the source stays open for the next driver, which continues.
         let is_over = received.as_ref().err().is_none_or(|error| error.stopped().is_none());
         let mut close = || {
             if let Some(way) = &mut way {
@@ -100,7 +101,7 @@ impl Running {
         Ok(())
     }
 
-    /// Receives until all is there, whatever happens to the source meanwhile. `way` is the newest way to it.
+    /// Receives until everything is there, and retries while the source is unavailable. `way` is the newest connection.
     fn receive_patiently(
         &self,
         file: &File,
@@ -120,7 +121,7 @@ impl Running {
                 continue;
             };
             let before = transfer.progress.received.load(Ordering::Relaxed);
-            // Not held while it pauses: sources that are away must not keep others from being copied.
+            // The turn is not kept during a pause, so that unavailable sources do not block other transfers.
             let turn = self.turn(stop)?;
             let received = self.receive(way.as_mut(), file, path, stop);
             drop(turn);

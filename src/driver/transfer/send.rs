@@ -1,8 +1,9 @@
-//! The source's side: what other nodes have open here, and its maps, hashes and bytes. Nothing here checks whether they
-//! may: `csi/transfer.rs` checks the ticket before it opens a source, and other calls only name open sources.
+//! The source's side of a transfer: the sources that other nodes have open here, with their maps, hashes and bytes. There
+//! are no access checks here: `csi/transfer.rs` checks the ticket before it opens a source, and other calls only name open
+//! sources.
 //!
-//! A snapshot is read where it is; it stays readable when it is deleted meanwhile. Of a volume a hidden snapshot is taken:
-//! it is in `staging/`, and is removed when it is closed, when it is no longer read, and at a start.
+//! A snapshot is read in place, and stays readable if it is deleted meanwhile. For a volume a hidden snapshot is taken in
+//! `staging/`. It is removed when it is closed, when it was not read for a while, and at a start.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -24,17 +25,17 @@ use base::{Block, BlockRange, BlockSize, ObjectDir, SnapshotId, Stop, VolumeId};
 use cbt::{Allocation, BlockHash, HashFile, HashReader, MapFile, SegmentIndex, hash_each};
 use files::Context;
 
-/// Sources open at once; each has four open files.
+/// The most open sources. Each has four open files.
 const MOST: usize = 64;
-/// How long one stays open without being read.
+/// How long a source stays open without being read.
 const IDLE: Duration = Duration::from_secs(600);
-/// Bytes of a message, unless a block is larger. Of more than this each buffer would be memory that the kernel maps, clears and
-/// takes back for every message (`sys/memory.rs`), and would not stay in the processor's cache.
+/// Bytes of a message, unless a block is larger. The kernel would map, clear and unmap a larger buffer for every message
+/// (`sys/memory.rs`), and it would not stay in the processor's cache.
 const MESSAGE: u64 = 128 << 10;
-/// Ids of relatives that are sent, the newest.
+/// How many ids of relatives are sent, the newest ones.
 const RELATIVES: usize = 1000;
 
-/// What other nodes have open.
+/// The sources that other nodes have open.
 #[derive(Debug)]
 pub struct Sources {
     shared: Arc<Shared>,
@@ -42,7 +43,7 @@ pub struct Sources {
     open: Mutex<HashMap<String, Arc<OpenSource>>>,
 }
 
-/// What a transfer reads from.
+/// An open source.
 #[derive(Debug)]
 pub struct OpenSource {
     /// The only node that may read it.
@@ -52,20 +53,20 @@ pub struct OpenSource {
     record: SnapshotRecord,
     allocation: Allocation,
     data: Bytes,
-    /// The hashes, and the blocks whose slots do not count; `None` where none were made.
+    /// The hashes, and the blocks whose slots do not count; `None` if there are no hashes.
     hashes: Option<(HashFile, MapFile)>,
     used: Mutex<Instant>,
-    /// Dropped last: its files are gone then.
+    /// The hidden snapshot of a volume. Dropped last, since that removes its files.
     _draft: Option<Draft>,
 }
 
-/// Blocks whose slots count, and the file of slots.
+/// Blocks whose hashes count, and the file of hashes.
 struct Known {
     blocks: RoaringBitmap,
     hashes: HashReader,
 }
 
-/// A name of what was opened, and what it is.
+/// The name of an open source, and its description.
 pub type Point = (String, Opened);
 
 impl Sources {
@@ -77,12 +78,12 @@ impl Sources {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes all.
+    /// Closes all sources.
     pub fn clear(&self) {
         self.all().clear();
     }
 
-    /// Closes sources that were not read for a while.
+    /// Closes sources that were not read for ten minutes.
     pub fn sweep(&self) {
         let is_idle = |source: &OpenSource| source.used().elapsed() >= IDLE;
         let idle: Vec<_> = self.all().extract_if(|_, source| is_idle(source)).collect();
@@ -95,11 +96,11 @@ impl Sources {
         }
     }
 
-    /// Opens a snapshot or a volume for the node `reader`, which makes `volume` of it.
+    /// Opens a snapshot or a volume for the node `reader`, which makes `volume` from it.
     pub fn open(&self, source: &str, reader: &str, volume: &str) -> Result<Point> {
         self.sweep();
         let name = format!("{source}/{reader}/{volume}");
-        // Two calls for one transfer: the later one finds what the first has opened.
+        // Of two calls for one transfer, the second finds what the first opened.
         let _lock = self.shared.locks.take(Key::Transfer(name.clone()))?;
         let found = self.all().get(&name).cloned();
         let open = match found {
@@ -135,11 +136,12 @@ impl Sources {
                 .try_fold(0, |sum, index| Ok::<_, Error>(sum + open.map(index)?.len()))?,
             relatives: self.relatives_of(&record.volume),
         };
-        // A new copy has another name: what was read from the one before does not count.
+        // The name contains the id of the snapshot. A new copy of a volume has another name, so that the reader does not
+        // mix blocks of two copies.
         Ok((format!("{name}/{}", record.id), opened))
     }
 
-    /// What was opened under this name, by this node.
+    /// The source that this node opened under this name.
     pub fn get(&self, point: &str, reader: &str) -> Option<Arc<OpenSource>> {
         let (name, id) = point.rsplit_once('/')?;
         let open = self.all().get(name).cloned()?;
@@ -178,13 +180,13 @@ impl Sources {
             [source, reader, volume],
         );
         match opened {
-            // Deleted since it was looked up.
+            // It was deleted since the lookup.
             Err(_) if self.shared.snapshot(source).is_err() => Err(Error::no_snapshot(source)),
             opened => opened,
         }
     }
 
-    /// Takes a snapshot of a volume that is in no index and in no history.
+    /// Takes a hidden snapshot of a volume, which is in no index and no history.
     fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
         let found = self.shared.lock_volume(source)?;
         self.shared.check_host()?;
@@ -212,7 +214,7 @@ impl Sources {
         let for_damage = data.file().try_clone().context("open", data.path())?;
         let allocation = Allocation::new(MapFile::open(&dir.allocated())?, Some(for_damage), data.path());
         let hashes = match record.tracking {
-            // Before the hashes: a slot is written before its block leaves `pending`.
+            // Opened before the hashes: a slot is written before its block leaves `pending`.
             true => match MapFile::open_sound(&dir.pending())? {
                 Some(pending) => Some((HashFile::open(&dir.hashes())?, pending)),
                 None => None,
@@ -246,7 +248,7 @@ impl OpenSource {
         self.record.block_size
     }
 
-    /// Fails where blocks are past the end.
+    /// Fails if a block is past the end.
     pub fn check(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> Result<()> {
         let end = Block(self.allocation.header().blocks);
         match blocks.max().is_some_and(|last| index.block(last) >= end) {
@@ -264,12 +266,12 @@ impl OpenSource {
         Ok(self.allocation.segment(index)?)
     }
 
-    /// The hashes of blocks, which are made where there are none.
+    /// The hashes of blocks. Missing ones are computed from the data.
     pub fn hashes(&self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<Vec<u8>> {
         let mut all = Vec::with_capacity(blocks.len() as usize * 32);
         let mut known = self.known(index, blocks)?;
         let mut buffer = Vec::new();
-        // Runs that need no data are long where there are hashes.
+        // Where all hashes exist no data is read, so a long run costs nothing.
         for run in runs(blocks, (MESSAGE / self.size().bytes()).max(1) as u32) {
             stop.check()?;
             buffer.clear();
@@ -279,7 +281,7 @@ impl OpenSource {
         Ok(all)
     }
 
-    /// Hands out the bytes and the hashes of blocks, in messages.
+    /// Passes the bytes and the hashes of blocks to `put`, in messages.
     pub fn read(
         &self,
         index: SegmentIndex,
@@ -307,15 +309,15 @@ impl OpenSource {
         }
     }
 
-    /// The hashes of these blocks, as far as there are such.
+    /// The stored hashes of these blocks, if hashes are stored.
     fn known(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> Result<Option<Known>> {
         let Some((hashes, pending)) = &self.hashes else { return Ok(None) };
         let blocks = blocks - pending.segment_or_all(index)?;
         Ok(Some(Known { blocks, hashes: HashReader::new(hashes.try_clone()?) }))
     }
 
-    /// The hashes of a run of blocks: those that were made when the data was written or soon after it, so that damage since
-    /// shows. Where there are none they are made from the data. That is appended to `data` when it is `wanted`.
+    /// The hashes of a run of blocks. The stored hashes are preferred: they were made when the data was new, so they detect
+    /// later damage. Missing ones are computed from the data. Appends the data to `data` if it is `wanted`.
     fn hashes_of(
         &self,
         index: SegmentIndex,

@@ -1,32 +1,32 @@
-//! How fast all transfers together may be (`--transfer-rate`).
+//! Limits the rate of all transfers together (`--transfer-rate`).
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A thread that waits checks this often whether it is to stop.
+/// How often a waiting thread checks whether it is to stop.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
-/// Hands out bytes at a rate. Unused time is not saved up.
+/// Allows bytes at a rate. Unused time is not saved up.
 #[derive(Debug)]
 pub(in crate::driver) struct Throttle {
-    /// Bytes a second; `None` for no limit.
+    /// Bytes per second; `None` for no limit.
     rate: Option<u64>,
-    /// When all that was handed out is used up.
+    /// When the bytes taken so far are used up at this rate.
     until: Mutex<Option<Instant>>,
 }
 
 impl Throttle {
-    /// Bytes per second.
+    /// `rate` is in bytes per second; `None` for no limit.
     pub(in crate::driver) fn new(rate: Option<u64>) -> Self {
         Throttle { rate, until: Mutex::default() }
     }
 
-    /// The most that is worth asking for at once, of portions that are `most` else: a tenth of a second.
+    /// The size of a request: `most`, or less if that takes longer than a tenth of a second.
     pub fn portion(&self, most: u64) -> u64 {
         self.rate.map_or(most, |rate| most.min(rate / 10))
     }
 
-    /// Takes `bytes`; they may be used after so long.
+    /// Takes `bytes`, and returns how long to wait before using them.
     pub fn take(&self, bytes: u64, now: Instant) -> Duration {
         let Some(rate) = self.rate else { return Duration::ZERO };
         let mut until = self.until.lock().unwrap_or_else(PoisonError::into_inner);
