@@ -1,11 +1,11 @@
-//! Dependencies between the layers of the driver's package point down only (ARCHITECTURE.md, "Members and layers"). Cargo
-//! enforces those between members of the workspace; this checks which members each layer may use.
+//! A layer of the driver's package uses only layers below it (ARCHITECTURE.md, "Members and layers"), and only the members
+//! of the workspace that it may use. Cargo enforces the dependencies between members.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The layers, and the members and crates, that a layer may use besides itself; everybody may use `base` and `files`.
-/// Store, pool and cbt do not know each other.
+/// For each layer, the layers, members and crates that it may use. Every layer may use itself, `base` and `files`. Store,
+/// pool and cbt must not use each other.
 const MAY_USE: [(&str, &[&str]); 8] = [
     ("sys", &[]),
     ("store", &["sys"]),
@@ -14,7 +14,7 @@ const MAY_USE: [(&str, &[&str]); 8] = [
     ("csi", &["sys", "store", "pool", "cbt", "driver", "proto", "serve", "tonic", "prost"]),
     ("http", &["driver", "serve", "axum"]),
     ("cli", &["sys", "store", "pool", "cbt", "driver", "csi", "http", "proto", "csi_client", "clap"]),
-    // Compiled for tests and cargo-fuzz alone.
+    // Compiled only for tests and cargo-fuzz.
     ("fuzz", &["store", "cbt", "driver", "csi"]),
 ];
 
@@ -92,7 +92,7 @@ fn an_arrow_that_points_up_would_be_seen() {
     assert_eq!(violations("pool", "use base::{BlockRange, BlockSize}; // crate::driver").len(), 0);
 }
 
-/// What is named behind a prefix such as `super::`, alone or in a list in braces.
+/// The names after a prefix such as `super::`: one name, or a list in braces.
 fn named_behind(text: &str, prefix: &str) -> Vec<String> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let word = |part: &str| part.trim().chars().take_while(|c| is_word(*c)).collect::<String>();
@@ -107,7 +107,8 @@ fn named_behind(text: &str, prefix: &str) -> Vec<String> {
         .collect()
 }
 
-/// Modules of a layer, each with those that it uses: by their paths, and by the names that the layer's own file hands out of them.
+/// The modules of a layer, each with the modules that it uses. A module is named by its path, or by an item that the layer's
+/// own file exports from it.
 fn modules(own: &str, files: &[(PathBuf, String)]) -> BTreeMap<String, BTreeSet<String>> {
     let lines = || own.lines().map(str::trim);
     let names: BTreeSet<&str> =
@@ -119,7 +120,7 @@ fn modules(own: &str, files: &[(PathBuf, String)]) -> BTreeMap<String, BTreeSet<
     }
     let mut arrows = BTreeMap::<String, BTreeSet<String>>::new();
     for (path, text) in files {
-        // Of a module in a directory `mod.rs` is one level below the layer, and its other files are two.
+        // `mod.rs` of a module is one level below the layer, and other files of its directory are two levels below.
         let parts: Vec<_> = path.iter().map(|part| part.to_string_lossy()).collect();
         let up = if parts.len() > 1 && *parts[parts.len() - 1] != *"mod.rs" {
             "super::super::"
@@ -140,7 +141,7 @@ fn modules(own: &str, files: &[(PathBuf, String)]) -> BTreeMap<String, BTreeSet<
     arrows
 }
 
-/// Those of modules that use each other in a circle, or what is in one.
+/// The modules that use each other in a circle, or use such a module.
 fn circles(mut arrows: BTreeMap<String, BTreeSet<String>>) -> BTreeMap<String, BTreeSet<String>> {
     loop {
         let left: BTreeSet<String> = arrows.keys().cloned().collect();
@@ -155,7 +156,7 @@ fn circles(mut arrows: BTreeMap<String, BTreeSet<String>>) -> BTreeMap<String, B
     }
 }
 
-/// In the largest layer too, what uses something is not used by it.
+/// The largest layer has no circles either.
 #[test]
 fn modules_of_the_driver_use_each_other_in_no_circle() {
     let layer = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/driver");
@@ -200,7 +201,7 @@ fn unsafe_stands_in_sys_alone() {
     sources(&src, &mut files);
     for member in std::fs::read_dir(root.join("crates")).expect("crates") {
         let member = member.expect("entry").path();
-        // For tests alone.
+        // Only for tests.
         if !member.ends_with("testkit") {
             sources(&member.join("src"), &mut files);
         }
@@ -211,7 +212,7 @@ fn unsafe_stands_in_sys_alone() {
     }
 }
 
-/// The driver runs with all rights: what it links is what it needs.
+/// The driver runs as root, so it must link only what it needs.
 #[test]
 fn the_driver_links_no_code_of_the_other_programs() {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

@@ -1,5 +1,5 @@
-//! Many clients at once, making any call, legal or not. No model can follow them (`model` does that for a few at once), so only
-//! codes are judged, and that all can be undone in the end.
+//! Many concurrent clients make any call, legal or not. No model can follow so many (`model` follows a few), so the test
+//! only checks the codes, and that everything can be undone at the end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ use crate::model::wire::{Answer, make};
 use testkit::{PoolKind, Rig, names, state_of};
 
 const CLIENTS: u8 = 32;
-/// Few enough that two snapshots are often of one volume.
+/// So few names that two snapshots often have the same volume.
 const NAMES: NameSet = NameSet {
     volumes: &['a', 'b', 'c', 'd', 'e', 'f'],
     snapshots: &['a', 'b', 'c', 'd', 'e', 'f'],
@@ -27,12 +27,12 @@ const NAMES: NameSet = NameSet {
     ephemeral: &['x', 'y', 'z'],
 };
 
-/// How long; `DELTAPATH_CHAOS_SECONDS` asks for another time.
+/// How long the test runs; `DELTAPATH_CHAOS_SECONDS` sets another time.
 fn seconds() -> u64 {
     std::env::var("DELTAPATH_CHAOS_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(40)
 }
 
-/// Makes random calls until `end`; the RPC of each, its code, and what the driver said.
+/// Makes random calls until `end`. Returns the RPC, the code and the message of each.
 async fn caller(
     mut client: Client,
     number: u8,
@@ -60,7 +60,7 @@ async fn caller(
     answers
 }
 
-/// Where a volume is on the node, from its record: the targets, and the staging path.
+/// The targets and the staging path in a volume's record.
 fn places(rig: &Rig, volume: &str) -> (Vec<String>, Option<String>) {
     let state = state_of(&rig.pool_dir(), volume);
     let published = state["published"].as_array().cloned().unwrap_or_default();
@@ -68,13 +68,13 @@ fn places(rig: &Rig, volume: &str) -> (Vec<String>, Option<String>) {
     (targets.collect(), state["staged"]["path"].as_str().map(str::to_owned))
 }
 
-/// Unpublishes, unstages, detaches and deletes all there is.
+/// Unpublishes, unstages, detaches and deletes everything.
 async fn clear(rig: &mut Rig, names: &Arc<Names>) {
     for (handle, at) in
         NAMES.ephemeral.iter().flat_map(|name| NAMES.places().into_iter().map(|at| (Name(*name), at)))
     {
         let asked = Asked { call: Call::UnpublishEphemeral { handle, at }, names: names.clone() };
-        // Refused where another volume is.
+        // Fails if another volume is published there.
         make(&mut rig.client, &asked).await;
     }
     let list = proto::ListVolumesRequest::default();
@@ -103,7 +103,8 @@ async fn clear(rig: &mut Rig, names: &Arc<Names>) {
     }
 }
 
-/// 32 clients do anything for a while: no panic, no code outside the spec's list for that call, no leak.
+/// 32 clients make random calls for a while. The driver does not panic, returns only codes that the spec lists for the
+/// call, and leaks nothing.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn many_clients_doing_anything_leave_a_driver_that_is_well() {

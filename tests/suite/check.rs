@@ -1,4 +1,4 @@
-//! `deltapath check`: its findings are true, it removes only what is not needed, and touches nothing else.
+//! `deltapath check` reports only real faults, removes only what is not needed, and changes nothing else.
 
 use std::fs;
 use std::io::Read;
@@ -12,7 +12,7 @@ use serde_json::Value;
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, names};
 
-/// What one run said.
+/// The result of one run.
 struct Checked {
     exit: i32,
     /// Severity, path, whether it was repaired.
@@ -39,7 +39,7 @@ fn check(data_dir: &Path, arguments: &[&str]) -> Checked {
     }
 }
 
-/// A killed driver's directory with one of everything, its pool still mounted: one volume is in use.
+/// The directory of a killed driver: it has one object of every kind, one volume is in use, and the pool is still mounted.
 struct Scene {
     rig: Rig,
     used: String,
@@ -79,7 +79,7 @@ impl Scene {
     }
 }
 
-/// What is done to the directory, what must be said of which path, and whether `--repair` undoes it.
+/// A change to the directory, the finding that it must cause, and whether `--repair` undoes it.
 struct Case {
     name: &'static str,
     path: PathBuf,
@@ -92,7 +92,7 @@ fn case(name: &'static str, severity: &'static str, path: PathBuf) -> Case {
     Case { name, path, severity, repaired: severity == "leftover", undo: Box::new(|| ()) }
 }
 
-/// Breaks a file, which comes back as it was.
+/// Breaks a file, and restores it afterwards.
 fn broken(name: &'static str, path: PathBuf, break_it: impl FnOnce(&Path)) -> Case {
     let aside = tempfile::Builder::new().prefix("deltapath-test-").tempfile().expect("temp file");
     let aside = aside.into_temp_path().keep().expect("it stays until it is put back");
@@ -137,7 +137,7 @@ fn cases(scene: &Scene) -> Vec<Box<dyn Fn() -> Case>> {
         };
         Box::new(made) as Box<dyn Fn() -> Case>
     };
-    // The object is named where its record is what is wrong.
+    // If the record is broken, the finding names the object's directory.
     let record = |name, dir: PathBuf| {
         let made = move || Case { path: dir.clone(), ..broken(name, dir.join("record.json"), cut) };
         Box::new(made) as Box<dyn Fn() -> Case>
@@ -236,7 +236,7 @@ async fn everything_is_reported(pool: PoolKind) {
     assert!(String::from_utf8_lossy(&refused.stderr).contains("stop it first"), "{refused:?}");
     scene.rig.kill();
     let data_dir = scene.rig.data_dir();
-    // A comparison that the kill cut short leaves its file.
+    // A comparison that the kill interrupted may leave its file.
     assert_eq!(check(&data_dir, &["--repair"]).exit, 0);
     scene.is_well("after a kill");
     for make in cases(&scene) {
@@ -254,7 +254,7 @@ async fn everything_is_reported(pool: PoolKind) {
             reported.found
         );
         assert_eq!(reported.exit, exit, "{pool:?}, {name}");
-        // What does not lie in the broken object itself is not reported.
+        // Nothing outside of the broken object is reported.
         let others = reported.found.iter().filter(|(_, found, _)| !found.starts_with(&path));
         assert_eq!(others.count(), 0, "{pool:?}, {name}: {:?}", reported.found);
 
@@ -281,7 +281,7 @@ async fn what_is_wrong_is_reported_and_only_leftovers_go(
     everything_is_reported(pool).await;
 }
 
-/// A mount that no record explains goes before its device.
+/// A mount that no record explains is removed before its device.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unexplained_mount_is_unmounted() {
@@ -308,7 +308,7 @@ async fn an_unexplained_mount_is_unmounted() {
     scene.is_well("unmounted");
 }
 
-/// Kubelet mounts a part of a volume for a pod that asks for a `subPath`: a note, and no fault.
+/// Kubelet mounts a part of a volume for a pod with a `subPath`. The finding is a note, not a fault.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -337,7 +337,7 @@ async fn a_mount_of_a_part_of_a_volume_is_a_note(#[values("ext4", "btrfs")] fsty
     rig.finish();
 }
 
-/// Without a driver the pool is mounted for the look and left as it was.
+/// Without a driver the pool is mounted for the check, and unmounted afterwards.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -356,7 +356,7 @@ async fn the_pool_is_left_as_it_was_found(
     assert_eq!(names(&rig.data_dir()).contains(&"pool.img".to_owned()), pool != PoolKind::Dir);
 }
 
-/// The data of a volume in use was removed by hand: its last copy is in the device, which nobody frees.
+/// If the data of a volume in use was removed by hand, its last copy is in the device, so the device is not freed.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_device_that_holds_the_last_copy_stays() {

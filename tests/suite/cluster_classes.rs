@@ -1,4 +1,4 @@
-//! What manifests, classes and examples say of each other and of the driver.
+//! Manifests, classes and examples agree with each other and with the driver.
 
 use std::collections::HashMap;
 
@@ -28,7 +28,7 @@ fn the_gateway_tells_clients_where_its_service_is() {
             (&service.object["metadata"]["namespace"], &service.object["spec"]["ports"][0]["port"]);
         let address = format!("{}.{}.svc:{port}", service.name(), namespace.as_str().expect("a namespace"));
         assert_eq!(flag("--service-address"), address, "{source}");
-        // The Secret and the lease that it may write, and the object of its driver, are those in its roles.
+        // Its roles name the Secret and the lease that it writes, and the object of its driver.
         let secret = objects.iter().find(|found| found.kind() == "Secret").expect("the empty Secret");
         let named: Vec<&Value> = objects
             .iter()
@@ -41,7 +41,7 @@ fn the_gateway_tells_clients_where_its_service_is() {
             secret.object.get("data").is_none(),
             "{source}: applying it again would take the certificate away"
         );
-        // Clients may delete base snapshots only where the driver keeps them.
+        // With retention a client may delete base snapshots, so the gateway must not require them.
         assert_eq!(flag("--require-base-snapshot"), "false", "{source}");
     }
 }
@@ -64,7 +64,7 @@ fn classes_are_this_drivers_and_take_their_parameters() {
                 "StorageClass" => {
                     assert_eq!(object["provisioner"], DRIVER, "{who}");
                     VolumeParameters::parse(&parameters(found)).expect(&who);
-                    // A volume lives on one node: it is made where its first pod goes.
+                    // A volume is on one node, so it must be made on the node of its first pod.
                     assert_eq!(object["volumeBindingMode"], "WaitForFirstConsumer", "{who}");
                     assert_eq!(object["allowVolumeExpansion"], true, "{who}");
                 }
@@ -91,7 +91,7 @@ fn classes_are_this_drivers_and_take_their_parameters() {
     }
 }
 
-/// Classes, claims and snapshots that the examples name are there.
+/// Classes, claims and snapshots that the examples name exist.
 #[test]
 fn the_examples_name_what_exists() {
     let (objects, base) = (objects(), objects_of("deploy/base"));

@@ -1,4 +1,5 @@
-//! The scripts and the pages about clusters: scripts pass shellcheck, and what a page or a script names is there.
+//! The scripts and the pages about clusters: scripts pass shellcheck, and the paths, make targets and flags that they name
+//! exist.
 
 use std::process::Command;
 
@@ -71,7 +72,7 @@ fn every_make_target_in_the_pages_exists() {
     }
 }
 
-/// Flags of our scripts, where a page calls one.
+/// If a page calls one of our scripts, the script has the flags that the page uses.
 #[test]
 fn every_flag_of_a_script_in_the_pages_is_one_of_its() {
     for file in pages() {
@@ -87,7 +88,7 @@ fn every_flag_of_a_script_in_the_pages_is_one_of_its() {
     }
 }
 
-/// The versions that the scripts install are those that the manifests run.
+/// The scripts install the versions that the manifests use.
 #[test]
 fn scripts_and_manifests_are_of_the_same_releases() {
     let lib = read("hack/lib.sh");

@@ -1,5 +1,5 @@
-//! `cbt-lab faults` as deploy/overlays/faults runs it, before a real driver: all that asks the driver's socket meets the faults that
-//! are turned on over HTTP or named by a class of snapshots, and nothing else is wrong.
+//! `cbt-lab faults` as deploy/overlays/faults runs it, in front of a real driver. All clients of the driver's socket get the
+//! faults that are turned on over HTTP or named by a VolumeSnapshotClass, and no others.
 
 use std::time::Duration;
 
@@ -27,8 +27,8 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     let (faults, driver) = (arguments("faults"), arguments("deltapath"));
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let front = rig.dir.path().join("front.sock");
-    // The socket that the driver has in its pod is the one that it has here, and its directory is another; ports are shared with
-    // other tests.
+    // The sockets have other paths here than in the pod. The port is chosen by the kernel, since other tests use
+    // ports too.
     let upstream = faults.iter().find_map(|argument| argument.strip_prefix("--upstream=")).expect("a flag");
     assert!(driver.contains(&format!("--endpoint={upstream}")), "{driver:?} does not serve at {upstream}");
     let here = |argument: &String| {
@@ -38,7 +38,7 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
             .replace("127.0.0.1:9900", "127.0.0.1:0")
     };
     let between = Lab::start(faults.iter().map(here)).await;
-    // From here on all calls go through it: those of sidecars, of kubelet and of the gateway.
+    // From here on all calls go through it, as those of sidecars, kubelet and the gateway do.
     let directly = rig.client.clone();
     rig.client = Client::connect(&front, Duration::from_secs(10)).await.expect("connect");
 
@@ -63,7 +63,7 @@ async fn the_go_between_of_the_manifest_stands_before_the_driver() {
     assert_eq!(lost.tuples().count(), 1, "two ranges changed, and one is lost");
     between.put("").await;
 
-    // A parameter of a VolumeSnapshotClass, which the driver does not see: it would refuse it.
+    // The proxy removes this parameter of a VolumeSnapshotClass; the driver would refuse it.
     let request = proto::CreateSnapshotRequest {
         source_volume_id: volume.clone(),
         name: "marked".into(),

@@ -1,5 +1,5 @@
-//! The driver in its image, as a pod runs it: the container's own root, mount namespace and static `/dev`. The
-//! client is outside, where kubelet is. `make` unpacks the image (hack/image-rootfs.sh).
+//! The driver in its image, as a pod runs it: with the container's own root, mount namespace and static `/dev`. The client
+//! runs outside, as kubelet does. `make` unpacks the image (hack/image-rootfs.sh).
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -52,7 +52,7 @@ impl Container {
         (container, client.expect("connect to the driver in the container"))
     }
 
-    /// Stops the driver, which leaves nothing but what the script has mounted.
+    /// Stops the driver. Only the mounts of the script may be left.
     fn finish(mut self) {
         signal(&self.child, Signal::SIGTERM);
         let status = wait(&mut self.child, Duration::from_secs(60));
@@ -74,7 +74,7 @@ impl Drop for Container {
     }
 }
 
-/// A directory that is left with nothing mounted below it.
+/// A directory from which all mounts and devices are removed at the end.
 struct Swept(tempfile::TempDir);
 
 impl Swept {
@@ -85,8 +85,8 @@ impl Swept {
 
 impl Drop for Swept {
     fn drop(&mut self) {
-        // Seen from outside, the backing file of a device that a container attached has another path: a device
-        // that is left, a volume's or the pool's, is found by its file.
+        // The kernel shows another path for the backing file of a device that a container attached, so devices
+        // that are left are found by the files of volumes and of the pool.
         let _ = sweep(&self.0.path().join("kubelet"));
         let mut left = vec![self.0.path().join("data")];
         while let Some(path) = left.pop() {
@@ -105,12 +105,12 @@ impl Drop for Swept {
     }
 }
 
-/// What in-image.sh itself mounts outside of the container.
+/// The mounts that in-image.sh makes outside of the container.
 fn mounted_by_the_script(dir: &Path) -> [String; 3] {
     ["kubelet", "data", "root"].map(|name| dir.join(name).display().to_string())
 }
 
-/// The story of `deltapath demo`: full and incremental backup, exact tuples, restore and clone.
+/// The same steps as `deltapath demo`: full and incremental backup, exact tuples, restore and clone.
 async fn backup_story(client: &mut Client, kubelet: &Path) {
     const SIZE: i64 = 64 * MIB;
     let blocks = SIZE as u64 / 4096;
@@ -152,8 +152,8 @@ async fn backup_story(client: &mut Client, kubelet: &Path) {
     }
 }
 
-/// Each filesystem is made, written from outside, grown while mounted and grown while not: between them they call
-/// every program of the image.
+/// Each filesystem is made, written from outside, and grown while mounted and while not. Together they need every program
+/// of the image.
 async fn filesystem_story(client: &mut Client, kubelet: &Path) {
     let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
     for fs_type in ["ext4", "xfs", "btrfs"] {
@@ -172,7 +172,7 @@ async fn filesystem_story(client: &mut Client, kubelet: &Path) {
         };
         match client.node.node_expand_volume(request).await {
             Ok(_) => {}
-            // Growing a mounted ext4 takes a right that a machine may withhold even from root.
+            // Growing a mounted ext4 takes a capability that even root may lack on some machines.
             Err(status) if fs_type == "ext4" && !may_grow_ext4 => {
                 assert!(status.message().contains("CAP_SYS_RESOURCE"), "{status}");
                 client.unpublish(&volume, kubelet).await.expect("unpublish");
@@ -214,7 +214,8 @@ async fn the_demos_steps_pass_against_the_container_from_outside(
     container.finish();
 }
 
-/// The container dies with a volume in use; the pod that uses it goes on, and the next container knows all of it.
+/// The container dies with a volume in use. The pod that uses the volume continues, and the next container finds
+/// everything.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -284,7 +285,7 @@ fn the_init_container_makes_loop_device_nodes() {
     assert_eq!(said.trim(), "256");
 }
 
-/// The list in the Dockerfile is what the driver calls: nothing is missing and nothing comes along.
+/// The Dockerfile installs exactly the programs that the driver calls.
 #[test_with::root]
 #[test]
 fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
@@ -334,7 +335,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     }
 }
 
-/// One static file, and nothing else: run as the pod's user, with no other file there.
+/// The image is one static file. It runs as the pod's user, without any other file.
 #[test_with::root]
 #[test]
 fn the_gateways_image_is_one_program_that_needs_nothing() {

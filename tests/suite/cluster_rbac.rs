@@ -1,5 +1,4 @@
-//! Who may do what, and why: each rule of the manifests is used by a named program, and nothing that one of them
-//! calls is missing.
+//! RBAC: a program uses each rule of the manifests, and no rule that a program needs is missing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,33 +12,33 @@ enum When {
     Always,
     /// With attachments.
     Attach,
-    /// With one driver a node.
+    /// With one driver per node.
     Distributed,
 }
 
 use When::{Always, Attach, Distributed};
 
-/// What a program calls: its container, an API group and resource, the verbs, and when. Looked up in
-/// the sources of the versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and
-/// snapshot-controller were seen in the audit log of an API server too. What only an informer reads needs no get.
+/// The calls of each program: its container, an API group and resource, the verbs, and when. Taken from the sources of the
+/// versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and snapshot-controller
+/// also from the audit log of an API server. An informer needs no get.
 const CALLS: [(&str, &str, &str, &str, When); 89] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
-    // Finalizers of claims that are being cloned; the selected node taken back on RESOURCE_EXHAUSTED.
+    // Finalizers of claims that are being cloned; removal of the selected node on RESOURCE_EXHAUSTED.
     ("csi-provisioner", "", "persistentvolumeclaims", "get list watch update", Always),
     ("csi-provisioner", "storage.k8s.io", "storageclasses", "get list watch", Always),
     // Mutable parameters of CreateVolume.
     ("csi-provisioner", "storage.k8s.io", "volumeattributesclasses", "get", Always),
     ("csi-provisioner", "", "events", "create patch", Always),
-    // Source protection: a finalizer while a snapshot is being restored, swept now and then.
+    // Source protection: a finalizer while a snapshot is being restored, cleaned up periodically.
     ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch update", Always),
     ("csi-provisioner", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
     // Topology.
     ("csi-provisioner", "storage.k8s.io", "csinodes", "get list watch", Always),
     ("csi-provisioner", "", "nodes", "get list watch", Always),
-    // Only where the driver has PUBLISH_UNPUBLISH_VOLUME: a volume is deleted once it is detached.
+    // Only if the driver has PUBLISH_UNPUBLISH_VOLUME: a volume is deleted once it is detached.
     ("csi-provisioner", "storage.k8s.io", "volumeattachments", "get list watch", Attach),
-    // --enable-capacity, and the owner of these objects (--capacity-ownerref-level=1: the pod says who it is).
+    // --enable-capacity, and the owner of these objects (--capacity-ownerref-level=1: the pod names it).
     (
         "csi-provisioner",
         "storage.k8s.io",
@@ -50,7 +49,7 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
     ("csi-provisioner", "", "pods", "get", Always),
     // The owner of the pod's owner: --capacity-ownerref-level=2.
     ("csi-provisioner", "apps", "replicasets", "get", Distributed),
-    // Election, of two replicas.
+    // Leader election of two replicas.
     ("csi-provisioner", "coordination.k8s.io", "leases", "create get update", Distributed),
     ("csi-resizer", "coordination.k8s.io", "leases", "create get update", Distributed),
     ("csi-snapshotter", "coordination.k8s.io", "leases", "create get update", Distributed),
@@ -61,9 +60,9 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
         "create get update",
         Distributed,
     ),
-    // Ours: where the nodes are. Its test has this right alone.
+    // Ours: the addresses of the nodes. Its test has only this right.
     ("router", "discovery.k8s.io", "endpointslices", "list watch", Distributed),
-    // And their certificates; the test has these rights alone.
+    // And their certificates. The test has only these rights.
     ("certificates", "", "secrets", "get update", Distributed),
     ("certificates", "", "configmaps", "get update", Distributed),
     ("certificates", "certificates.k8s.io", "certificatesigningrequests", "list", Distributed),
@@ -101,7 +100,7 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
     ("csi-external-health-monitor-controller", "", "persistentvolumes", "list watch", Always),
     ("csi-external-health-monitor-controller", "", "persistentvolumeclaims", "list watch", Always),
     ("csi-external-health-monitor-controller", "", "persistentvolumeclaims/status", "patch", Always),
-    // Ours: who calls, whether they may, and what about; its tests have these rights alone.
+    // Ours: reviews of callers and their rights, and the objects they ask about. Its tests have only these rights.
     ("gateway", "authentication.k8s.io", "tokenreviews", "create", Always),
     ("gateway", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("gateway", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch", Always),
@@ -111,7 +110,7 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
     ("gateway", "cbt.storage.k8s.io", "snapshotmetadataservices", "create get list update watch", Always),
     ("gateway", "", "secrets", "get update", Always),
     ("gateway", "coordination.k8s.io", "leases", "create get update", Always),
-    // An earlier design: its objects, and what they name; its tests have these rights alone.
+    // An earlier design: its objects, and the objects that they name. Its tests have only these rights.
     ("differential", "authentication.k8s.io", "tokenreviews", "create", Always),
     ("differential", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("differential", "differential.cbt.storage.k8s.io", "differentialsnapshots", "get list watch", Always),
@@ -119,7 +118,7 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
     ("differential", "snapshot.storage.k8s.io", "volumesnapshots", "get list watch", Always),
     ("differential", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
     ("differential", "coordination.k8s.io", "leases", "create get update", Always),
-    // Another one: the server behind kube-apiserver, and the sidecar that it asks; their tests have these rights alone.
+    // Another one: the server behind kube-apiserver, and the sidecar that it calls. Their tests have only these rights.
     ("aggregated", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("aggregated", "", "configmaps", "get", Always),
     ("aggregated", "snapshot.storage.k8s.io", "volumesnapshots", "get", Always),
@@ -132,14 +131,14 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
     ("cbt-http", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("cbt-http", "discovery.cbt.storage.k8s.io", "driverdiscoveries", "create patch", Always),
     ("cbt-http", "coordination.k8s.io", "leases", "create get update", Always),
-    // The audience that a token must be for.
+    // The audience of tokens.
     ("csi-snapshot-metadata", "cbt.storage.k8s.io", "snapshotmetadataservices", "get", Always),
-    // Whose token it is, and whether they may get the snapshot.
+    // The user of a token, and whether the user may get the snapshot.
     ("csi-snapshot-metadata", "authentication.k8s.io", "tokenreviews", "create", Always),
     ("csi-snapshot-metadata", "authorization.k8s.io", "subjectaccessreviews", "create", Always),
     ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshots", "get", Always),
     ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotcontents", "get", Always),
-    // The class of a snapshot, or the default one, for the secret that it may name.
+    // The class of a snapshot, or the default class, since it may name a secret.
     ("csi-snapshot-metadata", "snapshot.storage.k8s.io", "volumesnapshotclasses", "get list", Always),
     ("csi-snapshot-metadata", "", "secrets", "get", Always),
     ("csi-attacher", "", "persistentvolumes", "list watch patch", Attach),
@@ -181,7 +180,7 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
         Always,
     ),
 ];
-/// The rest of the snapshot controller's.
+/// The other calls of the snapshot controller.
 const GROUP_CALLS: [(&str, &str, &str, &str, When); 3] = [
     (
         "snapshot-controller",
@@ -206,7 +205,7 @@ const GROUP_CALLS: [(&str, &str, &str, &str, When); 3] = [
     ),
 ];
 
-/// Which programs use a role: those whose name it ends with, and those that read a class's secret.
+/// The programs that use a role: usually the one with which its name ends.
 fn users(role: &str) -> Vec<&str> {
     match role {
         "deltapath-snapshotter-secret" => vec!["csi-snapshotter", "gateway", "csi-snapshot-metadata"],
@@ -239,7 +238,7 @@ fn add(rights: &mut Rights, rule: &Value) {
 
 fn roles<'o>(objects: &'o [&Found]) -> impl Iterator<Item = &'o Found> {
     let is_role = |found: &&Found| ["Role", "ClusterRole"].contains(&found.kind());
-    // Those for backup applications are bound by their users.
+    // Users bind the roles for backup applications themselves.
     objects
         .iter()
         .copied()

@@ -1,5 +1,5 @@
-//! The scripts that a person runs, with programs that only write down how they were called: the order of the steps,
-//! a second run, and the reason that each gives where it fails. What they do to a cluster is not seen here.
+//! The scripts that a person runs, with fake programs that only record how they were called. Checks the order of the steps,
+//! a second run, and the message of each failure, but not the effect on a cluster.
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
@@ -7,8 +7,8 @@ use std::process::Command;
 
 use crate::manifests::repository;
 
-/// Answers as a healthy cluster would, and writes its name and arguments into `$CALLS`. A call that holds the words
-/// of `$FAILING` fails; `$VOLUMES` and `$CRDS` are what the cluster says that it has of these.
+/// A fake program. It appends its name and arguments to `$CALLS`, and answers as a healthy cluster would. A call that
+/// contains the words of `$FAILING` fails; `$VOLUMES` and `$CRDS` are the cluster's answers when asked for these.
 const PROGRAM: &str = r#"#!/bin/bash
 me=$(basename "$0")
 echo "$me $*" >>"$CALLS"
@@ -40,7 +40,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// A place where of the programs in question only `programs` are installed.
+    /// A directory for PATH that has `programs`, but no other of the fake programs.
     fn new(programs: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("temp dir");
         let bin = dir.path().join("bin");
@@ -66,7 +66,7 @@ impl Stage {
         Stage::new(&["kind", "kubectl", "docker", "make"])
     }
 
-    /// Whether a script succeeds, and what it says.
+    /// Runs a script. Returns whether it succeeded, and its output.
     fn run(&self, script: &str, arguments: &[&str], environment: &[(&str, &str)]) -> (bool, String) {
         let place = |name: &str| self.dir.path().join(name);
         let output = Command::new(repository().join(script))
@@ -83,7 +83,7 @@ impl Stage {
         (output.status.success(), text)
     }
 
-    /// What was called since the last look.
+    /// The calls since the last time.
     fn calls(&self) -> String {
         let path = self.dir.path().join("calls");
         let calls = std::fs::read_to_string(&path).expect("calls");
@@ -195,7 +195,7 @@ fn remove_refuses_while_there_are_volumes() {
     assert!(!stage.calls().contains(" delete "), "something was deleted");
 }
 
-/// A cluster that does not answer is not one without volumes: each thing that is asked may be what fails.
+/// A failed answer must not be taken for a cluster without volumes. Each question fails once.
 #[test]
 fn remove_deletes_nothing_where_kubectl_fails() {
     let stage = Stage::all();
@@ -227,7 +227,7 @@ fn remove_deletes_nothing_where_kubectl_fails() {
     assert!(calls.contains("get pods --namespace space") && !calls.contains(" delete "), "{calls}");
 }
 
-/// Clusters without group snapshots are many: what has no CRD is not there, and nobody asks for it.
+/// Many clusters have no group snapshots. Without the CRD the script must not ask for them.
 #[test]
 fn remove_works_where_a_crd_is_missing() {
     let stage = Stage::all();

@@ -21,7 +21,7 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
     }
 }
 
-/// Seen elsewhere: expansion changes a record; file, device and filesystem stay small.
+/// Seen in other drivers: expansion changes a record; file, device and filesystem stay small.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -111,7 +111,7 @@ async fn the_smallest_volume_of_each_filesystem_is_staged_and_grows(
     rig.finish();
 }
 
-/// Seen elsewhere: after an expansion an old snapshot reports the new, larger capacity.
+/// Seen in other drivers: after an expansion an old snapshot reports the new, larger capacity.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

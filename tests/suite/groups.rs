@@ -196,7 +196,7 @@ fn number_at(path: &Path) -> u64 {
     first
 }
 
-/// Seen elsewhere: members of a group snapshot are taken one after another. Here one
+/// Seen in other drivers: members of a group snapshot are taken one after another. Here one
 /// writer writes A(n) to one raw device, flushes, then B(n) to another; no group that succeeds holds B(n)
 /// without A(n). Each order of the two in the request is tried, for each order of cloning is wrong for
 /// one order of writing.

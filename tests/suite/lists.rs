@@ -19,7 +19,7 @@ async fn snapshots(rig: &mut Rig, request: ListSnapshotsRequest) -> (Vec<String>
     (ids, page.next_token)
 }
 
-/// Seen elsewhere: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
+/// Seen in other drivers: tokens `0` and `4294967295`, and `max_entries = -1`, panic the driver, and
 /// `next_token` is never set.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -74,7 +74,7 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
     rig.finish();
 }
 
-/// Seen elsewhere: the list by source volume returns one of three.
+/// Seen in other drivers: the list by source volume returns one of three.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_are_filtered_by_source_and_by_id() {

@@ -75,7 +75,7 @@ async fn allocated_and_delta_are_exact(
     }
 }
 
-/// Seen elsewhere: an unaligned `starting_offset` shifts the comparison and loses changes;
+/// Seen in other drivers: an unaligned `starting_offset` shifts the comparison and loses changes;
 /// `max_results` -1 spins for ever; 1,000,000 makes a message over gRPC's limit; an offset past the end
 /// answers `OK` with nothing.
 #[test_with::root]
@@ -146,7 +146,7 @@ async fn any_offset_and_any_max_results_give_the_same_tail() {
     }
 }
 
-/// Seen elsewhere: an empty answer sends no message, so the client never learns type or capacity.
+/// Seen in other drivers: an empty answer sends no message, so the client never learns type or capacity.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -172,7 +172,7 @@ async fn an_empty_answer_is_one_message_with_type_and_capacity(
     rig.finish();
 }
 
-/// Seen elsewhere: base and target the wrong way round are accepted.
+/// Seen in other drivers: base and target the wrong way round are accepted.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_that_make_no_pair_are_refused() {
@@ -205,7 +205,7 @@ async fn snapshots_that_make_no_pair_are_refused() {
     rig.finish();
 }
 
-/// Seen elsewhere: deleting the source volume makes its snapshots' metadata `NOT_FOUND` while they
+/// Seen in other drivers: deleting the source volume makes its snapshots' metadata `NOT_FOUND` while they
 /// still restore.
 #[rstest::rstest]
 #[test_with::root]
@@ -293,7 +293,7 @@ async fn block_size_and_style_are_as_the_classes_say(
     rig.finish();
 }
 
-/// Seen elsewhere: `max_results = 1000000` makes a message over gRPC's 4 MiB limit.
+/// Seen in other drivers: `max_results = 1000000` makes a message over gRPC's 4 MiB limit.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_has_at_most_16384_tuples_and_4096_by_default() {

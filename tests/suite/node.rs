@@ -94,7 +94,7 @@ async fn a_block_volume_is_a_device_at_its_target_and_keeps_its_bytes(
     rig.finish();
 }
 
-/// Seen elsewhere: `readonly` is ignored for Block volumes.
+/// Seen in other drivers: `readonly` is ignored for Block volumes.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
@@ -130,7 +130,7 @@ async fn read_only_is_kept_in_both_modes_and_never_mixed_on_a_device() {
     rig.finish();
 }
 
-/// Seen elsewhere: a crash between the mount and the record leaks the mount; unpublish answers `OK`
+/// Seen in other drivers: a crash between the mount and the record leaks the mount; unpublish answers `OK`
 /// and unmounts nothing. Here the record comes first and the kernel is asked.
 #[rstest::rstest]
 #[test_with::root]

@@ -10,7 +10,7 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
 
-/// Seen elsewhere: after a reboot the loop devices are gone and publish fails. Here all
+/// Seen in other drivers: after a reboot the loop devices are gone and publish fails. Here all
 /// devices and mounts go, the pool's among them, and the records stay.
 #[rstest::rstest]
 #[test_with::root]

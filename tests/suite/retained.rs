@@ -381,7 +381,7 @@ async fn damage_that_can_not_be_mended_is_reported() {
     rig.finish();
 }
 
-/// Seen elsewhere: what changed since a snapshot was searched from its `generation`, which a restore from it
+/// Seen in other drivers: what changed since a snapshot was searched from its `generation`, which a restore from it
 /// raises, so that all changes before that were lost.
 #[rstest::rstest]
 #[test_with::root]

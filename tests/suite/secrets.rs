@@ -29,7 +29,7 @@ fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// Seen elsewhere: at a high log level whole requests are logged, with their secrets.
+/// Seen in other drivers: at a high log level whole requests are logged, with their secrets.
 /// Mount flags count as secrets too (CSI spec, `MountVolume.mount_flags`).
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -11,7 +11,7 @@ use tonic::Code;
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, set_state, state_of};
 
-/// Seen elsewhere: a buffered write on the open device is missing from the snapshot, for nothing was
+/// Seen in other drivers: a buffered write on the open device is missing from the snapshot, for nothing was
 /// flushed.
 #[rstest::rstest]
 #[test_with::root]
@@ -52,7 +52,7 @@ fn disk_usage(dir: &Path) -> u64 {
         .sum()
 }
 
-/// Seen elsewhere: a snapshot of a volume that was never written takes its full capacity.
+/// Seen in other drivers: a snapshot of a volume that was never written takes its full capacity.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -74,7 +74,7 @@ async fn a_snapshot_takes_what_was_written_not_the_capacity(
     rig.finish();
 }
 
-/// Seen elsewhere: a Block volume made from a Filesystem snapshot holds an archive's bytes.
+/// Seen in other drivers: a Block volume made from a Filesystem snapshot holds an archive's bytes.
 /// Here both are images of the same device.
 #[rstest::rstest]
 #[case::ext4_on_dir(PoolKind::Dir, "ext4")]
@@ -170,7 +170,7 @@ async fn snapshots_are_idempotent_by_name_and_outlive_their_volume(
     rig.finish();
 }
 
-/// Seen elsewhere: a snapshot that fails leaves its file behind, and each retry leaves another.
+/// Seen in other drivers: a snapshot that fails leaves its file behind, and each retry leaves another.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -26,7 +26,7 @@ pub fn refused(command: &mut Command) -> String {
     String::from_utf8(output.stderr).expect("utf-8")
 }
 
-/// Seen elsewhere: two drivers on one state directory corrupt it.
+/// Seen in other drivers: two drivers on one state directory corrupt it.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -132,7 +132,7 @@ async fn a_data_dir_is_started_as_it_was_made() {
     assert!(said.contains("version 7") && said.contains("upgrade"), "{said}");
 }
 
-/// Seen elsewhere: a state file cut short keeps the driver from ever starting again.
+/// Seen in other drivers: a state file cut short keeps the driver from ever starting again.
 /// Here a record that is damaged costs its object, is named, and nobody else notices.
 #[rstest::rstest]
 #[test_with::root]

@@ -33,7 +33,7 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
     (first, second, (blocks - 1) * BLOCK)
 }
 
-/// Seen elsewhere: a cancel or a deadline midway ends the stream with `OK`; the backup is cut short
+/// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`; the backup is cut short
 /// and believes it is whole.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -22,7 +22,7 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
     Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
 }
 
-/// Seen elsewhere: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
+/// Seen in other drivers: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
 /// host disk.
 #[rstest::rstest]
 #[test_with::root]

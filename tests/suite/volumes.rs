@@ -19,7 +19,7 @@ fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     request
 }
 
-/// Seen elsewhere: 1.5 MiB asked, 1 MiB made, 1.5 MiB reported; no size asked is an error.
+/// Seen in other drivers: 1.5 MiB asked, 1 MiB made, 1.5 MiB reported; no size asked is an error.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -170,7 +170,7 @@ async fn what_is_wrong_with_a_request_is_said() {
     rig.finish();
 }
 
-/// Seen elsewhere: the content source is not recorded, so a retry with another source or mode
+/// Seen in other drivers: the content source is not recorded, so a retry with another source or mode
 /// answers `OK`, and a retry of a clone answers `ALREADY_EXISTS`.
 #[rstest::rstest]
 #[test_with::root]
@@ -217,7 +217,7 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(
     rig.finish();
 }
 
-/// Seen elsewhere: a restore into a larger volume leaves the backing file short, and reads past it
+/// Seen in other drivers: a restore into a larger volume leaves the backing file short, and reads past it
 /// fail with EIO.
 #[rstest::rstest]
 #[test_with::root]
@@ -247,7 +247,7 @@ async fn a_restore_into_a_larger_volume_has_the_full_size(
     rig.finish();
 }
 
-/// Seen elsewhere: one lock is held during copies, and a capacity query waits 20 s for somebody's
+/// Seen in other drivers: one lock is held during copies, and a capacity query waits 20 s for somebody's
 /// restore. Here it answers within 100 ms during a copy of gigabytes; one of three tries
 /// has to, for the machine may be busy with other tests, and a lock would hold up all three.
 #[test_with::root]
@@ -309,7 +309,7 @@ async fn a_long_copy_is_in_nobodys_way() {
     rig.finish();
 }
 
-/// Seen elsewhere: deleted volumes leave loop devices on deleted files.
+/// Seen in other drivers: deleted volumes leave loop devices on deleted files.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,4 @@
-//! A driver that dies, comes back or hangs, and a user who does not wait: a verdict, and nothing left.
+//! The driver dies, restarts or hangs, or the user interrupts: the suite still ends with a verdict and leaves nothing.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{all_cases, assert_empty, bare, conformance, run_broken, said, verdicts};
 use testkit::{PoolKind, Rig, leftovers};
 
-/// Killed midway: a verdict on every case, soon, and nothing of the suite's own left.
+/// The driver is killed midway. Every case soon has a verdict, and the suite leaves nothing of its own.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
@@ -36,14 +36,14 @@ async fn a_driver_that_dies_is_a_verdict_and_not_a_hang() {
     assert_eq!(verdicts.len(), all_cases().await.len());
     let gone = verdicts.values().filter(|(_, detail)| detail.starts_with("not run: nobody has answered"));
     assert!(gone.count() > 50, "{report:#}");
-    // The driver's objects cannot be deleted, and are named; mounts and directories are ours.
+    // The driver's objects cannot be deleted, so they are named. The suite removes its own mounts and directories.
     assert!(report["left_behind"].as_array().is_some_and(|left| !left.is_empty()), "{report:#}");
     assert!(leftovers(&work).is_empty(), "{:?}", leftovers(&work));
     assert!(!staging.exists() && !target.exists(), "directories are left");
 }
 
-/// Killed and started again, as a kubelet does it: what comes after is judged by itself. Once while volumes
-/// are made, once while they are streamed.
+/// The driver is killed and restarted, as kubelet does it. Later cases are not affected. Once while volumes are made, and
+/// once while they are streamed.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_comes_back_is_tested_on() {
@@ -71,7 +71,7 @@ async fn a_driver_that_comes_back_is_tested_on() {
     rig.finish();
 }
 
-/// A call that hangs while a case is prepared: reported as that, and what it may have made is named.
+/// A call hangs while a case is prepared. The report says so, and names what the call may have made.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_call_that_hangs_ends_with_its_time() {
@@ -88,7 +88,7 @@ async fn a_call_that_hangs_ends_with_its_time() {
     rig.finish();
 }
 
-/// A reader that goes away, as `head` does, is no reason to leave anything behind.
+/// Nothing is left either if the reader of the output goes away, as `head` does.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn nobody_who_reads_leaves_nothing() {
@@ -102,13 +102,13 @@ async fn nobody_who_reads_leaves_nothing() {
     rig.finish();
 }
 
-/// Ctrl-C at any time, and SIGTERM: nothing is left.
+/// SIGINT and SIGTERM at any time leave nothing.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_signal_at_any_time_leaves_nothing() {
     use nix::sys::signal::{Signal, kill};
     let mut rig = Rig::start(PoolKind::Xfs).await;
-    // Right after its start, and so long after it has made its first volume.
+    // Soon after its start, or some time after it made its first volume.
     for (signal, made, millis) in [
         (Signal::SIGINT, false, 60),
         (Signal::SIGTERM, true, 0),
@@ -131,7 +131,7 @@ async fn a_signal_at_any_time_leaves_nothing() {
             let report: Value = serde_json::from_slice(&output.stdout).expect("a report");
             assert_eq!(report["verdict"], "interrupted");
         } else {
-            // Before its handler is set the signal ends it at once, and before its first case it has nothing to report.
+            // Before its handler is set, the signal ends it at once. Before its first case it has nothing to report.
             assert!(matches!(output.status.code(), Some(130) | None), "{signal}: {}", said(&output));
         }
         assert_empty(&mut rig).await;

@@ -1,4 +1,4 @@
-//! A table of faults and of the cases that must see each, so that no case is a check that cannot fail.
+//! A table of faults, with the cases that must detect each. So every case is known to be able to fail.
 
 use std::collections::BTreeSet;
 
@@ -7,9 +7,9 @@ use futures_util::StreamExt;
 use super::{all_cases, assert_empty, run_broken};
 use testkit::{PoolKind, Rig};
 
-/// A fault, and the cases that must see it.
+/// A fault, and the cases that must detect it.
 const FAULTS: &[(&str, &[&str])] = &[
-    // First, for they are waited for.
+    // These come first, since they take longest.
     ("stall", &["allocated-served", "delta-served"]),
     ("stall:when=negative", &["allocated-max-results-negative", "delta-max-results-negative"]),
     ("service-not-claimed", &["service-claimed"]),
@@ -134,7 +134,7 @@ const FAULTS: &[(&str, &[&str])] = &[
     ("lose-group-members", &["group-members"]),
 ];
 
-/// What the spec allows and a user should know, and the cases that must tell it.
+/// Behaviour that the spec allows and a user should know about, and the cases that must report it.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("too-much", &["allocated-complete", "delta-complete", "delta-unchanged", "delta-same-snapshot"]),
     (
@@ -159,7 +159,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("last-fixed-past-capacity", &["allocated-inside", "delta-inside"]),
 ];
 
-/// A few faults at a time; what went otherwise than the table says.
+/// Runs the table, a few faults at a time. Fails with all results that differ from the table.
 async fn each_is_seen(table: &[(&str, &[&str])], verdict: &str, code: i32) {
     let rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "1Gi"], "info").await;
     let runs = table.iter().map(|(fault, cases)| {
@@ -178,7 +178,7 @@ async fn each_is_seen(table: &[(&str, &[&str])], verdict: &str, code: i32) {
         }
         for case in cases {
             match verdicts.get(*case) {
-                // What could not even be prepared was not tested, nor what took for prepared what was not.
+                // A case whose preparation failed, or that lacked its preparation, did not test anything.
                 Some((found, detail))
                     if found == verdict
                         && !detail.starts_with("preparing")
@@ -209,7 +209,7 @@ async fn what_is_allowed_is_reported_and_does_not_fail() {
     each_is_seen(ALLOWED, "allowed", 0).await;
 }
 
-/// No case is a check that cannot fail.
+/// Every case is known to be able to fail.
 #[tokio::test]
 async fn every_case_is_named_by_a_fault() {
     let cases = all_cases().await;

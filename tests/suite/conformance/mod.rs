@@ -1,5 +1,5 @@
-//! `cbt-lab conformance`: green on our driver (here), every case of it red on a driver that is broken on
-//! purpose (`faults.rs`), an end whatever the driver or the user does (`ends.rs`), and its flags (`usage.rs`).
+//! `cbt-lab conformance`. Our driver passes (here), every case fails on a driver that is broken on purpose (`faults.rs`), the
+//! suite ends whatever the driver or the user does (`ends.rs`), and its flags work (`usage.rs`).
 
 mod ends;
 mod faults;
@@ -17,10 +17,10 @@ use tokio::process::Command;
 use testkit::lab::Lab;
 use testkit::{PoolKind, Rig};
 
-/// Cases that ours may answer with "allowed, but".
+/// Cases that may be "allowed" instead of "pass" for our driver.
 const OURS_MAY: [&str; 2] = ["base-deleted", "base-deleted-again"];
 
-/// The suite on small volumes, telling all in JSON.
+/// The suite on small volumes, with a full report in JSON.
 fn conformance(socket: &Path, arguments: &[&str]) -> Command {
     let mut command = bare(socket, arguments);
     command.args(["--volume-size", "64Mi", "--modify-parameter", "readAheadKiB=512", "--output", "json"]);
@@ -66,7 +66,7 @@ async fn all_cases() -> BTreeSet<String> {
     list.iter().map(|case| case["name"].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Nothing that the suite made is left in the driver.
+/// Checks that the driver has no object of the suite.
 async fn assert_empty(rig: &mut Rig) {
     let volumes = rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
     let left = volumes.expect("ListVolumes").into_inner().entries;
@@ -76,7 +76,7 @@ async fn assert_empty(rig: &mut Rig) {
     assert!(left.is_empty(), "snapshots are left: {left:?}");
 }
 
-/// Serves faults, and runs the cases that are named.
+/// Runs the named cases on the driver behind these faults.
 async fn run_broken(
     rig: &Rig,
     faults: &str,
@@ -91,7 +91,7 @@ async fn run_broken(
     run(&socket, &["--focus", &focus, "--timeout", timeout]).await
 }
 
-/// All cases green, none skipped but what the tuples' style leaves out.
+/// All cases pass, and only those are skipped that do not apply to the style of tuples.
 async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
     let mut rig = Rig::start_with(pool, driver, "info").await;
     let (code, verdicts, report) = run(&rig.socket(), suite).await;
@@ -102,7 +102,7 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
     for (case, (verdict, detail)) in &verdicts {
         let may = match verdict.as_str() {
             "pass" => true,
-            // 64 MiB hold no million ranges; of larger blocks they hold few.
+            // 64 MiB cannot hold a million ranges, and only a few large blocks.
             "not-shown" => case.ends_with("-many") || large_blocks,
             "skip" if detail.contains("larger --volume-size") => coarse,
             "skip" => !fixed && case.ends_with("-fixed-size"),
@@ -134,7 +134,7 @@ async fn ours_conforms_on_every_pool_with_fixed_blocks(
     conforms(pool, &["--block-metadata-type", "fixed"], &[]).await;
 }
 
-/// Two snapshots with a million changes between them, which a small volume does not hold: `make conformance-many`.
+/// Two snapshots with a million changes between them, which needs a large volume: `make conformance-many`.
 #[rstest::rstest]
 #[test_with::root]
 #[ignore = "it takes 12 GB of disk and minutes"]
@@ -158,12 +158,12 @@ async fn ours_conforms_with_a_million_ranges(
     let seconds = report["cases"].as_array().expect("cases").iter().map(|case| case["ms"].to_string());
     println!("{} pool, {style}: {} ms", pool.name(), seconds.collect::<Vec<_>>().join(" and "));
     assert_empty(&mut rig).await;
-    // The filesystem frees a million extents behind the deletions, longer than a driver is waited for elsewhere. What is left is
-    // swept, and must go.
+    // After the deletions the filesystem frees a million extents, which takes longer than `finish` waits. Dropping the rig
+    // removes the rest, and fails if it cannot.
     drop(rig);
 }
 
-/// Larger blocks than the suite writes, and a controller that attaches.
+/// The blocks are larger than the suite's writes, and the controller attaches volumes.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn ours_conforms_with_large_blocks_and_attachments() {
@@ -171,19 +171,19 @@ async fn ours_conforms_with_large_blocks_and_attachments() {
     conforms(PoolKind::Xfs, &["--enable-attach", "--block-metadata-type", "fixed"], &parameters).await;
 }
 
-/// Units so large that all writes fall into one extent: there is little to compare, and nothing wrong.
+/// The blocks are so large that all writes are in one extent. There is little to compare, and no fault.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn ours_conforms_with_blocks_larger_than_the_writes_are_apart() {
     conforms(PoolKind::Xfs, &[], &["--parameter", "blockSize=4Mi"]).await;
 }
 
-/// The list of the page is the table.
+/// The page lists the same cases as the table.
 #[tokio::test]
 async fn the_page_lists_every_case() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/conformance.md");
     let page = std::fs::read_to_string(page).expect("the page");
-    // Those of a service in a cluster are the gateway's tests' business.
+    // The gateway's tests check the cases for a service in a cluster.
     let page = page.split("\n## Test a service in a cluster\n").next().unwrap_or_default();
     let rows = page.lines().filter(|line| line.starts_with("| MUST |") || line.starts_with("| SHOULD |"));
     let mut listed: BTreeMap<String, (String, String, String)> = BTreeMap::new();

@@ -1,10 +1,10 @@
-//! Flags and outputs.
+//! The flags and outputs of `cbt-lab conformance`.
 
 use super::{all_cases, bare, conformance, run, run_broken, said};
 use testkit::lab::Lab;
 use testkit::{PoolKind, Rig};
 
-/// The go-between adds no fault of its own, and secrets go where they belong.
+/// The proxy adds no fault of its own, and secrets are sent with the right calls.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
@@ -37,7 +37,7 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
     rig.finish();
 }
 
-/// ABORTED is no refusal, and a snapshot may take its time.
+/// A call that is answered with ABORTED is repeated, and a snapshot may take long until it is ready.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_puts_calls_off_is_asked_again() {
@@ -100,7 +100,7 @@ async fn focus_skip_junit_and_text() {
     rig.finish();
 }
 
-/// One level, the line to quote, and what changed since a run on a driver that was broken.
+/// `--level`, the summary line, and the comparison with an earlier run on a broken driver.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_level_a_summary_and_a_comparison() {
@@ -141,7 +141,7 @@ async fn a_level_a_summary_and_a_comparison() {
     rig.finish();
 }
 
-/// A driver that breaks a SHOULD alone: each level runs its own cases, and both have all.
+/// The driver violates only a SHOULD. Each level runs its own cases, and together they run all.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn each_level_runs_its_own_cases() {
@@ -179,12 +179,12 @@ async fn each_level_runs_its_own_cases() {
     rig.finish();
 }
 
-/// What a fault does to a deadline is seen inside a stream alone: one that the driver has outrun proves nothing.
+/// The effect of a fault on a deadline shows only inside a stream. If the driver has finished the stream, nothing is proved.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cut_that_the_driver_outran_is_not_shown() {
     let rig = Rig::start(PoolKind::Xfs).await;
-    // One tuple, one message: there is no inside.
+    // The answer is one tuple in one message, so a cut cannot fall inside the stream.
     let cases = ["delta-deadline", "allocated-cancel", "delta-slow-reader"];
     let (code, verdicts, report) = run_broken(&rig, "too-much", &cases, "180").await;
     assert_eq!(code, Some(0), "{report:#}");
@@ -195,7 +195,7 @@ async fn a_cut_that_the_driver_outran_is_not_shown() {
     rig.finish();
 }
 
-/// What is done beside a stream, and the cases about it.
+/// The cases that do other work during a stream.
 const MEANWHILE: [&str; 5] = [
     "expanded-meanwhile",
     "cloned-meanwhile",
@@ -204,7 +204,7 @@ const MEANWHILE: [&str; 5] = [
     "delta-deleted-meanwhile",
 ];
 
-/// A stream that was over when the work beside it began proves nothing, whatever comes of it.
+/// If the stream was over before the other work began, its result proves nothing.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown() {
@@ -217,7 +217,7 @@ async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown() {
     rig.finish();
 }
 
-/// The streams are longer than what a driver commonly hands over ahead, so that it hides nothing.
+/// The streams are longer than what drivers usually buffer, so buffering cannot hide a fault.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_reads_ahead_hides_nothing() {
@@ -236,7 +236,7 @@ async fn a_driver_that_reads_ahead_hides_nothing() {
     rig.finish();
 }
 
-/// In a cluster the node's plugin is another process than the controller's.
+/// In a cluster the node plugin and the controller plugin are different processes.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn controller_and_node_may_have_sockets_of_their_own() {
@@ -254,7 +254,7 @@ async fn controller_and_node_may_have_sockets_of_their_own() {
     rig.finish();
 }
 
-/// A driver without the service is nothing to test.
+/// A driver without the service is not tested.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_without_the_service_is_not_run() {
