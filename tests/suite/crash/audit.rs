@@ -1,6 +1,6 @@
-//! A look at everything that needs no model: the driver and its disk say the same, each object is whole or absent, each
-//! file, loop device and mount explained, and what was acknowledged is as it was. What the calls must have come to is the
-//! matter of `model/world.rs`.
+//! An audit of everything that needs no model: the driver and its disk agree, each object is whole or absent, records
+//! explain each file, loop device and mount, and what was acknowledged is unchanged. `model/world.rs` has the results
+//! that calls must have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,28 +17,28 @@ use super::scene::{self, Scene};
 use testkit::content::blocks_of;
 use testkit::{BLOCK, Rig, names, root_of, state_of};
 
-/// How long what is removed or hashed behind a call may take: hashing gives way to all that runs beside.
+/// How long removal and hashing in the background may take. Hashing is slow while other tests run.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// When the look is taken.
+/// When the audit is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
-    /// After a call was cut short, before its retry: drafts that a retry replaces may lie about.
+    /// After a call was interrupted, before its retry. There may be drafts, which a retry replaces.
     Cut,
-    /// After a call in which a step failed, before its retry, and the driver runs on.
+    /// After a call in which a step failed, before its retry. The driver keeps running.
     Failed,
-    /// After a call that succeeded: nothing may.
+    /// After a call that succeeded. There must be no drafts.
     Done,
-    /// After the round was undone: all is as before it.
+    /// After the round was undone. Everything must be as before it.
     Undone,
 }
 
-/// What a look found wrong.
+/// What an audit found wrong.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// What was acknowledged and is not there, or not as it was; what is half made.
+    /// Acknowledged objects that are missing or changed, and half-made objects.
     pub losses: Vec<String>,
-    /// What is there and nothing explains.
+    /// Files, devices and mounts that no record explains.
     pub leaks: Vec<String>,
 }
 
@@ -63,11 +63,11 @@ struct ListedVolume {
 #[derive(Debug)]
 struct ListedSnapshot {
     volume: String,
-    /// Empty for one of its own.
+    /// Empty if it is not a member of a group.
     group: String,
 }
 
-/// All that the driver lists.
+/// Everything that the driver lists.
 #[derive(Debug)]
 struct Listed {
     volumes: BTreeMap<String, ListedVolume>,
@@ -92,7 +92,7 @@ async fn listed(rig: &mut Rig) -> Listed {
     Listed { volumes: volumes.collect(), snapshots: snapshots.collect() }
 }
 
-/// Takes the look. New snapshots are remembered in the scene: from now on they must not change.
+/// Makes the audit. New snapshots are added to the scene: from now on they must not change.
 pub async fn audit(rig: &mut Rig, scene: &mut Scene, when: When) -> Findings {
     let mut found = Findings::default();
     let list = listed(rig).await;
@@ -103,14 +103,14 @@ pub async fn audit(rig: &mut Rig, scene: &mut Scene, when: When) -> Findings {
     found
 }
 
-/// `deltapath check` finds nothing, once what goes on behind the calls is done.
+/// `deltapath check` finds nothing once background work is done.
 async fn settle(rig: &Rig, when: When, found: &mut Findings) {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let inspection = Inspection::open(&rig.data_dir()).expect("inspect");
         let mut wrong = inspection.check().expect("check");
         inspection.close().expect("close");
-        // The test's own, on a full pool.
+        // The test's own file that fills the pool.
         wrong.retain(|discovery| !discovery.path.ends_with("pool/ballast"));
         let draft = |path: &Path| path.extension().is_some_and(|end| end == "new" || end == "compared");
         if matches!(when, When::Cut | When::Failed) {
@@ -143,7 +143,7 @@ fn json(path: &Path) -> Option<serde_json::Value> {
     serde_json::from_slice(&std::fs::read(path).ok()?).ok()
 }
 
-/// What is on disk is what is listed, and what was acknowledged is there.
+/// The objects on disk are the listed ones, and all acknowledged objects exist.
 fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Findings) {
     let pool = rig.pool_dir();
     let mut shown: BTreeSet<String> = list.volumes.keys().cloned().collect();
@@ -159,14 +159,14 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
                     found.loss(format!("volume {id} is listed with {volume:?}, its record says {record}"));
                 }
                 let state = state_of(&pool, &id);
-                // A call whose last sync failed may have left what it was to write.
+                // If only the last sync of a call failed, the new state may be in the file.
                 if when != When::Failed && state["attached"].is_null() == volume.attached {
                     found.loss(format!("volume {id} is listed as {volume:?}, its state says {state}"));
                 }
             }
-            // Kubelet's alone, and placed: one that is not is removed at start.
+            // Ephemeral volumes are not listed. A start removes those that were never published.
             None if !record["ephemeral"].is_null() && !state_of(&pool, &id)["staged"].is_null() => {}
-            // Or kubelet asks again.
+            // After a failed call the volume may stay, since kubelet calls again.
             None if !record["ephemeral"].is_null() && when == When::Failed => {}
             None => found.leak(format!("volume {id} is on disk and not listed: {record}")),
         }
@@ -204,7 +204,8 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
     }
 }
 
-/// Every mount is in a `state.json`, and what is mounted all the time is there, right and not frozen.
+/// Every mount is in a `state.json`. The filesystem that is always mounted is there, with the right content and not
+/// frozen.
 fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
     let volumes = rig.pool_dir().join("volumes");
     let mut explained = BTreeSet::new();
@@ -232,8 +233,8 @@ fn node(rig: &Rig, scene: &Scene, found: &mut Findings) {
     }
 }
 
-/// Contents are as they were acknowledged, maps and hashes agree with them, and deltas tell every
-/// difference and nothing else.
+/// Snapshots have the acknowledged content, maps and hashes agree with it, and deltas list every difference and nothing
+/// else.
 async fn snapshots(rig: &mut Rig, scene: &mut Scene, list: &Listed, when: When, found: &mut Findings) {
     let inspection = Inspection::open(&rig.data_dir()).expect("inspect");
     let mut lines: BTreeMap<String, Vec<Arc<SnapshotRecord>>> = BTreeMap::new();
@@ -276,7 +277,7 @@ async fn snapshots(rig: &mut Rig, scene: &mut Scene, list: &Listed, when: When, 
         }
         scene.snapshots.insert(id.clone(), now);
     }
-    // What a round made and deleted. The scene's own are counted after each round.
+    // Forget the snapshots that the round deleted.
     scene.snapshots.retain(|id, _| list.snapshots.contains_key(id));
     if !list.snapshots.contains_key(&scene.snapshot) {
         found.loss(format!("snapshot {} is gone ({when:?})", scene.snapshot));

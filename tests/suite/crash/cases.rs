@@ -1,5 +1,5 @@
-//! The calls that are cut short: what goes before each, the call, what it must have come to, and how it is undone. The
-//! calls are those of `model/calls.rs`; the model knows what they may and must come to.
+//! The calls that are interrupted, each with its preparation, the checks after it, and how it is undone. The calls are those
+//! of `model/calls.rs`, and the model knows their possible results.
 
 use std::path::Path;
 
@@ -14,19 +14,19 @@ use crate::model::calls::{
 
 /// A raw volume that nobody uses.
 pub const ORIGIN: Name = Name('o');
-/// The same content again, for groups.
+/// Another one with the same content, for groups.
 pub const OTHER: Name = Name('p');
-/// A raw volume whose device is attached all the time.
+/// A raw volume whose device is always attached.
 pub const RAW: Name = Name('r');
-/// An ext4 that is mounted all the time.
+/// An ext4 that is always mounted.
 pub const FILESYSTEM: Name = Name('f');
 /// A snapshot of the origin.
 pub const FIRST: Name = Name('s');
 /// A snapshot of the filesystem.
 pub const OF_FILES: Name = Name('t');
-/// What a case makes or works on, of any kind.
+/// The object that a case makes or works on, of any kind.
 const VICTIM: Name = Name('v');
-/// A snapshot after the victim.
+/// A snapshot taken after the victim.
 const NEXT: Name = Name('n');
 const INLINE: Name = Name('x');
 
@@ -37,20 +37,20 @@ pub const NAMES: NameSet = NameSet {
     ephemeral: &['x'],
 };
 
-/// A call that is cut short.
+/// A call that is interrupted.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub name: &'static str,
     pub before: Vec<Step>,
     pub call: Call,
-    /// Removes what the case made, so that all is as before it.
+    /// Removes what the case made, so that everything is as before.
     pub after: Vec<Step>,
 }
 
 const BLOCK: Access = Access::Block;
 const EXT4: Access = Access::Fs("ext4");
 const XFS: Access = Access::Fs("xfs");
-/// A mounted ext4 grows only with a capability that a container may lack.
+/// xfs, since a mounted ext4 grows only with a capability that a container may lack.
 const GROWING_XFS: i64 = 300 * MIB;
 
 pub fn volume(name: Name, access: Access, bytes: i64, from: From) -> Call {
@@ -101,7 +101,7 @@ fn group(of: [Name; 2]) -> Call {
     Call::CreateGroup { name: NewName::Fine(VICTIM), volumes, style: None }
 }
 
-/// All of them, each with its name.
+/// All cases, each with its name.
 pub fn cases() -> Vec<Case> {
     let victim = Ref::Last(VICTIM);
     let delete = || Call::DeleteVolume(victim);
@@ -136,7 +136,7 @@ pub fn cases() -> Vec<Case> {
         case("CreateVolume", vec![], volume(VICTIM, BLOCK, SIZE, From::Nothing), vec![delete()]),
         case("Restore", vec![], restored(), vec![delete()]),
         case("Clone", vec![], volume(VICTIM, BLOCK, SIZE, From::Volume(Ref::Last(ORIGIN))), vec![delete()]),
-        // Of a mounted filesystem, which is frozen for it.
+        // The source is mounted, so it is frozen for the copy.
         case(
             "CloneMounted",
             vec![],
@@ -146,7 +146,7 @@ pub fn cases() -> Vec<Case> {
         case("CreateSnapshot", vec![], snapshot(VICTIM, ORIGIN), vec![delete_snapshot(VICTIM)]),
         case("SnapshotDevice", vec![], snapshot(VICTIM, RAW), vec![delete_snapshot(VICTIM)]),
         case("SnapshotMounted", vec![], snapshot(VICTIM, FILESYSTEM), vec![delete_snapshot(VICTIM)]),
-        // Its changes are handed on to the one after it.
+        // Its changes are merged into those of the next snapshot.
         case(
             "DeleteSnapshot",
             vec![snapshot(VICTIM, ORIGIN), snapshot(NEXT, ORIGIN)],
@@ -167,9 +167,9 @@ pub fn cases() -> Vec<Case> {
         ),
         case("Attach", vec![restored()], attach(), vec![detach(), delete()]),
         case("Detach", vec![restored(), attach()], detach(), vec![delete()]),
-        // A blank volume: it is formatted.
+        // The volume is blank, so it is formatted.
         case("Stage", vec![formatted()], stage(VICTIM), vec![unstage(VICTIM), delete()]),
-        // A volume that was expanded while nobody used it: its filesystem grows.
+        // The volume was expanded while it was not in use, so its filesystem grows.
         case(
             "StageGrown",
             vec![formatted(), stage(VICTIM), unstage(VICTIM), grown(FILES)],
@@ -208,13 +208,12 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// What depends on `--retain-deleted`, for a second pass without retention.
+/// Calls that depend on `--retain-deleted`. A second pass makes them without retention.
 #[cfg(feature = "failpoints")]
 pub const DELETIONS: [&str; 4] = ["DeleteSnapshot", "DeleteGroup", "DeleteVolume", "CreateSnapshot"];
 
 impl Case {
-    /// What the model does not look at and is not as it must be, once the call has succeeded. Contents of snapshots are
-    /// the audit's matter.
+    /// Checks what the model does not check, after the call succeeded. The audit checks the contents of snapshots.
     pub fn shortfall(&self, rig: &Rig, scene: &Scene) -> Result<(), String> {
         let hold = |holds: bool, what: &str| if holds { Ok(()) } else { Err(what.to_owned()) };
         let image = || rig.pool_dir().join("volumes").join(scene.volume(VICTIM)).join("bytes/data.img");
@@ -244,7 +243,7 @@ impl Case {
     }
 }
 
-/// Writes and syncs a file, which needs a filesystem that is mounted, writable and not frozen.
+/// Writes and syncs a file. That fails unless the filesystem is mounted, writable and not frozen.
 fn write_file(dir: &Path) -> Result<(), String> {
     if mount::mounted_at(dir).expect("mounts").is_none() {
         return Err(format!("nothing is mounted at {}", dir.display()));

@@ -1,4 +1,4 @@
-//! A freeze that goes wrong: it outlasts its bound, or the driver that made it.
+//! Freezes that last longer than their limit, or longer than the driver that made them.
 
 use std::time::Duration;
 
@@ -25,8 +25,8 @@ async fn is_sound(rig: &mut Rig, scene: &mut Scene, when: When) {
     assert!(found.losses.is_empty() && found.leaks.is_empty(), "{when:?}: {found:#?}");
 }
 
-/// The freeze itself takes longer than the bound (a slow device): the watchdog finds nothing to thaw yet, so
-/// the call does, and says that the copy may be torn.
+/// On a slow device the freeze itself takes longer than the limit. The watchdog finds nothing to thaw yet, so the call
+/// thaws, and fails because the copy may be inconsistent.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
@@ -37,7 +37,7 @@ async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
     orders.hold(at, "calls", 31_000);
     let refused = rig.client.create_snapshot("late", &scene.files).await.expect_err("the bound has passed");
     assert!(orders.withdraw().iter().any(|point| point.hit && point.step == "freeze"));
-    // By either of two clocks: the copy's, or the freeze's.
+    // The time limit of the copy or that of the freeze may be the first to pass.
     assert!(matches!(refused.code(), Code::Internal | Code::FailedPrecondition), "{refused}");
     assert!(refused.to_string().contains("frozen"), "{refused}");
     is_sound(&mut rig, &mut scene, When::Cut).await;
@@ -49,8 +49,8 @@ async fn a_freeze_that_takes_longer_than_its_bound_is_undone_and_reported() {
     rig.finish();
 }
 
-/// A copy of a frozen filesystem that is still at work when the driver has drained: it is left behind, and the
-/// filesystem is thawed before the process ends, for its watchdog ends with it.
+/// A copy of a frozen filesystem is still running when the driver has drained. The copy is left behind, and the filesystem
+/// is thawed before the process ends, since its watchdog ends with the process.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
@@ -86,7 +86,7 @@ async fn a_driver_that_leaves_a_copy_behind_thaws_its_filesystem() {
     rig.finish();
 }
 
-/// Somebody else thaws the filesystem while it is copied: what was read since may be torn, so the call fails.
+/// Another program thaws the filesystem while it is copied. The copy may be inconsistent, so the call fails.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_freeze_that_somebody_else_undoes_is_reported() {

@@ -1,4 +1,4 @@
-//! A stream that reads what hashing writes, while both of its snapshots are deleted.
+//! A stream reads files that hashing writes, while both of its snapshots are deleted.
 
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, narrow_client};
 use crate::faults::{is_hashed, until};
 use testkit::orders::{Orders, Point};
 
-/// More tuples than a client with small windows takes in before it reads.
+/// More tuples than a client with small windows receives before it reads.
 const CHANGED: u64 = 12_000;
-/// How long a step is held at first, and at most: twice as long each time that it was over before what it is held for.
+/// How long a step is held at first, and at most. The time doubles when the hold ended before the other calls.
 const HOLD: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(16);
-/// No step has this number: a round under it only counts.
+/// No step has this number, so a round with it holds nothing.
 const NONE: u64 = u64::MAX;
 
-/// A stream, and what it listed so far.
+/// A stream, and the blocks that it listed so far.
 struct Read {
     stream: tonic::Streaming<GetMetadataDeltaResponse>,
     blocks: Vec<u64>,
@@ -78,7 +78,7 @@ impl Scene {
         ObjectDir::new(self.rig.pool_dir().join("snapshots").join(id))
     }
 
-    /// Begins a round: a base, and all that changes after it. What the volume held before is returned.
+    /// Begins a round: takes the base and makes all changes after it. Also returns the content at the base.
     async fn base(&mut self, is_hashed_first: bool) -> (String, Content) {
         self.round += 1;
         let base = self.rig.snapshot(&format!("base {}", self.round), &self.volume).await;
@@ -97,14 +97,14 @@ impl Scene {
         self.rig.snapshot(&format!("target {}", self.round), &self.volume).await
     }
 
-    /// From now on a step is to be held.
+    /// Orders that a step is held.
     fn hold(&mut self, step: u64, whose: &str, time: Duration) -> Instant {
         self.orders.hold(step, whose, time.as_millis() as u32);
         Instant::now()
     }
 
-    /// Waits until a step is held, and answers with a time at which it was not yet, as it was not when it was `ordered`; or
-    /// until `ends`.
+    /// Waits until a step is held, or until `ends`. Returns a time just before the hold began, not before `ordered`, or `None`
+    /// if no step was held.
     async fn held(&self, ordered: Instant, ends: impl Fn() -> bool) -> Option<Instant> {
         let (mut not_yet, deadline) = (ordered, Instant::now() + Duration::from_secs(90));
         loop {
@@ -121,14 +121,14 @@ impl Scene {
         }
     }
 
-    /// Waits until all is done behind that is done with the deleted snapshots: both are hashed, and the base's data is freed.
+    /// Waits for the background work on the deleted snapshots: both are hashed, and the base's data is freed.
     async fn settled(&self, base: &str, target: &str) {
         let [base, target] = [base, target].map(|id| self.dir_of(id));
         until("the base is freed", || !base.bytes().exists()).await;
         until("the target is hashed", || !target.bytes().exists() || is_compared(&target)).await;
     }
 
-    /// The stream to its end: it lists what changed and nothing else.
+    /// Reads the stream to its end. It must list exactly the changed blocks.
     async fn is_exact(&self, mut read: Read, before: &Content, held: Option<&Point>) {
         read.on(usize::MAX).await;
         let expected = self.content.changed_since(before, BLOCK);
@@ -141,22 +141,22 @@ fn is_compared(dir: &ObjectDir) -> bool {
     is_hashed(dir) && MapFile::open(&dir.changed()).is_ok_and(|changed| changed.is_exact())
 }
 
-/// The next steps of another kind, or on another file, than the one before.
+/// The numbers of the steps after `after` that differ from the step before in kind or file.
 fn next_kinds(points: &[Point], after: u64) -> impl Iterator<Item = u64> {
     let is_other = |pair: &&[Point]| (&pair[0].step, &pair[0].path) != (&pair[1].step, &pair[1].path);
     points.windows(2).filter(is_other).map(|pair| pair[1].number).filter(move |number| *number > after)
 }
 
-/// Whether hashing has the history of the volume to itself at a step, so that a deletion waits.
+/// Whether hashing has the lock on the volume's history at this step, so that a deletion waits.
 fn is_locked(point: &Point) -> bool {
     let name = point.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     !matches!(name.as_str(), "hashes" | "changed.map.compared")
 }
 
-/// No incident led to this test. Three work on the same files: a stream reads hashes and, where there is none, data; hashing
-/// writes hashes, then takes their blocks out of `pending`, then replaces `changed`; a deletion frees data and hands
-/// `changed` on. So hashing is held before each kind of step on each file in turn, a stream begins there, both snapshots go,
-/// hashing goes on, and only then the stream is read: it lists what changed and nothing else.
+/// Not from an incident. Three threads work on the same files. A stream reads hashes, or data where there is no hash. Hashing
+/// writes hashes, then removes their blocks from `pending`, then replaces `changed`. A deletion frees data and merges
+/// `changed` into the next map. So hashing is held before each kind of step on each file in turn; meanwhile a stream begins
+/// and both snapshots are deleted. Then hashing continues, and only after that the stream is read. It must be exact.
 #[rstest::rstest]
 #[case::btrfs_with_a_hashed_base(PoolKind::Btrfs, true)]
 #[case::xfs_with_nothing_hashed(PoolKind::Xfs, false)]
@@ -167,7 +167,8 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
     #[case] base_is_hashed: bool,
 ) {
     let mut scene = Scene::new(pool).await;
-    // Nothing is held in two rounds. The first has more steps than all later ones, which take over hashes of the round before.
+    // Two rounds come first in which nothing is held. The first of all has more steps than later rounds, which take over
+    // hashes from the round before.
     let mut wanted = vec![(1, HOLD), (NONE, HOLD), (NONE, HOLD)];
     let (mut during, mut waited) = (0, 0);
     while let Some((step, hold)) = wanted.pop() {
@@ -181,13 +182,13 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
             scene.rig.client.delete_snapshot(id).await.expect("delete");
         }
         let is_over = held.is_some_and(|held| held.elapsed() >= hold);
-        // Hashing goes on meanwhile, on files that are deleted.
+        // Hashing continues on files that are deleted.
         scene.settled(&base, &target).await;
         let points = scene.orders.withdraw();
         let point = points.iter().find(|point| point.hit);
         scene.is_exact(read, &before, point).await;
         let Some(point) = point else { continue };
-        // The steps that follow from the deletions come after them.
+        // Without a hold during the deletions, the step came after them.
         let is_before = held.is_some();
         if is_before && is_over && !is_locked(point) {
             assert!(hold < LONGEST, "both deletions take longer than {hold:?}, held before {point:?}");
@@ -204,8 +205,8 @@ async fn a_stream_is_exact_at_each_step_of_hashing_while_its_snapshots_go(
     scene.rig.finish();
 }
 
-/// The other way round: a deletion is held before each kind of its steps on each file, with a stream half read and hashing
-/// under way, which a writer to another volume slows down.
+/// The reverse: a deletion is held before each kind of its steps on each file, while a stream is half read and hashing is
+/// running. A writer to another volume slows hashing down.
 #[rstest::rstest]
 #[case::btrfs_with_a_hashed_base(PoolKind::Btrfs, true, 1)]
 #[case::xfs_with_nothing_hashed(PoolKind::Xfs, false, 2)]
@@ -218,7 +219,7 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
 ) {
     let mut scene = Scene::new(pool).await;
     let (written, device) = scene.rig.block_volume("written", MIB).await;
-    // Every other step on each pool, once as many deleted snapshots are retained as there may be.
+    // Each pool tests every second step. The two rounds before fill the retention.
     let mut wanted = vec![(first, HOLD), (NONE, HOLD), (NONE, HOLD)];
     let (mut beside_hashing, mut held_rounds) = (0, 0);
     while let Some((step, hold)) = wanted.pop() {
@@ -247,7 +248,7 @@ async fn a_stream_is_exact_at_each_step_of_its_snapshots_deletions_beside_hashin
         let held = scene.held(ordered, || deletions.is_finished()).await;
         let pending = MapFile::open(&scene.dir_of(&target).pending()).and_then(|map| map.count());
         let is_hashing = pending.is_ok_and(|count| count > 0);
-        // Some while the deletion is held, and the rest when both are done and hashing is, too.
+        // Read some messages while the deletion is held, and the rest when deletions and hashing are done.
         read.on(4).await;
         let is_over = held.is_some_and(|held| held.elapsed() >= hold);
         deletions.await.expect("the deletions");

@@ -1,4 +1,4 @@
-//! A damaged block map that is made again while steps fail.
+//! A damaged block map is made again while steps fail.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use testkit::content::{Content, blocks_of};
 use testkit::orders::{Cut, Orders};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
-/// The incident: the new map was renamed over the damaged one, the sync of their directory failed, and the rename
-/// was undone: neither was there any more, and the snapshot had lost its map.
+/// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
+/// Neither map existed any more.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
@@ -26,7 +26,7 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
     let mut orders = Orders::new(rig.dir.path());
     let mut failed = 0;
     for at in 1.. {
-        // Too short for a trailer: damaged whole.
+        // Too short for a trailer, so the whole map counts as damaged.
         std::fs::write(&map, "damaged").expect("damage the map");
         orders.give(Cut::Error(nix::libc::EIO), at, "calls");
         let answer: Result<_, Error> = rig.client.allocated(&snapshot, 0, 0).await;
@@ -52,8 +52,8 @@ async fn a_map_that_is_made_again_is_there_whichever_step_fails() {
     rig.finish();
 }
 
-/// The incident: a map was made again under the lock of its volume's chain, and to its end, also for a client that was gone:
-/// on a large volume every snapshot and deletion of it waited for that.
+/// The incident: a map was made again while the volume's history was locked, and continued even if the client was gone. On a
+/// large volume every snapshot and deletion waited for it.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own() {

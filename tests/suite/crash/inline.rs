@@ -1,4 +1,4 @@
-//! Inline volumes whose publish is killed, and fails when it is tried again.
+//! The publish of an inline volume is killed, and its retry fails.
 
 use std::process::Command;
 
@@ -8,9 +8,9 @@ use proto::{NodePublishVolumeRequest, NodeUnpublishVolumeRequest};
 use testkit::orders::{Cut, Orders};
 use testkit::{PoolKind, Rig, names};
 
-/// The incident: the driver was killed while it made the filesystem of an inline volume; the retry failed with a final
-/// code, the pod was deleted, and kubelet, for which nothing was mounted, never asked for the volume to be undone. Its
-/// record, its data and its loop device stayed for good.
+/// The incident: the driver was killed while it made the filesystem of an inline volume, the retry failed with a final code,
+/// and the pod was deleted. Kubelet had mounted nothing, so it never called NodeUnpublishVolume. The record, the data and
+/// the loop device stayed for ever.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_inline_volume_that_no_pod_has_seen_goes_when_its_publish_fails() {

@@ -1,15 +1,14 @@
-//! The driver is killed, and its steps fail, in all calls that change something.
+//! In all calls that change something the driver is killed, and steps fail.
 //!
-//! The calls are those of the model of random lives (`model`), which knows every state that a cut call may leave; what
-//! needs no model is looked at in `audit.rs`.
+//! The calls are those of the model of random sequences (`model`), which knows every state that an interrupted call may
+//! leave. `audit.rs` checks what needs no model.
 //!
-//! The incident: a driver is killed in the middle of a restore; kubelet's retry finds a volume of
-//! that name, answers `OK`, and the workload runs on half its data. So after each
-//! kill here: start again, look at every object (whole or absent), retry the call, look again, and
-//! find no file, device or mount that nothing explains.
+//! The incident: a driver is killed in the middle of a restore. The retry finds a volume of that name and answers `OK`, and
+//! the workload runs on half of its data. So after each kill the test starts the driver again, checks that every object is
+//! whole or absent, retries the call, and checks again that records explain every file, device and mount.
 //!
-//! Kills come at random moments (here), and before each single step that changes something (`points`, which
-//! needs the cargo feature `failpoints`); there steps also fail.
+//! The driver is killed at random moments (here), and before each step that changes something (`points`, which needs the
+//! cargo feature `failpoints`). In `points` steps also fail.
 
 mod audit;
 mod cases;
@@ -46,12 +45,12 @@ use testkit::{PoolKind, Rig};
 /// The flags that all calls here need.
 const FLAGS: [&str; 1] = ["--enable-attach"];
 
-/// A number from a variable that asks for more than `make test` does.
+/// A number from an environment variable that sets more rounds than `make test` has.
 fn asked(variable: &str) -> Option<usize> {
     std::env::var(variable).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{variable} is {text:?}")))
 }
 
-/// Kills at random moments, between the begin of a call and a little after its usual end.
+/// Kills the driver at random moments, from the beginning of a call until a little after its usual end.
 async fn rounds(pool: PoolKind, count: usize) {
     let mut tally = Tally::new("random", pool);
     let mut rig = Rig::start_with(pool, &FLAGS, "info").await;
@@ -90,7 +89,7 @@ async fn rounds(pool: PoolKind, count: usize) {
     rig.finish();
 }
 
-/// What follows each call that was cut short: a look, the retry, a look, all undone, and a look.
+/// The steps after each interrupted call: an audit, the retry, an audit, the undo, and an audit.
 async fn retried(
     rig: &mut Rig,
     scene: &mut Scene,
@@ -113,7 +112,7 @@ async fn retried(
     tally.look(rig, scene, When::Undone, context).await;
 }
 
-/// Rounds a pool; `DELTAPATH_CRASH_ROUNDS` asks for more.
+/// Rounds per pool; `DELTAPATH_CRASH_ROUNDS` sets another number.
 fn count() -> usize {
     asked("DELTAPATH_CRASH_ROUNDS").unwrap_or(3 * cases().len())
 }
@@ -136,7 +135,7 @@ async fn a_kill_leaves_every_object_whole_or_absent_on_btrfs() {
     rounds(PoolKind::Btrfs, count()).await;
 }
 
-/// Without the feature there are no points to stop at, and the report of the run says so.
+/// Without the feature there are no fail points. The report of the run shows this test as ignored.
 #[cfg(not(feature = "failpoints"))]
 #[test]
 #[ignore = "needs --features failpoints, with which `make test` runs it"]

@@ -1,4 +1,4 @@
-//! A deletion that takes long to move files, and calls that need them meanwhile.
+//! A deletion takes long to move files, and other calls need the files meanwhile.
 
 use cbt::MapFile;
 
@@ -6,9 +6,9 @@ use testkit::content::{Content, blocks_of};
 use testkit::orders::{Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
-/// The incident: a deletion moved the files of a snapshot then, and the disk took its time with the sync that follows;
-/// the index gave their old place until then. A delta from that base was `NOT_FOUND`, before and after which it was
-/// served, and a snapshot taken meanwhile found no parent, hashed all and lost the link to the one before.
+/// The incident: a deletion moved the files of a snapshot, and the sync after that took long. Until its end the index had the
+/// old path. Meanwhile a delta from that base was `NOT_FOUND`, and a new snapshot found no parent, hashed everything and
+/// lost its link to the snapshot before.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
@@ -25,7 +25,7 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     let points = orders.withdraw();
     let renamed = points.iter().find(|point| point.step == "rename").expect("it is deleted").number;
 
-    // The second, under a delta that starts from it; then the newest, under a snapshot that builds on it.
+    // First the base of a delta is deleted, then the newest snapshot, on which a new one builds.
     for number in [1, 2] {
         orders.hold(renamed + 1, "calls", 1_000);
         let (mut client, id) = (rig.client.clone(), taken[number].0.clone());
@@ -49,13 +49,13 @@ async fn a_snapshot_that_is_being_deleted_is_a_base_all_the_time() {
     rig.finish();
 }
 
-/// The incident: two volumes went at the same time, and with them their snapshots of a deleted group. The first had
-/// renamed its member and took its time with the sync; the second was the last member by now and took the group's
-/// directory with it, which the first then could not sync. It failed, half removed, and stayed so until the next start.
+/// The incident: two volumes, each with a member of a deleted group, were deleted at the same time. The first deletion had
+/// renamed its member and its sync took long. The second removed the last member, and so the group's directory, which the
+/// first could then not sync. The first failed and left its member half removed until the next start.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn members_of_a_deleted_group_leave_one_by_one() {
-    // Hashed when they are taken: nobody but the calls moves them.
+    // On this pool snapshots are hashed when they are taken, so only the calls move their files.
     let mut rig = Rig::start(PoolKind::Dir).await;
     let mut orders = Orders::new(rig.dir.path());
     let mut held = None;

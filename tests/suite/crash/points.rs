@@ -1,9 +1,9 @@
-//! Each step that changes something, one by one: the driver is killed before it, or it fails.
+//! The driver is killed before each step that changes something, or the step fails.
 //!
-//! A series makes one call over and over, cut at its first point, its second, and so on, until the call ends
-//! without reaching the point: then it was cut everywhere. `make test` takes a part of the points, another
-//! one on each pool; `DELTAPATH_POINT_ROUNDS=N` has every pool take every point, from the start again until it
-//! made N rounds, and `DELTAPATH_POINT_CALL=Restore` takes one call alone.
+//! A series repeats one call, and interrupts it at its first point, then at its second, and so on, until the call ends before
+//! it reaches the point. `make test` takes a part of the points, and other points on each pool. With
+//! `DELTAPATH_POINT_ROUNDS=N` every pool takes every point, and repeats them until N rounds are made.
+//! `DELTAPATH_POINT_CALL=Restore` tests only this call.
 
 use std::path::Path;
 
@@ -21,14 +21,14 @@ use testkit::orders::{Cut, Orders, Point};
 use testkit::places::{Ballast, Disk};
 use testkit::{POOLS, PoolKind, Rig};
 
-/// The errors that a step fails with, and what the caller gets.
+/// The errors with which a step fails, and the code that the caller gets.
 const ERRORS: [(i32, Code); 2] =
     [(nix::libc::EIO, Code::Internal), (nix::libc::ENOSPC, Code::ResourceExhausted)];
 
-/// Whether a failed step is harmless: the point, those before it (newest first), the call, the error.
+/// Whether a failed step is harmless. Gets the point, the points before it (newest first), the call and the error.
 type Harmless = fn(&Point, &[Point], &Call, i32) -> bool;
 
-/// Steps that may fail while the call succeeds, and why.
+/// Steps that may fail although the call succeeds, and why.
 const HARMLESS: [(&str, Harmless); 7] = [
     ("it is tried again at once, and thaws then", |point, _, _, _| point.step == "thaw"),
     ("it only counts requests, and nothing is proved where it does not", |point, _, _, _| {
@@ -79,7 +79,7 @@ fn contains(path: &Path, part: &str) -> bool {
     path.to_string_lossy().contains(part)
 }
 
-/// Which points of a series are stopped at: the first, and how many further each.
+/// The points of a series at which the call is interrupted: the first, and the distance to the next.
 #[derive(Clone, Copy)]
 pub struct Stride {
     pub first: u64,
@@ -87,8 +87,8 @@ pub struct Stride {
 }
 
 impl Stride {
-    /// All where rounds are asked for. Else one point in three times `parts`, others in the next series and
-    /// on the next pool.
+    /// Every point if a number of rounds is set. Otherwise one point in three times `parts`, and different points in the next
+    /// series and on the next pool.
     pub fn of(pool: PoolKind, series: usize, parts: usize) -> Self {
         if wanted().is_some() {
             return Stride { first: 1, step: 1 };
@@ -99,7 +99,7 @@ impl Stride {
     }
 }
 
-/// A driver, what it holds, and the figures.
+/// A driver, its objects, and the figures.
 struct CutRun {
     rig: Rig,
     scene: Scene,
@@ -107,9 +107,9 @@ struct CutRun {
     tally: Tally,
     pool: PoolKind,
     round: usize,
-    /// Whether the pool is full from before each call until it is undone.
+    /// Whether the pool is full during each call, from before the call until the call is undone.
     is_full: bool,
-    /// The pool's disk, where it has one of its own. Dropped after the driver.
+    /// The pool's own disk, if any. Dropped after the driver.
     disk: Option<Disk>,
 }
 
@@ -134,7 +134,7 @@ impl CutRun {
         CutRun { rig, scene, orders, tally, pool, round: 0, is_full: false, disk }
     }
 
-    /// Cuts a call at one point after another, until it ends without reaching one.
+    /// Interrupts a call at one point after another, until it ends before it reaches the point.
     async fn series(&mut self, case: &Case, cut: Cut, stride: Stride) {
         let mut at = stride.first;
         while self.round(case, cut, at).await {
@@ -143,7 +143,7 @@ impl CutRun {
         assert!(at > 1 || stride.step > 1, "{} passes no point at all", case.name);
     }
 
-    /// One round; whether the point was reached.
+    /// Makes one round. Returns whether the point was reached.
     async fn round(&mut self, case: &Case, cut: Cut, at: u64) -> bool {
         self.round += 1;
         let name = case.name;
@@ -180,7 +180,7 @@ impl CutRun {
         }
         if let Some(point) = hit {
             self.tally.point(format!("{name} {cut:?} {} {}", point.number, point.step));
-            // For the model, a step that failed cut the call as a kill does.
+            // For the model a failed step interrupts the call like a kill.
             if !matches!(answer, Answer::Done(_)) {
                 answer = Answer::Cut;
             }
@@ -188,8 +188,8 @@ impl CutRun {
         if cut != Cut::Kill {
             self.tally.look(&mut self.rig, &mut self.scene, When::Failed, &context).await;
         }
-        // A kill also after the last point: done, and no caller knows. After an error half of them, for what
-        // memory hides shows then.
+        // The driver is also killed after the last point, when the call is done but the caller does not know. After
+        // an error every second round restarts, since memory may hide what is wrong on disk.
         let is_restarted = cut == Cut::Kill || self.round.is_multiple_of(2);
         if is_restarted {
             self.rig.kill();
@@ -206,7 +206,7 @@ impl CutRun {
         hit.is_some()
     }
 
-    /// An injected error is reported, unless its step is one that may fail.
+    /// An injected error must be reported, unless its step may fail.
     fn judge(&mut self, harmless: bool, errno: i32, answer: &Answer, context: &str) {
         let (_, expected) = ERRORS.iter().find(|(number, _)| *number == errno).expect("a known error");
         match answer {
@@ -228,12 +228,12 @@ impl CutRun {
     }
 }
 
-/// Rounds a pool; none asked for: each point once on one of the pools.
+/// Rounds per pool; `None` means that each point is taken once, on one of the pools.
 pub fn wanted() -> Option<usize> {
     asked("DELTAPATH_POINT_ROUNDS")
 }
 
-/// The cases to cut: all, unless `DELTAPATH_POINT_CALL` names one.
+/// The cases to interrupt: all, unless `DELTAPATH_POINT_CALL` names one.
 fn chosen() -> Vec<Case> {
     let one = std::env::var("DELTAPATH_POINT_CALL").ok();
     cases().into_iter().filter(|case| one.as_ref().is_none_or(|one| one == case.name)).collect()
@@ -260,7 +260,7 @@ async fn all_series(pool: PoolKind, what: &'static str, cuts: &[Cut]) {
     run.finish().await;
 }
 
-/// Deletions are the way out of a full pool, also where the driver is killed in them: before each step, and after the last.
+/// Deletions must free a full pool even if the driver is killed in them, before any step or after the last.
 async fn kills_on_full_pool(pool: PoolKind) {
     let mut run = CutRun::on_full_pool(pool, "full-kill-points").await;
     for case in cases().iter().filter(|case| ["DeleteSnapshot", "DeleteGroup"].contains(&case.name)) {

@@ -1,4 +1,4 @@
-//! What the rounds work on, and what must be the same before and after each of them.
+//! The objects that the rounds work on, and those that must be the same before and after each round.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,10 +25,10 @@ use testkit::{BLOCK, MIB, Rig};
 pub const SIZE: i64 = 8 * MIB;
 /// The size of a volume with a filesystem.
 pub const FILES: i64 = 16 * MIB;
-/// What the file on the mounted volume holds.
+/// The content of the file on the mounted volume.
 const MARKED: u8 = 7;
 
-/// Volumes and snapshots that no round may harm, and the model of all there is.
+/// Volumes and snapshots that no round may damage, and the model of all objects.
 pub struct Scene {
     /// The ids of the volumes: see `cases.rs`.
     pub origin: String,
@@ -37,11 +37,11 @@ pub struct Scene {
     pub files: String,
     /// A snapshot of the origin.
     pub snapshot: String,
-    /// What the blocks of the origin hold.
+    /// The content of the origin's blocks.
     content: Content,
-    /// The content of each volume that nobody writes.
+    /// The hash of each volume that is not written.
     pub volumes: BTreeMap<String, blake3::Hash>,
-    /// The content of each snapshot that was acknowledged.
+    /// The hash of each acknowledged snapshot.
     pub snapshots: BTreeMap<String, blake3::Hash>,
     known: Known,
     tally: life::Tally,
@@ -55,7 +55,7 @@ pub fn hash(path: &Path) -> Result<blake3::Hash, String> {
     Ok(blake3::hash(&bytes))
 }
 
-/// Whether an image holds a sound ext4, as it was at one moment.
+/// Checks that an image holds a sound ext4 as of one moment.
 pub fn check_filesystem(image: &Path) -> Result<(), String> {
     let checked = std::process::Command::new("e2fsck").args(["-f", "-n"]).arg(image).output();
     let checked = checked.map_err(|error| error.to_string())?;
@@ -65,7 +65,7 @@ pub fn check_filesystem(image: &Path) -> Result<(), String> {
     }
 }
 
-/// Writes and syncs the first block of a device that is published.
+/// Writes and syncs the first block of a published device.
 pub fn write_first_block(target: &Path) -> std::io::Result<()> {
     let file = File::options().write(true).open(target)?;
     file.write_all_at(&[7; BLOCK as usize], 0).and_then(|()| file.sync_all())
@@ -116,7 +116,7 @@ impl Scene {
         self.known.names.path(place).into()
     }
 
-    /// Lives some steps, each as the model says.
+    /// Makes some steps, and compares each with the model.
     pub async fn live(&mut self, rig: &mut Rig, steps: &[Step]) -> Result<(), String> {
         let mut lent = Subject::lent(rig);
         let mut life = Life::begin(&mut lent, &mut self.tally, &mut self.known).await;
@@ -127,13 +127,13 @@ impl Scene {
         Ok(())
     }
 
-    /// A call as it is made now.
+    /// A call with the ids that its names have now.
     pub fn asked(&self, call: &Call) -> Asked {
         Asked { call: call.clone(), names: self.known.names.clone() }
     }
 
-    /// Takes in how a call ended; one that was cut may have come to all that a retry goes on from. With `look`, the lists, the
-    /// kernel and the devices say what that is.
+    /// Updates the model with the end of a call. An interrupted call may have left any state from which a retry continues. With
+    /// `look`, the lists, the kernel and the devices tell which.
     pub async fn ended(
         &mut self,
         rig: &mut Rig,
@@ -150,7 +150,7 @@ impl Scene {
         outcome.map_err(|said| life.known.names.spelled(&said))
     }
 
-    /// Makes calls of which the model is to know nothing.
+    /// Makes calls that the model does not follow.
     async fn call(&self, client: &mut Client, calls: &[Call]) {
         for call in calls {
             let answer = make(client, &self.asked(call)).await;
@@ -158,14 +158,14 @@ impl Scene {
         }
     }
 
-    /// Makes sure that the volumes are in use, as kubelet does after a reboot.
+    /// Stages and publishes the volumes if they are not, as kubelet does after a reboot.
     #[cfg(feature = "failpoints")]
     pub async fn use_again(&self, rig: &mut Rig) {
         let calls = [RAW, FILESYSTEM].map(|name| [stage(name), publish(name, false)]);
         self.call(&mut rig.client, calls.as_flattened()).await;
     }
 
-    /// Unmounts the filesystem: on a full pool it could not write its journal.
+    /// Unmounts the filesystem, since it could not write its journal on a full pool.
     #[cfg(feature = "failpoints")]
     pub async fn unmount(&mut self, rig: &mut Rig) {
         let calls = [unpublish(FILESYSTEM), unstage(FILESYSTEM)].map(Step::One);
@@ -173,18 +173,18 @@ impl Scene {
         self.is_mounted = false;
     }
 
-    /// Unmounts and detaches what the scene holds.
+    /// Unmounts and detaches the scene's volumes.
     pub async fn leave(&self, rig: &mut Rig) {
         let calls = [RAW, FILESYSTEM].map(|name| [unpublish(name), unstage(name)]);
         self.call(&mut rig.client, calls.as_flattened()).await;
     }
 
-    /// Whether a file holds what was written to the origin.
+    /// Checks that a file has the content of the origin.
     pub fn check_origin(&self, path: &Path) -> Result<(), String> {
         self.content.compare(path, 0, SIZE as u64 / BLOCK)
     }
 
-    /// Whether the mounted volume is there and its file as it was written.
+    /// Checks that the volume is mounted and its file has the written content.
     pub fn check_files(&self) -> Result<(), String> {
         if !self.is_mounted {
             return Ok(());
@@ -197,7 +197,7 @@ impl Scene {
     }
 }
 
-/// What makes the scene.
+/// The steps that make the scene.
 fn steps() -> Vec<Step> {
     let origin = || From::Volume(Ref::Last(ORIGIN));
     let device = |name, from| volume(name, Access::Block, SIZE, from);

@@ -1,4 +1,4 @@
-//! The start, the stop and the hashing, interrupted at each of their steps.
+//! The start, the stop and hashing are interrupted at each of their steps.
 
 use std::path::Path;
 use std::process::ExitStatus;
@@ -33,7 +33,7 @@ fn context(what: &str, pool: PoolKind, cut: Cut, points: &[Point]) -> String {
     }
 }
 
-/// Whether a process was killed at a point, or failed at one, as the test wanted.
+/// Whether a process was killed or failed at a point, as ordered.
 fn ended_as_wanted(cut: Cut, ended: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     match cut {
@@ -42,7 +42,7 @@ fn ended_as_wanted(cut: Cut, ended: ExitStatus) -> bool {
     }
 }
 
-/// A first start that is cut leaves what the next one takes up: a pool, and room for volumes in it.
+/// If a first start is interrupted, the next one completes it, with a pool that can hold volumes.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -67,14 +67,14 @@ fn is_socket(path: &Path) -> bool {
     path.ends_with("csi.sock")
 }
 
-/// Steps whose failure a start may pass over: a device whose requests are not counted serves as well, and is
-/// never believed to be quiet; a probe that cannot clone says that the pool is to be made in an image.
+/// Steps whose failure a start may ignore. A device whose requests are not counted works too, and never counts as quiet. If
+/// the probe cannot clone, the pool is made in an image.
 fn is_passed_over(cut: Cut, point: &Point) -> bool {
     let is_probe = point.step == "clone blocks into" && point.path.ends_with("data/pool");
     cut != Cut::Kill && (is_probe || point.path.ends_with("queue/iostats"))
 }
 
-/// Steps of a start that clear away what nobody needs: where they fail it goes on, and says so.
+/// Steps of a start that remove what is not needed. If they fail, the start logs it and continues.
 fn clears_up(point: &Point) -> bool {
     let path = point.path.to_string_lossy();
     point.step == "sync the filesystem of"
@@ -83,7 +83,7 @@ fn clears_up(point: &Point) -> bool {
         || path.ends_with("/groups")
 }
 
-/// Frees what is below a directory, however its user ends.
+/// Frees the mounts and devices below a directory, even if the test fails.
 struct Sweeper<'d>(&'d Path);
 
 impl Drop for Sweeper<'_> {
@@ -141,8 +141,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
     cut_at(&points).is_some()
 }
 
-/// What a dead driver leaves to the next: half-removed objects, a frozen filesystem, a pool that is mounted or
-/// not.
+/// What a driver that died leaves to the next: half-removed objects, a frozen filesystem, and a pool that is mounted or not.
 async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
     rig.kill();
     let pool = rig.pool_dir();
@@ -152,7 +151,7 @@ async fn disorder(rig: &mut Rig, scene: &Scene, detached: bool) {
     std::fs::create_dir_all(pool.join("groups/group-empty/members")).expect("mkdir");
     std::fs::write(pool.join("groups/group-empty/deleted.json"), "").expect("write");
     if detached {
-        // As after a reboot, and kubelet has not come yet.
+        // As after a reboot, before kubelet has staged anything.
         let left = deltapath::sys::sweep::sweep(rig.dir.path()).expect("sweep");
         assert!(left.is_empty(), "{left:?}");
         return;
@@ -204,7 +203,7 @@ async fn a_start_that_is_cut_while_it_recovers_is_taken_up_by_the_next(
                     rig.kill();
                     rig.start_again().await;
                 }
-                // It goes on where one object cannot be put right, and says so; the next start tries again.
+                // If one object cannot be repaired, the start logs it and continues, and the next start tries again.
                 Ok(()) => {
                     let reported = last_lines(&rig.log());
                     let is_its_sync = point.step == "sync" && point.path.join("record.json").exists();
@@ -248,7 +247,7 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
         tally.round(cut_at(&points).is_some());
         match cut_at(&points) {
             None => assert!(ended.success(), "{context}: {ended}\n{}", last_lines(&rig.log())),
-            // A stale socket is replaced by the next driver.
+            // The next driver replaces a stale socket.
             Some(point) if is_socket(&point.path) && cut != Cut::Kill => {
                 assert!(ended.success(), "{context}: {ended}");
             }
@@ -268,8 +267,7 @@ async fn a_stop_that_is_cut_leaves_what_the_next_start_finds(
     rig.finish();
 }
 
-/// Hashing is cut: what it wrote counts or does not, deltas are exact either way, and the next start does the
-/// rest.
+/// Hashing is interrupted. Whether its hashes count yet or not, deltas are exact, and the next start does the rest.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -288,7 +286,7 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(
         let Stride { first, step } = Stride::of(pool, series, 2);
         for at in (first..).step_by(step as usize) {
             round += 1;
-            // The base, hashed; then changes in several pages of hashes.
+            // The base is hashed; then blocks change in several pages of hashes.
             let base = rig.snapshot(&format!("base {round}"), &raw).await;
             hashed(&rig, &base).await;
             for (place, start) in [(1, 10), (2, 400), (3, 900)] {
@@ -297,7 +295,7 @@ async fn hashing_that_is_cut_is_done_by_the_next_start_and_no_delta_is_wrong(
             scene.volumes.remove(&raw);
             orders.give(cut, at, "hashing");
             let name = format!("target {round}");
-            // Cut before the snapshot is answered, or after.
+            // Hashing is interrupted before the answer to CreateSnapshot, or after it.
             let early = rig.client.create_snapshot(&name, &raw).await;
             if let Ok(target) = &early {
                 worked_or_cut(&orders, &target.snapshot_id, &rig).await;
@@ -353,13 +351,13 @@ async fn hashed(rig: &Rig, snapshot: &str) {
     }
 }
 
-/// Waits until the hashing of a snapshot is done, or was cut.
+/// Waits until the hashing of a snapshot is done or was interrupted.
 async fn worked_or_cut(orders: &Orders, snapshot: &str, rig: &Rig) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !orders.passed().iter().any(|point| point.hit) {
         assert!(Instant::now() < deadline, "{snapshot} is not hashed\n{}", last_lines(&rig.log()));
         let done = is_hashed(rig, snapshot);
-        // The last steps come after the map is replaced.
+        // Some steps follow after the map is replaced.
         tokio::time::sleep(Duration::from_millis(if done { 30 } else { 2 })).await;
         if done {
             return;

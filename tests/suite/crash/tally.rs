@@ -1,4 +1,4 @@
-//! The figures of a run of rounds, in one line: `hack/crash.sh` adds the lines up.
+//! The figures of a run, in one line. `hack/crash.sh` adds up the lines.
 
 use std::collections::BTreeSet;
 
@@ -6,12 +6,12 @@ use super::audit::{When, audit};
 use super::scene::Scene;
 use testkit::{PoolKind, Rig};
 
-/// The figures of one test. Printed when dropped, in whatever way the test ends.
+/// The figures of one test. They are printed when dropped, even if the test fails.
 pub struct Tally {
     what: &'static str,
     pool: PoolKind,
     rounds: usize,
-    /// Rounds in which the call was cut short.
+    /// Rounds in which the call was interrupted.
     pub cut: usize,
     points: BTreeSet<String>,
     losses: usize,
@@ -23,19 +23,19 @@ impl Tally {
         Tally { what, pool, rounds: 0, cut: 0, points: BTreeSet::new(), losses: 0, leaks: 0 }
     }
 
-    /// A round was made.
+    /// Counts a round.
     pub fn round(&mut self, cut: bool) {
         self.rounds += 1;
         self.cut += usize::from(cut);
     }
 
-    /// A point was stopped at; each counts once.
+    /// Counts a point; each counts once.
     #[cfg(feature = "failpoints")]
     pub fn point(&mut self, name: String) {
         self.points.insert(name);
     }
 
-    /// Takes a look; what it finds ends the test.
+    /// Makes an audit, and fails with its findings.
     pub async fn look(&mut self, rig: &mut Rig, scene: &mut Scene, when: When, context: &str) {
         let found = audit(rig, scene, when).await;
         self.losses += found.losses.len();
@@ -44,7 +44,7 @@ impl Tally {
         assert!(fine, "{context}, {when:?}: {found:#?}\n{}", last_lines(&rig.log()));
     }
 
-    /// A loss that no look can see.
+    /// Counts a loss that an audit cannot find, and fails.
     pub fn lost(&mut self, rig: &Rig, what: &str) -> ! {
         self.losses += 1;
         panic!("{what}\n{}", last_lines(&rig.log()));

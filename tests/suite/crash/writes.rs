@@ -1,4 +1,5 @@
-//! Copies of devices under write that are cut short, on btrfs: what they set on the volume is undone.
+//! On btrfs a copy of a device that is being written changes settings of the volume. If the copy is interrupted, they are
+//! restored.
 
 use std::fs::File;
 use std::path::Path;
@@ -11,15 +12,15 @@ use testkit::content::Content;
 use testkit::orders::{Cut, Orders};
 use testkit::{MIB, PoolKind, Rig};
 
-/// Whether writes are synchronous, and whether they pass the page cache by.
+/// Whether writes are synchronous, and whether they bypass the page cache.
 fn mode(data: &Path) -> (bool, bool) {
     let file = File::open(data).expect("open");
     let device = LoopDevice::find(data).expect("find").expect("published");
     (Flag::Synchronous.is_set(&file, data).expect("attributes"), device.is_direct_io().expect("dio"))
 }
 
-/// The incident that must not be: a driver is killed while it copies a volume under write, and the volume's writes stay
-/// synchronous, or go through the page cache, for as long as the device lives.
+/// What must not happen: a driver is killed while it copies a volume that is being written, and the volume's writes stay
+/// synchronous, or go through the page cache, as long as the device exists.
 async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
     let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
     let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
