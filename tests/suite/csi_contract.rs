@@ -1,9 +1,9 @@
-//! Promise: what deltapath speaks on the wire is CSI v1, name for name and number for number.
+//! The driver's messages are exactly those of CSI v1, with the same names and numbers.
 //!
-//! `csi_contract.txt` lists every service, call, message, field and enum value of the published interface. These tests
-//! turn the descriptor that is compiled into the driver into the same lines and compare the two, so that an edit of
-//! `crates/proto/proto/csi.proto` that clients would notice cannot pass unseen. The mark on secret fields is part of the contract:
-//! what is to be kept out of logs follows from it.
+//! `csi_contract.txt` lists every service, call, message, field and enum value of the published interface. These tests turn
+//! the descriptor that is compiled into the driver into the same lines and compare the two. So they detect any edit of
+//! `crates/proto/proto/csi.proto` that changes the interface. The mark on secret fields is included, since it decides what
+//! is kept out of logs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -16,7 +16,7 @@ const TABLE: &str = include_str!("csi_contract.txt");
 
 /// The lines of each block by the block's first line, such as `message csi.v1.Topology`.
 ///
-/// Sets, since the order of declarations is nothing that a client can see.
+/// These are sets, since the order of declarations makes no difference to clients.
 #[derive(Default)]
 struct Contract(BTreeMap<String, BTreeSet<String>>);
 
@@ -65,7 +65,7 @@ impl Contract {
             contract.block(
                 format!("enum {}", enumeration.full_name()),
                 enumeration.values().map(|value| format!("{} {}", value.number(), value.name())).chain(
-                    // Inclusive at both ends, other than a message's.
+                    // Inclusive at both ends, unlike the range of a message.
                     enumeration.reserved_ranges().flatten().map(|number| format!("reserved {number}")),
                 ),
             );
@@ -84,12 +84,12 @@ impl Contract {
         contract
     }
 
-    /// Opens the block, also when it stays empty, and adds the lines to it.
+    /// Adds a block, even if it has no lines.
     fn block(&mut self, header: String, lines: impl IntoIterator<Item = String>) {
         self.0.entry(header).or_default().extend(lines);
     }
 
-    /// What `found` lacks (`-`) and what it has beyond `self` (`+`), block by block. Empty when the two agree.
+    /// The lines that `found` lacks (`-`) and those that only `found` has (`+`), by block. Empty if the two agree.
     fn diff(&self, found: &Self) -> String {
         let nothing = BTreeSet::new();
         let headers: BTreeSet<_> = self.0.keys().chain(found.0.keys()).collect();
@@ -114,7 +114,7 @@ impl Contract {
     }
 }
 
-/// `rpc NAME REQUEST -> RESPONSE`, with `stream` before a side that streams.
+/// `rpc NAME REQUEST -> RESPONSE`, with `stream` before a message type that is streamed.
 fn rpc_line(method: &MethodDescriptor) -> String {
     let side = |streams: bool| if streams { "stream " } else { "" };
     format!(
@@ -176,7 +176,7 @@ fn a_difference_is_named_with_its_block() {
     assert_eq!(wanted.diff(&wanted), "");
 }
 
-/// The gateway passes the driver's messages on as bytes: it may, because both contracts have the same fields in them.
+/// The gateway may relay the driver's messages as bytes, because both contracts have the same fields in them.
 #[test]
 fn the_kubernetes_api_has_the_same_answers_under_the_same_numbers() {
     let csi = DescriptorPool::decode(FILE_DESCRIPTOR_SET).expect("CSI");

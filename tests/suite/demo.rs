@@ -1,4 +1,4 @@
-//! `deltapath demo` as a person runs it.
+//! `deltapath demo`, run as a user runs it.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -70,7 +70,7 @@ fn ctrl_c_at_any_time_leaves_nothing(
         std::thread::sleep(Duration::from_millis(millis));
         signal(&child, nix::sys::signal::Signal::SIGINT);
         let status = wait(&mut child, Duration::from_secs(60));
-        // Before the handler is set the signal ends it at once; after its last step it is done.
+        // Before the handler is set, the signal ends it at once. After its last step it has ended by itself.
         assert!(matches!(status.code(), Some(130 | 0 | 1) | None), "{status}");
         assert_clean(dir.path());
     }

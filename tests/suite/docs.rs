@@ -1,4 +1,4 @@
-//! Flags, parameters and targets in README and reference exist.
+//! Flags, parameters and make targets in the pages exist, and the reference has all of them.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::FileExt;
@@ -11,7 +11,7 @@ use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, PoolKind, Rig};
 
-/// The pages that speak of commands, flags and targets.
+/// The pages that name commands, flags and make targets.
 const PAGES: [&str; 7] = [
     "README.md",
     "docs/reference.md",
@@ -36,7 +36,7 @@ fn help(program: &str, subcommand: &str) -> String {
     String::from_utf8(output.stdout).expect("utf-8")
 }
 
-/// The words of a text that begin with `prefix`, cut at the first character that no name has.
+/// The words of a text that begin with `prefix`, each cut at the first character that cannot be in a name.
 fn words(text: &str, prefix: &str) -> BTreeSet<String> {
     let name = |rest: &str| -> String {
         rest.chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect()
@@ -57,7 +57,7 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
     for command in ["bench", "conformance", "faults", "mock"] {
         real.extend(words(&help("cbt-lab", command), "--"));
     }
-    // Their own tests hold these sections against their flags.
+    // Other tests compare these sections with the flags of the programs.
     let reference = read("docs/reference.md");
     for program in [
         "deltapath-gateway",
@@ -73,7 +73,7 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
         let section = reference.split("\n## ").find(|section| section.starts_with(&heading));
         real.extend(words(section.expect("the section of its flags"), "--"));
     }
-    // Flags of other programs and of the scripts, which the pages mention too.
+    // The pages also mention flags of other programs and of the scripts:
     // `curl --data` in docs/faults.md, `cargo bench --bench` in docs/benchmarks.md, the community sidecar's in docs/conformance.md.
     let others = ["--help", "--no-growth", "--data", "--bench", "--kube-api-qps"].map(str::to_owned);
     for flag in words(&pages(), "--") {
@@ -88,7 +88,7 @@ fn every_flag_is_in_the_reference_and_every_flag_in_the_pages_is_real() {
 #[test]
 fn every_target_in_the_pages_exists() {
     let (pages, makefile) = (pages(), read("Makefile"));
-    // In code: behind a backtick, or at the begin of a line.
+    // Targets in code are after a backtick, or at the beginning of a line.
     let mut targets: Vec<&str> = Vec::new();
     for before in ["`make ", "\nmake "] {
         let named = pages.split(before).skip(1);
@@ -129,7 +129,7 @@ fn every_parameter_in_the_reference_is_accepted() {
     }
 }
 
-/// docs/algorithm.md follows a volume of eight blocks, and docs/format.md has the bytes of its files.
+/// The example of docs/algorithm.md on a real driver, and the bytes of its files as docs/format.md describes them.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -208,7 +208,7 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     rig.finish();
 }
 
-/// Each example has all fields, of the right types, and no other.
+/// Each example has exactly the fields of its record, with the right types.
 #[test]
 fn the_examples_in_the_format_are_records() {
     use deltapath::store::{SnapshotRecord, VolumeRecord, VolumeState};

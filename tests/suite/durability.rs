@@ -1,4 +1,4 @@
-//! A filesystem that is being written, its snapshot, and what a restore of it holds.
+//! A snapshot of a filesystem that is being written contains every acknowledged write.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -12,13 +12,13 @@ use deltapath::sys::{freeze, mount, program};
 
 use testkit::{MIB, PoolKind, Rig, root_of};
 
-/// Rounds a pool; `DELTAPATH_FSCK_ROUNDS` asks for more.
+/// Rounds per pool; `DELTAPATH_FSCK_ROUNDS` sets another number.
 fn rounds() -> usize {
     std::env::var("DELTAPATH_FSCK_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(50)
 }
 
-/// A database in small: it appends numbered records to a log, syncs each before it counts as written, and
-/// makes, renames and removes files beside it.
+/// A small database. It appends numbered records to a log, syncs each before it counts as written, and makes, renames and
+/// removes other files.
 struct Database {
     stop: Arc<AtomicBool>,
     acknowledged: Arc<AtomicU64>,
@@ -68,7 +68,7 @@ impl Drop for Database {
     }
 }
 
-/// The last whole record of a log.
+/// The number of the last whole record of a log.
 fn last_record(log: &Path) -> u64 {
     let mut bytes = Vec::new();
     File::open(log).and_then(|mut file| file.read_to_end(&mut bytes)).expect("read the log");
@@ -96,7 +96,7 @@ fn fsck(fs_type: &str, device: &Path) {
     checked.unwrap_or_else(|error| panic!("{fs_type} is not clean: {}", base::report(&error)));
 }
 
-/// Writers on one filesystem while it is snapshotted: every third of the rounds.
+/// Writers on a filesystem while snapshots of it are taken. Each filesystem has every third of the rounds.
 #[rstest::rstest]
 #[case::ext4(0, "ext4")]
 #[case::xfs(1, "xfs")]
@@ -119,7 +119,7 @@ async fn a_snapshot_holds_every_acknowledged_write(
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     for round in (first..rounds()).step_by(3) {
-        // The user's own freeze, now and then: it is theirs before and after.
+        // Sometimes the user has frozen the filesystem. It must stay frozen.
         let staging = kubelet.join(&volume).join("staging");
         let frozen = (round / 3 % 4 == 3).then(|| {
             let mounted = mount::mounted_at(&staging).expect("mounts").expect("staged");
@@ -152,7 +152,7 @@ async fn a_snapshot_holds_every_acknowledged_write(
     rig.finish();
 }
 
-/// A freeze never outlives its bound, also where nobody thaws; and a thaw that comes too late fails.
+/// A freeze ends at its time limit even if nobody thaws, and a thaw after that fails.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,4 @@
-//! Expansion: file, device and filesystem, online and offline; and what it does not touch.
+//! Expansion of file, device and filesystem, online and offline, and what it must not change.
 
 use std::os::unix::fs::FileExt;
 
@@ -21,7 +21,7 @@ fn node_expand(rig: &Rig, volume: &str, bytes: i64) -> proto::NodeExpandVolumeRe
     }
 }
 
-/// Seen in other drivers: expansion changes a record; file, device and filesystem stay small.
+/// Seen in other drivers: expansion changes only a record, and file, device and filesystem keep their size.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -46,7 +46,7 @@ async fn file_device_and_filesystem_grow_while_in_use(
         let answer = rig.client.node.node_expand_volume(request).await;
         let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
         if fs_type == "ext4" && is_more && !may_grow_ext4 {
-            // The kernel lets nobody else grow a mounted ext4, so it grows when it is staged again.
+            // Without the capability the kernel does not grow a mounted ext4, so it grows at the next stage.
             assert_eq!(status_code(answer), Code::FailedPrecondition);
             rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
             rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
@@ -83,8 +83,8 @@ async fn what_was_expanded_while_nobody_used_it_is_large_when_it_is_staged(
     rig.finish();
 }
 
-/// A request of less is rounded up to what the filesystem needs, and that is enough to be staged, also again,
-/// and to grow: the kernel resizes no btrfs to less than 256 MiB.
+/// A smaller request is rounded up to the least that the filesystem needs. That is enough to be staged, staged again, and
+/// grown: the kernel does not resize a btrfs to less than 256 MiB.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -216,8 +216,8 @@ async fn an_expansion_that_can_not_be_is_refused_and_changes_nothing() {
     rig.finish();
 }
 
-/// A crash between the file and the record leaves a file that is longer than the volume; one between the
-/// record and the device leaves a device that is shorter. The next use puts both right.
+/// A crash between the steps for the file and the record leaves a file that is longer than the volume. A crash between the
+/// record and the device leaves a device that is shorter. The next use corrects both.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_expansion_cut_short_is_put_right() {
@@ -238,7 +238,7 @@ async fn an_expansion_cut_short_is_put_right() {
     content.assert_equals(&device, 0, 2048);
 
     rig.kill();
-    // The record says 16 MiB, and neither file nor device do.
+    // The record says 16 MiB, but file and device have 8 MiB.
     let record = std::fs::read_to_string(dir.join("record.json")).expect("read");
     let larger =
         record.replace(&format!("\"capacity\": {}", 8 << 20), &format!("\"capacity\": {}", 16 << 20));
@@ -253,11 +253,11 @@ async fn an_expansion_cut_short_is_put_right() {
     rig.finish();
 }
 
-/// Without the flag volumes are thin and never refused for want of room.
+/// `--overcommit` limits the provisioned size. Without the flag volumes are thin and never refused for lack of space.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn overcommit_bounds_what_is_promised() {
-    // The pool image of a rig is 8 GiB, less what xfs takes.
+    // The pool image of a rig is 8 GiB, minus what xfs itself uses.
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--overcommit", "2"], "info").await;
     let capacity = |rig: &Rig| rig.client.controller.clone();
     let room = capacity(&rig).get_capacity(proto::GetCapacityRequest::default()).await.expect("capacity");
@@ -286,7 +286,7 @@ async fn overcommit_bounds_what_is_promised() {
     };
     ask.parameters.insert("csi.storage.k8s.io/fstype".into(), "xfs".into());
     ask.parameters.insert("blockSize".into(), "1Mi".into());
-    // The pool's image is sparse: on a disk with less left than the pool has free, that is all there is behind it.
+    // The pool's image is sparse, so the free space is that of the disk below it if that is less than the pool's.
     let free = || {
         let available = |path: std::path::PathBuf| sys::space(&path).expect("statvfs").available as i64;
         available(rig.pool_dir()).min(available(rig.data_dir()))
@@ -305,7 +305,7 @@ async fn overcommit_bounds_what_is_promised() {
     };
     let room = capacity(&rig).get_capacity(elsewhere).await.expect("capacity").into_inner();
     assert_eq!((room.available_capacity, room.maximum_volume_size), (0, Some(0)), "no room on another node");
-    // The provisioner sends the class's parameters as they are, and a filesystem may stand there alone.
+    // The provisioner sends the class's parameters unchanged, so the filesystem may be named only there.
     let mut bare = proto::GetCapacityRequest::default();
     bare.parameters.insert("csi.storage.k8s.io/fstype".into(), "btrfs".into());
     let room = capacity(&rig).get_capacity(bare.clone()).await.expect("capacity").into_inner();
@@ -315,7 +315,7 @@ async fn overcommit_bounds_what_is_promised() {
     rig.finish();
 }
 
-/// A file past the end of a device is not there to be written: the new part is zeros.
+/// The part of the file past the end of the device cannot be written, so the new part of an expanded volume reads as zeros.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_an_expansion_adds_reads_as_zeros() {
@@ -331,8 +331,8 @@ async fn what_an_expansion_adds_reads_as_zeros() {
     rig.finish();
 }
 
-/// The incident: the last sync of an expansion failed, the retry found the record large enough and said OK, and a power
-/// cut brought the small one back.
+/// The incident: the last sync of an expansion failed. The retry found the record large enough and answered OK, and a power
+/// cut brought back the old record.
 #[cfg(feature = "failpoints")]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -145,8 +145,8 @@ async fn a_group_that_can_not_be_is_refused_and_leaves_nothing() {
     rig.finish();
 }
 
-/// Writes n = 1, 2, 3, ... to one place, flushes, then to the other and flushes, with pauses in which the
-/// devices are at rest.
+/// Writes n = 1, 2, 3, ... to one file, flushes, then writes n to the other and flushes. Between the numbers are pauses
+/// without writes.
 struct Writer {
     stop: Arc<AtomicBool>,
     written: Arc<AtomicU64>,
@@ -154,8 +154,8 @@ struct Writer {
 }
 
 impl Writer {
-    /// Returns once both places hold a number of this writer: what an earlier one left there would pass for
-    /// a B(n) without its A(n).
+    /// Returns once both files have a number of this writer. A number of an earlier writer would look like a B(n) without
+    /// its A(n).
     fn start(first: File, second: File, pause: fn(u64) -> Duration) -> Self {
         let (stop, written) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let thread = std::thread::spawn({
@@ -196,10 +196,9 @@ fn number_at(path: &Path) -> u64 {
     first
 }
 
-/// Seen in other drivers: members of a group snapshot are taken one after another. Here one
-/// writer writes A(n) to one raw device, flushes, then B(n) to another; no group that succeeds holds B(n)
-/// without A(n). Each order of the two in the request is tried, for each order of cloning is wrong for
-/// one order of writing.
+/// Seen in other drivers: members of a group snapshot are taken one after another. Here a writer writes A(n) to one raw
+/// device, flushes, then writes B(n) to another. No group may hold B(n) without A(n). Both orders of the devices in the
+/// request are tested, since a wrong order of cloning shows only with one of them.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -214,9 +213,9 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
         volumes.push(volume);
         devices.push(device);
     }
-    // Often too short for a group, sometimes long enough.
+    // Most pauses are too short for a group, some are long enough.
     let pause = |number: u64| Duration::from_micros([0, 100, 500, 50, 20_000][number as usize % 5]);
-    // Without any pause: taken in order, or refused, and a refused one leaves nothing.
+    // Without any pause the group is right or refused, and a refused one leaves nothing.
     let restless = Writer::start(open_device(&devices[0]), open_device(&devices[1]), |_| Duration::ZERO);
     for round in 0..2 {
         match rig.client.create_group(&format!("restless {round}"), &volumes).await {
@@ -228,7 +227,7 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
                 rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("delete");
             }
         }
-        // What a deletion frees goes behind it.
+        // The files of a deleted group are removed in the background.
         for dir in ["groups", "staging"] {
             let dir = rig.pool_dir().join(dir);
             let is_deleted = |name: &String| dir.join(name).join("deleted.json").exists();
@@ -277,8 +276,7 @@ async fn a_group_of_raw_devices_keeps_the_order_of_writes_or_fails(
     rig.finish();
 }
 
-/// Filesystems are frozen together, so a group of them, and of one raw device beside them, succeeds under
-/// any load.
+/// Filesystems are frozen together. So a group of filesystems, with at most one raw device, succeeds under any load.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -301,7 +299,7 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(
         std::fs::write(&path, vec![0; BLOCK as usize]).expect("write");
         File::options().write(true).open(path).expect("open")
     };
-    // A chain over all three: ext4 before xfs, xfs before btrfs.
+    // Writers in a chain: ext4 before xfs, xfs before btrfs.
     let files: Vec<File> = targets.iter().map(|target| create(target)).collect();
     let pairs = [(0, 1), (1, 2)];
     for (round, (first, second)) in pairs.into_iter().cycle().take(4).enumerate() {
@@ -309,7 +307,7 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(
         let writer = Writer::start(handle(first), handle(second), |_| Duration::ZERO);
         let name = format!("group {round}");
         let group = rig.client.create_group(&name, &volumes).await.expect("filesystems are frozen");
-        // Nothing is left frozen: the writer goes on.
+        // The writer continues, so nothing is left frozen.
         let seen = writer.written.load(Ordering::Relaxed);
         while writer.written.load(Ordering::Relaxed) < seen + 3 {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -331,7 +329,7 @@ async fn a_group_of_filesystems_keeps_the_order_of_writes_under_load(
         let [a, b] = numbers[..] else { unreachable!("two members") };
         assert!(b <= a && a <= b + 1, "{pool:?}: a group holds A({a}) and B({b})");
         rig.client.delete_group(&group.group_snapshot_id, &members(&group)).await.expect("delete");
-        // The next pair starts from 0 again.
+        // The next pair starts again from 0.
         for file in &files {
             file.write_all_at(&[0; BLOCK as usize], 0).expect("write");
             file.sync_all().expect("flush");

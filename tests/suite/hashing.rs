@@ -1,4 +1,4 @@
-//! Hashing after the calls: its order, and the damage that it finds and repairs.
+//! Hashing in the background: its order, and the damage that it finds and repairs.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -22,7 +22,7 @@ fn fill(device: &Path, size: u64) {
     }
 }
 
-/// A first snapshot of gigabytes was hashed to its end before any other snapshot had its turn.
+/// The incident: a first snapshot of gigabytes was hashed completely before any other snapshot had its turn.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_large_first_snapshot_holds_up_no_comparison() {
@@ -46,8 +46,8 @@ async fn a_large_first_snapshot_holds_up_no_comparison() {
     rig.finish();
 }
 
-/// The incident: while a first snapshot was hashed, another volume's writes fell to a sixteenth of their rate. Now it is
-/// hashing that falls to a sixteenth of its own.
+/// The incident: while a first snapshot was hashed, another volume's writes fell to a sixteenth of their rate. Now hashing
+/// falls to a sixteenth of its rate instead.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
@@ -62,7 +62,7 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
         let snapshot = rig.snapshot(name, &volume).await;
         let started = Instant::now();
         if let Some(alone) = alone {
-            // Less than a tenth of the time that hashing takes beside writes.
+            // This is less than a tenth of the time that hashing takes during writes.
             while started.elapsed() < alone * 3 / 2 {
                 device.write_all_at(&[1; 4096], 0).and_then(|()| device.sync_data()).expect("write");
             }
@@ -77,7 +77,7 @@ async fn hashing_gives_way_to_writes_and_goes_on_behind_them() {
     rig.finish();
 }
 
-/// On btrfs each `allocated` is made from the one before: what is wrong in one was inherited by all that followed.
+/// On btrfs each `allocated` map is made from the one before, so all later maps inherited an error.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -131,8 +131,8 @@ async fn an_allocated_map_that_is_wrong_is_found_and_mended_with_those_before_it
     rig.finish();
 }
 
-/// Once the bytes of a deleted snapshot are freed its hashes are all there is: a page of them that is damaged is made
-/// again before. It was not, and deltas across it failed for good.
+/// Once the bytes of a deleted snapshot are freed, only its hashes are left, so damaged pages of hashes must be made again
+/// before. They were not, and deltas across the snapshot failed from then on.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_hashes_are_made_again_before_the_bytes_go() {

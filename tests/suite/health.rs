@@ -1,4 +1,4 @@
-//! Metrics, health, and a correct probe.
+//! Metrics, the health endpoint, and Probe.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
@@ -15,8 +15,8 @@ use crate::volume_health::{
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, status_code};
 
-/// An address that nobody listens on. Somebody else may take it before the driver does; then the driver
-/// does not start and the test fails, which is rare and plain.
+/// A free address. In rare cases another program takes it before the driver; then the driver does not start and the test
+/// fails with a clear message.
 fn free_address() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
     listener.local_addr().expect("address")
@@ -32,13 +32,13 @@ async fn get(address: SocketAddr, path: &str) -> (u16, String) {
     (status, answer.split_once("\r\n\r\n").expect("a body").1.to_owned())
 }
 
-/// The value of a metric line, named with its labels.
+/// The value of a metric. The name includes the labels.
 fn value(metrics: &str, name: &str) -> Option<f64> {
     metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
 
-/// What nobody has hashed yet is counted once a snapshot, whether its map is new or made from the one before, and
-/// whether it is taken alone or in a group.
+/// Bytes that are not hashed yet count once for each snapshot, whether its map is new or made from the one before, and
+/// whether it was taken alone or in a group.
 #[cfg(feature = "failpoints")]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -68,7 +68,7 @@ async fn the_backlog_is_what_is_still_to_be_hashed() {
     rig.finish();
 }
 
-/// Whoever reaches the port may ask as often as they like: that takes no thread from calls but a few.
+/// A client of the port may send any number of requests. They use only a few threads, so calls are not delayed.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_flood_of_scrapes_takes_few_threads() {
@@ -112,7 +112,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     let deadline = Instant::now() + Duration::from_secs(30);
     let (status, metrics) = loop {
         let (status, metrics) = get(address, "/metrics").await;
-        // The snapshot is hashed behind.
+        // The snapshot is hashed in the background.
         if value(&metrics, "deltapath_hashing_backlog_bytes") == Some(0.0) {
             break (status, metrics);
         }
@@ -164,7 +164,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
     rig.finish();
 }
 
-/// The pool is taken away under a running driver: it says so, and says when it is back.
+/// The pool is unmounted under a running driver, which reports that, and reports when it is back.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_probe_tells_when_the_pool_is_gone() {
@@ -199,7 +199,7 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     rig.finish();
 }
 
-/// A taken address stops the start, with the flag's name.
+/// If the address is in use, the start fails and names the flag.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_taken_metrics_address_is_an_error() {

@@ -1,4 +1,4 @@
-//! Requests that no friendly client sends: hostile ids, random fields, random bytes.
+//! Hostile requests: strange ids, random fields, random bytes.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
 use testkit::{MIB, PoolKind, Rig, status_code};
 
-/// Ids that name nothing, whatever they look like.
+/// Ids of no object, in all shapes.
 fn hostile_ids() -> Vec<String> {
     vec![
         "..".into(),
@@ -36,7 +36,7 @@ fn hostile_ids() -> Vec<String> {
     ]
 }
 
-// Some requests have no other fields than those given, and some have.
+// For requests without other fields the `..Default::default()` is needless.
 #[allow(clippy::needless_update)]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -59,7 +59,7 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
                 assert_eq!(code, $code, "{} of {:.40?}", stringify!($method), id);
             };
         }
-        // Gone already is deleted.
+        // Deleting an unknown object succeeds.
         answers!(Code::Ok, controller.delete_volume(DeleteVolumeRequest { volume_id: id.clone() }));
         answers!(Code::Ok, controller.delete_snapshot(DeleteSnapshotRequest { snapshot_id: id.clone() }));
         answers!(
@@ -83,7 +83,7 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
                 staging_target_path: path.clone(),
             })
         );
-        // A filter that fits nothing lists nothing.
+        // A filter without a match lists nothing.
         for (source_volume_id, snapshot_id) in [(id.clone(), String::new()), (String::new(), id.clone())] {
             let request = proto::ListSnapshotsRequest { source_volume_id, snapshot_id, ..Default::default() };
             let list = controller.list_snapshots(request).await.expect("list").into_inner();
@@ -220,7 +220,7 @@ async fn an_id_that_names_nothing_gets_the_specs_answer() {
     rig.finish();
 }
 
-/// Sends bytes as they are, and takes any answer.
+/// Sends raw bytes, and accepts any answer.
 #[derive(Clone, Copy, Default)]
 struct Raw;
 
@@ -261,9 +261,9 @@ impl Decoder for Raw {
     }
 }
 
-/// Codes that a call may end with: the general scheme of the spec (INVALID_ARGUMENT, ABORTED) and its own
-/// table. Two are added where the spec is silent: a Block volume of which no consistent copy can be made
-/// (CreateSnapshot, CreateVolume from a volume), and unstaging what is still published.
+/// The codes that a call may return: those of the spec's general scheme (INVALID_ARGUMENT, ABORTED) and of the call's table.
+/// FAILED_PRECONDITION is added where the spec has no code: if no consistent copy of a Block volume can be made
+/// (CreateSnapshot, CreateVolume from a volume), and if a volume to unstage is still published.
 pub fn allowed(method: &str, code: Code) -> bool {
     use Code::{
         Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Ok, OutOfRange,
@@ -346,7 +346,7 @@ impl Fuzz<'_> {
     fn message(&mut self, descriptor: &MessageDescriptor, depth: usize) -> DynamicMessage {
         let mut message = DynamicMessage::new(descriptor.clone());
         for field in descriptor.fields() {
-            // Most are set, so that requests get far; and some are missing.
+            // Most fields are set, so that requests pass the first checks.
             if depth < 6 && self.below(8) > 0 {
                 let value = self.field(&field, depth);
                 message.set_field(&field, value);
@@ -372,8 +372,8 @@ fn tree(dir: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
     }
 }
 
-/// Random requests to every call of every service: the driver lives, answers with a code of the spec's, and
-/// touches nothing outside its data directory. Random bytes, too.
+/// Random requests, and random bytes, to every call of every service. The driver keeps running, returns only codes of the
+/// spec, and changes nothing outside its data directory.
 #[test_with::root]
 #[test]
 fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
@@ -391,7 +391,7 @@ fn fuzzed_requests_get_the_specs_codes_and_touch_nothing() {
             words.extend([volume.volume_id, snapshot]);
         }
     });
-    // No path among these can be staged or published at: a file, a link, and what is not there.
+    // None of these paths can be staged or published at: a file, a link, and a path that does not exist.
     let paths =
         ["canary/file", "canary/link", "canary/../canary/file", "canary/dir/missing/target", "no/such"];
     words.extend(paths.map(|path| rig.dir.path().join(path).display().to_string()));

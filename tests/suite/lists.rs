@@ -66,7 +66,7 @@ async fn bad_tokens_are_refused_and_pages_are_whole() {
     assert_eq!(volume_page(&mut rig, 0, "").await, (made.clone(), String::new()));
     assert_eq!(volume_page(&mut rig, 5, "").await.1, "", "a full last page has no next one");
 
-    // A page survives that the entry its token names goes, and that others come.
+    // A token still works if the entry that it names is deleted and others are made.
     let (_, token) = volume_page(&mut rig, 2, "").await;
     rig.client.delete_volume(&made[1]).await.expect("delete");
     let (rest, _) = volume_page(&mut rig, 0, &token).await;
@@ -109,7 +109,7 @@ async fn snapshots_are_filtered_by_source_and_by_id() {
         let by_source = ListSnapshotsRequest { source_volume_id: unknown.into(), ..Default::default() };
         assert_eq!(snapshots(&mut rig, by_source).await.0, [""; 0]);
     }
-    // The volume's snapshots stay listed when it is gone.
+    // The snapshots of a deleted volume are still listed.
     rig.client.delete_volume(&volumes[0]).await.expect("delete");
     let by_source = ListSnapshotsRequest { source_volume_id: volumes[0].clone(), ..Default::default() };
     assert_eq!(snapshots(&mut rig, by_source).await.0, of[0]);

@@ -1,5 +1,5 @@
-//! The integration tests: one binary, one file per subject. They run the real driver in a process of its
-//! own, on real loop devices and filesystems, over its real socket.
+//! The integration tests: one binary, one file per subject. They run the real driver in its own process, on real loop
+//! devices and filesystems, and call it over its real socket.
 #![allow(clippy::disallowed_methods)]
 
 mod arrows;

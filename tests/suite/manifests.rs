@@ -1,5 +1,5 @@
-//! The manifests of deploy/: all are valid for the Kubernetes version and the CRDs that hack/manifests pins, and
-//! every file is used. What the other `cluster_` tests read comes from here. No cluster is needed.
+//! All manifests of deploy/ are valid for the Kubernetes version and the CRDs that hack/manifests pins, and every file is
+//! used. The other `cluster_` tests read manifests with the functions here. No cluster is needed.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
-/// What kustomize can build.
+/// The directories that kustomize can build.
 pub const KUSTOMIZATIONS: [&str; 10] = [
     "deploy/base",
     "deploy/overlays/aggregated",
@@ -21,7 +21,7 @@ pub const KUSTOMIZATIONS: [&str; 10] = [
     "deploy/overlays/kind-distributed",
     "deploy/snapshot-controller/base",
 ];
-/// Those of them that hold a driver.
+/// Those that contain a driver.
 pub const OVERLAYS: [&str; 9] = [
     "deploy/base",
     "deploy/overlays/aggregated",
@@ -43,7 +43,7 @@ pub fn read(name: &str) -> String {
     std::fs::read_to_string(repository().join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// An object and the path below the repository that it came from.
+/// An object, and the path in the repository that it came from.
 pub struct Found {
     pub source: String,
     pub object: Value,
@@ -63,7 +63,7 @@ impl Found {
     }
 }
 
-/// Files below a directory, with paths below the repository.
+/// The files below a directory, as paths relative to the repository.
 pub fn files(dir: &str, extension: &str) -> Vec<String> {
     let mut found = Vec::new();
     let mut left = vec![repository().join(dir)];
@@ -117,7 +117,7 @@ pub fn objects_of(source: &str) -> Vec<&'static Found> {
     of
 }
 
-/// The pod of an object that has one.
+/// The pod spec of an object, if it has one.
 pub fn pod_spec(object: &Value) -> Option<&Value> {
     let spec = match object["kind"].as_str() {
         Some("Pod") => &object["spec"],
@@ -149,7 +149,7 @@ fn every_manifest_is_valid_for_the_pinned_kubernetes() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The checker can fail: a wrong field, a wrong value and a broken rule of a CRD are each refused, with a reason.
+/// The checker can fail: it refuses a wrong field, a wrong value and a violated rule of a CRD, each with a reason.
 #[test]
 fn the_checker_refuses_what_an_api_server_would() {
     let pod = read("deploy/examples/ephemeral.yaml");
@@ -199,7 +199,7 @@ fn the_checker_refuses_what_an_api_server_would() {
     }
 }
 
-/// A file that nothing builds is checked by nobody and forgotten by its author.
+/// A file that nothing builds would never be checked.
 #[test]
 fn every_yaml_file_is_built_or_applied() {
     let mut used: BTreeSet<PathBuf> = plain_files().into_iter().map(PathBuf::from).collect();

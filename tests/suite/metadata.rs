@@ -1,4 +1,4 @@
-//! What the SnapshotMetadata service answers, case by case (docs/reference.md, "What a client sees").
+//! The answers of the SnapshotMetadata service in each case (docs/reference.md, "What a client sees").
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use tonic::Code;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code};
 
-/// A volume of 64 MiB with two snapshots, and what each held.
+/// A volume of 64 MiB with two snapshots, and their contents.
 struct Pair {
     volume: String,
     first: String,
@@ -47,8 +47,8 @@ fn style_flag(style: BlockMetadataType) -> [&'static str; 2] {
 
 const STYLES: [BlockMetadataType; 2] = [BlockMetadataType::FixedLength, BlockMetadataType::VariableLength];
 
-/// Exact at 4 KiB: a block rewritten with its own bytes is not reported, zeros written into a hole
-/// are not, a punched block is.
+/// Lists are exact to 4 KiB. A block that was rewritten with the same bytes is not listed, nor are zeros written into a
+/// hole, but a punched block is.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -112,7 +112,7 @@ async fn any_offset_and_any_max_results_give_the_same_tail() {
                 }
             }
         }
-        // Every message boundary is a point to resume from.
+        // A client can resume from every message boundary.
         let list = rig.client.delta(&pair.first, &pair.second, 0, 2).await.expect("delta");
         let mut sent = Vec::new();
         for message in &list.messages {
@@ -199,7 +199,7 @@ async fn snapshots_that_make_no_pair_are_refused() {
     {
         assert_eq!(code(rig.client.allocated(id, 0, 0).await), expected, "{id}");
     }
-    // The restored volume's first snapshot, unwritten since, holds what its source held.
+    // The first snapshot of a restored volume that was not written has the content of the source.
     let list = rig.client.allocated(&other, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), pair.after.allocated(BLOCK));
     rig.finish();
@@ -252,7 +252,7 @@ async fn without_tracking_there_are_no_deltas_and_allocated_works(
     rig.finish();
 }
 
-/// The unit of the maps is the volume's `blockSize`, and a VolumeSnapshotClass may choose the style.
+/// The block size of the maps is the volume's `blockSize`, and a VolumeSnapshotClass may choose the style.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

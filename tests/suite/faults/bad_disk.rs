@@ -1,6 +1,6 @@
-//! The disk returns errors instead of bytes. The data directory is on a btrfs of the test's
-//! own, whose disk is spoiled below it, block by block: a checksum that does not fit is an I/O error of the kernel's,
-//! in data, maps, hashes or records, as the test likes. And a pool image is cut short below a mounted pool.
+//! The disk returns errors instead of bytes. The data directory is on a btrfs of the test's own. The test damages single
+//! blocks of the disk below it, in data, maps, hashes or records, and the wrong checksum makes the kernel return an I/O
+//! error. Another test truncates a pool image while the pool is mounted.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,19 +20,19 @@ use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 const SECTOR: usize = 4096;
 
-/// A disk on which every file, however small, has checksummed blocks of its own.
+/// A disk on which even small files have blocks of their own, with checksums.
 fn disk() -> Disk {
     Disk::with_options("btrfs", &["-q", "-d", "single"], 1 << 30, "loop,max_inline=0,compress=no")
 }
 
-/// Forgets what the page cache holds of a file, so that its next read asks the disk.
+/// Drops the page cache of a file, so that the next read reads the disk.
 fn forget(path: &Path) {
     let file = File::open(path).expect("open");
     let advice = nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED;
     nix::fcntl::posix_fadvise(&file, 0, 0, advice).expect("fadvise");
 }
 
-/// Spoils the block of the disk that holds what a file has at `offset`: its reads fail from now on.
+/// Damages the disk block that holds the file's data at `offset`, so that reads of it fail.
 fn spoil(disk: &Disk, path: &Path, offset: u64) {
     sync_fs(&disk.mount_point);
     let file = File::open(path).expect("open");
@@ -59,13 +59,13 @@ fn spoil(disk: &Disk, path: &Path, offset: u64) {
     assert_eq!(error.raw_os_error(), Some(libc::EIO), "{error}");
 }
 
-/// A volume with two hashed snapshots, and what they hold.
+/// A volume with two hashed snapshots, and their contents.
 struct Line {
     volume: String,
     device: PathBuf,
-    /// What the volume holds.
+    /// The content of the volume.
     now: Content,
-    /// What the base is filled with.
+    /// The byte that fills the base.
     fill: u8,
     base: (String, Content),
     target: (String, Content),
@@ -75,7 +75,7 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     let (volume, device) = rig.block_volume(name, 64 * MIB).await;
     let mut before = Content::default();
     before.write(&device, 0, 400, fill);
-    // So many single blocks that maps are longer than one block of the disk: their tables lie in another.
+    // So many single blocks that a map is longer than a block of the disk, and its table is in another block.
     let scattered = || (1000..6000).step_by(2);
     scattered().for_each(|block| before.write(&device, block, 1, fill));
     let base = rig.snapshot(&format!("{name} base"), &volume).await;
@@ -83,7 +83,7 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
     after.write(&device, 100, 50, fill + 1);
     scattered().for_each(|block| after.write(&device, block, 1, fill + 1));
     let target = rig.snapshot(&format!("{name} target"), &volume).await;
-    // From here on no block of a snapshot is the volume's.
+    // After this the volume shares no block with a snapshot.
     let mut now = after.clone();
     now.write(&device, 0, 400, fill + 2);
     for id in [&base, &target] {
@@ -96,7 +96,8 @@ async fn line(rig: &mut Rig, name: &str, fill: u8) -> Line {
 }
 
 impl Line {
-    /// Takes a third snapshot, and asks all that can be asked of it. Whether all answers were the truth.
+    /// Takes a third snapshot and makes all metadata calls for it. Each answer must be right or an error. Returns whether
+    /// all were right.
     async fn next(&mut self, rig: &mut Rig, name: &str) -> (String, bool) {
         self.now.write(&self.device, 110, 20, self.fill + 3);
         let next = rig.snapshot(&format!("{name} next"), &self.volume).await;
@@ -112,7 +113,7 @@ impl Line {
         (next, !failed)
     }
 
-    /// Asks all that can be asked: each answer is the truth or an error. Whether all were the truth.
+    /// Makes all metadata calls. Each answer must be right or an error. Returns whether all were right.
     async fn answers(&self, rig: &mut Rig) -> bool {
         let changed = self.target.1.changed_since(&self.base.1, BLOCK);
         let delta = rig.client.delta(&self.base.0, &self.target.0, 0, 0).await;
@@ -124,7 +125,7 @@ impl Line {
     }
 }
 
-/// A whole block of a file, the first that does not read as zeros.
+/// The first whole block of a file that does not read as zeros.
 fn first_block(path: &Path) -> u64 {
     let file = File::open(path).expect("open");
     let mut block = vec![0; SECTOR];
@@ -147,8 +148,8 @@ async fn a_bad_block(pool: PoolKind) {
         let mut line = line(&mut rig, name, 20 + 4 * number as u8).await;
         let path = live(&rig, &line.target.0).path().join(name);
         spoil(&disk, &path, first_block(&path));
-        // What a map says is found again in the data; what a hash stands for may have changed with it. The next
-        // snapshot is taken and hashed in any case.
+        // A damaged map can be made again from the data. A damaged hash cannot, since the data may be damaged too. The next
+        // snapshot must be taken and hashed in both cases.
         assert!(line.answers(&mut rig).await || name == "hashes", "{}", path.display());
         let (next, whole) = line.next(&mut rig, name).await;
         assert!(whole || name == "hashes", "{}", path.display());
@@ -165,7 +166,7 @@ async fn a_bad_block(pool: PoolKind) {
         rig.client.delete_volume(&line.volume).await.expect("delete");
     }
 
-    // A block of data: what maps and hashes know of it is listed; its bytes are nobody's to make up.
+    // A damaged block of data: maps and hashes still give right answers, but its bytes are lost.
     let damaged = line(&mut rig, "damaged", 40).await;
     let data = live(&rig, &damaged.base.0).data();
     spoil(&disk, &data, 120 * BLOCK);
@@ -173,7 +174,7 @@ async fn a_bad_block(pool: PoolKind) {
     let mut restore = new_volume("restored", 64 * MIB, block_capability());
     restore.volume_content_source = Some(from_snapshot(&damaged.base.0));
     match rig.client.create_volume(restore).await {
-        // Shared with the snapshot, and so is the error.
+        // The volume shares the block with the snapshot, so reading it fails too.
         Ok(volume) => {
             let device = rig.attach(&volume.volume_id).await;
             let device = open_device(&device);
@@ -196,7 +197,7 @@ async fn a_bad_block(pool: PoolKind) {
     let said = String::from_utf8_lossy(&seen.stdout).into_owned();
     assert!(seen.status.code() == Some(1) && said.contains(&damaged.base.0), "{seen:?}");
 
-    // A record: it is in memory, and after a restart its object is withheld, and all others are served.
+    // A damaged record is still in memory. After a restart its object is withheld, and all others are served.
     let record = live(&rig, &damaged.base.0).record();
     spoil(&disk, &record, 0);
     assert!(damaged.answers(&mut rig).await);
@@ -230,7 +231,7 @@ async fn a_bad_block_costs_what_lies_on_it_on_a_pool_that_clones() {
     a_bad_block(PoolKind::Xfs).await;
 }
 
-/// Block 120 of a volume cannot be read: its health says which, for as long as that is so.
+/// Block 120 of a volume cannot be read. Its health names the block, as long as it cannot be read.
 async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
     for _ in 0..2 {
         for view in [health(rig, volume).await, node_health(rig, volume).await] {
@@ -242,13 +243,13 @@ async fn lost_block(rig: &Rig, volume: &str, data: &Path) {
         }
     }
     assert_eq!(unwell(rig, 0).await.len(), 1);
-    // The disk's own count is of no single volume.
+    // The filesystem's count of errors belongs to no single volume.
     let said = storage_tells(&storage(rig).await, "PoolIoErrors", StorageTrouble::StorageDegraded);
     assert!(said.contains("has counted errors, "), "{said}");
 }
 
-/// A block that cannot be read when a snapshot is taken of it. A pool that clones takes it, its hashing neither
-/// spins nor dies, and deltas that need the block fail; a pool that copies does not take it.
+/// A snapshot is taken of a block that cannot be read. On a pool that clones the call succeeds, hashing neither stops nor
+/// retries without pause, and deltas that need the block fail. On a pool that copies the call fails.
 async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
     let disk = disk();
     let mut rig = disk.rig(pool, &[]).await;
@@ -267,7 +268,7 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             assert_nothing_half_made(&rig);
             assert_eq!(listed(&rig).await.1, Vec::<String>::new());
             lost_block(&rig, &volume, &data).await;
-            // Written anew the block is sound.
+            // The block can be read again after it is written.
             before.write(&device, 120, 1, 2);
             assert_eq!(health(&rig, &volume).await, []);
             rig.snapshot("base", &volume).await;
@@ -286,14 +287,14 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
             tokio::time::sleep(std::time::Duration::from_secs(3)).await;
             assert!(failures(&rig) <= 4, "it spins: {} failures in seconds", failures(&rig));
-            // The hashing goes on for others.
+            // Hashing continues for others.
             let (other, other_device) = rig.block_volume("other", 64 * MIB).await;
             Content::default().write(&other_device, 0, 100, 1);
             let snapshot = rig.snapshot("other", &other).await;
             let dir = live(&rig, &snapshot);
             until("others are hashed", || is_hashed(&dir)).await;
             rig.detach(&other).await;
-            // Without the bad block all is well again.
+            // Without the bad block everything works again.
             rig.client.delete_snapshot(&base).await.expect("delete");
             let dir = live(&rig, &target);
             until("the next one is hashed", || is_hashed(&dir)).await;
@@ -320,8 +321,8 @@ async fn a_bad_block_in_a_volume_is_not_hashed_for_ever_on_a_pool_that_clones() 
     a_snapshot_of_a_bad_block(PoolKind::Xfs).await;
 }
 
-/// The image is cut short under a mounted pool: all behind the cut is an I/O error. Whatever is asked, the answer is
-/// the truth or an error, and the driver lives to give it.
+/// The image is truncated under a mounted pool, so that everything behind the new end is an I/O error. Every answer is right
+/// or an error, and the driver keeps running.
 async fn a_cut_image(pool: PoolKind) {
     let mut rig = Rig::start(pool).await;
     let mut lines = Vec::new();
@@ -338,11 +339,11 @@ async fn a_cut_image(pool: PoolKind) {
     let length = image.metadata().expect("stat").len();
     let (mut failed, mut reported) = (0, 0);
     let kubelet = rig.kubelet();
-    // Ever shorter, so that data, maps and at last the filesystem's own blocks go.
+    // Shorter each time, so that data, then maps, and finally the filesystem's own blocks are lost.
     for part in [2, 16, 64, 512] {
         image.set_len(length / part).expect("cut");
         let (seen, below) = (health(&rig, &lines[0].volume).await, storage(&rig).await);
-        // The kernel may have written behind the cut by now.
+        // A write of the kernel behind the end may have made the image long again.
         if image.metadata().expect("stat").len() < length {
             let said = tells(&seen, "PoolImageTruncated", Trouble::DataLoss);
             assert!(said.contains(&format!(" bytes of {length}: the end of the pool is missing")), "{said}");
@@ -368,8 +369,8 @@ async fn a_cut_image(pool: PoolKind) {
                     let mut found = vec![0; SECTOR];
                     let read =
                         device.map(|device| open_device(&device).read_exact_at(&mut found, 120 * BLOCK));
-                    // Once the kernel writes behind the cut, the image is long again and what was lost reads as
-                    // zeros: the disk's word, which no read of the volume can tell from the truth.
+                    // After a write of the kernel behind the end the image is long again, and the lost part reads as
+                    // zeros. No reader of the volume can detect that.
                     match read {
                         Ok(Ok(())) if found == block_bytes(120, line.fill) => {}
                         Ok(Ok(())) => assert!(found.iter().all(|byte| *byte == 0), "bytes of somebody else"),

@@ -1,7 +1,7 @@
 //! Devices that write through the page cache, on a pool that becomes full.
 //!
-//! The incident: the loop driver takes a write of which the filesystem took a part for one that it took whole. With
-//! `directIO: "false"`, and on tmpfs always, hundreds of blocks were accepted by write and fsync and were not there.
+//! The incident: if the filesystem writes only a part of a request, the loop driver reports the whole request as written.
+//! With `directIO: "false"`, and always on tmpfs, write and fsync succeeded and hundreds of blocks were lost.
 
 use std::fs::File;
 use std::ops::Range;
@@ -15,10 +15,10 @@ use testkit::content::block_bytes;
 use testkit::order::image;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
-/// Blocks a request of each writer: no powers of two, so that the filesystem takes them in several parts.
+/// Blocks per request of each writer. They are no powers of two, so that the filesystem writes them in several parts.
 const TOGETHER: [u64; 3] = [250, 33, 7];
 
-/// Writes all of a part of a device that is taken, each request synced; the blocks that were acknowledged.
+/// Writes a part of a device, and syncs each request. Returns the acknowledged blocks.
 fn fill(device: &Path, part: Range<u64>, together: u64) -> Vec<u64> {
     let file = File::options().write(true).custom_flags(libc::O_DIRECT).open(device).expect("open");
     let length = (together * BLOCK) as usize;
@@ -39,7 +39,7 @@ fn fill(device: &Path, part: Range<u64>, together: u64) -> Vec<u64> {
     acknowledged
 }
 
-/// Fills a pool through a device and looks whether all is there that was acknowledged.
+/// Fills a pool through a device, and checks that all acknowledged blocks are there.
 async fn nothing_is_lost(mut rig: Rig, direct_io: Option<bool>) {
     let blocks = 450 * MIB as u64 / BLOCK;
     let mut request = new_volume("cached", 450 * MIB, block_capability());
@@ -105,7 +105,7 @@ async fn a_cached_device_on_a_full_pool_loses_nothing_on_btrfs() {
     by_parameter(PoolKind::Btrfs).await;
 }
 
-/// tmpfs takes direct I/O and makes it through its cache.
+/// tmpfs accepts direct I/O, but uses its cache for it.
 #[rstest::rstest]
 #[case::dir(PoolKind::Dir, "128m")]
 #[case::xfs(PoolKind::Xfs, "200m")]
@@ -115,7 +115,7 @@ async fn a_device_on_a_full_tmpfs_loses_nothing(#[case] pool: PoolKind, #[case] 
     let disk = Disk::in_memory_of("tmpfs", size);
     let mut rig = disk.rig(pool, &["--pool-size", "400Mi"]).await;
     let (volume, _) = rig.block_volume("volume", MIB).await;
-    // Nothing is wrong with the volume: what is slow is the storage.
+    // The volume is healthy; only the storage is degraded.
     assert_eq!(health(&rig, &volume).await, []);
     let said = storage_tells(&storage(&rig).await, "NoDirectIO", StorageTrouble::StorageDegraded);
     assert!(said.contains("no direct I/O"), "{said}");

@@ -1,5 +1,5 @@
-//! The clock goes wrong: order comes from sequence numbers, and what is kept by age is neither lost at once nor
-//! kept for ever.
+//! The clock is wrong. The order of snapshots still comes from sequence numbers, and snapshots that are kept by age are
+//! neither removed at once nor kept for ever.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use testkit::{BLOCK, MIB, PoolKind, Rig, code, temp_dir};
 
 const YEAR: i64 = 365 * 24 * 3600;
 
-/// Puts the clock of a process off by as many seconds as a file says.
+/// Shifts the clock of a process by the number of seconds in a file.
 const LIBRARY: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -36,7 +36,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 }
 "#;
 
-/// A driver whose clock a test sets.
+/// The clock of a driver, set by the test.
 struct Clock(PathBuf);
 
 impl Clock {
@@ -44,7 +44,7 @@ impl Clock {
         let dir = temp_dir();
         let (source, library) = (dir.path().join("clock.c"), dir.path().join("clock.so"));
         std::fs::write(&source, LIBRARY).expect("write");
-        // The linker of every Rust program.
+        // `cc` exists, since it is the linker for Rust programs.
         let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
         assert!(built.expect("cc").success(), "cc");
         let clock = Clock(dir.path().join("off-by"));
@@ -83,7 +83,7 @@ async fn snapshots_are_in_order_whatever_the_clock_says(
     let (volume, device) = rig.block_volume("volume", 16 * MIB).await;
     let mut content = Content::default();
     let mut taken: Vec<(String, Content)> = Vec::new();
-    // Right, ten years back, before 1970, over a restart, ten years ahead, and right again.
+    // The clock is right, ten years back, before 1970, a year back over a restart, ten years ahead, and right again.
     for (number, off) in [0, -10 * YEAR, -100 * YEAR, -YEAR, 10 * YEAR, 0].into_iter().enumerate() {
         clock.off_by(off);
         if number == 3 {
@@ -116,7 +116,7 @@ async fn restart(rig: &mut Rig) {
     rig.start_again().await;
 }
 
-/// Whether a deleted snapshot is still on the disk.
+/// Whether a deleted snapshot is retained.
 fn is_kept(rig: &Rig, snapshot: &str) -> bool {
     rig.retained().iter().any(|id| id == snapshot)
 }
@@ -133,7 +133,7 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
         taken.push((rig.snapshot(&format!("snapshot {number}"), &volume).await, content.clone()));
     }
     let last = taken.pop().expect("the target");
-    // Deleted when they were, long before they were taken, and when the clock is right again.
+    // Deleted at the right time, long before they were taken, and when the clock is right again.
     for ((snapshot, _), off) in taken.iter().zip([0, -10 * YEAR, 0]) {
         clock.off_by(off);
         rig.client.delete_snapshot(snapshot).await.expect("delete");
@@ -155,7 +155,7 @@ async fn what_is_kept_by_age_survives_a_clock_that_goes_back() {
     rig.finish();
 }
 
-/// What was deleted in a future that was none is not kept until then.
+/// A snapshot that was deleted while the clock was ahead is not kept until the clock reaches that time.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
@@ -169,7 +169,7 @@ async fn what_is_kept_by_age_goes_when_the_clock_was_ahead() {
     restart(&mut rig).await;
     assert!(is_kept(&rig, &first), "its two seconds are not over");
     tokio::time::sleep(std::time::Duration::from_millis(2100)).await;
-    // Whatever changes the volume's line looks at what is kept.
+    // Every change of the volume's line applies the retention.
     rig.snapshot("third", &volume).await;
     assert!(!is_kept(&rig, &first), "it is kept for ten years");
     rig.detach(&volume).await;

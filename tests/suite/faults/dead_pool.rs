@@ -1,7 +1,7 @@
-//! The kernel has shut the pool's filesystem down: it no longer answers.
+//! The kernel has shut the pool's filesystem down, so that it no longer answers.
 //!
-//! The incident: a driver whose xfs pool had been shut down did not start again, and with volumes in use NodeUnpublish was
-//! `INTERNAL`, so that pods could not end. What brings the pool back is that they end, and a restart; never a reboot.
+//! The incident: a driver whose xfs pool was shut down did not start again. With volumes in use NodeUnpublish was `INTERNAL`,
+//! so pods could not end. When the pods end, a restart of the driver repairs the pool; no reboot is needed.
 
 use std::path::PathBuf;
 
@@ -25,7 +25,7 @@ struct Scene {
     listed: (Vec<String>, Vec<String>),
 }
 
-/// A driver with a device and a filesystem in use, on a pool that is shut down under them.
+/// A driver with a device and a filesystem in use, on a pool that is then shut down.
 async fn shut_down() -> Scene {
     let mut rig = Rig::start(PoolKind::Xfs).await;
     let kubelet = rig.kubelet();
@@ -48,7 +48,7 @@ async fn shut_down() -> Scene {
 }
 
 impl Scene {
-    /// Pods end, the driver is started again, and all is there.
+    /// Pods end, the driver is restarted, and everything is there.
     async fn comes_back(mut self) {
         let kubelet = self.rig.kubelet();
         assert!(probe(&self.rig).await.is_err(), "it says that all is well");
@@ -105,7 +105,7 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
     let mut scene = shut_down().await;
     scene.rig.kill();
     scene.rig.start_again().await;
-    // Nothing is known, and nothing is said to be gone.
+    // The driver knows no objects, but does not report them as deleted.
     let client = &mut scene.rig.client;
     assert_eq!(code(client.delete_volume(&scene.raw).await), Code::Unavailable);
     assert_eq!(code(client.delete_snapshot(&scene.base).await), Code::Unavailable);

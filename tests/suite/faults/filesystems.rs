@@ -1,4 +1,4 @@
-//! A data directory on filesystems of all kinds: each works fully, or is refused with the reason.
+//! A data directory on filesystems of all kinds. Each works fully, or is refused with the reason.
 
 use csi_client::{from_snapshot, mount_capability, new_volume};
 
@@ -7,7 +7,7 @@ use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, driver_command, names};
 
-/// A life in small: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
+/// A short run of everything: volumes of both modes, snapshots, an exact delta, a restore, a restart, deletion.
 async fn lives(mut rig: Rig) {
     let kubelet = rig.kubelet();
     let (volume, device) = rig.block_volume("volume", 64 * MIB).await;
@@ -45,7 +45,7 @@ async fn lives(mut rig: Rig) {
     rig.finish();
 }
 
-/// Plain files on a filesystem in memory, and on an overlay as the root of a container is one.
+/// Plain files on a filesystem in memory, and on an overlay, which the root of a container usually is.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_files_live_on_tmpfs_and_overlay() {
@@ -55,7 +55,7 @@ async fn plain_files_live_on_tmpfs_and_overlay() {
     }
 }
 
-/// What a kind node has below its data directory.
+/// The filesystem that a kind node has below its data directory.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn auto_makes_an_image_on_tmpfs_and_overlay() {
@@ -65,8 +65,8 @@ async fn auto_makes_an_image_on_tmpfs_and_overlay() {
     }
 }
 
-/// ramfs does not say where a file has data. Plain files on it would count whole as written, which is said
-/// before anybody believes otherwise.
+/// ramfs does not report where a file has data, so all blocks of a file would count as written. The start fails with this
+/// reason.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_that_hides_its_holes_is_refused() {
@@ -79,7 +79,7 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
     disk.finish();
 }
 
-/// One that cannot be written at all.
+/// A read-only filesystem.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -95,7 +95,7 @@ async fn a_read_only_data_directory_is_refused(#[values(PoolKind::Dir, PoolKind:
     disk.finish();
 }
 
-/// A pool image needs room for a filesystem, and is not begun without.
+/// A pool image is not made without space for a filesystem.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_disk_too_small_for_an_image_is_refused() {
@@ -108,7 +108,7 @@ async fn a_disk_too_small_for_an_image_is_refused() {
     disk.finish();
 }
 
-/// Plain files on xfs: what is listed as allocated was written.
+/// On plain files on xfs exactly the written blocks are listed as allocated.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_files_on_xfs_list_what_was_written() {
@@ -121,7 +121,7 @@ async fn plain_files_on_xfs_list_what_was_written() {
         for _ in 0..200 {
             let (start, count) = (random.u64(0..16000), random.u64(1..10));
             match random.u8(0..16) {
-                // Zeroed ranges are space that was never written: holes to who asks for data.
+                // Zeroed ranges are unwritten extents, which SEEK_DATA reports as holes.
                 0..4 => content.zero(&device, start, count),
                 4 => content.discard(&device, start, count),
                 _ => content.write(&device, start, count, round + 1),

@@ -1,7 +1,7 @@
 //! The disk under a sparse pool image is full, although the image reports free space.
 //!
-//! What the image's filesystem does is its own: xfs fails the writes and goes on, for its log is laid out when
-//! it is made; btrfs cannot commit and turns read-only until it is mounted anew.
+//! The filesystems in the image behave differently. xfs fails the writes and continues, since its log is allocated by mkfs.
+//! btrfs cannot commit and turns read-only until it is mounted again.
 
 use std::os::unix::fs::FileExt;
 use std::process::Stdio;
@@ -17,14 +17,14 @@ use super::{
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, driver_command};
 
-/// How the driver's life goes on after a full disk.
+/// How the driver recovers from a full disk.
 #[derive(Clone, Copy, PartialEq)]
 enum End {
-    /// As if nothing had been.
+    /// Without any action.
     ByItself,
-    /// After its volumes were unpublished it is restarted in order.
+    /// Its volumes are unpublished, and it is stopped and started.
     InOrder,
-    /// It was killed while a volume was in use.
+    /// It is killed while a volume is in use.
     Killed,
 }
 
@@ -47,7 +47,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
     let ballast = Ballast::fill(&disk.mount_point);
     let said = tells(&health(&rig, &volume).await, "PoolShortOfSpace", Trouble::Degraded);
     assert!(said.contains("the disk under the pool's image has "), "{said}");
-    // Nothing new is begun, so that no call breaks what is there.
+    // Nothing new is begun, so no call can damage what exists.
     for _ in 0..3 {
         let create = rig.client.create_volume(new_volume("fresh", MIB, block_capability())).await;
         let mut restore = new_volume("restored", 256 * MIB, block_capability());
@@ -66,7 +66,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
     }
     probe(&rig).await.expect("nothing is broken yet");
 
-    // Its user writes on. That fails, whatever becomes of the pool.
+    // The volume's user continues to write. The writes fail on both filesystems.
     let written = tokio::task::spawn_blocking(move || {
         let file = open_device(&device);
         file.write_all_at(&vec![5; 64 << 20], 100 << 20)?;
@@ -92,7 +92,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
         (_, probed) => panic!("another end than the documented one: {probed:?}"),
     }
 
-    // What an operator does: make room and, where the pool is read-only, unpublish and restart.
+    // What an operator does: free space and, if the pool is read-only, unpublish and restart.
     ballast.remove();
     match end {
         End::ByItself => {}
@@ -105,7 +105,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
         }
         End::Killed => {
             rig.kill();
-            // It says what to do, which is done by hand here.
+            // The error says what to do. The test does it.
             let output = driver_command(rig.dir.path(), pool).stderr(Stdio::piped()).output().expect("run");
             let said = String::from_utf8_lossy(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{said}");

@@ -1,5 +1,5 @@
-//! What production does to a driver: full pools and hosts, bad disks, missing devices and programs, odd
-//! filesystems, clocks and neighbours.
+//! Faults of the environment: full pools and hosts, bad disks, missing devices and programs, unusual filesystems, wrong
+//! clocks, and other programs' devices.
 
 mod bad_disk;
 mod cached;
@@ -32,7 +32,7 @@ use testkit::content::blocks_of;
 pub use testkit::places::{Ballast, DeadDevices, Disk, sync_fs};
 use testkit::{BLOCK, Rig, names};
 
-/// The same where the disk may refuse.
+/// The same, but the disk may return an error.
 pub fn sync_fs_may_fail(dir: &Path) {
     let _ = nix::unistd::syncfs(File::open(dir).expect("open"));
 }
@@ -42,7 +42,7 @@ pub fn live(rig: &Rig, id: &str) -> ObjectDir {
     ObjectDir::new(rig.pool_dir().join("snapshots").join(id))
 }
 
-/// Waits for something that happens behind the calls.
+/// Waits for something that happens in the background.
 pub async fn until(what: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !holds() {
@@ -51,12 +51,12 @@ pub async fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Whether a snapshot is hashed to the end.
+/// Whether a snapshot is fully hashed.
 pub fn is_hashed(dir: &ObjectDir) -> bool {
     MapFile::open(&dir.pending()).and_then(|map| map.count()).is_ok_and(|count| count == 0)
 }
 
-/// The ids of all volumes and of all snapshots, as the lists tell them.
+/// The listed ids of all volumes and of all snapshots.
 pub async fn listed(rig: &Rig) -> (Vec<String>, Vec<String>) {
     let mut controller = rig.client.controller.clone();
     let volumes = controller.list_volumes(proto::ListVolumesRequest::default()).await.expect("list");
@@ -69,12 +69,13 @@ pub async fn listed(rig: &Rig) -> (Vec<String>, Vec<String>) {
     )
 }
 
-/// Whether the driver says that it can serve.
+/// Whether Probe reports the driver as ready.
 pub async fn probe(rig: &Rig) -> Result<(), tonic::Status> {
     rig.client.identity.clone().probe(proto::ProbeRequest {}).await.map(drop)
 }
 
-/// A stream of a snapshot on a broken disk: it listed all, or it failed for the disk's sake. Whether it failed.
+/// Checks a stream of a snapshot on a broken disk: the list is exact, or the call failed because of the disk. Returns
+/// whether it failed.
 #[track_caller]
 pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[u64]) -> bool {
     match answer {
@@ -87,7 +88,7 @@ pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[
     false
 }
 
-/// Nothing half-made is left: `staging/` is empty, and no file was left beside a record.
+/// Checks that nothing half-made is left: `staging/` is empty, and there is no draft beside a record.
 pub fn assert_nothing_half_made(rig: &Rig) {
     assert_eq!(names(&rig.pool_dir().join("staging")), Vec::<String>::new(), "half-made objects");
     for kind in ["volumes", "snapshots"] {

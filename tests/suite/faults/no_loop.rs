@@ -1,5 +1,5 @@
-//! No loop device is available: /dev/loop-control is hidden from the driver in a mount namespace of its own, so
-//! that the machine's devices are not touched.
+//! No loop device is available. /dev/loop-control is hidden from the driver in its own mount namespace, so that the
+//! machine's devices are not touched.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -19,8 +19,8 @@ fn within(secluded: &Secluded, command: &[&str]) {
     assert!(done.expect("nsenter").success(), "{command:?}");
 }
 
-/// Volumes are made and snapshots taken without a device; what needs one fails clearly, leaves nothing, and
-/// works as soon as there is one.
+/// Without a device volumes can be made and snapshots taken. Calls that need a device fail with a clear message, leave
+/// nothing, and work as soon as there is one.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_loop_device_only_its_user_fails() {
@@ -43,7 +43,7 @@ async fn without_a_loop_device_only_its_user_fails() {
         }
     }
     client.create_snapshot("empty", &raw).await.expect("a snapshot needs no device");
-    // What failed can be given up, too.
+    // A failed publish can be undone too.
     client.unpublish(&raw, &kubelet).await.expect("unpublish");
     assert!(devices_below(dir.path()).expect("devices").is_empty());
 
@@ -63,7 +63,7 @@ async fn without_a_loop_device_only_its_user_fails() {
     assert!(devices_below(dir.path()).expect("devices").is_empty());
 }
 
-/// Runs a driver in a namespace with another `/dev`, which must end, and returns what it said.
+/// Runs a driver in a namespace with another `/dev`. It must refuse to start. Returns its messages.
 fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
     let driver = driver_in_namespace(dir, pool, prepare);
     let mut limited = Command::new("timeout");
@@ -74,8 +74,8 @@ fn refused(dir: &Path, pool: PoolKind, prepare: &str) -> String {
     said
 }
 
-/// A machine without loop devices, or a container that was not given any, cannot have a pool in an image. That
-/// is said, nothing is half made, and a start with loop devices works.
+/// A machine or container without loop devices cannot have a pool in an image. The start fails with this reason and leaves
+/// nothing half-made, and a start with loop devices works.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -89,7 +89,7 @@ async fn a_pool_image_without_loop_devices_is_refused(
     let said = refused(dir.path(), pool, BARE);
     assert!(said.contains("load the loop module") && said.contains("--pool dir"), "{said}");
     assert!(!dir.path().join("data/pool.img").exists(), "an image that nobody can attach");
-    // It is there and gives no device: found out only when the image is made.
+    // The control file exists but gives no device, which shows only when the image is made.
     let said = refused(dir.path(), pool, "mount --bind /dev/null /dev/loop-control");
     assert!(said.contains("/dev/loop-control") && said.contains("loop module"), "{said}");
     let (secluded, mut client) = Secluded::start_after(dir.path(), pool, "").await;
@@ -97,7 +97,7 @@ async fn a_pool_image_without_loop_devices_is_refused(
     drop(secluded);
 }
 
-/// The static `/dev` of a container has no node for a new device, and cannot take one.
+/// The static `/dev` of a container has no node for a new device, and none can be made there.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dev_without_nodes_is_reported() {

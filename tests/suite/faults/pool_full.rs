@@ -1,5 +1,5 @@
-//! The pool becomes full: calls say so, leave nothing half made and work again when
-//! there is space; calls that need no space work; and so do calls that free it, since they are the way out.
+//! The pool becomes full. Calls that need space report that, leave nothing half-made, and work again when there is space.
+//! Calls that need no space work, and so do those that free it.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -14,8 +14,8 @@ use super::{
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names};
 
-/// A driver on a pool of some hundred megabytes, and the disk that it lies on, if that is the pool. Held in this
-/// order: the disk can only be freed after the driver.
+/// A driver on a pool of some hundred megabytes, and its disk if the pool is not an image. The fields have this order because
+/// the disk must be freed after the driver.
 async fn small_pool(pool: PoolKind) -> (Option<Disk>, Rig) {
     small_pool_with(pool, &[]).await
 }
@@ -44,7 +44,7 @@ fn finish(rig: Rig, disk: Option<Disk>) {
     }
 }
 
-/// The call failed for want of room, and says what to do.
+/// Checks that the call failed for lack of space, and that the message says what to do.
 #[track_caller]
 fn exhausted<T: std::fmt::Debug>(answer: Result<T, Error>) {
     let error = answer.expect_err("there is no room");
@@ -97,7 +97,8 @@ async fn a_full_pool(pool: PoolKind) {
     assert_eq!(health(&rig, &volume).await, []);
 
     let ballast = Ballast::fill(&rig.pool_dir());
-    // Its writer gets the error, and nobody else. What a write needs was taken by the snapshot or never there.
+    // Only the writer gets the error. The write needs new blocks, since the old ones are shared with the snapshot or
+    // were holes.
     write_and_sync(&device, 8000, 2000).expect_err("no room for a write");
     probe(&rig).await.expect("a full pool is well: deletions still work");
     for view in [health(&rig, &volume).await, node_health(&rig, &volume).await] {
@@ -106,7 +107,7 @@ async fn a_full_pool(pool: PoolKind) {
     }
     assert_eq!(unwell(&rig, 2).await.len(), 3, "all volumes share the pool");
     storage_tells(&storage(&rig).await, "PoolShortOfSpace", StorageTrouble::StorageDegraded);
-    // What is there is used as ever.
+    // Existing volumes can be used as before.
     for _ in 0..3 {
         rig.attach(&idle.volume_id).await;
         rig.detach(&idle.volume_id).await;
@@ -127,7 +128,7 @@ async fn a_full_pool(pool: PoolKind) {
         }
         exhausted(rig.client.expand_volume(&volume, 96 * MIB).await);
         exhausted(modify(rig, &volume, "512").await);
-        // Written and not synced: the snapshot finds out that there is no room for it.
+        // The blocks are written but not synced, so the snapshot's flush finds that there is no space for them.
         let dirty = open_device(&device);
         for block in 10_000..10_064 {
             dirty.write_all_at(&block_bytes(block, 5), block * BLOCK).expect("into the page cache");
@@ -144,15 +145,15 @@ async fn a_full_pool(pool: PoolKind) {
     let list = rig.client.allocated(&target, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), after.allocated(BLOCK));
 
-    // There is room again: nothing has to be restarted, and every call works under the name it had.
+    // There is space again. Nothing must be restarted, and every call works with the same name.
     ballast.remove();
-    // btrfs gives room back with its next commit.
+    // btrfs frees space with its next commit.
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(90);
     while !health(&rig, &volume).await.is_empty() && std::time::Instant::now() < deadline {
         tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
     assert_eq!(health(&rig, &volume).await, []);
-    // What found no room is lost, and a sync reports it once more.
+    // The writes without space are lost, and one more sync reports it.
     let _ = open_device(&device).sync_all();
     after.write(&device, 8000, 2000, 3);
     rig.client.create_volume(new_volume("fresh", 8 * MIB, block_capability())).await.expect("create");
@@ -197,7 +198,7 @@ async fn a_full_pool_says_so_and_works_again_on_btrfs() {
     a_full_pool(PoolKind::Btrfs).await;
 }
 
-/// The way out of a full pool: what is published is unpublished, and what nobody needs is deleted.
+/// How a full pool is freed: volumes are unpublished, and objects that are not needed are deleted.
 async fn the_way_out(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let mut volumes = Vec::new();
@@ -216,7 +217,7 @@ async fn the_way_out(pool: PoolKind) {
         volumes.push((volume, [base, middle, target], after.changed_since(&content, BLOCK)));
     }
     let ballast = Ballast::fill(&rig.pool_dir());
-    // All three are unpublished first; the room that each deletion gives back is taken again.
+    // All three are unpublished first. After each deletion the freed space is filled again.
     for (volume, ..) in &volumes {
         rig.detach(volume).await;
     }
@@ -261,7 +262,7 @@ async fn deletion_is_the_way_out_of_a_full_pool_on_btrfs() {
     the_way_out(PoolKind::Btrfs).await;
 }
 
-/// An attachment is undone on a full pool, too: its volume cannot be deleted before.
+/// A volume can be detached on a full pool. Only then can it be deleted.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
@@ -285,13 +286,13 @@ async fn a_volume_is_detached_and_deleted_on_a_full_pool() {
     ballast.remove();
 }
 
-/// A snapshot is taken with the last of the room, and there is none for its hashes: its deltas are exact
-/// all the same, the hashing neither spins nor gives up, and goes on when there is room.
+/// A snapshot takes the last of the space, and there is none for its hashes. Its deltas are still exact. Hashing neither
+/// retries without pause nor gives up, and continues when there is space.
 async fn hashing_without_room(pool: PoolKind) {
     let (disk, mut rig) = small_pool(pool).await;
     let (volume, device) = rig.block_volume("volume", 256 * MIB).await;
     let mut before = Content::default();
-    // 15,000 blocks in pieces far apart: some 470 KiB of hashes at least.
+    // 15,000 blocks in separate pieces need at least 470 KiB of hashes.
     for piece in 0..150 {
         before.write(&device, piece * 400, 100, 1);
     }

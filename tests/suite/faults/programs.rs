@@ -32,7 +32,7 @@ fn find(program: &str) -> PathBuf {
     places.find(|place| place.is_file()).unwrap_or_else(|| panic!("{program} is not installed"))
 }
 
-/// A directory for PATH that has all of them but those that `missing` begin.
+/// A directory for PATH that has all these programs, except those whose names begin with `missing`.
 fn path_without(dir: &Path, missing: &str) -> PathBuf {
     let bin = dir.join(format!("without-{missing}"));
     std::fs::create_dir(&bin).expect("mkdir");
@@ -42,7 +42,7 @@ fn path_without(dir: &Path, missing: &str) -> PathBuf {
     bin
 }
 
-/// Puts a script in the place of a program.
+/// Replaces a program by a script.
 fn script(bin: &Path, program: &str, text: &str) {
     let path = bin.join(program);
     let _ = std::fs::remove_file(&path);
@@ -57,8 +57,8 @@ fn refused(dir: &Path, pool: PoolKind, path: &Path) -> String {
     said
 }
 
-/// A pool image whose mkfs is missing or fails is refused with the reason, and nothing is left that the next
-/// start would take for a pool.
+/// If the mkfs for a pool image is missing or fails, the start fails with the reason, and leaves nothing that the next start
+/// would take for a pool.
 #[rstest::rstest]
 #[case::xfs(PoolKind::Xfs, "mkfs.xfs", "xfsprogs")]
 #[case::btrfs(PoolKind::Btrfs, "mkfs.btrfs", "btrfs-progs")]
@@ -86,7 +86,7 @@ async fn a_pool_without_its_mkfs_is_refused(
     rig.finish();
 }
 
-/// `auto` takes the next best and says so: an xfs image, and at last plain files.
+/// `auto` falls back to an xfs image, then to plain files, and logs the reason.
 #[rstest::rstest]
 #[case::xfs("mkfs.btrfs", PoolKind::Xfs)]
 #[case::dir("mkfs.", PoolKind::Dir)]
@@ -103,8 +103,8 @@ async fn auto_makes_do_with_the_programs_there_are(#[case] missing: &str, #[case
     rig.finish();
 }
 
-/// A volume whose mkfs is missing, or dies half-way, cannot be staged, which is said with what to do. It is
-/// formatted once there is one, and what the dead one wrote is not taken for a user's data.
+/// If the mkfs of a volume is missing or dies midway, staging fails, and the error says what to do. When the program works
+/// the volume is formatted, and what the dead mkfs wrote is not taken for data of the user.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -136,7 +136,7 @@ async fn a_volume_without_its_mkfs_is_staged_later(#[values("ext4", "xfs", "btrf
     rig.finish();
 }
 
-/// A program that the driver has started ends with it: the next start formats the same device.
+/// A program that the driver started ends with the driver, since the next start formats the same device.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_mkfs_outlives_the_driver() {

@@ -1,5 +1,5 @@
-//! The pool becomes read-only under a running driver, or takes no write for another reason: what changes something fails and
-//! says why, what reads goes on, and once it is writable again all is well without a restart.
+//! The pool becomes read-only under a running driver, or refuses writes for another reason. Calls that change something fail
+//! with the reason, calls that read work, and everything works without a restart once the pool is writable again.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, temp_dir};
 
 fn remount(mount_point: &Path, option: &str) {
-    // A thread behind the calls may have a file open for a moment yet.
+    // A background thread may still have a file open for a moment.
     for _ in 0..500 {
         let mut command = std::process::Command::new("mount");
         let done =
@@ -38,7 +38,8 @@ fn read_only<T: std::fmt::Debug>(answer: Result<T, Error>) {
 }
 
 async fn a_read_only_pool(pool: PoolKind) {
-    // Beside the lock, which the driver has open for writing, lies a pool on a disk of its own.
+    // The pool is on its own disk, since the lock file in the data directory is open for writing and would prevent the
+    // remount.
     let disk = (pool == PoolKind::Dir).then(|| Disk::ext4(320 << 20));
     let dir = temp_dir();
     let mut place: PathBuf = dir.path().join("data/pool");
@@ -146,7 +147,7 @@ fn chattr(change: &str, path: &Path) {
     assert!(done.status.success(), "chattr {change}: {done:?}");
 }
 
-/// Every view of a volume's health, and the storage's, say that the pool takes no write, and why.
+/// All health calls for a volume and for the storage report that the pool refuses writes, and why.
 async fn takes_no_write(rig: &Rig, volume: &str, why: &str) {
     for view in [health(rig, volume).await, node_health(rig, volume).await] {
         let said = tells(&view, "PoolWriteError", Trouble::Degraded);
@@ -158,7 +159,7 @@ async fn takes_no_write(rig: &Rig, volume: &str, why: &str) {
     assert!(said.contains(why), "{said}");
 }
 
-/// Somebody has made the pool's directory immutable, on a filesystem that is well.
+/// The pool's directory was made immutable, on a healthy filesystem.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_that_refuses_writes_is_reported() {
@@ -178,7 +179,7 @@ async fn a_pool_that_refuses_writes_is_reported() {
     disk.finish();
 }
 
-/// The pool is mounted and well, and nobody can say whether its image is whole.
+/// The pool is mounted and healthy, but the file of its image cannot be checked.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_whose_image_does_not_answer_is_reported() {

@@ -1,8 +1,8 @@
-//! Loop devices of other programs: dead ones, hanging ones, and settings that they left on numbers that ours get.
+//! Loop devices of other programs: dead ones, hanging ones, and settings that stay with a device number when we get it.
 //!
-//! The incident: one loop device whose filesystem had been shut down made snapshots, stages, publishes, deletions and
-//! statistics of all volumes `INTERNAL`, and the driver did not start again; one on a FUSE server that no longer answered
-//! made them hang.
+//! The incident: because of one loop device whose filesystem had been shut down, snapshots, stages, publishes, deletions and
+//! statistics of all volumes failed with `INTERNAL`, and the driver did not start again. A device on a FUSE server that no
+//! longer answered made these calls hang.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, temp_dir};
 
-/// Every call that looks for a loop device, and a restart.
+/// Makes every call that looks for a loop device, and restarts the driver.
 async fn everything_works(rig: &mut Rig) {
     let work = async {
         let kubelet = rig.kubelet();
@@ -64,7 +64,7 @@ async fn everything_works(rig: &mut Rig) {
 async fn a_dead_loop_device_of_somebodys_stops_nobody(
     #[values(PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
-    // Under names that ours have, too.
+    // Some have the same names as our files.
     let dead = DeadDevices::attach(&[
         "disk.img",
         "pool.img",
@@ -76,7 +76,7 @@ async fn a_dead_loop_device_of_somebodys_stops_nobody(
     dead.detach();
 }
 
-/// Mounted, too: mkfs.btrfs asks each loop device that is mounted anywhere for its file, and one that is dead has none.
+/// The dead device is mounted. mkfs.btrfs looks up the file of each mounted loop device, and a dead one has none.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
@@ -102,7 +102,7 @@ async fn a_dead_filesystem_of_somebodys_stops_no_mkfs() {
     rig.finish();
 }
 
-/// A filesystem whose files are there and answer nothing any more, once it is set to be silent.
+/// A filesystem that stops answering requests once it is set to be silent.
 struct Silent {
     place: tempfile::TempDir,
     gate: Arc<(Mutex<bool>, Condvar)>,
@@ -164,7 +164,7 @@ impl Quiet {
         }
     }
 
-    /// Answers when it may speak; each request in a thread of its own.
+    /// Waits until the filesystem is not silent, then answers. Each request has its own thread.
     fn when_it_may(&self, answer: impl FnOnce() + Send + 'static) {
         let gate = self.0.clone();
         std::thread::spawn(move || {
@@ -224,12 +224,12 @@ async fn a_silent_loop_device_of_somebodys_stops_nobody() {
     }
 }
 
-/// The incident: a number whose former user had set it to write through its cache keeps that: the next device of that
-/// number sends no flush, and a power cut loses what was synced.
+/// The incident: a program had set a loop device to "write through", and the device number keeps that setting. The next
+/// device with this number sends no flush, and a power cut loses synced data.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn flushes_that_a_former_user_of_the_number_turned_off_are_on_again() {
-    /// All numbers that are free now write through their cache, until this goes.
+    /// Sets all free loop devices to "write through", and back when dropped.
     struct WriteThrough(Vec<PathBuf>);
     impl Drop for WriteThrough {
         fn drop(&mut self) {

@@ -1,4 +1,4 @@
-//! Two drivers on one data directory, by whatever path the second comes.
+//! A second driver on the same data directory is refused, whatever path it uses.
 
 use std::path::Path;
 
@@ -45,7 +45,7 @@ async fn a_data_directory_is_one_by_any_path(
     rig.finish();
 }
 
-/// One image by two names, in two data directories.
+/// One image with two names, in two data directories.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -61,7 +61,7 @@ async fn an_image_is_one_by_any_name(#[values(PoolKind::Xfs, PoolKind::Btrfs)] p
     let said = second(&rig, pool, &copy);
     assert!(said.contains("pool.img") && said.contains("another"), "{said}");
     assert!(mount::mounted_at(&copy.join("pool")).expect("mounts").is_none(), "mounted a second time");
-    // Also where the lock of the data directory was taken away: the image's own holds.
+    // Even if the lock file of the data directory was removed, the lock on the image holds.
     std::fs::remove_file(rig.data_dir().join("lock")).expect("remove");
     let said = second(&rig, pool, &rig.data_dir());
     assert!(said.contains("pool.img") && said.contains("another"), "{said}");

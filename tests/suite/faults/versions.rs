@@ -1,5 +1,5 @@
-//! Data of a later version of the driver is refused or withheld, with a clear message, and not touched: after
-//! the upgrade all of it is there.
+//! Data of a later version of the driver is refused or withheld, with a clear message, and not changed. After the upgrade
+//! all of it is there.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +15,7 @@ use crate::startup::refused;
 use testkit::content::{Content, blocks_of};
 use testkit::{BLOCK, MIB, PoolKind, Rig, code, driver_command, names, state_path};
 
-/// A note of the same kind by a later version.
+/// Replaces a record by one of a later version. Returns the old content.
 fn later(path: &Path) -> Vec<u8> {
     of_version(path, 7)
 }
@@ -34,7 +34,7 @@ fn of_version(path: &Path, version: u32) -> Vec<u8> {
     sound
 }
 
-/// A block map by a later version: whole, with its checksum.
+/// Replaces a block map by one of a later version, with a right checksum. Returns the old content.
 fn later_map(path: &Path) -> Vec<u8> {
     const TRAILER: usize = 8 + 4 + 4 + 8 + 8 + 4 + 40 + 32;
     const ROW: usize = 48;
@@ -47,12 +47,12 @@ fn later_map(path: &Path) -> Vec<u8> {
     let end = bytes.len() - 32;
     let checksum = blake3::hash(&bytes[trailer - rows * ROW..end]);
     bytes[end..].copy_from_slice(checksum.as_bytes());
-    // In one step, as drivers do: the hashing may be reading it.
+    // By a rename, as the driver does it, since hashing may be reading the map.
     durable::replace(path, &bytes).expect("write");
     sound
 }
 
-/// What lies below a directory, a file by its content or, a sparse image, by when it was written.
+/// The files below a directory, with their content or, for a sparse image, the time of its last write.
 fn fingerprints(dir: &Path, found: &mut BTreeMap<PathBuf, String>) {
     for name in names(dir) {
         let path = dir.join(name);
@@ -157,12 +157,12 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
     withheld(rig.client.delete_group(&group.group_snapshot_id, &members).await);
     let error = rig.client.allocated(&members[0], 0, 0).await.expect_err("its group is withheld");
     assert!(error.code() == Code::Internal && error.to_string().contains("group"), "{error}");
-    // Where the volume is on this node is not guessed at.
+    // The driver does not guess where the volume is mounted.
     let kubelet = rig.kubelet();
     withheld(rig.client.unpublish(&volume, &kubelet).await);
     withheld(rig.client.delete_volume(&volume).await);
     assert_eq!(code(rig.client.delta(&gone, &spare, 0, 0).await), Code::NotFound);
-    // All else is served.
+    // All other objects are served.
     let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
     after.write(&device, 40, 3, 3);
@@ -174,7 +174,7 @@ async fn records_of_a_later_version_are_withheld_and_not_touched() {
         assert!(std::fs::read(path).expect("read") == now, "{} was touched", path.display());
         std::fs::write(path, sound).expect("write");
     }
-    // The upgrade: all of it is there, and what was made meanwhile.
+    // After the upgrade everything is there, and what was made meanwhile too.
     rig.start_again().await;
     let (volumes, snapshots) = listed(&rig).await;
     assert_eq!(volumes, all.0);
@@ -218,7 +218,7 @@ async fn a_block_map_of_a_later_version_is_withheld_and_not_touched(
                 withheld(rig.client.allocated(&target, 0, 0).await);
             }
         }
-        // The next snapshot does without it.
+        // The next snapshot works without it.
         after.write(&device, 100 + number as u64, 1, 3);
         let next = rig.snapshot(&format!("next {number}"), &volume).await;
         let list = rig.client.allocated(&next, 0, 0).await.expect("allocated");
