@@ -1,5 +1,5 @@
-//! The calls of a random sequence: on objects by short names, so that a step has a meaning whatever came
-//! before it, and any step can be left out. They print as readable sentences.
+//! The calls of a random sequence. They name objects by short names, so that a step has a meaning whatever came before it,
+//! and any step can be left out. They print as readable sentences.
 
 mod plainer;
 mod say;
@@ -8,8 +8,8 @@ mod say;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Name(pub char);
 
-/// The names that clients give; the first ones of each kind are met most. Volumes and ephemeral volumes have no name in
-/// common, for the places on the node go by it.
+/// The names that clients use. The first of each kind are the most frequent. Volumes and ephemeral volumes have no name in
+/// common, since a place on the node is named by the volume.
 #[derive(Clone, Copy, Debug)]
 pub struct NameSet {
     pub volumes: &'static [char],
@@ -18,11 +18,11 @@ pub struct NameSet {
     pub ephemeral: &'static [char],
 }
 
-/// Places of each name.
+/// The number of staging paths, and of targets, of each name.
 pub const SPOTS: u8 = 3;
 
 impl NameSet {
-    /// Every place there is.
+    /// All places.
     pub fn places(&self) -> Vec<Place> {
         let names = self.volumes.iter().chain(self.ephemeral).map(|name| Name(*name));
         let spots = names.flat_map(|name| (0..SPOTS).map(move |number| Spot { name, number }));
@@ -39,7 +39,7 @@ pub enum NewName {
 }
 
 impl NewName {
-    /// As the request has it.
+    /// The name in the request.
     pub fn text(self, kind: &str) -> String {
         match self {
             NewName::Fine(name) => format!("{kind} {name}"),
@@ -52,31 +52,31 @@ impl NewName {
 /// An object that a call is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ref {
-    /// The last one of that name, there or not.
+    /// The latest object of that name, whether it still exists or not.
     Last(Name),
-    /// The one of that name before the last.
+    /// The object of that name before the latest.
     Former(Name),
-    /// A member of the last group of that name, by its place.
+    /// A member of the latest group of that name, by its position.
     Member(Name, usize),
-    /// An id that could be one, and was never given.
+    /// A valid id that was never given to an object.
     Never,
-    /// What cannot be an id.
+    /// Not a valid id.
     Nonsense,
     /// No id.
     Empty,
 }
 
-/// Required bytes and limit.
+/// `required_bytes` and `limit_bytes`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size {
     pub required: i64,
     pub limit: i64,
 }
 
-/// What one capability asks for.
+/// The access type of a capability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// What the volume was made for; of two the filesystem.
+    /// The type that the volume was made for, or the filesystem if it was made for both.
     AsMade,
     Block,
     /// A filesystem; empty for the driver's choice.
@@ -90,7 +90,7 @@ pub enum Mode {
     MultiWriter,
     Reader,
     Readers,
-    /// MULTI_NODE_MULTI_WRITER, which this driver does not have.
+    /// MULTI_NODE_MULTI_WRITER, which this driver does not support.
     ManyNodes,
 }
 
@@ -111,7 +111,7 @@ pub struct Use {
     pub mode: Mode,
 }
 
-/// Where on the node: a directory or target of its own for each name.
+/// A path on the node. Each name has its own paths.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Spot {
     pub name: Name,
@@ -147,12 +147,12 @@ pub struct NewVolume {
     pub tracking: Option<bool>,
     /// Mutable parameter `readAheadKiB`.
     pub read_ahead: Option<&'static str>,
-    /// Whether its requisite topology is another node.
+    /// Whether its requisite topology names another node.
     pub elsewhere: bool,
 }
 
 impl NewVolume {
-    /// Nothing asked but a use for one writer; what is made from something takes at least its size.
+    /// A volume with one use, for a single writer, and no other parameters.
     pub fn plain(name: Name, access: Access, bytes: i64, from: From) -> Self {
         NewVolume {
             name: NewName::Fine(name),
@@ -182,11 +182,11 @@ pub enum Node {
     Empty,
 }
 
-/// The name of a node that there is not.
+/// The name of a node that does not exist.
 pub const ANOTHER: &str = "node-2";
 
 impl Node {
-    /// For a reader.
+    /// The node's name in a printed step.
     pub fn text(self) -> &'static str {
         match self {
             Node::This => "node-1",
@@ -196,12 +196,12 @@ impl Node {
     }
 }
 
-/// A list's pages: all of them are asked for, one after the other.
+/// How a list is requested: all pages, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pages {
     /// `max_entries`.
     pub most: i32,
-    /// Whether the first token is one that no list ended with.
+    /// Whether the first token is invalid.
     pub bad_token: bool,
 }
 
@@ -209,7 +209,7 @@ impl Pages {
     pub const ALL: Pages = Pages { most: 0, bad_token: false };
 }
 
-/// Where a stream starts and how it is cut.
+/// Where a stream starts, and how many tuples a message has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     pub offset: Offset,
@@ -223,7 +223,7 @@ impl Cut {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offset {
     At(i64),
-    /// So many bytes behind the end of a snapshot of 8 MiB.
+    /// This many bytes behind the end of a snapshot of 8 MiB.
     BehindEnd(i64),
 }
 
@@ -236,7 +236,7 @@ impl Offset {
     }
 }
 
-/// The calls that tell who the driver is.
+/// The calls that describe the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Question {
     Probe,
@@ -373,17 +373,17 @@ pub enum Call {
 pub enum Step {
     /// One call, answered before the next step.
     One(Call),
-    /// Several clients, a call each, all at once.
+    /// Several clients make one call each, at the same time.
     Together(Vec<Call>),
-    /// SIGKILL some microseconds into one or several calls, and a start.
+    /// SIGKILL some microseconds after the beginning of one or several calls, and a start.
     Killed { calls: Vec<Call>, after: u64 },
     /// SIGTERM and a start.
     Restart,
-    /// SIGKILL at rest, and a start.
+    /// SIGKILL between calls, and a start.
     Crash,
-    /// Some blocks of a Block volume, or a file on a filesystem, wherever it is published for writing.
+    /// A write of some blocks of a Block volume, or of a file on a filesystem, if it is published for writing.
     Write { volume: Name, block: u64, count: u64, fill: u8 },
-    /// A discard of the same.
+    /// A discard of some blocks of a Block volume.
     Discard { volume: Name, block: u64, count: u64 },
 }
 

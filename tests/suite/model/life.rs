@@ -1,5 +1,5 @@
-//! Runs a random sequence: each step is done to a real driver, its outcome is compared with the models, and
-//! so are the lists and the kernel.
+//! Runs a random sequence. Each step is made on a real driver, and its outcome, the lists and the kernel are compared with
+//! the models.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,10 +27,10 @@ pub const NAMES: NameSet = NameSet {
     groups: &['g', 'h'],
     ephemeral: &['x', 'y'],
 };
-/// Clients; a step has no more calls at once.
+/// The number of clients, and so of concurrent calls in a step.
 pub const CLIENTS: usize = 4;
 
-/// How often each call ended in each way, over many lives.
+/// How often each call ended with each code, over many lives.
 #[derive(Default)]
 pub struct Tally {
     pub codes: BTreeMap<(String, String), usize>,
@@ -40,7 +40,7 @@ pub struct Tally {
     pub steps: usize,
 }
 
-/// The calls that lives are about; they prove nothing where these never succeed.
+/// The most important calls. If these never succeed, a run proves nothing.
 const NEEDED: [&str; 6] = [
     "CreateVolume",
     "CreateSnapshot",
@@ -49,7 +49,7 @@ const NEEDED: [&str; 6] = [
     "NodeStageVolume",
     "NodePublishVolume",
 ];
-/// The rest of what is called now and then.
+/// The other calls, which are less frequent.
 const RARER: [&str; 22] = [
     "ControllerExpandVolume",
     "ControllerGetVolume",
@@ -74,20 +74,20 @@ const RARER: [&str; 22] = [
     "NodeUnstageVolume",
     "ValidateVolumeCapabilities",
 ];
-/// So many lives meet all calls.
+/// This many lives must contain a success of every call.
 const MANY: u32 = 100;
 
 impl Tally {
-    /// Fails where lives were too dull.
+    /// Fails if calls that must succeed never did.
     pub fn assert_reach(&self, lives: u32) {
         let succeeded = |method: &str| self.codes.contains_key(&(method.to_owned(), "Ok".to_owned()));
-        // Without --enable-attach two calls are never claimed.
+        // Without --enable-attach two calls are not in the capabilities.
         let claimed =
             |method: &str| !self.codes.contains_key(&(method.to_owned(), "Unimplemented".to_owned()));
         let missed: Vec<_> =
             NEEDED.iter().chain(&RARER).filter(|method| claimed(method) && !succeeded(method)).collect();
         let needed = NEEDED.iter().filter(|method| !succeeded(method)).count();
-        // One may by chance: in 15 lives a group is made 6 times on average, and in one run of 300 not at all.
+        // One call may be missing by chance: 15 lives make 6 groups on average, and one run in 300 makes none.
         assert!(lives < 10 || needed <= 1, "{needed} calls of {NEEDED:?} never succeeded: {self}");
         assert!(lives < MANY || missed.is_empty() && self.cut > 0, "{missed:?} never succeeded: {self}");
     }
@@ -110,7 +110,7 @@ impl std::fmt::Display for Tally {
     }
 }
 
-/// What a driver may hold, and how it is called.
+/// The possible states of a driver (worlds), and the ids of the names.
 #[derive(Clone)]
 pub struct Known {
     pub set: NameSet,
@@ -119,7 +119,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Of an empty driver; `dir` is where volumes are staged and published.
+    /// For an empty driver. Volumes are staged and published below `dir`.
     pub fn new(set: NameSet, dir: PathBuf, world: World) -> Self {
         let sites = world.sites.to_vec();
         let names = Arc::new(Names { sites, ..Names::below(dir, set) });
@@ -127,7 +127,7 @@ impl Known {
     }
 }
 
-/// A driver, or several behind a router, with clients, and what it may hold.
+/// A driver, or several behind a router, with clients and the possible states.
 pub struct Life<'r, 's> {
     pub rig: &'r mut Subject<'s>,
     pub tally: &'r mut Tally,
@@ -137,15 +137,15 @@ pub struct Life<'r, 's> {
     pub reported: Vec<String>,
 }
 
-/// What the kernel shows below kubelet's directory.
+/// The mounts and files below kubelet's directory.
 struct Seen {
     mounted: Vec<Place>,
-    /// Targets at which something lies and nothing is mounted; whether it is a directory.
+    /// Targets that exist although nothing is mounted there, and whether each is a directory.
     left: BTreeMap<Place, bool>,
 }
 
-/// With one node of several killed, calls about objects of the others are answered. Of what is asked of all the answer may lack
-/// its part, and tells nothing.
+/// If one node of several was killed, calls on objects of the others must be answered. Answers from all nodes may lack the
+/// killed node's part, so they are not compared.
 fn others_are_well(events: &mut [Event], killed: &str) -> Result<(), String> {
     for Event { asked, answer } in events {
         let objects = asked.objects();
@@ -169,8 +169,8 @@ fn others_are_well(events: &mut [Event], killed: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes a call. A filesystem that was unmounted lives on while another mount namespace has a copy of the mount, as
-/// the containers of other tests do for a moment; its volume is in use until then, so the call is made again.
+/// Makes a call, and repeats it while its volume is in use elsewhere. An unmounted filesystem stays while another mount
+/// namespace has a copy of the mount, as the containers of other tests have for a moment.
 async fn make_patiently(client: &mut Client, asked: &Asked) -> Answer {
     let deadline = Instant::now() + LETTING_GO;
     loop {
@@ -186,7 +186,7 @@ async fn make_patiently(client: &mut Client, asked: &Asked) -> Answer {
 }
 
 impl<'r, 's> Life<'r, 's> {
-    /// Goes on with what is known of the driver.
+    /// Continues with a driver in a known state.
     pub async fn begin(rig: &'r mut Subject<'s>, tally: &'r mut Tally, known: &'r mut Known) -> Self {
         let mut life = Life { rig, tally, known, clients: Vec::new(), reported: Vec::new() };
         life.connect().await;
@@ -201,7 +201,7 @@ impl<'r, 's> Life<'r, 's> {
         }
     }
 
-    /// Lives all steps, and ends: everything is looked at, and goes.
+    /// Makes all steps, then checks everything, and then deletes everything.
     pub async fn live(&mut self, steps: &[Step]) -> Result<(), String> {
         let outcome = self.live_to_the_end(steps).await;
         for reported in &mut self.reported {
@@ -221,7 +221,7 @@ impl<'r, 's> Life<'r, 's> {
         self.clear().await.map_err(|said| format!("while all is deleted: {said}"))
     }
 
-    /// Lives one step, and looks at the lists, the kernel and the devices.
+    /// Makes one step, and checks the lists, the kernel and the devices.
     pub async fn step(&mut self, step: &Step) -> Result<(), String> {
         match step {
             Step::One(_) => self.round(step.calls(), None).await?,
@@ -252,9 +252,9 @@ impl<'r, 's> Life<'r, 's> {
         self.look().await
     }
 
-    /// Makes calls at once, and kills the driver on the way, if that is asked for. Of several behind a router one is killed, and
-    /// all where something is made: what has a name that a node which is away may have is made again elsewhere, and found when it
-    /// is back (`docs/router.md`), which is no matter of this model.
+    /// Makes concurrent calls, and kills the driver during them if `kill` is set. Of several drivers behind a router one is
+    /// killed, or all if a call makes an object: with only one killed, an object of the same name may be made on another node
+    /// and exist twice (`docs/router.md`), which this model does not cover.
     async fn round(&mut self, calls: &[Call], kill: Option<Duration>) -> Result<(), String> {
         let mut running = Vec::new();
         for (call, client) in calls.iter().zip(&self.clients) {
@@ -304,7 +304,8 @@ impl<'r, 's> Life<'r, 's> {
         Ok(())
     }
 
-    /// Takes in calls of which some were cut, by a kill or a step that failed: all their ends that the lists allow.
+    /// Updates the worlds after calls of which some were interrupted, by a kill or a failed step. Keeps every outcome that the
+    /// lists allow.
     pub async fn cut(&mut self, events: &[Event]) -> Result<(), String> {
         let listed = self.list().await?;
         self.known.worlds = explain(&self.known.worlds, events, &listed)?;
@@ -312,7 +313,7 @@ impl<'r, 's> Life<'r, 's> {
         Ok(())
     }
 
-    /// Learns the ids of what is there.
+    /// Takes the ids of all objects from the worlds.
     fn learn(&mut self) {
         let Known { worlds, names, .. } = &mut *self.known;
         let names = Arc::make_mut(names);
@@ -337,7 +338,7 @@ impl<'r, 's> Life<'r, 's> {
         Event { asked, answer }
     }
 
-    /// Makes a call that is no step, and holds its answer against the worlds.
+    /// Makes a call that is not part of a step, and compares its answer with the worlds.
     async fn check(&mut self, call: Call) -> Result<(), String> {
         let event = self.ask(call).await;
         let said = event.asked.call.to_string();
@@ -356,7 +357,7 @@ impl<'r, 's> Life<'r, 's> {
         Listed::of(&volumes, &snapshots)
     }
 
-    /// Holds the lists and the kernel against the worlds.
+    /// Compares the lists and the kernel with the worlds.
     pub async fn look(&mut self) -> Result<(), String> {
         self.check(Call::ListVolumes(Pages::ALL)).await?;
         self.check(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await?;
@@ -365,7 +366,7 @@ impl<'r, 's> Life<'r, 's> {
         self.look_at_devices().await
     }
 
-    /// Keeps the worlds that something fits.
+    /// Keeps the worlds for which `fits` succeeds.
     fn narrow(&mut self, fits: impl Fn(&mut World) -> Result<(), String>) -> Result<(), String> {
         let mut reason = String::new();
         self.known.worlds.retain_mut(|world| match fits(world) {
@@ -397,8 +398,7 @@ impl<'r, 's> Life<'r, 's> {
         Seen { mounted, left }
     }
 
-    /// Writes or discards blocks, or writes a file, where the volume is published for writing in every
-    /// world.
+    /// Writes or discards blocks, or writes a file, if the volume is published for writing in every world.
     fn write(&mut self, name: Name, block: u64, count: u64, fill: Option<u8>) {
         let there = |world: &World| {
             let (id, volume) = world.volumes.iter().find(|(_, volume)| volume.name == name)?;
@@ -437,7 +437,7 @@ impl<'r, 's> Life<'r, 's> {
 }
 
 impl World {
-    /// What is mounted must be, and nothing lies at a target that no kill explains.
+    /// Checks that exactly the expected mounts exist, and that nothing is left at a target unless a kill explains it.
     fn check_kernel(&mut self, seen: &Seen) -> Result<(), String> {
         let mut want: Vec<Place> = Vec::new();
         for volume in self.volumes.values() {
@@ -459,7 +459,7 @@ impl World {
     }
 }
 
-/// The blocks that a life writes to, and their neighbours.
+/// The blocks that a life writes, and their neighbours.
 fn blocks(content: &Content, capacity: u64) -> Vec<u64> {
     let around = |block: &u64| block.saturating_sub(1)..block + 2;
     let mut blocks: Vec<u64> = content.blocks.keys().flat_map(around).chain(0..20).collect();

@@ -1,22 +1,20 @@
-//! Random sequences of calls ("lives") against a model of the CSI spec: every RPC of every service, legal or
-//! not, by one client or by several at once, with restarts, and SIGKILLs at rest and in the middle of
-//! calls.
+//! Random sequences of calls ("lives") against a model of the CSI spec: every RPC of every service, legal or not, by one
+//! client or by several concurrent ones, with restarts, and with SIGKILLs between calls and during calls.
 //!
-//! The model says for each call which code it must end with and what the answer must hold; the lists and
-//! the kernel's mounts are held against it after every step, all bytes at the end. Calls that ran at once
-//! must be explained by some order of them ([`rounds`]); after a kill the model holds every state that the
-//! cut call may have left, until an answer, a list or a mount tells which it is. Deltas are left to
-//! `property.rs` but for a few blocks.
+//! For each call the model knows the code that it must return and what the answer must contain. After every step the lists
+//! and the kernel's mounts are compared with the model, and at the end all bytes. For concurrent calls there must be an
+//! order that explains all answers ([`rounds`]). After a kill there is a model (a "world") for every state that the
+//! interrupted call may have left, until an answer, a list or a mount decides between them. Deltas are tested here with a
+//! few blocks only; `property.rs` tests them fully.
 //!
-//! The same lives are lived with two and three drivers behind a router. What differs there stands at the rules, by
-//! [`world::World::is_routed`]: each node has room of its own, the volumes of a group are on one node, ids of two nodes are of two
-//! volumes, and a list beside other calls is of no one moment.
+//! The same lives also run with two and three drivers behind a router. Rules that differ there check
+//! [`world::World::is_routed`]: each node has its own space, the volumes of a group must be on one node, ids of two nodes
+//! belong to different volumes, and a list during other calls is not a snapshot of one moment.
 //!
-//! Why not `proptest-state-machine`: it runs one transition after another, and in shrinking it drops those whose
-//! preconditions no longer hold. Here calls run at once, and a step is about names (`a`, not "the third
-//! volume"), so that it has a meaning after any other and any part of a life is a life. Proptest makes
-//! lives; `shrink.rs` makes a failed one short, for proptest goes over the steps once and leaves what a
-//! later step needed only before it was made plainer.
+//! Why not `proptest-state-machine`: it runs one transition after another, and while shrinking it drops transitions whose
+//! preconditions no longer hold. Here calls are concurrent, and a step names objects (`a`, not "the third volume"), so it has
+//! a meaning after any other step, and any part of a life is a life. Proptest makes lives. `shrink.rs` shortens a failed one,
+//! because proptest goes over the steps only once, and keeps steps that only a later, since simplified, step needed.
 
 pub mod calls;
 pub mod life;
@@ -42,15 +40,15 @@ use testkit::PoolKind;
 /// Deleted snapshots of a volume that are kept as a base for deltas.
 const RETAINED: usize = 2;
 
-/// Lives of each kind, with and without `--enable-attach`; `DELTAPATH_MODEL_CASES` asks for more.
+/// The number of lives of each kind, with and without `--enable-attach`; `DELTAPATH_MODEL_CASES` sets another number.
 fn cases() -> u32 {
     std::env::var("DELTAPATH_MODEL_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(15)
 }
 
-/// `routed`: the number of drivers behind a router; none for a driver alone.
+/// `routed`: the number of drivers behind a router; `None` for a driver without a router.
 fn lives(pool: PoolKind, routed: Option<usize>, strategy: impl Strategy<Value = Vec<Step>>) {
     for attach in [false, true] {
-        // Shrinking is ours: see `shrink.rs`.
+        // `shrink.rs` does the shrinking.
         let config =
             Config { cases: cases(), failure_persistence: None, max_shrink_iters: 0, ..Config::default() };
         let stage = RefCell::new(Stage::new(pool, routed, attach));

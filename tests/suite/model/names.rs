@@ -1,5 +1,5 @@
-//! The ids of the short names, and a call prepared with them: from here on it is about
-//! ids, even if the same names get other ids meanwhile.
+//! The ids of the short names, and a call with the ids that its names had when it began, even if the names get other ids
+//! meanwhile.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use testkit::subject::{Site, key_of};
 /// Digits of an id that was never given.
 const NEVER: &str = "00000000000000000000000000000000";
 
-/// As a device or with a filesystem of this type.
+/// A device, or a filesystem of this type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     Block,
@@ -26,11 +26,11 @@ pub enum Kind {
 
 #[derive(Clone, Debug, Default)]
 pub struct Names {
-    /// Where paths are.
+    /// The directory of all paths.
     pub dir: PathBuf,
     /// The node, or the nodes behind a router.
     pub sites: Vec<Site>,
-    /// Ids in the order in which they were given, with what the volume was made for.
+    /// Ids in the order in which they were given, with the kinds of access that the volume was made for.
     pub volumes: BTreeMap<Name, Vec<(String, Vec<Kind>)>>,
     pub snapshots: BTreeMap<Name, Vec<String>>,
     /// With their members.
@@ -43,7 +43,7 @@ fn pick<T: Clone>(given: &BTreeMap<Name, Vec<T>>, name: Name, back: usize) -> Op
 }
 
 impl Names {
-    /// An id that is none. A router does not know whether a node that it never heard of has it, so there it is one of a node's.
+    /// An id of no object. Behind a router it has the key of a known node, since a router cannot know about ids of other nodes.
     fn odd(&self, kind: &str, id: &Ref) -> String {
         match (id, &self.sites[..]) {
             (Ref::Nonsense, _) => "../x".to_owned(),
@@ -65,7 +65,7 @@ impl Names {
         }
     }
 
-    /// No ids yet; the staging directories are made.
+    /// Makes the staging directories. There are no ids yet.
     pub fn below(dir: PathBuf, set: NameSet) -> Self {
         let names = Names { dir, ..Names::default() };
         for place in set.places().into_iter().filter(|place| matches!(place, Place::Staging(_))) {
@@ -74,7 +74,7 @@ impl Names {
         names
     }
 
-    /// From now on the name stands for this volume, unless it has stood for it before.
+    /// From now on the name refers to this volume, unless it has referred to it before.
     pub fn volume_has(&mut self, name: Name, id: &str, made_for: &[Kind]) {
         let given = self.volumes.entry(name).or_default();
         if given.iter().all(|(other, _)| other != id) {
@@ -98,7 +98,7 @@ impl Names {
         }
     }
 
-    /// Takes in the ids that an answer brought.
+    /// Adds the ids in an answer.
     pub fn learn(&mut self, call: &Call, reply: &Reply) {
         match (call, reply) {
             (Call::CreateVolume(new), Reply::Volume(made)) => {
@@ -117,7 +117,7 @@ impl Names {
         }
     }
 
-    /// A text with short names for ids and paths.
+    /// Replaces ids and paths in a text by short names.
     pub fn spelled(&self, text: &str) -> String {
         let mut text = text.replace(&format!("{}/", self.dir.display()), "");
         let mut spell = |id: &String, name: String| text = text.replace(id.as_str(), &format!("<{name}>"));
@@ -160,7 +160,7 @@ impl Names {
         found.unwrap_or_else(|| self.odd("snap", id))
     }
 
-    /// A group and the members it had.
+    /// A group and its members.
     pub fn group(&self, id: &Ref) -> (String, Vec<String>) {
         let found = match id {
             Ref::Last(name) => pick(&self.groups, *name, 0),
@@ -170,7 +170,7 @@ impl Names {
         found.unwrap_or_else(|| (self.odd("group", id), vec!["x".into()]))
     }
 
-    /// What a use asks of a volume.
+    /// The access that a use means for a volume.
     pub fn access(&self, asked: Use, volume: &Ref) -> Access {
         match (asked.access, self.made(volume)) {
             (Access::AsMade, Some((_, kinds))) => {
@@ -193,7 +193,7 @@ impl Names {
     }
 }
 
-/// A capability as the wire has it.
+/// The message of a capability.
 pub fn capability(access: Access, mode: Mode) -> VolumeCapability {
     let mut capability = match access {
         Access::AsMade | Access::Block => block_capability(),
@@ -210,7 +210,7 @@ pub fn capability(access: Access, mode: Mode) -> VolumeCapability {
     capability
 }
 
-/// A call with the ids that its names stood for when it began.
+/// A call with the ids that its names had when it began.
 #[derive(Clone, Debug)]
 pub struct Asked {
     pub call: Call,
@@ -218,7 +218,7 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// What the call works on: two at once that share one of these may find each other busy.
+    /// The objects that the call works on. Of two concurrent calls that share one, either may be answered with ABORTED.
     pub fn objects(&self) -> Vec<String> {
         let names = &self.names;
         let named = |kind: &str, name: &NewName| format!("name of a {kind}: {}", name.text(""));

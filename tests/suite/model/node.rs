@@ -1,4 +1,4 @@
-//! The rules of the Node's calls.
+//! The rules for calls of the Node service.
 
 use deltapath::sys::{CAP_SYS_RESOURCE, has_capability};
 use tonic::Code;
@@ -14,12 +14,12 @@ use super::world::{
 };
 use testkit::content::Content;
 
-/// What staging finds, or makes, on a volume.
+/// The filesystem that staging finds, or makes, on a volume.
 enum Found {
     Fs(&'static str, Option<u8>),
-    /// Nothing that can be mounted, and nothing that may be formatted over.
+    /// Data that cannot be mounted and must not be formatted.
     Nothing,
-    /// A copy of a half-made filesystem: anything may come of it.
+    /// A copy of a half-made filesystem, so any result is allowed.
     Unsure,
 }
 
@@ -34,12 +34,12 @@ fn find(volume: &Volume, wanted: &'static str) -> Found {
 }
 
 impl World {
-    /// Whether something else than volume `id` is shown at a place.
+    /// Whether something other than volume `id` is mounted at a place.
     fn is_occupied(&self, at: Place, id: &str) -> bool {
         self.volumes.iter().any(|(other, volume)| other != id && volume.shows_at(at))
     }
 
-    /// The volume of an undoing call; `None` where it is gone, and the call has nothing to do.
+    /// The volume of an unpublish or unstage; `None` if it does not exist and the call has nothing to do.
     fn undone(&mut self, id: &str, at: Place) -> Rule<Option<&mut Volume>> {
         if !id.is_empty() && at != Place::Empty && !self.volumes.contains_key(id) {
             return match self.is_occupied(at, id) {
@@ -84,7 +84,7 @@ impl World {
         if volume.staged.as_ref() == Some(&new) {
             return done(answer).map(drop);
         }
-        // From here on the intent is recorded, whatever comes of it.
+        // From here on the intent is recorded, even if the call fails.
         volume.staged = None;
         volume.haunted.insert(at);
         let found = match find(volume, wanted) {
@@ -192,7 +192,7 @@ impl World {
         Ok(())
     }
 
-    /// How a volume is staged that is at a place; `None` where that is not sure.
+    /// How the volume at a place is staged; `None` if that is not known.
     fn place(volume: &Volume, at: Place) -> Rule<Option<&Staged>> {
         if at == Place::Empty {
             return refused(INVALID, "the path is missing");
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// What a call that failed left on record without a mount is reported; nothing else is ever wrong here.
+    /// A mount that a failed call recorded but did not make may be reported. There are no other faults in this test.
     pub fn node_health(&mut self, id: &str, answer: &Answer) -> Rule {
         if self.volume(id)?.haunted.is_empty() {
             return self.get_health(id, answer);
@@ -268,7 +268,7 @@ impl World {
         if volume.is_mounted() && staged.read_only {
             return refused(PRECONDITION, "the filesystem is mounted for reading");
         }
-        // A mounted ext4 grows only for a driver with CAP_SYS_RESOURCE, which a container may lack.
+        // A mounted ext4 grows only if the driver has CAP_SYS_RESOURCE, which a container may lack.
         let may_be_refused = staged.kind == Kind::Fs("ext4") && volume.capacity > volume.mounted_with;
         if may_be_refused
             && !has_capability(CAP_SYS_RESOURCE).unwrap_or(false)
@@ -358,14 +358,14 @@ impl World {
 }
 
 impl Volume {
-    /// Whether the kernel shows the volume at a place.
+    /// Whether the volume is mounted at a place.
     pub fn shows_at(&self, at: Place) -> bool {
         let staged = self.staged.as_ref().is_some_and(|staged| staged.at == at) && self.is_mounted();
         staged || self.published_at(at).is_some()
     }
 }
 
-/// An answer that may be OK, or one of these.
+/// The answer may be OK, or one of these codes.
 fn either(answer: &Answer, codes: &'static [Code]) -> Rule {
     match answer {
         Answer::Done(_) => Ok(()),

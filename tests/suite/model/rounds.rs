@@ -1,5 +1,5 @@
-//! What may have happened: every order of calls that ran at once, and every way in which a call may have
-//! been interrupted. All models that no answer contradicts are kept, until an answer decides between them.
+//! Explains the answers of a step: tries every order of concurrent calls, and every way in which a call may have been
+//! interrupted. Keeps all worlds that no answer contradicts, until a later answer decides between them.
 
 use tonic::Code;
 
@@ -14,7 +14,7 @@ pub struct Event {
     pub answer: Answer,
 }
 
-/// What is there after a kill: the objects that a cut call may have made are among them.
+/// The objects that exist after a kill, including those that an interrupted call may have made.
 #[derive(Default)]
 pub struct Listed {
     pub volumes: Vec<proto::Volume>,
@@ -36,7 +36,7 @@ impl Listed {
     }
 }
 
-/// The worlds after calls that ran at once, or why there is none.
+/// The worlds after concurrent calls, or why there is none.
 pub fn explain(worlds: &[World], events: &[Event], listed: &Listed) -> Result<Vec<World>, String> {
     let mut search = Search { events, listed, found: Vec::new(), reasons: Vec::new() };
     for world in worlds {
@@ -109,8 +109,7 @@ impl Search<'_> {
     }
 }
 
-/// The worlds after a call that was cut: nothing happened, all of it did, or a part that a retry goes on
-/// from.
+/// The worlds after an interrupted call: it did nothing, or everything, or a part from which a retry continues.
 fn cut(world: &World, asked: &Asked, listed: &Listed) -> Vec<World> {
     let mut worlds = vec![world.clone()];
     for reply in replies(world, asked, listed) {
@@ -134,7 +133,7 @@ fn cut(world: &World, asked: &Asked, listed: &Listed) -> Vec<World> {
     worlds
 }
 
-/// What the call may have answered, had it come to that.
+/// The answers that the call could have returned if it had completed.
 fn replies(world: &World, asked: &Asked, listed: &Listed) -> Vec<Reply> {
     match &asked.call {
         Call::CreateVolume(_) => listed.volumes.iter().cloned().map(Reply::Volume).collect(),
@@ -179,7 +178,7 @@ fn replies(world: &World, asked: &Asked, listed: &Listed) -> Vec<Reply> {
     }
 }
 
-/// The halves of calls that take several steps on the node.
+/// The worlds after a part of a call that has several steps on the node.
 fn halves(world: &World, asked: &Asked) -> Vec<World> {
     let names = &asked.names;
     let mut worlds = Vec::new();

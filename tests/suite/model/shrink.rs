@@ -1,4 +1,4 @@
-//! Runs random sequences one after the other, and shortens a failed one until it can be read.
+//! Runs random sequences one after the other, and shortens a failed one, so that a person can read it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -13,27 +13,27 @@ use super::world::World;
 use testkit::PoolKind;
 use testkit::subject::{Site, Subject};
 
-/// What failed with calls at once, or with a kill, may need luck to fail again: it is tried so often at
-/// least, and for so long.
+/// A failure with concurrent calls or a kill may depend on timing. The minimum number of tries to reproduce it, and the
+/// minimum time.
 const TRIES: usize = 3;
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a shorter life is looked for.
+/// How long shrinking may take.
 const SHRINKING: Duration = Duration::from_secs(240);
 
 /// A life that failed.
 pub struct Failure {
-    /// The steps that were lived, and what was wrong, for a reader.
+    /// The steps that were made, and what was wrong, as text.
     pub story: String,
     /// How many steps it took.
     steps: usize,
 }
 
-/// A driver, or several behind a router, that lives are lived with, one after the other; a new one after each that failed.
+/// A driver, or several behind a router, that run one life after the other. After a failed life a new one is started.
 pub struct Stage {
     runtime: Runtime,
     pool: PoolKind,
     attach: bool,
-    /// So many drivers behind a router.
+    /// The number of drivers behind a router.
     routed: Option<usize>,
     rig: Option<(Subject<'static>, Arc<[Site]>)>,
     tally: Tally,
@@ -46,7 +46,7 @@ impl Stage {
         Stage { runtime, pool, attach, routed, rig: None, tally: Tally::default(), failed: false }
     }
 
-    /// Ends the driver, and says what was lived.
+    /// Stops the driver, and returns the figures of all lives.
     pub fn finish(self) -> Tally {
         if let Some((mut rig, _)) = self.rig {
             let status = rig.terminate();
@@ -61,7 +61,7 @@ impl Stage {
         self.tally
     }
 
-    /// Lives a life, and while one is made shorter several times, where it is a matter of luck.
+    /// Runs a life. While shrinking, repeats it several times if the failure may depend on timing.
     pub fn live(&mut self, steps: &[Step]) -> Result<(), Failure> {
         let races = |step: &Step| matches!(step, Step::Together(_) | Step::Killed { .. });
         let again = self.failed && steps.iter().any(races);
@@ -126,8 +126,7 @@ impl Stage {
     }
 }
 
-/// Ends a driver whose state nobody knows. Others may hold its devices for a moment: then it takes another
-/// look.
+/// Ends a driver in an unknown state. Tries again if another process has its devices open for a moment.
 fn put_away(mut rig: Subject) {
     rig.kill();
     for _ in 0..600 {
@@ -138,7 +137,7 @@ fn put_away(mut rig: Subject) {
     }
 }
 
-/// A failed life for a reader.
+/// A failed life as text.
 fn story(steps: &[Step], reported: &[String], said: &str) -> String {
     let mut story = String::new();
     for (number, step) in steps.iter().enumerate().take(reported.len().max(1)) {
@@ -151,8 +150,8 @@ fn story(steps: &[Step], reported: &[String], said: &str) -> String {
     format!("{story}{said}")
 }
 
-/// The shortest and plainest life found that fails, with its story: steps are left out, many at first, then one
-/// by one, and those that stay are made plainer, until nothing more can go.
+/// Finds a short and simple life that still fails, and its text. Leaves out steps, many at first and then one by one, and
+/// simplifies the others, until nothing more can be removed.
 pub fn shrunk(stage: &mut Stage, steps: Vec<Step>, story: String) -> (Vec<Step>, String) {
     let mut best = (steps, story);
     let deadline = Instant::now() + SHRINKING;

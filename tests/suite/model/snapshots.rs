@@ -1,4 +1,4 @@
-//! The rules of the calls on snapshots and groups, and of the streams.
+//! The rules for calls on snapshots and groups, and for streams.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use super::world::{
 };
 use testkit::content::{Content, blocks_of};
 
-/// Whether tuples are to be of one block each.
+/// Whether each tuple is one block.
 fn fixed(style: Option<&str>) -> Rule<bool> {
     match style {
         None => Ok(false),
@@ -41,7 +41,7 @@ impl World {
         }
     }
 
-    /// A snapshot as the wire has it.
+    /// Compares a snapshot in an answer with the model.
     fn check_snapshot(&self, reported: &proto::Snapshot) -> Rule {
         let id = &reported.snapshot_id;
         let Some(snapshot) = self.snapshots.get(id) else { return wrong(format!("{id} is not there")) };
@@ -54,7 +54,7 @@ impl World {
         equal("creation_time", &reported.creation_time.is_some(), &true)
     }
 
-    /// Takes a snapshot of a volume that is there.
+    /// Takes a snapshot of an existing volume.
     fn take(&mut self, id: &str, name: Option<Name>, volume_id: &str, fixed: bool, group: Option<&str>) {
         let volume = &self.volumes[volume_id];
         let line = self.snapshots.values().chain(self.retained.values());
@@ -108,7 +108,7 @@ impl World {
         self.check_snapshot(reported)
     }
 
-    /// Moves a deleted snapshot to those that are kept as a base for deltas.
+    /// Moves a deleted snapshot to those that are retained as a base for deltas.
     fn retire(&mut self, id: &str) -> Option<String> {
         let gone = self.snapshots.remove(id)?;
         let volume = gone.volume.clone();
@@ -225,7 +225,7 @@ impl World {
         self.check_group(&id, reported)
     }
 
-    /// A group that is there, with a member list that is its own.
+    /// Checks that a group exists and that the member list is right.
     fn group(&self, (id, members): &(String, Vec<String>), named: Members) -> Rule<()> {
         if id.is_empty() {
             return refused(INVALID, "the group's id is missing");
@@ -305,7 +305,7 @@ impl World {
     }
 }
 
-/// Whether the stream can be asked for.
+/// Checks the offset and the length of messages of a stream.
 fn check_cut(snapshot: &Snapshot, cut: Cut) -> Rule {
     if cut.most < 0 {
         return refused(INVALID, "max_results is negative");
@@ -316,7 +316,7 @@ fn check_cut(snapshot: &Snapshot, cut: Cut) -> Rule {
     }
 }
 
-/// Compares a stream with the blocks that it must list, where they are known: all of them.
+/// Compares a stream with exactly the blocks that it must list, if they are known.
 fn check_blocks(snapshot: &Snapshot, cut: Cut, list: &BlockList, want: Option<Vec<u64>>) -> Rule {
     equal("volume_capacity_bytes", &list.capacity, &snapshot.capacity)?;
     let style = match snapshot.fixed {
@@ -340,7 +340,7 @@ fn check_blocks(snapshot: &Snapshot, cut: Cut, list: &BlockList, want: Option<Ve
     }
 }
 
-/// Nothing written yet.
+/// Whether nothing was written.
 pub fn is_blank(content: &Content) -> bool {
     content.blocks.is_empty()
 }

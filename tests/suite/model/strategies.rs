@@ -1,4 +1,4 @@
-//! Random steps. The simplest choice is always first, since a shrunk sequence is made of first choices.
+//! Makes random steps. The simplest choice is always first, since shrinking prefers first choices.
 
 use proptest::prelude::*;
 use proptest::strategy::Union;
@@ -10,7 +10,7 @@ use super::calls::{
 use super::life::{CLIENTS, NAMES};
 
 const MIB: i64 = 1 << 20;
-/// Blocks that are written at once.
+/// The number of blocks of a write.
 const COUNT: u64 = 3;
 
 fn one<T: Clone + std::fmt::Debug + 'static>(of: &[(u32, T)]) -> Union<Just<T>> {
@@ -18,7 +18,7 @@ fn one<T: Clone + std::fmt::Debug + 'static>(of: &[(u32, T)]) -> Union<Just<T>> 
 }
 
 fn name(of: &[char]) -> Union<Just<Name>> {
-    // The first ones are met most.
+    // The first names are the most frequent.
     let weight = |at: usize| (of.len() - at) as u32;
     one(&of.iter().enumerate().map(|(at, name)| (weight(at), Name(*name))).collect::<Vec<_>>())
 }
@@ -72,7 +72,7 @@ fn mode() -> impl Strategy<Value = Mode> {
     ])
 }
 
-/// How a volume that is there is to be used.
+/// The use of an existing volume.
 fn asked() -> impl Strategy<Value = Use> {
     let access = one(&[
         (30, Access::AsMade),
@@ -85,7 +85,7 @@ fn asked() -> impl Strategy<Value = Use> {
     (access, mode()).prop_map(|(access, mode)| Use { access, mode })
 }
 
-/// What a new volume is to be for. Its mode is not kept, so it is plain, but for one that is refused.
+/// The uses of a new volume. The mode has no effect on it, so it is the plain one, or one that is refused.
 fn uses() -> impl Strategy<Value = Vec<Use>> {
     let plain = |access| Use { access, mode: Mode::Writer };
     let (block, ext4) = (plain(Access::Block), plain(Access::Fs("ext4")));
@@ -114,7 +114,7 @@ fn new_volume(of: NameSet) -> SBoxedStrategy<Call> {
     let elsewhere = one(&[(40, false), (1, true)]);
     (new_name(of.volumes), size(), uses(), from, block_size, tracking, read_ahead, elsewhere)
         .prop_map(|(name, size, uses, from, block_size, tracking, read_ahead, elsewhere)| {
-            // What is made from something takes its size, most of the time.
+            // A volume with a source usually takes its size.
             let size = match (&from, size.limit) {
                 (From::Nothing, _) | (_, 1..) => size,
                 _ if size.required == 8 * MIB => Size { required: 0, limit: 0 },
@@ -134,7 +134,7 @@ fn new_volume(of: NameSet) -> SBoxedStrategy<Call> {
         .sboxed()
 }
 
-/// A volume, a place to stage it and one to publish it: its own, most of the time.
+/// A volume, a staging path and a target, which usually belong to the volume.
 fn placed(of: NameSet) -> impl Strategy<Value = (Ref, Place, Place)> {
     let number = || one(&[(8, 0u8), (2, 1), (1, SPOTS - 1)]);
     let owner = prop_oneof![20 => Just(None), 1 => name(of.volumes).prop_map(Some)];
@@ -297,8 +297,8 @@ pub fn call(of: NameSet) -> SBoxedStrategy<Call> {
     .sboxed()
 }
 
-/// A call as it is made at once with others. A list is whole there, for pages of different moments need
-/// not fit, and a place is a volume's own, for kubelet gives none to two.
+/// Adapts a call to be concurrent with others. A list is one page, since pages of different moments need not fit together.
+/// A place belongs to the volume, since kubelet does not use one place for two volumes.
 fn apart(mut call: Call) -> Call {
     match &mut call {
         Call::ListVolumes(pages) | Call::ListHealth(pages) | Call::ListSnapshots { pages, .. }
@@ -335,7 +335,7 @@ fn written() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A call that changes something; others are dull to kill.
+/// A call that changes something. To interrupt other calls tests nothing.
 fn mutating() -> impl Strategy<Value = Call> {
     let changes = |call: &Call| {
         !matches!(
@@ -367,7 +367,7 @@ fn killed(most: usize) -> BoxedStrategy<Step> {
         .boxed()
 }
 
-/// Volumes that are there, used and with snapshots, so that a life need not wait for luck.
+/// The first steps make volumes in use and snapshots, so that a life does not depend on chance for them.
 fn opening() -> BoxedStrategy<Vec<Step>> {
     let access = one(&[(2, Access::Block), (1, Access::Fs("ext4"))]);
     let mode = one(&[(2, Mode::Writer), (1, Mode::MultiWriter)]);
@@ -395,7 +395,7 @@ fn opening() -> BoxedStrategy<Vec<Step>> {
     steps.boxed()
 }
 
-/// What is done to a volume before it is staged.
+/// The change of a volume before it is staged.
 #[derive(Clone, Copy, Debug)]
 enum Before {
     Nothing,

@@ -1,4 +1,4 @@
-//! The rules of the Controller's calls on volumes.
+//! The rules for calls of the Controller service on volumes.
 
 use super::calls::{From, NewName, NewVolume, Node, Pages, Size, Use};
 use super::names::{Kind, Names};
@@ -14,7 +14,7 @@ const DEFAULT_SIZE: u64 = 1 << 30;
 const MAX_SIZE: u64 = 64 << 40;
 const BLOCK: u64 = 4096;
 
-/// Checked bytes of a range; a limit of 0 is none.
+/// Checks the bytes of a range. A limit of 0 means no limit.
 pub fn range(size: Size) -> Rule<(u64, Option<u64>)> {
     let (Ok(required), Ok(limit)) = (u64::try_from(size.required), u64::try_from(size.limit)) else {
         return refused(INVALID, "a size is negative");
@@ -45,7 +45,7 @@ fn least(access: &[Kind]) -> u64 {
     access.iter().map(least).max().unwrap_or(1)
 }
 
-/// The kinds that capabilities name, each once.
+/// The kinds of access of several capabilities, each once.
 pub fn kinds(uses: &[Use]) -> Rule<Vec<Kind>> {
     if uses.is_empty() {
         return refused(INVALID, "no capability is asked for");
@@ -73,11 +73,11 @@ pub fn read_ahead(value: &str) -> Rule<u32> {
     }
 }
 
-/// What a volume is made from: capacity, block size, tracking and bytes.
+/// The properties of a source: capacity, block size, tracking and bytes.
 type Origin = (Source, u64, u64, bool, Bytes);
 
 impl World {
-    /// A volume as the wire has it.
+    /// Compares a volume in an answer with the model.
     fn check_volume(&self, id: &str, reported: &proto::Volume) -> Rule {
         use proto::volume_content_source::Type;
         let Some(volume) = self.volumes.get(id) else { return wrong(format!("{id} is not there")) };
@@ -125,7 +125,7 @@ impl World {
     }
 
     pub fn create_volume(&mut self, names: &Names, new: &NewVolume, answer: &Answer) -> Rule {
-        // No node sees a request that none may carry out.
+        // The router answers a request that no node may serve.
         if self.is_routed() && new.elsewhere && new.name != NewName::Empty {
             return match self.volumes.values().any(|volume| NewName::Fine(volume.name) == new.name) {
                 true => refused(EXISTS, "the volume of this name is on another node"),
@@ -187,7 +187,7 @@ impl World {
         };
         let capacity = rounded(wanted.max(size_of.unwrap_or(least(&access))), block_size, limit)?;
         let source_id = source.clone().map(|(Source::Snapshot(id) | Source::Volume(id))| id);
-        // Without a source it goes to whatever node has room.
+        // Without a source the volume may be made on any node with enough space.
         let room =
             source_id.as_ref().map_or(self.rooms().into_iter().max(), |id| Some(self.room(id))).unwrap_or(0);
         if capacity > room {
@@ -303,7 +303,7 @@ impl World {
         }
     }
 
-    /// Behind a router, a list that is made beside other calls shows each node at another moment.
+    /// Behind a router, a list during other calls shows each node at a different moment.
     pub fn list_volumes(&mut self, pages: Pages, answer: &Answer, alone: bool) -> Rule {
         if pages.most < 0 {
             return refused(INVALID, "max_entries is negative");
@@ -342,7 +342,7 @@ impl World {
         equal("published_node_ids", &status.published_node_ids, &nodes)
     }
 
-    /// Nothing is ever wrong here.
+    /// There are no faults in this test.
     pub fn list_health(&mut self, pages: Pages, answer: &Answer) -> Rule {
         if pages.most < 0 {
             return refused(INVALID, "max_entries is negative");
@@ -420,8 +420,8 @@ pub fn copied(bytes: &Bytes) -> Bytes {
     }
 }
 
-/// No page is longer than asked, and none is empty where there are several; but the last one may be of a router, which cannot
-/// know whether the nodes that come next have any entry.
+/// No page is longer than requested, and none of several is empty. Only the last page of a router may be empty, since the
+/// router cannot know whether the next nodes have an entry.
 pub fn check_pages<T>(pages: &[Vec<T>], most: i32, is_routed: bool) -> Rule {
     for (number, page) in pages.iter().enumerate() {
         if most > 0 && page.len() > most as usize {

@@ -1,4 +1,4 @@
-//! Making a call, and what came back.
+//! Makes calls, and represents their answers.
 
 use std::error::Error;
 
@@ -8,7 +8,7 @@ use tonic::{Code, Status};
 use super::calls::{ANOTHER, Call, From, Members, NewVolume, Pages, Place, Question, Size, Use};
 use super::names::{Asked, Names, capability};
 
-/// What an `OK` brought.
+/// The content of an `OK` answer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
     Nothing,
@@ -34,7 +34,7 @@ pub enum Reply {
 pub enum Answer {
     Done(Reply),
     Failed(Code, String),
-    /// The driver was killed first.
+    /// The driver was killed before the answer.
     Cut,
 }
 
@@ -88,7 +88,7 @@ impl std::convert::From<Made> for Answer {
     fn from(made: Made) -> Self {
         match made {
             Ok(reply) => Answer::Done(reply),
-            // What no driver says: the connection broke.
+            // This error is not from the driver: the connection broke.
             Err(status) if status.source().is_some() || status.code() == Code::Unavailable => Answer::Cut,
             Err(status) => Answer::Failed(status.code(), status.message().to_owned()),
         }
@@ -401,7 +401,7 @@ fn first(pages: Pages) -> String {
     if pages.bad_token { "zz".to_owned() } else { String::new() }
 }
 
-/// More pages than a life has objects: a list whose tokens lead in a circle ends there.
+/// More pages than a life has objects, so that a list with circular tokens ends.
 const MAX_PAGES: usize = 64;
 
 async fn list_volumes(client: &mut Client, pages: Pages) -> Made {

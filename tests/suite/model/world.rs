@@ -1,5 +1,5 @@
-//! The model: what a driver that keeps the CSI spec holds, and what it answers. The rules of each call
-//! are in `volumes.rs`, `snapshots.rs` and `node.rs`.
+//! The model: the state of a driver that conforms to the CSI spec, and its answers. The rules for each call are in
+//! `volumes.rs`, `snapshots.rs` and `node.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,14 +13,13 @@ use testkit::content::Content;
 use testkit::subject::{Site, key_of};
 
 pub const MIB: u64 = 1 << 20;
-/// What a file for a mark is called.
+/// The name of the file that marks a filesystem's content.
 pub const MARK: &str = "mark";
 
 /// Why an answer does not fit.
 #[derive(Debug)]
 pub enum Unfit {
-    /// The call must fail with one of these codes, for this reason. No error of the model's: the answer may be
-    /// just that.
+    /// The call must fail with one of these codes, for this reason. If the answer has such a code, it is right.
     Refused(&'static [Code], String),
     /// The answer is wrong.
     Wrong(String),
@@ -49,13 +48,13 @@ pub const UNIMPLEMENTED: &[Code] = &[Code::Unimplemented];
 /// The bytes of a volume or snapshot.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Bytes {
-    /// What was written to the device, block by block.
+    /// The content of the device, by block.
     Raw(Content),
-    /// A filesystem, and the byte in the file on it, if there is one.
+    /// A filesystem, and the byte in its file, if it has the file.
     Fs(&'static str, Option<u8>),
-    /// Our own mkfs was cut short: to be formatted over.
+    /// Our own mkfs was interrupted, so the device is formatted again.
     HalfMade,
-    /// A copy of that, of which nothing can be said.
+    /// A copy of a half-made filesystem: nothing is known about it.
     Unsure,
 }
 
@@ -94,14 +93,14 @@ pub struct Volume {
     pub tracking: bool,
     pub access: Vec<Kind>,
     pub source: Option<Source>,
-    /// What the mutable parameter `readAheadKiB` may be; more than one after a kill, until it is set again.
+    /// The possible values of the mutable parameter `readAheadKiB`: several after a kill, until it is set again.
     pub read_ahead: BTreeSet<Option<u32>>,
     pub attached: Option<Attached>,
     pub staged: Option<Staged>,
     pub published: Vec<Published>,
-    /// Places that a call which failed or was cut may have recorded.
+    /// Places that a failed or interrupted call may have recorded.
     pub haunted: BTreeSet<Place>,
-    /// Whether the device is as large as the volume for sure.
+    /// Whether the device is known to be as large as the volume.
     pub grown: bool,
     /// Its size when its filesystem was mounted.
     pub mounted_with: u64,
@@ -116,7 +115,7 @@ impl Volume {
         })
     }
 
-    /// Whether the kernel shows it where it is staged: a Block volume shows at its targets only.
+    /// Whether it is mounted at its staging path. A Block volume is mounted only at its targets.
     pub fn is_mounted(&self) -> bool {
         self.staged.as_ref().is_some_and(|staged| staged.kind != Kind::Block)
     }
@@ -133,10 +132,10 @@ impl Volume {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Snapshot {
-    /// Its own; a member of a group has none.
+    /// `None` for a member of a group.
     pub name: Option<Name>,
     pub volume: String,
-    /// Later ones of a volume have larger ones.
+    /// Later snapshots of a volume have larger numbers.
     pub sequence: u64,
     pub capacity: u64,
     pub block_size: u64,
@@ -159,15 +158,15 @@ pub struct Ephemeral {
     pub kind: Kind,
     pub at: Place,
     pub read_only: bool,
-    /// Whether it is mounted: a kill may have come before that.
+    /// Whether it is mounted. A kill may have come before that.
     pub there: bool,
 }
 
-/// All of it. By ids, but for ephemeral volumes, whose ids no call returns.
+/// A possible state of the driver. Objects are listed by id, except ephemeral volumes, since no call returns their ids.
 #[derive(Clone, Debug, PartialEq)]
 pub struct World {
     pub attach: bool,
-    /// The node, or the nodes behind a router. A volume is on the one that its id says, ephemeral ones are on the first.
+    /// The node, or the nodes behind a router. The id of a volume tells its node; ephemeral volumes are on the first.
     pub sites: Arc<[Site]>,
     /// Deleted snapshots of a volume that are kept as a base for deltas.
     pub retain: usize,
@@ -176,9 +175,9 @@ pub struct World {
     pub retained: BTreeMap<String, Snapshot>,
     pub groups: BTreeMap<String, Group>,
     pub ephemeral: BTreeMap<Name, Ephemeral>,
-    /// Targets that a kill may have left something at.
+    /// Targets at which a kill may have left a file or directory.
     pub litter: BTreeSet<Place>,
-    /// What lies at those: whether it is a directory.
+    /// For targets where something is left, whether it is a directory.
     pub left: BTreeMap<Place, bool>,
 }
 
@@ -198,13 +197,13 @@ impl World {
         }
     }
 
-    /// Takes an answer in, or says why no driver in this state would have given it. `alone`: no other call
-    /// was under way, so that also what is read without a lock is exact.
+    /// Updates the state with an answer, or returns why no driver in this state would give it. `alone`: no other call was
+    /// running, so values that are read without a lock must be exact too.
     pub fn accept(&mut self, asked: &Asked, answer: &Answer, alone: bool) -> Result<(), String> {
         self.judge(|world| world.rule(asked, answer, alone), answer)
     }
 
-    /// Whether an answer is what a rule says.
+    /// Compares an answer with a rule.
     pub fn judge(&mut self, rule: impl FnOnce(&mut World) -> Rule, answer: &Answer) -> Result<(), String> {
         match rule(self) {
             Ok(()) => Ok(()),
@@ -294,7 +293,7 @@ impl World {
         }
     }
 
-    /// Bytes that may still be promised on each node.
+    /// The bytes that can still be provisioned on each node.
     pub fn rooms(&self) -> Vec<u64> {
         let mut rooms: Vec<u64> = self.sites.iter().map(|site| site.room).collect();
         for (id, volume) in &self.volumes {
@@ -311,7 +310,7 @@ impl World {
         self.rooms()[self.site(id)]
     }
 
-    /// On which node an object is; what is no id of ours is asked of the first one.
+    /// The node of an object. Calls with an id of no node go to the first.
     fn site(&self, id: &str) -> usize {
         self.sites.iter().position(|site| Some(&site.key) == key_of(id).as_ref()).unwrap_or(0)
     }
@@ -321,19 +320,18 @@ impl World {
         &self.sites[self.site(id)].name
     }
 
-    /// Whether there is a router, which looks at some things before a node looks at others.
+    /// Whether there is a router. It makes some checks before a node makes others.
     pub fn is_routed(&self) -> bool {
         self.sites.len() > 1
     }
 
-    /// Whether ids, as far as they are such, are of objects on different nodes.
+    /// Whether the valid ids among these belong to different nodes.
     pub fn are_apart<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> bool {
         let keys: BTreeSet<String> = ids.into_iter().filter_map(key_of).collect();
         self.is_routed() && keys.len() > 1
     }
 
-    /// Forgets the deleted snapshots of a volume that no delta can be asked from, and those beyond the
-    /// count, the oldest first.
+    /// Forgets the deleted snapshots of a volume that cannot be the base of a delta, and the oldest ones beyond the count.
     pub fn settle(&mut self, volume: &str) {
         let newest = self.snapshots.values().filter(|live| live.volume == volume).map(|live| live.sequence);
         let newest = newest.max().unwrap_or(0);
@@ -348,8 +346,8 @@ impl World {
         self.retained.retain(|_, kept| !of(kept) || kept.sequence >= first);
     }
 
-    /// What a call with a taken name gets that is about these objects. A router looks for their node first, and a text that is
-    /// no id has none.
+    /// The codes for a call with a name that is taken, if it names these objects. A router looks up their node first, and an
+    /// invalid id has none.
     pub fn taken<'i>(&self, ids: impl IntoIterator<Item = &'i str>) -> &'static [Code] {
         let has_node = |id: &str| self.sites.iter().any(|site| key_of(id).as_ref() == Some(&site.key));
         match self.is_routed() && !ids.into_iter().all(has_node) {
@@ -396,7 +394,7 @@ impl World {
     }
 }
 
-/// What an answer brought, where the call must succeed.
+/// The reply of a call that must succeed.
 pub fn done(answer: &Answer) -> Rule<&Reply> {
     match answer {
         Answer::Done(reply) => Ok(reply),
@@ -404,7 +402,7 @@ pub fn done(answer: &Answer) -> Rule<&Reply> {
     }
 }
 
-/// The kind that a capability names, `default` where it leaves the filesystem open.
+/// The kind of access of a capability. `default` is the filesystem if it names none.
 pub fn kind(asked: Use, default: &'static str) -> Rule<Kind> {
     match asked.access {
         Access::AsMade | Access::Block => Ok(Kind::Block),
@@ -414,7 +412,7 @@ pub fn kind(asked: Use, default: &'static str) -> Rule<Kind> {
     }
 }
 
-/// Whether the driver has the mode at all.
+/// Checks that the driver supports the mode.
 pub fn check_mode(asked: Use) -> Rule {
     match asked.mode {
         Mode::ManyNodes => refused(INVALID, "the access mode is not supported"),
@@ -422,7 +420,7 @@ pub fn check_mode(asked: Use) -> Rule {
     }
 }
 
-/// The kind that a capability names of a volume, which must have been made for it.
+/// The kind of access of a capability for a volume, which must have been made for it.
 pub fn kind_of(asked: Use, volume: &Volume) -> Rule<Kind> {
     let kind = kind(asked, volume.fs().unwrap_or("ext4"))?;
     match volume.access.contains(&kind) {
@@ -431,7 +429,7 @@ pub fn kind_of(asked: Use, volume: &Volume) -> Rule<Kind> {
     }
 }
 
-/// Fails where two things that must be equal are not.
+/// Fails if two values differ.
 pub fn equal<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, want: &T) -> Rule {
     match got == want {
         true => Ok(()),

@@ -1,4 +1,4 @@
-//! Simpler steps that may replace one, for shrinking.
+//! For shrinking: simpler steps that may replace a step.
 
 use super::{Access, Call, Cut, From, Members, Mode, NewVolume, Pages, Place, Size, Step, Use};
 
@@ -7,7 +7,7 @@ const BLOCK: Use = Use { access: Access::Block, mode: Mode::Writer };
 const SMALL: Size = Size { required: 8 << 20, limit: 0 };
 
 impl Step {
-    /// The same with one call less, or one at a time instead of several, or a plainer call.
+    /// The step with one call less, without concurrency, without a kill, or with a simpler call.
     pub fn plainer(&self) -> Vec<Step> {
         match self {
             Step::One(call) => call.plainer().into_iter().map(Step::One).collect(),
@@ -24,7 +24,7 @@ impl Step {
     }
 }
 
-/// The calls without one of them, and with one of them plainer.
+/// The calls without one of them, or with one of them simpler.
 fn fewer(calls: &[Call]) -> Vec<Vec<Call>> {
     let mut all = Vec::new();
     for (at, call) in calls.iter().enumerate() {
@@ -43,7 +43,7 @@ fn fewer(calls: &[Call]) -> Vec<Vec<Call>> {
 }
 
 impl Call {
-    /// The same with one thing plainer.
+    /// The call with one parameter simpler.
     fn plainer(&self) -> Vec<Call> {
         let mut all = Vec::new();
         let mut with = |change: &dyn Fn(&mut Call)| {

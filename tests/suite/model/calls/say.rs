@@ -1,4 +1,4 @@
-//! Calls and steps as readable sentences.
+//! Prints calls and steps as readable sentences.
 
 use std::fmt::{self, Display};
 
@@ -53,7 +53,7 @@ impl Display for Size {
     }
 }
 
-/// Printed with a comma before it, and not at all where it is the plain one.
+/// Printed after a comma, or not at all if it is the plain value.
 impl Display for Use {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.access {

@@ -1,4 +1,4 @@
-//! The end of a random sequence: every byte is compared, then everything is deleted and nothing may be left.
+//! The end of a random sequence: every byte is compared, then everything is deleted, and nothing may be left.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,13 +14,13 @@ use crate::model::world::{Bytes, Snapshot, Volume};
 use testkit::content::{Content, block_bytes};
 use testkit::names;
 
-/// The name of what is restored at the end.
+/// The name of volumes that are restored at the end.
 const RESTORED: Name = Name('z');
-/// How long what was deleted may take to go.
+/// How long the files of deleted objects may stay.
 const SETTLING: Duration = Duration::from_secs(10);
 
 impl Life<'_, '_> {
-    /// Asks for every stream, looks at every volume, and restores from every snapshot.
+    /// Reads every stream, checks every volume, and restores every snapshot.
     pub(super) async fn look_at_all(&mut self) -> Result<(), String> {
         let snapshots: Vec<Ref> = self.snapshots().into_iter().map(|(of, _)| of).collect();
         for target in &snapshots {
@@ -37,7 +37,7 @@ impl Life<'_, '_> {
         self.look().await
     }
 
-    /// The snapshots that are there by some name.
+    /// The existing snapshots that a name refers to.
     fn snapshots(&self) -> Vec<(Ref, Snapshot)> {
         let world = &self.known.worlds[0];
         let mut found = Vec::new();
@@ -59,7 +59,7 @@ impl Life<'_, '_> {
         found
     }
 
-    /// Holds the devices against the worlds.
+    /// Compares the devices with the worlds.
     pub(super) async fn look_at_devices(&mut self) -> Result<(), String> {
         let data = self.rig.data();
         let fits = |world: &mut World| {
@@ -80,7 +80,7 @@ impl Life<'_, '_> {
         self.narrow(fits)
     }
 
-    /// What a kill cut may have grown the record and not the device: whoever asked asks again.
+    /// Repeats all expansions, as a client does: an interrupted one may have grown the record and not the device.
     async fn expand_again(&mut self) {
         let volumes = self.rig.client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
         for entry in volumes.expect("ListVolumes").into_inner().entries {
@@ -105,7 +105,7 @@ impl Life<'_, '_> {
         })
     }
 
-    /// A volume made from a snapshot holds what the snapshot holds.
+    /// Checks that a volume restored from a snapshot has its content.
     async fn restore(&mut self, of: Ref, snapshot: &Snapshot) -> Result<(), String> {
         let Bytes::Raw(content) = &snapshot.bytes else { return Ok(()) };
         if self.known.worlds[0].room(&self.known.names.snapshot(&of)) < snapshot.capacity {
@@ -120,9 +120,9 @@ impl Life<'_, '_> {
         self.check(Call::DeleteVolume(Ref::Last(RESTORED))).await
     }
 
-    /// Undoes and deletes all, and looks for what stays.
+    /// Undoes and deletes everything, and checks that nothing is left.
     pub(super) async fn clear(&mut self) -> Result<(), String> {
-        // It tells of what no list shows: ephemeral volumes.
+        // The capacity decides between worlds with and without an ephemeral volume, which no list shows.
         self.check(Call::GetCapacity { asked: None }).await?;
         let World { attach, volumes, ephemeral, snapshots, groups, .. } = self.known.worlds[0].clone();
         for (id, volume) in &volumes {
@@ -179,7 +179,7 @@ impl Life<'_, '_> {
             self.rig.rigs().into_iter().flat_map(|rig| of(rig.pool_dir())).collect()
         };
         while !left().is_empty() {
-            // What was deleted may be settled behind, and a device be free only when nobody looks at it any more.
+            // Files are removed in the background, and a device is free only when no other process has it open.
             let patience =
                 if left().iter().all(|left| left.starts_with("/dev")) { LETTING_GO } else { SETTLING };
             if started.elapsed() > patience {
@@ -198,7 +198,7 @@ fn check_bytes(
     staged: Option<&String>,
 ) -> Result<(), String> {
     match (&volume.bytes, target, staged) {
-        // What was written to a device may be in its cache only.
+        // Writes to a device may be only in its cache.
         (Bytes::Raw(content), Some(device), _) => compare(Path::new(device), content, volume.capacity),
         (Bytes::Raw(content), None, _) => compare(data, content, volume.capacity),
         (Bytes::Fs(_, file), _, Some(dir)) if volume.is_mounted() => {
@@ -226,7 +226,7 @@ fn compare(path: &Path, content: &Content, capacity: u64) -> Result<(), String> 
     Ok(())
 }
 
-/// A volume in use has a device of its size with its attributes, any other has none.
+/// Checks that a volume in use has a device of its size with its attributes, and that any other has none.
 fn check_device(volume: &Volume, data: &Path) -> Result<(), String> {
     let used = volume.is_used();
     let device = LoopDevice::find(data).map_err(|error| error.to_string())?;
@@ -244,7 +244,7 @@ fn check_device(volume: &Volume, data: &Path) -> Result<(), String> {
         return Err(format!("its device has {size} bytes, want {}", volume.capacity));
     }
     let found = std::fs::read_to_string(device.sysfs().join("queue/read_ahead_kb")).expect("sysfs");
-    // The kernel chooses where nobody has.
+    // Without the parameter the kernel chooses.
     let may_be = |kib: &Option<u32>| kib.is_none_or(|kib| found.trim() == kib.to_string());
     match volume.read_ahead.iter().any(may_be) {
         true => Ok(()),
