@@ -17,7 +17,7 @@ use fastrand::Rng;
 use testkit::bench::{median, ms};
 use testkit::{PoolKind, Rig};
 
-const GIB: u64 = 1 << 30;
+pub const GIB: u64 = 1 << 30;
 /// The number of pieces that 1 GiB of data is in, spread evenly.
 const PIECES: u64 = 4096;
 const PIECE: u64 = GIB / PIECES;
@@ -134,20 +134,23 @@ fn middle(samples: &[Pair]) -> Pair {
     (median(&ours), median(&bare))
 }
 
-fn fill(device: &Path, size: u64, random: &mut Rng) {
+/// Writes 1 GiB in pieces of this length, spread evenly.
+pub fn fill(device: &Path, size: u64, length: u64, random: &mut Rng) {
     let file = File::options().write(true).open(device).expect("open the device");
-    let mut piece = vec![0; PIECE as usize];
-    for number in 0..PIECES {
+    let mut piece = vec![0; length as usize];
+    let pieces = GIB / length;
+    for number in 0..pieces {
         random.fill(&mut piece);
-        file.write_all_at(&piece, number * (size / PIECES)).expect("write");
+        file.write_all_at(&piece, number * (size / pieces)).expect("write");
     }
     file.sync_all().expect("flush");
 }
 
-/// Changes 1 % of the data at random places; returns them in order.
-fn change(device: &Path, size: u64, random: &mut Rng) -> Vec<u64> {
+/// Changes 1 % of that at random places; returns them in order.
+pub fn change(device: &Path, size: u64, length: u64, random: &mut Rng) -> Vec<u64> {
+    let pieces = GIB / length;
     let mut offsets: Vec<u64> = (0..CHANGED)
-        .map(|_| random.u64(0..PIECES) * (size / PIECES) + random.u64(0..PIECE / 4096) * 4096)
+        .map(|_| random.u64(0..pieces) * (size / pieces) + random.u64(0..length / 4096) * 4096)
         .collect();
     host::write_blocks(device, random, &offsets);
     offsets.sort_unstable();
@@ -165,10 +168,10 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     for number in 0..ROUNDS {
         // Twins, for a volume has one first copy. Deleted afterwards, like the copy.
         let (twin, twin_device) = rig.block_volume(&format!("twin {number}"), size as i64).await;
-        fill(&twin_device, size, &mut random);
+        fill(&twin_device, size, PIECE, &mut random);
         let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &twin), Some(&twin_device));
         let (volume, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
-        fill(&device, size, &mut random);
+        fill(&device, size, PIECE, &mut random);
         let started = Instant::now();
         let snapshot = rig.snapshot(&format!("first {number}"), &volume).await;
         first.push((started.elapsed(), bare.took));
@@ -187,9 +190,9 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     let (volume, device, mut base) = last.expect("rounds");
     for round in 0..ROUNDS {
         // Half of the change before the bare copy, so that both have something to flush.
-        let mut changed = change(&device, size, &mut random);
+        let mut changed = change(&device, size, PIECE, &mut random);
         let bare = host::bare_copy(&rig, pool, &host::volume_dir(&rig, &volume), Some(&device)).took;
-        changed.extend(change(&device, size, &mut random));
+        changed.extend(change(&device, size, PIECE, &mut random));
         let started = Instant::now();
         let target = rig.snapshot(&format!("next {round}"), &volume).await;
         next.push((started.elapsed(), bare));
@@ -222,13 +225,13 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
     let (mut snapshots, mut copies) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         // A snapshot and a bare copy, each of which alone holds 1 %.
-        change(&device, size, &mut random);
+        change(&device, size, PIECE, &mut random);
         snapshots.push(rig.snapshot(&format!("deleted {round}"), &volume).await);
         host::hashed(&rig, &snapshots[round]).await;
-        change(&device, size, &mut random);
+        change(&device, size, PIECE, &mut random);
         copies.push(host::bare_copy(&rig, pool, &of_volume, Some(&device)));
     }
-    change(&device, size, &mut random);
+    change(&device, size, PIECE, &mut random);
     host::idle(&rig, pool).await;
     let bare: Vec<Duration> = copies.into_iter().map(host::BareCopy::remove).collect();
     host::idle(&rig, pool).await;

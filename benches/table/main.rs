@@ -11,6 +11,7 @@ mod cold;
 mod crowd;
 mod fragments;
 mod host;
+mod lab;
 mod load;
 mod pools;
 mod scale;
@@ -123,6 +124,9 @@ fn main() {
         }
         if table.wants("p") {
             crowd::run(&mut table).await;
+        }
+        if table.wants("lab") {
+            lab::run(&mut table).await;
         }
         scale::run(&mut table).await;
         if table.wants("pools") {

@@ -1,0 +1,114 @@
+//! Rows lab: what `cbt-lab bench` says of our driver, beside a client of the table's own that does the same in turn with it.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use csi_client::{block_capability, from_snapshot, from_volume, new_volume};
+use serde_json::Value;
+
+use crate::changes::{change, fill};
+use crate::{Row, Table, host, ratio, spread};
+use fastrand::Rng;
+use testkit::Rig;
+use testkit::bench::{median, ms};
+
+const ROUNDS: usize = 5;
+const SIZE: u64 = 16 << 40;
+/// As `cbt-lab bench` writes its data.
+const PIECE: u64 = 1 << 20;
+
+/// The figures of `cbt-lab bench` that both measure, and what they are of.
+const FIGURES: [(&str, &str); 8] = [
+    ("snapshot-first", "CreateSnapshot, the first"),
+    ("allocated", "GetMetadataAllocated"),
+    ("snapshot-1", "CreateSnapshot after 1 % changed"),
+    ("delta-1-later", "GetMetadataDelta of 1 %"),
+    ("restore", "CreateVolume from a snapshot"),
+    ("clone", "CreateVolume from a volume"),
+    ("delete-snapshot", "DeleteSnapshot"),
+    ("delete-volume", "DeleteVolume"),
+];
+type Times = [Duration; FIGURES.len()];
+
+pub async fn run(table: &mut Table) {
+    for pool in table.sharing() {
+        let flags = ["--pool-size", "48Gi", "--max-volume-size", "16Ti"];
+        let mut rig = Rig::start_with(pool, &flags, "warn").await;
+        let (mut lab, mut own) = (Vec::new(), Vec::new());
+        for round in 0..ROUNDS {
+            own.push(by_own_client(&mut rig, round).await);
+            host::idle(&rig, pool).await;
+            lab.push(by_cbt_lab(&rig.socket()));
+            host::idle(&rig, pool).await;
+        }
+        for (at, (_, what)) in FIGURES.iter().enumerate() {
+            let of = |times: &[Times]| times.iter().map(|times| times[at]).collect::<Vec<_>>();
+            let (lab, own) = (of(&lab), of(&own));
+            table.add(Row {
+                id: "lab",
+                what: format!("cbt-lab bench: {what}, 16 TiB sparse, 1 GiB data, {}", pool.name()),
+                measured: spread(&lab, ms),
+                beside: format!(
+                    "{:.2} x the table's own client, {}",
+                    ratio(median(&lab), median(&own)),
+                    spread(&own, ms)
+                ),
+                must: "the spreads meet",
+                holds: lab.iter().min() <= own.iter().max() && own.iter().min() <= lab.iter().max(),
+            });
+        }
+        rig.finish();
+    }
+}
+
+async fn by_own_client(rig: &mut Rig, round: usize) -> Times {
+    let mut random = Rng::with_seed(round as u64);
+    let (volume, device) = rig.block_volume(&format!("volume {round}"), SIZE as i64).await;
+    fill(&device, SIZE, PIECE, &mut random);
+    let (base, first) = timed(rig.snapshot(&format!("first {round}"), &volume)).await;
+    let allocated = host::allocated(&mut rig.client, &base).await.whole;
+    change(&device, SIZE, PIECE, &mut random);
+    let (target, next) = timed(rig.snapshot(&format!("next {round}"), &volume)).await;
+    host::hashed(rig, &target).await;
+    let delta = host::delta(&mut rig.client, &base, &target).await.whole;
+    let mut made = [Duration::ZERO; 2];
+    for (took, source) in made.iter_mut().zip([from_snapshot(&base), from_volume(&volume)]) {
+        let mut request = new_volume(&format!("copy {round}"), SIZE as i64, block_capability());
+        request.volume_content_source = Some(source);
+        let (copy, time) = timed(rig.client.create_volume(request)).await;
+        *took = time;
+        rig.client.delete_volume(&copy.expect("CreateVolume").volume_id).await.expect("DeleteVolume");
+    }
+    let mut without = Duration::ZERO;
+    for snapshot in [&target, &base] {
+        let (deleted, time) = timed(rig.client.delete_snapshot(snapshot)).await;
+        deleted.expect("DeleteSnapshot");
+        without += time / 2;
+    }
+    rig.detach(&volume).await;
+    let (deleted, gone) = timed(rig.client.delete_volume(&volume)).await;
+    deleted.expect("DeleteVolume");
+    [first, allocated, next, delta, made[0], made[1], without, gone]
+}
+
+async fn timed<T>(call: impl Future<Output = T>) -> (T, Duration) {
+    let started = Instant::now();
+    let answer = call.await;
+    (answer, started.elapsed())
+}
+
+/// Of one run, which must find every answer right.
+fn by_cbt_lab(socket: &Path) -> Times {
+    let mut command = Command::new(testkit::program("cbt-lab"));
+    command.args(["bench", "--endpoint", &format!("unix://{}", socket.display()), "--output", "json"]);
+    let plan = "--size 16Ti --data 1Gi --changed 1 --snapshots 0 --write-time 0 --settle 3 --runs 1";
+    let output = command.args(plan.split(' ')).output().expect("run cbt-lab");
+    assert!(output.status.success(), "cbt-lab bench: {}", String::from_utf8_lossy(&output.stderr));
+    let result: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let figures = result["figures"].as_array().expect("figures");
+    FIGURES.map(|(id, _)| {
+        let figure = figures.iter().find(|figure| figure["id"] == id).expect("a figure of each");
+        Duration::from_secs_f64(figure["measured"]["median"].as_f64().expect("a number") / 1e3)
+    })
+}
