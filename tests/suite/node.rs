@@ -1,5 +1,5 @@
-//! A volume's place on the node: devices, targets and modes. What is on the device is in `node_filesystem.rs`, what
-//! belongs to other programs in `not_ours.rs`.
+//! Volumes in use on the node: devices, targets and modes. Filesystems are tested in `node_filesystem.rs`, and paths and
+//! devices of other programs in `not_ours.rs`.
 
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::Path;
@@ -44,8 +44,8 @@ pub async fn unpublish_at(rig: &mut Rig, volume: &str, target: &Path) {
     rig.client.node.node_unpublish_volume(request).await.expect("unpublish");
 }
 
-/// The incident: a backup program closed a device and unpublished it, while another thread of it started a program; the
-/// child had a copy of the descriptor for a moment more, and the target was busy.
+/// The incident: a backup program closed a device and unpublished it, while another of its threads started a program. The
+/// child had a copy of the descriptor for a moment longer, so the target was busy.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_target_that_is_busy_is_waited_for_a_moment_and_then_reported() {
@@ -154,7 +154,7 @@ async fn what_was_published_before_a_crash_is_found_and_undone(
     content.assert_equals(&device, 0, 16);
     assert_eq!(code(rig.client.delete_volume(&raw).await), Code::FailedPrecondition);
     rig.kill();
-    // As a crash before the record would leave it: mounted, and no record of it.
+    // As after a crash before the record: a mount without a record.
     for volume in [&raw, &files] {
         set_state(&rig.pool_dir(), volume, serde_json::json!({}));
     }
@@ -219,7 +219,7 @@ async fn node_calls_refuse_what_is_wrong() {
             proto::NodeUnstageVolumeRequest { volume_id: volume.into(), staging_target_path: target.into() };
         assert_eq!(status_code(rig.client.node.node_unstage_volume(request).await), expected);
     }
-    // Nothing of ours is there, so nothing is undone, and a stranger's file stays.
+    // Nothing of ours is there, so nothing is undone, and the file of another program stays.
     std::fs::write(&target, "a stranger's").expect("write");
     unpublish_at(&mut rig, &volume, &target).await;
     assert_eq!(std::fs::read(&target).expect("read"), b"a stranger's");
@@ -239,7 +239,7 @@ async fn a_device_has_the_size_of_its_volume_to_the_byte() {
     rig.finish();
 }
 
-/// A restored volume is read at many places, as backup tools ask for it, and never written.
+/// A restored volume is published read-only at many targets, as backup tools do it.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -264,7 +264,7 @@ async fn a_restored_volume_is_read_at_many_places(
         let mut request = new_volume(&format!("restored {fs_type} {mode:?}"), 0, readers.clone());
         request.volume_content_source = Some(from_snapshot(&snapshot));
         let restored = rig.client.create_volume(request).await.expect("restore").volume_id;
-        // Beside its source, which stays mounted for writing.
+        // Its source stays mounted for writing.
         let first = rig.client.publish(&restored, readers.clone(), true, &kubelet).await.expect("publish");
         let second = rig.dir.path().join("second");
         let beside = publish_at(&rig, &restored, &second, readers.clone(), true);

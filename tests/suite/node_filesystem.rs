@@ -1,4 +1,4 @@
-//! Filesystems of volumes: made where nothing is, never over data, grown, cut short, frozen and shut down.
+//! Filesystems of volumes: made only on blank volumes, grown, half-made, frozen and shut down.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -42,7 +42,7 @@ async fn a_filesystem_keeps_its_files_and_an_access_mode_its_word(
     rig.finish();
 }
 
-/// A volume that holds a block, or came from something, is never formatted, whatever `blkid` says.
+/// A volume that holds data, or was made from a source, is never formatted, whatever `blkid` prints.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn data_is_never_formatted_over() {
@@ -78,7 +78,7 @@ async fn data_is_never_formatted_over() {
     rig.finish();
 }
 
-/// A restored volume larger than its snapshot has a filesystem as large as itself.
+/// If a restored volume is larger than its snapshot, its filesystem is grown to the volume's size.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -105,8 +105,8 @@ async fn stage_grows_a_restored_filesystem_to_its_volume(#[values("ext4", "xfs",
     rig.finish();
 }
 
-/// A filesystem that the kernel has shut down answers every look with EIO; it is unmounted all the
-/// same, and its volume can be deleted.
+/// A filesystem that the kernel has shut down answers everything with EIO. It can still be unmounted, and its volume can be
+/// deleted.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_filesystem_that_is_shut_down_is_unpublished() {
@@ -126,8 +126,7 @@ async fn a_filesystem_that_is_shut_down_is_unpublished() {
     rig.finish();
 }
 
-/// What our own mkfs wrote before it was cut short is ours to overwrite; what the user wrote after it
-/// is not.
+/// What our own mkfs wrote before it was interrupted may be overwritten, but not what the user wrote later.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
@@ -170,8 +169,8 @@ fn fsfreeze(target: &Path) {
     assert!(status.expect("fsfreeze").success());
 }
 
-/// The incident: a user froze a filesystem and forgot it. Unpublish and unstage answered OK, the frozen filesystem
-/// outlived its last mount, its volume could never be deleted, and staged again each write hung.
+/// The incident: a user froze a filesystem and did not thaw it. Unpublish and unstage answered OK, but the frozen filesystem
+/// stayed after its last unmount. The volume could not be deleted, and after the next stage each write hung.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -188,7 +187,7 @@ async fn a_filesystem_that_its_user_left_frozen_is_thawed(#[values("ext4", "xfs"
     fsfreeze(&target);
     rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     assert!(leftovers(rig.dir.path()).is_empty(), "{fs_type}: left {:?}", leftovers(rig.dir.path()));
-    // As an older driver left it, or somebody who unmounts by hand.
+    // As an older driver, or an unmount by hand, leaves it.
     for repair in ["stage", "delete"] {
         let target = publish(&mut rig).await;
         fsfreeze(&target);

@@ -1,4 +1,4 @@
-//! Paths, mounts and devices of other volumes and of other people: no call on a volume takes them away.
+//! No call on a volume removes paths, mounts or devices of other volumes or other programs.
 
 use csi_client::{block_capability, mount_capability, new_volume};
 use tonic::Code;
@@ -8,7 +8,7 @@ use crate::reboot::SweptOnDrop;
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, code, leftovers, state_path, status_code};
 
-/// A kubelet directory that is a symbolic link: the kernel shows mounts at the path it leads to.
+/// The kubelet directory is a symbolic link, so the kernel shows mounts at the path that it leads to.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
@@ -34,8 +34,8 @@ async fn a_path_through_a_symlink_is_the_path_it_leads_to() {
     rig.finish();
 }
 
-/// The incident: a volume could not be staged at a path, which was on record by then; another was staged there; the
-/// unstage of the first unmounted the second.
+/// The incident: staging a volume failed after the path was recorded, and another volume was staged there. The unstage of
+/// the first volume unmounted the second.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
@@ -73,8 +73,8 @@ async fn an_unstage_leaves_what_another_volume_has_at_its_path() {
     rig.finish();
 }
 
-/// A place that is taken is refused before it is recorded, so that undoing the refused call does not undo
-/// what is there.
+/// A path where something else is mounted is refused before it is recorded. So undoing the refused call does not unmount
+/// it.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_not_ours_is_never_undone() {
@@ -143,8 +143,7 @@ async fn what_is_not_ours_is_never_undone() {
     rig.finish();
 }
 
-/// Where a volume is cannot be read: what is unpublished goes, and what else is there stays, in the kernel and on
-/// record.
+/// The state of a volume cannot be read. An unpublish removes only the named mount; the other mounts and the record stay.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unpublish_without_its_record_takes_nothing_else_away() {
@@ -153,7 +152,7 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     let node = state_path(&rig.pool_dir(), &volume);
     let aside = node.with_extension("aside");
     std::fs::rename(&node, &aside).expect("rename");
-    // What cannot be read as a file.
+    // A directory cannot be read as a file.
     std::fs::create_dir(&node).expect("mkdir");
     let stranger = rig.dir.path().join("second-target");
     std::fs::write(&stranger, "").expect("make a target");
@@ -174,8 +173,8 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     rig.finish();
 }
 
-/// The incident: while one volume was formatted, another was mounted where it was to go, and it was mounted over
-/// that; neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
+/// The incident: while one volume was being formatted, another was mounted at its path, and the first was mounted over it.
+/// Neither could be staged elsewhere, frozen for a snapshot, or unstaged without the other.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn two_volumes_never_share_a_place() {
@@ -211,8 +210,8 @@ async fn two_volumes_never_share_a_place() {
     rig.finish();
 }
 
-/// While a directory is cleaned up, a device in it is freed by its owner and comes to serve another directory's file,
-/// between the look at its path and the look at its status: it is not the clean-up's to detach.
+/// During a clean-up of a directory, a device is freed by its owner and attached to a file of another directory, after its
+/// path was read and before its status was read. The clean-up must not detach it.
 #[test_with::root]
 #[test]
 fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
@@ -223,7 +222,7 @@ fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
     for path in [&ours, &strangers] {
         std::fs::File::create(path).and_then(|file| file.set_len(MIB as u64)).expect("make");
     }
-    // The kernel gives the freed number again, unless somebody else is quicker.
+    // The kernel assigns the freed number again, unless another program gets it first.
     for _ in 0..100 {
         let first = LoopDevice::attach(&ours, Access::ReadWrite).expect("attach");
         let second = std::cell::OnceCell::new();

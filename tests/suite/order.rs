@@ -1,7 +1,8 @@
-//! Copies of devices under write hold a write only with all that was acknowledged before it was sent.
+//! If a copy of a device that is being written contains a write, it contains all writes that were acknowledged before that
+//! one was sent.
 //!
-//! Seen here: a btrfs subvolume snapshot held a log block without data blocks that were acknowledged before it.
-//! `DELTAPATH_ORDER_COPIES` says how many copies each test takes; more than the usual few find rarer losses.
+//! Seen here: a btrfs subvolume snapshot had a log block without data blocks that were acknowledged before it.
+//! `DELTAPATH_ORDER_COPIES` sets the number of copies in each test. More than the usual few find rarer losses.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -28,7 +29,7 @@ fn no_rest(_: u64) -> Duration {
     Duration::ZERO
 }
 
-/// What went on, for the reader of a long run.
+/// The figures of a long run.
 #[derive(Default)]
 struct Tally {
     taken: u64,
@@ -70,11 +71,12 @@ impl Tally {
     }
 }
 
-/// Where a driver keeps its data: on a disk of its own, or on the machine's.
+/// The disk of a driver's data directory: its own, or the machine's.
 struct Place {
     name: &'static str,
     disk: Option<Disk>,
-    /// Where its device was set to write through its cache, which stays with the number of a loop device.
+    /// The setting of its device that was changed to "write through". It is changed back, since it stays with the number of
+    /// the loop device.
     write_cache: Option<PathBuf>,
 }
 
@@ -87,7 +89,7 @@ impl Drop for Place {
 }
 
 impl Place {
-    /// Fast enough that writes and copies meet often.
+    /// So fast that copies are often made during writes.
     fn memory() -> Self {
         Place { name: "in memory", disk: Some(Disk::in_memory("tmpfs")), write_cache: None }
     }
@@ -96,7 +98,7 @@ impl Place {
         Place { name: "on a disk", disk: None, write_cache: None }
     }
 
-    /// A btrfs of somebody's, on a device that writes through its cache.
+    /// A btrfs that the driver did not make, on a device set to "write through".
     fn in_place() -> Self {
         let disk = Disk::new("btrfs", &["-q"], 1 << 30);
         let device = LoopDevice::find(&disk.image()).expect("find").expect("mounted");
@@ -128,7 +130,7 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
     let mut rig = place.start(pool).await;
     let (source, device) = raw_volume(&mut rig, "written", direct).await;
     let rest = |number: u64| Duration::from_millis(if number.is_multiple_of(50) { 40 } else { 0 });
-    // A copy of plain files needs a moment of rest.
+    // A copy of plain files needs a moment without writes.
     let rest = if pool == PoolKind::Dir { rest } else { no_rest };
     let count = if pool == PoolKind::Dir { 1 } else { WRITERS };
     let writers = Writers::start(&device, &device, count, 1, rest);
@@ -169,7 +171,7 @@ async fn one_device(pool: PoolKind, place: Place, direct: bool) {
     rig.finish();
 }
 
-/// Groups of a raw device and a mounted filesystem: data and log on either.
+/// Groups of a raw device and a mounted filesystem, with the data on one and the log on the other, and the reverse.
 async fn device_and_filesystem(pool: PoolKind, place: Place) {
     let mut rig = place.start(pool).await;
     let kubelet = rig.kubelet();
@@ -210,7 +212,7 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
             rig.client.delete_volume(&restored).await.expect("DeleteVolume");
             rig.client.delete_group(&group.group_snapshot_id, &ids).await.expect("DeleteVolumeGroupSnapshot");
         }
-        // What one phase left in a log is behind all that the next one writes.
+        // The next phase uses larger numbers, so what this one left in a log is older than all that follows.
         first += 1_000_000_000;
         tally.end_writers(writers);
     }
@@ -220,13 +222,13 @@ async fn device_and_filesystem(pool: PoolKind, place: Place) {
     rig.finish();
 }
 
-/// Groups of two raw devices, with moments of rest: whatever is taken is right.
+/// Groups of two raw devices, with moments without writes. Every group that succeeds is right.
 async fn two_devices(pool: PoolKind, place: Place) {
     let mut rig = place.start(pool).await;
     let (first, data) = raw_volume(&mut rig, "data", true).await;
     let (second, log) = raw_volume(&mut rig, "log", true).await;
     let volumes = [first.clone(), second.clone()];
-    // Copies of both fit into some of the moments of rest.
+    // Some pauses are long enough for copies of both.
     let rest = |number: u64| Duration::from_millis(if number.is_multiple_of(20) { 150 } else { 0 });
     let writers = Writers::start(&data, &log, 1, 1, rest);
     let mut tally = Tally::default();
@@ -258,7 +260,7 @@ async fn two_devices(pool: PoolKind, place: Place) {
     rig.finish();
 }
 
-/// A test a line: its name and what it runs. Those of the second part are for a long run, `make order`.
+/// Defines one test per line, with its name and what it runs. Those in `long` are for a long run, `make order`.
 macro_rules! tests {
     (short { $($name:ident: $run:expr;)* } long { $($long:ident: $long_run:expr;)* }) => {
         $(#[test_with::root]

@@ -1,11 +1,10 @@
-//! Random lives of volumes against a model: writes, zeros, discards, snapshots alone and in groups,
-//! restores between them, clones, expansions, deletions and restarts, on all pools, in both styles, with the
-//! hashing behind it all at any stage. Whatever happened, every delta, also from a deleted base, and every
-//! allocated list is exact, block by block, from any offset: nothing is missing and nothing too much,
-//! but for zeros in blocks that were copied whole from another node.
+//! Random actions on volumes against a model: writes, zeros, discards, snapshots alone and in groups, restores, clones,
+//! expansions, deletions and restarts, on all pools, in both styles, and at any stage of hashing. Every delta, also from a
+//! deleted base, and every allocated list must be exact, block by block, from any offset. Nothing is missing, and nothing
+//! is listed too much, except zeros in blocks that were copied whole from another node.
 //!
-//! The model of `model/` knows what each call may answer and compares whole devices, which are small. This one knows contents
-//! alone, and writes windows at the borders of a map's segments, in volumes of 40 GiB and more.
+//! The model in `model/` knows the possible answers of each call and compares whole devices, which are small. This model
+//! knows only contents, and writes windows at the borders of a map's segments, in volumes of 40 GiB and more.
 
 use std::collections::BTreeSet;
 
@@ -22,11 +21,11 @@ use testkit::{BLOCK, GIB, PoolKind, code};
 /// Large enough for three segments of a map at 4 KiB; only the windows are written.
 const SIZE: i64 = 40 * GIB;
 const WINDOW: u64 = 96;
-/// The start, a segment's border, the end of the volume, and what an expansion adds behind it.
+/// The start, a segment's border, the end of the volume, and the part that an expansion adds.
 const WINDOWS: [u64; 4] = [0, (1 << 22) - WINDOW / 2, SIZE as u64 / BLOCK - WINDOW, SIZE as u64 / BLOCK];
 /// Deleted snapshots of a volume that are kept as a base for deltas.
 const RETAINED: usize = 3;
-/// What an expansion adds: the last window, then enough for a further segment of a map.
+/// The size that expansions add: the last window, then enough for another segment of a map.
 const GROWTH: [u64; 2] = [WINDOW * BLOCK, 20 << 30];
 
 #[derive(Clone, Debug)]
@@ -71,7 +70,7 @@ fn place() -> impl Strategy<Value = Place> {
 fn step() -> impl Strategy<Value = Action> {
     let volume = 0..4usize;
     prop_oneof![
-        // Few fills, so that blocks often change back; 0 writes zeros.
+        // Few fill bytes, so that blocks often change back; 0 writes zeros.
         10 => (volume.clone(), place(), 0..4u8).prop_map(|(volume, at, fill)| Action::Write { volume, at, fill }),
         4 => (volume.clone(), place()).prop_map(|(volume, at)| Action::Discard { volume, at }),
         8 => volume.clone().prop_map(|volume| Action::Snapshot { volume }),
@@ -91,19 +90,19 @@ struct Volume {
     device: std::path::PathBuf,
     size: u64,
     content: Content,
-    /// Blocks of the volume that came from another node, as a whole: where the part of one that is data is discarded, zeros are
-    /// left, which may be listed.
+    /// Blocks that were copied whole from another node. If the part with data is discarded later, zeros are left in the block,
+    /// and it may be listed.
     copied: BTreeSet<u64>,
 }
 
 struct Snapshot {
     id: String,
-    /// Which volume it is of, numbered in the order they were made.
+    /// The id of its volume.
     volume: String,
     size: u64,
-    /// Later ones are larger.
+    /// Larger for later snapshots.
     number: usize,
-    /// Its group, and all members of that.
+    /// Its group, and all members of the group.
     group: Option<(String, Vec<String>)>,
     content: Content,
     copied: BTreeSet<u64>,
@@ -116,21 +115,21 @@ impl Snapshot {
     }
 }
 
-/// The driver's volumes and snapshots as they should be.
+/// The volumes and snapshots that the driver must have.
 #[derive(Default)]
 struct Model {
     volumes: Vec<Volume>,
     snapshots: Vec<Snapshot>,
-    /// Deleted ones that are kept as a base for deltas.
+    /// Deleted snapshots that are kept as a base for deltas.
     retained: Vec<Snapshot>,
-    /// Deleted ones that are forgotten.
+    /// Deleted snapshots that are no longer kept.
     forgotten: Vec<String>,
     names: usize,
     block_size: u64,
 }
 
 impl Model {
-    /// What a volume made of this one or of a snapshot of it holds of other nodes' blocks.
+    /// The blocks copied from other nodes in a volume made from this one or from a snapshot of it.
     fn copied(&self, to: &str, from: &str, content: &Content, before: &BTreeSet<u64>) -> BTreeSet<u64> {
         let mut copied = before.clone();
         if key_of(to) != key_of(from) {
@@ -144,7 +143,7 @@ impl Model {
         format!("{prefix} {case}.{}", self.names)
     }
 
-    /// Forgets the deleted snapshots that no delta can be asked from, and those beyond the count.
+    /// Forgets the deleted snapshots that cannot be the base of a delta, and those beyond the count.
     fn settle(&mut self) {
         let is_later =
             |one: &Snapshot, than: &Snapshot| one.volume == than.volume && one.number > than.number;
@@ -265,7 +264,7 @@ async fn apply(rig: &mut Subject<'_>, model: &mut Model, step: &Action, case: us
     }
 }
 
-/// Deletes a snapshot that the model no longer holds; a member of a group goes with its group.
+/// Deletes a snapshot that was taken out of the model. A member is deleted with its group.
 async fn delete(rig: &mut Subject<'_>, model: &mut Model, gone: Snapshot) {
     match &gone.group {
         None => rig.client.delete_snapshot(&gone.id).await.expect("delete"),
@@ -280,13 +279,13 @@ async fn delete(rig: &mut Subject<'_>, model: &mut Model, gone: Snapshot) {
     model.settle();
 }
 
-/// No delta of what is not there, nor of what is on two nodes.
+/// A delta is refused if a snapshot does not exist, or if the two are on different nodes.
 async fn refused(rig: &mut Subject<'_>, base: &str, target: &str, why: &str) {
     let expected = if key_of(base) == key_of(target) { Code::NotFound } else { Code::InvalidArgument };
     assert_eq!(code(rig.client.delta(base, target, 0, 0).await), expected, "{why}");
 }
 
-/// Compares all that the driver says with the model.
+/// Compares contents and lists with the model.
 async fn check(rig: &mut Subject<'_>, model: &Model, block_size: u64, offsets: &[(u64, i32)]) {
     for volume in &model.volumes {
         for window in WINDOWS.into_iter().filter(|window| (window + WINDOW) * BLOCK <= volume.size) {
@@ -336,7 +335,7 @@ async fn check(rig: &mut Subject<'_>, model: &Model, block_size: u64, offsets: &
                     "delta from {offset}, {max_results} a message"
                 );
             }
-            // Every message boundary is a resume point.
+            // A client can resume from every message boundary.
             let list = rig.client.delta(&base.id, &target.id, 0, 3).await.expect("delta");
             let mut sent = Vec::new();
             for message in &list.messages {
@@ -362,14 +361,14 @@ async fn clear(rig: &mut Subject<'_>, mut model: Model) {
     assert!(rig.retained().is_empty(), "kept for nothing");
 }
 
-/// Offsets near what was written, so that they fall before, into and behind tuples.
+/// Offsets near the written blocks, so that they are before, inside and behind tuples.
 fn offset() -> impl Strategy<Value = (u64, i32)> {
     let near =
         (0..WINDOWS.len(), 0..WINDOW * BLOCK).prop_map(|(window, byte)| WINDOWS[window] * BLOCK + byte);
     (near, prop_oneof![Just(0), 1..6i32, Just(i32::MAX)])
 }
 
-/// `routed`: the number of drivers behind a router, where what is restored and cloned goes to one node after the other.
+/// `routed`: the number of drivers behind a router. Restored and cloned volumes are made on each node in turn.
 fn lives(pool: PoolKind, routed: Option<usize>, style: &'static str) {
     let runtime = Runtime::new().expect("runtime");
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(40);
@@ -405,7 +404,7 @@ fn lives(pool: PoolKind, routed: Option<usize>, style: &'static str) {
             });
         }));
         lived.map_err(|panic| {
-            // What it left behind would fail the next one, too.
+            // What a failed case leaves would make the next one fail too.
             log.replace(rig.log());
             *rig = start();
             let said = panic.downcast_ref::<String>().cloned();

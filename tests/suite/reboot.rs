@@ -1,4 +1,4 @@
-//! After a reboot, and after a restart where nothing of before can be seen.
+//! A reboot, and a restart in a new mount namespace, where earlier mounts are not visible.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -10,8 +10,8 @@ use deltapath::sys::sweep::{devices_below, sweep};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, wait};
 
-/// Seen in other drivers: after a reboot the loop devices are gone and publish fails. Here all
-/// devices and mounts go, the pool's among them, and the records stay.
+/// Seen in other drivers: after a reboot the loop devices are gone and publish fails. The test removes all devices and
+/// mounts, including the pool's, and keeps the records.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -54,7 +54,7 @@ async fn every_volume_comes_back_after_a_reboot(
         rig.client.delete_volume(volume).await.expect("delete");
     }
 
-    // Or it undoes what no longer is, and deletes.
+    // Or it undoes mounts that no longer exist, and deletes.
     rig.attach(&raw).await;
     rig.kill();
     sweep(rig.dir.path()).expect("sweep");
@@ -64,8 +64,8 @@ async fn every_volume_comes_back_after_a_reboot(
     rig.finish();
 }
 
-/// A driver to be run in a mount namespace of its own, after a shell has run `prepare` there. The namespace gives up the
-/// mounts of the tests beside it: a filesystem lives as long as any namespace has it mounted.
+/// The command of a driver in its own mount namespace, after a shell has run `prepare` there. The mounts of other tests are
+/// unmounted in the namespace, since a filesystem stays as long as any namespace has it mounted.
 pub fn driver_in_namespace(dir: &Path, pool: PoolKind, prepare: &str) -> Command {
     let driver = driver_command(dir, pool);
     let own = dir.display();
@@ -80,7 +80,7 @@ pub fn driver_in_namespace(dir: &Path, pool: PoolKind, prepare: &str) -> Command
     command
 }
 
-/// A driver in a mount namespace of its own, as a container's: killed with its mounts, its devices stay.
+/// A driver in its own mount namespace, as in a container. When it is killed its mounts are gone, but its devices stay.
 pub struct Secluded {
     dir: PathBuf,
     pub child: Child,
@@ -130,8 +130,8 @@ impl Drop for SweptOnDrop {
     }
 }
 
-/// A container's restart: the next driver sees none of the mounts that the last one made, and finds its
-/// devices by the inode they serve.
+/// A container restarts. The next driver sees none of the mounts of the driver before, and finds the devices by the inodes
+/// of their files.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

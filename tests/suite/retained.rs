@@ -24,9 +24,9 @@ async fn hashed(dir: &ObjectDir) {
     until("hashed", || is_hashed(dir)).await;
 }
 
-/// What backup tools do: snapshot, back up what changed since the last one, delete that, and again. Each
-/// delta is exact, the deleted snapshot's data is freed, and the next snapshot costs the change: it builds
-/// on the deleted one. A kill and a restart in between change nothing.
+/// What backup tools do: take a snapshot, back up the changes since the last one, delete that one, and repeat. Each delta is
+/// exact, and the deleted snapshot's data is freed. The next snapshot builds on the deleted one, so its cost depends on
+/// the change. A kill and a restart in between change nothing.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -61,7 +61,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(
         rig.client.delete_snapshot(&target).await.expect("delete");
         base = (target, content.clone());
     }
-    // Only a pool that compares bytes holds those of the newest.
+    // Only a pool that compares bytes keeps those of the newest.
     let newest = snapshot_dir(&rig, &base.0);
     hashed(&newest).await;
     until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
@@ -71,7 +71,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(
     rig.finish();
 }
 
-/// A deleted snapshot is no target, no source, in no list, and its name is free.
+/// A deleted snapshot cannot be a target or a source, is not listed, and its name is free.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
@@ -102,8 +102,8 @@ async fn a_deleted_snapshot_is_gone_for_all_but_deltas() {
     rig.finish();
 }
 
-/// `--retain-deleted COUNT:AGE`: the oldest go beyond the count, all but a volume's newest after the age,
-/// and with 0 none is kept. Deltas across those that are gone stay exact.
+/// `--retain-deleted COUNT:AGE`: beyond the count the oldest are removed, after the age all but a volume's newest, and with
+/// 0 none is kept. Deltas across removed snapshots stay exact.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -145,8 +145,8 @@ async fn what_was_deleted_is_forgotten_by_count_and_by_age(
     rig.finish();
 }
 
-/// A deleted snapshot that no delta can be asked from, for its volume is gone and no later one is there, takes
-/// the place of none that one can be asked from, though it is deleted together with one that is kept.
+/// A deleted snapshot cannot be the base of a delta if its volume is deleted and it has no later snapshot. Such a snapshot
+/// does not count, even if it is deleted together with one that is kept.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_of_no_use_takes_nobodys_place() {
@@ -177,7 +177,7 @@ fn verify(data_dir: &Path) -> Output {
     command.output().expect("run deltapath verify")
 }
 
-/// Ctrl-C while it reads: it unmounts what it mounted for the look.
+/// Interrupts `deltapath verify` while it reads. It must unmount the pool that it mounted.
 fn interrupt_verify(rig: &Rig) {
     let mut command = std::process::Command::new(testkit::program("deltapath"));
     let mut child = command.args(["verify", "--data-dir"]).arg(rig.data_dir()).spawn().expect("verify");
@@ -190,8 +190,8 @@ fn interrupt_verify(rig: &Rig) {
     assert_eq!(leftovers(rig.dir.path()), Vec::<String>::new());
 }
 
-/// CreateSnapshot leaves the hashing to later; a driver that is killed before it is done is followed by one
-/// that goes on. Deltas asked meanwhile are exact, and in the end every hash is right.
+/// Hashing comes after CreateSnapshot. If the driver is killed before it is done, the next one continues. Deltas are exact
+/// meanwhile, and in the end every hash is right.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -225,7 +225,7 @@ async fn hashing_goes_on_after_a_kill(#[values(PoolKind::Xfs, PoolKind::Btrfs)] 
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
     rig.detach(&volume).await;
     assert!(rig.terminate().success());
-    // Without a driver it mounts the pool for the look.
+    // Without a driver it mounts the pool itself.
     let seen = verify(&rig.data_dir());
     assert!(seen.status.success(), "{pool:?}: {seen:?}");
     let report: serde_json::Value = serde_json::from_slice(&seen.stdout).expect("json");
@@ -245,8 +245,7 @@ fn flip(path: &Path, at: u64) {
     file.write_all_at(&[byte[0] ^ 4], at).expect("write");
 }
 
-/// A flipped bit anywhere in a map or in the hashes is noticed: what it damaged is found again in the data,
-/// so that every answer stays exact.
+/// A flipped bit anywhere in a map or in the hashes is detected, and the data is read instead, so every answer stays exact.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -287,8 +286,8 @@ async fn a_flipped_bit_changes_no_answer(
     rig.finish();
 }
 
-/// Unwritten space is a hole, also once it was read, which on some filesystems makes data of it for SEEK_DATA. Where it
-/// is taken for data, because the map is made again then, the hash that the snapshot before had there counts for nothing.
+/// Unwritten space is a hole. On some filesystems SEEK_DATA reports it as data after it was read, so a map that is made
+/// again may list it. Then the hash that the snapshot before has for the block must not count.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -334,8 +333,8 @@ async fn zeroed_space_that_was_read_is_a_hole(
     rig.finish();
 }
 
-/// Of a deleted snapshot there are only maps and hashes. Where those are damaged no delta can be listed from
-/// it, which is said, with what to do; and verify names damaged data by snapshot and range.
+/// A deleted snapshot has only maps and hashes. If they are damaged, a delta from it fails, and the error says what to do.
+/// `verify` names damaged data by snapshot and range.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn damage_that_can_not_be_mended_is_reported() {
@@ -353,7 +352,7 @@ async fn damage_that_can_not_be_mended_is_reported() {
     rig.client.delete_snapshot(&base).await.expect("delete");
     let gone = snapshot_dir(&rig, &base);
     until("freed", || !gone.bytes().exists()).await;
-    // Without `changed` all blocks are compared, for which the base has hashes alone.
+    // Without `changed` all blocks are compared, by hash, since the base has no data.
     flip(&changed, 0);
     let list = rig.client.delta(&base, &target, 0, 0).await.expect("by hashes");
     assert_eq!(blocks_of(&list, BLOCK), (50..70).collect::<Vec<u64>>());
@@ -381,8 +380,8 @@ async fn damage_that_can_not_be_mended_is_reported() {
     rig.finish();
 }
 
-/// Seen in other drivers: what changed since a snapshot was searched from its `generation`, which a restore from it
-/// raises, so that all changes before that were lost.
+/// Seen in other drivers: changes since a snapshot were searched from its `generation`. A restore from the snapshot raises
+/// that, so all changes before the restore were lost.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -403,7 +402,7 @@ async fn a_restore_between_two_snapshots_hides_no_change(
     let target = rig.snapshot("target", &volume).await;
     let list = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
     assert_eq!(blocks_of(&list, BLOCK), after.changed_since(&before, BLOCK), "{pool:?}");
-    // The restored volume builds on what it was made from, and is another volume.
+    // The first snapshot of the restored volume builds on the restored snapshot, which is of another volume.
     let first = rig.snapshot("its first", &restored).await;
     let list = rig.client.allocated(&first, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), theirs.allocated(BLOCK), "{pool:?}");
@@ -419,8 +418,8 @@ fn btrfs_disk(features: &str) -> Disk {
     Disk::new("btrfs", &["-q", "-O", features], 1 << 30)
 }
 
-/// What is written in the very next transaction after a copy is found, what was written before it is not,
-/// and a block punched beside a hole is.
+/// A write in the next transaction after a copy is found, a write before the copy is not, and a block punched beside a hole
+/// is found.
 #[test_with::root]
 #[test]
 fn a_search_lists_what_was_written_since_and_nothing_else() {
@@ -459,8 +458,8 @@ fn a_search_lists_what_was_written_since_and_nothing_else() {
     assert!(written("second", birth("second")).iter().all(|found| !found.data), "nothing since");
 }
 
-/// A data directory on somebody's own btrfs is used in place, also where a punched hole leaves no item in
-/// the tree (`no-holes`, what mkfs makes by default): a part of a block that was punched is a change.
+/// A data directory on an existing btrfs is used in place, even if a punched hole leaves no item in the tree there
+/// (`no-holes`, the default of mkfs). A part of a block that was punched is a change.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_btrfs_of_ones_own_is_used_in_place() {
@@ -500,8 +499,8 @@ async fn a_btrfs_of_ones_own_is_used_in_place() {
     }
 }
 
-/// A record has no checksum. A birth that cannot be, later than that of the snapshot after it, would say that
-/// nothing was written since: then the data is asked.
+/// A record has no checksum. With a wrong birth, later than that of the next snapshot, nothing would seem to be written
+/// since. Then the data is compared instead.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_birth_that_can_not_be_loses_no_change() {

@@ -1,5 +1,5 @@
-//! csi-sanity, the CSI community's own test of a driver, against ours: each pool, both access types,
-//! with and without attachments.
+//! csi-sanity, the CSI community's test suite for drivers, with each pool, both access types, and with and without
+//! attachments.
 
 use testkit::{PoolKind, Rig, sanity};
 

@@ -1,4 +1,4 @@
-//! Secrets stay out of logs, records and errors.
+//! Secrets are never in logs, records or errors.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -29,8 +29,8 @@ fn files_with_secret(dir: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// Seen in other drivers: at a high log level whole requests are logged, with their secrets.
-/// Mount flags count as secrets too (CSI spec, `MountVolume.mount_flags`).
+/// Seen in other drivers: at a high log level whole requests are logged, with their secrets. Mount flags count as secrets
+/// too (CSI spec, `MountVolume.mount_flags`).
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_secret_is_logged_stored_or_reported() {
@@ -138,7 +138,7 @@ async fn no_secret_is_logged_stored_or_reported() {
     assert!(found.is_empty(), "stored: {found:?}");
 }
 
-/// Every call is in the log with method, ids, code and time, the streams as well.
+/// Every call, including streams, is logged with method, ids, code and time.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn every_call_is_in_the_log() {

@@ -1,4 +1,4 @@
-//! What SECURITY.md says that no other test holds.
+//! Promises of SECURITY.md that no other test checks.
 
 use std::collections::HashSet;
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -23,7 +23,7 @@ fn below(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Nobody but root opens a record, a map or a block, whatever the pool and with every kind of object there.
+/// Only root can open the files of records, maps and blocks, on every pool and for every kind of object.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -40,7 +40,7 @@ async fn what_is_stored_is_for_root_alone(
     let mut paths = vec![];
     below(&rig.data_dir(), &mut paths);
     assert!(paths.len() > 20, "{pool:?}: {paths:?}");
-    // The roots of the directory and of the pool show names alone, and what they hold is closed.
+    // The roots of the directory and of the pool show only names; everything in them is closed.
     let open: Vec<String> = paths
         .iter()
         .filter(|path| **path != rig.pool_dir() && !is_closed_above(path, &rig.data_dir()))
@@ -55,14 +55,13 @@ async fn what_is_stored_is_for_root_alone(
     rig.finish();
 }
 
-/// Whether a directory between `root` and `path` is closed to others already.
+/// Whether a directory between `root` and `path` is closed to others.
 fn is_closed_above(path: &Path, root: &Path) -> bool {
     let above = path.ancestors().skip(1).take_while(|dir| *dir != root);
     above.into_iter().any(|dir| std::fs::metadata(dir).expect("stat").permissions().mode() & 0o077 == 0)
 }
 
-/// The blocks that a deleted volume leaves in the pool, and those past the end of a smaller one, are zeros to the
-/// next.
+/// Blocks of a deleted volume, and those past the end of a smaller one, read as zeros in a new volume.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -89,7 +88,7 @@ async fn a_new_volume_shows_nothing_of_those_before(
     rig.finish();
 }
 
-/// Inodes of the internet sockets, in any state, of all processes that the driver shares a network with.
+/// The inodes of all internet sockets, in any state, in the driver's network namespace.
 fn internet(pid: u32) -> HashSet<String> {
     let table = |name| std::fs::read_to_string(format!("/proc/{pid}/net/{name}")).unwrap_or_default();
     let tables = ["tcp", "tcp6", "udp", "udp6"].map(table);
@@ -107,7 +106,7 @@ fn own_sockets(pid: u32) -> HashSet<String> {
         .collect()
 }
 
-/// The driver is reached through its socket alone, unless it serves metrics, and reaches nobody.
+/// The driver listens only on its UNIX socket, unless it serves metrics, and connects to nothing.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn no_port_is_open_without_a_metrics_address() {
@@ -120,7 +119,7 @@ async fn no_port_is_open_without_a_metrics_address() {
     }
 }
 
-/// Who opens streams and does not read them is refused more at 1024, and takes nobody else's calls.
+/// A client that opens streams and does not read them gets at most 1024, and does not block other clients' calls.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_are_capped() {
@@ -130,7 +129,7 @@ async fn streams_are_capped() {
     let snapshot = rig.snapshot("snapshot", &volume).await;
     let mut open = Vec::new();
     let refused = 'connections: loop {
-        // A connection's window is shared by its streams, so there are several connections.
+        // The streams of a connection share its window, so several connections are needed.
         let mut client = narrow_client(&rig.socket()).await;
         for _ in 0..8 {
             let request = GetMetadataAllocatedRequest { snapshot_id: snapshot.clone(), ..Default::default() };
@@ -148,14 +147,14 @@ async fn streams_are_capped() {
     rig.finish();
 }
 
-/// One place starts programs, and none of them is a shell: no word of a client is ever one of a command line's.
+/// Only one function starts programs, and never a shell, so a client's text is never a part of a shell command.
 #[test]
 fn programs_are_started_at_one_place_and_without_a_shell() {
     let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
     below(&src, &mut files);
     let code = |path: &PathBuf| std::fs::read_to_string(path).expect("read");
-    // The demo is a command of a person, and starts a driver.
+    // The demo is run by a user, and starts a driver.
     let served = files.iter().filter(|path| path.is_file() && !path.starts_with(src.join("cli")));
     let starting: Vec<_> = served.clone().filter(|path| code(path).contains("Command::new")).collect();
     assert_eq!(starting, [&src.join("sys/program.rs")]);
@@ -172,7 +171,7 @@ fn programs_are_started_at_one_place_and_without_a_shell() {
     }
 }
 
-/// A message is refused by its length, before it is held in memory.
+/// A message that is too long is refused before it is read into memory.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_of_more_than_4_mib_is_refused() {
@@ -187,11 +186,12 @@ async fn a_request_of_more_than_4_mib_is_refused() {
     rig.finish();
 }
 
-/// A device whose file is not the driver's goes on through everything that the driver does with its own, a kill among it.
+/// A device with a file that is not the driver's keeps working whatever the driver does with its own devices, even if the
+/// driver is killed.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_loop_device_of_somebody_else_is_left_alone() {
-    // Not below the rig's directory: what is there is the rig's to free.
+    // Not below the rig's directory, since the rig frees everything there.
     let dir = tempfile::Builder::new().prefix("deltapath-other-").tempdir().expect("temp dir");
     let file = dir.path().join("data.img");
     let mut content = Content::default();
@@ -212,7 +212,7 @@ async fn a_loop_device_of_somebody_else_is_left_alone() {
     content.assert_equals(&other.0.path(), 0, 256);
 }
 
-/// Frees a device, also when the test fails.
+/// Frees a device, even if the test fails.
 struct Detach(LoopDevice);
 
 impl Drop for Detach {
@@ -222,7 +222,7 @@ impl Drop for Detach {
     }
 }
 
-/// What SECURITY.md names is there.
+/// The tests and fuzz targets that SECURITY.md names exist.
 #[test]
 fn every_test_and_fuzz_target_that_security_md_names_exists() {
     let home = Path::new(env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,4 @@
-//! The fuzz corpora start from files that the driver really writes.
+//! The fuzz corpora start from files that the driver wrote.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use deltapath::sys::slots;
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig};
 
-/// Files of a driver that has every kind of object, by corpus and name of the seed.
+/// Files of a driver with every kind of object, by corpus and name of the seed.
 async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
     let mut rig = Rig::start_with(PoolKind::Btrfs, &["--enable-attach"], "info").await;
     let (volume, device) = rig.block_volume("seed", 8 * MIB).await;
@@ -56,7 +56,7 @@ async fn written() -> BTreeMap<(&'static str, &'static str), Vec<u8>> {
     found
 }
 
-/// A record without its values; what is not set may be set elsewhere.
+/// A record without its values. Fields that are not set are left out.
 fn shape(value: &Value) -> Value {
     match value {
         Value::Object(fields) => fields
@@ -71,8 +71,8 @@ fn shape(value: &Value) -> Value {
     }
 }
 
-/// What two files of one format share: the shape of a record; the magic, version and block size at the end of a map;
-/// that pages are whole.
+/// What all files of a format have in common: the fields of a record; the magic number, version and block size at the end of
+/// a map; whole pages of hashes.
 fn format(corpus: &str, bytes: &[u8]) -> String {
     const TRAILER: usize = 108;
     match corpus {
@@ -82,7 +82,7 @@ fn format(corpus: &str, bytes: &[u8]) -> String {
     }
 }
 
-/// A seed of an older format would start the search at the wrong place. `make seeds` writes them anew.
+/// Seeds of an older format would be poor starting points. `make seeds` writes new ones.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_seeds_of_the_corpora_are_as_the_driver_writes_them() {

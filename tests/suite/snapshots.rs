@@ -1,4 +1,4 @@
-//! Snapshots: what they hold, what they cost, what failure leaves.
+//! Snapshots: their content, their cost, and what a failure leaves.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,8 +11,7 @@ use tonic::Code;
 use testkit::content::{Content, blocks_of, open_device};
 use testkit::{BLOCK, GIB, MIB, PoolKind, Rig, code, names, set_state, state_of};
 
-/// Seen in other drivers: a buffered write on the open device is missing from the snapshot, for nothing was
-/// flushed.
+/// Seen in other drivers: a buffered write to the open device is missing in the snapshot, because nothing was flushed.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -21,7 +20,7 @@ async fn a_snapshot_holds_writes_that_nobody_synced(
 ) {
     let mut rig = Rig::start(pool).await;
     let (volume, device) = rig.block_volume("open", 16 * MIB).await;
-    // The writer keeps the device open: a last close would flush it.
+    // The writer keeps the device open, since the last close would flush it.
     let writer = open_device(&device);
     for round in 0..5 {
         let mut content = Content::default();
@@ -40,7 +39,7 @@ async fn a_snapshot_holds_writes_that_nobody_synced(
     rig.finish();
 }
 
-/// Bytes that a directory takes on disk.
+/// The bytes that a directory takes on disk.
 fn disk_usage(dir: &Path) -> u64 {
     std::fs::read_dir(dir)
         .expect("read_dir")
@@ -89,12 +88,12 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
     let volume = rig.client.create_volume(request).await.expect("create");
     let target = rig.client.publish(&volume.volume_id, mount_capability(fs_type), false, &kubelet).await;
     let target = target.expect("publish");
-    // Buffered, on a live filesystem.
+    // A buffered write to the mounted filesystem.
     File::create(target.join("hello")).and_then(|mut file| file.write_all(b"world")).expect("write");
     let snapshot = rig.snapshot("live", &volume.volume_id).await;
     std::fs::write(target.join("hello"), b"overwritten").expect("write");
 
-    // As a device, the way a backup tool reads it.
+    // Restored as a device, as a backup tool reads it.
     let (block, device) = rig.volume_from("as block", 300 * MIB, from_snapshot(&snapshot)).await;
     let found =
         deltapath::sys::program::run("blkid", &["-p", "-o", "value", "-s", "TYPE"], &device, |code| {
@@ -109,7 +108,7 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
     assert!(allocated.bytes() > 0 && allocated.bytes() < 150 << 20);
     rig.detach(&block).await;
 
-    // And as a filesystem again, mounted beside its source.
+    // Restored as a filesystem, mounted beside its source.
     let mut request = new_volume("as files", 300 * MIB, mount_capability(fs_type));
     request.volume_content_source = Some(from_snapshot(&snapshot));
     let restored = rig.client.create_volume(request).await.expect("create");
@@ -119,7 +118,7 @@ async fn a_filesystem_snapshot_restores_as_a_block_volume(#[case] pool: PoolKind
         rig.client.unpublish(id, &kubelet).await.expect("unpublish");
     }
     if fs_type == "xfs" {
-        // Only now: a frozen xfs keeps its log dirty, so that a mount looks after open files.
+        // Unpublished only now: a frozen xfs keeps its log dirty, so that a mount removes files that were unlinked while open.
         let image = rig.pool_dir().join("volumes").join(&restored.volume_id).join("bytes/data.img");
         let check = deltapath::sys::program::run("xfs_repair", &["-n", "-f"], &image, |code| code == 0);
         check.expect("a clean filesystem");
@@ -194,9 +193,8 @@ async fn a_snapshot_that_fails_leaves_nothing(
     rig.finish();
 }
 
-/// A raw device on a pool whose copies take time: either the copy is one that the device held at one
-/// moment, or the call fails. The writer writes a number to the first block and
-/// then to the last; a copy in which the last is ahead of the first is torn.
+/// A raw device that is being written. Either the copy shows the device at one moment, or the call fails. The writer writes a
+/// number to the first block and then to the last. In a torn copy the last is ahead of the first.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -223,7 +221,7 @@ async fn a_snapshot_of_a_device_under_write_is_never_torn(
                     file.sync_data().expect("sync");
                 }
                 number += 1;
-                // Now and then a pause in which a copy may succeed.
+                // Sometimes a pause, in which a copy can succeed.
                 if number.is_multiple_of(200) {
                     std::thread::sleep(std::time::Duration::from_millis(300));
                 }
@@ -294,8 +292,8 @@ fn freeze(mount_point: &Path, how: &str) {
     assert!(status.success(), "fsfreeze {how}");
 }
 
-/// A filesystem that the user has frozen is taken as it is, and stays frozen; one that a dead driver
-/// left frozen is thawed by the next.
+/// A snapshot of a filesystem that the user has frozen succeeds, and it stays frozen. A filesystem that a dead driver left
+/// frozen is thawed by the next driver.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -311,7 +309,7 @@ async fn a_freeze_is_undone_by_whoever_made_it(
     std::fs::write(target.join("file"), "before").expect("write");
     freeze(&target, "--freeze");
     let snapshot = rig.client.create_snapshot("while frozen", &volume).await;
-    // Frozen twice is an error: so it still is.
+    // To freeze it again fails, so it is still frozen.
     let again = std::process::Command::new("fsfreeze").arg("--freeze").arg(&target).output().expect("run");
     freeze(&target, "--unfreeze");
     snapshot.expect("a snapshot of a frozen filesystem");
@@ -319,14 +317,14 @@ async fn a_freeze_is_undone_by_whoever_made_it(
     rig.snapshot("while thawed", &volume).await;
     std::fs::write(target.join("file"), "after").expect("the filesystem takes writes again");
 
-    // A driver killed inside its freeze leaves this: the intent on disk, the filesystem frozen.
+    // What a driver leaves that is killed during a freeze: the record on disk, and the frozen filesystem.
     rig.kill();
     freeze(&target, "--freeze");
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("boot id");
     let mut state = state_of(&rig.pool_dir(), &volume);
     state["frozen"] = boot.trim().into();
     set_state(&rig.pool_dir(), &volume, state);
-    // Something else is mounted over the first place where it is seen.
+    // Another filesystem is mounted over the first of its mounts.
     let covered = kubelet.join(&volume).join("staging");
     let none = deltapath::sys::mount::Flags::empty();
     deltapath::sys::mount::mount("none".as_ref(), &covered, "tmpfs", none, "size=1m").expect("cover it");
@@ -340,8 +338,8 @@ async fn a_freeze_is_undone_by_whoever_made_it(
     rig.finish();
 }
 
-/// A filesystem that something else is mounted over is frozen through another of its mounts, and where there is
-/// none it is said what is to be unmounted.
+/// If something else is mounted over a filesystem, it is frozen through another of its mounts. If there is none, the error
+/// says what to unmount.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
@@ -378,8 +376,7 @@ async fn a_hidden_filesystem_is_frozen_where_it_is_seen() {
     rig.finish();
 }
 
-/// Where a snapshot can be used is in every answer that holds one; where it must be usable is looked at before
-/// anything is made.
+/// Every answer with a snapshot has its accessible topology. The required topology is checked before anything is made.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
@@ -435,7 +432,7 @@ async fn snapshots_tell_where_they_can_be_used_and_are_made_nowhere_else() {
             assert_eq!(made.snapshot.expect(name).accessible_topology, only_here);
         }
     }
-    // What an earlier call made is usable here alone, too.
+    // A snapshot that an earlier call made can only be used here too.
     let status = controller.create_snapshot(request("here", &[&elsewhere], &[])).await.expect_err("here");
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
 

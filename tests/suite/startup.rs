@@ -1,4 +1,4 @@
-//! Starting: sockets, data directories, records, and what a dead driver left.
+//! The start: sockets, data directories, records, and what a dead driver left.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -12,14 +12,14 @@ use tonic::Code;
 use testkit::orders::{Cut, Orders};
 use testkit::{MIB, PoolKind, Rig, driver_command, leftovers, names, signal, wait};
 
-/// Runs a driver that must refuse to start, and returns what it said.
+/// Runs a driver that must refuse to start, and returns its messages.
 pub fn refused(command: &mut Command) -> String {
     let mut child = command.stderr(Stdio::piped()).spawn().expect("spawn");
     let deadline = Instant::now() + Duration::from_secs(30);
     while child.try_wait().expect("wait").is_none() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
     }
-    // One that was not refused would serve for ever.
+    // If the driver was not refused, it would run for ever.
     let _ = child.kill();
     let output = child.wait_with_output().expect("output");
     assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
@@ -40,8 +40,8 @@ async fn a_data_dir_has_one_driver(#[values(PoolKind::Btrfs, PoolKind::Xfs, Pool
     rig.finish();
 }
 
-/// The incident: a driver was killed while it started a program, which had copies of the driver's locks until exec; the
-/// next driver, started at once, said that another one is at work.
+/// The incident: a driver was killed while it started a program, which has copies of the driver's locks until exec. The next
+/// driver was started at once, and reported that another driver is running.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lock_that_outlives_its_driver_for_a_moment_is_waited_for() {
@@ -132,8 +132,8 @@ async fn a_data_dir_is_started_as_it_was_made() {
     assert!(said.contains("version 7") && said.contains("upgrade"), "{said}");
 }
 
-/// Seen in other drivers: a state file cut short keeps the driver from ever starting again.
-/// Here a record that is damaged costs its object, is named, and nobody else notices.
+/// Seen in other drivers: with a truncated state file the driver never starts again. Here a damaged record is reported, its
+/// object is withheld, and all others are served.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +160,7 @@ async fn a_record_cut_short_does_not_stop_the_driver(
         assert!(rig.log().contains(&ids[1]), "the damaged record is not named in the log");
         let error = rig.client.delete_volume(&ids[1]).await.expect_err("neither served nor gone");
         assert!(error.code() == Code::Internal && error.to_string().contains("record.json"), "{error}");
-        // A crash: the pool stays mounted, so that its record can be changed.
+        // A kill, so that the pool stays mounted and the record can be changed.
         rig.kill();
     }
     std::fs::write(&record, &bytes).expect("write");
@@ -171,8 +171,8 @@ async fn a_record_cut_short_does_not_stop_the_driver(
     rig.finish();
 }
 
-/// A driver that ends in order with nothing in use leaves no mount and no device; one that is killed
-/// leaves its pool attached, and the next start finds it instead of attaching it a second time.
+/// A driver that is stopped with nothing in use leaves no mount and no device. A driver that is killed leaves its pool
+/// attached, and the next start uses it instead of attaching it again.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_start_finds_the_pool_that_a_dead_driver_left() {
@@ -202,8 +202,7 @@ async fn a_start_finds_the_pool_that_a_dead_driver_left() {
     rig.finish();
 }
 
-/// A pool whose image is gone must not look like an empty one: every volume would be reported deleted.
-/// A driver that is no rig's: also a test that fails leaves nothing of it.
+/// A driver without a rig. Even a failing test leaves nothing of it.
 struct Swept(Child, std::path::PathBuf);
 
 impl Drop for Swept {
@@ -214,7 +213,7 @@ impl Drop for Swept {
     }
 }
 
-/// A directory with a mkfs.btrfs that writes the magic number of a btrfs, and nothing behind it.
+/// A directory with a mkfs.btrfs that writes only the magic number of a btrfs.
 fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
     use std::os::unix::fs::PermissionsExt;
     let programs = dir.join("bin");
@@ -226,8 +225,8 @@ fn programs_that_know_more(dir: &Path) -> std::path::PathBuf {
     programs
 }
 
-/// The incident: a start was killed after it had made such an image and before it took the other filesystem. The next
-/// one insisted on the image, whose manifest nobody had written yet.
+/// The incident: a start was killed after it made such an image and before it chose the other filesystem. The next start
+/// insisted on the image, although its manifest was not written yet.
 #[cfg(feature = "failpoints")]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -278,8 +277,8 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
     assert!(kills > 5, "only {kills} steps");
 }
 
-/// A mkfs that knows more than the kernel makes an image that cannot be mounted: `--pool auto` takes the other
-/// filesystem then, and a start that asked for this one fails.
+/// A mkfs that is newer than the kernel makes an image that cannot be mounted. Then `--pool auto` uses the other filesystem,
+/// and a start that asked for this one fails.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn an_image_that_the_kernel_refuses_is_replaced() {
@@ -312,6 +311,7 @@ async fn an_image_that_the_kernel_refuses_is_replaced() {
     assert!(said.contains("no btrfs image, trying xfs"), "{said}");
 }
 
+/// A pool whose image is missing must not look like an empty pool: every volume would be reported as deleted.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_pool_image_is_not_made_anew() {
@@ -330,8 +330,8 @@ async fn a_missing_pool_image_is_not_made_anew() {
     rig.finish();
 }
 
-/// Clients made with gRPC core (Python, C++, Ruby) send the path of the socket, percent-encoded, as the authority, and
-/// grpc-java sends it as it is; the bytes here are what they send for a Probe.
+/// Clients with gRPC core (Python, C++, Ruby) send the percent-encoded path of the socket as the authority, and grpc-java
+/// sends the plain path. The bytes here are what they send for a Probe.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_whose_authority_is_the_sockets_path_is_let_in() {

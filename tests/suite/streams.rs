@@ -1,4 +1,4 @@
-//! Streams that do not run to their end: cancelled, out of time, stalled.
+//! Streams that do not run to their end: cancelled, past their deadline, or stalled.
 
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
@@ -9,9 +9,8 @@ use tonic::{Code, Request};
 use testkit::content::{Content, open_device};
 use testkit::{BLOCK, MIB, PoolKind, Rig, names, narrow_client};
 
-/// Two snapshots between which every block was rewritten with its own bytes, and the last one
-/// changed: a comparison looks at everything, finds nothing for long, and only at its end what a
-/// client that got `OK` too early would miss.
+/// Two snapshots. Between them every block was rewritten with the same bytes, and only the last one changed. So a delta
+/// compares everything and finds a difference only at the end, which a client that gets `OK` too early would miss.
 async fn needle(rig: &mut Rig, mib: i64) -> (String, String, u64) {
     needle_in(rig, mib, "4Ki").await
 }
@@ -33,8 +32,7 @@ async fn needle_in(rig: &mut Rig, mib: i64, block_size: &str) -> (String, String
     (first, second, (blocks - 1) * BLOCK)
 }
 
-/// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`; the backup is cut short
-/// and believes it is whole.
+/// Seen in other drivers: a cancel or a deadline midway ends the stream with `OK`, and an incomplete backup seems complete.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_deadline_midway_never_ends_with_ok() {
@@ -69,14 +67,14 @@ async fn a_deadline_midway_never_ends_with_ok() {
         }
     }
     assert!(cut > 5, "no deadline struck midway: {whole} streams were whole");
-    // Without a deadline it is whole.
+    // Without a deadline the stream is complete.
     let list = rig.client.delta(&first, &second, 0, 0).await.expect("delta");
     assert_eq!(list.tuples().map(|tuple| tuple.offset).collect::<Vec<_>>(), [last]);
     rig.finish();
 }
 
-/// The deadline is kept by the driver itself, not only by the client's library: a raw `grpc-timeout`
-/// that the client does not act upon ends the stream with DEADLINE_EXCEEDED.
+/// The driver itself enforces the deadline, not only the client's library: a raw `grpc-timeout` that the client ignores
+/// ends the stream with DEADLINE_EXCEEDED.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn the_driver_keeps_the_deadline_of_a_slow_reader() {
@@ -108,7 +106,7 @@ fn open_files(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).expect("fds").count()
 }
 
-/// A client that is gone takes its stream's files and work with it, and its end is in the log.
+/// If a client disconnects, its streams' files are closed, their work ends, and the log says so.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gone_client_leaves_no_stream_behind() {
@@ -144,8 +142,7 @@ async fn a_gone_client_leaves_no_stream_behind() {
     rig.finish();
 }
 
-/// 512 clients that open a stream and do not read must not delay a unary call: none of them may hold
-/// a thread.
+/// 512 streams that are not read must not delay a unary call, so none of them may hold a thread.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn stalled_streams_delay_nobody() {
@@ -165,7 +162,7 @@ async fn stalled_streams_delay_nobody() {
         rig.client.controller.get_capacity(GetCapacityRequest::default()),
     );
     answer.await.expect("a unary call waits behind stalled streams").expect("GetCapacity");
-    // They were stalled, not done, and each goes on where it was.
+    // The streams were stalled, not ended, and each continues where it was.
     let mut tuples = 0;
     let stream = stalled.last_mut().expect("streams");
     while let Some(message) = stream.message().await.expect("message") {
@@ -176,7 +173,7 @@ async fn stalled_streams_delay_nobody() {
     rig.finish();
 }
 
-/// Streams that look at much and find nothing must not keep others from their first message: they take turns.
+/// Streams that compare much data and find nothing must not delay the first messages of others: they take turns.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_streams_take_turns_with_others() {
@@ -201,8 +198,7 @@ async fn silent_streams_take_turns_with_others() {
     rig.finish();
 }
 
-/// Streams and the deletion of the very snapshots go on beside each other, whether they are retained or removed: open files
-/// keep serving.
+/// A stream continues while its snapshots are deleted, whether they are retained or removed, since its files are open.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -239,14 +235,14 @@ async fn a_stream_outlives_the_deletion_of_its_snapshots(
     rig.finish();
 }
 
-/// Memory that a process holds for itself, in bytes.
+/// The anonymous memory of a process, in bytes.
 fn memory_of(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
     line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
 }
 
-/// The most memory that a process holds until `done`.
+/// The most memory that a process has until `done`.
 async fn most_memory_of(pid: u32, done: impl Future) -> u64 {
     let mut most = memory_of(pid);
     tokio::pin!(done);
@@ -256,13 +252,13 @@ async fn most_memory_of(pid: u32, done: impl Future) -> u64 {
     most
 }
 
-/// What all streams take together, and what may be left of it once they are gone.
+/// The most memory that all streams may take together.
 const STREAMS_MEMORY: u64 = (64 + ALLOCATOR) << 20;
-/// What the allocator keeps beside it: 1,024 streams on a machine with much else to do once took all of the 64 MiB.
+/// What the allocator may keep in addition: 1,024 streams on a busy machine once took all of the 64 MiB.
 const ALLOCATOR: u64 = 16;
 const STREAMS_REST: u64 = 16 << 20;
 
-/// 200 streams on blocks of 4 MiB took 1.6 GB: each held two of its blocks, for as long as it lived.
+/// The incident: 200 streams on blocks of 4 MiB took 1.6 GB, since each held two of its blocks until its end.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn large_blocks_take_no_more_memory() {
@@ -305,15 +301,15 @@ async fn a_thousand_stalled_streams_share_a_bounded_memory() {
     stalled_streams(512).await;
 }
 
-/// Where an answer is short, the driver is done with it long before the client has it.
+/// The driver finishes a short answer long before the client has read it.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_short_answers_that_nobody_reads_share_a_bounded_memory() {
     stalled_streams(128).await;
 }
 
-/// Opens 1,024 streams over a volume of `mibs` of which every other block has changed, and reads none of them for a
-/// while. Each goes on where it was.
+/// Opens 1,024 streams over a volume of `mibs` with every second block changed, and does not read them for a while. Each
+/// then continues where it was.
 async fn stalled_streams(mibs: i64) {
     let mut rig = Rig::start_with(PoolKind::Xfs, &["--block-metadata-type", "fixed"], "warn").await;
     let (volume, device) = rig.block_volume("volume", mibs * MIB).await;

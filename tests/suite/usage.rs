@@ -1,4 +1,4 @@
-//! How full volumes are, and what can be set on them while they are in use.
+//! Statistics of volumes, attributes that can be set while they are in use, inline volumes and attachments.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -22,8 +22,8 @@ async fn stats(rig: &Rig, volume: &str, path: &Path) -> Result<Vec<VolumeUsage>,
     Ok(rig.client.node.clone().node_get_volume_stats(request).await?.into_inner().usage)
 }
 
-/// Seen in other drivers: Block volume stats are those of `/dev`'s filesystem; Filesystem stats those of the whole
-/// host disk.
+/// Seen in other drivers: the statistics of a Block volume are those of `/dev`'s filesystem, and those of a Filesystem volume
+/// are the host disk's.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -51,7 +51,7 @@ async fn stats_of_a_block_volume_are_its_own(
     rig.finish();
 }
 
-/// The same of filesystems, whose users see how many files they have as well.
+/// The same for filesystems, which report inodes too.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -86,8 +86,8 @@ async fn stats_of_a_mounted_volume_are_its_own(
     rig.finish();
 }
 
-/// The mount flag `ro` is what its user asked for, no sign of an error; and a btrfs that is not to be written
-/// is not grown.
+/// The mount flag `ro` is a request of the user, so it is not reported as an error. A btrfs that is mounted read-only is not
+/// grown.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -115,8 +115,8 @@ fn queue(rig: &Rig, attribute: &str) -> String {
     std::fs::read_to_string(device.sysfs().join(attribute)).expect(attribute).trim().to_owned()
 }
 
-/// VolumeAttributesClass parameters change the live device, stay over a restart, and are there from the
-/// start when the volume is made with them. What passes through the page cache is in a snapshot too.
+/// VolumeAttributesClass parameters change the attached device, survive a restart, and apply from the start if the volume is
+/// made with them. Writes that are still in the page cache are in a snapshot too.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -177,7 +177,7 @@ async fn attributes_change_the_live_device(
     let back = modify(&volume, &[("directIO", "true")]);
     match rig.client.controller.controller_modify_volume(back).await {
         Ok(_) => assert_eq!(queue(&rig, "loop/dio"), "1"),
-        // The filesystem below has none: it had none at the start either.
+        // The filesystem below has no direct I/O, and had none at the start either.
         Err(status) => assert_eq!((status.code(), direct.as_str()), (Code::InvalidArgument, "0")),
     }
     rig.detach(&volume).await;
@@ -255,7 +255,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(
         nothing_is_left(&rig, &publish);
     }
 
-    // A cut between making it and placing it, or in the middle of placing it.
+    // A crash between making and publishing the volume, or during the publish.
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");
     sys::mount::unmount(&target).expect("unmount");
     rig.kill();
@@ -358,7 +358,7 @@ async fn attachments_bind_volumes_to_their_node() {
         let nodes = entry.status.expect("status").published_node_ids;
         assert_eq!(nodes.len(), usize::from(id != ids[2]), "{nodes:?}");
     }
-    // Attached for reading only, so published for reading only.
+    // Attached read-only, so published read-only.
     let device = rig.attach(&ids[0]).await;
     let refused =
         std::fs::File::options().write(true).open(&device).and_then(|file| file.write_all_at(&[1; 4096], 0));
@@ -366,7 +366,7 @@ async fn attachments_bind_volumes_to_their_node() {
     rig.detach(&ids[0]).await;
     let attached = rig.client.delete_volume(&ids[0]).await.expect_err("attached");
     assert_eq!(attached.code(), Code::FailedPrecondition);
-    // The node's name changes over a restart: the attachment is known by the old one, and can be undone.
+    // The node's name changes at a restart. The attachment has the old name, and can still be undone.
     rig.terminate();
     rig.start_again_with(&["--enable-attach", "--node-id", "renamed"]).await;
     let mut controller = rig.client.controller.clone();

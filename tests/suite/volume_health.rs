@@ -1,6 +1,6 @@
-//! Promise: what is wrong with a volume, or with the storage below it, is reported with its reason for as long as it is so:
-//! ControllerGetVolumeHealth, ControllerListVolumeHealth, NodeGetVolumeHealth and NodeGetStorageHealth. Pools that are
-//! full, read-only, dead or spoiled are in `faults`, which asks by way of this file.
+//! A fault of a volume, or of the storage below it, is reported with its reason as long as it exists:
+//! ControllerGetVolumeHealth, ControllerListVolumeHealth, NodeGetVolumeHealth and NodeGetStorageHealth. `faults` tests pools
+//! that are full, read-only, dead or damaged, with the functions of this file.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use tonic::{Code, Status};
 
 use testkit::{MIB, PoolKind, Rig, status_code};
 
-/// What the controller says is wrong with a volume.
+/// The faults of a volume, as the controller reports them.
 pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
     let request =
         proto::ControllerGetVolumeHealthRequest { volume_id: volume.to_owned(), ..Default::default() };
@@ -25,7 +25,7 @@ pub async fn health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
     of(reported.expect("ControllerGetVolumeHealth").into_inner().volume_health, volume)
 }
 
-/// What the node says is wrong with it, at all its places.
+/// The faults of a volume at all its places, as the node reports them.
 pub async fn node_health(rig: &Rig, volume: &str) -> Vec<VolumeHealthEntry> {
     node_health_at(rig, volume, "", "").await.expect("NodeGetVolumeHealth")
 }
@@ -53,7 +53,7 @@ fn of(health: Option<VolumeHealth>, volume: &str) -> Vec<VolumeHealthEntry> {
     health.health_statuses
 }
 
-/// What the spec says of every answer.
+/// Checks what the spec demands of every answer.
 #[track_caller]
 fn check(health: &VolumeHealth) {
     let entries = &health.health_statuses;
@@ -68,7 +68,7 @@ fn check(health: &VolumeHealth) {
     }
 }
 
-/// The volumes that something is wrong with, in pages of at most this number.
+/// The listed volumes with faults, read in pages of at most `most` entries.
 pub async fn unwell(rig: &Rig, most: i32) -> Vec<VolumeHealth> {
     let mut request = proto::ControllerListVolumeHealthRequest { max_entries: most, ..Default::default() };
     let mut all = Vec::new();
@@ -85,14 +85,14 @@ pub async fn unwell(rig: &Rig, most: i32) -> Vec<VolumeHealth> {
     }
 }
 
-/// What is wrong with the storage of the node.
+/// The faults of the node's storage.
 pub async fn storage(rig: &Rig) -> Vec<StorageBackendHealth> {
     let request = proto::NodeGetStorageHealthRequest::default();
     let reported = rig.client.node.clone().node_get_storage_health(request).await;
     reported.expect("NodeGetStorageHealth").into_inner().backend_health
 }
 
-/// Fails where a reason is not among what is reported; returns its message.
+/// Fails if a reason is not reported, and returns its message.
 #[track_caller]
 pub fn tells(entries: &[VolumeHealthEntry], reason: &str, status: VolumeHealthErrorType) -> String {
     let found = entries.iter().find(|entry| entry.reason == reason);
@@ -101,7 +101,7 @@ pub fn tells(entries: &[VolumeHealthEntry], reason: &str, status: VolumeHealthEr
     found.message.clone()
 }
 
-/// The same of the storage.
+/// The same for the storage.
 #[track_caller]
 pub fn storage_tells(
     entries: &[StorageBackendHealth],
@@ -116,8 +116,8 @@ pub fn storage_tells(
 
 use VolumeHealthErrorType::{DataLoss, Degraded, Inaccessible};
 
-/// As csi-sanity asks, and beyond: what is claimed, which requests are refused, and that a volume that is well has
-/// nothing to tell, wherever it is and wherever it was only meant to be.
+/// The checks of csi-sanity and more: the capabilities, which requests are refused, and that a healthy volume has no faults,
+/// wherever it is in use and even where publishing it failed.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -147,7 +147,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(
     let capability = mount_capability("ext4");
     let request = new_volume("files", 64 * MIB, capability.clone());
     let files = rig.client.create_volume(request).await.expect("create").volume_id;
-    // Nowhere, and where kubelet only tried to put it.
+    // The volume is not in use, or kubelet only tried to use it.
     for (published, staged) in [("", ""), ("/nowhere/published", ""), ("/nowhere/published", "/nowhere")] {
         let reported = node_health_at(&rig, &files, published, staged).await.expect("it exists");
         assert!(reported.is_empty(), "{reported:?}");
@@ -167,7 +167,7 @@ async fn a_volume_that_is_well_has_nothing_to_tell(
         assert_eq!(health(&rig, volume).await, []);
     }
     assert_eq!(unwell(&rig, 0).await, []);
-    // The disk of the machine that tests run on may have no direct I/O.
+    // The disk of the test machine may have no direct I/O.
     let reported: Vec<_> =
         storage(&rig).await.into_iter().filter(|reported| reported.reason != "NoDirectIO").collect();
     assert_eq!(reported, []);
@@ -209,8 +209,8 @@ fn data_of(rig: &Rig, volume: &str) -> PathBuf {
     rig.pool_dir().join("volumes").join(volume).join("bytes/data.img")
 }
 
-/// A file that is gone or cut short, and a record that cannot be read, are reported; and the list holds such volumes alone,
-/// each once, whatever its pages are.
+/// A missing or truncated file, and a record that cannot be read, are reported. The list has only such volumes, each once,
+/// with pages of any size.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_bytes_and_records_are_reported_and_listed() {
@@ -225,13 +225,13 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
         list.into_iter().map(|health| health.volume_id).collect()
     };
     assert_eq!(ids(unwell(&rig, 2).await), [""; 0]);
-    // Of eight in the order of the list, these four: the first and the last among them.
+    // These four of the eight, in the order of the list, including the first and the last.
     let (cut, missing, damaged, last) = (&volumes[0], &volumes[2], &volumes[3], &volumes[7]);
     for volume in [cut, last] {
         let file = File::options().write(true).open(data_of(&rig, volume)).expect("open");
         file.set_len(MIB as u64).expect("cut");
     }
-    // In use, which hides nothing.
+    // A volume in use is reported too.
     rig.attach(missing).await;
     let moved = data_of(&rig, missing).with_extension("moved");
     std::fs::rename(data_of(&rig, missing), &moved).expect("move away");
@@ -255,7 +255,7 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
         let said = tells(&view, "RecordUnreadable", Inaccessible);
         assert!(said.contains("record.json") && said.contains("repair or remove"), "{said}");
     }
-    // All else that is asked about it fails: it is neither there nor gone.
+    // All other calls for it fail, since it neither can be used nor is deleted.
     let request = proto::ControllerGetVolumeRequest { volume_id: damaged.clone() };
     let get = rig.client.controller.controller_get_volume(request).await;
     assert_eq!(status_code(get), Code::Internal);
@@ -265,7 +265,7 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
         assert!(list.iter().all(|health| !health.health_statuses.is_empty()));
         assert_eq!(ids(list), all, "in pages of {most}");
     }
-    // A full last page has no next one.
+    // After a full last page there is no next page.
     let request = proto::ControllerListVolumeHealthRequest { max_entries: 4, ..Default::default() };
     let page = rig.client.controller.controller_list_volume_health(request).await.expect("list");
     assert_eq!(page.into_inner().next_token, "");
@@ -283,8 +283,8 @@ async fn lost_bytes_and_records_are_reported_and_listed() {
     rig.finish();
 }
 
-/// The file of a volume's bytes is there or not: it cannot be said, for the way to it does not answer. Here a file lies where
-/// its directory was; on a disk that fails it is an I/O error.
+/// It cannot be told whether a volume's file exists, because its directory cannot be read. Here a file is in place of the
+/// directory; with a failing disk it would be an I/O error.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn bytes_that_do_not_answer_are_reported() {
@@ -314,8 +314,7 @@ fn shell(program: &str, arguments: &[&str]) {
     assert!(done.status.success(), "{program} {arguments:?}: {done:?}");
 }
 
-/// What strangers and the kernel do to a filesystem that is in use: only the node sees that, and the controller does not
-/// make it a matter of the whole cluster.
+/// Only the node reports what other programs and the kernel do to a filesystem in use. The controller does not report it.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -331,7 +330,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     let staging = kubelet.join(&volume).join("staging");
     assert_eq!(node_health(&rig, &volume).await, []);
 
-    // Read-only for all its mounts, as the kernel makes it after an error.
+    // All mounts become read-only, as after an error.
     shell("mount", &["-o", "remount,ro", &staging.display().to_string()]);
     let reported = node_health(&rig, &volume).await;
     tells(&reported, "FilesystemReadOnly", Degraded);
@@ -339,7 +338,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     shell("mount", &["-o", "remount,rw", &staging.display().to_string()]);
     assert_eq!(node_health(&rig, &volume).await, []);
 
-    // Unmounted from one of two places: the other is asked about alone, or both.
+    // Unmounted from one of two places. The call names this place, the other, or none.
     sys::mount::unmount(&target).expect("a stranger unmounts it");
     let reported = node_health(&rig, &volume).await;
     let said = tells(&reported, "NotMounted", Inaccessible);
@@ -348,7 +347,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     let reported = node_health_at(&rig, &volume, &target_path, "").await.expect("health");
     tells(&reported, "NotMounted", Inaccessible);
     assert_eq!(node_health_at(&rig, &volume, "", &staging_path).await.expect("health"), []);
-    // Its use is not reported as that of what lies below.
+    // The statistics must not be those of the filesystem below the mount point.
     let stats = proto::NodeGetVolumeStatsRequest {
         volume_id: volume.clone(),
         volume_path: target_path,
@@ -365,7 +364,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
         "ext4" => {
             let trigger = Path::new("/sys/fs/ext4").join(&name).join("trigger_fs_error");
             std::fs::write(trigger, "a test").expect("trigger an error");
-            // ext4 counts behind the call.
+            // ext4 counts the error a little later.
             let deadline = Instant::now() + Duration::from_secs(90);
             while node_health(&rig, &volume).await.is_empty() && Instant::now() < deadline {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -394,7 +393,7 @@ async fn a_node_tells_what_is_wrong_with_a_mounted_filesystem(
     rig.finish();
 }
 
-/// A device that is gone: taken away by a stranger, or lost in a reboot.
+/// A device is gone: detached by another program, or lost in a reboot.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_tells_that_a_device_is_gone() {
@@ -431,7 +430,7 @@ async fn a_node_tells_that_a_device_is_gone() {
     rig.finish();
 }
 
-/// Calls that are at work make no alarm: between the record of a place and its mount nothing is wrong.
+/// Running calls cause no false faults: between the record of a place and its mount nothing is reported.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_at_work_are_no_trouble() {

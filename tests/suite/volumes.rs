@@ -19,7 +19,7 @@ fn sized(name: &str, required: i64, limit: i64) -> proto::CreateVolumeRequest {
     request
 }
 
-/// Seen in other drivers: 1.5 MiB asked, 1 MiB made, 1.5 MiB reported; no size asked is an error.
+/// Seen in other drivers: for 1.5 MiB they make 1 MiB and report 1.5 MiB, and a request without a size is an error.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -138,7 +138,7 @@ async fn what_is_wrong_with_a_request_is_said() {
         let segments = HashMap::from([(key, name.to_owned())]);
         proto::TopologyRequirement { requisite: vec![proto::Topology { segments }], preferred: vec![] }
     };
-    // What is unknown here may be on the node that the scheduler tries next.
+    // An unknown source may be on the node that the scheduler tries next.
     let digits = "0123456789abcdef".repeat(2);
     for (source, expected) in [
         (from_snapshot(&format!("snap-{digits}")), Code::ResourceExhausted),
@@ -170,8 +170,8 @@ async fn what_is_wrong_with_a_request_is_said() {
     rig.finish();
 }
 
-/// Seen in other drivers: the content source is not recorded, so a retry with another source or mode
-/// answers `OK`, and a retry of a clone answers `ALREADY_EXISTS`.
+/// Seen in other drivers: the content source is not recorded, so a retry with another source or mode answers `OK`, and a
+/// retry of a clone answers `ALREADY_EXISTS`.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -209,7 +209,7 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(
         assert_eq!(code(rig.client.create_volume(block_size).await), Code::AlreadyExists);
         rig.client.delete_volume(&made.volume_id).await.expect("delete");
     }
-    // A retry finds its volume also after the source is gone.
+    // A retry finds its volume even if the source is deleted.
     let made = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await.expect("create");
     rig.client.delete_snapshot(&snapshots[0]).await.expect("delete");
     let again = rig.client.create_volume(request(Some(from_snapshot(&snapshots[0])))).await;
@@ -217,8 +217,8 @@ async fn creation_is_idempotent_by_name_and_clashes_are_reported(
     rig.finish();
 }
 
-/// Seen in other drivers: a restore into a larger volume leaves the backing file short, and reads past it
-/// fail with EIO.
+/// Seen in other drivers: after a restore into a larger volume the backing file is too short, and reads past its end fail
+/// with EIO.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
@@ -247,13 +247,13 @@ async fn a_restore_into_a_larger_volume_has_the_full_size(
     rig.finish();
 }
 
-/// Seen in other drivers: one lock is held during copies, and a capacity query waits 20 s for somebody's
-/// restore. Here it answers within 100 ms during a copy of gigabytes; one of three tries
-/// has to, for the machine may be busy with other tests, and a lock would hold up all three.
+/// Seen in other drivers: one lock is held during copies, and GetCapacity waits 20 s for a restore. Here it answers within
+/// 100 ms during a copy of gigabytes. One of three tries must be that fast: the machine may be busy with other tests, but a
+/// lock would delay all three.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_copy_is_in_nobodys_way() {
-    // The pool that copies for real.
+    // The pool that copies data.
     let mut rig = Rig::start(PoolKind::Dir).await;
     let (origin, device) = rig.block_volume("origin", 3 * GIB).await;
     let mut content = Content::default();
@@ -286,7 +286,7 @@ async fn a_long_copy_is_in_nobodys_way() {
         let snapshot = rig.snapshot(&format!("beside {answered}"), &beside.volume_id).await;
         rig.client.delete_volume(&beside.volume_id).await.expect("delete");
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
-        // The volumes at work are another matter: busy, as the spec says.
+        // A call on the volumes being copied is answered with ABORTED, as the spec says.
         let busy = rig.client.delete_volume(&origin).await;
         if done.load(std::sync::atomic::Ordering::SeqCst) {
             break;
@@ -301,7 +301,7 @@ async fn a_long_copy_is_in_nobodys_way() {
         answered += 1;
     }
     let copied = copy.await.expect("join").expect("the copy");
-    // The first round may have begun before the copy did; a second one was inside it.
+    // The first round may have begun before the copy, but the second was during it.
     assert!(answered > 1, "no other call was answered while the copy was made");
     let device = rig.attach(&copied.volume_id).await;
     content.assert_equals(&device, 0, GIB as u64 / BLOCK);
@@ -328,7 +328,7 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(
     assert_eq!(devices(&pool_dir), 0, "an unpublished volume keeps its device");
     rig.client.delete_volume(&volume).await.expect("delete");
 
-    // A driver killed between attach and record leaves a device; deletion frees it.
+    // A driver that is killed between the attach and the record leaves a device. The deletion frees it.
     let volume = rig.client.create_volume(sized("left over", MIB, 0)).await.expect("create").volume_id;
     let image = pool_dir.join("volumes").join(&volume).join("bytes/data.img");
     deltapath::sys::loopdev::LoopDevice::attach(&image, deltapath::sys::loopdev::Access::ReadWrite)
@@ -337,7 +337,7 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(
     rig.client.delete_volume(&volume).await.expect("delete");
     assert_eq!(devices(&pool_dir), 0, "the deleted volume left its device");
 
-    // Unknown ids are deleted already.
+    // An unknown id counts as deleted.
     for id in ["unknown", "..", "vol-00000000000000000000000000000000"] {
         rig.client.delete_volume(id).await.expect("an unknown id");
     }
@@ -379,7 +379,7 @@ async fn capabilities_are_confirmed_for_what_the_volume_was_made_for() {
     rig.finish();
 }
 
-/// The source may be written while it is copied: the copy is the snapshot's content all the same.
+/// The copy has the content of the snapshot even if its volume is written during the copy.
 #[rstest::rstest]
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

@@ -1,6 +1,6 @@
-//! The boot after a power cut: what must be there is there and whole, what must be gone is gone, what was on
-//! the way is whole or absent, nothing else is there, and the driver works. The model tells what may be there: a power
-//! cut ends calls as a kill does.
+//! The boot after a power cut. What was acknowledged is there and whole, what was deleted is gone, what a running call was
+//! making is whole or absent, there is nothing else, and the driver works. The model knows the possible states: a power cut
+//! interrupts calls like a kill.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,10 +22,10 @@ use crate::model::world::{Bytes, Snapshot, Volume, World};
 use testkit::content::{Content, block_bytes, blocks_of, open_device};
 use testkit::{BLOCK, names};
 
-/// Deltas asked of one boot at most.
+/// The most deltas that are compared after one boot.
 const DELTAS: usize = 80;
 
-/// What an audit looked at, and what it missed.
+/// The number of objects that an audit checked, and its findings.
 #[derive(Default)]
 pub struct Findings {
     pub objects: usize,
@@ -55,7 +55,7 @@ impl Findings {
     }
 }
 
-/// Boots the machine with the disk that a cut left, looks at everything, and switches it off again.
+/// Boots the machine with the disk after a cut, checks everything, and switches it off again.
 pub async fn audit(machine: &mut Machine, cut: &Cut) -> Findings {
     let mut findings = Findings::default();
     if let Err(error) = boot(machine, cut, &mut findings).await {
@@ -73,14 +73,14 @@ pub async fn audit(machine: &mut Machine, cut: &Cut) -> Findings {
 async fn boot(machine: &mut Machine, cut: &Cut, findings: &mut Findings) -> Result<(), String> {
     machine.boot(cut.disk)?;
     if !cut.moment.world.volumes.is_empty() {
-        // Before anything is mended: maps and hashes are as the data says.
+        // Before the driver repairs anything, maps and hashes match the data.
         findings.losses.extend(verify(&machine.data_dir()));
     }
     let client = machine.start(async || ()).await?;
     let pool = machine.pool_dir();
     let staging = pool.join("staging");
     let deadline = Instant::now() + Duration::from_secs(20);
-    // What was deleted may be removed behind the call.
+    // Deleted objects may be removed in the background.
     while !names(&staging).is_empty() {
         if Instant::now() > deadline {
             return Err(format!("staging holds {:?}", names(&staging)));
@@ -106,7 +106,7 @@ fn verify(data_dir: &Path) -> Option<String> {
     (code != Some(0)).then(|| format!("verify: {said}"))
 }
 
-/// `deltapath check` finds leftovers at most: a file beside a record that was to replace it.
+/// `deltapath check` finds nothing but drafts.
 fn check(data_dir: &Path) -> Option<String> {
     let (code, said) = examine("check", data_dir);
     let is_draft = |line: &str| {
@@ -140,8 +140,7 @@ impl Audit<'_> {
         Event { asked, answer }
     }
 
-    /// What was acknowledged, with one of the ends of each call that was on the way: that which the lists and the
-    /// records show.
+    /// The acknowledged state, with the outcome of each interrupted call that the lists and records show.
     async fn world_that_fits(&mut self) -> Result<World, String> {
         let volumes = self.ask(Call::ListVolumes(Pages::ALL)).await;
         let snapshots = self.ask(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await;
@@ -194,7 +193,7 @@ impl Audit<'_> {
         self.findings.objects += world.snapshots.len();
     }
 
-    /// Deltas to every snapshot from all before it, deleted ones among them.
+    /// Compares the deltas to every snapshot from all earlier ones, including deleted ones.
     async fn deltas(&mut self, mut world: World) {
         let mut pairs = Vec::new();
         for (id, target) in &world.snapshots {
@@ -212,7 +211,7 @@ impl Audit<'_> {
                     .map(|(distance, base)| (distance, base, id.clone(), shown(target, &world))),
             );
         }
-        // The nearest ones first.
+        // The pairs with the smallest distance first.
         pairs.sort_by_key(|(distance, ..)| *distance);
         for (_, (base, base_name), target, target_name) in pairs.into_iter().take(DELTAS) {
             let list = Answer::of_blocks(self.client.delta(&base, &target, 0, 0).await);
@@ -222,7 +221,7 @@ impl Audit<'_> {
         }
     }
 
-    /// The driver goes on with what it found.
+    /// Checks that the driver can continue to work.
     async fn work(&mut self, machine: &Machine, world: &World) -> Result<(), String> {
         let reported = |error: csi_client::Error| format!("after the cut: {error}");
         let (kubelet, client) = (machine.kubelet(), &mut self.client);
@@ -279,7 +278,7 @@ fn shown(snapshot: &Snapshot, world: &World) -> String {
     }
 }
 
-/// Compares a file with what was written; one that is not synced may be as before or as after its write.
+/// Compares a file with the written content. A block that was not synced may be as before or as after its write.
 fn compare_bytes(
     name: &str,
     path: &Path,
@@ -322,7 +321,7 @@ fn compare_bytes(
     });
 }
 
-/// What a volume holds, where a write to it was on the way.
+/// The content of a volume whose last write may have been interrupted.
 fn read_content(device: &Path, volume: &Volume, unsynced: Option<&BTreeMap<u64, Option<u8>>>) -> Content {
     let file = open_device(device);
     let mut content = raw(&volume.bytes).clone();

@@ -1,4 +1,4 @@
-//! Clients that make every call that changes something, and write down what was acknowledged.
+//! Clients that make every kind of call that changes something, and record what was acknowledged.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ const STEP: i64 = 2 * MIB;
 /// Values of `readAheadKiB`.
 const READ_AHEAD: [&str; 6] = ["4", "16", "64", "256", "512", "1024"];
 
-/// A client with objects of its own, so that none of its calls may fail.
+/// A client. Its objects belong to no other, so none of its calls may fail.
 pub struct Worker {
     number: usize,
     client: Client,
@@ -35,7 +35,7 @@ pub struct Worker {
     devices: BTreeMap<Name, PathBuf>,
 }
 
-/// What a client has now.
+/// The names of a client's objects.
 struct Own {
     volumes: Vec<Name>,
     snapshots: Vec<Name>,
@@ -83,7 +83,7 @@ impl Worker {
                 Turn::Wait => {}
                 Turn::Free => drop(self.make(usual).await),
                 Turn::This(wish) => {
-                    // Where it cannot be done yet, another may help.
+                    // If it cannot be done yet, another action may make it possible.
                     if !self.make(wish).await {
                         self.make(usual).await;
                     }
@@ -104,7 +104,8 @@ impl Worker {
         chosen.expect("less than the sum").0
     }
 
-    /// Does what is wished for, where it can be done: it needs something, and nothing may grow for ever.
+    /// Does what is wished for, and returns whether that was possible: some calls need an object, and the number and size of
+    /// objects are limited.
     async fn make(&mut self, wish: Wish) -> bool {
         let own = self.stage.look(|moment| Own::at(moment, self.names));
         let volume = self.random.choice(&own.volumes).copied();
@@ -132,7 +133,7 @@ impl Worker {
         true
     }
 
-    /// The call that is wished for, on one of its volumes where it is about one.
+    /// The call for a wish, on one of the client's volumes if it needs one.
     fn call(&mut self, wish: Wish, own: &Own, volume: Option<Name>) -> Option<Call> {
         let names = self.names;
         let new = |from| {
@@ -172,7 +173,7 @@ impl Worker {
                 (size.required <= LARGEST).then_some(Call::Expand { volume: of, size, asked: None })
             }
             Wish::Modify => {
-                // Another one than it has, so that a lost one shows.
+                // A value different from the current one, so that a lost change shows.
                 let set = self
                     .stage
                     .look(|moment| moment.world.volumes[&moment.names.volume(&of)].read_ahead.clone());
@@ -184,7 +185,7 @@ impl Worker {
         }
     }
 
-    /// Writes or discards, and syncs: what counts is what fsync(2) said is there.
+    /// Writes or discards, and syncs. Only what fsync(2) acknowledged counts.
     fn write(&mut self, wish: Wish, volume: Name) {
         let (id, capacity, mut content) = self.stage.look(|moment| {
             let id = moment.names.volume(&Ref::Last(volume));

@@ -1,4 +1,4 @@
-//! The objects on a disk, as their records say.
+//! The objects on a disk, by their records.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use crate::model::world::World;
 use testkit::names;
 
-/// The objects on a pool, by their ids. What is retained is deleted, for all but deltas.
+/// The objects on a pool, by their ids. Retained snapshots count as deleted.
 pub struct Found {
     pub volumes: BTreeMap<String, Record>,
-    /// Members of groups among them.
+    /// Including members of groups.
     pub snapshots: BTreeMap<String, Record>,
     groups: BTreeMap<String, Record>,
 }
@@ -54,8 +54,8 @@ impl Found {
         Ok(Found { volumes, snapshots, groups })
     }
 
-    /// Whether the disk holds what is in a world and nothing else, each under the name that it was asked for with, and volumes
-    /// with their parameters.
+    /// Checks that the disk has exactly the objects of a world, with the names in their requests, and that volumes have the
+    /// right parameters.
     pub fn fits(&self, world: &World) -> Result<(), String> {
         let named = |record: &Record| record.json["name"].as_str().unwrap_or_default().to_owned();
         let on_disk = |records: &BTreeMap<String, Record>| -> BTreeMap<String, String> {
@@ -72,7 +72,7 @@ impl Found {
             (id.clone(), name.unwrap_or_else(|| self.snapshots.get(id).map(named).unwrap_or_default()))
         });
         same("snapshots", on_disk(&self.snapshots), names.collect())?;
-        // Of two worlds that differ by a ControllerModifyVolume alone, the one that the disk has.
+        // This decides between worlds that differ only by a ControllerModifyVolume.
         for (id, volume) in &world.volumes {
             let found = self.volumes[id].read_ahead();
             if !volume.read_ahead.contains(&found) {

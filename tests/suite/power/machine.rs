@@ -1,5 +1,4 @@
-//! A machine whose disk can lose power: the disk, the filesystem on it, and the driver that keeps its data
-//! there.
+//! A machine whose disk can lose power: the disk, its filesystem, and a driver with its data directory there.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -17,7 +16,7 @@ use tempfile::TempDir;
 use testkit::disk::Rack;
 use testkit::{PoolKind, driver_command, signal, wait};
 
-/// Thin, and far more than is ever written.
+/// The image is sparse, and much larger than what is ever written.
 const DISK: u64 = 16 << 30;
 
 /// The filesystem of the machine's disk.
@@ -63,7 +62,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine with an empty filesystem on its disk, number 0, switched off.
+    /// A machine that is switched off, with an empty filesystem on its disk, which has number 0.
     pub fn new(host: Host, pool: PoolKind) -> Self {
         let dir = tempfile::Builder::new().prefix("deltapath-test-").tempdir().expect("temp dir");
         let rack = Arc::new(Rack::start(&dir.path().join("rack"), DISK));
@@ -92,12 +91,12 @@ impl Machine {
         self.root().join("kubelet")
     }
 
-    /// What the driver has logged since its start.
+    /// The driver's log since its start.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.root().join("driver.log")).unwrap_or_default()
     }
 
-    /// Switches the machine on with one of the rack's disks.
+    /// Switches on the machine with one of the rack's disks.
     pub fn boot(&mut self, disk: usize) -> Result<(), String> {
         let device = LoopDevice::attach(&self.rack.path(disk), Access::ReadWrite).expect("attach");
         let path = device.path();
@@ -105,7 +104,7 @@ impl Machine {
         self.host.mount(&path, &self.data_dir())
     }
 
-    /// Starts the driver. Whoever wants to see the start gets a call now and then until it answers.
+    /// Starts the driver, and calls `meanwhile` repeatedly until it answers.
     pub async fn start(&mut self, mut meanwhile: impl AsyncFnMut()) -> Result<Client, String> {
         let socket = self.root().join("csi.sock");
         let _ = std::fs::remove_file(&socket);
@@ -142,13 +141,13 @@ impl Machine {
         }
     }
 
-    /// Switches the machine off, whatever its state. What it holds in memory is of no interest any more.
+    /// Switches off the machine in any state. What is in memory is no longer needed.
     pub fn off(&mut self) {
         if let Some(mut driver) = self.driver.take() {
             let _ = driver.kill();
             let _ = driver.wait();
         }
-        // The volumes before the pool that they lie on.
+        // Volumes are unmounted before the pool that holds them.
         for mount in mount::mounts().expect("mounts").iter().rev() {
             if mount.mount_point.starts_with(self.kubelet()) {
                 mount::unmount(&mount.mount_point).expect("unmount");
@@ -165,8 +164,8 @@ impl Machine {
     }
 }
 
-/// Detaches a disk. Another mount namespace may hold what was mounted here; the kernel frees the device when
-/// that one ends.
+/// Detaches a disk. If another mount namespace has a copy of a mount, the kernel frees the device when that namespace
+/// ends.
 pub fn detach(device: LoopDevice) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !device.clone().detach().expect("detach") {

@@ -1,11 +1,11 @@
-//! Power cuts: what was acknowledged is there after them.
+//! Power cuts: everything that was acknowledged survives them.
 //!
-//! The incident: a driver renames an object into place and answers; the power goes before the rename has
-//! reached the disk, and the object that the cluster counts on is gone (12 of 12 times, without the sync). A
-//! killed process shows nothing of that, for the kernel lives on and writes what the process wrote.
+//! The incident: a driver renames an object into place and answers. The power is cut before the rename is on the disk, and
+//! an object that the cluster relies on is lost (without the sync, in 12 of 12 tries). Killing the process does not show
+//! this, since the kernel still writes what the process wrote.
 //!
-//! So here the machine's disk is one whose cache is lost (`testkit::disk`): clients make calls, the disk is
-//! cut at random moments and right after acknowledgements, and each cut is booted and audited.
+//! So here the machine's disk loses its cache (`testkit::disk`). Clients make calls, the power is cut at random moments and
+//! right after acknowledgements, and after each cut the machine is booted and audited.
 
 mod audit;
 mod clients;
@@ -33,14 +33,14 @@ use stage::{Cut, Stage, WISHES};
 use testkit::PoolKind;
 use testkit::disk::Rack;
 
-/// Machines that power is cut on: see the test.
+/// The number of machines: one for each case of the test.
 const MACHINES: usize = 7;
-/// Clients that work at the same time.
+/// The number of concurrent clients.
 const CLIENTS: usize = 3;
 /// Deleted snapshots of a volume that are kept as a base for deltas.
 const RETAINED: usize = 1000;
 
-/// Cuts of all machines together; `DELTAPATH_POWER_CUTS` asks for more.
+/// The number of cuts of all machines together; `DELTAPATH_POWER_CUTS` sets another number.
 fn cuts() -> usize {
     std::env::var("DELTAPATH_POWER_CUTS").ok().and_then(|cuts| cuts.parse().ok()).unwrap_or(63)
 }
@@ -52,7 +52,7 @@ fn seed() -> u64 {
     seed
 }
 
-/// Lets a machine work, from its first start on, until its power was cut `count` times.
+/// Runs a machine from its first start until its power was cut `count` times.
 async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut> {
     let stage = Arc::new(Stage::new(machine.rack.clone(), random.u64(..)));
     machine.boot(0).expect("boot");
@@ -102,7 +102,7 @@ async fn live(machine: &mut Machine, count: usize, random: &mut Rng) -> Vec<Cut>
     stage.take_cuts()
 }
 
-/// Each filesystem of a machine's disk, with the pools that it may have: in images, and in place.
+/// Each filesystem of a machine's disk, with the pools that are possible on it, in images and in place.
 #[rstest::rstest]
 #[case::dir_on_ext4(Host::Ext4, PoolKind::Dir)]
 #[case::xfs_on_ext4(Host::Ext4, PoolKind::Xfs)]
@@ -139,10 +139,9 @@ async fn nothing_acknowledged_is_lost_in_a_power_cut(#[case] host: Host, #[case]
     assert!(losses.is_empty(), "{losing} of {count} cuts lost something:\n{}", losses.join("\n"));
 }
 
-/// The incident, found by the test above: a volume is unpublished (its directory is in the log of btrfs),
-/// deleted (renamed, its subvolume destroyed, its directory removed), and anything else is synced. Linux 6.18
-/// cannot replay that log: the filesystem, the host's own where the pool is in place, did not mount any
-/// more.
+/// The incident, found by the test above: a volume is unpublished (its directory is in the log of btrfs) and deleted
+/// (renamed, its subvolume destroyed, its directory removed), and something else is synced. Linux 6.18 cannot replay that
+/// log, so the filesystem did not mount any more. With a pool in place that is the host's own filesystem.
 #[rstest::rstest]
 #[test_with::root]
 #[test_with::path(/dev/fuse)]
@@ -159,7 +158,7 @@ async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion(
     let deleted = client.create_volume(request("deleted")).await.expect("create").volume_id;
     let other = client.create_volume(request("other")).await.expect("create").volume_id;
     client.publish(&deleted, block_capability(), false, &kubelet).await.expect("publish");
-    // Commits all of it.
+    // Commits everything.
     client.create_snapshot("snapshot", &other).await.expect("snapshot");
     client.unpublish(&deleted, &kubelet).await.expect("unpublish");
     client.delete_volume(&deleted).await.expect("delete");
@@ -177,7 +176,7 @@ async fn btrfs_mounts_after_a_power_cut_that_follows_a_deletion(
     machine.off();
 }
 
-/// The disks that lose power are served through FUSE. Without it these tests are ignored, and in CI that is a failure.
+/// FUSE serves the disks that lose power. Without it these tests are ignored, and in CI that is a failure.
 #[test]
 fn ci_has_fuse() {
     let is_ci = std::env::var("CI").as_deref() == Ok("true");
@@ -192,7 +191,7 @@ impl Drop for SweptOnDrop<'_> {
     }
 }
 
-/// The instrument: what is synced survives every cut, on every filesystem, and what is not gets lost.
+/// Tests the disk itself: on every filesystem synced data survives every cut, and other data is lost.
 #[rstest::rstest]
 #[test_with::root]
 #[test_with::path(/dev/fuse)]

@@ -1,5 +1,5 @@
-//! What was acknowledged and what was on the way when the power went, for the model of `model/world.rs`; and who works
-//! when.
+//! Records what was acknowledged and which calls were running when the power was cut, for the model of `model/world.rs`, and
+//! decides which client works.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,7 @@ use crate::model::names::{Asked, Names};
 use crate::model::wire::Answer;
 use crate::model::world::{Bytes, World};
 
-/// What a client may do next.
+/// An action of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wish {
     /// A write to a device, synced.
@@ -35,7 +35,7 @@ pub enum Wish {
     DeleteVolume,
 }
 
-/// Each wish, and how often it comes in a hundred.
+/// Each wish, and its frequency in percent.
 pub const WISHES: [(Wish, u32); 12] = [
     (Wish::Write, 30),
     (Wish::Discard, 5),
@@ -51,16 +51,16 @@ pub const WISHES: [(Wish, u32); 12] = [
     (Wish::DeleteVolume, 4),
 ];
 
-/// Blocks of volumes that are written or discarded and not synced yet, by the volume's id: what they are to hold.
+/// By the volume's id, blocks that are being written or discarded and are not synced yet, with their new content.
 pub type Unsynced = BTreeMap<String, BTreeMap<u64, Option<u8>>>;
 
-/// All that matters of one moment.
+/// The state at one moment.
 #[derive(Clone)]
 pub struct Moment {
     /// What was acknowledged.
     pub world: World,
     pub names: Arc<Names>,
-    /// The call that each client waits for.
+    /// The running call of each client.
     pub under_way: BTreeMap<usize, Asked>,
     pub unsynced: Unsynced,
 }
@@ -68,12 +68,12 @@ pub struct Moment {
 /// A disk after a power cut, and what must be on it.
 pub struct Cut {
     pub disk: usize,
-    /// When it was, and what the disk lost.
+    /// The time of the cut, and what the disk lost.
     pub story: String,
     pub moment: Moment,
 }
 
-/// The model of a live machine, and the power cuts it has had.
+/// The model of a running machine, and its power cuts so far.
 pub struct Stage {
     rack: Arc<Rack>,
     state: Mutex<State>,
@@ -87,7 +87,7 @@ struct State {
     random: Rng,
 }
 
-/// What is done last before the power goes.
+/// The action after which the power is cut.
 #[derive(Clone, Copy)]
 struct Wanted {
     wish: Wish,
@@ -96,11 +96,11 @@ struct Wanted {
 
 /// What a client is to do next.
 pub enum Turn {
-    /// What it likes.
+    /// Anything.
     Free,
-    /// This, after which the power goes.
+    /// This action, after which the power is cut.
     This(Wish),
-    /// Nothing: another one's syncs would make up for one that the wanted call leaves out.
+    /// Nothing: the syncs of this client could hide a sync that is missing in the wanted call.
     Wait,
 }
 
@@ -125,7 +125,7 @@ impl Stage {
         look(&self.state().moment)
     }
 
-    /// Notes a call that is about to be made.
+    /// Records a call that is about to be made.
     pub fn begin(&self, worker: usize, call: Call) -> Asked {
         let moment = &mut self.state().moment;
         let asked = Asked { call, names: moment.names.clone() };
@@ -133,7 +133,7 @@ impl Stage {
         asked
     }
 
-    /// Notes what was acknowledged: from here on no cut may lose it.
+    /// Records what was acknowledged: from here on no cut may lose it.
     pub fn end(&self, worker: usize, wish: Wish, asked: &Asked, answer: &Answer) {
         self.acknowledged(worker, wish, |moment| {
             if let Err(reason) = moment.world.accept(asked, answer, false) {
@@ -146,12 +146,12 @@ impl Stage {
         });
     }
 
-    /// Notes a write or discard that is about to be made.
+    /// Records a write or discard that is about to be made.
     pub fn begin_write(&self, volume: &str, blocks: impl Iterator<Item = (u64, Option<u8>)>) {
         self.state().moment.unsynced.insert(volume.to_owned(), blocks.collect());
     }
 
-    /// Notes that it was synced.
+    /// Records that it was synced.
     pub fn end_write(&self, worker: usize, wish: Wish, volume: &str, content: Content) {
         self.acknowledged(worker, wish, |moment| {
             moment.world.volumes.get_mut(volume).expect("it is there").bytes = Bytes::Raw(content);
@@ -159,7 +159,7 @@ impl Stage {
         });
     }
 
-    /// The moment right after an acknowledgement is the one at which a sync that was left out shows best.
+    /// Records an acknowledgement. A missing sync shows best right after it, so this may be the moment of the cut.
     fn acknowledged(&self, worker: usize, wish: Wish, note: impl FnOnce(&mut Moment)) {
         let mut state = self.state();
         note(&mut state.moment);
@@ -170,12 +170,12 @@ impl Stage {
         }
     }
 
-    /// The number of calls and writes that were acknowledged.
+    /// The number of acknowledged calls and writes.
     pub fn progress(&self) -> usize {
         self.state().acknowledged
     }
 
-    /// Cuts the power as soon as this wish of this client is acknowledged.
+    /// Orders a power cut right after this action of this client is acknowledged.
     pub fn cut_after(&self, wish: Wish, worker: usize) {
         self.state().wanted = Some(Wanted { wish, worker });
     }
@@ -189,7 +189,7 @@ impl Stage {
         }
     }
 
-    /// Cuts the power as soon as something is in the disk's cache, if that is soon.
+    /// Cuts the power when the disk's cache holds some data, or after a short time.
     pub fn cut(&self, when: &str) {
         let mut state = self.state();
         let sectors = 1 + state.random.u64(0..40) as usize;
@@ -197,7 +197,7 @@ impl Stage {
         self.cut_in(&mut state, when);
     }
 
-    /// While the state is locked nothing is noted as begun or acknowledged, so it is that of the very moment.
+    /// Cuts the power. The state is locked, so nothing is recorded meanwhile, and it is exactly that of the cut.
     fn cut_in(&self, state: &mut State, when: &str) {
         let (disk, lost) = self.rack.cut(0, &mut state.random);
         state.cuts.push(Cut { disk, story: format!("{when}, {lost}"), moment: state.moment.clone() });
@@ -212,7 +212,7 @@ impl Stage {
     }
 }
 
-/// The names of each client's objects: nobody else's, so that none of its calls may fail.
+/// The names of each client's objects. No other client uses them, so none of its calls may fail.
 pub const NAMES: [NameSet; super::CLIENTS] = [
     NameSet {
         volumes: &['a', 'b', 'c'],
