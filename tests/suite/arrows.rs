@@ -69,10 +69,7 @@ fn arrows_between_rooms_point_down() {
             continue;
         }
         let layer = path.file_name().expect("a name").to_string_lossy().into_owned();
-        assert!(
-            MAY_USE.iter().any(|(name, _)| *name == layer),
-            "{layer} is a layer without arrows: say its arrows here"
-        );
+        assert!(MAY_USE.iter().any(|(name, _)| *name == layer), "MAY_USE has no entry for the layer {layer}");
         let mut files = Vec::new();
         sources(&path, &mut files);
         assert!(!files.is_empty(), "{layer} is empty");

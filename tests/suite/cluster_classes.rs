@@ -39,7 +39,7 @@ fn the_gateway_tells_clients_where_its_service_is() {
         assert_eq!(named, [DRIVER, secret.name(), "deltapath-gateway"], "{source}");
         assert!(
             secret.object.get("data").is_none(),
-            "{source}: applying it again would take the certificate away"
+            "{source}: the Secret has data, which would replace the certificate"
         );
         // With retention a client may delete base snapshots, so the gateway must not require them.
         assert_eq!(flag("--require-base-snapshot"), "false", "{source}");
@@ -113,7 +113,7 @@ fn the_examples_name_what_exists() {
             (found.object["roleRef"]["kind"].as_str().unwrap_or(""), &found.object["roleRef"]["name"]),
         ];
         for (kind, name) in named.into_iter().filter(|(_, name)| !name.is_null()) {
-            assert!(there(kind, name), "{who} names the {kind} {name}, which is nowhere");
+            assert!(there(kind, name), "{who} names the {kind} {name}, which does not exist");
         }
         for volume in list(&spec["volumes"]) {
             let claim = &volume["persistentVolumeClaim"]["claimName"];

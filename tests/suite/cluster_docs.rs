@@ -106,6 +106,6 @@ fn scripts_and_manifests_are_of_the_same_releases() {
     let kubernetes = node.split([':', '@']).nth(1).expect("a tag");
     assert!(
         checker.contains(&format!("k8s.io/kubernetes {kubernetes}\n")),
-        "the checker is not of {kubernetes}"
+        "hack/manifests/go.mod is not for Kubernetes {kubernetes}"
     );
 }

@@ -333,11 +333,15 @@ fn no_rule_is_wide_and_every_binding_joins_what_exists() {
                         && subject["name"] == found.name()
                         && subject["namespace"] == found.object["metadata"]["namespace"]
                 });
-                assert!(account, "{source}: {} binds {subject}, which is no account here", binding.name());
+                assert!(account, "{source}: {} binds {subject}, which is not an account", binding.name());
             }
         }
         for role in roles(&objects) {
-            assert!(bound.contains(&(role.kind(), role.name())), "{source}: nobody has {}", role.name());
+            assert!(
+                bound.contains(&(role.kind(), role.name())),
+                "{source}: no account is bound to {}",
+                role.name()
+            );
         }
         for found in &objects {
             let Some(pod) = pod_spec(&found.object) else { continue };

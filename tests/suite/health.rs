@@ -150,7 +150,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         .filter_map(|label| Some(label.split_once('=')?.0))
         .collect();
     assert_eq!(labels, BTreeSet::from(["code", "le", "method", "outcome", "state"]));
-    assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's word is a label");
+    assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's text is a label");
     let documented =
         std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference.md")).expect("the page");
     let help = metrics.lines().filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next());
@@ -182,7 +182,7 @@ async fn a_probe_tells_when_the_pool_is_gone() {
     assert_eq!(reported.len(), 1, "{reported:?}");
     for view in [volume_health(&rig, &volume).await, node_health(&rig, &volume).await] {
         tells(&view, "PoolNotMounted", VolumeHealthErrorType::Inaccessible);
-        assert_eq!(view.len(), 1, "a pool that is not there loses no file: {view:?}");
+        assert_eq!(view.len(), 1, "another fault than the unmounted pool: {view:?}");
     }
     let gone = rig.client.identity.probe(proto::ProbeRequest {}).await;
     assert_eq!(status_code(gone), Code::FailedPrecondition);

@@ -113,7 +113,7 @@ pub fn objects() -> &'static [Found] {
 /// The objects of one kustomization or file.
 pub fn objects_of(source: &str) -> Vec<&'static Found> {
     let of: Vec<&Found> = objects().iter().filter(|found| found.source == source).collect();
-    assert!(!of.is_empty(), "{source} holds nothing");
+    assert!(!of.is_empty(), "{source} has no objects");
     of
 }
 
@@ -230,6 +230,6 @@ fn every_yaml_file_is_built_or_applied() {
         }
     }
     for file in files("deploy", "yaml") {
-        assert!(used.contains(Path::new(&file)), "{file} is part of nothing");
+        assert!(used.contains(Path::new(&file)), "nothing builds {file}");
     }
 }

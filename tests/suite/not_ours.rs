@@ -164,7 +164,10 @@ async fn an_unpublish_without_its_record_takes_nothing_else_away() {
     rig.client.node.node_unpublish_volume(request).await.expect("the pod ends");
     assert!(!stranger.exists());
     let data = rig.pool_dir().join("volumes").join(&volume).join("bytes/data.img");
-    assert!(deltapath::sys::loopdev::LoopDevice::find(&data).expect("find").is_some(), "freed in use");
+    assert!(
+        deltapath::sys::loopdev::LoopDevice::find(&data).expect("find").is_some(),
+        "the device was freed while in use"
+    );
     assert!(node.is_dir(), "the record was written over");
     std::fs::remove_dir(&node).expect("rmdir");
     std::fs::rename(&aside, &node).expect("rename");
@@ -236,7 +239,10 @@ fn a_device_that_changes_hands_is_not_taken_for_the_one_before() {
             is_ours
         });
         let id = FileId::of(&strangers).expect("stat");
-        assert!(found.expect("look").iter().all(|device| device.backing() != Some(id)), "taken for ours");
+        assert!(
+            found.expect("look").iter().all(|device| device.backing() != Some(id)),
+            "another program's device was taken for ours"
+        );
         let second = second.into_inner().expect("ours was looked at");
         let is_same = second.path() == first.path();
         assert!(second.detach().expect("detach"));

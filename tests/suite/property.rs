@@ -358,7 +358,7 @@ async fn clear(rig: &mut Subject<'_>, mut model: Model) {
     while let Some(gone) = model.snapshots.pop() {
         delete(rig, &mut model, gone).await;
     }
-    assert!(rig.retained().is_empty(), "kept for nothing");
+    assert!(rig.retained().is_empty(), "deleted snapshots are kept that cannot be a base");
 }
 
 /// Offsets near the written blocks, so that they are before, inside and behind tuples.

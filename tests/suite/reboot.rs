@@ -35,7 +35,7 @@ async fn every_volume_comes_back_after_a_reboot(
     let first = rig.snapshot("before", &raw).await;
     rig.kill();
     assert_eq!(sweep(rig.dir.path()).expect("sweep"), Vec::<String>::new());
-    assert!(leftovers(rig.dir.path()).is_empty(), "this is no reboot");
+    assert!(leftovers(rig.dir.path()).is_empty(), "mounts or devices are left, unlike after a reboot");
     rig.start_again().await;
     // Kubelet stages and publishes again, at the same paths.
     let device = rig.attach(&raw).await;

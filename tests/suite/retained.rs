@@ -67,7 +67,7 @@ async fn a_backup_tool_may_delete_each_snapshot_after_use(
     until("settled", || newest.bytes().exists() == (pool == PoolKind::Xfs)).await;
     rig.detach(&volume).await;
     rig.client.delete_volume(&volume).await.expect("delete");
-    assert!(rig.retained().is_empty(), "kept with nobody to ask");
+    assert!(rig.retained().is_empty(), "deleted snapshots are kept that cannot be a base");
     rig.finish();
 }
 
@@ -183,7 +183,7 @@ fn interrupt_verify(rig: &Rig) {
     let mut child = command.args(["verify", "--data-dir"]).arg(rig.data_dir()).spawn().expect("verify");
     let pool = rig.pool_dir().display().to_string();
     while !leftovers(rig.dir.path()).contains(&pool) {
-        assert_eq!(child.try_wait().expect("wait"), None, "it ended without a look");
+        assert_eq!(child.try_wait().expect("wait"), None, "verify ended before it mounted the pool");
     }
     signal(&child, nix::sys::signal::Signal::SIGINT);
     assert_eq!(wait(&mut child, Duration::from_secs(20)).code(), Some(130));

@@ -80,7 +80,7 @@ async fn a_new_volume_shows_nothing_of_those_before(
         file.sync_all().expect("sync");
         let mut block = vec![0; BLOCK as usize];
         file.read_exact_at(&mut block, 77 * BLOCK).expect("read");
-        assert_eq!(block, block_bytes(77, 0xa5), "the secret of the one before was never written");
+        assert_eq!(block, block_bytes(77, 0xa5), "the first volume's data was not written");
         drop(file);
         rig.detach(&volume).await;
         rig.client.delete_volume(&volume).await.expect("delete");

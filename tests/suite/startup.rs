@@ -85,7 +85,7 @@ async fn a_live_socket_is_refused_and_a_stale_one_replaced() {
     assert_eq!(
         std::fs::read_to_string(rig.socket()).expect("read"),
         "not a socket",
-        "somebody's file was removed"
+        "a file that is not a socket was removed"
     );
 }
 

@@ -57,7 +57,7 @@ async fn a_deadline_midway_never_ends_with_ok() {
         match ended.await {
             Ok(()) => {
                 whole += 1;
-                assert_eq!(found, [last], "OK after {micros} us, and not whole");
+                assert_eq!(found, [last], "OK after {micros} us, but the list is incomplete");
             }
             Err(status) => {
                 cut += 1;

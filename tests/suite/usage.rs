@@ -242,7 +242,7 @@ async fn an_ephemeral_volume_lives_from_publish_to_unpublish(
     assert_eq!(node_health(&rig, "csi-1234").await, []);
     let list = proto::ListVolumesRequest::default();
     let list = rig.client.controller.list_volumes(list).await.expect("list").into_inner();
-    assert!(list.entries.is_empty(), "an ephemeral volume is kubelet's alone");
+    assert!(list.entries.is_empty(), "an ephemeral volume is listed");
     rig.kill();
     rig.start_again().await;
     rig.client.node.node_publish_volume(publish.clone()).await.expect("publish");

@@ -465,6 +465,6 @@ async fn calls_at_work_are_no_trouble() {
         rig.client.delete_volume(&passing).await.expect("delete");
     }
     stop.send(true).expect("the watcher lives");
-    assert!(watcher.await.expect("no alarm") > 20, "it hardly looked");
+    assert!(watcher.await.expect("no alarm") > 20, "the watcher made too few calls");
     rig.finish();
 }

@@ -208,5 +208,5 @@ async fn the_page_lists_every_case() {
         assert!(reported.1.split(", ").any(|listed| listed == short), "{case}: {}", reported.1);
         assert_eq!(reported.2, text("requirement"), "{case}");
     }
-    assert!(listed.is_empty(), "in the page alone: {listed:?}");
+    assert!(listed.is_empty(), "listed only in the page: {listed:?}");
 }

@@ -85,7 +85,7 @@ async fn members_of_a_deleted_group_leave_one_by_one() {
         let leaves =
             |point: &&Point| point.step == "rename" && point.path.to_string_lossy().contains("/members/");
         held = points.iter().find(leaves).map(|point| point.number + 1);
-        assert!(held.is_some(), "no member leaves: {points:?}");
+        assert!(held.is_some(), "no member is removed: {points:?}");
         if round == 0 {
             rig.client.delete_volume(&volumes[1]).await.expect("delete the second");
         }

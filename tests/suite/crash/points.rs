@@ -140,7 +140,7 @@ impl CutRun {
         while self.round(case, cut, at).await {
             at += stride.step;
         }
-        assert!(at > 1 || stride.step > 1, "{} passes no point at all", case.name);
+        assert!(at > 1 || stride.step > 1, "{} reaches no point", case.name);
     }
 
     /// Makes one round. Returns whether the point was reached.

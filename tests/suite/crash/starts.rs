@@ -137,7 +137,7 @@ async fn first_start(dir: &Path, pool: PoolKind, cut: Cut, at: u64, tally: &mut 
     assert!(status.success(), "{context}: the next driver ends with {status}");
     let mut strangers = testkit::names(&dir.join("data"));
     strangers.retain(|name| !["deltapath.json", "lock", "pool", "pool.img"].contains(&name.as_str()));
-    assert!(strangers.is_empty(), "{context}: {strangers:?} lie about");
+    assert!(strangers.is_empty(), "{context}: {strangers:?} are left");
     cut_at(&points).is_some()
 }
 

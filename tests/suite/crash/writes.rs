@@ -42,10 +42,7 @@ async fn killed_at_every_step(mut rig: Rig, kills_wanted: usize) {
         assert_eq!(mode(&data), (false, true), "after a kill before {point:?}");
         content.assert_equals(&device, 0, 30);
     }
-    assert!(
-        kills >= 5 && left >= kills_wanted,
-        "{kills} kills, {left} of them in the middle of it: {points:?}"
-    );
+    assert!(kills >= 5 && left >= kills_wanted, "{kills} kills, {left} of them during the copy: {points:?}");
     let snapshot = rig.snapshot("last", &volume).await;
     let copy = rig.pool_dir().join("snapshots").join(&snapshot).join("bytes/data.img");
     let is_set = Flag::Synchronous.is_set(&File::open(&copy).expect("open"), &copy);

@@ -38,7 +38,10 @@ fn spoil(disk: &Disk, path: &Path, offset: u64) {
     let file = File::open(path).expect("open");
     let mut wanted = vec![0; SECTOR];
     let length = file.read_at(&mut wanted, offset).expect("read before it is spoiled");
-    assert!(wanted[..length].iter().any(|byte| *byte != 0), "zeros are found anywhere");
+    assert!(
+        wanted[..length].iter().any(|byte| *byte != 0),
+        "the block is zeros, so it cannot be found on the disk"
+    );
     let image = File::options().read(true).write(true).open(disk.image()).expect("open the disk");
     let end = image.metadata().expect("stat").len();
     let mut chunk = vec![0; 4 << 20];
@@ -52,7 +55,7 @@ fn spoil(disk: &Disk, path: &Path, offset: u64) {
             }
         }
     }
-    assert!(spoiled > 0, "{} is not on the disk as it reads", path.display());
+    assert!(spoiled > 0, "the block of {} was not found on the disk", path.display());
     image.sync_all().expect("sync");
     forget(path);
     let error = file.read_at(&mut wanted, offset).expect_err("it is spoiled");
@@ -282,11 +285,14 @@ async fn a_snapshot_of_a_bad_block(pool: PoolKind) {
             after.write(&device, 110, 20, 2);
             let target = rig.snapshot("target", &volume).await;
             let delta = rig.client.delta(&base, &target, 0, 0).await;
-            assert!(exact_or_error(delta, &after.changed_since(&before, BLOCK)), "by what was it compared?");
+            assert!(
+                exact_or_error(delta, &after.changed_since(&before, BLOCK)),
+                "the delta did not need the unreadable block"
+            );
             let list = rig.client.allocated(&base, 0, 0).await.expect("allocated");
             assert_eq!(blocks_of(&list, BLOCK), before.allocated(BLOCK));
             tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-            assert!(failures(&rig) <= 4, "it spins: {} failures in seconds", failures(&rig));
+            assert!(failures(&rig) <= 4, "hashing retries without pause: {} failures in 3 s", failures(&rig));
             // Hashing continues for others.
             let (other, other_device) = rig.block_volume("other", 64 * MIB).await;
             Content::default().write(&other_device, 0, 100, 1);
@@ -373,7 +379,7 @@ async fn a_cut_image(pool: PoolKind) {
                     // zeros. No reader of the volume can detect that.
                     match read {
                         Ok(Ok(())) if found == block_bytes(120, line.fill) => {}
-                        Ok(Ok(())) => assert!(found.iter().all(|byte| *byte == 0), "bytes of somebody else"),
+                        Ok(Ok(())) => assert!(found.iter().all(|byte| *byte == 0), "bytes of another volume"),
                         Ok(Err(_)) | Err(_) => failed += 1,
                     }
                     let _ = rig.client.unpublish(&volume.volume_id, &kubelet).await;
@@ -387,7 +393,7 @@ async fn a_cut_image(pool: PoolKind) {
     }
     assert!(failed > 0 && reported > 0, "nothing was behind the cut: this proves nothing");
     let (_, snapshots) = listed(&rig).await;
-    assert_eq!(snapshots.len(), 8, "what cannot be read is not gone");
+    assert_eq!(snapshots.len(), 8, "a snapshot is not listed any more");
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
     rig.kill();

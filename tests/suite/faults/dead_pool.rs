@@ -51,7 +51,7 @@ impl Scene {
     /// Pods end, the driver is restarted, and everything is there.
     async fn comes_back(mut self) {
         let kubelet = self.rig.kubelet();
-        assert!(probe(&self.rig).await.is_err(), "it says that all is well");
+        assert!(probe(&self.rig).await.is_err(), "Probe does not report the dead pool");
         let said =
             storage_tells(&storage(&self.rig).await, "PoolShutDown", StorageTrouble::StorageUnreachable);
         assert!(said.contains("Input/output error"), "{said}");
@@ -92,7 +92,7 @@ async fn pods_end_on_a_dead_pool_and_a_restart_brings_it_back() {
     for volume in [&scene.raw, &scene.files] {
         for view in [health(&scene.rig, volume).await, node_health(&scene.rig, volume).await] {
             tells(&view, "PoolShutDown", Trouble::Inaccessible);
-            assert_eq!(view.len(), 1, "nobody has lost a file by that: {view:?}");
+            assert_eq!(view.len(), 1, "another fault than the dead pool: {view:?}");
         }
     }
     assert_eq!(unwell(&scene.rig, 1).await.len(), 2);
@@ -115,10 +115,10 @@ async fn a_driver_starts_on_a_dead_pool_so_that_pods_can_end() {
         Code::Unavailable
     );
     let list = client.controller.list_volumes(proto::ListVolumesRequest::default()).await;
-    assert_eq!(list.expect_err("a list would say that there is nothing").code(), Code::Unavailable);
+    assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
     let request = proto::ControllerListVolumeHealthRequest::default();
     let list = client.controller.controller_list_volume_health(request).await;
-    assert_eq!(list.expect_err("a list would say that all are well").code(), Code::Unavailable);
+    assert_eq!(list.expect_err("the list must fail, not be empty").code(), Code::Unavailable);
     let request =
         proto::ControllerGetVolumeHealthRequest { volume_id: scene.raw.clone(), ..Default::default() };
     let reported = client.controller.controller_get_volume_health(request).await;

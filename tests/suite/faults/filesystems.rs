@@ -74,7 +74,7 @@ async fn a_filesystem_that_hides_its_holes_is_refused() {
     let dir = disk.dir();
     let said = refused(&mut driver_command(dir.path(), PoolKind::Dir));
     assert!(said.contains("does not report holes") && said.contains("ext4, xfs, btrfs or tmpfs"), "{said}");
-    assert!(!disk.mount_point.join("data/deltapath.json").exists(), "it is taken for a data directory");
+    assert!(!disk.mount_point.join("data/deltapath.json").exists(), "the refused directory has a manifest");
     drop(dir);
     disk.finish();
 }

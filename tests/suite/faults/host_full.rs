@@ -89,7 +89,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
             storage_tells(&storage(&rig).await, "PoolReadOnly", StorageTrouble::StorageDegraded);
         }
         (PoolKind::Xfs, Ok(())) => assert_eq!(seen.len(), 1, "{seen:?}"),
-        (_, probed) => panic!("another end than the documented one: {probed:?}"),
+        (_, probed) => panic!("not the documented behaviour: {probed:?}"),
     }
 
     // What an operator does: free space and, if the pool is read-only, unpublish and restart.

@@ -79,7 +79,7 @@ pub async fn probe(rig: &Rig) -> Result<(), tonic::Status> {
 #[track_caller]
 pub fn exact_or_error(answer: Result<BlockList, csi_client::Error>, expected: &[u64]) -> bool {
     match answer {
-        Ok(list) => assert_eq!(blocks_of(&list, BLOCK), expected, "an OK that is not the truth"),
+        Ok(list) => assert_eq!(blocks_of(&list, BLOCK), expected, "the answer is OK and wrong"),
         Err(error) => {
             assert!(matches!(error.code(), Code::Internal | Code::DataLoss), "{error}");
             return true;

@@ -88,7 +88,7 @@ async fn a_pool_image_without_loop_devices_is_refused(
     let _swept = SweptOnDrop(dir.path().to_owned());
     let said = refused(dir.path(), pool, BARE);
     assert!(said.contains("load the loop module") && said.contains("--pool dir"), "{said}");
-    assert!(!dir.path().join("data/pool.img").exists(), "an image that nobody can attach");
+    assert!(!dir.path().join("data/pool.img").exists(), "an image was made without loop devices");
     // The control file exists but gives no device, which shows only when the image is made.
     let said = refused(dir.path(), pool, "mount --bind /dev/null /dev/loop-control");
     assert!(said.contains("/dev/loop-control") && said.contains("loop module"), "{said}");

@@ -231,5 +231,5 @@ fn a_disk_keeps_what_was_synced_and_loses_what_was_not(
         mount::unmount(&mounted).expect("unmount");
         detach(device);
     }
-    assert_eq!(lost, 8, "{}: what nobody synced cannot be on the disk yet", host.name());
+    assert_eq!(lost, 8, "{}: data that was not synced survived a cut", host.name());
 }
