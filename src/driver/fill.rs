@@ -141,7 +141,7 @@ impl Filler {
             MapWriter::create(&draft.pending(), header(record))?.finish()?;
             return Ok(Some(0));
         }
-        // If the record says that the parent was copied after its child, it is damaged, and every change would be lost.
+        // A record that says that the parent was copied after its child is damaged. To trust it would lose every change.
         let since = parent.since.filter(|since| record.birth.is_some_and(|birth| *since < birth));
         if since != parent.since {
             let (parent, since) = (&parent.id, parent.since);

@@ -172,7 +172,7 @@ pub struct Health {
 }
 
 impl Health {
-    /// What is wrong with a volume, as the controller sees it.
+    /// The faults of a volume, as the controller sees it.
     pub fn of(&self, volume_id: &str) -> Result<VolumeHealth> {
         let faults = match self.shared.volume(volume_id) {
             Ok(record) => self.of_volume(&record, &self.of_pool()),
@@ -221,7 +221,7 @@ impl Health {
         Ok((entries, String::new()))
     }
 
-    /// What is wrong with the storage of this node: the pool, and what lies below it.
+    /// The faults of this node's storage: the pool and the disk below it.
     pub fn of_storage(&self) -> Vec<Fault> {
         let mut faults = self.of_pool();
         if !faults.cut_off() {
@@ -242,7 +242,7 @@ impl Health {
         faults.into_vec()
     }
 
-    /// What is wrong with the pool, and so with every volume.
+    /// The faults of the pool, which affect every volume.
     pub(super) fn of_pool(&self) -> Faults {
         let mut faults = Faults::default();
         if let Err(error) = self.shared.open_pool.check() {
@@ -272,7 +272,7 @@ impl Health {
         faults
     }
 
-    /// What is wrong with a volume, given what is wrong with the pool.
+    /// The faults of a volume, including those of the pool.
     pub(super) fn of_volume(&self, record: &VolumeRecord, pool: &Faults) -> Faults {
         let mut faults = pool.clone();
         // A pool that is not mounted shows no files, but no data is lost.

@@ -15,7 +15,7 @@ use super::{Error, Result};
 use crate::sys;
 use base::Key;
 
-/// How long a choice is kept after it was last asked for.
+/// How long a choice is kept after the last request for it.
 const KEPT: Duration = Duration::from_secs(600);
 /// The most choices at a time: more than the volumes that anybody makes in ten minutes.
 const MOST: usize = 10_000;

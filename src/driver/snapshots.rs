@@ -122,7 +122,7 @@ impl Snapshots {
         self.histories.hold([&record.volume]).delete(&record)
     }
 
-    /// Lists snapshots. An id that does not exist makes an empty list, as the spec says.
+    /// Lists snapshots. For an unknown id the list is empty, as the spec says.
     pub fn list(&self, request: &PageRequest, filter: &SnapshotFilter) -> Result<Page<SnapshotRecord>> {
         let (limit, after) = (request.limit()?, request.after::<SnapshotId>()?);
         self.shared.store.check_alive()?;

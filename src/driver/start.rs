@@ -25,7 +25,7 @@ use files::Context;
 use files::durable::LOCK_PATIENCE;
 
 impl Driver {
-    /// Opens a data directory, making it where there is none.
+    /// Opens a data directory, and makes it if there is none.
     ///
     /// 1. Lock the directory: no other driver serves it from here on.
     /// 2. Read its manifest. If the flags name another driver or pool, fail before anything is changed.
@@ -37,7 +37,7 @@ impl Driver {
     /// 6. Thaw what the driver before left frozen (`quiesce.rs`), since programs may be waiting for it.
     /// 7. Undo settings on volumes that an interrupted copy left (`quiesce.rs`).
     /// 8. Take note of unfinished transfers: each continues with its next CreateVolume (`transfer_table.rs`).
-    /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never ask for it.
+    /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never call for them.
     ///
     /// Afterwards the hashing thread hashes what is pending and applies the retention (`Hashing::run`), and calls are served.
     /// What an interrupted expansion left is undone when the volume is used next (`expand.rs`, `truncate_to_record`).

@@ -294,7 +294,7 @@ async fn large_blocks_take_no_more_memory() {
     rig.finish();
 }
 
-/// 1,024 clients that ask for long messages of a full map and do not read them.
+/// 1,024 clients request long messages of a full map and do not read them.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_stalled_streams_share_a_bounded_memory() {

@@ -143,7 +143,7 @@ impl History<'_> {
         Ok(true)
     }
 
-    /// Removes map drafts of a snapshot that an earlier driver left unfinished. Perhaps no later writer would replace them.
+    /// Removes unfinished maps of a snapshot that an earlier driver left. Otherwise they might stay for ever.
     pub(super) fn remove_drafts(&mut self, record: &SnapshotRecord) {
         for draft in self.histories.shared.store.snapshot_dir(record).map_drafts() {
             if let Err(error) = durable::remove(&draft) {

@@ -12,7 +12,7 @@ use crate::model::calls::{
     Use,
 };
 
-/// A raw volume that nobody uses.
+/// A raw volume that is not in use.
 pub const ORIGIN: Name = Name('o');
 /// Another one with the same content, for groups.
 pub const OTHER: Name = Name('p');

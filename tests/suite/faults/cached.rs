@@ -15,7 +15,7 @@ use testkit::content::block_bytes;
 use testkit::order::image;
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
-/// Blocks per request of each writer. They are no powers of two, so that the filesystem writes them in several parts.
+/// Blocks per request of each writer. None is a power of two, so that the filesystem writes a request in several parts.
 const TOGETHER: [u64; 3] = [250, 33, 7];
 
 /// Writes a part of a device, and syncs each request. Returns the acknowledged blocks.
