@@ -14,11 +14,21 @@ pub struct Lab {
     pub ready: Value,
 }
 
-/// The table of docs/faults.md of what clients make of each fault: the cells of each row.
+/// The table of docs/faults.md of what clients make of each fault in a delta: the cells of each row.
 pub fn clients_table() -> Vec<Vec<String>> {
+    table("What a client makes of them")
+}
+
+/// The table of docs/faults.md of what `cbt-backup` makes of the other faults.
+pub fn tools_table() -> Vec<Vec<String>> {
+    table("What `cbt-backup` makes of the others")
+}
+
+fn table(heading: &str) -> Vec<Vec<String>> {
     let page = std::fs::read_to_string(Path::new(crate::HOME).join("docs/faults.md")).expect("the page");
-    let (_, table) = page.split_once("\n## What a client makes of them\n").expect("the section");
-    let rows = table.lines().filter(|line| line.starts_with("| `"));
+    let (_, section) = page.split_once(&format!("\n## {heading}\n")).expect("the section");
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
     let cells = |row: &str| row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect();
     let rows: Vec<Vec<String>> = rows.map(cells).collect();
     assert!(rows.len() > 30 && rows.iter().all(|row| row.len() == 4), "{rows:?}");
@@ -47,15 +57,27 @@ impl Lab {
 
     /// Replaces all faults, as `curl -X PUT --data` does.
     pub async fn put(&self, faults: &str) {
+        self.control("PUT", faults).await;
+    }
+
+    /// How many calls have met one of the faults that are on.
+    pub async fn met(&self) -> u64 {
+        let rows: Value = serde_json::from_str(&self.control("GET", "").await).expect("JSON");
+        rows.as_array().expect("a list").iter().filter_map(|row| row["met"].as_u64()).sum()
+    }
+
+    /// A request to its HTTP API: the body of the answer.
+    async fn control(&self, method: &str, faults: &str) -> String {
         let address = self.ready["control"].as_str().and_then(|address| address.strip_prefix("http://"));
         let mut stream = tokio::net::TcpStream::connect(address.expect("--control")).await.expect("connect");
         let length = faults.len();
         let request = format!(
-            "PUT /faults HTTP/1.1\r\nHost: lab\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{faults}"
+            "{method} /faults HTTP/1.1\r\nHost: lab\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{faults}"
         );
         stream.write_all(request.as_bytes()).await.expect("write");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("read");
         assert!(answer.starts_with("HTTP/1.1 200"), "{faults}: {answer}");
+        answer.split_once("\r\n\r\n").expect("a head").1.to_owned()
     }
 }

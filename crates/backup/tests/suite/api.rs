@@ -41,20 +41,57 @@ struct Server {
 
 const SNAPSHOTS: &str = "/apis/snapshot.storage.k8s.io/v1";
 
+/// Serves until the tests end; the program of that place asks there.
+fn listen(place: &mut Place, state: State) -> Arc<Mutex<State>> {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let port = listener.local_addr().expect("an address").port();
+    let kubeconfig = place.path("kubeconfig");
+    let config = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": "it",
+        "clusters": [{"name": "it", "cluster": {"server": format!("http://127.0.0.1:{port}")}}],
+        "users": [{"name": "it", "user": {}}],
+        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it", "namespace": "ns"}}],
+    });
+    std::fs::write(&kubeconfig, config.to_string()).expect("write");
+    place.environment = vec![("KUBECONFIG", kubeconfig.display().to_string())];
+    let state = Arc::new(Mutex::new(state));
+    let of = state.clone();
+    std::thread::spawn(move || {
+        for client in listener.incoming().map_while(Result::ok) {
+            let of = of.clone();
+            std::thread::spawn(move || serve(&of, client));
+        }
+    });
+    state
+}
+
+/// An API server that knows a snapshot, by its handle, and the SnapshotMetadataService of its driver.
+pub fn with_snapshot(place: &mut Place, handle: &str, address: &str, ca: &str) {
+    let objects = [
+        (
+            format!("{SNAPSHOTS}/namespaces/ns/volumesnapshots/{handle}"),
+            json!({"metadata": {"name": handle}, "status": {"boundVolumeSnapshotContentName": "content"}}),
+        ),
+        (
+            format!("{SNAPSHOTS}/volumesnapshotcontents/content"),
+            json!({
+                "metadata": {"name": "content"}, "spec": {"driver": "driver"}, "status": {"snapshotHandle": handle},
+            }),
+        ),
+        (
+            "/apis/cbt.storage.k8s.io/v1beta1/snapshotmetadataservices/driver".to_owned(),
+            json!({"metadata": {"name": "driver"}, "spec": {
+                "address": address, "audience": "it", "requireBaseSnapshotForDelta": false,
+                "caCert": k8s_openapi::ByteString(ca.as_bytes().to_vec()),
+            }}),
+        ),
+    ];
+    listen(place, State { objects: objects.into(), ..State::default() });
+}
+
 impl Server {
     fn start(runs: Duration) -> Self {
         let mut place = Place::new();
-        let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
-        let port = listener.local_addr().expect("an address").port();
-        let kubeconfig = place.path("kubeconfig");
-        let config = json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "it",
-            "clusters": [{"name": "it", "cluster": {"server": format!("http://127.0.0.1:{port}")}}],
-            "users": [{"name": "it", "user": {}}],
-            "contexts": [{"name": "it", "context": {"cluster": "it", "user": "it", "namespace": "ns"}}],
-        });
-        std::fs::write(&kubeconfig, config.to_string()).expect("write");
-        place.environment = vec![("KUBECONFIG", kubeconfig.display().to_string())];
         place.url = Some("s3://bucket/of/the/pod".into());
         let mut state = State { runs, ..State::default() };
         let claim = json!({
@@ -79,14 +116,7 @@ impl Server {
         ] {
             state.objects.insert(path, object);
         }
-        let state = Arc::new(Mutex::new(state));
-        let of = state.clone();
-        std::thread::spawn(move || {
-            for client in listener.incoming().map_while(Result::ok) {
-                let of = of.clone();
-                std::thread::spawn(move || serve(&of, client));
-            }
-        });
+        let state = listen(&mut place, state);
         Server { state, place }
     }
 

@@ -16,7 +16,7 @@ use crate::tool::{Place, arg, id, text};
 /// The slowest gives up after four silences of three seconds, and pauses between.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Rows of the table at once: most of them wait.
-const AT_ONCE: usize = 4;
+pub const AT_ONCE: usize = 4;
 
 /// The mock with two snapshots of one volume, which are the same in every run.
 async fn mock(place: &Place) -> (Lab, String) {
@@ -28,7 +28,7 @@ async fn mock(place: &Place) -> (Lab, String) {
 }
 
 /// An image of a snapshot, as the mock publishes it.
-async fn image(client: &mut Client, place: &Place, snapshot: &str) -> PathBuf {
+pub async fn image(client: &mut Client, place: &Place, snapshot: &str) -> PathBuf {
     let name = format!("from-{snapshot}");
     let mut request = new_volume(&name, 0, block_capability());
     request.volume_content_source = Some(from_snapshot(snapshot));
@@ -45,21 +45,65 @@ async fn image(client: &mut Client, place: &Place, snapshot: &str) -> PathBuf {
 }
 
 async fn back_up(place: &Place, wish: &str, snapshot: &str, endpoint: &str, device: &Path) -> Output {
-    let source = ["--volume", "v", "--endpoint", endpoint, "--snapshot", snapshot, "--device", arg(device)];
+    ask(place, wish, snapshot, &["--endpoint", endpoint], device).await
+}
+
+/// A backup, with `asked` for who is asked what changed.
+pub async fn ask(place: &Place, wish: &str, snapshot: &str, asked: &[&str], device: &Path) -> Output {
+    let source = ["--volume", "v", "--snapshot", snapshot, "--device", arg(device)];
     let patience = ["--retries", "3", "--max-silence", "3", "--output", "json"];
-    let mut command = Command::from(place.command(&[&[wish], &source[..], &patience].concat()));
+    let mut command = Command::from(place.command(&[&[wish], &source[..], asked, &patience].concat()));
     let output = tokio::time::timeout(PATIENCE, command.kill_on_drop(true).output()).await;
     output.unwrap_or_else(|_| panic!("{wish} of {snapshot} does not end")).expect("run cbt-backup")
 }
 
 /// The fault in deltas alone, where it does not say itself in which calls.
-fn in_deltas(fault: &str) -> String {
+pub fn in_deltas(fault: &str) -> String {
     let of_one = |fault: &str| match (fault.contains("call="), fault.contains(':')) {
         (true, _) => fault.to_owned(),
         (false, true) => format!("{fault},call=GetMetadataDelta"),
         (false, false) => format!("{fault}:call=GetMetadataDelta"),
     };
     fault.split(';').map(of_one).collect::<Vec<_>>().join(";")
+}
+
+/// What came of a backup, in the words of the page, and what was said of it.
+pub struct Outcome {
+    pub what: &'static str,
+    pub said: String,
+}
+
+impl Outcome {
+    /// Of a backup in a repository that had one, of what `target` holds.
+    pub fn of(place: &Place, made: &Output, target: &Path, fault: &str) -> Self {
+        let said = text(&made.stderr);
+        let listed = place.list();
+        if !made.status.success() {
+            assert_eq!(made.status.code(), Some(1), "{fault}: {said}");
+            assert!(said.lines().any(|line| line.starts_with("cbt-backup: ")), "{fault}: no word: {said}");
+            assert_eq!(listed.len(), 1, "{fault} fails, and leaves a backup");
+            return Outcome { what: "error", said };
+        }
+        assert_eq!(listed.len(), 2, "{fault}");
+        let made: serde_json::Value = serde_json::from_slice(&made.stdout).expect("JSON");
+        let to = place.path("restored");
+        place.ok(&["restore", &id(&made), "--to", arg(&to)]);
+        let read = |path: &Path| std::fs::read(path).expect("read");
+        let is_whole = read(&to) == read(target);
+        match made["kind"].as_str() {
+            Some("full") if is_whole => {
+                let why = made["why"].as_str().unwrap_or_default();
+                assert!(!why.is_empty(), "{fault}: {made}");
+                Outcome { what: "full backup instead", said: why.to_owned() }
+            }
+            _ if !is_whole && said.contains("WARN") && said.contains("is not read") => {
+                Outcome { what: "short, with a warning", said }
+            }
+            _ if !is_whole => Outcome { what: "not seen", said },
+            _ if said.contains("asking again") => Outcome { what: "whole: it asks again", said },
+            _ => Outcome { what: "whole", said },
+        }
+    }
 }
 
 /// A repository with a full backup of the first snapshot, and what the second one is.
@@ -87,29 +131,7 @@ impl Before {
         let (mock, endpoint) = mock(&place).await;
         mock.put(fault).await;
         let made = back_up(&place, "auto", "disk-2", &endpoint, &self.target).await;
-        let said = text(&made.stderr);
-        let listed = place.list();
-        if !made.status.success() {
-            assert_eq!(made.status.code(), Some(1), "{fault}: {said}");
-            assert!(said.lines().any(|line| line.starts_with("cbt-backup: ")), "{fault}: no word: {said}");
-            assert_eq!(listed.len(), 1, "{fault} fails, and leaves a backup");
-            return "error";
-        }
-        assert_eq!(listed.len(), 2, "{fault}");
-        let made: serde_json::Value = serde_json::from_slice(&made.stdout).expect("JSON");
-        let to = place.path("restored");
-        place.ok(&["restore", &id(&made), "--to", arg(&to)]);
-        let read = |path: &Path| std::fs::read(path).expect("read");
-        let is_whole = read(&to) == read(&self.target);
-        match made["kind"].as_str() {
-            Some("full") if is_whole => {
-                assert!(made["why"].as_str().is_some_and(|why| !why.is_empty()), "{fault}: {made}");
-                "full backup instead"
-            }
-            _ if !is_whole => "not seen",
-            _ if said.contains("asking again") => "whole: it asks again",
-            _ => "whole",
-        }
+        Outcome::of(&place, &made, &self.target, fault).what
     }
 
     /// What is wrong with a row of the page.

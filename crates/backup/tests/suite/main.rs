@@ -15,6 +15,7 @@ mod progress;
 mod proxy;
 mod real;
 mod s3;
+mod scenes;
 mod show;
 mod tool;
 mod usage;

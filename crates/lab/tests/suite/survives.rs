@@ -127,6 +127,7 @@ fn the_page_says_what_comes_of_each() {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/faults.md");
     let page = std::fs::read_to_string(page).expect("the page");
     let (_, section) = page.split_once(super::faults::CLIENTS).expect("the section");
+    let section = section.split("\n## ").next().unwrap_or_default();
     let rows: Vec<Vec<&str>> = section
         .lines()
         .filter(|line| line.starts_with("| `"))
