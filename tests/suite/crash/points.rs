@@ -29,19 +29,21 @@ const ERRORS: [(i32, Code); 2] =
 type Harmless = fn(&Point, &[Point], &Call, i32) -> bool;
 
 /// Steps that may fail although the call succeeds, and why.
-const HARMLESS: [(&str, Harmless); 7] = [
-    ("it is tried again at once, and thaws then", |point, _, _, _| point.step == "thaw"),
-    ("it only counts requests, and nothing is proved where it does not", |point, _, _, _| {
-        point.path.ends_with("queue/iostats")
-    }),
-    ("the object is gone already; its files go at the second try", |point, before, _, _| {
+const HARMLESS: [Harmless; 7] = [
+    // Thawing is tried again at once.
+    |point, _, _, _| point.step == "thaw",
+    // Only `WriteCounters` needs the count of requests, and it proves nothing without it.
+    |point, _, _, _| point.path.ends_with("queue/iostats"),
+    // The object is deleted already; a retry removes its files.
+    |point, before, _, _| {
         let in_staging = contains(&point.path, "/staging/");
         let emptied = before.first().is_some_and(|before| {
             before.step.starts_with("remove") && before.path.parent() == Some(&point.path)
         });
         in_staging && (point.step.starts_with("remove") || point.step == "sync" && emptied)
-    }),
-    ("a deleted snapshot is kept for longer, and freed with the next change", |point, before, _, _| {
+    },
+    // A deleted snapshot is kept for longer, and freed with the next change.
+    |point, before, _, _| {
         let goes = |point: &Point| {
             let is_kept = contains(&point.path, "/snapshots/") || contains(&point.path, "/members/");
             point.step == "rename"
@@ -51,28 +53,26 @@ const HARMLESS: [(&str, Harmless); 7] = [
         };
         let renamed = before.iter().find(|point| point.step == "rename");
         goes(point) || point.step == "sync" && renamed.is_some_and(goes)
-    }),
-    ("without the link a delta compares whole maps, and is as exact", |point, before, _, _| {
+    },
+    // Without the link a delta compares whole maps, and is as exact.
+    |point, before, _, _| {
         let replaced = before.first().filter(|before| before.step == "replace" && point.step == "sync");
         let is_next = |path: &Path| {
             let is_map = path.ends_with("changed.map") || path.ends_with("changed.map.new");
             is_map && !contains(path, "/staging/")
         };
         is_next(&point.path) || replaced.is_some_and(|replaced| is_next(&replaced.path))
-    }),
-    (
-        "what is undone need not be recorded: the old place stays, and names more than is there",
-        |point, _, call, _| {
-            let undoes = matches!(
-                call,
-                Call::Unpublish { .. } | Call::Unstage { .. } | Call::UnpublishEphemeral { .. }
-            );
-            undoes && point.path.ends_with("state.json")
-        },
-    ),
-    ("a full pool has no room for the note that it was deleted: it goes for good", |_, _, call, errno| {
+    },
+    // What was undone need not be recorded: the record then names a place that is no longer used.
+    |point, _, call, _| {
+        let undoes =
+            matches!(call, Call::Unpublish { .. } | Call::Unstage { .. } | Call::UnpublishEphemeral { .. });
+        undoes && point.path.ends_with("state.json")
+    },
+    // A full pool has no room to record that the snapshot was deleted, so its data is freed at once.
+    |_, _, call, errno| {
         errno == nix::libc::ENOSPC && matches!(call, Call::DeleteSnapshot(_) | Call::DeleteGroup { .. })
-    }),
+    },
 ];
 
 fn contains(path: &Path, part: &str) -> bool {
@@ -173,7 +173,7 @@ impl CutRun {
             (Some(point), Cut::Error(errno), answer) => {
                 let before = points.iter().filter(|before| before.number < point.number).rev();
                 let before: Vec<Point> = before.cloned().collect();
-                let harmless = HARMLESS.iter().any(|(_, look)| look(point, &before, &case.call, errno));
+                let harmless = HARMLESS.iter().any(|look| look(point, &before, &case.call, errno));
                 self.judge(harmless, errno, answer, &context);
             }
             _ => {}

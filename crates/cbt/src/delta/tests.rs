@@ -233,7 +233,7 @@ fn a_base_without_its_data_answers_from_hashes() {
     assert!(matches!(scan.next_run(&Stop::default(), until), Err(Error::Lost { .. })));
 }
 
-/// No incident led to this test. The data of the known side is other than its hashes say: whoever reads it is misled.
+/// Not from an incident. The data of the known side is other than its hashes say: whoever reads it is misled.
 #[test]
 fn a_side_whose_hash_is_known_is_not_read() {
     let contents = [(1, Some(1)), (2, Some(2)), (3, Some(3))];
