@@ -159,6 +159,51 @@ fn every_script_says_why_it_fails() {
     );
 }
 
+/// With the programs of this machine, but for those in a directory before them.
+#[test]
+fn a_cluster_that_cannot_be_made_says_why() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let bin = dir.path().join("bin");
+    std::fs::create_dir(&bin).expect("mkdir");
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").expect("PATH"));
+    let run = |cluster: &str, arguments: &[&str]| {
+        let output = Command::new(repository().join("hack/cluster.sh"))
+            .args(arguments)
+            .env("PATH", &path)
+            .env("CLUSTER", cluster)
+            .env("DELTAPATH_CLUSTERS", dir.path().join("clusters"))
+            .env("DELTAPATH_CACHE", dir.path().join("cache"))
+            .output()
+            .expect("run");
+        assert!(!output.status.success(), "{arguments:?} succeeds");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let user = |number: &str| {
+        std::fs::write(bin.join("id"), format!("#!/bin/sh\necho {number}\n")).expect("write");
+        std::fs::set_permissions(bin.join("id"), std::fs::Permissions::from_mode(0o755)).expect("chmod");
+    };
+    user("0");
+    for (cluster, arguments, why) in [
+        ("Test", &["up"][..], "CLUSTER=Test: a name is 1 to 32 lower-case letters"),
+        ("test", &["up", "--nodes", "4"], "--nodes 4: 1, 2 or 3"),
+        ("test", &["exec", "true"], "no cluster test runs: hack/cluster.sh up makes one"),
+        ("test", &["load", "archive"], "no cluster test runs"),
+        ("test", &["off", "2"], "no cluster test runs"),
+        ("test", &["raise"], "unknown argument raise"),
+    ] {
+        let said = run(cluster, arguments);
+        assert!(said.contains(why), "{arguments:?}: {said}");
+    }
+    // Whichever is the first that this machine lacks: no program is built in that cache.
+    let said = run("test", &["up"]);
+    let reasons = ["is missing: install it", "the CNI plugins are missing", "make cluster-deps builds them"];
+    assert!(reasons.iter().any(|why| said.contains(why)), "{said}");
+    user("1000");
+    let said = run("test", &["up"]);
+    assert!(said.contains("needs root, for namespaces and mounts"), "{said}");
+    assert!(!dir.path().join("clusters").exists(), "something is left");
+}
+
 #[test]
 fn the_smoke_test_runs_every_example_and_fails_on_a_wrong_delta() {
     let stage = Stage::all();
