@@ -31,6 +31,10 @@ pub fn describe() {
     describe_histogram!("deltapath_gateway_api_seconds", "Time of a call to the Kubernetes API.");
     describe_gauge!("deltapath_gateway_driver_ready", "1 when the CSI driver answers its Probe.");
     describe_gauge!(
+        "deltapath_gateway_watch_answered_seconds",
+        "When the Kubernetes API server last answered a watch, by its objects, as UNIX time."
+    );
+    describe_gauge!(
         "deltapath_gateway_certificate_not_after_seconds",
         "When the certificate ends, as UNIX time."
     );

@@ -36,13 +36,13 @@ const MAX_HEAD: u32 = 8 << 10;
 /// Bytes of requests that a connection, and a call on it, may send before they are read.
 const WINDOW: u32 = 64 << 10;
 
-/// What the gateway needs before it can answer.
-#[derive(Debug, Default)]
+/// What the gateway needs to answer.
+#[derive(Debug)]
 struct Ready {
     has_driver: AtomicBool,
-    has_objects: AtomicBool,
     is_stopping: AtomicBool,
     certificate: Arc<Certificate>,
+    objects: Arc<Objects>,
 }
 
 impl Ready {
@@ -52,17 +52,23 @@ impl Ready {
             (self.is_stopping.load(Ordering::Relaxed), "it is stopping"),
             (!self.certificate.is_there(), "it has no certificate yet"),
             (!self.has_driver.load(Ordering::Relaxed), "the CSI driver is not ready"),
-            (!self.has_objects.load(Ordering::Relaxed), "the VolumeSnapshots are not listed yet"),
         ]
         .iter()
         .find(|(is_missing, _)| *is_missing)
         .map(|(_, what)| *what)
+        .or_else(|| self.objects.missing())
     }
 }
 
 /// Serves until a signal. Ends with an error when a task of its own does: then it would only seem to work.
 pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
-    let ready = Arc::new(Ready::default());
+    let objects = Arc::new(Objects::new(arguments.audience.is_none()));
+    let ready = Arc::new(Ready {
+        has_driver: AtomicBool::default(),
+        is_stopping: AtomicBool::default(),
+        certificate: Arc::default(),
+        objects: objects.clone(),
+    });
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
     let metrics = serve::http::install_metrics()?;
@@ -91,20 +97,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     if arguments.manage_certificates {
         manage_certificates(&arguments, &driver_name, &client, &ready.certificate, &mut tasks);
     }
-    let objects = Arc::new(Objects::default());
-    let mut complete = objects.watch(&client, &driver_name, arguments.audience.is_none(), &mut tasks);
-    tasks.spawn({
-        let ready = ready.clone();
-        let objects = objects.clone();
-        async move {
-            if complete.wait_for(|complete| *complete).await.is_ok() {
-                let (snapshots, contents) = objects.counts();
-                tracing::info!(snapshots, contents, "listed");
-                ready.has_objects.store(true, Ordering::Relaxed);
-            }
-            std::future::pending().await
-        }
-    });
+    objects.watch(&client, &driver_name, &mut tasks);
     let (health, health_service) = tonic_health::server::health_reporter();
     tasks.spawn({
         let (driver, ready) = (driver.clone(), ready.clone());

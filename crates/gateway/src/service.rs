@@ -232,19 +232,24 @@ impl Gateway {
         call.record.by(caller.name());
         call.place = Some(self.streams.enter(caller.name())?);
         drop(held);
-        // 3. Whether they may get the target; what the base is, and whether they may get that, is asked meanwhile.
+        // 3. Whether the cluster's objects are known as they are: a base whose content is not known counts as deleted, and
+        // its handle goes to the driver without a look at the caller's rights.
+        if let Some(missing) = self.objects.missing() {
+            return Err(Status::unavailable(format!("{missing}: try again")));
+        }
+        // 4. Whether they may get the target; what the base is, and whether they may get that, is asked meanwhile.
         let (may, base) = tokio::join!(
             self.reviews.may_get(&caller, &question.target),
             self.find_base(&caller, &question.target.namespace, question.base.as_deref())
         );
         may?;
-        // 4. The target's objects.
+        // 5. The target's objects.
         let target = self.find_target(&question.target).await?;
-        // 5. The base, and both together.
+        // 6. The base, and both together.
         let base = base?.map(|base| base.against(&target)).transpose()?;
-        // 6. The secrets of the class.
+        // 7. The secrets of the class.
         let secrets = self.secrets(&question.target, &target).await?;
-        // 7. The driver.
+        // 8. The driver.
         let Question { starting_offset, max_results, .. } = question;
         let (path, body) = match base {
             None => {

@@ -3,14 +3,15 @@
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, TryStreamExt};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client, Resource};
+use metrics::gauge;
 use serde::de::DeserializeOwned;
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use wire::{ApiClass, ApiContent, ApiService, ApiSnapshot, keep_content, keep_snapshot};
@@ -19,16 +20,23 @@ mod wire;
 
 pub use serve::snapshots::{Content, Snapshot, SnapshotName};
 
-/// How long a watch lasts before it is begun anew: a dead connection is noticed in this time.
-const WATCH_SECONDS: u32 = 120;
+/// How long a watch lasts before it is begun anew. So the API server answers each watch at least this often, also where no
+/// object changes.
+const WATCH_SECONDS: u32 = 30;
+/// How long the API server may leave a watch unanswered before what it has shown is used no more. A watch that fails once or
+/// twice is begun again earlier.
+const STALE: Duration = Duration::from_secs(90);
 
 /// A VolumeSnapshotClass: its parameters.
 pub type Class = HashMap<String, String>;
 
 /// All that is watched.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Objects {
     tables: RwLock<Tables>,
+    with_audience: bool,
+    /// When the API server last gave each watch a good answer.
+    answered: Mutex<HashMap<String, Instant>>,
 }
 
 #[derive(Debug, Default)]
@@ -81,42 +89,57 @@ impl<K: Eq + Hash, V> Table<K, V> {
 }
 
 impl Objects {
-    /// Watches for ever, in tasks of `tasks`. The returned receiver turns true when everything has been listed once.
-    pub fn watch(
-        self: &Arc<Self>,
-        client: &Client,
-        driver: &str,
-        with_audience: bool,
-        tasks: &mut JoinSet<()>,
-    ) -> watch::Receiver<bool> {
-        let (complete, is_complete) = watch::channel(false);
-        let complete = Arc::new(complete);
+    /// Nothing yet. `with_audience`: the SnapshotMetadataService is watched too.
+    pub fn new(with_audience: bool) -> Self {
+        Objects { tables: RwLock::default(), with_audience, answered: Mutex::default() }
+    }
+
+    /// Watches for ever, in tasks of `tasks`.
+    pub fn watch(self: &Arc<Self>, client: &Client, driver: &str, tasks: &mut JoinSet<()>) {
         let all = watcher::Config { timeout: Some(WATCH_SECONDS), ..watcher::Config::default() };
         let one = all.clone().fields(&format!("metadata.name={driver}"));
-        let mut watches = Watches { objects: self.clone(), complete, with_audience, tasks };
-        watches.spawn(Api::all(client.clone()), all.clone(), |tables, event: Event<ApiSnapshot>| {
+        let mut watches = Watches { objects: self, client, tasks };
+        watches.spawn(all.clone(), |tables, event: Event<ApiSnapshot>| {
             tables.snapshots.take(event, keep_snapshot);
         });
         let own = driver.to_owned();
-        watches.spawn(Api::all(client.clone()), all.clone(), move |tables, event: Event<ApiContent>| {
+        watches.spawn(all.clone(), move |tables, event: Event<ApiContent>| {
             tables.take_content(event, &own);
         });
         let own = driver.to_owned();
-        watches.spawn(Api::all(client.clone()), all, move |tables, event: Event<ApiClass>| {
+        watches.spawn(all, move |tables, event: Event<ApiClass>| {
             tables.classes.take(event, |class| {
                 // Classes of others are of no use here; their names alone do no harm.
                 let parameters = if class.driver == own { class.parameters } else { HashMap::new() };
                 (class.metadata.name.unwrap_or_default(), parameters)
             });
         });
-        if with_audience {
-            watches.spawn(Api::all(client.clone()), one, |tables, event: Event<ApiService>| {
+        if self.with_audience {
+            watches.spawn(one, |tables, event: Event<ApiService>| {
                 tables.audience.take(event, |service| {
                     (service.metadata.name.unwrap_or_default(), service.spec.audience)
                 });
             });
         }
-        is_complete
+    }
+
+    /// Why what is known must not be relied on, if that is so.
+    pub fn missing(&self) -> Option<&'static str> {
+        if !self.read().is_complete(self.with_audience) {
+            return Some("the VolumeSnapshots are not listed yet");
+        }
+        let answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_stale = answered.values().any(|at| at.elapsed() >= STALE);
+        is_stale.then_some("the Kubernetes API server has not answered a watch for 90 seconds")
+    }
+
+    fn note_answer(&self, plural: &str) {
+        let now = jiff::Timestamp::now().as_second();
+        gauge!("deltapath_gateway_watch_answered_seconds", "objects" => plural.to_owned()).set(now as f64);
+        self.answered
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(plural.to_owned(), Instant::now());
     }
 
     /// A snapshot and the content that its status names, as far as they are known.
@@ -145,15 +168,9 @@ impl Objects {
         self.read().audience.known.get(name).filter(|audience| !audience.is_empty()).cloned()
     }
 
-    /// How many snapshots and contents are known.
-    pub fn counts(&self) -> (usize, usize) {
-        let tables = self.read();
-        (tables.snapshots.known.len(), tables.contents.known.len())
-    }
-
     fn read(&self) -> std::sync::RwLockReadGuard<'_, Tables> {
         // Nothing panics while it holds the lock for writing; a table is whole at any time.
-        self.tables.read().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.tables.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -207,24 +224,22 @@ impl Tables {
 
 /// Starts the watches.
 struct Watches<'t> {
-    objects: Arc<Objects>,
-    complete: Arc<watch::Sender<bool>>,
-    with_audience: bool,
+    objects: &'t Arc<Objects>,
+    client: &'t Client,
     tasks: &'t mut JoinSet<()>,
 }
 
 impl Watches<'_> {
     fn spawn<K>(
         &mut self,
-        api: Api<K>,
         config: watcher::Config,
         mut take: impl FnMut(&mut Tables, Event<K>) + Send + 'static,
     ) where
         K: Resource<DynamicType = ()> + Clone + DeserializeOwned + std::fmt::Debug + Send + 'static,
     {
-        let (objects, complete, with_audience) =
-            (self.objects.clone(), self.complete.clone(), self.with_audience);
+        let objects = self.objects.clone();
         let plural = K::plural(&()).into_owned();
+        let api = Api::all(self.noting(plural.clone()));
         self.tasks.spawn(async move {
             let mut events = watcher::watcher(api, config).default_backoff().boxed();
             loop {
@@ -236,13 +251,30 @@ impl Watches<'_> {
                         continue;
                     }
                 };
-                let mut tables = objects.tables.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-                take(&mut tables, event);
-                if tables.is_complete(with_audience) {
-                    complete.send_if_modified(|complete| !std::mem::replace(complete, true));
+                if matches!(event, Event::InitDone) {
+                    tracing::info!(objects = plural, "listed");
                 }
+                take(&mut objects.tables.write().unwrap_or_else(PoisonError::into_inner), event);
             }
         });
+    }
+
+    /// The client of one watch, which notes its good answers: each page of a list and each beginning of a watch. The watcher
+    /// itself tells of neither where no object changes.
+    fn noting(&self, plural: String) -> Client {
+        let (client, objects) = (self.client.clone(), self.objects.clone());
+        let plural: Arc<str> = plural.into();
+        let noted = tower::service_fn(move |request| {
+            let (client, objects, plural) = (client.clone(), objects.clone(), plural.clone());
+            async move {
+                let response = client.send(request).await?;
+                if response.status().is_success() {
+                    objects.note_answer(&plural);
+                }
+                Ok::<_, kube::Error>(response)
+            }
+        });
+        Client::new(noted, self.client.default_namespace())
     }
 }
 

@@ -1,5 +1,6 @@
 //! Promise: the API server is asked as little as can be, and a moment without it is survived.
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tonic::Code;
@@ -66,14 +67,7 @@ pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
     world.snapshot(&ns, "monday", "plain-1").await;
     let token = world.reader("reader").await;
     let config = world.gateway_kubeconfig("gateway").await;
-    let text = std::fs::read_to_string(&config).expect("a kubeconfig");
-    let at = text.find("https://127.0.0.1:").expect("an address") + "https://127.0.0.1:".len();
-    let digits = text[at..].chars().take_while(char::is_ascii_digit).count();
-    let real: u16 = text[at..at + digits].parse().expect("a port");
-    let bridge = Bridge::start(real).await;
-    let through = world.dir.path().join("through.kubeconfig");
-    std::fs::write(&through, format!("{}{}{}", &text[..at], bridge.port, &text[at + digits..]))
-        .expect("write");
+    let (through, bridge) = Bridge::before(&world, &config).await;
     let files = crate::world::Files::make(world.dir.path());
     let (chain, key) = (files.chain.display().to_string(), files.key.display().to_string());
     let arguments = ["--audience", crate::world::AUDIENCE, "--tls-cert", &chain, "--tls-key", &key];
@@ -81,7 +75,7 @@ pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
     gateway.ready().await;
     let mut client = gateway.client().await;
     assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
-    bridge.cut();
+    bridge.set(Link::Cut);
     assert_eq!(
         code(&client.allocated(&token, &ns, "monday").await),
         Code::Ok,
@@ -91,7 +85,7 @@ pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
     let answer = client.allocated(&fresh, &ns, "monday").await;
     assert_eq!(code(&answer), Code::Unavailable, "{answer:?}");
     world.snapshot(&ns, "tuesday", "plain-2").await;
-    bridge.mend();
+    bridge.set(Link::Open);
     // The watch begins again by itself; until then a look at the API server helps.
     let deadline = std::time::Instant::now() + Duration::from_secs(60);
     while code(&client.allocated(&fresh, &ns, "tuesday").await) != Code::Ok {
@@ -101,40 +95,59 @@ pub async fn calls_go_on_while_the_api_server_is_away(world: World) {
     assert!(gateway.running.is_alive());
 }
 
-/// Passes connections on to a port, unless it is cut.
-struct Bridge {
+/// Passes connections on to a port, as long as it is open.
+pub struct Bridge {
     port: u16,
-    is_cut: tokio::sync::watch::Sender<bool>,
+    link: tokio::sync::watch::Sender<Link>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Link {
+    Open,
+    /// Connections are closed.
+    Cut,
+    /// Connections stay, and nothing comes through.
+    Frozen,
 }
 
 impl Bridge {
+    /// Before the API server of a kubeconfig: a kubeconfig that leads through it.
+    pub async fn before(world: &World, config: &Path) -> (PathBuf, Self) {
+        let text = std::fs::read_to_string(config).expect("a kubeconfig");
+        let at = text.find("https://127.0.0.1:").expect("an address") + "https://127.0.0.1:".len();
+        let digits = text[at..].chars().take_while(char::is_ascii_digit).count();
+        let bridge = Bridge::start(text[at..at + digits].parse().expect("a port")).await;
+        let through = world.dir.path().join("through.kubeconfig");
+        std::fs::write(&through, format!("{}{}{}", &text[..at], bridge.port, &text[at + digits..]))
+            .expect("write");
+        (through, bridge)
+    }
+
     async fn start(to: u16) -> Self {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("bind");
         let port = listener.local_addr().expect("address").port();
-        let (is_cut, cut) = tokio::sync::watch::channel(false);
+        let (link, state) = tokio::sync::watch::channel(Link::Open);
         tokio::spawn(async move {
             while let Ok((mut near, _)) = listener.accept().await {
-                let mut cut = cut.clone();
+                let mut link = state.clone();
                 tokio::spawn(async move {
-                    if *cut.borrow() {
+                    let _ = link.wait_for(|link| *link != Link::Frozen).await;
+                    if *link.borrow() == Link::Cut {
                         return;
                     }
                     let Ok(mut far) = tokio::net::TcpStream::connect(("127.0.0.1", to)).await else { return };
                     tokio::select! {
                         _ = tokio::io::copy_bidirectional(&mut near, &mut far) => {}
-                        _ = cut.wait_for(|cut| *cut) => {}
+                        _ = link.wait_for(|link| *link != Link::Open) => {}
                     }
+                    let _ = link.wait_for(|link| *link != Link::Frozen).await;
                 });
             }
         });
-        Bridge { port, is_cut }
+        Bridge { port, link }
     }
 
-    fn cut(&self) {
-        let _ = self.is_cut.send(true);
-    }
-
-    fn mend(&self) {
-        let _ = self.is_cut.send(false);
+    pub fn set(&self, link: Link) {
+        let _ = self.link.send(link);
     }
 }

@@ -17,6 +17,7 @@ mod library;
 mod metrics;
 mod rights;
 mod streams;
+mod watches;
 
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
@@ -62,6 +63,8 @@ fn main() -> ExitCode {
         streams::a_stop_lets_streams_end,
         cost::a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice,
         cost::calls_go_on_while_the_api_server_is_away,
+        watches::no_base_is_taken_for_deleted_before_all_contents_are_listed,
+        watches::a_gateway_whose_watches_are_not_answered_is_not_ready,
         certificates::the_elected_replica_makes_renews_and_publishes,
         certificates::another_replica_takes_over,
         certificates::an_object_that_a_person_wrote_is_left_alone,

@@ -72,6 +72,7 @@ fn values(label: &str) -> Vec<String> {
         "review" => texts(&["TokenReview", "SubjectAccessReview"]),
         "outcome" => texts(&["allowed", "denied", "failed", "cached"]),
         "call" => texts(&["TokenReview", "SubjectAccessReview", "VolumeSnapshot", "Secret"]),
+        "objects" => texts(&["volumesnapshots", "volumesnapshotcontents", "volumesnapshotclasses"]),
         _ => panic!("a label {label}"),
     }
 }
@@ -177,6 +178,9 @@ pub async fn metrics_are_those_of_the_reference_and_fit_the_calls(world: World) 
     }
     assert_eq!(value("open_streams", &[]), 1.0);
     assert_eq!(value("driver_ready", &[]), 1.0);
+    for objects in values("objects") {
+        assert!(value("watch_answered_seconds", &[("objects", &objects)]) > 1.7e9, "{objects}");
+    }
     assert!(value("certificate_not_after_seconds", &[]) > 1.7e9);
     // Every call but the one without a token had its token looked at, and every one with a good token a right.
     let all = calls.values().sum::<f64>() + 1.0;

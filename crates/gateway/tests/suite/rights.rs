@@ -13,7 +13,7 @@ use crate::world::{AUDIENCE, Answer, Files, Gateway, World, code, eventually};
 
 const OK: Code = Code::Ok;
 const DENIED: &str = "the caller may not get this VolumeSnapshot";
-const DENIED_BASE: &str = "the caller may not get the VolumeSnapshot of base_snapshot_id";
+pub const DENIED_BASE: &str = "the caller may not get the VolumeSnapshot of base_snapshot_id";
 const BAD_TOKEN: &str = "the security token is not valid, or not for the audience of this service";
 
 /// The code and the message that a client gets; of an answer without an error `OK` alone.
