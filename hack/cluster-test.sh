@@ -55,12 +55,17 @@ on() { # NAME COMMAND...
     CLUSTER=$cluster "$root/hack/cluster.sh" "$@"
 }
 k() { on "$name-a" exec kubectl "$@"; }
+# Where a part fails, its cluster is still there: what did not come up, and what the cluster said of late.
+explain() {
+    k get pods --all-namespaces --output wide | awk '{ split($3, ready, "/") } NR == 1 || ready[1] != ready[2] && $4 != "Completed"'
+    k get events --all-namespaces --sort-by .lastTimestamp | tail -n 20
+}
 cleanup() {
     on "$name-a" down
     on "$name-b" down
     rm -rf "$scratch"
 }
-trap 'cleanup >/dev/null 2>&1' EXIT
+trap '[ $? -eq 0 ] || explain || true; cleanup >/dev/null 2>&1' EXIT
 "$root/hack/cluster/machine.sh" >"$scratch/before"
 unchanged() {
     "$root/hack/cluster/machine.sh" >"$scratch/after"

@@ -25,7 +25,8 @@ elected_on() {
 drain() {
     say "draining node2"
     k get pods --output json --field-selector spec.nodeName=node2 |
-        jq '.items[] |= del(.spec.nodeName, .status, .metadata.uid, .metadata.resourceVersion)' >"$scratch/drained"
+        jq '.items |= map(select(.status.phase == "Running") | del(.spec.nodeName, .status, .metadata.uid, .metadata.resourceVersion))' \
+            >"$scratch/drained"
     [ "$(jq '.items | length' "$scratch/drained")" -ge 3 ] || fail "node2 has few pods"
     # What volumes have mounted: filesystems of volumes, Block devices, and where each is mounted first.
     staged() { on "$name-a" exec --node 2 cat /proc/mounts | awk '$2 ~ "^/var/lib/kubelet/" && $2 ~ "kubernetes.io~csi|kubernetes.io/csi"'; }
