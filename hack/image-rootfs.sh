@@ -26,7 +26,8 @@ inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates src)
 state=$(find "${inputs[@]}" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
 unpacked=no
 if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ] &&
-    [ -x "$deps/gateway/deltapath-gateway" ] && [ -x "$deps/earlier/cbt-earlier" ] && [ -x "$deps/cbt-backup/cbt-backup" ]; then
+    [ -x "$deps/gateway/deltapath-gateway" ] && [ -x "$deps/router/deltapath-router" ] &&
+    [ -x "$deps/earlier/cbt-earlier" ] && [ -x "$deps/cbt-backup/cbt-backup" ]; then
     unpacked=yes
 fi
 archives_state=$state-$(find deploy/backup -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
@@ -116,6 +117,7 @@ if [ "$unpacked" = no ]; then
     build deltapath-gateway:test --target gateway
     unpack deltapath-gateway:test "$deps/gateway"
     build deltapath-router:test --target router
+    unpack deltapath-router:test "$deps/router"
     build cbt-earlier:test --target earlier
     unpack cbt-earlier:test "$deps/earlier"
     build cbt-lab:test --target lab

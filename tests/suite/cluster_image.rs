@@ -335,20 +335,23 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
     }
 }
 
-/// The image is one static file. It runs as the pod's user, without any other file.
+/// Each image is one static file. It runs as the pod's user, without any other file.
+#[rstest::rstest]
+#[case::gateway("gateway", "deltapath-gateway")]
+#[case::router("router", "deltapath-router")]
+#[case::earlier("earlier", "cbt-earlier")]
 #[test_with::root]
 #[test]
-fn the_gateways_image_is_one_program_that_needs_nothing() {
-    let rootfs = rootfs();
-    let gateway = rootfs.with_file_name("gateway");
-    assert_eq!(testkit::names(&gateway), ["deltapath-gateway"]);
+fn an_image_of_one_program_needs_nothing_else(#[case] directory: &str, #[case] program: &str) {
+    let image = rootfs().with_file_name(directory);
+    assert_eq!(testkit::names(&image), [program]);
     let output = Command::new("chroot")
         .args(["--userspec=65532:65532", "--groups="])
-        .arg(&gateway)
-        .args(["/deltapath-gateway", "--version"])
+        .arg(&image)
+        .args([&format!("/{program}"), "--version"])
         .output()
         .expect("run chroot");
     let said = String::from_utf8_lossy(&output.stdout);
-    let version = format!("deltapath-gateway {}\n", env!("CARGO_PKG_VERSION"));
+    let version = format!("{program} {}\n", env!("CARGO_PKG_VERSION"));
     assert_eq!(said, version, "{}", String::from_utf8_lossy(&output.stderr));
 }

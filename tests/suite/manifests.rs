@@ -122,6 +122,7 @@ pub fn pod_spec(object: &Value) -> Option<&Value> {
     let spec = match object["kind"].as_str() {
         Some("Pod") => &object["spec"],
         Some("StatefulSet" | "DaemonSet" | "Deployment") => &object["spec"]["template"]["spec"],
+        Some("CronJob") => &object["spec"]["jobTemplate"]["spec"]["template"]["spec"],
         _ => return None,
     };
     Some(spec)
