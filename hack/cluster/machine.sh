@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints what a cluster must leave alone on the machine, to compare before and after: sysctls, packet filters, network,
 # cgroups of a cluster's programs, mounts, loop devices, device nodes. Numbers that count what goes on are left out, and so is what
-# other tests on this machine have in /tmp.
+# other tests on this machine have in /tmp, and builds of images in .deps.
 set -euo pipefail
 shopt -s nullglob
 
@@ -19,7 +19,7 @@ for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/*; do
     # Those of other programs come and go.
     find "$hierarchy" -mindepth 1 -type d -regex '.*/\(deltapath\|kube\|containerd\|cri\|k8s\).*' -printf 'cgroup: %p\n'
 done | sort -u
-awk '$5 !~ "^/tmp/" { print "mount: " $5 }' /proc/self/mountinfo
+awk '$5 !~ "^/tmp/|/[.]deps/image/" { print "mount: " $5 }' /proc/self/mountinfo
 find /dev -maxdepth 1 ! -name 'loop*' ! -name dev -printf 'device: %p %M\n' | sort
 # A file that is there, or was in /tmp, is of another test. Files of a cluster are in mounts of its own.
 for file in /sys/block/loop*/loop/backing_file; do
