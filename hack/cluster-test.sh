@@ -65,7 +65,7 @@ cleanup() {
     on "$name-b" down
     rm -rf "$scratch"
 }
-trap '[ $? -eq 0 ] || explain || true; cleanup >/dev/null 2>&1' EXIT
+trap '[ $? -eq 0 ] || explain 2>/dev/null || true; cleanup >/dev/null 2>&1' EXIT
 "$root/hack/cluster/machine.sh" >"$scratch/before"
 unchanged() {
     "$root/hack/cluster/machine.sh" >"$scratch/after"

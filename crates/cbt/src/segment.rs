@@ -4,7 +4,6 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use roaring::RoaringBitmap;
 
@@ -96,25 +95,9 @@ pub struct MapFile {
     /// there may be a thousand streams.
     indexes: Vec<SegmentIndex>,
     table_at: u64,
-    rows: Mutex<Rows>,
     /// The most bytes that are stored of a segment.
     largest: u32,
 }
-
-/// The rows that were read last: segments are read in their order, so the next ones are wanted soon.
-#[derive(Debug, Default)]
-struct Rows {
-    first: usize,
-    bytes: Vec<u8>,
-    /// What is stored of these segments, from byte `at` of the file on. Empty where that is more than [`FEW`] bytes.
-    segments: Vec<u8>,
-    at: u64,
-}
-
-/// How many rows are read at once.
-const ROWS: usize = 8;
-/// Of so few bytes the segments are read together, too. A thousand streams hold the maps of their chains open.
-const FEW: u64 = 512;
 
 #[derive(Clone, Debug)]
 struct Entry {
@@ -189,7 +172,6 @@ impl MapFile {
             header: MapHeader { block_size, blocks, relative_to },
             indexes,
             table_at,
-            rows: Mutex::default(),
             largest,
         })
     }
@@ -226,46 +208,22 @@ impl MapFile {
 
     /// The most memory that a segment takes while it is read, in bytes.
     pub(super) fn segment_bytes(&self) -> usize {
-        2 * self.largest as usize + ROWS * ENTRY + FEW as usize
+        2 * self.largest as usize
     }
 
     /// The row of a segment and the bytes that are stored of it; `None` where nothing is.
     fn stored(&self, index: SegmentIndex) -> Result<Option<(Entry, Vec<u8>)>> {
         let Ok(row) = self.indexes.binary_search(&index) else { return Ok(None) };
-        let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
-        if !(rows.first..rows.first + rows.bytes.len() / ENTRY).contains(&row) {
-            *rows = self.read_rows(row)?;
-        }
-        let entry = Entry::decode(&rows.bytes[(row - rows.first) * ENTRY..][..ENTRY]);
+        let mut bytes = [0; ENTRY];
+        read_at(&self.file, &self.path, &mut bytes, self.table_at + (row * ENTRY) as u64)?;
+        let entry = Entry::decode(&bytes);
         // A row whose other fields changed names a payload that does not have its checksum.
         if entry.index != index || u64::from(entry.length) > self.table_at {
             return Err(Error::damaged(&self.path, format!("row {row} of its table changed")));
         }
-        let length = entry.length as usize;
-        let there = entry.offset.checked_sub(rows.at).and_then(|start| rows.segments.get(start as usize..));
-        if let Some(bytes) = there.and_then(|bytes| bytes.get(..length)) {
-            return Ok(Some((entry, bytes.to_vec())));
-        }
-        drop(rows);
-        let mut bytes = vec![0; length];
+        let mut bytes = vec![0; entry.length as usize];
         read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
         Ok(Some((entry, bytes)))
-    }
-
-    /// Reads some rows from this one on.
-    fn read_rows(&self, first: usize) -> Result<Rows> {
-        let mut bytes = vec![0; ROWS.min(self.indexes.len() - first) * ENTRY];
-        read_at(&self.file, &self.path, &mut bytes, self.table_at + (first * ENTRY) as u64)?;
-        let entries = || bytes.chunks_exact(ENTRY).map(Entry::decode);
-        let at = entries().map(|entry| entry.offset).min().unwrap_or(0);
-        let end =
-            entries().map(|entry| entry.offset.saturating_add(u64::from(entry.length))).max().unwrap_or(0);
-        let mut segments = vec![0; if end - at <= FEW { (end - at) as usize } else { 0 }];
-        // One that cannot be read is no damage of the others: each is then read alone.
-        if read_at(&self.file, &self.path, &mut segments, at).is_err() {
-            segments.clear();
-        }
-        Ok(Rows { first, bytes, segments, at })
     }
 
     /// Whether all members differ from the other snapshot that the header names.

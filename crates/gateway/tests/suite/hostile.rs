@@ -1,6 +1,5 @@
 //! Promise: no request and no client costs more than a bounded amount, and the process lives.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -10,14 +9,13 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::StreamExt;
 use http_body_util::Full;
-use proto::kubernetes::{GetMetadataAllocatedRequest, GetMetadataDeltaRequest};
+use proto::kubernetes::GetMetadataAllocatedRequest;
 use rustls::pki_types::ServerName;
 use rustls::pki_types::pem::PemObject;
 use rustls::{ClientConfig, RootCertStore};
-use serve::relay::{frame, frame_bytes};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tonic::codegen::http::{HeaderMap, HeaderValue};
+use tonic::codegen::http::HeaderMap;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tower::{Service, ServiceExt};
@@ -100,7 +98,7 @@ pub async fn plaintext_old_tls_and_garbage_are_refused(world: World) {
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
 }
 
-async fn connect(gateway: &Gateway) -> Channel {
+pub async fn connect(gateway: &Gateway) -> Channel {
     let ca = tonic::transport::Certificate::from_pem(&gateway.files.as_ref().expect("files").ca);
     let tls = tonic::transport::ClientTlsConfig::new().ca_certificate(ca).domain_name(HOST);
     let endpoint = Channel::from_shared(format!("https://127.0.0.1:{}", gateway.port));
@@ -117,7 +115,7 @@ async fn call_by(channel: Channel, path: &str, body: tonic::body::Body) -> Statu
 }
 
 /// The same with more headers, which replace those of their names.
-async fn call_with(mut channel: Channel, path: &str, more: HeaderMap, body: tonic::body::Body) -> Status {
+pub async fn call_with(mut channel: Channel, path: &str, more: HeaderMap, body: tonic::body::Body) -> Status {
     let mut request = tonic::codegen::http::Request::post(format!("https://{HOST}{path}"))
         .header("te", "trailers")
         .header("content-type", "application/grpc")
@@ -131,8 +129,7 @@ async fn call_with(mut channel: Channel, path: &str, more: HeaderMap, body: toni
     }
 }
 
-const ALLOCATED: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated";
-const DELTA: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataDelta";
+pub const ALLOCATED: &str = "/snapshotmetadata.SnapshotMetadata/GetMetadataAllocated";
 
 pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     let driver = Driver::start(&world.driver, &world.socket());
@@ -168,182 +165,6 @@ pub async fn requests_that_are_too_large_or_too_slow_end(world: World) {
     assert!(driver.seen.allocated.lock().unwrap().is_empty(), "something reached the driver");
     assert!(gateway.running.is_alive());
     assert_eq!(code(&gateway.client().await.allocated(&token, &world.namespace, "monday").await), Code::Ok);
-}
-
-/// Length of what is before a message: a flag and a length.
-const PREFIX: usize = 5;
-
-/// A request that is right, nearly right or nonsense, and the codes that may answer it.
-struct Fuzzed {
-    path: String,
-    headers: HeaderMap,
-    body: Bytes,
-    allowed: Vec<Code>,
-}
-
-impl Fuzzed {
-    fn new(random: &mut fastrand::Rng, token: &str, namespace: &str) -> Self {
-        let is_delta = random.bool();
-        let mut message = message(random, is_delta, token, namespace);
-        match random.u8(..4) {
-            0 => {
-                for _ in 0..random.usize(1..8) {
-                    let at = random.usize(..message.len() + 1);
-                    message.splice(at..(at + random.usize(..2)).min(message.len()), [random.u8(..)]);
-                }
-            }
-            1 => message = bytes(random),
-            _ => {}
-        }
-        let mut body = frame_bytes(&message).to_vec();
-        let mut allowed = match random.u8(..8) {
-            // The flag of a compressed message.
-            0 => {
-                body[0] = random.u8(1..);
-                vec![Code::Unimplemented]
-            }
-            // Another length.
-            1 => {
-                body[random.usize(1..PREFIX)] ^= random.u8(1..);
-                vec![Code::InvalidArgument]
-            }
-            2 => {
-                body.truncate(random.usize(..body.len()));
-                vec![Code::InvalidArgument]
-            }
-            // More than one message, or the beginning of one.
-            3 => {
-                body.extend(&bytes(random));
-                body.push(0);
-                vec![Code::InvalidArgument]
-            }
-            _ => vec![
-                Code::Ok,
-                Code::InvalidArgument,
-                Code::OutOfRange,
-                Code::Unauthenticated,
-                Code::PermissionDenied,
-                Code::NotFound,
-            ],
-        };
-        let mut path = if is_delta { DELTA } else { ALLOCATED }.to_owned();
-        if random.u8(..16) == 0 {
-            let at = random.usize(..path.len());
-            path.truncate(at);
-            path.insert(0, '/');
-            path.extend((0..random.usize(..64)).map(|_| random.alphanumeric()));
-            allowed = vec![Code::Unimplemented];
-        }
-        let mut headers = HeaderMap::new();
-        for _ in 0..random.usize(..4) {
-            let name =
-                ["grpc-encoding", "content-type", "authorization", "user-agent", "te", "x-a", "grpc-timeout"];
-            let name = random.choice(name).expect("one");
-            // No short deadline: the client itself would look at it.
-            let value = match name {
-                "grpc-timeout" => random.choice(["99999999H", "-1S", "S", "1x", ""]).expect("one").into(),
-                _ => bytes(random),
-            };
-            if let Ok(value) = HeaderValue::from_bytes(&value) {
-                headers.insert(name, value);
-            }
-        }
-        Fuzzed { path, headers, body: body.into(), allowed }
-    }
-}
-
-fn bytes(random: &mut fastrand::Rng) -> Vec<u8> {
-    let mut bytes = vec![0; random.usize(..200)];
-    random.fill(&mut bytes);
-    bytes
-}
-
-/// A request of a call, with some of its fields wrong.
-fn message(random: &mut fastrand::Rng, is_delta: bool, token: &str, namespace: &str) -> Vec<u8> {
-    let mut text = |right: &str| match random.u8(..12) {
-        0 => String::new(),
-        1 => String::from_utf8_lossy(&bytes(random)).into_owned(),
-        2 => format!("{right}x"),
-        _ => right.to_owned(),
-    };
-    let (security_token, namespace, name, base_snapshot_id) =
-        (text(token), text(namespace), text("monday"), text("plain-1"));
-    let starting_offset = if random.u8(..4) == 0 { random.i64(..) } else { 0 };
-    let max_results = if random.u8(..4) == 0 { random.i32(..) } else { 0 };
-    let framed = match is_delta {
-        false => frame(&GetMetadataAllocatedRequest {
-            security_token,
-            namespace,
-            snapshot_name: name,
-            starting_offset,
-            max_results,
-        }),
-        true => frame(&GetMetadataDeltaRequest {
-            security_token,
-            namespace,
-            base_snapshot_id,
-            target_snapshot_name: name,
-            starting_offset,
-            max_results,
-        }),
-    };
-    framed[PREFIX..].to_vec()
-}
-
-pub async fn fuzzed_requests_of_both_calls_are_refused(world: World) {
-    const ROUNDS: usize = 5000;
-    const AT_ONCE: usize = 16;
-    let driver = Driver::start(&world.driver, &world.socket());
-    let ns = world.namespace.clone();
-    world.snapshot(&ns, "monday", "plain-1").await;
-    let token = world.reader("reader").await;
-    let mut gateway = world.gateway(&[]).await;
-    let mut client = gateway.client().await;
-    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
-    let before = gateway.peak();
-    let channel = connect(&gateway).await;
-    let mut random = fastrand::Rng::with_seed(11);
-    let requests = (0..ROUNDS).map(|round| {
-        let Fuzzed { path, headers, body, allowed } = Fuzzed::new(&mut random, &token, &ns);
-        let channel = channel.clone();
-        async move {
-            let sent = tonic::body::Body::new(Full::new(body.clone()));
-            let status = call_with(channel, &path, headers.clone(), sent).await;
-            assert!(allowed.contains(&status.code()), "{round}: {path} {headers:?} {body:?}: {status:?}");
-            (path, status.code())
-        }
-    });
-    let seen: BTreeSet<(String, i32)> = futures_util::stream::iter(requests)
-        .buffer_unordered(AT_ONCE)
-        .map(|(path, code)| (path, code as i32))
-        .collect()
-        .await;
-    // Nothing of that is a test if all requests are wrong in the same way.
-    for path in [ALLOCATED, DELTA] {
-        for code in [
-            Code::Ok,
-            Code::InvalidArgument,
-            Code::OutOfRange,
-            Code::Unauthenticated,
-            Code::PermissionDenied,
-            Code::NotFound,
-            Code::Unimplemented,
-        ] {
-            assert!(seen.contains(&(path.to_owned(), code as i32)), "{path}: never {code:?}");
-        }
-    }
-    // The kernel counts it roughly.
-    let grown = gateway.peak().saturating_sub(before);
-    assert!(grown < 16 << 20, "it took {grown} bytes");
-    assert!(gateway.running.is_alive());
-    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
-    assert_eq!(code(&client.delta(&token, &ns, "plain-1", "monday").await), Code::Ok);
-    let (allocated, deltas) = (driver.seen.allocated.lock().unwrap(), driver.seen.deltas.lock().unwrap());
-    assert!(
-        allocated.iter().all(|request| request.snapshot_id == "plain-1")
-            && deltas.iter().all(|request| request.target_snapshot_id == "plain-1"),
-        "something else reached the driver"
-    );
 }
 
 /// Promise: anyone may send a request, and all that are sent before their callers are known take a bounded memory together.
