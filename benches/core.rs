@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use base::{Block, BlockRange, BlockSize, Foreground, ObjectDir, Stop};
 use cbt::{
-    AllocatedScan, Allocation, DeltaScan, Found, HashFile, MapFile, MapHeader, MapWriter, RunSource, Side,
-    ToHash, Tuples,
+    AllocatedScan, Allocation, DeltaScan, Found, FreshHashes, HashFile, MapFile, MapHeader, MapWriter,
+    RunSource, Side, ToHash, Tuples,
 };
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use prost::Message;
@@ -53,7 +53,14 @@ fn snapshot(dir: &Path, step: u64, fill: u8) -> ObjectDir {
 
 fn hash_all(data: &File, data_path: &Path, allocated: &MapFile, hashes: &HashFile) {
     let foreground = Foreground::default();
-    let to_hash = ToHash { data, data_path, size: SIZE, hashes, foreground: &foreground };
+    let to_hash = ToHash {
+        data,
+        data_path,
+        size: SIZE,
+        hashes,
+        foreground: &foreground,
+        fresh: &FreshHashes::default(),
+    };
     for index in allocated.indexes() {
         let members = allocated.segment(index).expect("segment");
         to_hash.hash_segment(index, members, &Stop::default()).expect("hash");
@@ -127,7 +134,7 @@ fn deltas(criterion: &mut Criterion) {
     });
     group.bench_function("DeltaScan", |bencher| {
         bencher.iter(|| {
-            let side = |object| Side::open(object).expect("open");
+            let side = |object| Side::open(object, Default::default()).expect("open");
             let way = vec![MapFile::open(&changed).expect("map")];
             let mut scan = DeltaScan::new(side(&base), side(&target), Some(way), Block(0));
             let (stop, until) = (Stop::default(), Instant::now() + Duration::from_secs(60));

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use base::{BlockRange, BlockSize, ByteRange, ObjectDir, Stop};
-use cbt::{HashFile, MapFile, MapHeader, MapWriter, ToHash, hash_each};
+use cbt::{FreshHashes, HashFile, MapFile, MapHeader, MapWriter, ToHash, hash_each};
 use csi_client::Client;
 use files::DataRanges;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -45,7 +45,15 @@ pub fn hashing(table: &mut Table) {
     let map = MapFile::open(&map).expect("open");
     let hashes = HashFile::create(&dir.path().join("hashes")).expect("create");
     let foreground = base::Foreground::default();
-    let to_hash = ToHash { data: &data, data_path: &path, size, hashes: &hashes, foreground: &foreground };
+    let fresh = FreshHashes::default();
+    let to_hash = ToHash {
+        data: &data,
+        data_path: &path,
+        size,
+        hashes: &hashes,
+        foreground: &foreground,
+        fresh: &fresh,
+    };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut ours, mut bare, mut whole) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {

@@ -21,6 +21,7 @@ use super::{
 use crate::pool::{Known, OpenPool, PoolRequest};
 use crate::store::{LockedDir, Manifest, Store};
 use base::DataDir;
+use cbt::FreshTable;
 use files::Context;
 use files::durable::LOCK_PATIENCE;
 
@@ -108,7 +109,8 @@ impl Driver {
         let queue = Arc::<Queue>::default();
         let writers = Writers::new(copier.shared.store.dir().volumes());
         let streams = Arc::new(Streams::new(base::Foreground::watching(writers)));
-        let histories = Arc::new(Histories { shared: shared(), queue: queue.clone() });
+        let histories =
+            Arc::new(Histories { shared: shared(), queue: queue.clone(), fresh: FreshTable::default() });
         let reserved = Reserved::default();
         let capacity = Arc::new(Capacity { shared: shared(), transfers: table.clone(), reserved });
         let volumes = Arc::new(Volumes {

@@ -106,6 +106,42 @@ fn open_files(pid: u32) -> usize {
     std::fs::read_dir(format!("/proc/{pid}/fd")).expect("fds").count()
 }
 
+/// The work of a stream ends within 100 ms after its client has cancelled it, also in the middle of large blocks that come
+/// from the disk. The least of some tries counts, since other tests want the processors too.
+#[cfg(feature = "failpoints")]
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancel_ends_the_work_at_once(#[values("4Ki", "4Mi")] block_size: &str) {
+    const MOST: Duration = Duration::from_millis(100);
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    // No hash is made meanwhile, so a delta reads both snapshots, and only streams open and close files.
+    testkit::orders::Orders::new(rig.dir.path()).hold(1, "hashing", 20_000);
+    let (first, second, _) = needle_in(&mut rig, 512, block_size).await;
+    let before = open_files(rig.pid());
+    let mut least = Duration::MAX;
+    for _ in 0..8 {
+        let request = GetMetadataDeltaRequest {
+            base_snapshot_id: first.clone(),
+            target_snapshot_id: second.clone(),
+            ..Default::default()
+        };
+        let mut stream = rig.client.metadata.get_metadata_delta(request).await.expect("opened").into_inner();
+        // It comes after a few milliseconds without a tuple; the only tuple comes in the end.
+        let message = stream.message().await.expect("a message").expect("a message");
+        assert_eq!(message.block_metadata, []);
+        drop(stream);
+        let cancelled = std::time::Instant::now();
+        while open_files(rig.pid()) > before {
+            assert!(cancelled.elapsed() < Duration::from_secs(60), "its files are still open");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        least = least.min(cancelled.elapsed());
+    }
+    assert!(least < MOST, "it goes on for {least:?}");
+    rig.finish();
+}
+
 /// If a client disconnects, its streams' files are closed, their work ends, and the log says so.
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]

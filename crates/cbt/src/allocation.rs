@@ -177,11 +177,12 @@ impl AllocatedScan {
     }
 
     pub(super) fn work_bytes(&self) -> usize {
-        self.map.map().segment_bytes()
+        self.map.map().segment_bytes() + MapFile::KEPT
     }
 
     /// Takes the segment out that the scan is in. Where it is not put back, it is read again.
     pub(super) fn park(&mut self) -> Option<Runs> {
+        self.map.map().park();
         self.segment.take()
     }
 

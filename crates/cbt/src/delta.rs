@@ -3,12 +3,14 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use roaring::RoaringBitmap;
 
 use super::ahead::Ahead;
 use super::allocation::Allocation;
+use super::fresh::FreshHashes;
 use super::hash::zero_hash;
 use super::hashfile::{HashFile, HashReader};
 use super::segment::{MapFile, SegmentIndex, all_indexes, all_of_a_segment};
@@ -31,11 +33,13 @@ pub struct Side {
     pub data: Option<File>,
     /// Where they are, for messages.
     pub data_path: PathBuf,
+    /// Hashes that `pending` does not vouch for yet; `None` where it is empty.
+    pub fresh: Option<Arc<FreshHashes>>,
 }
 
 impl Side {
     /// Opens the files of a snapshot. `data` is `None` if its data was freed.
-    pub fn open(dir: &ObjectDir) -> Result<Self> {
+    pub fn open(dir: &ObjectDir, fresh: Arc<FreshHashes>) -> Result<Self> {
         let data_path = dir.data();
         let data = match File::open(&data_path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
@@ -47,7 +51,9 @@ impl Side {
         if pending.is_none() && data.is_none() {
             return Err(Error::Lost { what: dir.pending().display().to_string() });
         }
+        let is_hashed = pending.as_ref().is_some_and(|pending| pending.indexes().next().is_none());
         Ok(Side {
+            fresh: (!is_hashed).then_some(fresh),
             allocated: Allocation::new(MapFile::open(&dir.allocated())?, also, &data_path),
             pending,
             hashes: HashReader::new(HashFile::open(&dir.hashes())?),
@@ -76,7 +82,12 @@ impl Side {
             return Ok(Content::Hole);
         }
         if segment.pending.contains(within) {
-            return Ok(Content::NotHashed);
+            if !self.fresh.as_ref().is_some_and(|fresh| fresh.is_written(block)) {
+                return Ok(Content::NotHashed);
+            }
+            // The page may have been read before its slot was written.
+            self.hashes.park();
+            return Ok(self.hashes.get_if_readable(block)?.map_or(Content::NotHashed, Content::Hashed));
         }
         match (self.hashes.get(block)?, &self.data) {
             (Some(hash), _) => Ok(Content::Hashed(hash)),
@@ -84,6 +95,13 @@ impl Side {
             // Not one that was still to be hashed when the data went: its page is damaged.
             (None, None) => Err(Error::Lost { what: format!("the hash of block {block}") }),
         }
+    }
+
+    /// Gives up the memory it does without.
+    fn park(&mut self) {
+        self.allocated.map().park();
+        self.pending.iter().for_each(MapFile::park);
+        self.hashes.park();
     }
 
     /// Reads bytes of the data; past the end of the file they are zeros.
@@ -103,16 +121,27 @@ impl Side {
         Ok(())
     }
 
-    /// The hash of a block's bytes; `None` if they were freed.
-    fn hash(&self, bytes: ByteRange, buffer: &mut Vec<u8>) -> Result<Option<BlockHash>> {
+    /// The hash of a block's bytes, which hashing may take over; `None` if they were freed.
+    fn hash(
+        &self,
+        block: Block,
+        bytes: ByteRange,
+        buffer: &mut Vec<u8>,
+        stop: &Stop,
+    ) -> Result<Option<BlockHash>> {
         let Some(data) = &self.data else { return Ok(None) };
         let mut hasher = blake3::Hasher::new();
         for part in parts(bytes) {
+            stop.check()?;
             buffer.resize(part.len() as usize, 0);
             self.read(data, buffer, part.start)?;
             hasher.update(buffer);
         }
-        Ok(Some(*hasher.finalize().as_bytes()))
+        let hash = *hasher.finalize().as_bytes();
+        if let Some(fresh) = &self.fresh {
+            fresh.make(block, hash);
+        }
+        Ok(Some(hash))
     }
 }
 
@@ -349,15 +378,17 @@ impl DeltaScan {
         let map = |map: &MapFile| map.segment_bytes();
         let side = |side: &Side| map(side.allocated.map()) + side.pending.as_ref().map_or(0, map);
         let way = self.changed.iter().flatten().map(map).max().unwrap_or(0);
-        3 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + 2 * AT_ONCE
+        let kept = (4 + self.changed.iter().flatten().count()) * MapFile::KEPT;
+        3 * (side(&self.sides.base) + side(&self.sides.target)) + 3 * way + kept + 2 * AT_ONCE
     }
 
     /// Gives up the memory it does without, and the segment that it is in: where that is not put back, it is read
     /// again.
     pub(super) fn park(&mut self) -> Option<Segment> {
         self.sides.buffers = Default::default();
-        self.sides.base.hashes.park();
-        self.sides.target.hashes.park();
+        self.sides.base.park();
+        self.sides.target.park();
+        self.changed.iter().flatten().for_each(MapFile::park);
         self.segment.take()
     }
 
@@ -377,12 +408,11 @@ impl Sides {
             Verdict::Same => Ok(false),
             Verdict::Differs => Ok(true),
             Verdict::Read => {
-                stop.check()?;
                 let bytes = BlockRange::one(block).bytes(self.size);
                 let (known_base, known_target) = (base.hash(&self.zeros), target.hash(&self.zeros));
                 let mut ahead = std::mem::take(&mut self.ahead);
                 let differ =
-                    ahead.timed(bytes.end, || self.read_and_compare(bytes, known_base, known_target));
+                    ahead.timed(bytes.end, || self.read_and_compare(block, known_base, known_target, stop));
                 let size = self.size;
                 let next = || {
                     let later = segment.unhashed.range(within + 1..);
@@ -401,15 +431,18 @@ impl Sides {
     /// Compares a block of which at least one hash is not known. A side whose hash is known is not read.
     fn read_and_compare(
         &mut self,
-        bytes: ByteRange,
+        block: Block,
         known_base: Option<BlockHash>,
         known_target: Option<BlockHash>,
+        stop: &Stop,
     ) -> Result<bool> {
+        let bytes = BlockRange::one(block).bytes(self.size);
         let (before, after) = &mut self.buffers;
         if let (None, None) = (known_base, known_target)
             && let (Some(base), Some(target)) = (&self.base.data, &self.target.data)
         {
             for part in parts(bytes) {
+                stop.check()?;
                 before.resize(part.len() as usize, 0);
                 after.resize(part.len() as usize, 0);
                 self.base.read(base, before, part.start)?;
@@ -424,7 +457,7 @@ impl Sides {
         // may be reported.
         let hash = |side: &Side, known: Option<BlockHash>, buffer: &mut Vec<u8>| match known {
             Some(hash) => Ok(Some(hash)),
-            None => side.hash(bytes, buffer),
+            None => side.hash(block, bytes, buffer, stop),
         };
         let base = hash(&self.base, known_base, before)?;
         let target = hash(&self.target, known_target, after)?;

@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use roaring::RoaringBitmap;
 
 use super::ahead::Ahead;
+use super::fresh::FreshHashes;
 use super::hash::hash_each;
 use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, MapHeader, MapWriter, SegmentIndex, all_indexes, locate};
@@ -170,6 +171,8 @@ pub struct ToHash<'h> {
     pub hashes: &'h HashFile,
     /// Gives way to this, after each read.
     pub foreground: &'h Foreground,
+    /// What streams have hashed already, and where they find what is hashed here.
+    pub fresh: &'h FreshHashes,
 }
 
 impl ToHash<'_> {
@@ -192,7 +195,9 @@ impl ToHash<'_> {
                     };
                     ahead.ask(next, std::iter::once(self.data));
                 }
-                self.hashes.write_page(*number, &mut page)
+                self.hashes.write_page(*number, &mut page)?;
+                self.fresh.wrote(index, runs);
+                Ok(())
             },
         )
     }
@@ -236,6 +241,27 @@ impl ToHash<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Takes over what streams have hashed; returns the blocks.
+    pub fn take_fresh(
+        &self,
+        index: SegmentIndex,
+        members: &RoaringBitmap,
+        stop: &Stop,
+    ) -> Result<RoaringBitmap> {
+        let made = self.fresh.take(index, members);
+        let taken: RoaringBitmap = made.keys().map(|block| locate(*block).1).collect();
+        for (number, runs) in runs_by_page(index, taken.clone()) {
+            stop.check()?;
+            let mut page = self.hashes.page_to_update(number)?;
+            for block in runs.iter().flat_map(|run| run.blocks()) {
+                page.set(block, &made[&block]);
+            }
+            self.hashes.write_page(number, &mut page)?;
+            self.fresh.wrote(index, &runs);
+        }
+        Ok(taken)
     }
 
     /// Takes over the hashes of blocks that another snapshot shares with this one; returns those that it

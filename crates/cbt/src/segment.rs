@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use roaring::RoaringBitmap;
 
@@ -46,6 +47,9 @@ const CHECKSUM: usize = 32;
 /// index u32, length u32, offset u64, checksum.
 const ENTRY: usize = 16 + CHECKSUM;
 const ID: usize = 40;
+/// Bytes of the table, and of the payloads, that are read at once: segments of a sparse volume are small, and are mostly
+/// read one after another.
+const WINDOW: usize = 4 << 10;
 /// Bytes of a map that are gathered before they are written.
 const AT_ONCE: usize = 64 << 10;
 /// magic 8, version u32, block size u32, blocks u64, segments u64, flags u32, base id 40, checksum.
@@ -97,6 +101,43 @@ pub struct MapFile {
     table_at: u64,
     /// The most bytes that are stored of a segment.
     largest: u32,
+    windows: Mutex<Windows>,
+}
+
+/// What was read last of the table and of the payloads.
+#[derive(Debug, Default)]
+struct Windows {
+    rows: Window,
+    payloads: Window,
+}
+
+#[derive(Debug, Default)]
+struct Window {
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window {
+    /// Bytes of a map, read with those that follow up to `end`.
+    fn read(&mut self, file: &File, path: &Path, start: u64, length: usize, end: u64) -> Result<&[u8]> {
+        let is_there = start >= self.start && start + length as u64 <= self.start + self.bytes.len() as u64;
+        if !is_there {
+            let at_once = length.max(WINDOW.min(end.saturating_sub(start) as usize));
+            let mut bytes = std::mem::take(&mut self.bytes);
+            bytes.resize(at_once, 0);
+            if let Err(error) = read_at(file, path, &mut bytes, start) {
+                // What is not needed may be what the disk does not give back.
+                bytes.truncate(length);
+                if at_once == length {
+                    return Err(error);
+                }
+                read_at(file, path, &mut bytes, start)?;
+            }
+            *self = Window { start, bytes };
+        }
+        let at = (start - self.start) as usize;
+        Ok(&self.bytes[at..at + length])
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -173,6 +214,7 @@ impl MapFile {
             indexes,
             table_at,
             largest,
+            windows: Mutex::default(),
         })
     }
 
@@ -211,18 +253,32 @@ impl MapFile {
         2 * self.largest as usize
     }
 
+    /// The most memory that is kept of the map between two reads, in bytes.
+    pub(super) const KEPT: usize = 2 * WINDOW;
+
+    /// Gives that memory up.
+    pub(super) fn park(&self) {
+        *self.windows.lock().unwrap_or_else(PoisonError::into_inner) = Windows::default();
+    }
+
     /// The row of a segment and the bytes that are stored of it; `None` where nothing is.
     fn stored(&self, index: SegmentIndex) -> Result<Option<(Entry, Vec<u8>)>> {
         let Ok(row) = self.indexes.binary_search(&index) else { return Ok(None) };
-        let mut bytes = [0; ENTRY];
-        read_at(&self.file, &self.path, &mut bytes, self.table_at + (row * ENTRY) as u64)?;
-        let entry = Entry::decode(&bytes);
+        let Windows { rows, payloads } = &mut *self.windows.lock().unwrap_or_else(PoisonError::into_inner);
+        let table_end = self.table_at + (self.indexes.len() * ENTRY) as u64;
+        let at = self.table_at + (row * ENTRY) as u64;
+        let entry = Entry::decode(rows.read(&self.file, &self.path, at, ENTRY, table_end)?);
         // A row whose other fields changed names a payload that does not have its checksum.
         if entry.index != index || u64::from(entry.length) > self.table_at {
             return Err(Error::damaged(&self.path, format!("row {row} of its table changed")));
         }
-        let mut bytes = vec![0; entry.length as usize];
-        read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
+        let length = entry.length as usize;
+        if length > WINDOW {
+            let mut bytes = vec![0; length];
+            read_at(&self.file, &self.path, &mut bytes, entry.offset)?;
+            return Ok(Some((entry, bytes)));
+        }
+        let bytes = payloads.read(&self.file, &self.path, entry.offset, length, self.table_at)?.to_vec();
         Ok(Some((entry, bytes)))
     }
 

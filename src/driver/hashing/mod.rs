@@ -172,7 +172,11 @@ impl Hashing {
         let Some(record) = known() else { return Ok(true) };
         let done = self.work_on_part(work.part, &record, helpers);
         // The snapshot was removed meanwhile.
-        if known().is_none() { Ok(true) } else { done }
+        if known().is_none() {
+            self.histories.fresh.forget(&work.id);
+            return Ok(true);
+        }
+        done
     }
 
     fn work_on_part(&self, part: Part, record: &SnapshotRecord, helpers: &rayon::ThreadPool) -> Result<bool> {
@@ -182,6 +186,7 @@ impl Hashing {
                 if !self.hash_snapshot(record, None, helpers)? {
                     return Ok(false);
                 }
+                self.histories.fresh.forget(&record.id);
                 self.histories.check_allocated(record)?;
                 self.histories.free_when_sound(record)?;
                 Ok(true)
@@ -325,12 +330,15 @@ impl Hashing {
         let allocated = Allocation::new(allocated, Some(also), &path);
         let hashes = HashFile::open_for_update(&dir.hashes())?;
         let size = record.block_size;
+        let fresh = self.histories.fresh.of(&record.id);
+        fresh.begin_step();
         let to_hash = ToHash {
             data: &data,
             data_path: &path,
             size,
             hashes: &hashes,
             foreground: self.streams.foreground(),
+            fresh: &fresh,
         };
         let mut parent = self.hashed_parent(&dir);
         let (mut done, mut is_last) = (0, true);
@@ -351,6 +359,7 @@ impl Hashing {
             }
             taken.insert(index, pended);
             done += members.len() * size.bytes();
+            members -= to_hash.take_fresh(index, &members, stop)?;
             if let Some(parent) = &mut parent {
                 let shared = parent.shares(index, &members)?;
                 members -= to_hash.take_over(index, shared, &mut parent.hashes, stop)?;

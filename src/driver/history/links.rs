@@ -17,8 +17,14 @@ impl Histories {
     /// Opens the maps, hashes and data of a snapshot for a comparison.
     pub(in super::super) fn side(&self, record: &SnapshotRecord, stop: &Stop) -> Result<Side> {
         let dir = self.shared.store.snapshot_dir(record);
-        let side =
-            self.healed(record, stop, || Side::open(&dir)).map_err(|error| Error::gone_or(error, record))?;
+        let fresh = self.fresh.of(&record.id);
+        let side = self.healed(record, stop, || Side::open(&dir, fresh.clone()));
+        let is_to_hash = side.as_ref().is_ok_and(|side| side.fresh.is_some());
+        // The index is read after the entry was made: it may have been removed before.
+        if !(is_to_hash && self.shared.store.read(|index| index.known(&record.id).is_some())) {
+            self.fresh.forget(&record.id);
+        }
+        let side = side.map_err(|error| Error::gone_or(error, record))?;
         // The index is read after the open: bytes are freed only after the deletion.
         if side.data.is_none() && self.shared.store.read(|index| index.snapshot(&record.id).is_some()) {
             let source = std::io::ErrorKind::NotFound.into();

@@ -22,7 +22,7 @@ use super::queue::Queue;
 use super::shared::Shared;
 use crate::store::{Draft, GroupDraft, GroupRecord, SnapshotRecord};
 use base::{DraftFile, VolumeId};
-use cbt::MapHeader;
+use cbt::{FreshTable, MapHeader};
 use files::durable;
 pub(super) use parent::Parent;
 pub use retention::Retention;
@@ -33,6 +33,8 @@ pub(super) struct Histories {
     pub(super) shared: Arc<Shared>,
     /// Snapshots that wait to be hashed.
     pub(super) queue: Arc<Queue>,
+    /// What is hashed of them, and not recorded yet.
+    pub(super) fresh: FreshTable,
 }
 
 /// The histories of one or more volumes, locked: no other thread changes them.
@@ -53,6 +55,12 @@ impl Histories {
         volumes.dedup();
         let held = volumes.into_iter().map(|id| self.shared.locks.wait(Key::History(id.clone()))).collect();
         History { histories: self, _held: held, to_remove: Vec::new() }
+    }
+
+    /// Nothing is hashed of a snapshot any more: it is removed.
+    fn forget(&self, record: &SnapshotRecord) {
+        self.queue.forget(record);
+        self.fresh.forget(&record.id);
     }
 }
 
@@ -96,7 +104,7 @@ impl History<'_> {
         {
             self.hand_on(record);
             self.to_remove.push(histories.shared.store.remove_snapshot(&record.id)?);
-            histories.queue.forget(record);
+            histories.forget(record);
         }
         self.apply_retention(&record.volume);
         Ok(())
@@ -115,7 +123,7 @@ impl History<'_> {
                 self.hand_on(member);
             }
             self.to_remove.push(histories.shared.store.remove_group(&group.id)?);
-            members.iter().for_each(|member| histories.queue.forget(member));
+            members.iter().for_each(|member| histories.forget(member));
         }
         for member in members {
             self.apply_retention(&member.volume);
@@ -131,7 +139,7 @@ impl History<'_> {
         done: u64,
         write: impl FnOnce(&Path) -> Result<()>,
     ) -> Result<bool> {
-        let Histories { shared, queue } = self.histories;
+        let Histories { shared, queue, fresh: _ } = self.histories;
         if shared.store.read(|index| index.known(&record.id)).is_none() {
             return Ok(false);
         }

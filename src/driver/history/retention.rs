@@ -138,7 +138,7 @@ impl History<'_> {
     fn forget(&mut self, record: &SnapshotRecord) -> Result<()> {
         self.hand_on(record);
         self.to_remove.push(self.histories.shared.store.remove_retained(record)?);
-        self.histories.queue.forget(record);
+        self.histories.forget(record);
         Ok(())
     }
 }

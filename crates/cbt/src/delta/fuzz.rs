@@ -147,7 +147,8 @@ pub fn delta(bytes: &[u8]) {
 /// The blocks of a delta, as the driver asks for one: a map that is damaged as a whole is no way.
 fn run(base: &ObjectDir, target: &ObjectDir, steps: Option<&[PathBuf]>, start: u64) -> Result<BTreeSet<u64>> {
     let way = steps.and_then(|steps| steps.iter().map(|path| MapFile::open(path).ok()).collect());
-    let mut scan = DeltaScan::new(Side::open(base)?, Side::open(target)?, way, Block(start));
+    let side = |dir| Side::open(dir, Default::default());
+    let mut scan = DeltaScan::new(side(base)?, side(target)?, way, Block(start));
     let (mut found, mut end) = (BTreeSet::new(), Block(start));
     loop {
         match scan.next_run(&Stop::default(), Instant::now() + Duration::from_secs(60))? {

@@ -1,4 +1,5 @@
 use super::super::hash::hash_block;
+use super::super::scan::ToHash;
 use super::super::segment::{MapHeader, MapWriter, Relation, SEGMENT_BLOCKS};
 use std::time::Duration;
 
@@ -62,7 +63,38 @@ impl Fake {
     }
 
     fn side(&self) -> Side {
-        Side::open(&ObjectDir::new(self.dir.path())).expect("open")
+        self.side_with(&Arc::default())
+    }
+
+    fn side_with(&self, fresh: &Arc<FreshHashes>) -> Side {
+        Side::open(&ObjectDir::new(self.dir.path()), fresh.clone()).expect("open")
+    }
+}
+
+impl Fake {
+    /// Hashes as the hashing thread does.
+    fn hash(&self, fresh: &Arc<FreshHashes>, work: impl FnOnce(&ToHash<'_>, &Stop)) {
+        let dir = ObjectDir::new(self.dir.path());
+        let data = File::open(dir.data()).expect("open");
+        let hashes = HashFile::open_for_update(&dir.hashes()).expect("open");
+        let foreground = base::Foreground::default();
+        let data_path = dir.data();
+        let to_hash = ToHash {
+            data: &data,
+            data_path: &data_path,
+            size: SIZE,
+            hashes: &hashes,
+            foreground: &foreground,
+            fresh,
+        };
+        work(&to_hash, &Stop::default());
+    }
+
+    /// Writes other data over all of it: whoever reads it is misled.
+    fn spoil(&self) {
+        let path = ObjectDir::new(self.dir.path()).data();
+        let length = std::fs::metadata(&path).expect("stat").len();
+        std::fs::write(path, vec![99; length as usize]).expect("write");
     }
 }
 
@@ -222,7 +254,7 @@ fn a_base_without_its_data_answers_from_hashes() {
     // Blocks 5, 6 and 7 of the target are not hashed: zeros where the base has a hole, the same, another.
     let target = Fake::new(&contents, &[5, 6, 7], None);
     std::fs::remove_file(ObjectDir::new(base.dir.path()).data()).expect("remove");
-    let gone = || Side::open(&ObjectDir::new(base.dir.path()));
+    let gone = || Side::open(&ObjectDir::new(base.dir.path()), Arc::default());
     assert_eq!(
         runs(&mut DeltaScan::new(gone().expect("open"), target.side(), None, Block(0))),
         [(2, 4), (7, 8)]
@@ -247,6 +279,50 @@ fn a_side_whose_hash_is_known_is_not_read() {
         let mut scan = DeltaScan::new(base.side(), target.side(), None, Block(0));
         assert_eq!(runs(&mut scan), [(2, 3)], "the base is known: {base_is_known}");
     }
+}
+
+/// Nobody reads a block that somebody else has hashed: the data is spoiled in between.
+#[test]
+fn what_a_stream_has_hashed_is_not_read_again_by_hashing() {
+    let contents = [(1, Some(1)), (2, Some(2)), (200, Some(3))];
+    let (base, target) = (Fake::new(&[(1, Some(9))], &[], None), Fake::new(&contents, &[1, 2, 200], Some(7)));
+    let fresh = Arc::default();
+    let maps = vec![changed(base.dir.path(), &[1, 200])];
+    let mut scan = DeltaScan::new(base.side(), target.side_with(&fresh), Some(maps), Block(0));
+    assert_eq!(runs(&mut scan), [(1, 2), (200, 201)]);
+    target.spoil();
+    let members: RoaringBitmap = [1, 2, 200].into_iter().collect();
+    target.hash(&fresh, |to_hash, stop| {
+        let taken = to_hash.take_fresh(SegmentIndex(0), &members, stop).expect("take");
+        assert_eq!(
+            taken.iter().collect::<Vec<_>>(),
+            [1, 200],
+            "what the stream has not read is still to be hashed"
+        );
+    });
+    let mut hashes = target.side().hashes;
+    let mut slot = |block| hashes.get(Block(block)).expect("get").expect("a hash");
+    assert_eq!([slot(1), slot(200)], [hash_block(&[1; 4096]), hash_block(&[3; 4096])]);
+    assert_eq!(slot(2), hash_block(&[7; 4096]), "the stale slot");
+}
+
+#[test]
+fn what_hashing_has_written_meanwhile_is_not_read_again_by_a_stream() {
+    let contents = [(1, Some(1)), (2, Some(2)), (3, Some(3))];
+    let base = Fake::new(&[(1, Some(1)), (2, Some(1)), (3, Some(1))], &[], None);
+    // A clone has brought the slots of an older snapshot along, and the stream has read their page.
+    let target = Fake::new(&contents, &[1, 2, 3], Some(1));
+    let fresh = Arc::default();
+    let mut side = target.side_with(&fresh);
+    assert_eq!(side.hashes.get(Block(3)).expect("get"), Some(hash_block(&[1; 4096])));
+    let maps = vec![changed(base.dir.path(), &[1, 2, 3])];
+    let mut scan = DeltaScan::new(base.side(), side, Some(maps), Block(0));
+    target.hash(&fresh, |to_hash, stop| {
+        to_hash.hash_segment(SegmentIndex(0), [1, 3].into_iter().collect(), stop).expect("hash");
+    });
+    target.spoil();
+    // Block 2 is read, and is spoiled; block 1 is the same and block 3 another, whatever the data is now.
+    assert_eq!(runs(&mut scan), [(2, 4)]);
 }
 
 /// What one exact step of the way says is believed without a look; what several say, or one that is not
