@@ -64,7 +64,7 @@ fn two_at_once_are_in_nobodys_way_and_json_tells_all_steps() {
 fn ctrl_c_at_any_time_leaves_nothing(
     #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
 ) {
-    for millis in [1, 100, 400] {
+    for millis in [1, 100, 400, 800] {
         let dir = tempfile::tempdir().expect("temp dir");
         let mut child = demo(dir.path(), pool).spawn().expect("spawn");
         std::thread::sleep(Duration::from_millis(millis));

@@ -301,6 +301,7 @@ async fn check(rig: &mut Subject<'_>, model: &Model, block_size: u64, offsets: &
             "allocated: {listed:?}, expected {expected:?}, copied {:?}",
             snapshot.copied
         );
+        assert!(listed.is_sorted_by(|block, next| block < next), "allocated: {listed:?}");
         assert_eq!(list.capacity, snapshot.size, "a snapshot keeps the size it was taken with");
     }
     for gone in &model.forgotten {

@@ -71,6 +71,9 @@ async fn rounds(pool: PoolKind, count: usize) {
         let moment = usual[which].mul_f64(random.f64() * 1.25);
         let answer = tokio::select! {
             answer = make(&mut client, &asked) => {
+                if matches!(answer, Answer::Cut) {
+                    tally.lost(&rig, &format!("{context}: it fails before the kill"));
+                }
                 usual[which] = (usual[which] + started.elapsed()) / 2;
                 answer
             }

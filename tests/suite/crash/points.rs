@@ -170,6 +170,9 @@ impl CutRun {
             (Some(_), Cut::Kill, Answer::Done(made)) => {
                 self.tally.lost(&self.rig, &format!("{context}: answered with {made:?}, and was killed"));
             }
+            (None, _, Answer::Cut) => {
+                self.tally.lost(&self.rig, &format!("{context}: UNAVAILABLE, or the driver died by itself"));
+            }
             (Some(point), Cut::Error(errno), answer) => {
                 let before = points.iter().filter(|before| before.number < point.number).rev();
                 let before: Vec<Point> = before.cloned().collect();

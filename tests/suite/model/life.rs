@@ -360,6 +360,7 @@ impl<'r, 's> Life<'r, 's> {
     /// Compares the lists and the kernel with the worlds.
     pub async fn look(&mut self) -> Result<(), String> {
         self.check(Call::ListVolumes(Pages::ALL)).await?;
+        self.check(Call::ListHealth(Pages::ALL)).await?;
         self.check(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await?;
         let seen = self.seen();
         self.narrow(|world| world.check_kernel(&seen))?;
