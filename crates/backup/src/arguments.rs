@@ -216,7 +216,8 @@ pub struct ListArguments {
 
 /// Remove backups that are not to be kept, and all that nothing needs.
 ///
-/// The rules add up, volume by volume, in UTC. Without any no backup is removed. It needs the repository alone.
+/// The rules add up, volume by volume, in UTC. Without any only what --remove names is removed. It needs the repository
+/// alone.
 #[derive(Debug, Args)]
 pub struct PruneArguments {
     /// The number of last backups to keep.
@@ -228,7 +229,11 @@ pub struct PruneArguments {
     /// The number of weeks to keep a backup of: the last one of each week that has one; weeks begin on Monday.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
     pub keep_weekly: Option<u16>,
-    /// Only remove backups of this volume.
+    /// Remove this backup, whatever the rules say: its id, or the beginning of it. May be given several times. The other
+    /// backups stay whole.
+    #[arg(long, value_name = "BACKUP")]
+    pub remove: Vec<String>,
+    /// The rules are only about backups of this volume.
     #[arg(long, value_name = "NAME")]
     pub volume: Option<String>,
     /// The percentage of a pack that may be unused before it is rewritten.

@@ -38,7 +38,7 @@ use arguments::{
 use backup::{Asked, Request, Wish};
 use error::{Error, Result};
 use repository::lock::{Lost, Mode, Wanted};
-use repository::prune::{self, Keep};
+use repository::prune::{self, Keep, Rules};
 use repository::{About, Repository, verify};
 use wait::wait;
 
@@ -399,19 +399,18 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
     let wait = Duration::from_secs(arguments.wait);
     let repository = context.lock(repository, Wanted { mode: Mode::Exclusive, command: "prune", wait })?;
     let number = |of: Option<u16>| of.map(usize::from);
-    let keep = Keep {
-        last: number(arguments.keep_last),
-        daily: number(arguments.keep_daily),
-        weekly: number(arguments.keep_weekly),
+    let rules = Rules {
+        keep: Keep {
+            last: number(arguments.keep_last),
+            daily: number(arguments.keep_daily),
+            weekly: number(arguments.keep_weekly),
+        },
+        remove: arguments.remove.clone(),
+        volume: arguments.volume.clone(),
+        max_unused: arguments.max_unused.into(),
+        is_dry: arguments.dry_run,
     };
-    let pruned = prune::prune(
-        &repository,
-        keep,
-        arguments.volume.as_deref(),
-        arguments.max_unused.into(),
-        arguments.dry_run,
-        &context.stop,
-    )?;
+    let pruned = prune::prune(&repository, &rules, &context.stop)?;
     context.print(&pruned, || {
         let would = if arguments.dry_run { "would be " } else { "" };
         for id in &pruned.removed {

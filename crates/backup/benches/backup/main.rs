@@ -376,6 +376,11 @@ fn restore(bench: &mut Bench) {
             bench.remove("theirs");
         }
     }
+    // For their memory alone.
+    for arguments in [&["verify"][..], &["prune", "--max-unused", "0"]] {
+        let command = bench.tool("repository", arguments);
+        bench.own(command);
+    }
     bench.remove("repository");
     bench.remove("image");
     let of = |other: &Samples| other.median() / ours.median();

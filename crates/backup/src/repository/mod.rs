@@ -182,21 +182,10 @@ impl Repository {
 
     /// The backup that a person means: an id, the beginning of one, or `latest`, of one volume or of all.
     pub fn find(&self, wanted: &str, volume: Option<&str>) -> Result<Index> {
-        let mut ids = self.ids()?;
         if wanted != "latest" {
-            ids.retain(|id| id.starts_with(wanted));
-            return match ids.as_slice() {
-                [id] => self.index(id),
-                [] => {
-                    Err(Error::refused(format!("there is no backup {wanted}: `cbt-backup list` names all")))
-                }
-                several => Err(Error::refused(format!(
-                    "{wanted} may be {} or {}: write more of it",
-                    several[0], several[1]
-                ))),
-            };
+            return self.index(&self.named(wanted)?);
         }
-        for id in ids.iter().rev() {
+        for id in self.ids()?.iter().rev() {
             let index = self.index(id)?;
             if volume.is_none_or(|volume| index.about.volume == volume) {
                 return Ok(index);
@@ -204,6 +193,19 @@ impl Repository {
         }
         let of = volume.map(|volume| format!(" of {volume}")).unwrap_or_default();
         Err(Error::refused(format!("there is no backup{of} yet")))
+    }
+
+    /// The id that a person means: all of it, or its beginning.
+    pub fn named(&self, wanted: &str) -> Result<String> {
+        let mut ids = self.ids()?;
+        ids.retain(|id| id.starts_with(wanted));
+        match ids.as_slice() {
+            [id] => Ok(id.clone()),
+            [] => Err(Error::refused(format!("there is no backup {wanted}: `cbt-backup list` names all"))),
+            [one, other, ..] => {
+                Err(Error::refused(format!("{wanted} may be {one} or {other}: write more of it")))
+            }
+        }
     }
 
     /// What was interrupted.

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -209,6 +210,34 @@ impl Compressor {
     }
 }
 
+/// The memory of packs that are stored, for the next ones: the kernel clears every page of fresh memory.
+#[derive(Clone, Debug, Default)]
+pub struct Spare(Arc<Mutex<Vec<Vec<u8>>>>);
+
+impl Spare {
+    fn buffers(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Memory that goes back when it is dropped.
+struct Lent {
+    bytes: Vec<u8>,
+    to: Spare,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.to.buffers().push(std::mem::take(&mut self.bytes));
+    }
+}
+
 /// A pack in the making.
 #[derive(Debug)]
 pub struct OpenPack {
@@ -216,19 +245,21 @@ pub struct OpenPack {
     /// Where the pack begins in `bytes`: aligned, so that it can be written past the page cache.
     start: usize,
     table: Vec<u8>,
-}
-
-impl Default for OpenPack {
-    fn default() -> Self {
-        // What is not written to takes no memory; growing would, for a while that of two packs, and it would move the start.
-        let mut bytes: Vec<u8> = Vec::with_capacity(ALIGN + PACK + MAX_CHUNK);
-        let start = bytes.as_ptr().align_offset(ALIGN).min(ALIGN);
-        bytes.resize(start, 0);
-        OpenPack { bytes, start, table: Vec::new() }
-    }
+    spare: Spare,
 }
 
 impl OpenPack {
+    /// An empty one.
+    pub fn new(spare: &Spare) -> Self {
+        // What is not written to takes no memory; growing would, for a while that of two packs, and it would move the start.
+        let new = || Vec::with_capacity(ALIGN + PACK + MAX_CHUNK);
+        let mut bytes: Vec<u8> = spare.buffers().pop().unwrap_or_else(new);
+        let start = bytes.as_ptr().align_offset(ALIGN).min(ALIGN);
+        bytes.clear();
+        bytes.resize(start, 0);
+        OpenPack { bytes, start, table: Vec::new(), spare: spare.clone() }
+    }
+
     /// Takes a chunk and says its number.
     pub fn push(&mut self, chunk: &Chunk) -> u32 {
         let number = self.table.len() / ROW;
@@ -246,7 +277,7 @@ impl OpenPack {
 
     /// Closes it: what names it, and the parts of the object.
     pub fn close(self) -> (PackRef, [Bytes; 2]) {
-        let chunks = Bytes::from(self.bytes).slice(self.start..);
+        let chunks = Bytes::from_owner(Lent { bytes: self.bytes, to: self.spare }).slice(self.start..);
         let pack = PackRef {
             id: *blake3::hash(&self.table).as_bytes(),
             bytes: (chunks.len() + self.table.len()) as u32,
@@ -261,7 +292,7 @@ mod tests {
     use super::*;
 
     fn pack(contents: &[Vec<u8>]) -> (PackRef, Vec<u8>) {
-        let mut open = OpenPack::default();
+        let mut open = OpenPack::new(&Spare::default());
         let mut compressor = Compressor::new(1).expect("zstd");
         for (number, content) in (0..).zip(contents) {
             assert_eq!(open.push(&compressor.chunk(content)), number);

@@ -36,6 +36,21 @@ pub struct Keep {
     pub weekly: Option<usize>,
 }
 
+/// What a person wants of a prune.
+#[derive(Clone, Debug, Default)]
+pub struct Rules {
+    /// What is kept.
+    pub keep: Keep,
+    /// Backups that go, whatever `keep` says: ids, or beginnings of them.
+    pub remove: Vec<String>,
+    /// `keep` is only about backups of this volume.
+    pub volume: Option<String>,
+    /// Packs of which more percent than this are unused are written anew.
+    pub max_unused: u64,
+    /// Says what would go, and does nothing.
+    pub is_dry: bool,
+}
+
 /// What a prune did.
 #[derive(Debug, Default, Serialize)]
 pub struct Pruned {
@@ -81,34 +96,33 @@ pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
     kept
 }
 
-/// Prunes. The caller has the repository alone. Packs of which more than `max_unused` percent are unused are written anew.
-pub fn prune(
-    repository: &Repository,
-    keep: Keep,
-    volume: Option<&str>,
-    max_unused: u64,
-    is_dry: bool,
-    stop: &Stop,
-) -> Result<Pruned> {
+/// Prunes. The caller has the repository alone.
+pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Pruned> {
+    let mut removed =
+        rules.remove.iter().map(|wanted| repository.named(wanted)).collect::<Result<BTreeSet<String>>>()?;
     let mut abouts = Vec::new();
-    for id in repository.ids()? {
+    for id in repository.ids()?.into_iter().filter(|id| !removed.contains(id)) {
         let index = repository.index(&id).map_err(|error| {
             Error::refused(format!(
-                "{}: prune cannot know what that backup needs. It cannot be restored any more: remove backups/{id} from the \
-                 repository to go on without it",
+                "{}: prune cannot know what that backup needs. If it cannot be restored any more, go on without it: \
+                 `cbt-backup prune --remove {id}`",
                 base::report(&error)
             ))
         })?;
         abouts.push(index.about);
     }
-    let (of_volume, others): (Vec<_>, Vec<_>) =
-        abouts.into_iter().partition(|about| volume.is_none_or(|volume| about.volume == volume));
-    let mut keeps = kept(&of_volume, keep);
+    let (of_volume, others): (Vec<_>, Vec<_>) = abouts
+        .into_iter()
+        .partition(|about| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume));
+    let mut keeps = kept(&of_volume, rules.keep);
     keeps.extend(others.iter().map(|about| about.id.clone()));
-    let gone: Vec<String> =
-        of_volume.iter().map(|about| about.id.clone()).filter(|id| !keeps.contains(id)).collect();
-    let mut pruned = Pruned { removed: gone, kept: keeps.into_iter().collect(), ..Pruned::default() };
-    if is_dry {
+    removed.extend(of_volume.iter().map(|about| about.id.clone()).filter(|id| !keeps.contains(id)));
+    let mut pruned = Pruned {
+        removed: removed.into_iter().collect(),
+        kept: keeps.into_iter().collect(),
+        ..Pruned::default()
+    };
+    if rules.is_dry {
         return Ok(pruned);
     }
     let names =
@@ -127,7 +141,7 @@ pub fn prune(
     loop {
         stop.check()?;
         pruned.freed += sweep(repository, &pruned.kept)?;
-        match repack(repository, &pruned.kept, max_unused, &mut left, stop)? {
+        match repack(repository, &pruned.kept, rules.max_unused, &mut left, stop)? {
             Some(moved) => pruned.moved += moved,
             None => return Ok(pruned),
         }

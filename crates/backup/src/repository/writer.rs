@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use super::pack::{Chunk, Compressor, OpenPack, PackRef, Packs};
+use super::pack::{Chunk, Compressor, OpenPack, PackRef, Packs, Spare};
 use super::{BLOCK, Repository, SEGMENT_BLOCKS, Segment, SegmentRef, pack_name};
 use crate::error::{Error, Result};
 
@@ -32,6 +32,7 @@ struct State {
     packs: Packs,
     data: Option<(u32, OpenPack)>,
     maps: Option<(u32, OpenPack)>,
+    spare: Spare,
     /// Segments that name the pack with data that is open.
     waiting: Vec<(u32, Segment)>,
     waiting_extents: usize,
@@ -83,8 +84,8 @@ impl<'r> Writer<'r> {
         let mut state = self.state();
         let mut places = Vec::with_capacity(chunks.len());
         for chunk in chunks {
-            let State { packs, data, .. } = &mut *state;
-            let (place, open) = data.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
+            let State { packs, data, spare, .. } = &mut *state;
+            let (place, open) = data.get_or_insert_with(|| (packs.reserve(), OpenPack::new(spare)));
             places.push((*place, open.push(chunk)));
             if open.is_full() {
                 self.close_data(&mut state)?;
@@ -142,8 +143,8 @@ impl<'r> Writer<'r> {
             };
             let encoded = segment.encode(&state.packs);
             let chunk = compressor.chunk(&encoded);
-            let State { packs, maps, .. } = &mut *state;
-            let (pack, open) = maps.get_or_insert_with(|| (packs.reserve(), OpenPack::default()));
+            let State { packs, maps, spare, .. } = &mut *state;
+            let (pack, open) = maps.get_or_insert_with(|| (packs.reserve(), OpenPack::new(spare)));
             let pack = *pack;
             let chunk = open.push(&chunk);
             let is_full = open.is_full();

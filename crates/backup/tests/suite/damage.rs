@@ -183,6 +183,37 @@ fn a_pack_that_is_gone_is_seen_before_a_backup_is_made_over_it() {
     assert_eq!(ranges(&second), [(3, 10), (12, 20), (24, 43), (middle - 5, middle + 5)], "{report}");
 }
 
+/// An index that cannot be read stops a prune, which does not know what that backup needs, until it is removed by name.
+#[test]
+fn a_backup_is_removed_by_name_also_where_its_index_is_damaged() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let [(first, _), (second, changed)] = two(&place, &driver);
+    let index = place.repository().join("backups").join(&first);
+    let mut bytes = std::fs::read(&index).expect("read");
+    bytes[20] ^= 1;
+    std::fs::write(&index, bytes).expect("write");
+    let said = place.fails(1, &["prune", "--keep-last", "1"]);
+    assert!(said.contains(&format!("`cbt-backup prune --remove {first}`")), "{said}");
+    for (wanted, expected) in [("nothing", "there is no backup nothing"), (&first[..2], "write more of it")] {
+        let said = place.fails(1, &["prune", "--remove", wanted]);
+        assert!(said.contains(expected), "{said}");
+    }
+    for dry in [&["--dry-run"][..], &[]] {
+        assert!(index.exists());
+        let pruned = place.ok(&[&["prune", "--remove", &first, "--max-unused", "0"], dry].concat());
+        let ids = |name: &str| pruned[name].as_array().expect("a list").clone();
+        assert_eq!(
+            (ids("removed"), ids("kept")),
+            (vec![first.as_str().into()], vec![second.as_str().into()])
+        );
+    }
+    let verified = place.ok(&["verify"]);
+    let found = (verified["damage"].as_array().map(Vec::len), verified["unused"].as_u64());
+    assert_eq!(found, (Some(0), Some(0)));
+    place.restores(&second, &changed, SIZE);
+}
+
 #[test]
 fn auto_says_why_it_is_full() {
     let place = Place::new();

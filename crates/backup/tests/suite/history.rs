@@ -1,12 +1,13 @@
-//! Random lives of a volume and its repository: writes, discards, expansions, backups of every kind, streams that are cut or
+//! Random lives of two volumes and their repository: writes, discards, expansions, backups of every kind, streams that are cut or
 //! lie, Ctrl-C and `--resume`, prunes, restores. After each step some backup is restored, at the end all are; each must be the
 //! volume as it was, byte for byte, and nothing that a prune leaves may be unused.
 //!
 //! Backups, prunes and restores are killed at any moment of their lives: how long such a life is, the same command says
 //! that was left alone before, on the same file or in a copy of the repository.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use fastrand::Rng;
@@ -19,16 +20,30 @@ use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
 /// Steps of a life.
 const STEPS: usize = 24;
 
+/// A volume as it is now.
+struct Volume {
+    name: &'static str,
+    path: PathBuf,
+    file: File,
+    image: Image,
+    size: u64,
+}
+
+/// A snapshot: of which volume, and what that was.
+struct Taken {
+    volume: usize,
+    image: Image,
+    size: u64,
+}
+
 pub struct Life {
     random: Rng,
     place: Place,
     driver: Driver,
-    file: File,
-    image: Image,
-    size: u64,
-    /// Snapshots: what the volume was.
-    taken: BTreeMap<String, (Image, u64)>,
-    /// Backups that were acknowledged and not pruned since, and the snapshot of each.
+    volumes: Vec<Volume>,
+    /// Snapshots by their handles.
+    taken: BTreeMap<String, Taken>,
+    /// Backups that were acknowledged and not pruned since, the oldest first, and the snapshot of each.
     backups: BTreeMap<String, String>,
     /// The snapshot that was restored last, which the file holds.
     restored: Option<String>,
@@ -42,23 +57,27 @@ impl Life {
     /// In a place that nobody has used yet.
     pub fn at(place: Place, seed: u64) -> Self {
         let driver = Driver::start(&place.path("csi.sock"));
-        // Segments are of 128 MiB: the volume has two, or three when it has grown.
+        // Segments are of 128 MiB: a volume has two, or three when it has grown.
         let size = 200 * MIB;
-        let file = place.open_image(size);
+        let volume = |name| {
+            let path = place.path(name);
+            let file = File::create_new(&path).expect("create");
+            file.set_len(size).expect("set the length");
+            Volume { name, path, file, image: Image::default(), size }
+        };
         let mut life = Life {
             random: Rng::with_seed(seed),
+            volumes: ["v", "w"].map(volume).into(),
             place,
             driver,
-            file,
-            image: Image::default(),
-            size,
             taken: BTreeMap::new(),
             backups: BTreeMap::new(),
             restored: None,
             killed: BTreeMap::new(),
             steps: vec![format!("seed {seed}")],
         };
-        life.write();
+        life.write(0);
+        life.write(1);
         life
     }
 
@@ -69,9 +88,10 @@ impl Life {
         self.end();
     }
 
-    fn write(&mut self) {
+    fn write(&mut self, volume: usize) {
+        let Volume { file, image, size, .. } = &mut self.volumes[volume];
         for _ in 0..self.random.usize(1..40) {
-            let blocks = self.size / BLOCK;
+            let blocks = *size / BLOCK;
             let count =
                 if self.random.u8(..4) == 0 { self.random.u64(1..600) } else { self.random.u64(1..9) };
             // Some of it where segments meet, and at the end.
@@ -82,22 +102,24 @@ impl Life {
             };
             let seed = self.random.u64(..);
             match self.random.u8(..5) {
-                0 => self.image.punch(&self.file, start, count),
-                1 => self.image.zero(&self.file, start, count),
-                _ => self.image.write(&self.file, start, count, seed),
+                0 => image.punch(file, start, count),
+                1 => image.zero(file, start, count),
+                _ => image.write(file, start, count, seed),
             }
             .expect("write to the image");
         }
     }
 
     fn step(&mut self) {
+        let volume = self.random.usize(..self.volumes.len());
         match self.random.u8(..10) {
-            0 if self.size < 300 * MIB => {
-                self.size += self.random.u64(1..40) * MIB;
-                self.file.set_len(self.size).expect("grow");
-                self.steps.push(format!("grow to {}", self.size));
+            0 if self.volumes[volume].size < 300 * MIB => {
+                let Volume { name, file, size, .. } = &mut self.volumes[volume];
+                *size += self.random.u64(1..40) * MIB;
+                file.set_len(*size).expect("grow");
+                self.steps.push(format!("grow {name} to {size}"));
             }
-            0..3 => self.write(),
+            0..3 => self.write(volume),
             3 => self.prune(),
             4 => {
                 let forgotten = self.taken.keys().nth(self.random.usize(..self.taken.len().max(1))).cloned();
@@ -106,7 +128,7 @@ impl Life {
                     self.steps.push(format!("the driver forgets {handle}"));
                 }
             }
-            _ => self.back_up(),
+            _ => self.back_up(volume),
         }
         if let Some(id) = self.any() {
             let length = self.check(&id);
@@ -158,7 +180,7 @@ impl Life {
         self.steps.push(format!("restore {id}, killed after at most {length:?}: {}", output.0));
         let after = self.backups[id].clone();
         let holds = |snapshot: &String| {
-            let (image, size) = &self.taken[snapshot];
+            let Taken { image, size, .. } = &self.taken[snapshot];
             let is_of_size = std::fs::metadata(&to).is_ok_and(|file| file.len() == *size);
             is_of_size && image.compare(&to, *size, &base::Stop::default()).is_ok()
         };
@@ -180,17 +202,19 @@ impl Life {
     /// Restores a backup and compares it: how long the restore took.
     fn check(&mut self, id: &str) -> Duration {
         let snapshot = &self.backups[id];
-        let (image, size) = &self.taken[snapshot];
+        let Taken { image, size, .. } = &self.taken[snapshot];
         self.restored = Some(snapshot.clone());
         self.place.restores(id, image, *size)
     }
 
     /// A new snapshot, and a backup of it that may be disturbed; where it failed, perhaps another try.
-    fn back_up(&mut self) {
-        self.write();
+    fn back_up(&mut self, volume: usize) {
+        self.write(volume);
         let handle = format!("snap-{}", self.taken.len());
-        self.driver.snapshot(&handle, &self.image, self.size);
-        self.taken.insert(handle.clone(), (self.image.clone(), self.size));
+        let Volume { name, path, image, size, .. } = &self.volumes[volume];
+        let (name, path) = (*name, path.clone());
+        self.driver.snapshot(&handle, image, *size);
+        self.taken.insert(handle.clone(), Taken { volume, image: image.clone(), size: *size });
         let mut is_resumed = false;
         for _ in 0..3 {
             let wish = ["auto", "auto", "full", "incremental"][self.random.usize(..4)];
@@ -201,13 +225,13 @@ impl Life {
                 _ => None,
             };
             self.driver.script(faults.iter().copied());
-            let (endpoint, image) = (self.driver.endpoint(), self.place.image());
+            let endpoint = self.driver.endpoint();
             let mut arguments = vec![
                 wish,
                 "--volume",
-                "v",
+                name,
                 "--device",
-                arg(&image),
+                arg(&path),
                 "--endpoint",
                 &endpoint,
                 "--snapshot",
@@ -225,8 +249,10 @@ impl Life {
                 }
                 None => wait(&mut Running::start(self.place.command(&arguments))),
             };
-            self.steps
-                .push(format!("{wish} {handle}, {faults:?}, {signal:?}, resume {is_resumed}: {}", output.0));
+            self.steps.push(format!(
+                "{wish} {name} {handle}, {faults:?}, {signal:?}, resume {is_resumed}: {}",
+                output.0
+            ));
             self.driver.script([]);
             self.wait_for_locks();
             if output.0 == "exit status: 0" {
@@ -274,10 +300,19 @@ impl Life {
         if self.place_list().is_empty() {
             return;
         }
-        let keep = self.random.usize(1..5);
+        let named: Vec<String> = (0..self.random.usize(..3))
+            .filter_map(|_| self.any())
+            .collect::<BTreeSet<_>>()
+            .into_iter()
+            .collect();
+        let keep = [Some(self.random.usize(1..4)), None][self.random.usize(..2)];
+        let volume = [None, Some(self.random.usize(..self.volumes.len()))][self.random.usize(..2)];
         let unused = ["0", "0", "30"][self.random.usize(..3)];
-        let keep_text = keep.to_string();
-        let arguments = ["prune", "--keep-last", &keep_text, "--max-unused", unused];
+        let keep_text = keep.map(|keep| keep.to_string());
+        let mut arguments = vec!["prune", "--max-unused", unused];
+        arguments.extend(keep_text.iter().flat_map(|keep| ["--keep-last", keep]));
+        arguments.extend(volume.iter().flat_map(|volume| ["--volume", self.volumes[*volume].name]));
+        arguments.extend(named.iter().flat_map(|id| ["--remove", id]));
         let is_killed = self.random.bool();
         let output = match is_killed {
             true => {
@@ -287,15 +322,24 @@ impl Life {
             false => wait(&mut Running::start(self.place.command(&arguments))),
         };
         self.wait_for_locks();
-        self.steps.push(format!("prune to {keep}, {unused} %, killed {is_killed}: {}", output.0));
-        let newest: Vec<String> = self.backups.keys().rev().take(keep).cloned().collect();
+        self.steps.push(format!("{arguments:?}, killed {is_killed}: {}", output.0));
+        let mut seen = vec![0; self.volumes.len()];
+        let mut expected: Vec<String> = Vec::new();
+        for (id, snapshot) in self.backups.iter().rev().filter(|(id, _)| !named.contains(id)) {
+            let of = self.taken[snapshot].volume;
+            seen[of] += 1;
+            if volume.is_some_and(|volume| volume != of) || keep.is_none_or(|keep| seen[of] <= keep) {
+                expected.push(id.clone());
+            }
+        }
+        expected.reverse();
         let left = self.place.list();
         match is_killed {
             // Some are gone, but none that was to be kept.
-            true => assert!(newest.iter().all(|id| left.contains(id)), "{newest:?} of {left:?}"),
+            true => assert!(expected.iter().all(|id| left.contains(id)), "{expected:?} of {left:?}"),
             false => {
                 assert_eq!(output.0, "exit status: 0", "{}", output.2);
-                assert_eq!(left.iter().rev().cloned().collect::<Vec<_>>(), newest);
+                assert_eq!(left, expected);
             }
         }
         self.backups.retain(|id, _| left.contains(id));
@@ -316,7 +360,7 @@ impl Life {
             let began = Instant::now();
             self.place.ok(&onto);
             length = Some(began.elapsed());
-            let (image, size) = &self.taken[&self.backups[id]];
+            let Taken { image, size, .. } = &self.taken[&self.backups[id]];
             let compared = image.compare(&to, *size, &base::Stop::default());
             compared.unwrap_or_else(|error| panic!("{id} onto {base}: {error}"));
         }
@@ -328,11 +372,22 @@ impl Life {
         for id in &ids {
             self.check(id);
         }
-        for pair in ids.windows(2) {
-            let size = |id: &String| self.taken[&self.backups[id]].1;
-            if size(&pair[0]) == size(&pair[1]) {
-                self.restore_onto(&pair[0], &pair[1]);
-            }
+        let about = |id: &String| {
+            let Taken { volume, size, .. } = &self.taken[&self.backups[id]];
+            (*volume, *size)
+        };
+        let mut pairs = Vec::new();
+        for volume in 0..self.volumes.len() {
+            let of_it: Vec<&String> = ids.iter().filter(|id| about(id).0 == volume).collect();
+            pairs.extend(
+                of_it
+                    .windows(2)
+                    .filter(|pair| about(pair[0]) == about(pair[1]))
+                    .map(|pair| (pair[0], pair[1])),
+            );
+        }
+        for (base, id) in pairs {
+            self.restore_onto(base, id);
         }
         if ids.is_empty() {
             return;
