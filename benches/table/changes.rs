@@ -210,9 +210,10 @@ async fn measure(pool: PoolKind, size: u64) -> Figures {
         allocated.cold.push((took, seek(&rig, &target, size)));
         changed.sort_unstable();
         changed.dedup();
-        // Once before, so that both find them in the cache.
-        read(&rig, &[&base, &target], &changed);
         let forgotten = [host::forget_hashes(&rig, &base), host::forget_hashes(&rig, &target)];
+        // Once before, so that both find all in the cache, maps too.
+        stream_delta(&mut rig, &base, &target).await;
+        read(&rig, &[&base, &target], &changed);
         let whole = stream_delta(&mut rig, &base, &target).await.whole;
         pending.push((whole, read(&rig, &[&base, &target], &changed)));
         drop(forgotten);

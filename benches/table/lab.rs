@@ -11,8 +11,8 @@ use serde_json::Value;
 use crate::changes::{change, fill};
 use crate::{Row, Table, host, ratio, spread};
 use fastrand::Rng;
+use testkit::Rig;
 use testkit::bench::{median, ms};
-use testkit::{PoolKind, Rig};
 
 const ROUNDS: usize = 5;
 const SIZE: u64 = 16 << 40;
@@ -38,7 +38,7 @@ pub async fn run(table: &mut Table) {
         let mut rig = Rig::start_with(pool, &flags, "warn").await;
         let (mut lab, mut own) = (Vec::new(), Vec::new());
         for round in 0..ROUNDS {
-            own.push(by_own_client(&mut rig, pool, round).await);
+            own.push(by_own_client(&mut rig, round).await);
             host::idle(&rig, pool).await;
             lab.push(by_cbt_lab(&rig.socket()));
             host::idle(&rig, pool).await;
@@ -69,7 +69,7 @@ fn agree(one: &[Duration], other: &[Duration]) -> bool {
     meet || (0.8..=1.25).contains(&ratio(median(one), median(other)))
 }
 
-async fn by_own_client(rig: &mut Rig, pool: PoolKind, round: usize) -> Times {
+async fn by_own_client(rig: &mut Rig, round: usize) -> Times {
     let mut random = Rng::with_seed(round as u64);
     let (volume, device) = rig.block_volume(&format!("volume {round}"), SIZE as i64).await;
     fill(&device, SIZE, PIECE, &mut random);
@@ -87,9 +87,17 @@ async fn by_own_client(rig: &mut Rig, pool: PoolKind, round: usize) -> Times {
         *took = time;
         rig.client.delete_volume(&copy.expect("CreateVolume").volume_id).await.expect("DeleteVolume");
     }
-    // As cbt-lab does: it asks for the space that is left until it changes no more.
-    host::idle(rig, pool).await;
-    rig.client.controller.get_capacity(GetCapacityRequest::default()).await.expect("GetCapacity");
+    // As cbt-lab does.
+    let mut left = None;
+    loop {
+        let asked = rig.client.controller.get_capacity(GetCapacityRequest::default()).await;
+        let answer = Some(asked.expect("GetCapacity").into_inner().available_capacity);
+        if answer == left {
+            break;
+        }
+        left = answer;
+        tokio::time::sleep(Duration::from_millis(250)).await;
+    }
     let mut without = Duration::ZERO;
     for snapshot in [&target, &base] {
         let (deleted, time) = timed(rig.client.delete_snapshot(snapshot)).await;
