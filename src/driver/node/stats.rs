@@ -65,9 +65,14 @@ impl Node {
         if !shows(&path, LoopDevice::find(&data)?.as_ref())? {
             return Err(no_volume_at(volume_path));
         }
+        // No lock is held, so it may have been unpublished meanwhile.
+        let gone_or = |error: files::Error| match error.is_not_found() {
+            true => no_volume_at(volume_path),
+            false => error.into(),
+        };
         // A filesystem that was shut down still reports its size, so its root is read too.
-        std::fs::metadata(&path).context("stat", &path)?;
-        let space = sys::space(&path)?;
+        std::fs::metadata(&path).context("stat", &path).map_err(gone_or)?;
+        let space = sys::space(&path).map_err(gone_or)?;
         let bytes = Usage { total: space.total, used: space.used, available: space.available };
         let sys::Inodes { total, available } = space.inodes;
         let inodes = Usage { total, used: total.saturating_sub(available), available };

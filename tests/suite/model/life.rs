@@ -213,7 +213,10 @@ impl<'r, 's> Life<'r, 's> {
     async fn live_to_the_end(&mut self, steps: &[Step]) -> Result<(), String> {
         for (number, step) in steps.iter().enumerate() {
             self.tally.steps += 1;
-            let outcome = self.step(step).await;
+            let mut outcome = self.step(step).await;
+            if outcome.is_ok() {
+                outcome = self.check(Call::ListHealth(Pages::ALL)).await;
+            }
             self.reported.resize(number + 1, String::new());
             outcome.map_err(|said| format!("step {}: {said}", number + 1))?;
         }
@@ -360,7 +363,6 @@ impl<'r, 's> Life<'r, 's> {
     /// Compares the lists and the kernel with the worlds.
     pub async fn look(&mut self) -> Result<(), String> {
         self.check(Call::ListVolumes(Pages::ALL)).await?;
-        self.check(Call::ListHealth(Pages::ALL)).await?;
         self.check(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await?;
         let seen = self.seen();
         self.narrow(|world| world.check_kernel(&seen))?;
