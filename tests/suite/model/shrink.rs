@@ -137,10 +137,11 @@ fn put_away(mut rig: Subject) {
     }
 }
 
-/// A failed life as text.
+/// A failed life as text: up to the step that failed, or all of it after a panic, which leaves nothing reported.
 fn story(steps: &[Step], reported: &[String], said: &str) -> String {
     let mut story = String::new();
-    for (number, step) in steps.iter().enumerate().take(reported.len().max(1)) {
+    let lived = if reported.is_empty() { steps.len() } else { reported.len() };
+    for (number, step) in steps.iter().enumerate().take(lived) {
         let answer = match reported.get(number) {
             Some(answer) if !answer.is_empty() => format!("  -> {answer}"),
             _ => String::new(),
