@@ -406,10 +406,12 @@ impl<'r, 's> Life<'r, 's> {
         let there = |world: &World| {
             let (id, volume) = world.volumes.iter().find(|(_, volume)| volume.name == name)?;
             let published = volume.published.iter().find(|published| !published.read_only)?;
-            Some((id.clone(), published.at, volume.capacity, volume.bytes.clone()))
+            // Where an expansion was cut, the device may be smaller than the volume until a retry.
+            let size = if volume.grown { volume.capacity } else { 0 };
+            Some((id.clone(), published.at, size, volume.bytes.clone()))
         };
-        let Some((id, at, capacity, bytes)) = there(&self.known.worlds[0]) else { return };
-        let same = Some((id.clone(), at, capacity, bytes.clone()));
+        let Some((id, at, size, bytes)) = there(&self.known.worlds[0]) else { return };
+        let same = Some((id.clone(), at, size, bytes.clone()));
         if self.known.worlds.iter().any(|world| there(world) != same) {
             return;
         }
@@ -418,7 +420,7 @@ impl<'r, 's> Life<'r, 's> {
         let kind = self.known.worlds[0].volumes[&id].staged.as_ref().map(|staged| staged.kind);
         let bytes = match (bytes, fill, kind) {
             (Bytes::Raw(mut content), fill, Some(super::names::Kind::Block)) => {
-                if (block + count) * BLOCK > capacity {
+                if (block + count) * BLOCK > size {
                     return;
                 }
                 match fill {
