@@ -2,7 +2,6 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -12,6 +11,7 @@ use super::{Error, Result};
 use base::{Block, BlockRange, BlockSize, SnapshotId, Stop};
 use files::Context;
 use files::change;
+use window::{WINDOW, Windows, read_at};
 
 /// Blocks a segment covers: 16 GiB at 4 KiB blocks, a bitmap of at most 512 KiB in memory.
 pub const SEGMENT_BLOCKS: u64 = 1 << 22;
@@ -47,9 +47,6 @@ const CHECKSUM: usize = 32;
 /// index u32, length u32, offset u64, checksum.
 const ENTRY: usize = 16 + CHECKSUM;
 const ID: usize = 40;
-/// Bytes of the table, and of the payloads, that are read at once: segments of a sparse volume are small, and are mostly
-/// read one after another.
-const WINDOW: usize = 4 << 10;
 /// Bytes of a map that are gathered before they are written.
 const AT_ONCE: usize = 64 << 10;
 /// magic 8, version u32, block size u32, blocks u64, segments u64, flags u32, base id 40, checksum.
@@ -102,42 +99,6 @@ pub struct MapFile {
     /// The most bytes that are stored of a segment.
     largest: u32,
     windows: Mutex<Windows>,
-}
-
-/// What was read last of the table and of the payloads.
-#[derive(Debug, Default)]
-struct Windows {
-    rows: Window,
-    payloads: Window,
-}
-
-#[derive(Debug, Default)]
-struct Window {
-    start: u64,
-    bytes: Vec<u8>,
-}
-
-impl Window {
-    /// Bytes of a map, read with those that follow up to `end`.
-    fn read(&mut self, file: &File, path: &Path, start: u64, length: usize, end: u64) -> Result<&[u8]> {
-        let is_there = start >= self.start && start + length as u64 <= self.start + self.bytes.len() as u64;
-        if !is_there {
-            let at_once = length.max(WINDOW.min(end.saturating_sub(start) as usize));
-            let mut bytes = std::mem::take(&mut self.bytes);
-            bytes.resize(at_once, 0);
-            if let Err(error) = read_at(file, path, &mut bytes, start) {
-                // What is not needed may be what the disk does not give back.
-                bytes.truncate(length);
-                if at_once == length {
-                    return Err(error);
-                }
-                read_at(file, path, &mut bytes, start)?;
-            }
-            *self = Window { start, bytes };
-        }
-        let at = (start - self.start) as usize;
-        Ok(&self.bytes[at..at + length])
-    }
 }
 
 #[derive(Clone, Debug)]
@@ -324,17 +285,6 @@ pub(super) fn all_of_a_segment() -> RoaringBitmap {
     let mut all = RoaringBitmap::new();
     all.insert_range(0..SEGMENT_BLOCKS as u32);
     all
-}
-
-/// Reads bytes of a map. What the disk does not give back is damaged, like what it gives back changed: it can be
-/// made again from the data.
-fn read_at(file: &File, path: &Path, bytes: &mut [u8], offset: u64) -> Result<()> {
-    match file.read_exact_at(bytes, offset).context("read", path) {
-        Err(error) if error.is_unreadable() => {
-            Err(Error::damaged(path, format!("it cannot be read: {error}")))
-        }
-        read => Ok(read?),
-    }
 }
 
 impl Entry {
@@ -553,3 +503,4 @@ pub(super) fn locate(block: Block) -> (SegmentIndex, u32) {
 pub(super) mod fuzz;
 #[cfg(test)]
 mod tests;
+mod window;

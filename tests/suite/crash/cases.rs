@@ -238,7 +238,7 @@ impl Case {
                 let refused = scene::write_first_block(&path(target(VICTIM))).is_err();
                 hold(refused, "the device is not for reading only")
             }
-            // The model takes what is left of an interrupted call there for litter.
+            // The model allows an interrupted call to leave it, and does not look again after the retry.
             "Unpublish" | "UnpublishDevice" => hold(!path(target(VICTIM)).exists(), "the target stays"),
             "UnpublishEphemeral" => hold(!path(target(INLINE)).exists(), "the target stays"),
             _ => Ok(()),

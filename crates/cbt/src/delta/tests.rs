@@ -69,9 +69,7 @@ impl Fake {
     fn side_with(&self, fresh: &Arc<FreshHashes>) -> Side {
         Side::open(&ObjectDir::new(self.dir.path()), fresh.clone()).expect("open")
     }
-}
 
-impl Fake {
     /// Hashes as the hashing thread does.
     fn hash(&self, fresh: &Arc<FreshHashes>, work: impl FnOnce(&ToHash<'_>, &Stop)) {
         let dir = ObjectDir::new(self.dir.path());
