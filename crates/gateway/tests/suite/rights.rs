@@ -108,6 +108,14 @@ pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace
             content["status"]["readyToUse"] = json!(false);
         })
         .await;
+    // Of a snapshot that was there before its content, which has no status yet.
+    world
+        .snapshot_with(&other, "theirs-too", "plain-7", |snapshot, content| {
+            snapshot["status"]["readyToUse"] = json!(false);
+            content["spec"]["source"] = json!({"snapshotHandle": "plain-7"});
+            content["status"] = json!({});
+        })
+        .await;
     // The same handle under another driver's content: none of this gateway's business.
     world
         .snapshot_with(&other, "foreign", "deleted-1", |_, content| {
@@ -126,6 +134,7 @@ pub async fn a_base_is_a_handle_or_a_name_and_never_a_way_into_another_namespace
         ("a/b..c", "second", OK, "", "a/b..c"),
         ("forgotten", "second", Code::NotFound, "snapshot forgotten does not exist", "forgotten"),
         ("plain-3", "second", Code::PermissionDenied, DENIED_BASE, ""),
+        ("plain-7", "second", Code::PermissionDenied, DENIED_BASE, ""),
         ("plain-5", "second", Code::InvalidArgument, "are snapshots of different volumes", ""),
         ("plain-2", "first", Code::InvalidArgument, "the base is newer than the target", ""),
         ("unready", "second", Code::Unavailable, "is not ready to use yet", ""),

@@ -61,7 +61,8 @@ pub struct Content {
     pub snapshot_uid: Option<String>,
     /// `spec.source.volumeHandle`; none where the snapshot was there before its content.
     pub volume: Option<String>,
-    /// `status.snapshotHandle`.
+    /// `status.snapshotHandle`, or `spec.source.snapshotHandle` while there is no status. So the handle belongs to the
+    /// content's VolumeSnapshot before it is ready.
     pub handle: Option<String>,
     /// `status.readyToUse`.
     pub is_ready: bool,
@@ -286,5 +287,11 @@ mod tests {
         });
         let (_, content) = keep_content(serde_json::from_value(object).expect("a content"));
         assert_eq!((content.handle, content.is_ready, content.volume.as_deref()), (None, false, Some("v")));
+        let object = serde_json::json!({
+            "metadata": {"name": "c"},
+            "spec": {"driver": "d", "volumeSnapshotRef": {"name": "s", "namespace": "n"}, "source": {"snapshotHandle": "h"}},
+        });
+        let (_, content) = keep_content(serde_json::from_value(object).expect("a content"));
+        assert_eq!((content.handle.as_deref(), content.is_ready, content.volume), (Some("h"), false, None));
     }
 }

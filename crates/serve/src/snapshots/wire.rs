@@ -48,6 +48,7 @@ pub struct ApiReference {
 #[serde(rename_all = "camelCase", default)]
 pub struct ApiContentSource {
     volume_handle: Option<String>,
+    snapshot_handle: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -84,7 +85,10 @@ pub fn keep_content(object: ApiContent) -> (String, Content) {
         snapshot: SnapshotName { namespace, name },
         snapshot_uid: uid.filter(|uid| !uid.is_empty()),
         volume: source.volume_handle,
-        handle: status.snapshot_handle.filter(|handle| !handle.is_empty()),
+        handle: [status.snapshot_handle, source.snapshot_handle]
+            .into_iter()
+            .flatten()
+            .find(|handle| !handle.is_empty()),
         is_ready: status.ready_to_use.unwrap_or(false),
         created: status.creation_time,
     };
