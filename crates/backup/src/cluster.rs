@@ -111,6 +111,20 @@ fn is_passing(error: &kube::Error) -> bool {
     }
 }
 
+/// Asks an API server until it answers. Patience begins with each question, so it is counted from the last good answer.
+async fn asked<T>(patience: Duration, ask: impl AsyncFn() -> kube::Result<T>) -> kube::Result<T> {
+    let until = Instant::now() + patience;
+    loop {
+        match ask().await {
+            Err(error) if is_passing(&error) && Instant::now() < until => {
+                tracing::debug!(error = base::report(&error), "the API server is asked again");
+            }
+            answer => return answer,
+        }
+        tokio::time::sleep(POLL).await;
+    }
+}
+
 fn text<'v>(object: &'v DynamicObject, at: &str) -> Option<&'v str> {
     object.data.pointer(at).and_then(Value::as_str)
 }
@@ -137,18 +151,15 @@ impl Run<'_> {
         self.answered(async || objects.get(name).await).await?.map_err(self.failed("get", kind, name))
     }
 
-    /// Asks the API server until it answers. Patience begins with each question, so it is counted from the last good answer.
+    /// Asks the API server until it answers, or the command is stopped.
     async fn answered<T>(&self, ask: impl AsyncFn() -> kube::Result<T>) -> Result<kube::Result<T>> {
-        let until = Instant::now() + Duration::from_secs(self.arguments.patience);
-        loop {
-            match unless(|| self.stop.check().is_err(), ask()).await? {
-                Err(error) if is_passing(&error) && Instant::now() < until => {
-                    tracing::debug!(error = base::report(&error), "the API server is asked again");
-                }
-                answer => return Ok(answer),
-            }
-            tokio::time::sleep(POLL).await;
-        }
+        let patience = Duration::from_secs(self.arguments.patience);
+        unless(|| self.stop.check().is_err(), asked(patience, ask)).await
+    }
+
+    /// The same while cleaning up: it goes on after the command was stopped, but for no longer than [`GOING`].
+    async fn insist<T>(&self, ask: impl AsyncFn() -> kube::Result<T>) -> kube::Result<T> {
+        asked(GOING.min(Duration::from_secs(self.arguments.patience)), ask).await
     }
 
     async fn create(&self, kind: Resource, object: Value) -> Result<()> {
@@ -168,13 +179,17 @@ impl Run<'_> {
     /// Deletes an object and waits until it is gone.
     async fn remove(&self, kind: Resource, name: &str) -> Result<()> {
         let objects = self.objects(kind);
-        match objects.delete(name, &DeleteParams::default()).await {
+        match self.insist(async || objects.delete(name, &DeleteParams::default()).await).await {
             Ok(_) => {}
             Err(kube::Error::Api(status)) if status.code == 404 => return Ok(()),
             Err(error) => return Err(self.failed("delete", kind, name)(error)),
         }
         let until = Instant::now() + GOING;
-        while objects.get_opt(name).await.map_err(self.failed("get", kind, name))?.is_some() {
+        loop {
+            let there = self.insist(async || objects.get_opt(name).await).await;
+            if there.map_err(self.failed("get", kind, name))?.is_none() {
+                return Ok(());
+            }
             if Instant::now() > until {
                 return Err(Error::refused(format!(
                     "{} {name} is deleted and still there after {} s",
@@ -184,13 +199,14 @@ impl Run<'_> {
             }
             tokio::time::sleep(POLL).await;
         }
-        Ok(())
     }
 
     /// The snapshots of the claim that runs have made, with or without bases.
     async fn snapshots(&self, with_bases: bool) -> Result<Vec<String>> {
         let ours = ListParams::default().labels(&format!("{MANAGED_BY}={OURS}"));
-        let list = self.objects(SNAPSHOTS).list(&ours).await.map_err(self.failed("list", SNAPSHOTS, ""))?;
+        let objects = self.objects(SNAPSHOTS);
+        let list = self.insist(async || objects.list(&ours).await).await;
+        let list = list.map_err(self.failed("list", SNAPSHOTS, ""))?;
         let is_of_claim = |object: &DynamicObject| {
             let annotation = |name| object.metadata.annotations.as_ref().and_then(|all| all.get(name));
             annotation(OF_CLAIM) == Some(&self.arguments.pvc) && (with_bases || annotation(BASE).is_none())
@@ -256,7 +272,10 @@ impl Run<'_> {
         if made.is_some() && !self.arguments.keep_snapshot {
             if is_base {
                 let patch = Patch::Merge(json!({"metadata": {"annotations": {BASE: "true"}}}));
-                let marked = self.objects(SNAPSHOTS).patch(snapshot, &PatchParams::default(), &patch).await;
+                let objects = self.objects(SNAPSHOTS);
+                let marked = self
+                    .insist(async || objects.patch(snapshot, &PatchParams::default(), &patch).await)
+                    .await;
                 marked.map_err(self.failed("annotate", SNAPSHOTS, snapshot))?;
             }
             for before in self.snapshots(true).await?.into_iter().filter(|name| name != snapshot) {

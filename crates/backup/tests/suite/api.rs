@@ -25,7 +25,7 @@ enum Trouble {
 #[derive(Default)]
 struct State {
     objects: HashMap<String, Value>,
-    /// What went wrong with a GET of a path that ends so: from when on, until when.
+    /// What went wrong with a request for an object whose path ends so: from when on, until when.
     troubles: Vec<(&'static str, Trouble, Duration, Duration)>,
     /// The pod runs so long.
     runs: Duration,
@@ -137,7 +137,7 @@ impl State {
     fn trouble(&self, method: &str, path: &str) -> Option<Trouble> {
         let since = self.began?.elapsed();
         let is_now = |(of, _, from, until): &&(&str, Trouble, Duration, Duration)| {
-            method == "GET" && path.ends_with(of) && since >= *from && since < *until
+            method != "POST" && path.ends_with(of) && since >= *from && since < *until
         };
         self.troubles.iter().find(is_now).map(|of| of.1)
     }
@@ -252,6 +252,16 @@ fn an_api_server_that_is_away_for_moments_ends_no_backup() {
     assert_eq!(made["snapshot"], "one");
     assert_eq!(server.left(), [""; 0]);
     assert_eq!(server.state.lock().unwrap().pod["spec"]["containers"][0]["args"][0], "auto");
+}
+
+/// The same while the run cleans up: nothing stays.
+#[test]
+fn an_api_server_that_is_away_for_moments_leaves_nothing_behind() {
+    let server = Server::start(Duration::from_secs(1));
+    server.trouble("/persistentvolumeclaims/cbt-backup-data", Trouble::Code(500), 500, 3000);
+    server.trouble("/persistentvolumeclaims/cbt-backup-data", Trouble::Reset, 3000, 4000);
+    assert_eq!(server.place.ok(&RUN)["snapshot"], "one");
+    assert_eq!(server.left(), [""; 0]);
 }
 
 #[test]
