@@ -10,6 +10,7 @@ use serde_json::Value;
 use tokio::process::Command;
 
 use testkit::lab::Lab;
+use testkit::places::Disk;
 use testkit::{PoolKind, Rig, leftovers};
 
 /// Little of everything.
@@ -245,6 +246,27 @@ async fn what_a_driver_cannot_is_left_out() {
         result["figures"].as_array().into_iter().flatten().find(|figure| figure["size"] == 2_147_483_648_u64);
     let why = large.expect("the large size")["missing"]["why"].as_str().expect("a reason");
     assert!(why.contains("OUT_OF_RANGE"), "{why}");
+    assert_empty(&mut rig).await;
+    rig.finish();
+}
+
+/// Incident: with `--bare-dir` on ext4 a volume of 16 TiB was not measured at all, since ext4 has no file of that size.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_larger_than_a_bare_file_can_be_is_measured_alone() {
+    let mut rig = Rig::start_with(PoolKind::Xfs, &["--max-volume-size", "16Ti"], "info").await;
+    let disk = Disk::ext4(64 << 20);
+    let bare = disk.mount_point.to_str().expect("UTF-8");
+    let flags = ["--bare-dir", bare, "--size", "64Mi,16Ti", "--runs", "1", "--snapshots", "0"];
+    let (code, result) = run(&rig.socket(), &flags).await;
+    assert_eq!((code, &result["verdict"]), (Some(0), &"right".into()), "{result:#}");
+    for (size, has_bare) in [(64 << 20, true), (16_u64 << 40, false)] {
+        let mut figures = result["figures"].as_array().into_iter().flatten();
+        let restore = figures.find(|figure| figure["id"] == "restore" && figure["size"] == size);
+        let restore = restore.expect("a restore of each size");
+        assert!(restore["measured"]["median"].is_number(), "{restore}");
+        assert_eq!(restore["bare"].is_object(), has_bare, "{restore}");
+    }
     assert_empty(&mut rig).await;
     rig.finish();
 }

@@ -24,19 +24,22 @@ pub(super) struct Bare {
 }
 
 impl Bare {
-    /// Makes the file; the milliseconds that it took.
-    pub async fn create(parent: &Path, size: u64) -> Result<(Self, f64), Wrong> {
+    /// Makes the file; the milliseconds that it took. None where the filesystem has no files of that size.
+    pub async fn create(parent: &Path, size: u64) -> Result<Option<(Self, f64)>, Wrong> {
         let dir = tempfile::Builder::new().prefix("cbt-lab-bench-").tempdir_in(parent);
         let dir = dir.map_err(|error| Wrong::new(format!("{}: {error}", parent.display())))?;
         let bare = Bare { dir, content: Content::new(), size };
         let path = bare.file();
-        let took = timed(move || {
-            let file = File::create(path)?;
-            file.set_len(size)?;
-            file.sync_all()
+        let took = blocking(move |_| {
+            let began = Instant::now();
+            let file = File::create(path).map_err(failed)?;
+            match file.set_len(size).and_then(|()| file.sync_all()) {
+                Ok(()) => Ok(Some(milliseconds(began))),
+                Err(error) if error.raw_os_error() == Some(nix::libc::EFBIG) => Ok(None),
+                Err(error) => Err(failed(error)),
+            }
         });
-        let took = took.await?;
-        Ok((bare, took))
+        Ok(took.await?.map(|took| (bare, took)))
     }
 
     pub fn file(&self) -> PathBuf {
@@ -146,10 +149,18 @@ pub(super) fn space_of_same(parent: &Path, left: f64, data: f64) -> f64 {
 async fn timed(work: impl FnOnce() -> std::io::Result<()> + Send + 'static) -> Result<f64, Wrong> {
     blocking(move |_| {
         let began = Instant::now();
-        work().map_err(|error| Wrong::new(format!("bare operation: {error}")))?;
-        Ok(began.elapsed().as_secs_f64() * 1000.0)
+        work().map_err(failed)?;
+        Ok(milliseconds(began))
     })
     .await
+}
+
+fn milliseconds(since: Instant) -> f64 {
+    since.elapsed().as_secs_f64() * 1000.0
+}
+
+fn failed(error: std::io::Error) -> Wrong {
+    Wrong::new(format!("bare operation: {error}"))
 }
 
 #[cfg(test)]
@@ -161,7 +172,8 @@ mod tests {
     async fn a_copy_holds_the_same_and_nothing_stays() {
         let parent = tempfile::tempdir().expect("temp dir");
         let size = 64 << 20;
-        let (mut bare, _) = Bare::create(parent.path(), size).await.expect("create");
+        let (mut bare, _) =
+            Bare::create(parent.path(), size).await.expect("create").expect("a file of 64 MiB");
         bare.write(vec![Edit::Write { start: 300, count: 600, seed: 1 }]).await.expect("write");
         bare.copy("copy").await.expect("copy");
         let stop = base::Stop::default();

@@ -86,7 +86,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     write_time: Duration,
     /// Directory for a plain file to which the same is done, beside the driver. It should be on the filesystem that the driver
-    /// stores on. It takes three times --data.
+    /// stores on. It takes three times --data. Where it has no files of the size of the volume, the driver is measured alone.
     #[arg(long, value_name = "DIR", requires = "endpoint")]
     bare_dir: Option<PathBuf>,
     #[command(flatten)]

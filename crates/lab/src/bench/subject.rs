@@ -89,8 +89,9 @@ impl Bench<'_> {
             return Err(Wrong::new(made).into());
         }
         let mut bare = None;
-        if let Some(dir) = &self.plan.bare_dir {
-            let (made, took) = Bare::create(dir, real).await?;
+        if let Some(dir) = &self.plan.bare_dir
+            && let Some((made, took)) = Bare::create(dir, real).await?
+        {
             if let Some(spot) = create {
                 self.book.bare(spot, "a sparse file, synced", took);
             }
