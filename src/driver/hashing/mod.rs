@@ -342,9 +342,8 @@ impl Hashing {
         };
         let mut parent = self.hashed_parent(&dir);
         let (mut done, mut is_last) = (0, true);
-        let mut indexes = wanted.into_iter();
         let mut taken = BTreeMap::new();
-        for index in indexes.by_ref() {
+        for index in wanted {
             let held = allocated.segment(index)?;
             let mut pended = pending.segment_or_all(index)?;
             if let Some(only) = only {
@@ -352,10 +351,9 @@ impl Hashing {
             }
             to_hash.forget(index, &pended - &held, stop)?;
             let mut members = &pended & held;
-            let mut is_cut = false;
             if let Some(later) = cut_off(&mut members, (STEP - done) / size.bytes()) {
                 pended -= later;
-                is_cut = true;
+                is_last = false;
             }
             taken.insert(index, pended);
             done += members.len() * size.bytes();
@@ -365,13 +363,11 @@ impl Hashing {
                 members -= to_hash.take_over(index, shared, &mut parent.hashes, stop)?;
             }
             helpers.install(|| to_hash.hash_segment(index, members, stop))?;
-            is_last = !is_cut;
-            if is_cut {
+            if !is_last {
                 break;
             }
         }
         hashes.sync()?;
-        is_last &= indexes.next().is_none();
         Ok(Some(Rest { header: header(record), done, taken, is_last, pending, allocated }))
     }
 
@@ -425,6 +421,7 @@ struct Rest {
     done: u64,
     /// Blocks that the step removes from `pending`, by segment: those it hashed, and holes.
     taken: BTreeMap<SegmentIndex, RoaringBitmap>,
+    /// Whether the step had room for all that was to be hashed.
     is_last: bool,
     /// The blocks that were pending before.
     pending: MapFile,
@@ -462,6 +459,7 @@ mod tests {
         for (room, taken) in [(0, 0), (1, 1), (3, 3), (4, 4), (5, 5), (6, 5), (1 << 32, 5)] {
             let mut members = RoaringBitmap::from(all);
             let later = cut_off(&mut members, room);
+            assert_eq!(later.is_none(), taken == all.len(), "a step is the last one only if nothing is left");
             assert!(members.iter().eq(all[..taken].iter().copied()), "room for {room}");
             assert!(later.into_iter().flatten().eq(all[taken..].iter().copied()), "room for {room}");
         }
