@@ -11,11 +11,10 @@ use serde_json::Value;
 use crate::changes::{change, fill};
 use crate::{Row, Table, host, ratio, spread};
 use fastrand::Rng;
-use testkit::Rig;
 use testkit::bench::{median, ms};
+use testkit::{PoolKind, Rig};
 
 const ROUNDS: usize = 5;
-const SIZE: u64 = 16 << 40;
 /// As `cbt-lab bench` writes its data.
 const PIECE: u64 = 1 << 20;
 
@@ -32,15 +31,24 @@ const FIGURES: [(&str, &str); 8] = [
 ];
 type Times = [Duration; FIGURES.len()];
 
+/// Bytes of a volume: a dir pool lies on ext4, which holds no file of 16 TiB.
+fn size(pool: PoolKind) -> u64 {
+    match pool {
+        PoolKind::Btrfs | PoolKind::Xfs => 16 << 40,
+        PoolKind::Dir => 4 << 40,
+    }
+}
+
 pub async fn run(table: &mut Table) {
-    for pool in table.sharing() {
+    for pool in table.pools(&PoolKind::ALL) {
+        let size = size(pool);
         let flags = ["--pool-size", "48Gi", "--max-volume-size", "16Ti"];
         let mut rig = Rig::start_with(pool, &flags, "warn").await;
         let (mut lab, mut own) = (Vec::new(), Vec::new());
         for round in 0..ROUNDS {
-            own.push(by_own_client(&mut rig, round).await);
+            own.push(by_own_client(&mut rig, size, round).await);
             host::idle(&rig, pool).await;
-            lab.push(by_cbt_lab(&rig.socket()));
+            lab.push(by_cbt_lab(&rig.socket(), size));
             host::idle(&rig, pool).await;
         }
         for (at, (_, what)) in FIGURES.iter().enumerate() {
@@ -48,7 +56,11 @@ pub async fn run(table: &mut Table) {
             let (lab, own) = (of(&lab), of(&own));
             table.add(Row {
                 id: "lab",
-                what: format!("cbt-lab bench: {what}, 16 TiB sparse, 1 GiB data, {}", pool.name()),
+                what: format!(
+                    "cbt-lab bench: {what}, {} TiB sparse, 1 GiB data, {}",
+                    size >> 40,
+                    pool.name()
+                ),
                 measured: spread(&lab, ms),
                 beside: format!(
                     "{:.2} x the table's own client, {}",
@@ -69,25 +81,26 @@ fn agree(one: &[Duration], other: &[Duration]) -> bool {
     meet || (0.8..=1.25).contains(&ratio(median(one), median(other)))
 }
 
-async fn by_own_client(rig: &mut Rig, round: usize) -> Times {
+async fn by_own_client(rig: &mut Rig, size: u64, round: usize) -> Times {
     let mut random = Rng::with_seed(round as u64);
-    let (volume, device) = rig.block_volume(&format!("volume {round}"), SIZE as i64).await;
-    fill(&device, SIZE, PIECE, &mut random);
+    let (volume, device) = rig.block_volume(&format!("volume {round}"), size as i64).await;
+    fill(&device, size, PIECE, &mut random);
     let (base, first) = timed(rig.snapshot(&format!("first {round}"), &volume)).await;
     let allocated = host::allocated(&mut rig.client, &base).await.whole;
-    change(&device, SIZE, PIECE, &mut random);
+    change(&device, size, PIECE, &mut random);
     let (target, next) = timed(rig.snapshot(&format!("next {round}"), &volume)).await;
     host::hashed(rig, &target).await;
     let delta = host::delta(&mut rig.client, &base, &target).await.whole;
+    // As cbt-lab does: both copies are there until the end, so the second is not written where the first one was.
     let mut made = [Duration::ZERO; 2];
+    let mut copies = Vec::new();
     for (took, source) in made.iter_mut().zip([from_snapshot(&base), from_volume(&volume)]) {
-        let mut request = new_volume(&format!("copy {round}"), SIZE as i64, block_capability());
+        let mut request = new_volume(&format!("copy {}", copies.len()), size as i64, block_capability());
         request.volume_content_source = Some(source);
         let (copy, time) = timed(rig.client.create_volume(request)).await;
         *took = time;
-        rig.client.delete_volume(&copy.expect("CreateVolume").volume_id).await.expect("DeleteVolume");
+        copies.push(copy.expect("CreateVolume").volume_id);
     }
-    // As cbt-lab does.
     let mut left = None;
     loop {
         let asked = rig.client.controller.get_capacity(GetCapacityRequest::default()).await;
@@ -107,6 +120,9 @@ async fn by_own_client(rig: &mut Rig, round: usize) -> Times {
     rig.detach(&volume).await;
     let (deleted, gone) = timed(rig.client.delete_volume(&volume)).await;
     deleted.expect("DeleteVolume");
+    for copy in &copies {
+        rig.client.delete_volume(copy).await.expect("DeleteVolume");
+    }
     [first, allocated, next, delta, made[0], made[1], without, gone]
 }
 
@@ -117,11 +133,12 @@ async fn timed<T>(call: impl Future<Output = T>) -> (T, Duration) {
 }
 
 /// Of one run, which must find every answer right.
-fn by_cbt_lab(socket: &Path) -> Times {
+fn by_cbt_lab(socket: &Path, size: u64) -> Times {
     let mut command = Command::new(testkit::program("cbt-lab"));
     command.args(["bench", "--endpoint", &format!("unix://{}", socket.display()), "--output", "json"]);
-    let plan = "--size 16Ti --data 1Gi --changed 1 --snapshots 0 --write-time 0 --settle 3 --runs 1";
-    let output = command.args(plan.split(' ')).output().expect("run cbt-lab");
+    let plan = "--data 1Gi --changed 1 --snapshots 0 --write-time 0 --settle 3 --runs 1";
+    command.args(["--size", &size.to_string()]).args(plan.split(' '));
+    let output = command.output().expect("run cbt-lab");
     assert!(output.status.success(), "cbt-lab bench: {}", String::from_utf8_lossy(&output.stderr));
     let result: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let figures = result["figures"].as_array().expect("figures");

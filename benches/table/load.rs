@@ -1,46 +1,40 @@
-//! Rows l to o: volumes under load, beside bare loop devices on bare files of the same filesystem; and hashing behind, alone
+//! Rows l to o and r: volumes under load, beside bare loop devices on bare files of the same filesystem; and hashing behind, alone
 //! and beside the writers.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use base::{ByteRange, ObjectDir};
 use deltapath::sys::{btrfs, tree};
-use fastrand::Rng;
 use files::DataRanges;
-use testkit::bench::{Aligned, median, ms, write_direct};
+use testkit::bench::{median, ms, write_direct};
 use testkit::{PoolKind, Rig};
 
-use crate::{Row, SHARING, Table, host, spread};
+use crate::host::BareCopy;
+use crate::work::{Load, PIECE, Work};
+use crate::{Row, Table, host, spread};
 
-const PIECE: usize = 1 << 20;
-const BLOCK: usize = 4096;
 /// The data of the volume that is hashed: long enough to be written beside.
 const HASHED: u64 = 4 << 30;
 /// The size of each volume that is written, all of it data.
-const WRITTEN: u64 = 1 << 30;
-/// Writes in flight, over all volumes.
-const IN_FLIGHT: usize = 16;
-/// How long a sample takes.
-const SAMPLE: Duration = Duration::from_millis(1500);
-/// Writes of a thread between two fsyncs, in row m.
-const BETWEEN_SYNCS: u64 = 16;
-const ROUNDS: usize = 5;
+pub const WRITTEN: u64 = 1 << 30;
+/// Random writes, each thread with an fsync after 16.
+const SYNCED: Work = Work::Random { between_syncs: Some(16) };
+pub const EACH_SYNCED: Work = Work::Random { between_syncs: Some(1) };
+pub const RANDOM: Work = Work::Random { between_syncs: None };
+pub const ROUNDS: usize = 5;
 
 pub async fn run(table: &mut Table) {
-    for pool in SHARING.into_iter().chain([PoolKind::Dir]) {
-        if !table.wants_pool(pool) {
-            continue;
-        }
+    for pool in table.pools(&PoolKind::ALL) {
         if (table.wants("l") || table.wants("m")) && pool != PoolKind::Dir {
             hashing(table, pool).await;
         }
-        if table.wants("n") || table.wants("o") {
-            for volumes in [1, 16] {
-                writes(table, pool, volumes).await;
+        if ["n", "o", "r"].iter().any(|id| table.wants(id)) {
+            for count in [1, 16] {
+                volumes(table, pool, count).await;
             }
         }
     }
@@ -67,38 +61,32 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
 
         // Both samples begin without what the filesystem has read of itself.
         host::drop_caches();
-        quiet.push(Load::of(&written, Some(BETWEEN_SYNCS), after(SAMPLE)));
+        quiet.push(Load::of(&written, SYNCED));
         host::drop_caches();
         let snapshot = rig.snapshot(&format!("beside {round}"), &hashed).await;
         let load = tokio::task::spawn_blocking({
             let written = written.clone();
-            move || Load::of(&written, Some(BETWEEN_SYNCS), after(SAMPLE))
+            move || Load::of(&written, SYNCED)
         });
         beside.push(load.await.expect("the writers"));
         assert!(!host::is_hashed(&rig, &snapshot), "hashing was over before the writers were");
         host::hashed(&rig, &snapshot).await;
         rig.client.delete_snapshot(&snapshot).await.expect("delete");
     }
-    let rates = |loads: &[Load]| loads.iter().map(|load| load.rate).collect::<Vec<_>>();
-    let syncs = |loads: &[Load]| loads.iter().map(|load| load.sync).collect::<Vec<_>>();
-    let rate = |loads: &[Load]| median(&rates(loads));
-    let sync = |loads: &[Load]| median(&syncs(loads));
-    let per_second = |rate: f64| format!("{rate:.0}/s");
     let share = median(&alone) / median(&bare);
     table.add(Row {
         id: "l",
         what: format!("hashing a first snapshot of 4 GiB behind, cold, {}", pool.name()),
-        measured: spread(&alone, |rate| format!("{:.2} GB/s", rate / 1e9)),
+        measured: spread(&alone, gigabytes),
         beside: format!(
             "{:.0} % of a bare sequential read of it, {}",
             100.0 * share,
-            spread(&bare, |rate| format!("{:.2} GB/s", rate / 1e9))
+            spread(&bare, gigabytes)
         ),
         must: "80 %",
         holds: share >= 0.8,
     });
-    let (share, slower) =
-        (rate(&beside) / rate(&quiet), sync(&beside).as_secs_f64() / sync(&quiet).as_secs_f64());
+    let (share, slower) = compared(&beside, &quiet);
     table.add(Row {
         id: "m",
         what: format!("random 4 KiB writes to another volume meanwhile, {}", pool.name()),
@@ -122,90 +110,231 @@ async fn hashing(table: &mut Table, pool: PoolKind) {
     rig.finish();
 }
 
-/// Rows n and o.
-async fn writes(table: &mut Table, pool: PoolKind, count: usize) {
-    let size = WRITTEN / count as u64;
-    let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
-    let (mut ids, mut ours) = (Vec::new(), Vec::new());
-    for number in 0..count {
-        let (id, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
-        ids.push(id);
-        ours.push(device);
+/// Rows n, o and r.
+async fn volumes(table: &mut Table, pool: PoolKind, count: usize) {
+    let mut volumes = Volumes::make(pool, count).await;
+    if table.wants("n") {
+        volumes.without_snapshots(table);
     }
-    let bare: Vec<Bare> = (0..count).map(|number| Bare::make(&rig, pool, number, size)).collect();
-    let loops: Vec<PathBuf> = bare.iter().map(|bare| bare.device.clone()).collect();
-    let host_dir = tempfile::tempdir().expect("temp dir");
-    let files: Vec<PathBuf> = (0..count).map(|number| host_dir.path().join(number.to_string())).collect();
-    for file in &files {
-        File::create(file).and_then(|file| file.set_len(size)).expect("create");
+    if table.wants("r") {
+        volumes.other_work(table);
     }
-    for path in ours.iter().chain(&loops).chain(&files) {
-        write_direct(path, size);
+    if pool != PoolKind::Dir && table.wants("o") {
+        volumes.right_after_snapshots(table).await;
     }
-    let load = |paths: &[PathBuf]| Load::of(paths, None, after(SAMPLE)).rate;
-    let (mut of_ours, mut of_loops, mut of_files) = (vec![], vec![], vec![]);
-    // The disk may be slower for whoever comes later, so they take turns to be the first.
-    for turn in 0..ROUNDS * 3 {
-        match (turn + turn / 3) % 3 {
-            0 => of_ours.push(load(&ours)),
-            1 => of_loops.push(load(&loops)),
-            _ => of_files.push(load(&files)),
+    if pool != PoolKind::Dir && table.wants("r") {
+        volumes.long_after_snapshots(table).await;
+    }
+    volumes.finish().await;
+}
+
+/// Volumes full of data, and as many loop devices on files beside them.
+struct Volumes {
+    rig: Rig,
+    pool: PoolKind,
+    /// Bytes of each.
+    size: u64,
+    ids: Vec<String>,
+    ours: Vec<PathBuf>,
+    bare: Vec<Bare>,
+    loops: Vec<PathBuf>,
+    /// What stands beside the snapshots.
+    copies: Vec<BareCopy>,
+}
+
+impl Volumes {
+    async fn make(pool: PoolKind, count: usize) -> Self {
+        let size = WRITTEN / count as u64;
+        let mut rig = Rig::start_with(pool, &["--pool-size", "32Gi", "--retain-deleted", "0"], "warn").await;
+        let (mut ids, mut ours) = (Vec::new(), Vec::new());
+        for number in 0..count {
+            let (id, device) = rig.block_volume(&format!("volume {number}"), size as i64).await;
+            ids.push(id);
+            ours.push(device);
+        }
+        let bare: Vec<Bare> = (0..count).map(|number| Bare::make(&rig, pool, number, size)).collect();
+        let loops: Vec<PathBuf> = bare.iter().map(|bare| bare.device.clone()).collect();
+        let volumes = Volumes { rig, pool, size, ids, ours, bare, loops, copies: Vec::new() };
+        volumes.write_all();
+        volumes
+    }
+
+    fn write_all(&self) {
+        for path in self.ours.iter().chain(&self.loops) {
+            write_direct(path, self.size);
         }
     }
-    let name = pool.name();
-    let of_volumes = if count == 1 { "1 volume".to_owned() } else { format!("{count} volumes") };
-    let (rate, of_loop, of_file) = (median(&of_ours), median(&of_loops), median(&of_files));
-    let per_second = |rate: f64| format!("{rate:.0}/s");
-    table.add(Row {
-        id: "n",
-        what: format!("random 4 KiB writes to {of_volumes} without a snapshot, {name}"),
-        measured: spread(&of_ours, per_second),
-        beside: format!(
-            "{:.0} % of bare loop devices on the same filesystem, {}; {:.0} % of bare files on the host's, {}",
-            100.0 * rate / of_loop,
-            spread(&of_loops, per_second),
-            100.0 * rate / of_file,
-            spread(&of_files, per_second)
-        ),
-        must: "85 %; 60 %",
-        holds: rate / of_loop >= 0.85 && rate / of_file >= 0.6,
-    });
-    if pool != PoolKind::Dir {
-        let (mut of_ours, mut of_loops) = (vec![], vec![]);
-        let mut copies = Vec::new();
+
+    async fn finish(mut self) {
+        drop(self.copies);
+        drop(self.bare);
+        for id in &self.ids {
+            self.rig.detach(id).await;
+        }
+        self.rig.finish();
+    }
+
+    /// "1 volume" or "16 volumes".
+    fn count(&self) -> String {
+        match self.ids.len() {
+            1 => "1 volume".to_owned(),
+            count => format!("{count} volumes"),
+        }
+    }
+
+    /// The volumes and the loop devices, by turns the first.
+    fn in_turns(&self, work: Work) -> [Vec<Load>; 2] {
+        let mut loads = [vec![], vec![]];
         for turn in 0..ROUNDS * 2 {
-            if (turn + turn / 2) % 2 == 0 {
-                for id in &ids {
-                    rig.snapshot(&format!("{id} {turn}"), id).await;
-                }
-                of_ours.push(load(&ours));
-            } else {
-                for bare in &bare {
-                    copies.push(host::bare_copy(&rig, pool, &bare.dir, Some(&bare.device)));
-                }
-                of_loops.push(load(&loops));
+            let whose = (turn + turn / 2) % 2;
+            loads[whose].push(Load::of([&self.ours, &self.loops][whose], work));
+        }
+        loads
+    }
+
+    /// Row n.
+    fn without_snapshots(&self, table: &mut Table) {
+        let host_dir = tempfile::tempdir().expect("temp dir");
+        let files: Vec<PathBuf> =
+            (0..self.ids.len()).map(|number| host_dir.path().join(number.to_string())).collect();
+        for file in &files {
+            write_direct(file, self.size);
+        }
+        let (mut of_ours, mut of_loops, mut of_files) = (vec![], vec![], vec![]);
+        // The disk may be slower for whoever comes later, so they take turns to be the first.
+        for turn in 0..ROUNDS * 3 {
+            match (turn + turn / 3) % 3 {
+                0 => of_ours.push(Load::of(&self.ours, RANDOM)),
+                1 => of_loops.push(Load::of(&self.loops, RANDOM)),
+                _ => of_files.push(Load::of(&files, RANDOM)),
             }
         }
-        let (rate, of_loop) = (median(&of_ours), median(&of_loops));
+        let (of_loop, of_file) = (compared(&of_ours, &of_loops).0, compared(&of_ours, &of_files).0);
+        table.add(Row {
+            id: "n",
+            what: format!("random 4 KiB writes to {} without a snapshot, {}", self.count(), self.pool.name()),
+            measured: spread(&rates(&of_ours), per_second),
+            beside: format!(
+                "{:.0} % of bare loop devices on the same filesystem, {}; {:.0} % of bare files on the host's, {}",
+                100.0 * of_loop,
+                spread(&rates(&of_loops), per_second),
+                100.0 * of_file,
+                spread(&rates(&of_files), per_second)
+            ),
+            must: "85 %; 60 %",
+            holds: of_loop >= 0.85 && of_file >= 0.6,
+        });
+    }
+
+    /// Row o.
+    async fn right_after_snapshots(&mut self, table: &mut Table) {
+        let (mut of_ours, mut of_loops) = (vec![], vec![]);
+        for turn in 0..ROUNDS * 2 {
+            if (turn + turn / 2) % 2 == 0 {
+                self.take_snapshots(turn).await;
+                of_ours.push(Load::of(&self.ours, RANDOM));
+            } else {
+                self.copy_bare();
+                of_loops.push(Load::of(&self.loops, RANDOM));
+            }
+        }
+        let (share, _) = compared(&of_ours, &of_loops);
         table.add(Row {
             id: "o",
-            what: format!("random 4 KiB writes to {of_volumes} right after a snapshot of each, {name}"),
-            measured: spread(&of_ours, per_second),
+            what: format!(
+                "random 4 KiB writes to {} right after a snapshot of each, {}",
+                self.count(),
+                self.pool.name()
+            ),
+            measured: spread(&rates(&of_ours), per_second),
             beside: format!(
                 "{:.0} % of bare loop devices after the filesystem's own, {}",
-                100.0 * rate / of_loop,
-                spread(&of_loops, per_second)
+                100.0 * share,
+                spread(&rates(&of_loops), per_second)
             ),
             must: "90 %",
-            holds: rate / of_loop >= 0.9,
+            holds: share >= 0.9,
         });
-        drop(copies);
     }
-    drop(bare);
-    for id in &ids {
-        rig.detach(id).await;
+
+    async fn take_snapshots(&mut self, turn: usize) {
+        for id in &self.ids {
+            self.rig.snapshot(&format!("{id} {turn}"), id).await;
+        }
     }
-    rig.finish();
+
+    fn copy_bare(&mut self) {
+        for bare in &self.bare {
+            self.copies.push(host::bare_copy(&self.rig, self.pool, &bare.dir, Some(&bare.device)));
+        }
+    }
+
+    /// Rows r, but for the last.
+    fn other_work(&self, table: &mut Table) {
+        self.row(table, "sequential writes of 1 MiB to", "", Work::Sequential, mebibytes);
+        self.row(table, "random 4 KiB, seven reads to three writes, of", "", Work::Mixed, per_second);
+        self.row(table, "random 4 KiB writes, each with an fsync, to", "", EACH_SYNCED, per_second);
+    }
+
+    /// The last of rows r: when nothing is shared any more.
+    async fn long_after_snapshots(&mut self, table: &mut Table) {
+        self.take_snapshots(ROUNDS * 2).await;
+        self.copy_bare();
+        self.write_all();
+        host::idle(&self.rig, self.pool).await;
+        self.row(table, "random 4 KiB writes to", ", all written once since a snapshot", RANDOM, per_second);
+    }
+
+    fn row(&self, table: &mut Table, what: &str, state: &str, work: Work, show: impl Fn(f64) -> String) {
+        let [ours, loops] = self.in_turns(work);
+        let (share, slower) = compared(&ours, &loops);
+        let mut row = Row {
+            id: "r",
+            what: format!("{what} {}{state}, {}", self.count(), self.pool.name()),
+            measured: spread(&rates(&ours), &show),
+            beside: format!(
+                "{:.0} % of bare loop devices on the same filesystem, {}",
+                100.0 * share,
+                spread(&rates(&loops), &show)
+            ),
+            must: "85 %",
+            holds: share >= 0.85,
+        };
+        if slower.is_finite() {
+            row.measured += &format!(", p99 of fsync {}", spread(&syncs(&ours), ms));
+            row.beside += &format!("; p99 {slower:.2} x, {}", spread(&syncs(&loops), ms));
+            row.must = "85 %; 2 x";
+            row.holds &= slower <= 2.0;
+        }
+        table.add(row);
+    }
+}
+
+fn rates(loads: &[Load]) -> Vec<f64> {
+    loads.iter().map(|load| load.rate).collect()
+}
+
+fn syncs(loads: &[Load]) -> Vec<Duration> {
+    loads.iter().map(|load| load.sync).collect()
+}
+
+pub fn per_second(rate: f64) -> String {
+    format!("{rate:.0}/s")
+}
+
+pub fn gigabytes(rate: f64) -> String {
+    format!("{:.2} GB/s", rate / 1e9)
+}
+
+/// Of pieces a second.
+pub fn mebibytes(rate: f64) -> String {
+    format!("{:.0} MiB/s", rate * PIECE as f64 / (1 << 20) as f64)
+}
+
+/// The rate of one as a share of the other's, and the same of the p99 of fsync: NaN where there was no fsync.
+fn compared(one: &[Load], other: &[Load]) -> (f64, f64) {
+    let sync = |loads: &[Load]| median(&syncs(loads)).as_secs_f64();
+    (median(&rates(one)) / median(&rates(other)), sync(one) / sync(other))
 }
 
 /// A file beside the volumes, as the filesystem makes it, with a loop device that passes the page cache by.
@@ -246,79 +375,18 @@ impl Drop for Bare {
     }
 }
 
-/// Whether that much time has passed since the call.
-fn after(time: Duration) -> impl Fn() -> bool + Sync {
-    let started = Instant::now();
-    move || started.elapsed() >= time
-}
-
-/// What random writes of 4 KiB past the page cache came to.
-struct Load {
-    /// Writes a second, the flush in the end included.
-    rate: f64,
-    /// 99 of 100 fsyncs were quicker.
-    sync: Duration,
-}
-
-impl Load {
-    /// Writes to devices or files in turns, [`IN_FLIGHT`] writes at once.
-    fn of(paths: &[PathBuf], between_syncs: Option<u64>, over: impl Fn() -> bool + Sync) -> Self {
-        let started = Instant::now();
-        let threads = (0..IN_FLIGHT).map(|number| (number, &paths[number % paths.len()]));
-        let write = |(number, path): (usize, &PathBuf)| {
-            let mut random = Rng::with_seed(number as u64);
-            let file = open(path);
-            let blocks = host::length(&file) / BLOCK as u64;
-            let mut block = Aligned([0; BLOCK]);
-            random.fill(&mut block.0);
-            let (mut count, mut syncs) = (0, Vec::new());
-            while !over() {
-                block.0[..8].copy_from_slice(&random.u64(..).to_le_bytes());
-                file.write_all_at(&block.0, random.u64(0..blocks) * BLOCK as u64).expect("write");
-                count += 1;
-                if between_syncs.is_some_and(|between| count % between == 0) {
-                    let started = Instant::now();
-                    file.sync_data().expect("fsync");
-                    syncs.push(started.elapsed());
-                }
-            }
-            file.sync_data().expect("fsync");
-            (count, syncs)
-        };
-        let (mut writes, mut syncs) = (0, Vec::new());
-        std::thread::scope(|scope| {
-            let running: Vec<_> = threads
-                .map(|thread| {
-                    scope.spawn({
-                        let write = &write;
-                        move || write(thread)
-                    })
-                })
-                .collect();
-            for thread in running {
-                let (count, some) = thread.join().expect("a writer");
-                writes += count;
-                syncs.extend(some);
-            }
-        });
-        syncs.sort_unstable();
-        let sync = syncs.get(syncs.len() * 99 / 100).copied().unwrap_or_default();
-        Load { rate: writes as f64 / started.elapsed().as_secs_f64(), sync }
-    }
-}
-
-fn open(path: &Path) -> File {
-    File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path).expect("open")
-}
-
 /// Reads all data of a file once, in order; bytes a second.
 fn read_through(path: &Path) -> f64 {
     let file = File::open(path).expect("open");
+    let ranges = DataRanges::of(&file, path, ByteRange { start: 0, end: host::length(&file) });
+    read_pieces(&file, ranges.map(|range| range.expect("seek")))
+}
+
+pub fn read_pieces(file: &File, ranges: impl IntoIterator<Item = ByteRange>) -> f64 {
     let mut piece = vec![0; PIECE];
     let started = Instant::now();
     let mut bytes = 0;
-    for range in DataRanges::of(&file, path, ByteRange { start: 0, end: host::length(&file) }) {
-        let range = range.expect("seek");
+    for range in ranges {
         for offset in (range.start..range.end).step_by(PIECE) {
             let length = PIECE.min((range.end - offset) as usize);
             file.read_exact_at(&mut piece[..length], offset).expect("read");

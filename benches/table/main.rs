@@ -3,7 +3,7 @@
 //! 20 GB of disk.
 //!
 //! `cargo bench --bench table -- a e` runs the rows that are named; without names all. `scale` names `scale-volumes`,
-//! `scale-chain` and `scale-huge`. `btrfs` or `xfs`, alone or beside them, runs the rows of one pool on that pool alone.
+//! `scale-chain` and `scale-huge`. `btrfs`, `xfs` or `dir`, alone or beside them, runs the rows of one pool on that pool alone.
 #![allow(clippy::disallowed_methods)]
 
 mod changes;
@@ -17,6 +17,8 @@ mod pools;
 mod scale;
 mod single;
 mod stream;
+mod tuned;
+mod work;
 
 use std::time::Duration;
 
@@ -38,7 +40,7 @@ struct Table {
 impl Table {
     /// Whether a row is named, or the family that it is one of (`scale` of `scale-huge`), or none is.
     fn wants(&self, id: &str) -> bool {
-        let is_pool = |wanted: &&String| SHARING.iter().any(|pool| *wanted == pool.name());
+        let is_pool = |wanted: &&String| PoolKind::ALL.iter().any(|pool| *wanted == pool.name());
         let mut named = self.wanted.iter().filter(|wanted| !is_pool(wanted)).peekable();
         let is_it = |wanted: &String| {
             id.strip_prefix(wanted.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
@@ -46,15 +48,16 @@ impl Table {
         named.peek().is_none() || named.any(is_it)
     }
 
-    /// Whether a pool is named, or none is.
-    fn wants_pool(&self, pool: PoolKind) -> bool {
+    /// Those of some pools that are wanted: the named ones, or all where none is named.
+    fn pools(&self, some: &[PoolKind]) -> Vec<PoolKind> {
         let named = |pool: &PoolKind| self.wanted.iter().any(|wanted| wanted == pool.name());
-        named(&pool) || !SHARING.iter().any(named)
+        let all = !PoolKind::ALL.iter().any(named);
+        some.iter().copied().filter(|pool| all || named(pool)).collect()
     }
 
     /// The pools whose snapshots share blocks, of those that are wanted.
     fn sharing(&self) -> Vec<PoolKind> {
-        SHARING.into_iter().filter(|pool| self.wants_pool(*pool)).collect()
+        self.pools(&SHARING)
     }
 
     fn add(&mut self, row: Row) {
@@ -119,8 +122,11 @@ fn main() {
         if table.wants("j") || table.wants("k") {
             cold::run(&mut table).await;
         }
-        if ["l", "m", "n", "o"].iter().any(|id| table.wants(id)) {
+        if ["l", "m", "n", "o", "r"].iter().any(|id| table.wants(id)) {
             load::run(&mut table).await;
+        }
+        if table.wants("s") {
+            tuned::run(&mut table).await;
         }
         if table.wants("p") {
             crowd::run(&mut table).await;
