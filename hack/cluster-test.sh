@@ -5,18 +5,20 @@ set -euo pipefail
 # shellcheck source=hack/cluster/lib.sh
 . "$(dirname "$0")/cluster/lib.sh"
 
-parts=(kills beside single distributed pages overlays troubles changes crowd)
+# The first are about the whole machine, so nothing runs beside them. Of the others the longest begin first.
+alone=(kills beside)
+parts=("${alone[@]}" crowd changes overlays distributed single troubles pages)
 usage="usage: cluster-test.sh [PART...]
   kills        nothing is left on the machine, however a cluster ends
   beside       two clusters in use: one is taken down, and the other does not notice
-  single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
-  distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
-  pages        the commands of docs/install.md for a cluster that is there, and those of docs/uninstall.md
-  overlays     every overlay that the other parts do not install, with the smoke test of hack/e2e.sh
-  troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
-  changes      the driver is upgraded, and the API server is away for a minute in the middle of each call of a sidecar
   crowd        a quota, 50 claims and 200 snapshots at once, fsGroup on 100,000 files, ROUNDS=200 of a snapshot schedule
-Without a PART all of them."
+  changes      the driver is upgraded, and the API server is away for a minute in the middle of each call of a sidecar
+  overlays     every overlay that the other parts do not install, with the smoke test of hack/e2e.sh
+  distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
+  single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
+  troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
+  pages        the commands of docs/install.md for a cluster that is there, and those of docs/uninstall.md
+Without a PART all of them. PARTS=2 of them run beside each other, each in clusters of its own, but for kills and beside."
 for part in "$@"; do
     case "$part" in
         -h | --help) echo "$usage" && exit 0 ;;
@@ -25,30 +27,50 @@ $usage" ;;
     esac
 done
 [ "$(id -u)" -eq 0 ] || fail "needs root, for namespaces and mounts"
+"$root/hack/cluster-deps.sh" >/dev/null
+
+scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/deltapath-cluster-test-XXXXXX")
+"$root/hack/cluster/machine.sh" >"$scratch/before"
+# The clusters of parts beside each other are on the machine, too: then only the machine after all of them counts.
+unchanged() {
+    [ "${BESIDE-no}" = no ] || return 0
+    "$root/hack/cluster/machine.sh" >"$scratch/after"
+    diff "$scratch/before" "$scratch/after" >"$scratch/changed" || {
+        cat "$scratch/changed"
+        fail "the machine is not as it was: < is before, > is now"
+    }
+}
 if [ $# -ne 1 ]; then
-    "$root/hack/cluster-deps.sh" >/dev/null
+    trap 'rm -rf "$scratch"' EXIT
     [ $# -eq 0 ] || parts=("$@")
-    passed=0 failed=0
+    run() { # PART
+        local started=$SECONDS result=FAILED
+        say "$1: begins"
+        if "$0" "$1" 2>&1 | sed -u "s/^/$1: /"; then result=passed; fi
+        say "$1: $result after $((SECONDS - started)) s"
+        echo "$result" >>"$scratch/results"
+    }
+    at_once=${PARTS:-2} started=$SECONDS
     for part in "${parts[@]}"; do
-        started=$SECONDS
-        say "$part: begins"
-        if "$0" "$part"; then
-            passed=$((passed + 1))
-            say "$part: passed in $((SECONDS - started)) s"
-        else
-            failed=$((failed + 1))
-            say "$part: FAILED after $((SECONDS - started)) s"
-        fi
+        if [[ " ${alone[*]} " = *" $part "* ]]; then run "$part"; fi
     done
+    [ "$at_once" = 1 ] || export BESIDE=yes
+    for part in "${parts[@]}"; do
+        if [[ " ${alone[*]} " = *" $part "* ]]; then continue; fi
+        while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do wait -n; done
+        run "$part" &
+    done
+    wait
+    if (BESIDE=no unchanged); then echo passed; else echo FAILED; fi >>"$scratch/results"
+    passed=$(grep -c passed "$scratch/results" || true) failed=$(grep -c FAILED "$scratch/results" || true)
+    say "all parts, and the machine after them: $((SECONDS - started)) s"
     echo "$passed passed, $failed failed"
     [ "$failed" -eq 0 ]
     exit
 fi
-"$root/hack/cluster-deps.sh" >/dev/null
 
 name=test-$$
 clusters=${DELTAPATH_CLUSTERS:-/var/tmp/deltapath-clusters}
-scratch=$(mktemp -d "${TMPDIR:-/var/tmp}/deltapath-cluster-test-XXXXXX")
 on() { # NAME COMMAND...
     local cluster=$1
     shift
@@ -66,14 +88,6 @@ cleanup() {
     rm -rf "$scratch"
 }
 trap '[ $? -eq 0 ] || explain 2>/dev/null || true; cleanup >/dev/null 2>&1' EXIT
-"$root/hack/cluster/machine.sh" >"$scratch/before"
-unchanged() {
-    "$root/hack/cluster/machine.sh" >"$scratch/after"
-    diff "$scratch/before" "$scratch/after" >"$scratch/changed" || {
-        cat "$scratch/changed"
-        fail "the machine is not as it was: < is before, > is now"
-    }
-}
 # The commands of a page, as a person copies them: those between "```sh" lines, in lists too, but for those that name a
 # registry of the reader's.
 commands_of() { awk '/^ *```sh$/ { on = 1; next } /^ *```$/ { on = 0 } on && !/REGISTRY/' "$root/$1"; }
