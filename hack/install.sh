@@ -33,11 +33,15 @@ else
     kube apply --server-side --filename \
         "https://raw.githubusercontent.com/kubernetes-csi/external-snapshot-metadata/$snapshot_metadata_version/client/config/crd/cbt.storage.k8s.io_snapshotmetadataservices.yaml"
 fi
-kube wait --for condition=established --timeout 60s \
-    crd/volumesnapshots.snapshot.storage.k8s.io crd/volumesnapshotclasses.snapshot.storage.k8s.io \
-    crd/volumesnapshotcontents.snapshot.storage.k8s.io \
-    crd/volumegroupsnapshotclasses.groupsnapshot.storage.k8s.io \
-    crd/snapshotmetadataservices.cbt.storage.k8s.io
+# kubectl fails at once where a CRD is so new that it has no conditions.
+established() {
+    kube wait --for condition=established --timeout 5s \
+        crd/volumesnapshots.snapshot.storage.k8s.io crd/volumesnapshotclasses.snapshot.storage.k8s.io \
+        crd/volumesnapshotcontents.snapshot.storage.k8s.io \
+        crd/volumegroupsnapshotclasses.groupsnapshot.storage.k8s.io \
+        crd/snapshotmetadataservices.cbt.storage.k8s.io
+}
+await 60 "the CRDs are established" established || fail "the CRDs are not established after 60 s: kubectl describe crd says why"
 
 say "installing the snapshot controller"
 kube apply --server-side --kustomize "$root/deploy/snapshot-controller/base"
