@@ -176,7 +176,7 @@ pub(super) async fn deleted(fixtures: &Fixtures, kind: Kind) -> Judged {
 
 /// How long a stream is left alone at least, and twice as long as all of it takes.
 const WAIT: Duration = Duration::from_millis(500);
-/// It is left alone again for so many times as long: a driver that was held up once is not taken for one that waits.
+/// Factor of the second wait. A driver that was held up during the first one is not taken for one that waits.
 const AGAIN: u32 = 4;
 
 /// Whether a stream that nobody reads is still open when the driver has had the time to send all of it: then it waits for its
