@@ -18,7 +18,7 @@ usage="usage: cluster-test.sh [PART...]
   single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
   pages        the commands of docs/install.md for a cluster that is there, and those of docs/uninstall.md
-Without a PART all of them. PARTS=2 of them run beside each other, each in clusters of its own, but for kills and beside."
+Without a PART all of them. Two run beside each other, or as many as PARTS says, but kills and beside run alone."
 for part in "$@"; do
     case "$part" in
         -h | --help) echo "$usage" && exit 0 ;;
@@ -26,6 +26,8 @@ for part in "$@"; do
 $usage" ;;
     esac
 done
+at_once=${PARTS:-2}
+[[ $at_once =~ ^[1-9][0-9]*$ ]] || fail "PARTS must be a number from 1 on, got $at_once"
 [ "$(id -u)" -eq 0 ] || fail "needs root, for namespaces and mounts"
 "$root/hack/cluster-deps.sh" >/dev/null
 
@@ -50,7 +52,7 @@ if [ $# -ne 1 ]; then
         say "$1: $result after $((SECONDS - started)) s"
         echo "$result" >>"$scratch/results"
     }
-    at_once=${PARTS:-2} started=$SECONDS
+    started=$SECONDS
     for part in "${parts[@]}"; do
         if [[ " ${alone[*]} " = *" $part "* ]]; then run "$part"; fi
     done

@@ -1,6 +1,6 @@
 //! `cbt-backup`'s part of `make bench`: backups and restores with cold caches, each beside a bare copy of the same ranges and
-//! beside qemu-img, borg and restic, in one run on one disk. Needs root, for the caches, and 30 GB of disk in the
-//! temporary directory.
+//! beside qemu-img, borg and restic, in one run on one disk. Needs root, for the caches, 30 GB of disk in the
+//! temporary directory, and memory for one repository in `/dev/shm`.
 //!
 //! `cargo bench -p cbt-backup --bench backup -- full incremental` runs the rows that are named, of `full`, `peers`,
 //! `incremental` and `restore`; without names all. A number beside them is the GiB of data, in place of 4. Each row has a time,
@@ -355,7 +355,10 @@ fn restore(bench: &mut Bench) {
     let driver = Driver::start(&bench.path("csi.sock"), &source, "one");
     bench.own(back_up(bench, "repository", "full", &source, &driver, "one"));
     drop(driver);
-    let memory = tempfile::Builder::new().prefix("deltapath-bench-").tempdir_in("/dev/shm").expect("memory");
+    let memory = tempfile::Builder::new()
+        .prefix("deltapath-bench-")
+        .tempdir_in("/dev/shm")
+        .expect("a directory in /dev/shm");
     let copied = Command::new("cp").arg("-r").arg(bench.path("repository")).arg(memory.path()).status();
     assert!(copied.expect("cp").success(), "copy the repository to memory");
     let in_memory = memory.path().join("repository").display().to_string();
