@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use axum::http::Request;
 use base64::Engine as _;
 use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
@@ -142,15 +143,24 @@ impl ApiServer {
         *locked(&self.server) = Some(self.spawn("kube-apiserver", &arguments));
     }
 
-    /// Waits until it answers.
+    /// Waits until it is ready, as its own probe says. It answers sooner, but knows no roles yet: who is not an administrator
+    /// is refused then.
     pub async fn ready(&self) {
         let deadline = Instant::now() + Duration::from_secs(90);
-        let namespaces: Api<Namespace> = Api::all(self.client.clone());
-        // The default namespace is made when the server's own controllers have begun.
-        while namespaces.get("default").await.is_err() {
+        let is_ready = async || {
+            let probe = Request::get("/readyz").body(Vec::new()).expect("a request");
+            self.client.request_text(probe).await.is_ok()
+        };
+        while !is_ready().await {
             let log = || std::fs::read_to_string(self.dir.path().join("kube-apiserver")).unwrap_or_default();
             let gone = locked(&self.server).as_mut().and_then(|server| server.try_wait().expect("wait"));
             assert!(gone.is_none() && Instant::now() < deadline, "no API server ({gone:?}):\n{}", log());
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let namespaces: Api<Namespace> = Api::all(self.client.clone());
+        // A controller of the server makes it.
+        while namespaces.get("default").await.is_err() {
+            assert!(Instant::now() < deadline, "the API server has no namespace default");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     }
