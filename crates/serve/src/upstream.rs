@@ -10,16 +10,16 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use h2::client::{Builder, Connection, SendRequest};
-use h2::{Ping, PingPong, Reason, RecvStream};
 use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, Sleep, sleep};
 use tonic::codegen::http::{self, HeaderValue, Request, Response, response};
+
+use crate::http2::{self, Connection, Part};
 
 /// What servers see as the address of the call: neither a socket nor a node has a host name here.
 pub const ORIGIN: &str = "http://localhost";
@@ -29,11 +29,6 @@ const NARROW: u32 = 8 << 10;
 const WIDE: u32 = 512 << 10;
 /// How many bytes show that.
 const PROVEN: u64 = 256 << 10;
-/// Pieces below this size on average need no wide window: each costs more memory than its bytes.
-const SMALL: u64 = 1 << 10;
-/// What h2 may count for pieces that wait (256 bytes each): for as many of 16 bytes as a wide window holds. With h2's own
-/// bound, half of the connection's window, it ends the connection of a stream whose messages have one tuple each.
-const BUDGET: usize = WIDE as usize / 16 * 256;
 /// Between two pings, and how long an answer to one may take.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
@@ -65,12 +60,9 @@ impl Drop for WideWindow {
 /// Why a call ended without the answer's own end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The connection, or the stream on it, broke.
-    #[error("HTTP/2")]
-    Protocol(#[from] h2::Error),
-    /// The connection ended before the answer did.
-    #[error("the connection was closed")]
-    Closed,
+    /// The connection, or the call on it, broke.
+    #[error(transparent)]
+    Broken(#[from] http2::Error),
     /// A ping was not answered.
     #[error("no answer to a ping in {} s", KEEPALIVE.as_secs())]
     Silent,
@@ -78,21 +70,15 @@ pub enum Error {
 
 /// A connection with one call on it, and what shows that its other end is alive.
 struct Link<T> {
-    connection: Connection<T, Bytes>,
-    /// The connection is closed when the last of these goes.
-    _sender: SendRequest<Bytes>,
-    is_closed: bool,
-    pings: Option<PingPong>,
+    connection: Connection<T>,
     ping: Pin<Box<Sleep>>,
-    is_waiting_for_pong: bool,
+    is_waiting: bool,
 }
 
 /// The body of an answer, and the connection that it comes by.
 pub struct Answer<T> {
     link: Link<T>,
-    body: RecvStream,
     passed: u64,
-    pieces: u64,
     windows: Arc<WideWindows>,
     wide: Option<WideWindow>,
 }
@@ -135,110 +121,59 @@ pub async fn call<T>(
 where
     T: AsyncRead + AsyncWrite + Unpin,
 {
-    let handshake = Builder::new()
-        .initial_window_size(NARROW)
-        .initial_connection_window_size(2 * WIDE)
-        .data_frame_budget(BUDGET)
-        .max_header_list_size(16 << 10)
-        .enable_push(false)
-        .handshake(io);
-    let (mut sender, mut connection): (SendRequest<Bytes>, Connection<T, Bytes>) = handshake.await?;
-    let (mut answer, mut stream) = sender.send_request(request, false)?;
-    // A request is far smaller than any window.
-    stream.send_data(body, true)?;
-    let mut link = Link {
-        pings: connection.ping_pong(),
-        connection,
-        _sender: sender,
-        is_closed: false,
-        ping: Box::pin(sleep(KEEPALIVE)),
-        is_waiting_for_pong: false,
+    let connection = Connection::begin(io, &request, body, NARROW);
+    let mut link = Link { connection, ping: Box::pin(sleep(KEEPALIVE)), is_waiting: false };
+    let (status, fields) = match poll_fn(|context| link.poll_part(context)).await? {
+        Some(Part::Head(status, fields)) => (status, fields),
+        // The connection begins with a head, or fails.
+        Some(Part::Data(_) | Part::Trailers(_)) | None => return Err(http2::Error::Closed.into()),
     };
-    let head: Response<RecvStream> = poll_fn(|context| {
-        link.drive(context);
-        match Pin::new(&mut answer).poll(context) {
-            Poll::Ready(answer) => Poll::Ready(answer.map_err(Error::from)),
-            Poll::Pending => link.alive(context),
-        }
-    })
-    .await?;
-    let (head, body) = head.into_parts();
-    Ok((head, Answer { link, body, passed: 0, pieces: 0, windows, wide: None }))
+    let (mut head, ()) = Response::new(()).into_parts();
+    (head.status, head.headers) = (status, fields);
+    Ok((head, Answer { link, passed: 0, windows, wide: None }))
 }
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
-    /// Reads and writes what the connection can.
-    fn drive(&mut self, context: &mut Context<'_>) {
-        if !self.is_closed
-            && let Poll::Ready(ended) = Pin::new(&mut self.connection).poll(context)
-        {
-            // What has been read before is still passed on; the stream then tells what is wrong.
-            self.is_closed = true;
-            if let Err(error) = ended {
-                tracing::debug!(%error, "a connection to the server behind broke");
+    /// The next part of the answer. While it waits it pings a server that has been quiet for a while.
+    fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Part>, Error>> {
+        loop {
+            if let Poll::Ready(part) = self.connection.poll_part(context) {
+                return Poll::Ready(part.map_err(Error::from));
             }
-        }
-    }
-
-    /// Pending while more may come: pings a server that has been quiet for a while.
-    fn alive<R>(&mut self, context: &mut Context<'_>) -> Poll<Result<R, Error>> {
-        if self.is_closed {
-            return Poll::Ready(Err(Error::Closed));
-        }
-        let Some(pings) = &mut self.pings else { return Poll::Pending };
-        if self.is_waiting_for_pong && pings.poll_pong(context).is_ready() {
-            self.is_waiting_for_pong = false;
-        }
-        while self.ping.as_mut().poll(context).is_ready() {
-            if self.is_waiting_for_pong {
+            if self.ping.as_mut().poll(context).is_pending() {
+                return Poll::Pending;
+            }
+            let is_alive = self.connection.ping();
+            if self.is_waiting && !is_alive {
                 return Poll::Ready(Err(Error::Silent));
             }
-            self.is_waiting_for_pong = pings.send_ping(Ping::opaque()).is_ok();
+            self.is_waiting = true;
             self.ping.as_mut().reset(Instant::now() + KEEPALIVE);
-            // Written when the connection is driven the next time.
-            context.waker().wake_by_ref();
         }
-        Poll::Pending
     }
 }
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
     /// The next piece: data, or the trailers at the end.
     pub fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        self.link.drive(context);
-        match self.poll_body(context) {
-            Poll::Pending => self.link.alive(context).map(Some),
-            ready => ready,
-        }
-    }
-
-    fn poll_body(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        match ready!(self.body.poll_data(context)) {
-            Some(Ok(bytes)) => {
-                self.body.flow_control().release_capacity(bytes.len())?;
+        self.link.poll_part(context).map(|part| match part {
+            Ok(Some(Part::Data(bytes))) => {
                 self.passed += bytes.len() as u64;
-                self.pieces += 1;
                 self.widen();
-                // A piece keeps the whole buffer that it was read into. Where a client stops reading, that would be for long,
-                // so a stream with a narrow window passes on copies.
-                let bytes = if self.wide.is_some() { bytes } else { Bytes::copy_from_slice(&bytes) };
-                Poll::Ready(Some(Ok(Frame::data(bytes))))
+                Some(Ok(Frame::data(bytes)))
             }
-            Some(Err(error)) if error.reason() == Some(Reason::NO_ERROR) => Poll::Ready(None),
-            Some(Err(error)) => Poll::Ready(Some(Err(error.into()))),
-            None => match ready!(self.body.poll_trailers(context))? {
-                Some(trailers) => Poll::Ready(Some(Ok(Frame::trailers(trailers)))),
-                None => Poll::Ready(None),
-            },
-        }
+            Ok(Some(Part::Trailers(trailers))) => Some(Ok(Frame::trailers(trailers))),
+            // The head was the first part, and there is no second one.
+            Ok(Some(Part::Head(..)) | None) => None,
+            Err(error) => Some(Err(error)),
+        })
     }
 
     fn widen(&mut self) {
-        if self.wide.is_none() && self.passed >= PROVEN && self.passed / self.pieces >= SMALL {
+        if self.wide.is_none() && self.passed >= PROVEN {
             self.wide = self.windows.take();
-            // Refused while earlier settings are not acknowledged: tried again with the next piece.
-            if self.wide.is_some() && self.link.connection.set_initial_window_size(WIDE).is_err() {
-                self.wide = None;
+            if self.wide.is_some() {
+                self.link.connection.widen(WIDE);
             }
         }
     }
