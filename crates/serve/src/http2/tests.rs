@@ -1,6 +1,7 @@
 //! Against the server of another implementation (h2), and against frames written by hand.
 
 use std::future::poll_fn;
+use std::time::Duration;
 
 use tokio::io::{AsyncWriteExt, DuplexStream, duplex};
 use tonic::codegen::http::{Response, Version};
@@ -113,7 +114,8 @@ async fn an_answer_arrives_whole_over_connections_of_any_size() {
         if round % 2 == 0 {
             connection.widen(512 << 10);
         }
-        let parts = parts(&mut connection).await.expect("an answer");
+        let parts = tokio::time::timeout(Duration::from_secs(60), parts(&mut connection)).await;
+        let parts = parts.expect("an end").expect("an answer");
         let Some(Part::Head(status, fields)) = parts.first() else { panic!("no head") };
         assert_eq!(
             (status.as_u16(), &fields["content-type"]),
@@ -150,7 +152,7 @@ async fn a_server_is_no_more_than_the_window_ahead_and_nothing_is_kept_for_it() 
     let mut connection = begin(ours, b"question", WINDOW);
     assert!(matches!(part(&mut connection).await, Ok(Some(Part::Head(..)))));
     let quiet = async |sent: &mut tokio::sync::watch::Receiver<u32>| {
-        while tokio::time::timeout(std::time::Duration::from_millis(200), sent.changed()).await.is_ok() {}
+        while tokio::time::timeout(Duration::from_millis(200), sent.changed()).await.is_ok() {}
         *sent.borrow()
     };
     assert_eq!(quiet(&mut sent).await, WINDOW);
@@ -232,32 +234,51 @@ async fn what_the_protocol_forbids_ends_the_call() {
     let head = frame(kind::HEADERS, flag::END_HEADERS, 1, OK);
     let both = |more: Vec<u8>| [&head[..], &more].concat();
     let large = frame(kind::DATA, 0, 1, &[0; 16 << 10]);
-    for (what, bytes) in [
-        ("closed at once", vec![]),
-        ("closed in the answer", head.clone()),
-        ("closed in a frame", both(frame(kind::DATA, 0, 1, b"text")[..11].to_vec())),
-        ("data before the head", frame(kind::DATA, 0, 1, b"text")),
-        ("data of another call", both(frame(kind::DATA, 0, 3, b"text"))),
-        ("data beyond the window", both([&large[..], &large, &large, &large].concat())),
-        ("a frame that is too large", both(frame(kind::DATA, 0, 1, &[0; (16 << 10) + 1]))),
-        ("padding longer than its data", both(frame(kind::DATA, flag::PADDED, 1, b"\x05text"))),
+    for (what, error, bytes) in [
+        ("closed at once", "closed", vec![]),
+        ("closed in the answer", "closed", head.clone()),
+        ("closed in a frame", "closed", both(frame(kind::DATA, 0, 1, b"text")[..11].to_vec())),
+        ("data before the head", "no call for it", frame(kind::DATA, 0, 1, b"text")),
+        ("data of another call", "no call for it", both(frame(kind::DATA, 0, 3, b"text"))),
+        ("data beyond the window", "exceeds the window", both([&large[..], &large, &large, &large].concat())),
+        ("a frame that is too large", "frame is larger", both(frame(kind::DATA, 0, 1, &[0; (16 << 10) + 1]))),
+        (
+            "padding longer than its data",
+            "the padding is longer",
+            both(frame(kind::DATA, flag::PADDED, 1, b"\x05text")),
+        ),
         (
             "padding longer than its head",
+            "the padding is longer",
             frame(kind::HEADERS, flag::PADDED | flag::END_HEADERS, 1, b"\x05\x88"),
         ),
-        ("no room for the padding's length", frame(kind::HEADERS, flag::PADDED | flag::END_HEADERS, 1, b"")),
-        ("a head of another call", frame(kind::HEADERS, flag::END_HEADERS, 3, OK)),
-        ("a head that cannot be unpacked", frame(kind::HEADERS, flag::END_HEADERS, 1, &[0xff; 8])),
-        ("a head without a status", frame(kind::HEADERS, flag::END_HEADERS, 1, DONE)),
-        ("a second head", both(head.clone())),
-        ("trailers that do not end the answer", both(frame(kind::HEADERS, flag::END_HEADERS, 1, DONE))),
-        ("a continuation of nothing", frame(kind::CONTINUATION, flag::END_HEADERS, 1, OK)),
+        (
+            "no room for the padding's length",
+            "the length of a frame",
+            frame(kind::HEADERS, flag::PADDED | flag::END_HEADERS, 1, b""),
+        ),
+        ("a head of another call", "no call for it", frame(kind::HEADERS, flag::END_HEADERS, 3, OK)),
+        (
+            "a head that cannot be unpacked",
+            "cannot be unpacked",
+            frame(kind::HEADERS, flag::END_HEADERS, 1, &[0xff; 8]),
+        ),
+        ("a head without a status", "no status", frame(kind::HEADERS, flag::END_HEADERS, 1, DONE)),
+        ("a second head", "no status", both(head.clone())),
+        (
+            "trailers that do not end the answer",
+            "no status",
+            both(frame(kind::HEADERS, flag::END_HEADERS, 1, DONE)),
+        ),
+        ("a continuation of nothing", "CONTINUATION", frame(kind::CONTINUATION, flag::END_HEADERS, 1, OK)),
         (
             "a head in pieces with data between",
+            "CONTINUATION",
             [frame(kind::HEADERS, 0, 1, OK), frame(kind::DATA, 0, 1, b"")].concat(),
         ),
         (
             "a head without end",
+            "head is larger",
             frame(kind::HEADERS, 0, 1, &[0; 16 << 10])
                 .into_iter()
                 .chain(frame(kind::CONTINUATION, 0, 1, &[0; 16]))
@@ -266,6 +287,7 @@ async fn what_the_protocol_forbids_ends_the_call() {
         // One field of 4,000 bytes that is kept, and named 100 times more.
         (
             "a head that is large when it is unpacked",
+            "head is larger",
             frame(
                 kind::HEADERS,
                 flag::END_HEADERS,
@@ -273,17 +295,21 @@ async fn what_the_protocol_forbids_ends_the_call() {
                 &[&b"\x88\x40\x01a\x7f\xa1\x1e"[..], &[b'x'; 4000], &[0xbe; 100]].concat(),
             ),
         ),
-        ("a push", both(frame(kind::PUSH_PROMISE, flag::END_HEADERS, 1, b"\0\0\0\x02"))),
-        ("settings cut short", frame(kind::SETTINGS, 0, 0, b"\0\x04\0\0")),
-        ("a ping cut short", frame(kind::PING, 0, 0, b"1234")),
-        ("a window cut short", frame(kind::WINDOW_UPDATE, 0, 0, b"\0")),
-        ("a goodbye cut short", frame(kind::GOAWAY, 0, 0, b"\0\0\0\x01")),
-        ("a goodbye before the call was taken", frame(kind::GOAWAY, 0, 0, b"\0\0\0\0\0\0\0\0")),
-        ("a goodbye with an error", both(frame(kind::GOAWAY, 0, 0, b"\0\0\0\x01\0\0\0\x02"))),
-        ("a reset", both(frame(kind::RST_STREAM, 0, 1, b"\0\0\0\x08"))),
+        ("a push", "pushes", both(frame(kind::PUSH_PROMISE, flag::END_HEADERS, 1, b"\0\0\0\x02"))),
+        ("settings cut short", "the length of a frame", frame(kind::SETTINGS, 0, 0, b"\0\x04\0\0")),
+        ("a ping cut short", "the length of a frame", frame(kind::PING, 0, 0, b"1234")),
+        ("a window cut short", "the length of a frame", frame(kind::WINDOW_UPDATE, 0, 0, b"\0")),
+        ("a goodbye cut short", "the length of a frame", frame(kind::GOAWAY, 0, 0, b"\0\0\0\x01")),
+        (
+            "a goodbye before the call was taken",
+            "error code 0",
+            frame(kind::GOAWAY, 0, 0, b"\0\0\0\0\0\0\0\0"),
+        ),
+        ("a goodbye with an error", "error code 2", both(frame(kind::GOAWAY, 0, 0, b"\0\0\0\x01\0\0\0\x02"))),
+        ("a reset", "error code 8", both(frame(kind::RST_STREAM, 0, 1, b"\0\0\0\x08"))),
     ] {
         let ended = answered(&bytes, 8 << 10).await;
-        assert!(ended.is_err(), "{what}: {ended:?}");
+        assert!(matches!(&ended, Err(ended) if ended.to_string().contains(error)), "{what}: {ended:?}");
     }
     // What came before the end is passed on.
     let (ours, mut theirs) = duplex(1 << 20);
