@@ -44,7 +44,9 @@ impl Driver {
         let request = upstream::request(path, deadline)
             .map_err(|error| Status::internal(format!("address the CSI driver: {error}")))?;
         let socket = UnixStream::connect(&self.path).await.map_err(|error| away(&error))?;
-        upstream::call(socket, request, body, self.windows.clone()).await.map_err(|error| away(&error))
+        upstream::call(socket, request, body, self.windows.clone(), upstream::RARELY)
+            .await
+            .map_err(|error| away(&error))
     }
 }
 

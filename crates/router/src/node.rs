@@ -248,7 +248,7 @@ impl Node {
             .map_err(|error| Status::internal(format!("address the node: {error}")))?;
         let open = async {
             let connection = self.link.connector.connect().await.map_err(|error| self.away(&error))?;
-            upstream::call(connection, request, body, self.link.windows.clone())
+            upstream::call(connection, request, body, self.link.windows.clone(), upstream::OFTEN)
                 .await
                 .map_err(|error| self.away(&error))
         };

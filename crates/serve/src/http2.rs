@@ -189,10 +189,15 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         }
     }
 
-    /// Asks the server for a sign of life; `false` where it has given none since the last time.
-    pub fn ping(&mut self) -> bool {
+    /// Asks the server for a sign of life.
+    pub fn ping(&mut self) {
+        self.is_heard = false;
         self.send(kind::PING, 0, 0, &[0; 8]);
-        mem::take(&mut self.is_heard)
+    }
+
+    /// Whether the server has sent anything since the last ping.
+    pub fn is_heard(&self) -> bool {
+        self.is_heard
     }
 
     /// The next part of the answer; `None` at its end.

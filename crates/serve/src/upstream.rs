@@ -29,8 +29,13 @@ const NARROW: u32 = 8 << 10;
 const WIDE: u32 = 512 << 10;
 /// How many bytes show that.
 const PROVEN: u64 = 256 << 10;
-/// Between two pings, and how long an answer to one may take.
-const KEEPALIVE: Duration = Duration::from_secs(20);
+/// When the first ping is sent, and how long an answer to one may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// Between two pings to a server of ours.
+pub const OFTEN: Duration = PATIENCE;
+/// Between two pings to any server: one in Go closes a connection with pings that are less than five minutes apart
+/// (`keepalive.EnforcementPolicy` of grpc-go), and a driver may take longer for its first message.
+pub const RARELY: Duration = Duration::from_secs(310);
 
 /// How many bytes of wide windows there may be, shared by all calls.
 pub struct WideWindows(AtomicUsize);
@@ -64,15 +69,17 @@ pub enum Error {
     #[error(transparent)]
     Broken(#[from] http2::Error),
     /// A ping was not answered.
-    #[error("no answer to a ping in {} s", KEEPALIVE.as_secs())]
+    #[error("no answer to a ping in {} s", PATIENCE.as_secs())]
     Silent,
 }
 
 /// A connection with one call on it, and what shows that its other end is alive.
 struct Link<T> {
     connection: Connection<T>,
-    ping: Pin<Box<Sleep>>,
-    is_waiting: bool,
+    /// When the next ping is due, or the answer to the last one.
+    timer: Pin<Box<Sleep>>,
+    is_pinged: bool,
+    between: Duration,
 }
 
 /// The body of an answer, and the connection that it comes by.
@@ -111,18 +118,20 @@ pub fn request(path: &str, deadline: Option<std::time::Instant>) -> Result<Reque
     Ok(request)
 }
 
-/// Sends a request whose body is one message, and waits for the head of the answer.
+/// Sends a request whose body is one message, and waits for the head of the answer. While that or more of the answer is waited
+/// for, pings are `between` apart: [`OFTEN`] or [`RARELY`].
 pub async fn call<T>(
     io: T,
     request: Request<()>,
     body: Bytes,
     windows: Arc<WideWindows>,
+    between: Duration,
 ) -> Result<(response::Parts, Answer<T>), Error>
 where
     T: AsyncRead + AsyncWrite + Unpin,
 {
     let connection = Connection::begin(io, &request, body, NARROW);
-    let mut link = Link { connection, ping: Box::pin(sleep(KEEPALIVE)), is_waiting: false };
+    let mut link = Link { connection, timer: Box::pin(sleep(PATIENCE)), is_pinged: false, between };
     let (status, fields) = match poll_fn(|context| link.poll_part(context)).await? {
         Some(Part::Head(status, fields)) => (status, fields),
         // The connection begins with a head, or fails.
@@ -140,15 +149,20 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
             if let Poll::Ready(part) = self.connection.poll_part(context) {
                 return Poll::Ready(part.map_err(Error::from));
             }
-            if self.ping.as_mut().poll(context).is_pending() {
+            if self.timer.as_mut().poll(context).is_pending() {
                 return Poll::Pending;
             }
-            let is_alive = self.connection.ping();
-            if self.is_waiting && !is_alive {
-                return Poll::Ready(Err(Error::Silent));
+            let now = Instant::now();
+            if self.is_pinged {
+                if !self.connection.is_heard() {
+                    return Poll::Ready(Err(Error::Silent));
+                }
+                self.timer.as_mut().reset(now + self.between.saturating_sub(PATIENCE));
+            } else {
+                self.connection.ping();
+                self.timer.as_mut().reset(now + PATIENCE);
             }
-            self.is_waiting = true;
-            self.ping.as_mut().reset(Instant::now() + KEEPALIVE);
+            self.is_pinged = !self.is_pinged;
         }
     }
 }
@@ -182,15 +196,48 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tokio::io::{DuplexStream, duplex};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
 
     fn ask(io: DuplexStream) -> impl Future<Output = Result<(response::Parts, Answer<DuplexStream>), Error>> {
         let request = Request::post("http://localhost/a").body(()).expect("a request");
-        call(io, request, Bytes::from_static(b"question"), WideWindows::of(0))
+        call(io, request, Bytes::from_static(b"question"), WideWindows::of(0), RARELY)
     }
 
     async fn next(answer: &mut Answer<DuplexStream>) -> Option<Result<Frame<Bytes>, Error>> {
         poll_fn(|context| answer.poll_frame(context)).await
+    }
+
+    /// How long after the call begins each ping arrives at a server that says nothing else than the answers to them.
+    async fn pings(mut theirs: DuplexStream, within: Duration) -> Vec<Duration> {
+        let (started, mut pings) = (Instant::now(), Vec::new());
+        let read = async {
+            theirs.read_exact(&mut [0; 24]).await.expect("the preface");
+            loop {
+                let mut head = [0; 9];
+                theirs.read_exact(&mut head).await.expect("a frame");
+                let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+                let mut payload = vec![0; length as usize];
+                theirs.read_exact(&mut payload).await.expect("a payload");
+                if head[3] == 6 {
+                    pings.push(started.elapsed());
+                    theirs.write_all(&[0, 0, 8, 6, 1, 0, 0, 0, 0]).await.expect("write");
+                    theirs.write_all(&payload).await.expect("write");
+                }
+            }
+        };
+        let _ = tokio::time::timeout(within, read).await;
+        pings
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn pings_are_as_far_apart_as_servers_in_go_want_them() {
+        let (ours, theirs) = duplex(64 << 10);
+        let call = tokio::spawn(ask(ours));
+        let pings = pings(theirs, Duration::from_secs(3600)).await;
+        assert!(pings.len() > 10, "{pings:?}");
+        assert!(pings.windows(2).all(|two| two[1] - two[0] > Duration::from_secs(300)), "{pings:?}");
+        let error = call.await.expect("a task").expect_err("nobody answers");
+        assert!(matches!(error, Error::Broken(http2::Error::Closed)), "{error}");
     }
 
     /// The time of these tests is tokio's: it goes on at once where all wait for it.
@@ -200,7 +247,7 @@ mod tests {
         let started = Instant::now();
         let error = ask(ours).await.expect_err("nobody answers");
         assert!(matches!(error, Error::Silent), "{error}");
-        assert_eq!(started.elapsed().as_secs(), 2 * KEEPALIVE.as_secs());
+        assert_eq!(started.elapsed().as_secs(), 2 * PATIENCE.as_secs());
     }
 
     #[tokio::test(start_paused = true)]

@@ -63,7 +63,7 @@ fn timed<T>(message: T) -> Request<T> {
 pub async fn code_of(socket: &Path, path: &str, message: &[u8], deadline: Duration) -> Code {
     let connection = UnixStream::connect(socket).await.expect("connect");
     let request = upstream::request(path, Some(Instant::now() + deadline)).expect("a request");
-    let call = upstream::call(connection, request, frame_bytes(message), WideWindows::of(0));
+    let call = upstream::call(connection, request, frame_bytes(message), WideWindows::of(0), upstream::OFTEN);
     // No slow machine, and sooner than the pings of a connection find that it is dead.
     let answered = tokio::time::timeout((4 * deadline).max(Duration::from_secs(8)), call).await;
     let (head, _) = answered.unwrap_or_else(|_| panic!("{path} hangs")).expect("an answer");
