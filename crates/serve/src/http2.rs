@@ -115,7 +115,7 @@ pub struct Connection<T> {
     needs_flush: bool,
     stage: Stage,
     /// A field block whose end has not come (CONTINUATION), and whether the stream ends with it.
-    fields: Option<(BytesMut, bool)>,
+    unfinished: Option<(BytesMut, bool)>,
     unpack: Decoder<'static>,
     /// The window of the answer, and what the server may send of it now.
     window: i64,
@@ -141,7 +141,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
             outbox: BytesMut::new(),
             needs_flush: false,
             stage: Stage::Head,
-            fields: None,
+            unfinished: None,
             unpack: Decoder::new(),
             window: window.into(),
             allowed: window.into(),
@@ -357,7 +357,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         if length > MAX_FRAME {
             return Err(Error::Protocol("a frame is larger than 16384 bytes"));
         }
-        if self.fields.is_some() != (kind == kind::CONTINUATION) {
+        if self.unfinished.is_some() != (kind == kind::CONTINUATION) {
             return Err(Error::Protocol("CONTINUATION is missing, or continues nothing"));
         }
         let is_of_call = stream == STREAM;
@@ -402,7 +402,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
                 self.fields(payload, has(flag::END_STREAM), has(flag::END_HEADERS))
             }
             kind::CONTINUATION => {
-                let (mut fields, is_last) = self.fields.take().unwrap_or_default();
+                let (mut fields, is_last) = self.unfinished.take().unwrap_or_default();
                 fields.extend_from_slice(&payload);
                 self.fields(fields, is_last, has(flag::END_HEADERS))
             }
@@ -456,7 +456,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
             return Err(Error::Protocol("a head is larger than 16384 bytes"));
         }
         if !is_whole {
-            self.fields = Some((block, is_last));
+            self.unfinished = Some((block, is_last));
             return Ok(Frame::Done);
         }
         let (mut status, mut fields, mut size, mut is_valid) = (None, HeaderMap::new(), 0, true);

@@ -24,7 +24,7 @@ use crate::http2::{self, Connection, Part};
 /// What servers see as the address of the call: neither a socket nor a node has a host name here.
 pub const ORIGIN: &str = "http://localhost";
 /// What a stream may send ahead at first, in bytes.
-const NARROW: u32 = 8 << 10;
+const NARROW: u32 = 4 << 10;
 /// And when it has shown that it is read.
 const WIDE: u32 = 512 << 10;
 /// How many bytes show that.

@@ -180,25 +180,33 @@ impl<'s> Chunk<'s> {
 }
 
 /// Makes chunks of bytes. One a thread.
-pub struct Compressor(zstd::bulk::Compressor<'static>);
+pub struct Compressor {
+    zstd: zstd::bulk::Compressor<'static>,
+    /// Whether the last chunk became shorter: then the next one most likely does, too.
+    is_worth_it: bool,
+}
 
 impl Compressor {
     /// With a level of zstd: 1 to 19, or below 0 for one of its fast ones.
     pub fn new(level: i32) -> Result<Self> {
         let make = || {
-            let mut compressor = zstd::bulk::Compressor::new(level)?;
-            compressor.include_checksum(true)?;
-            Ok(Compressor(compressor))
+            let mut zstd = zstd::bulk::Compressor::new(level)?;
+            zstd.include_checksum(true)?;
+            Ok(Compressor { zstd, is_worth_it: false })
         };
         make().map_err(|error: std::io::Error| Error::refused(format!("zstd at level {level}: {error}")))
     }
 
     /// A chunk of at most [`MAX_CHUNK`] bytes.
     pub fn chunk<'r>(&mut self, raw: &'r [u8]) -> Chunk<'r> {
-        // Of what is compressed or encrypted already a look at two places is enough, and saves most of the time.
-        let is_worth_it = raw.len() <= 4 * SAMPLE
+        // Of what is compressed or encrypted already a look at two places is enough, and saves most of the time. Where the
+        // last chunk became shorter, the look would only be more work.
+        let is_worth_it = self.is_worth_it
+            || raw.len() <= 4 * SAMPLE
             || [0, raw.len() / 2].iter().any(|at| self.compressed(&raw[*at..*at + SAMPLE]).is_some());
-        let stored = is_worth_it.then(|| self.compressed(raw)).flatten().map_or(Cow::from(raw), Cow::from);
+        let shorter = is_worth_it.then(|| self.compressed(raw)).flatten();
+        self.is_worth_it = shorter.is_some();
+        let stored = shorter.map_or(Cow::from(raw), Cow::from);
         Chunk { raw: raw.len() as u32, hash: *blake3::hash(&stored).as_bytes(), stored }
     }
 
@@ -206,7 +214,7 @@ impl Compressor {
     fn compressed(&mut self, raw: &[u8]) -> Option<Vec<u8>> {
         let mut stored = Vec::with_capacity(raw.len() - raw.len() / 16);
         // An error is that the buffer ends.
-        self.0.compress_to_buffer(raw, &mut stored).ok().map(|_| stored)
+        self.zstd.compress_to_buffer(raw, &mut stored).ok().map(|_| stored)
     }
 }
 
