@@ -47,7 +47,6 @@ mod kind {
     pub const CONTINUATION: u8 = 9;
 }
 
-/// Flags of frames.
 mod flag {
     pub const ACK: u8 = 0x1;
     pub const END_STREAM: u8 = 0x1;
@@ -112,7 +111,6 @@ pub struct Connection<T> {
     inbox: BytesMut,
     /// What is to be written.
     outbox: BytesMut,
-    needs_flush: bool,
     stage: Stage,
     /// A field block whose end has not come (CONTINUATION), and whether the stream ends with it.
     unfinished: Option<(BytesMut, bool)>,
@@ -139,7 +137,6 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
             io,
             inbox: BytesMut::new(),
             outbox: BytesMut::new(),
-            needs_flush: false,
             stage: Stage::Head,
             unfinished: None,
             unpack: Decoder::new(),
@@ -244,16 +241,13 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
                     written => self.outbox.advance(written),
                 },
             }
-            self.needs_flush = true;
         }
         self.outbox = BytesMut::new();
-        if self.needs_flush
-            && let Poll::Ready(flushed) = Pin::new(&mut self.io).poll_flush(context)
-        {
-            flushed?;
-            self.needs_flush = false;
+        // A connection over TLS may hold some of it back.
+        match Pin::new(&mut self.io).poll_flush(context) {
+            Poll::Ready(flushed) => Ok(flushed?),
+            Poll::Pending => Ok(()),
         }
-        Ok(())
     }
 
     fn send(&mut self, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
@@ -408,7 +402,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
             }
             kind::RST_STREAM if is_of_call => Err(Error::Reset(payload.try_get_u32().map_err(|_| cut)?)),
             kind::SETTINGS if !has(flag::ACK) => {
-                if length % 6 != 0 {
+                if !length.is_multiple_of(6) {
                     return Err(cut);
                 }
                 while payload.has_remaining() {
