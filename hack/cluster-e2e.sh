@@ -43,6 +43,9 @@ skip=(
 # The default filesystem is ext4, which wants CAP_SYS_RESOURCE to grow while it is mounted.
 [ "${#e2e_flags[@]}" -eq 0 ] || skip+=('\(default fs\)[^]]*\] (volume-expand should resize|ephemeral should support expansion)')
 
+# The volumes of its StatefulSet are on both nodes, and the volumes of a group snapshot must be on one.
+[ "$nodes" -eq 1 ] || skip+=('volumegroupsnapshottable(-stress)? .*StatefulSet volumes')
+
 [ "$keep" = yes ] || [ "$CLUSTER" != deltapath ] || CLUSTER=e2e-$$
 export CLUSTER
 cluster=$root/hack/cluster.sh
