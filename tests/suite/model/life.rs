@@ -312,6 +312,9 @@ impl<'r, 's> Life<'r, 's> {
     pub async fn cut(&mut self, events: &[Event]) -> Result<(), String> {
         let listed = self.list().await?;
         self.known.worlds = explain(&self.known.worlds, events, &listed)?;
+        // Only then names: in a world that the lists contradict an interrupted call may have given the id of an old object to
+        // a new name, and what is deleted by that name at the end would be the old one.
+        self.look_at_lists().await?;
         self.learn();
         Ok(())
     }
@@ -360,10 +363,14 @@ impl<'r, 's> Life<'r, 's> {
         Listed::of(&volumes, &snapshots)
     }
 
+    async fn look_at_lists(&mut self) -> Result<(), String> {
+        self.check(Call::ListVolumes(Pages::ALL)).await?;
+        self.check(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await
+    }
+
     /// Compares the lists and the kernel with the worlds.
     pub async fn look(&mut self) -> Result<(), String> {
-        self.check(Call::ListVolumes(Pages::ALL)).await?;
-        self.check(Call::ListSnapshots { pages: Pages::ALL, of: None, only: None }).await?;
+        self.look_at_lists().await?;
         let seen = self.seen();
         self.narrow(|world| world.check_kernel(&seen))?;
         self.look_at_devices().await
