@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Stdio;
+use std::time::Duration;
 
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -9,7 +10,7 @@ use tokio::process::{Child, Command};
 
 /// Serves until it is dropped.
 pub struct Lab {
-    _child: Child,
+    child: Child,
     /// What it reported when it was ready.
     pub ready: Value,
 }
@@ -35,6 +36,16 @@ fn table(heading: &str) -> Vec<Vec<String>> {
     rows
 }
 
+impl Drop for Lab {
+    /// Waits for its end: until then it answers at its socket, and the next one there is refused.
+    fn drop(&mut self) {
+        let _ = self.child.start_kill();
+        while matches!(self.child.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 impl Lab {
     /// `cbt-lab` with these arguments.
     pub async fn start<A: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = A>) -> Self {
@@ -44,7 +55,7 @@ impl Lab {
         let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         let line = lines.next_line().await.expect("read").unwrap_or_default();
         let ready = serde_json::from_str(&line).unwrap_or_else(|_| panic!("it is not ready: {command:?}"));
-        Lab { _child: child, ready }
+        Lab { child, ready }
     }
 
     /// `cbt-lab faults` at `listen`, before the driver at `upstream`; `faults` may be none.
