@@ -12,7 +12,7 @@ use super::ahead::Ahead;
 use super::allocation::Allocation;
 use super::fresh::FreshHashes;
 use super::hash::zero_hash;
-use super::hashfile::{HashFile, HashReader};
+use super::hashfile::{HashFile, HashReader, SLOTS, page_of};
 use super::segment::{MapFile, SegmentIndex, all_indexes, all_of_a_segment};
 use super::walk::{Found, Segments};
 use super::{BlockHash, Error, Result};
@@ -77,7 +77,14 @@ impl Side {
         }
     }
 
-    fn content(&mut self, segment: &SideSegment, within: u32, block: Block) -> Result<Content> {
+    /// `next` are the pages of the blocks that are compared after this one.
+    fn content<N: Iterator<Item = u64>>(
+        &mut self,
+        segment: &SideSegment,
+        within: u32,
+        block: Block,
+        next: impl FnOnce() -> N,
+    ) -> Result<Content> {
         if !segment.allocated.contains(within) {
             return Ok(Content::Hole);
         }
@@ -89,7 +96,7 @@ impl Side {
             self.hashes.park();
             return Ok(self.hashes.get_if_readable(block)?.map_or(Content::NotHashed, Content::Hashed));
         }
-        match (self.hashes.get(block)?, &self.data) {
+        match (self.hashes.get_before(block, next)?, &self.data) {
             (Some(hash), _) => Ok(Content::Hashed(hash)),
             (None, Some(_)) => Ok(Content::NotHashed),
             // Not one that was still to be hashed when the data went: its page is damaged.
@@ -227,9 +234,25 @@ pub(super) struct Segment {
     base: SideSegment,
     target: SideSegment,
     certain: RoaringBitmap,
-    /// Candidates whose bytes are read, according to the maps.
+    /// Candidates that are not certain.
+    compared: RoaringBitmap,
+    /// Those of them whose bytes are read, according to the maps.
     unhashed: RoaringBitmap,
     candidates: std::iter::Peekable<roaring::bitmap::IntoIter>,
+}
+
+impl Segment {
+    /// The pages with the hashes of blocks that are compared after this one. Some may be of blocks without a hash.
+    fn pages_after(&self, within: u32) -> impl Iterator<Item = u64> {
+        let start = self.index.blocks().start.0;
+        let mut from = u64::from(within) + 1;
+        std::iter::from_fn(move || {
+            let next = self.compared.range(u32::try_from(from).ok()?..).next()?;
+            let page = page_of(self.index.block(next));
+            from = (page + 1) * SLOTS - start;
+            Some(page)
+        })
+    }
 }
 
 /// The blocks of a segment that changed on the way.
@@ -350,15 +373,16 @@ impl DeltaScan {
         }
         let Changed { certain, doubtful } = found.unwrap_or_default();
         let candidates = self.segments.not_passed(&certain | doubtful, index);
+        let compared = &candidates - &certain;
         let mut unhashed = (&base.pending & &base.allocated) | (&target.pending & &target.allocated);
-        unhashed &= &candidates;
-        unhashed -= &certain;
+        unhashed &= &compared;
         let maps = [
             &base.allocated,
             &base.pending,
             &target.allocated,
             &target.pending,
             &certain,
+            &compared,
             &unhashed,
             &candidates,
         ];
@@ -368,7 +392,7 @@ impl DeltaScan {
             return Ok(true);
         }
         let candidates = candidates.into_iter().peekable();
-        self.segment = Some(Segment { index, bytes, base, target, certain, unhashed, candidates });
+        self.segment = Some(Segment { index, bytes, base, target, certain, compared, unhashed, candidates });
         self.looked = 0;
         Ok(true)
     }
@@ -402,8 +426,9 @@ impl Sides {
         if segment.certain.contains(within) {
             return Ok(true);
         }
-        let base = self.base.content(&segment.base, within, block)?;
-        let target = self.target.content(&segment.target, within, block)?;
+        let next = || segment.pages_after(within);
+        let base = self.base.content(&segment.base, within, block, next)?;
+        let target = self.target.content(&segment.target, within, block, next)?;
         match judge(base, target, &self.zeros) {
             Verdict::Same => Ok(false),
             Verdict::Differs => Ok(true),

@@ -227,17 +227,27 @@ impl HashReader {
     /// The hash of `block`; `None` where it is unknown.
     pub fn get(&mut self, block: Block) -> Result<Option<BlockHash>> {
         let number = page_of(block);
+        let is_near = self.last.is_some_and(|last| number.abs_diff(last) <= NEAR);
+        let next = number + 1..number + 1 + if is_near { AT_ONCE } else { 0 };
+        self.get_before(block, || next)
+    }
+
+    /// The same for callers that know the pages of the blocks that they look up next, ascending.
+    pub(super) fn get_before<N: Iterator<Item = u64>>(
+        &mut self,
+        block: Block,
+        next: impl FnOnce() -> N,
+    ) -> Result<Option<BlockHash>> {
+        let number = page_of(block);
         if let Some((cached, page)) = &self.cached
             && *cached == number
         {
             return Ok(page.get(block));
         }
-        let end = (number + 1) * PAGE as u64;
-        let page = self.ahead.timed(end, || self.file.page(number))?;
-        if self.last.replace(number).is_some_and(|last| number.abs_diff(last) <= NEAR) {
-            let next = ByteRange { start: end, end: end + AT_ONCE * PAGE as u64 };
-            self.ahead.ask(|| std::iter::once(next), std::iter::once(&self.file.file));
-        }
+        let bytes = |number| ByteRange { start: number * PAGE as u64, end: (number + 1) * PAGE as u64 };
+        let page = self.ahead.timed(bytes(number).end, || self.file.page(number))?;
+        self.ahead.ask(|| next().map(bytes), std::iter::once(&self.file.file));
+        self.last = Some(number);
         let hash = page.get(block);
         self.cached = Some((number, page));
         Ok(hash)

@@ -279,6 +279,32 @@ fn a_side_whose_hash_is_known_is_not_read() {
     }
 }
 
+#[test]
+fn the_next_pages_are_those_of_the_blocks_that_are_compared_later() {
+    // Page 33,026 of 127 hashes begins in segment 0 and ends in segment 1.
+    let index = SegmentIndex(1);
+    let compared: RoaringBitmap = [0, 1, 40, 126, 127, 600, 601, 5000, 4_194_303].into_iter().collect();
+    let segment = Segment {
+        index,
+        bytes: 0,
+        base: SideSegment::default(),
+        target: SideSegment::default(),
+        certain: RoaringBitmap::new(),
+        compared,
+        unhashed: RoaringBitmap::new(),
+        candidates: RoaringBitmap::new().into_iter().peekable(),
+    };
+    for (within, expected) in [
+        (0, &[33_026, 33_027, 33_030, 33_065, 66_052][..]),
+        (126, &[33_027, 33_030, 33_065, 66_052]),
+        (127, &[33_030, 33_065, 66_052]),
+        (5000, &[66_052]),
+        (4_194_303, &[]),
+    ] {
+        assert_eq!(segment.pages_after(within).collect::<Vec<_>>(), expected, "after {within}");
+    }
+}
+
 /// Nobody reads a block that somebody else has hashed: the data is spoiled in between.
 #[test]
 fn what_a_stream_has_hashed_is_not_read_again_by_hashing() {
