@@ -16,7 +16,7 @@ const PAUSE: Duration = Duration::from_millis(80);
 const LOOK: Duration = Duration::from_millis(10);
 const BUSY: Duration = Duration::from_millis(100);
 /// Slow background work keeps one part in this number of the time, over all threads.
-const PARTS: u32 = 16;
+const PARTS: u32 = 32;
 /// The longest rest of slow background work between two reads.
 const REST: Duration = Duration::from_millis(100);
 
