@@ -201,8 +201,8 @@ pub struct HashReader {
     last: Option<u64>,
 }
 
-/// The next pages are asked for where the last two that were looked at are no farther apart than this: what is asked for
-/// is then mostly needed.
+/// Where the caller does not say which pages come next, the pages that follow are asked for if the last two that were looked
+/// at are no farther apart than this: what is asked for is then mostly needed.
 const NEAR: u64 = 8;
 /// How many are requested.
 const AT_ONCE: u64 = 256;
