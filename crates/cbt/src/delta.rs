@@ -244,12 +244,11 @@ pub(super) struct Segment {
 impl Segment {
     /// The pages with the hashes of blocks that are compared after this one. Some may be of blocks without a hash.
     fn pages_after(&self, within: u32) -> impl Iterator<Item = u64> {
-        let start = self.index.blocks().start.0;
         let mut from = u64::from(within) + 1;
         std::iter::from_fn(move || {
             let next = self.compared.range(u32::try_from(from).ok()?..).next()?;
             let page = page_of(self.index.block(next));
-            from = (page + 1) * SLOTS - start;
+            from = (page + 1) * SLOTS - self.index.blocks().start.0;
             Some(page)
         })
     }
