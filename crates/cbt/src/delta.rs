@@ -96,7 +96,7 @@ impl Side {
             self.hashes.park();
             return Ok(self.hashes.get_if_readable(block)?.map_or(Content::NotHashed, Content::Hashed));
         }
-        match (self.hashes.get_before(block, next)?, &self.data) {
+        match (self.hashes.get_with_next(block, next)?, &self.data) {
             (Some(hash), _) => Ok(Content::Hashed(hash)),
             (None, Some(_)) => Ok(Content::NotHashed),
             // Not one that was still to be hashed when the data went: its page is damaged.
@@ -425,9 +425,9 @@ impl Sides {
         if segment.certain.contains(within) {
             return Ok(true);
         }
-        let next = || segment.pages_after(within);
-        let base = self.base.content(&segment.base, within, block, next)?;
-        let target = self.target.content(&segment.target, within, block, next)?;
+        let pages = || segment.pages_after(within);
+        let base = self.base.content(&segment.base, within, block, pages)?;
+        let target = self.target.content(&segment.target, within, block, pages)?;
         match judge(base, target, &self.zeros) {
             Verdict::Same => Ok(false),
             Verdict::Differs => Ok(true),

@@ -229,11 +229,11 @@ impl HashReader {
         let number = page_of(block);
         let is_near = self.last.is_some_and(|last| number.abs_diff(last) <= NEAR);
         let next = number + 1..number + 1 + if is_near { AT_ONCE } else { 0 };
-        self.get_before(block, || next)
+        self.get_with_next(block, || next)
     }
 
     /// The same for callers that know the pages of the blocks that they look up next, ascending.
-    pub(super) fn get_before<N: Iterator<Item = u64>>(
+    pub(super) fn get_with_next<N: Iterator<Item = u64>>(
         &mut self,
         block: Block,
         next: impl FnOnce() -> N,
