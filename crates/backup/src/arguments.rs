@@ -102,7 +102,7 @@ pub struct Source {
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_silence: u64,
     /// Reads at once.
-    #[arg(long, value_name = "NUMBER", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
+    #[arg(long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub in_flight: u8,
     /// Level of zstd: 1 is quick, 19 small. Below 0, down to -50, it is quicker still and stores more.
     #[arg(long, value_name = "NUMBER", default_value_t = 1, allow_negative_numbers = true, value_parser = level)]

@@ -26,11 +26,12 @@ pub mod store;
 pub mod verify;
 pub mod writer;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use base::Stop;
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
@@ -52,6 +53,10 @@ const SPAN_GAP: u64 = 128 << 10;
 const REMOVED: usize = 100;
 /// Rows of tables that are remembered: 25 MB of them.
 const REMEMBERED_ROWS: usize = 1 << 19;
+/// Bytes of a pack that are read for one chunk. It is the map of a segment, and those of the next segments mostly follow it.
+const AHEAD: u64 = 64 << 10;
+/// Such parts that are remembered: several threads ask, not quite in order.
+const REMEMBERED_PARTS: usize = 16;
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Config {
@@ -93,7 +98,25 @@ pub struct Repository {
     /// Where it lies.
     pub store: Store,
     tables: Mutex<HashMap<[u8; 32], Arc<Vec<Row>>>>,
+    /// Parts of packs that were read last.
+    parts: Mutex<VecDeque<Part>>,
     lock: Option<Lock>,
+}
+
+/// A part of a pack.
+#[derive(Debug)]
+struct Part {
+    pack: [u8; 32],
+    start: u64,
+    bytes: Bytes,
+}
+
+impl Part {
+    fn slice(&self, pack: &PackRef, range: &Range<u64>) -> Option<Bytes> {
+        let has = self.start..self.start + self.bytes.len() as u64;
+        let is_in = self.pack == pack.id && has.start <= range.start && range.end <= has.end;
+        is_in.then(|| self.bytes.slice((range.start - has.start) as usize..(range.end - has.start) as usize))
+    }
 }
 
 impl Repository {
@@ -109,7 +132,7 @@ impl Repository {
             }
             Err(error) => return Err(error),
         };
-        Ok(Repository { store, tables: Mutex::default(), lock: None })
+        Ok(Repository { store, tables: Mutex::default(), parts: Mutex::default(), lock: None })
     }
 
     /// The same, and makes one where there is nothing yet.
@@ -273,9 +296,29 @@ impl Repository {
     pub fn chunk(&self, pack: &PackRef, chunk: u32) -> Result<Vec<u8>> {
         let table = self.table(pack)?;
         let row = row(pack, &table, chunk)?;
-        let stored = self.store.get_range(&pack_name(pack), row.range())?;
+        let stored = self.part(pack, row.range())?;
         let content = row.open(&stored).map_err(|error| in_pack(error, pack, chunk))?;
         Ok(content.into_owned())
+    }
+
+    /// Bytes of a pack. Those behind them are read with them and kept for the next calls.
+    fn part(&self, pack: &PackRef, range: Range<u64>) -> Result<Bytes> {
+        let lock = || self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bytes) = lock().iter().find_map(|part| part.slice(pack, &range)) {
+            return Ok(bytes);
+        }
+        let (name, start) = (pack_name(pack), range.start);
+        let end = range.end.max(pack.table().start.min(start + AHEAD));
+        let bytes = match self.store.get_range(&name, start..end) {
+            // Those behind may be what is damaged.
+            Err(error) if error.is_damage() => return self.store.get_range(&name, range),
+            bytes => bytes?,
+        };
+        let wanted = bytes.slice(..(range.end - start) as usize);
+        let mut parts = lock();
+        parts.truncate(REMEMBERED_PARTS - 1);
+        parts.push_front(Part { pack: pack.id, start, bytes });
+        Ok(wanted)
     }
 
     /// The map of a segment, with places in `packs`.
@@ -391,4 +434,59 @@ pub fn pieces(number: u32, extents: &[Extent], packs: &Packs) -> Vec<Piece> {
         skip: extent.skip,
     };
     extents.iter().map(piece).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pack::{Compressor, OpenPack, Spare};
+    use super::*;
+
+    #[test]
+    fn maps_that_follow_are_at_hand_and_their_damage_is_theirs_alone() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("runtime");
+        let dir = tempfile::tempdir().expect("temp dir");
+        let open = || {
+            let repository = Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle());
+            repository.expect("a repository")
+        };
+        // Noise, so that what is stored is as long: six chunks are not quite what is read at once.
+        let mut random = fastrand::Rng::with_seed(3);
+        let contents: Vec<Vec<u8>> = (0..20)
+            .map(|_| std::iter::repeat_with(|| random.u8(..)).take(AHEAD as usize / 6 - 100).collect())
+            .collect();
+        let store = |contents: &mut dyn Iterator<Item = &Vec<u8>>| {
+            let (mut pack, mut compressor) =
+                (OpenPack::new(&Spare::default()), Compressor::new(1).expect("zstd"));
+            contents.for_each(|content| drop(pack.push(&compressor.chunk(content))));
+            let (pack, parts) = pack.close();
+            runtime.block_on(open().store.put(&pack_name(&pack), parts.to_vec())).expect("put");
+            pack
+        };
+        let (pack, other) = (store(&mut contents.iter()), store(&mut contents.iter().rev()));
+        let path = dir.path().join(pack_name(&pack));
+        let whole = std::fs::read(&path).expect("read");
+
+        let repository = open();
+        for (number, content) in (0..).zip(&contents) {
+            assert_eq!(&repository.chunk(&pack, number).expect("a chunk"), content, "{number}");
+            assert_eq!(&repository.chunk(&other, 19 - number).expect("a chunk"), content, "{number} of 19");
+        }
+        // What was read last needs no file any more; of what was read at first only the table is known.
+        let repository = open();
+        assert_eq!(repository.chunk(&pack, 3).expect("a chunk"), contents[3]);
+        std::fs::remove_file(&path).expect("remove");
+        for number in 4..9 {
+            assert_eq!(repository.chunk(&pack, number).expect("at hand"), contents[number as usize]);
+        }
+        for number in [2, 9] {
+            assert!(repository.chunk(&pack, number).is_err(), "{number} was not read");
+        }
+
+        std::fs::write(&path, &whole).expect("write");
+        let repository = open();
+        repository.table(&pack).expect("a table");
+        std::fs::write(&path, &whole[..contents[0].len() * 3 / 2]).expect("cut it short");
+        assert_eq!(repository.chunk(&pack, 0).expect("it is whole"), contents[0]);
+        assert!(repository.chunk(&pack, 1).expect_err("it is not").is_damage());
+    }
 }

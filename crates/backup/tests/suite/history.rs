@@ -85,6 +85,13 @@ impl Life {
         for _ in 0..steps {
             self.step();
         }
+        // A life has two or three prunes, and whether one is met at work is chance: here one is.
+        for _ in 0..20 {
+            if self.killed.contains_key("prune") || self.backups.is_empty() {
+                break;
+            }
+            self.prune(true);
+        }
         self.end();
     }
 
@@ -120,7 +127,10 @@ impl Life {
                 self.steps.push(format!("grow {name} to {size}"));
             }
             0..3 => self.write(volume),
-            3 => self.prune(),
+            3 => {
+                let is_killed = self.random.bool();
+                self.prune(is_killed);
+            }
             4 => {
                 let forgotten = self.taken.keys().nth(self.random.usize(..self.taken.len().max(1))).cloned();
                 if let Some(handle) = forgotten {
@@ -296,7 +306,7 @@ impl Life {
         }
     }
 
-    fn prune(&mut self) {
+    fn prune(&mut self, is_killed: bool) {
         if self.place_list().is_empty() {
             return;
         }
@@ -313,7 +323,6 @@ impl Life {
         arguments.extend(keep_text.iter().flat_map(|keep| ["--keep-last", keep]));
         arguments.extend(volume.iter().flat_map(|volume| ["--volume", self.volumes[*volume].name]));
         arguments.extend(named.iter().flat_map(|id| ["--remove", id]));
-        let is_killed = self.random.bool();
         let output = match is_killed {
             true => {
                 let length = self.rehearse(&arguments);
