@@ -44,6 +44,16 @@ pub fn copy(from: &Path, to: &Path, ranges: &[Range<u64>], in_flight: usize) -> 
     began.elapsed()
 }
 
+/// Reads ranges, this number of them at once.
+pub fn read(from: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
+    let began = Instant::now();
+    let from = File::options().read(true).custom_flags(OFlag::O_DIRECT.bits()).open(from).expect("open");
+    each(ranges, in_flight, |buffer, range| {
+        from.read_exact_at(buffer.part((range.end - range.start) as usize), range.start).expect("read");
+    });
+    began.elapsed()
+}
+
 /// Writes ranges, this number of them at once.
 pub fn write(to: &Path, ranges: &[Range<u64>], in_flight: usize) -> Duration {
     let began = Instant::now();
