@@ -437,6 +437,7 @@ pub fn pieces(number: u32, extents: &[Extent], packs: &Packs) -> Vec<Piece> {
 }
 
 #[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "what is done to a repository from outside")]
 mod tests {
     use super::pack::{Compressor, OpenPack, Spare};
     use super::*;
@@ -457,7 +458,9 @@ mod tests {
         let store = |contents: &mut dyn Iterator<Item = &Vec<u8>>| {
             let (mut pack, mut compressor) =
                 (OpenPack::new(&Spare::default()), Compressor::new(1).expect("zstd"));
-            contents.for_each(|content| drop(pack.push(&compressor.chunk(content))));
+            for content in contents {
+                pack.push(&compressor.chunk(content));
+            }
             let (pack, parts) = pack.close();
             runtime.block_on(open().store.put(&pack_name(&pack), parts.to_vec())).expect("put");
             pack
