@@ -474,7 +474,7 @@ mod tests {
             assert_eq!(&repository.chunk(&pack, number).expect("a chunk"), content, "{number}");
             assert_eq!(&repository.chunk(&other, 19 - number).expect("a chunk"), content, "{number} of 19");
         }
-        // What was read last needs no file any more; of what was read at first only the table is known.
+        // What was read needs the file no more. Of the rest only the table is known.
         let repository = open();
         assert_eq!(repository.chunk(&pack, 3).expect("a chunk"), contents[3]);
         std::fs::remove_file(&path).expect("remove");
