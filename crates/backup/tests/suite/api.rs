@@ -20,6 +20,8 @@ enum Trouble {
     Reset,
     /// No answer comes.
     Silent,
+    /// Another run is quicker, and the connection is closed.
+    Taken,
 }
 
 #[derive(Default)]
@@ -27,6 +29,8 @@ struct State {
     objects: HashMap<String, Value>,
     /// What went wrong with a request for an object whose path ends so: from when on, until when.
     troubles: Vec<(&'static str, Trouble, Duration, Duration)>,
+    /// What goes wrong with the next request to make an object below a path that ends so. A connection is closed after it is made.
+    lost: Vec<(&'static str, Trouble)>,
     /// The pod runs so long.
     runs: Duration,
     /// When the pod was made.
@@ -134,10 +138,14 @@ impl Server {
 }
 
 impl State {
-    fn trouble(&self, method: &str, path: &str) -> Option<Trouble> {
+    fn trouble(&mut self, method: &str, path: &str) -> Option<Trouble> {
+        if method == "POST" {
+            let next = self.lost.iter().position(|(of, _)| path.ends_with(of))?;
+            return Some(self.lost.remove(next).1);
+        }
         let since = self.began?.elapsed();
         let is_now = |(of, _, from, until): &&(&str, Trouble, Duration, Duration)| {
-            method != "POST" && path.ends_with(of) && since >= *from && since < *until
+            path.ends_with(of) && since >= *from && since < *until
         };
         self.troubles.iter().find(is_now).map(|of| of.1)
     }
@@ -149,6 +157,9 @@ impl State {
             "POST" => {
                 let mut object: Value = serde_json::from_slice(body).expect("JSON");
                 let name = object["metadata"]["name"].as_str().expect("a name").to_owned();
+                if self.objects.contains_key(&format!("{path}/{name}")) {
+                    return (409, json!({"kind": "Status", "status": "Failure", "code": 409}));
+                }
                 if path.ends_with("/volumesnapshots") {
                     object["status"] =
                         json!({"readyToUse": true, "boundVolumeSnapshotContentName": "content"});
@@ -220,7 +231,18 @@ fn serve(state: &Mutex<State>, mut client: TcpStream) -> Result<()> {
         let trouble = state.lock().unwrap().trouble(method, path);
         let (code, answer) = match trouble {
             Some(Trouble::Code(code)) => (code, json!({"kind": "Status", "status": "Failure", "code": code})),
-            Some(Trouble::Reset) => return Ok(()),
+            Some(Trouble::Reset | Trouble::Taken) => {
+                if method == "POST" {
+                    let (_, object) = state.lock().unwrap().answer(method, path, &body);
+                    if matches!(trouble, Some(Trouble::Taken)) {
+                        let name = object["metadata"]["name"].as_str().expect("a name");
+                        let of_other =
+                            json!({"metadata": {"name": name, "annotations": {"cbt-backup/run": "other"}}});
+                        state.lock().unwrap().objects.insert(format!("{path}/{name}"), of_other);
+                    }
+                }
+                return Ok(());
+            }
             Some(Trouble::Silent) => {
                 std::thread::sleep(Duration::from_secs(600));
                 return Ok(());
@@ -261,6 +283,44 @@ fn an_api_server_that_is_away_for_moments_leaves_nothing_behind() {
     server.trouble("/persistentvolumeclaims/cbt-backup-data", Trouble::Code(500), 500, 3000);
     server.trouble("/persistentvolumeclaims/cbt-backup-data", Trouble::Reset, 3000, 4000);
     assert_eq!(server.place.ok(&RUN)["snapshot"], "one");
+    assert_eq!(server.left(), [""; 0]);
+}
+
+/// What is asked for has a name, so a second request finds what the first one made.
+#[test]
+fn what_is_made_while_the_api_server_is_away_is_made_once() {
+    let server = Server::start(Duration::from_secs(1));
+    for path in ["/volumesnapshots", "/persistentvolumeclaims", "/pods"] {
+        let troubles = [Trouble::Code(500), Trouble::Reset, Trouble::Code(502)];
+        server.state.lock().unwrap().lost.extend(troubles.map(|trouble| (path, trouble)));
+    }
+    assert_eq!(server.place.ok(&RUN)["snapshot"], "one");
+    assert_eq!(server.left(), [""; 0]);
+    assert_eq!(server.state.lock().unwrap().lost.len(), 0, "not all went wrong");
+}
+
+/// A second request finds what another run has made meanwhile: it is not touched.
+#[test]
+fn what_another_run_has_made_is_not_taken_for_ours() {
+    let server = Server::start(Duration::from_secs(1));
+    server.state.lock().unwrap().lost.push(("/persistentvolumeclaims", Trouble::Taken));
+    let said = server.place.fails(1, &RUN);
+    assert!(said.contains("PersistentVolumeClaim cbt-backup-data is there already"), "{said}");
+    assert_eq!(server.left(), ["/api/v1/namespaces/ns/persistentvolumeclaims/cbt-backup-data"]);
+}
+
+#[test]
+fn ctrl_c_is_seen_while_nothing_can_be_made() {
+    let server = Server::start(Duration::from_secs(600));
+    server.state.lock().unwrap().lost.extend([("/pods", Trouble::Code(500)); 1000]);
+    let mut running = Running::start(server.place.command(&["run", "--pvc", "data"]));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while server.state.lock().unwrap().lost.len() > 998 {
+        assert!(Instant::now() < deadline, "no request for a pod");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    running.signal(Signal::SIGINT);
+    assert_eq!(running.ends_within(Duration::from_secs(10)), Some(130));
     assert_eq!(server.left(), [""; 0]);
 }
 

@@ -5,6 +5,8 @@
 //! The temporary claim and the pod have names that follow from the claim's, so two runs of one claim never work at once, and
 //! what a killed one has left is found again. Snapshots have names of their own, and are found by an annotation.
 
+mod objects;
+
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,7 +18,7 @@ use serde_json::{Value, json};
 
 use crate::arguments::RunArguments;
 use crate::error::{Error, Result};
-use crate::repository::About;
+use crate::repository::{About, random_digits};
 use crate::wait::unless;
 
 /// Between two looks at an object.
@@ -25,17 +27,14 @@ const POLL: Duration = Duration::from_millis(500);
 const GOING: Duration = Duration::from_secs(90);
 /// Says of which claim a snapshot of ours is. One that a user keeps is not ours any more.
 const OF_CLAIM: &str = "cbt-backup/claim";
+/// Says which run has made an object.
+const OF_RUN: &str = "cbt-backup/run";
 /// Says that a snapshot is the base of the next backup.
 const BASE: &str = "cbt-backup/base";
 const MANAGED_BY: &str = "app.kubernetes.io/managed-by";
 const OURS: &str = "cbt-backup";
 /// What a snapshot of a filesystem needs before a claim of it may be a device.
 const MODE_CHANGE: &str = "snapshot.storage.kubernetes.io/allow-volume-mode-change";
-/// Where the pod has the source, the repository's claim, and its report.
-const DEVICE: &str = "/dev/source";
-const REPOSITORY: &str = "/repository";
-const REPORT: &str = "/dev/termination-log";
-
 /// A client of the API server that the kubeconfig names, or of the pod's own cluster.
 pub async fn api() -> Result<Client> {
     Client::try_default().await.map_err(|error| {
@@ -48,7 +47,8 @@ pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Res
     let client = api().await?;
     let namespace = arguments.namespace.clone().unwrap_or_else(|| client.default_namespace().to_owned());
     let name = format!("cbt-backup-{}", arguments.pvc);
-    let run = Run { name, client, namespace, arguments, stop, created: Mutex::default() };
+    let id = random_digits(16)?;
+    let run = Run { id, name, client, namespace, arguments, stop, created: Mutex::default() };
     if arguments.clean_up {
         run.remove(PODS, &run.name).await?;
         run.remove(CLAIMS, &run.name).await?;
@@ -86,6 +86,8 @@ const SERVICES: Resource =
     ("cbt.storage.k8s.io", "v1beta1", "SnapshotMetadataService", "snapshotmetadataservices");
 
 struct Run<'r> {
+    /// Of no other run.
+    id: String,
     client: Client,
     namespace: String,
     /// Of the temporary claim and of the pod.
@@ -111,12 +113,17 @@ fn is_passing(error: &kube::Error) -> bool {
     }
 }
 
-/// Asks an API server until it answers. Patience begins with each question, so it is counted from the last good answer.
-async fn asked<T>(patience: Duration, ask: impl AsyncFn() -> kube::Result<T>) -> kube::Result<T> {
+/// Asks an API server until it answers, or the command is stopped between two tries. Patience begins with each question, so it
+/// is counted from the last good answer.
+async fn asked<T>(
+    patience: Duration,
+    stop: &Stop,
+    ask: impl AsyncFn() -> kube::Result<T>,
+) -> kube::Result<T> {
     let until = Instant::now() + patience;
     loop {
         match ask().await {
-            Err(error) if is_passing(&error) && Instant::now() < until => {
+            Err(error) if is_passing(&error) && Instant::now() < until && stop.check().is_ok() => {
                 tracing::debug!(error = base::report(&error), "the API server is asked again");
             }
             answer => return answer,
@@ -151,29 +158,63 @@ impl Run<'_> {
         self.answered(async || objects.get(name).await).await?.map_err(self.failed("get", kind, name))
     }
 
+    fn patience(&self) -> Duration {
+        Duration::from_secs(self.arguments.patience)
+    }
+
     /// Asks the API server until it answers, or the command is stopped.
     async fn answered<T>(&self, ask: impl AsyncFn() -> kube::Result<T>) -> Result<kube::Result<T>> {
-        let patience = Duration::from_secs(self.arguments.patience);
-        unless(|| self.stop.check().is_err(), asked(patience, ask)).await
+        unless(|| self.stop.check().is_err(), asked(self.patience(), self.stop, ask)).await
     }
 
     /// The same while cleaning up: it goes on after the command was stopped, but for no longer than [`GOING`].
     async fn insist<T>(&self, ask: impl AsyncFn() -> kube::Result<T>) -> kube::Result<T> {
-        asked(GOING.min(Duration::from_secs(self.arguments.patience)), ask).await
+        asked(GOING.min(self.patience()), &Stop::default(), ask).await
     }
 
-    async fn create(&self, kind: Resource, object: Value) -> Result<()> {
+    /// Makes an object. A request on its way is not given up, not even with Ctrl-C: it might be carried out after the clean-up.
+    async fn create(&self, kind: Resource, mut object: Value) -> Result<()> {
         let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+        object["metadata"]["annotations"][OF_RUN] = json!(self.id);
         let object = serde_json::from_value(object)
             .map_err(|error| Error::refused(format!("{} {name}: {error}", kind.2)))?;
         let created = || self.created.lock().unwrap_or_else(PoisonError::into_inner);
         created().push((kind, name.clone()));
-        let made = self.objects(kind).create(&PostParams::default(), &object).await;
-        if matches!(&made, Err(kube::Error::Api(status)) if status.code < 500) {
-            // It was refused, or is of another.
+        let objects = self.objects(kind);
+        let make = async || objects.create(&PostParams::default(), &object).await;
+        let made = asked(self.patience(), self.stop, make).await;
+        if matches!(&made, Err(error) if !is_passing(error)) {
+            // It was refused, or may be of another.
             created().pop();
         }
-        made.map(drop).map_err(self.failed("create", kind, &name))
+        match made {
+            Ok(_) => Ok(()),
+            Err(kube::Error::Api(status)) if status.code == 409 => {
+                if !self.is_ours(kind, &name).await? {
+                    return Err(self.another(kind, &name));
+                }
+                // The answer to a request before the last one was lost.
+                created().push((kind, name));
+                Ok(())
+            }
+            Err(error) => {
+                self.stop.check()?;
+                Err(self.failed("create", kind, &name)(error))
+            }
+        }
+    }
+
+    fn another(&self, kind: Resource, name: &str) -> Error {
+        Error::AnotherRun { what: format!("{} {name}", kind.2) }
+    }
+
+    /// Whether this run has made what has this name.
+    async fn is_ours(&self, kind: Resource, name: &str) -> Result<bool> {
+        let objects = self.objects(kind);
+        let there = self.answered(async || objects.get_opt(name).await).await?;
+        let there = there.map_err(self.failed("get", kind, name))?;
+        let of_run = there.and_then(|object| object.metadata.annotations?.remove(OF_RUN));
+        Ok(of_run.as_ref() == Some(&self.id))
     }
 
     /// Deletes an object and waits until it is gone.
@@ -217,27 +258,14 @@ impl Run<'_> {
     async fn back_up(&self, snapshot: &str, repository: &str) -> Result<Made> {
         let claim = self.get(CLAIMS, &self.arguments.pvc).await?;
         for kind in [PODS, CLAIMS] {
-            let there = self.objects(kind).get_opt(&self.name).await;
+            let objects = self.objects(kind);
+            let there = self.answered(async || objects.get_opt(&self.name).await).await?;
             if there.map_err(self.failed("get", kind, &self.name))?.is_some() {
-                return Err(Error::AnotherRun { what: format!("{} {}", kind.2, self.name) });
+                return Err(self.another(kind, &self.name));
             }
         }
         let placement = self.placement(&claim).await?;
-        let class = &self.arguments.snapshot_class;
-        let source = json!({"persistentVolumeClaimName": self.arguments.pvc});
-        let mut spec = json!({"source": source});
-        if let Some(class) = class {
-            spec["volumeSnapshotClassName"] = json!(class);
-        }
-        let mut metadata =
-            json!({"name": snapshot, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}});
-        if !self.arguments.keep_snapshot {
-            metadata["annotations"] = json!({OF_CLAIM: self.arguments.pvc});
-        }
-        let object = json!({
-            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot", "metadata": metadata, "spec": spec,
-        });
-        self.create(SNAPSHOTS, object).await?;
+        self.create(SNAPSHOTS, self.snapshot(snapshot)).await?;
         let (content, size) = self.ready(snapshot).await?;
         eprintln!("cbt-backup: VolumeSnapshot {snapshot} is ready");
         if text(&claim, "/spec/volumeMode") != Some("Block") {
@@ -292,7 +320,7 @@ impl Run<'_> {
         name: &str,
         mut look: impl FnMut(&DynamicObject, bool) -> Option<Result<T>>,
     ) -> Result<T> {
-        let until = Instant::now() + Duration::from_secs(self.arguments.patience);
+        let until = Instant::now() + self.patience();
         loop {
             self.stop.check()?;
             let object = self.get(kind, name).await?;
@@ -328,8 +356,9 @@ impl Run<'_> {
     /// Lets a claim have the snapshot of a filesystem as a device.
     async fn allow_device(&self, content: &str) -> Result<()> {
         let patch = Patch::Merge(json!({"metadata": {"annotations": {MODE_CHANGE: "true"}}}));
-        let done = self.objects(CONTENTS).patch(content, &PatchParams::default(), &patch).await;
-        match done {
+        let objects = self.objects(CONTENTS);
+        let done = self.answered(async || objects.patch(content, &PatchParams::default(), &patch).await);
+        match done.await? {
             Ok(_) => Ok(()),
             Err(kube::Error::Api(status)) if status.code == 403 => Err(Error::refused(format!(
                 "{} is a claim of a filesystem, and to read its snapshot as a device VolumeSnapshotContent {content} needs the \
@@ -357,64 +386,6 @@ impl Run<'_> {
             }
             Err(error) => Err(error),
         }
-    }
-
-    fn source_claim(&self, snapshot: &str, size: &str, class: Option<&str>) -> Value {
-        let source =
-            json!({"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": snapshot});
-        json!({
-            "apiVersion": "v1", "kind": "PersistentVolumeClaim",
-            "metadata": {"name": self.name, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}},
-            "spec": {
-                "storageClassName": class, "volumeMode": "Block", "accessModes": ["ReadOnlyMany"],
-                "dataSource": source, "resources": {"requests": {"storage": size}},
-            },
-        })
-    }
-
-    fn pod(&self, snapshot: &str, repository: &str, placement: Option<Value>) -> Value {
-        let volume = self.arguments.volume.clone();
-        let volume = volume.unwrap_or_else(|| format!("{}/{}", self.namespace, self.arguments.pvc));
-        let wish = if self.arguments.full { "full" } else { "auto" };
-        let mut arguments = vec![wish, "--volume", &volume, "--device", DEVICE];
-        arguments.extend(["--namespace", &self.namespace, "--snapshot", snapshot, "--report", REPORT]);
-        arguments.extend(self.arguments.more.iter().map(String::as_str));
-        let claim = json!({"claimName": self.name, "readOnly": true});
-        let mut volumes = vec![json!({"name": "source", "persistentVolumeClaim": claim})];
-        let mut mounts = Vec::new();
-        let mut place = repository.to_owned();
-        if let Some(name) = &self.arguments.repository_claim {
-            volumes.push(json!({"name": "repository", "persistentVolumeClaim": {"claimName": name}}));
-            mounts.push(json!({"name": "repository", "mountPath": REPOSITORY}));
-            place = format!("{REPOSITORY}/{}", repository.trim_start_matches('/'));
-        }
-        let from = self.arguments.secret.iter().map(|name| json!({"secretRef": {"name": name}}));
-        let affinity = placement
-            .map(|nodes| json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": nodes}}));
-        json!({
-            "apiVersion": "v1", "kind": "Pod",
-            "metadata": {"name": self.name, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}},
-            "spec": {
-                "serviceAccountName": self.arguments.service_account,
-                "restartPolicy": "Never",
-                "affinity": affinity,
-                "containers": [{
-                    "name": "backup",
-                    "image": self.arguments.image,
-                    "imagePullPolicy": "IfNotPresent",
-                    "args": arguments,
-                    "env": [{"name": "CBT_BACKUP_REPOSITORY", "value": place}],
-                    "envFrom": from.collect::<Vec<_>>(),
-                    // What it reports in the end; where it fails, the last lines of its log.
-                    "terminationMessagePath": REPORT,
-                    "terminationMessagePolicy": "FallbackToLogsOnError",
-                    "resources": {"requests": {"memory": "64Mi"}, "limits": {"memory": "512Mi"}},
-                    "volumeDevices": [{"name": "source", "devicePath": DEVICE}],
-                    "volumeMounts": mounts,
-                }],
-                "volumes": volumes,
-            },
-        })
     }
 
     /// Waits until the pod has ended: what it reports.

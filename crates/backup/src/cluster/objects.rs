@@ -1,0 +1,87 @@
+//! What a run makes: the snapshot, the temporary claim of it, and the pod that reads that.
+
+use serde_json::{Value, json};
+
+use super::{MANAGED_BY, OF_CLAIM, OURS, Run};
+
+/// Where the pod has the source, the repository's claim, and its report.
+const DEVICE: &str = "/dev/source";
+const REPOSITORY: &str = "/repository";
+const REPORT: &str = "/dev/termination-log";
+
+impl Run<'_> {
+    pub(super) fn snapshot(&self, snapshot: &str) -> Value {
+        let class = &self.arguments.snapshot_class;
+        let source = json!({"persistentVolumeClaimName": self.arguments.pvc});
+        let mut spec = json!({"source": source});
+        if let Some(class) = class {
+            spec["volumeSnapshotClassName"] = json!(class);
+        }
+        let mut metadata =
+            json!({"name": snapshot, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}});
+        if !self.arguments.keep_snapshot {
+            metadata["annotations"] = json!({OF_CLAIM: self.arguments.pvc});
+        }
+        json!({
+            "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot", "metadata": metadata, "spec": spec,
+        })
+    }
+
+    pub(super) fn source_claim(&self, snapshot: &str, size: &str, class: Option<&str>) -> Value {
+        let source =
+            json!({"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": snapshot});
+        json!({
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+            "metadata": {"name": self.name, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}},
+            "spec": {
+                "storageClassName": class, "volumeMode": "Block", "accessModes": ["ReadOnlyMany"],
+                "dataSource": source, "resources": {"requests": {"storage": size}},
+            },
+        })
+    }
+
+    pub(super) fn pod(&self, snapshot: &str, repository: &str, placement: Option<Value>) -> Value {
+        let volume = self.arguments.volume.clone();
+        let volume = volume.unwrap_or_else(|| format!("{}/{}", self.namespace, self.arguments.pvc));
+        let wish = if self.arguments.full { "full" } else { "auto" };
+        let mut arguments = vec![wish, "--volume", &volume, "--device", DEVICE];
+        arguments.extend(["--namespace", &self.namespace, "--snapshot", snapshot, "--report", REPORT]);
+        arguments.extend(self.arguments.more.iter().map(String::as_str));
+        let claim = json!({"claimName": self.name, "readOnly": true});
+        let mut volumes = vec![json!({"name": "source", "persistentVolumeClaim": claim})];
+        let mut mounts = Vec::new();
+        let mut place = repository.to_owned();
+        if let Some(name) = &self.arguments.repository_claim {
+            volumes.push(json!({"name": "repository", "persistentVolumeClaim": {"claimName": name}}));
+            mounts.push(json!({"name": "repository", "mountPath": REPOSITORY}));
+            place = format!("{REPOSITORY}/{}", repository.trim_start_matches('/'));
+        }
+        let from = self.arguments.secret.iter().map(|name| json!({"secretRef": {"name": name}}));
+        let affinity = placement
+            .map(|nodes| json!({"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": nodes}}));
+        json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": self.name, "namespace": self.namespace, "labels": {MANAGED_BY: OURS}},
+            "spec": {
+                "serviceAccountName": self.arguments.service_account,
+                "restartPolicy": "Never",
+                "affinity": affinity,
+                "containers": [{
+                    "name": "backup",
+                    "image": self.arguments.image,
+                    "imagePullPolicy": "IfNotPresent",
+                    "args": arguments,
+                    "env": [{"name": "CBT_BACKUP_REPOSITORY", "value": place}],
+                    "envFrom": from.collect::<Vec<_>>(),
+                    // What it reports in the end; where it fails, the last lines of its log.
+                    "terminationMessagePath": REPORT,
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
+                    "resources": {"requests": {"memory": "64Mi"}, "limits": {"memory": "512Mi"}},
+                    "volumeDevices": [{"name": "source", "devicePath": DEVICE}],
+                    "volumeMounts": mounts,
+                }],
+                "volumes": volumes,
+            },
+        })
+    }
+}
