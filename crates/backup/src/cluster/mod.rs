@@ -121,10 +121,14 @@ async fn asked<T>(
     ask: impl AsyncFn() -> kube::Result<T>,
 ) -> kube::Result<T> {
     let until = Instant::now() + patience;
+    let mut is_said = false;
     loop {
         match ask().await {
             Err(error) if is_passing(&error) && Instant::now() < until && stop.check().is_ok() => {
-                tracing::debug!(error = base::report(&error), "the API server is asked again");
+                if !std::mem::replace(&mut is_said, true) {
+                    let (seconds, error) = (patience.as_secs(), base::report(&error));
+                    tracing::warn!("the API server is asked again for at most {seconds} s: {error}");
+                }
             }
             answer => return answer,
         }

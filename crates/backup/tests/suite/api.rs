@@ -294,7 +294,10 @@ fn what_is_made_while_the_api_server_is_away_is_made_once() {
         let troubles = [Trouble::Code(500), Trouble::Reset, Trouble::Code(502)];
         server.state.lock().unwrap().lost.extend(troubles.map(|trouble| (path, trouble)));
     }
-    assert_eq!(server.place.ok(&RUN)["snapshot"], "one");
+    let output = server.place.run(&RUN);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert_eq!(said.matches("asked again for at most 3 s").count(), 3, "once for each object: {said}");
     assert_eq!(server.left(), [""; 0]);
     assert_eq!(server.state.lock().unwrap().lost.len(), 0, "not all went wrong");
 }
