@@ -2,7 +2,7 @@
 //! those that are open go on.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use arc_swap::ArcSwapOption;
@@ -44,7 +44,10 @@ impl Error {
 
 /// The certificate in use; none at first, so that handshakes fail until there is one.
 #[derive(Debug, Default)]
-pub struct Certificate(ArcSwapOption<CertifiedKey>);
+pub struct Certificate {
+    shown: ArcSwapOption<CertifiedKey>,
+    tried: Tried,
+}
 
 impl Certificate {
     /// Shows this one from now on: a chain and its key, in PEM. On an error the one before stays.
@@ -58,23 +61,24 @@ impl Certificate {
             .map_err(pem("the certificate", "certificate"))?;
         let key = PrivateKeyDer::from_pem_slice(key).map_err(pem("the key", "private key"))?;
         let pair = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(Error::Mismatch)?;
-        self.0.store(Some(Arc::new(pair)));
+        self.shown.store(Some(Arc::new(pair)));
         Ok(())
     }
 
     /// Shows the one in these files from now on.
     pub fn load(&self, chain: &Path, key: &Path) -> Result<(), Error> {
-        self.replace(&read(chain)?, &read(key)?)
+        let [chain, key] = self.tried.read([chain, key])?;
+        self.replace(&chain, &key)
     }
 
     /// Whether there is one to show.
     pub fn is_there(&self) -> bool {
-        self.0.load().is_some()
+        self.shown.load().is_some()
     }
 
     /// Loads the files again whenever they change.
     pub async fn follow(self: Arc<Self>, chain: PathBuf, key: PathBuf, every: Duration) {
-        follow(&[&chain, &key], every, || self.load(&chain, &key)).await;
+        self.tried.follow([&chain, &key], every, || self.load(&chain, &key)).await;
     }
 
     /// TLS 1.2 and 1.3 for HTTP/2, with this certificate and without certificates of clients.
@@ -96,44 +100,84 @@ impl Certificate {
 
 impl ResolvesServerCert for Certificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.0.load_full()
+        self.shown.load_full()
     }
 }
 
-/// Calls `load` whenever one of these files has changed, for ever. What does not fit together, since one of the files is not
-/// replaced yet, is tried again with the next change; what was loaded before is used meanwhile.
-pub(crate) async fn follow<E: std::error::Error + 'static>(
-    files: &[&Path],
-    every: Duration,
-    load: impl Fn() -> Result<(), E>,
-) {
-    let contents = || files.iter().map(|file| std::fs::read(file).ok()).collect::<Option<Vec<_>>>();
-    let mut shown = contents();
-    let mut refused = None;
-    loop {
-        tokio::time::sleep(every).await;
-        let now = contents();
-        if now == shown || now == refused {
-            continue;
+/// What files held when they were last loaded, with success or not; none where one of them could not be read. It begins
+/// before the first look at them: what is written between a load and that look is loaded too.
+#[derive(Debug, Default)]
+pub(crate) struct Tried(Mutex<Option<Vec<Vec<u8>>>>);
+
+impl Tried {
+    fn last(&self) -> MutexGuard<'_, Option<Vec<Vec<u8>>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the files hold now, for the one who loads them.
+    pub(crate) fn read<const N: usize>(&self, files: [&Path; N]) -> Result<[Vec<u8>; N], Error> {
+        *self.last() = None;
+        let mut contents = [const { Vec::new() }; N];
+        for (content, file) in contents.iter_mut().zip(files) {
+            *content = std::fs::read(file).map_err(|error| Error::Read(file.to_owned(), error))?;
         }
+        *self.last() = Some(contents.to_vec());
+        Ok(contents)
+    }
+
+    /// Calls `load`, which calls [`Tried::read`], whenever the files hold something else than was tried, for ever. What does
+    /// not fit together, since one of the files is not replaced yet, is tried again with the next change; what was loaded
+    /// before is used meanwhile.
+    pub(crate) async fn follow<const N: usize, E: std::error::Error + 'static>(
+        &self,
+        files: [&Path; N],
+        every: Duration,
+        load: impl Fn() -> Result<(), E>,
+    ) {
         let chain = files.first().map(|file| file.display().to_string());
-        match load() {
-            Ok(()) => {
-                tracing::info!(chain, "the new certificate is in use");
-                (shown, refused) = (now, None);
+        loop {
+            tokio::time::sleep(every).await;
+            let now = files.iter().map(|file| std::fs::read(file).ok()).collect::<Option<Vec<_>>>();
+            if now == *self.last() {
+                continue;
             }
-            Err(error) => {
-                tracing::warn!(
+            match load() {
+                Ok(()) => tracing::info!(chain, "the new certificate is in use"),
+                Err(error) => tracing::warn!(
                     chain,
                     error = &error as &dyn std::error::Error,
                     "a new certificate is not used"
-                );
-                refused = now;
+                ),
             }
         }
     }
 }
 
-pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    std::fs::read(path).map_err(|error| Error::Read(path.to_owned(), error))
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A driver is waited for until it answers, and then given the certificate that names its key. Where its task that looks
+    /// at the files came a moment late, it took what it saw first for what it had loaded, and had no certificate until it was
+    /// started again.
+    #[tokio::test]
+    async fn files_that_are_written_before_the_first_look_are_loaded() {
+        let dir = tempfile::tempdir().expect("temp dir");
+        let (chain, key) = (dir.path().join("tls.crt"), dir.path().join("tls.key"));
+        let certificate = Arc::new(Certificate::default());
+        assert!(certificate.load(&chain, &key).expect_err("no file").is_not_found());
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
+        std::fs::write(&key, made.signing_key.serialize_pem()).expect("write");
+        std::fs::write(&chain, made.cert.pem()).expect("write");
+        let every = Duration::from_millis(1);
+        let following = tokio::spawn(certificate.clone().follow(chain, key, every));
+        let loaded = async {
+            while !certificate.is_there() {
+                tokio::time::sleep(every).await;
+            }
+        };
+        let loaded = tokio::time::timeout(Duration::from_secs(60), loaded).await;
+        following.abort();
+        loaded.expect("the certificate is loaded");
+    }
 }

@@ -32,7 +32,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use crate::certificate::{self, read};
+use crate::certificate::{self, Tried};
 use crate::ticket::{Judge, Signer};
 
 /// How often the files are looked at.
@@ -135,6 +135,7 @@ pub struct Files {
 #[derive(Debug)]
 pub struct Mutual {
     files: Files,
+    tried: Tried,
     own: Role,
     server: ArcSwapOption<ServerConfig>,
     client: ArcSwapOption<ClientConfig>,
@@ -147,6 +148,7 @@ impl Mutual {
     pub fn new(files: Files, own: Role) -> Arc<Self> {
         Arc::new(Mutual {
             files,
+            tried: Tried::default(),
             own,
             server: ArcSwapOption::empty(),
             client: ArcSwapOption::empty(),
@@ -162,7 +164,8 @@ impl Mutual {
             move |source| certificate::Error::Pem { what, wanted, source }
         };
         let Files { certificate, key, authorities } = &self.files;
-        let chain: Vec<_> = CertificateDer::pem_slice_iter(&read(certificate)?)
+        let [chain, own_key, roots_pem] = self.tried.read([certificate, key, authorities])?;
+        let chain: Vec<_> = CertificateDer::pem_slice_iter(&chain)
             .collect::<Result<_, _>>()
             .map_err(pem(certificate, "certificate"))?;
         let own = chain.first().and_then(Identity::of);
@@ -179,9 +182,9 @@ impl Mutual {
                 });
             }
         };
-        let key = PrivateKeyDer::from_pem_slice(&read(key)?).map_err(pem(key, "private key"))?;
+        let key = PrivateKeyDer::from_pem_slice(&own_key).map_err(pem(key, "private key"))?;
         let mut roots = RootCertStore::empty();
-        for authority in CertificateDer::pem_slice_iter(&read(authorities)?) {
+        for authority in CertificateDer::pem_slice_iter(&roots_pem) {
             roots.add(authority.map_err(pem(authorities, "certificate"))?).map_err(Error::Tls)?;
         }
         if roots.is_empty() {
@@ -214,7 +217,7 @@ impl Mutual {
     /// Loads the files again whenever they change, for ever.
     pub async fn follow(self: Arc<Self>) {
         let Files { certificate, key, authorities } = &self.files;
-        certificate::follow(&[certificate, key, authorities], FILES_EVERY, || self.load()).await;
+        self.tried.follow([certificate, key, authorities], FILES_EVERY, || self.load()).await;
     }
 
     /// For the side that is called, as soon as something is loaded.

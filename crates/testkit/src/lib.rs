@@ -188,10 +188,20 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// A TCP port without a listener.
+/// A TCP port without a listener, that no other test of this process was given: until its program listens there, another test
+/// would find it free.
 pub fn free_port() -> u16 {
     // Below the range from which the kernel takes ports for connections: one of those could be given away before the
     // program under test binds it.
-    let mut ports = std::iter::repeat_with(|| fastrand::u16(10_000..32_768));
-    ports.find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("endless")
+    const PORTS: std::ops::Range<u16> = 10_000..32_768;
+    static NEXT: Mutex<Option<u16>> = Mutex::new(None);
+    let mut next = NEXT.lock().unwrap_or_else(PoisonError::into_inner);
+    loop {
+        // Other processes begin elsewhere.
+        let port = next.filter(|port| PORTS.contains(port)).unwrap_or_else(|| fastrand::u16(PORTS));
+        *next = Some(port + 1);
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
