@@ -21,7 +21,7 @@ use When::{Always, Attach, Distributed};
 /// The calls of each program: its container, an API group and resource, the verbs, and when. Taken from the sources of the
 /// versions that the manifests name; those of csi-snapshotter, csi-resizer, csi-snapshot-metadata and snapshot-controller
 /// also from the audit log of an API server. An informer needs no get.
-const CALLS: [(&str, &str, &str, &str, When); 89] = [
+const CALLS: [(&str, &str, &str, &str, When); 90] = [
     // Binds volumes: makes the PV, deletes it, and puts its finalizer on it.
     ("csi-provisioner", "", "persistentvolumes", "get list watch create patch delete", Always),
     // Finalizers of claims that are being cloned; removal of the selected node on RESOURCE_EXHAUSTED.
@@ -60,8 +60,9 @@ const CALLS: [(&str, &str, &str, &str, When); 89] = [
         "create get update",
         Distributed,
     ),
-    // Ours: the addresses of the nodes. Its test has only this right.
+    // Ours: the addresses of the nodes, and which volumes are used. Its tests have only these rights.
     ("router", "discovery.k8s.io", "endpointslices", "list watch", Distributed),
+    ("router", "", "persistentvolumes", "list", Distributed),
     // And their certificates. The test has only these rights.
     ("certificates", "", "secrets", "get update", Distributed),
     ("certificates", "", "configmaps", "get update", Distributed),

@@ -51,9 +51,11 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
 
     let nodes = Nodes::new(tls, arguments.node_timeout, arguments.forgotten);
     nodes.read_forgotten();
+    let mut volumes = None;
     match &arguments.node_service {
         Some(service) => {
             let client = serve::questions::client(arguments.kubeconfig.as_deref()).await?;
+            volumes = Some(kube::Api::all(client.clone()));
             tasks.spawn(crate::slices::follow(client, service.clone(), nodes.clone()));
         }
         None => nodes.set_addresses(&arguments.node_endpoints.iter().cloned().collect()),
@@ -80,7 +82,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let router = Arc::new(Router::new(nodes, streams));
     tasks.spawn({
         let router = router.clone();
-        async move { router.find_twice().await }
+        async move { router.find_twice(volumes).await }
     });
     tracing::info!(endpoint = %arguments.endpoint, "serving");
     let connections = UnixListenerStream::new(socket).map(|connection| connection.map(Tolerant::new));

@@ -1,6 +1,8 @@
 //! Volumes that were made twice: by a retry that was given to another node while the first one was cut off, and by a router that
-//! did not know of the first try. They are found when the node is back, and reported to an operator. None is removed here: a node
-//! cannot know whether somebody holds the id of its volume, since its answer may have arrived.
+//! did not know of the first try. They are found when the node is back.
+//!
+//! Which of the two is used, only the orchestrator knows: the first answer may have arrived. In Kubernetes the PersistentVolumes
+//! say it, and the volume that none of them has is deleted. Elsewhere an operator has to do it.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -8,18 +10,66 @@ use std::time::{Duration, Instant};
 
 use base::Key;
 use bytes::Bytes;
+use k8s_openapi::api::core::v1::PersistentVolume;
+use kube::Api;
+use kube::api::ListParams;
 use metrics::counter;
 use prost::Message;
 use proto::node::Kind;
+use tokio::time::timeout;
 
-use super::Router;
+use super::{Router, Target};
 
 /// How often it is looked whether a node has come back.
 const EVERY: Duration = Duration::from_secs(2);
-/// How long a node may take to look for a name.
+/// How long a node may take to look for a name, and to delete a volume.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Volumes in doubt at once.
 const MOST: usize = 10_000;
+/// How often PersistentVolumes are looked through for a volume that was made twice, how long that may take, and for how long
+/// it is done: the PersistentVolume is made after the volume.
+const LOOK_EVERY: Duration = Duration::from_secs(30);
+const LOOKED_IN: Duration = Duration::from_secs(60);
+const LOOKED_FOR: Duration = Duration::from_secs(600);
+/// PersistentVolumes per page.
+const PAGE: u32 = 500;
+
+/// What an operator has to do where nobody else can.
+const DELETE: &str =
+    "a volume was made twice: delete the one that is not in use (deltapath-router delete-volume)";
+
+/// A volume that was made twice.
+struct Twice {
+    name: String,
+    ids: [String; 2],
+    found: Instant,
+    /// When PersistentVolumes are looked through for it next.
+    look: Instant,
+}
+
+/// The volume that nobody uses, if the other one is used.
+fn unused<'i>(ids: &'i [String; 2], used: &BTreeSet<String>) -> Option<&'i str> {
+    let [one, other] = ids;
+    match (used.contains(one), used.contains(other)) {
+        (true, false) => Some(other),
+        (false, true) => Some(one),
+        (true, true) | (false, false) => None,
+    }
+}
+
+/// Those of these volumes that a PersistentVolume has.
+async fn used(volumes: &Api<PersistentVolume>, ids: &[String; 2]) -> kube::Result<BTreeSet<String>> {
+    let (mut used, mut page) = (BTreeSet::new(), ListParams::default().limit(PAGE));
+    loop {
+        let listed = volumes.list(&page).await?;
+        let handles = listed.items.into_iter().filter_map(|volume| Some(volume.spec?.csi?.volume_handle));
+        used.extend(handles.filter(|handle| ids.contains(handle)));
+        match listed.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => page = ListParams::default().limit(PAGE).continue_token(&token),
+            None => return Ok(used),
+        }
+    }
+}
 
 impl Router {
     /// This volume was made while a node was away: it may have one of this name.
@@ -37,51 +87,151 @@ impl Router {
         }
     }
 
-    /// Asks each node that comes back for volumes that were made meanwhile; for ever.
-    pub async fn find_twice(&self) {
+    /// Asks each node that comes back for volumes that were made meanwhile, and deletes those that no PersistentVolume has,
+    /// where these can be asked; for ever.
+    pub async fn find_twice(&self, volumes: Option<Api<PersistentVolume>>) {
         let mut known: BTreeSet<Key> = BTreeSet::new();
         let mut asked_before: BTreeSet<String> = BTreeSet::new();
+        let mut twice: Vec<Twice> = Vec::new();
         loop {
             tokio::time::sleep(EVERY).await;
-            let up = self.nodes.up();
-            let is_any_away = !self.nodes.away().is_empty();
-            let volumes: Vec<(String, String)> = {
-                let doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
-                doubtful.iter().map(|(name, id)| (name.clone(), id.clone())).collect()
+            let found = self.look_for_twice(&mut known, &mut asked_before).await;
+            let Some(volumes) = &volumes else {
+                for Twice { name, ids: [volume, other], .. } in found {
+                    tracing::warn!(name, volume, other, "{DELETE}");
+                }
+                continue;
             };
-            let mut asked: BTreeSet<Key> = BTreeSet::new();
-            'nodes: for node in &up {
-                let is_new = !known.contains(&node.key);
-                // A node may have come back just before a volume was noted.
-                for (name, id) in volumes.iter().filter(|(name, _)| is_new || !asked_before.contains(name)) {
-                    let until = Some(Instant::now() + PATIENCE);
-                    let found = Self::find_on(node, Kind::Volume, name, until).await;
-                    // It is asked for all of them when it answers again.
-                    let Ok(found) = found else { continue 'nodes };
-                    let Some(other) = found else { continue };
-                    // A copy on its way ends by itself where nobody asks for it.
-                    if other.id != *id && !other.in_progress {
-                        counter!("deltapath_router_volumes_made_twice_total").increment(1);
-                        tracing::warn!(
-                            name,
-                            volume = id,
-                            other = other.id,
-                            node = node.name,
-                            "a volume was made twice: delete the one that is not in use (deltapath-router delete-volume)"
-                        );
+            for Twice { name, ids: [volume, other], .. } in &found {
+                tracing::warn!(
+                    name,
+                    volume,
+                    other,
+                    "a volume was made twice: PersistentVolumes say which one is used"
+                );
+            }
+            twice.extend(found);
+            let mut left = Vec::new();
+            for mut one in twice {
+                if one.look <= Instant::now() {
+                    one.look = Instant::now() + LOOK_EVERY;
+                    if self.delete_unused(volumes, &one).await {
+                        continue;
+                    }
+                    if one.found.elapsed() >= LOOKED_FOR {
+                        let Twice { name, ids: [volume, other], .. } = one;
+                        tracing::warn!(name, volume, other, "{DELETE}");
+                        continue;
                     }
                 }
-                asked.insert(node.key);
+                left.push(one);
             }
-            let are_all = asked.len() == up.len();
-            known = asked;
-            asked_before = volumes.iter().map(|(name, _)| name.clone()).collect();
-            if !is_any_away && are_all {
-                let mut doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
-                for (name, _) in &volumes {
-                    doubtful.remove(name);
+            twice = left;
+        }
+    }
+
+    /// Deletes the volume that no PersistentVolume has, if one has the other; whether that is done.
+    async fn delete_unused(&self, volumes: &Api<PersistentVolume>, twice: &Twice) -> bool {
+        let Twice { name, ids, .. } = twice;
+        let used = match timeout(LOOKED_IN, used(volumes, ids)).await {
+            Ok(Ok(used)) => used,
+            Ok(Err(error)) => {
+                tracing::warn!(name, error = base::report(&error), "PersistentVolumes cannot be listed now");
+                return false;
+            }
+            Err(_) => {
+                tracing::warn!(
+                    name,
+                    "PersistentVolumes could not be listed within {} s",
+                    LOOKED_IN.as_secs()
+                );
+                return false;
+            }
+        };
+        let Some(id) = unused(ids, &used) else { return false };
+        let Ok(Target::Node(node)) = self.target(id) else { return false };
+        match self.delete_on(&node, id, Some(Instant::now() + PATIENCE)).await {
+            Ok(()) => {
+                tracing::info!(
+                    name,
+                    volume = id,
+                    node = node.name,
+                    "a volume that was made twice and that no PersistentVolume has is deleted"
+                );
+                true
+            }
+            Err(status) => {
+                let reason = status.message();
+                tracing::warn!(
+                    name,
+                    volume = id,
+                    node = node.name,
+                    reason,
+                    "a volume that was made twice cannot be deleted now"
+                );
+                false
+            }
+        }
+    }
+
+    /// Asks each node that has come back for the volumes in doubt. `known` are the nodes that were asked for all of them, and
+    /// `asked_before` the names for which they were.
+    async fn look_for_twice(
+        &self,
+        known: &mut BTreeSet<Key>,
+        asked_before: &mut BTreeSet<String>,
+    ) -> Vec<Twice> {
+        let up = self.nodes.up();
+        let is_any_away = !self.nodes.away().is_empty();
+        let volumes: Vec<(String, String)> = {
+            let doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
+            doubtful.iter().map(|(name, id)| (name.clone(), id.clone())).collect()
+        };
+        let (mut twice, mut asked) = (Vec::new(), BTreeSet::new());
+        'nodes: for node in &up {
+            let is_new = !known.contains(&node.key);
+            // A node may have come back just before a volume was noted.
+            for (name, id) in volumes.iter().filter(|(name, _)| is_new || !asked_before.contains(name)) {
+                let until = Some(Instant::now() + PATIENCE);
+                let found = Self::find_on(node, Kind::Volume, name, until).await;
+                // It is asked for all of them when it answers again.
+                let Ok(found) = found else { continue 'nodes };
+                let Some(other) = found else { continue };
+                // A copy on its way ends by itself where nobody asks for it.
+                if other.id != *id && !other.in_progress {
+                    counter!("deltapath_router_volumes_made_twice_total").increment(1);
+                    let now = Instant::now();
+                    let ids = [id.clone(), other.id];
+                    twice.push(Twice { name: name.clone(), ids, found: now, look: now });
                 }
             }
+            asked.insert(node.key);
+        }
+        let are_all = asked.len() == up.len();
+        *known = asked;
+        *asked_before = volumes.iter().map(|(name, _)| name.clone()).collect();
+        if !is_any_away && are_all {
+            let mut doubtful = self.doubtful.lock().unwrap_or_else(PoisonError::into_inner);
+            for (name, _) in &volumes {
+                doubtful.remove(name);
+            }
+        }
+        twice
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_is_unused_only_if_the_other_one_is_used() {
+        let ids = ["a", "b"].map(str::to_owned);
+        for (used, expected) in
+            [(&[][..], None), (&["a"][..], Some("b")), (&["b"], Some("a")), (&["a", "b"], None)]
+        {
+            let used = used.iter().map(|id| (*id).to_owned()).collect();
+            assert_eq!(unused(&ids, &used), expected, "{used:?}");
         }
     }
 }

@@ -69,7 +69,7 @@ impl Router {
                 if found.in_progress
                     && (source_is_forgotten || !place::is_allowed(&node.topology, requirement)) =>
             {
-                self.delete_on(node, &found.id, work).await?;
+                self.delete_on(node, &found.id, work.deadline).await?;
                 self.unanswered().remove(name);
             }
             [(node, found)] if !place::is_allowed(&node.topology, requirement) => {
@@ -111,11 +111,16 @@ impl Router {
         self.create_anywhere(name, requirement, work).await
     }
 
-    /// Ends what was begun on a node.
-    async fn delete_on(&self, node: &Arc<Node>, id: &str, work: &Work<'_>) -> Result<(), Status> {
+    /// Deletes a volume, also one that is not whole, on its node.
+    pub(super) async fn delete_on(
+        &self,
+        node: &Arc<Node>,
+        id: &str,
+        deadline: Option<Instant>,
+    ) -> Result<(), Status> {
         let request = proto::DeleteVolumeRequest { volume_id: id.to_owned(), ..Default::default() };
         let message = request.encode_to_vec().into();
-        node.call("/csi.v1.Controller/DeleteVolume", message, work.deadline).await.map(drop)
+        node.call("/csi.v1.Controller/DeleteVolume", message, deadline).await.map(drop)
     }
 
     fn unanswered(&self) -> MutexGuard<'_, HashMap<String, (Key, Instant)>> {

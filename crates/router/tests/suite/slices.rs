@@ -1,7 +1,9 @@
 //! Promise: a router that watches a Service of Kubernetes knows the nodes of now, and keeps those of before while the API
-//! server is away.
+//! server is away. Of a volume that was made twice it deletes the one that no PersistentVolume has.
 
+use csi_client::{block_capability, new_volume};
 use kube::api::{DeleteParams, Patch, PatchParams};
+use nix::sys::signal::Signal;
 use proto::ListSnapshotsRequest;
 use serde_json::{Value, json};
 use testkit::api_server::ApiServer;
@@ -30,33 +32,52 @@ fn slice(name: &str, service: &str, port: u16, endpoints: &[Value]) -> Value {
     })
 }
 
+/// A cluster of two drivers at these addresses, which no router knows yet, and an API server with the slices of the first of
+/// them. Slices hold no loopback addresses.
+async fn cluster(addresses: &[&str]) -> (Cluster, ApiServer) {
+    addresses.iter().for_each(|address| network::add_local_address(address));
+    let api = ApiServer::start().await;
+    let mut cluster = Cluster::empty();
+    for address in &addresses[..2] {
+        cluster.add_node_on(PoolKind::Dir, &[], address, None).await;
+    }
+    api.namespace("deltapath").await;
+    api.make(slice("one", SERVICE, cluster.nodes[0].port, &[endpoint(0, addresses[0])])).await;
+    (cluster, api)
+}
+
+/// Flags of a router with what deploy/overlays/distributed allows it, and no more.
+async fn flags(api: &ApiServer) -> Vec<String> {
+    let list = |group: &str, resource: &str, verbs: &[&str]| json!([{"apiGroups": [group], "resources": [resource], "verbs": verbs}]);
+    api.account("deltapath", "router", list("discovery.k8s.io", "endpointslices", &["list", "watch"])).await;
+    let (of, name) = ("rbac.authorization.k8s.io/v1", json!({"name": "router"}));
+    let rules = list("", "persistentvolumes", &["list"]);
+    api.make(json!({"apiVersion": of, "kind": "ClusterRole", "metadata": name, "rules": rules})).await;
+    api.make(json!({
+        "apiVersion": of, "kind": "ClusterRoleBinding", "metadata": name,
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "router"},
+        "subjects": [{"kind": "ServiceAccount", "name": "router", "namespace": "deltapath"}],
+    }))
+    .await;
+    let kubeconfig = api.kubeconfig_of("deltapath", "router").await;
+    vec![
+        format!("--node-service=deltapath/{SERVICE}"),
+        format!("--kubeconfig={}", kubeconfig.display()),
+        "--node-timeout=2s".to_owned(),
+    ]
+}
+
 #[test_with::root]
 #[test]
 fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
     network::alone(|| async {
-        // Addresses that a slice may hold: no loopback ones.
         let addresses = ["10.99.0.1", "10.99.0.2", "10.99.0.3"];
-        addresses.iter().for_each(|address| network::add_local_address(address));
-        let api = ApiServer::start().await;
-        let mut cluster = Cluster::empty();
-        for address in &addresses[..2] {
-            cluster.add_node_on(PoolKind::Dir, &[], address, None).await;
-        }
-        api.namespace("deltapath").await;
-        // What deploy/overlays/distributed gives it, and no more.
-        let rules = json!([{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]);
-        api.account("deltapath", "router", rules).await;
-        let kubeconfig = api.kubeconfig_of("deltapath", "router").await;
+        let (mut cluster, api) = cluster(&addresses).await;
         let ports = [cluster.nodes[0].port, cluster.nodes[1].port];
-        api.make(slice("one", SERVICE, ports[0], &[endpoint(0, addresses[0])])).await;
         // Of another Service: not asked.
         api.make(slice("other", "other", ports[1], &[endpoint(1, addresses[1])])).await;
 
-        let flags = [
-            format!("--node-service=deltapath/{SERVICE}"),
-            format!("--kubeconfig={}", kubeconfig.display()),
-            "--node-timeout=2s".to_owned(),
-        ];
+        let flags = flags(&api).await;
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         cluster.router = Some(Router::start(cluster.dir.path(), "router", &[], &flags).await);
         cluster.router().sees(1).await;
@@ -116,6 +137,74 @@ fn nodes_come_and_go_and_move_as_the_slices_of_a_service_say() {
         assert_eq!(error.code(), Code::Unavailable, "{error}");
         let missed = "deltapath_router_nodes{state=\"away\"} 1\n";
         assert!(cluster.router().get("/metrics").await.contains(missed), "it is not missed");
+        cluster.finish();
+    });
+}
+
+/// Three volumes are made on a node that freezes, and again, on another node, by a router that has never heard of them. In
+/// life the first answer was lost, or arrived, or nobody has said yet.
+#[test_with::root]
+#[test]
+fn of_a_volume_made_twice_the_one_that_no_persistent_volume_has_is_deleted() {
+    network::alone(|| async {
+        let addresses = ["10.99.0.1", "10.99.0.2"];
+        let (mut cluster, api) = cluster(&addresses).await;
+        let second_node = slice("two", SERVICE, cluster.nodes[1].port, &[endpoint(1, addresses[1])]);
+        api.make(second_node).await;
+        let flags = flags(&api).await;
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let router = Router::start(cluster.dir.path(), "router", &[], &flags).await;
+        router.sees(2).await;
+        cluster.router = Some(router);
+        let names = ["lost", "arrived", "open"];
+        let mut firsts = Vec::new();
+        for name in names {
+            firsts.push(cluster.volume_on(0, name).await);
+        }
+        cluster.nodes[0].signal(Signal::SIGSTOP);
+        let fresh = Router::start(cluster.dir.path(), "fresh", &[], &flags).await;
+        fresh.sees(1).await;
+        let mut client = fresh.client.clone();
+        let mut seconds = Vec::new();
+        for name in names {
+            let request = || new_volume(name, 16 << 20, block_capability());
+            seconds.push(patiently!(client.create_volume(request())).expect("the other node").volume_id);
+        }
+        for (name, handle) in [("lost", &seconds[0]), ("arrived", &firsts[1])] {
+            api.make(json!({
+                "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name},
+                "spec": {
+                    "capacity": {"storage": "16Mi"}, "accessModes": ["ReadWriteOnce"],
+                    "csi": {"driver": "deltapath.csi.dev", "volumeHandle": handle},
+                },
+            }))
+            .await;
+        }
+        cluster.nodes[0].signal(Signal::SIGCONT);
+        fresh.sees(2).await;
+        let volumes = |node: usize| testkit::names(&cluster.nodes[node].rig.pool_dir().join("volumes"));
+        let sorted = |ids: [&String; 2]| {
+            let mut ids = ids.map(String::clone).to_vec();
+            ids.sort();
+            ids
+        };
+        eventually("the unused ones are deleted", async || {
+            volumes(0) == sorted([&firsts[1], &firsts[2]]) && volumes(1) == sorted([&seconds[0], &seconds[2]])
+        })
+        .await;
+        // One is left, and is found by its name.
+        for (name, id) in [("lost", &seconds[0]), ("arrived", &firsts[1])] {
+            let found = client.create_volume(new_volume(name, 16 << 20, block_capability())).await;
+            assert_eq!(found.expect("one is left").volume_id, *id);
+        }
+        let both = client.create_volume(new_volume("open", 16 << 20, block_capability())).await;
+        assert_eq!(both.expect_err("which of them?").code(), Code::FailedPrecondition);
+        let counted = "deltapath_router_volumes_made_twice_total 4\n";
+        assert!(
+            fresh.get("/metrics").await.contains(counted),
+            "three were found, and one again when it was asked for"
+        );
+        fresh.finish();
         cluster.finish();
     });
 }
