@@ -73,7 +73,8 @@ struct Serve {
     )]
     node_endpoints: Vec<String>,
     /// Instead: the headless Kubernetes Service of the nodes' drivers. Their addresses are those in its EndpointSlices, which
-    /// are watched, ready or not; their port is the one named `router`, or the only one.
+    /// are watched, ready or not; their port is the one named `router`, or the only one. If a volume was made twice, the
+    /// PersistentVolumes are listed, and the one that none of them has is deleted.
     #[arg(long, value_name = "NAMESPACE/NAME", conflicts_with = "node_endpoints")]
     node_service: Option<NodeService>,
     /// Kubeconfig file for --node-service. Default: the pod's service account, or what kubectl would take.
