@@ -1,5 +1,7 @@
 //! The memory of this process.
 
+use std::sync::{Mutex, PoisonError};
+
 /// From this size on an allocation has pages of its own, which go back to the kernel when it is freed.
 #[cfg(target_env = "gnu")]
 const OWN_PAGES: libc::c_int = 1 << 20;
@@ -22,4 +24,47 @@ pub fn give_back() {
     unsafe {
         libc::malloc_trim(0);
     }
+}
+
+/// How many want freed memory to be kept.
+static KEEPERS: Mutex<usize> = Mutex::new(0);
+
+/// While there is one, freed memory stays with the process, so that buffers that come and go by the thousand are not given
+/// back and mapped, cleared and charged again each time.
+#[derive(Debug)]
+pub struct KeepFreed(());
+
+impl KeepFreed {
+    /// From now on, until it is dropped.
+    pub fn begin() -> Self {
+        let mut keepers = KEEPERS.lock().unwrap_or_else(PoisonError::into_inner);
+        *keepers += 1;
+        if *keepers == 1 {
+            trim_from(libc::c_int::MAX);
+        }
+        KeepFreed(())
+    }
+}
+
+impl Drop for KeepFreed {
+    fn drop(&mut self) {
+        let mut keepers = KEEPERS.lock().unwrap_or_else(PoisonError::into_inner);
+        *keepers -= 1;
+        if *keepers == 0 {
+            #[cfg(target_env = "gnu")]
+            trim_from(OWN_PAGES);
+            give_back();
+        }
+    }
+}
+
+/// How many free bytes an arena keeps at its end.
+fn trim_from(bytes: libc::c_int) {
+    // SAFETY: mallopt takes two numbers; a value that it refuses changes nothing.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_TRIM_THRESHOLD, bytes);
+    }
+    #[cfg(not(target_env = "gnu"))]
+    let _ = bytes;
 }

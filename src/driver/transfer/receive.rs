@@ -6,18 +6,17 @@
 //! the hashes of blocks that hold data on both sides, and fetch the rest. Every byte is checked against its hash before
 //! it is written.
 //!
-//! There are two threads. One talks to the other node and checks hashes, the other writes, so the next blocks arrive while
-//! the last ones are written. When the first thread ends, for whatever reason, the second writes what it has and ends too.
+//! There are two threads. One talks to the other node, checks hashes and gathers blocks to pieces, the other writes these, so
+//! the next blocks arrive while the last ones are written. When the first thread ends, for whatever reason, the second writes what it has and ends too.
 //! So everything that arrived whole is in the file before the next try.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use roaring::RoaringBitmap;
 
 use super::plan::{Plan, portions, runs};
@@ -26,6 +25,7 @@ use crate::driver::remote::{Opened, Remote, RemoteFault};
 use crate::driver::transfer_table::Progress;
 use crate::driver::{Error, Result};
 use crate::sys::clone;
+use crate::sys::memory::KeepFreed;
 use base::{Block, BlockRange, BlockSize, Stop, Stopped, VolumeId};
 use cbt::{BlockHash, SEGMENT_BLOCKS, SegmentIndex, hash_each};
 use files::{Context, DataRanges, change};
@@ -34,12 +34,12 @@ use files::{Context, DataRanges, change};
 const COMPARED: usize = 16 << 10;
 /// Bytes per request.
 const FETCHED: u64 = 64 << 20;
-/// The most messages that wait to be written, and their bytes.
-const WAITING: u64 = 16;
-const WAITING_BYTES: u64 = 4 << 20;
-/// Bytes that are written before the kernel is asked to start writing them to the disk. Each time costs a system call and
-/// a transaction.
-const BEGUN: u64 = 4 << 20;
+/// The most bytes that are written at once. Each write past the page cache waits for the disk.
+const GATHERED: usize = 2 << 20;
+/// Pieces of that size: one that is filled, one that is written, and some that wait.
+const PIECES: usize = 4;
+/// What direct writes must be aligned to, in memory and in the file.
+const ALIGN: usize = 4096;
 /// Bytes that are read and hashed here at a time.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
@@ -98,18 +98,27 @@ pub(super) struct Receiver<'r> {
 impl Receiver<'_> {
     /// Makes the file equal to the source, and syncs it.
     pub fn receive(&mut self) -> Result<(), Cut> {
+        let _keep = KeepFreed::begin();
         let writer = Writer {
             file: self.file,
             path: self.path,
             size: self.opened.block_size,
             progress: self.progress,
+            direct: File::options().write(true).custom_flags(libc::O_DIRECT).open(self.path).ok(),
         };
-        let waiting = (WAITING_BYTES / self.opened.block_size.bytes()).clamp(1, WAITING);
-        let (verified, queue) = sync_channel(waiting as usize);
+        let (full, to_write) = sync_channel(PIECES);
+        let (written, empty) = sync_channel(PIECES);
+        for _ in 1..PIECES {
+            // The other end is here.
+            let _ = written.send(Piece::new());
+        }
+        let mut gather = Gather { piece: Piece::new(), full, empty };
         std::thread::scope(|scope| {
-            let writing = scope.spawn(move || writer.write_all(queue));
-            let received = self.receive_all(&verified);
-            drop(verified);
+            let writing = scope.spawn(move || writer.write_all(to_write, written));
+            let received = self.receive_all(&mut gather);
+            let flushed = gather.flush().map_err(Cut::from);
+            let received = received.and(flushed);
+            drop(gather);
             let written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             // If a write failed, its error comes first: it is the reason why the first thread stopped.
             written.map_err(Cut::from).and(received)
@@ -118,7 +127,7 @@ impl Receiver<'_> {
     }
 
     /// Receives everything that is not in the file, and passes it to the writer once its hashes are checked.
-    fn receive_all(&mut self, verified: &SyncSender<Verified>) -> Result<(), Cut> {
+    fn receive_all(&mut self, gather: &mut Gather) -> Result<(), Cut> {
         let (size, length) = (self.opened.block_size, self.file.metadata().context("stat", self.path)?.len());
         self.progress.total.store(self.opened.allocated_blocks * size.bytes(), Ordering::Relaxed);
         self.progress.done.store(0, Ordering::Relaxed);
@@ -136,7 +145,7 @@ impl Receiver<'_> {
                     RemoteFault::Refused(format!("{} has data past its end", self.remote.node())).into()
                 );
             }
-            self.segment(index, &theirs, length, verified)?;
+            self.segment(index, &theirs, length, gather)?;
         }
         Ok(())
     }
@@ -146,7 +155,7 @@ impl Receiver<'_> {
         index: SegmentIndex,
         theirs: &RoaringBitmap,
         length: u64,
-        verified: &SyncSender<Verified>,
+        gather: &mut Gather,
     ) -> Result<(), Cut> {
         let plan = Plan::of(theirs, &self.ours(index, length)?);
         for run in runs(&plan.punch, u32::MAX) {
@@ -165,7 +174,7 @@ impl Receiver<'_> {
         let most = self.throttle.portion(FETCHED.max(size)) / size;
         for portion in portions(fetch, most.max(1) as usize) {
             self.wait(portion.len() * size)?;
-            self.fetch(index, &portion, verified)?;
+            self.fetch(index, &portion, gather)?;
         }
         Ok(())
     }
@@ -207,12 +216,7 @@ impl Receiver<'_> {
     }
 
     /// Fetches blocks, and passes them to the writer once their hashes are checked.
-    fn fetch(
-        &mut self,
-        index: SegmentIndex,
-        blocks: &RoaringBitmap,
-        verified: &SyncSender<Verified>,
-    ) -> Result<(), Cut> {
+    fn fetch(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, gather: &mut Gather) -> Result<(), Cut> {
         let size = self.opened.block_size;
         self.remote.read(index, blocks, self.stop)?;
         let mut wanted = blocks.iter();
@@ -226,9 +230,14 @@ impl Receiver<'_> {
                 );
             }
             self.check(index, &blocks, &data, &hashes)?;
-            // The writer has ended only if a write failed, and then that error is reported.
-            let handed_over = verified.send(Verified { index, blocks, data });
-            handed_over.map_err(|_| Cut::Failed(Error::Stopped(Stopped::Cancelled)))?;
+            let mut rest = &data[..];
+            // Blocks come in ascending order.
+            for run in runs(&blocks, u32::MAX) {
+                let bytes = range(index, run).bytes(size);
+                let (run, behind) = rest.split_at(bytes.len() as usize);
+                gather.put(run, bytes.start)?;
+                rest = behind;
+            }
             self.log();
         }
         match wanted.next() {
@@ -289,45 +298,121 @@ impl Receiver<'_> {
     }
 }
 
-/// Whole blocks of a segment that match their hashes.
-struct Verified {
-    index: SegmentIndex,
-    blocks: RoaringBitmap,
-    data: Bytes,
+/// Bytes that follow each other in the file, and match their hashes.
+struct Piece {
+    /// Holds [`GATHERED`] bytes from `start` on, which is aligned.
+    memory: Vec<u8>,
+    start: usize,
+    length: usize,
+    /// Where they go in the file.
+    offset: u64,
 }
 
-/// Writes what was received.
+impl Piece {
+    fn new() -> Self {
+        let memory = vec![0; GATHERED + ALIGN];
+        let start = memory.as_ptr().align_offset(ALIGN);
+        Piece { memory, start, length: 0, offset: 0 }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &self.memory[self.start..self.start + self.length]
+    }
+
+    /// Takes the beginning of `bytes`, which go to `offset`, and returns what does not fit.
+    fn take<'b>(&mut self, bytes: &'b [u8], offset: u64) -> &'b [u8] {
+        if self.length == 0 {
+            self.offset = offset;
+        }
+        if self.offset + self.length as u64 != offset {
+            return bytes;
+        }
+        let (taken, rest) = bytes.split_at(bytes.len().min(GATHERED - self.length));
+        let at = self.start + self.length;
+        self.memory[at..at + taken.len()].copy_from_slice(taken);
+        self.length += taken.len();
+        rest
+    }
+}
+
+/// The writer has ended, since a write failed. That error is the one that counts.
+struct WriterGone;
+
+impl From<WriterGone> for Cut {
+    fn from(_: WriterGone) -> Self {
+        Cut::Failed(Error::Stopped(Stopped::Cancelled))
+    }
+}
+
+/// Joins bytes to pieces for the writer. This is done where their hashes were just checked, while they are in the processor's
+/// cache.
+struct Gather {
+    piece: Piece,
+    full: SyncSender<Piece>,
+    empty: Queue<Piece>,
+}
+
+impl Gather {
+    fn put(&mut self, mut bytes: &[u8], mut offset: u64) -> Result<(), WriterGone> {
+        loop {
+            let rest = self.piece.take(bytes, offset);
+            offset += (bytes.len() - rest.len()) as u64;
+            bytes = rest;
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            self.flush()?;
+        }
+    }
+
+    /// Hands over what there is, and waits for an empty piece.
+    fn flush(&mut self) -> Result<(), WriterGone> {
+        if self.piece.length == 0 {
+            return Ok(());
+        }
+        let empty = self.empty.recv().map_err(|_| WriterGone)?;
+        let full = std::mem::replace(&mut self.piece, empty);
+        self.full.send(full).map_err(|_| WriterGone)
+    }
+}
+
+/// Writes what was received, past the page cache where the filesystem can do that: it takes less of the processor, and a
+/// copy pushes nothing else out of the cache.
 struct Writer<'r> {
     file: &'r File,
     path: &'r Path,
     size: BlockSize,
     progress: &'r Progress,
+    /// `None`: through the page cache.
+    direct: Option<File>,
 }
 
 impl Writer<'_> {
     /// Writes until nothing more comes, or a write fails.
-    fn write_all(&self, queue: Queue<Verified>) -> files::Result<()> {
-        // Blocks come in ascending order. Those that the disk has not begun to write are between `start` and `end`.
-        let (mut start, mut end, mut dirty) = (0, 0, 0);
-        for Verified { index, blocks, data } in queue {
-            let mut rest = &data[..];
-            for run in runs(&blocks, u32::MAX) {
-                let bytes = range(index, run).bytes(self.size);
-                let (run, behind) = rest.split_at(bytes.len() as usize);
-                change::write_at(self.file, self.path, run, bytes.start)?;
-                if dirty == 0 {
-                    start = bytes.start;
-                }
-                (end, dirty) = (bytes.end, dirty + bytes.len());
-                rest = behind;
-            }
-            if dirty >= BEGUN {
-                // The disk writes them while the next blocks arrive.
-                clone::start_writing(self.file, start, end.saturating_sub(start));
-                dirty = 0;
-            }
-            self.progress.add_done(blocks.len(), self.size);
+    fn write_all(mut self, full: Queue<Piece>, empty: SyncSender<Piece>) -> files::Result<()> {
+        for mut piece in full {
+            self.write(piece.bytes(), piece.offset)?;
+            piece.length = 0;
+            // Nobody wants it after the last one.
+            let _ = empty.send(piece);
         }
+        Ok(())
+    }
+
+    fn write(&mut self, bytes: &[u8], offset: u64) -> files::Result<()> {
+        if let Some(direct) = &self.direct {
+            match change::write_at(direct, self.path, bytes, offset) {
+                // The filesystem wants another alignment.
+                Err(error) if error.errno() == Some(libc::EINVAL) => self.direct = None,
+                written => written?,
+            }
+        }
+        if self.direct.is_none() {
+            change::write_at(self.file, self.path, bytes, offset)?;
+            // The disk writes them while the next blocks arrive.
+            clone::start_writing(self.file, offset, bytes.len() as u64);
+        }
+        self.progress.add_done(bytes.len() as u64 / self.size.bytes(), self.size);
         Ok(())
     }
 }
@@ -424,7 +509,7 @@ mod tests {
         }
     }
 
-    fn receive(file: &File, source: &mut Source, progress: &Progress) -> Result<(), Cut> {
+    fn receive(file: &File, path: &Path, source: &mut Source, progress: &Progress) -> Result<(), Cut> {
         let capacity = u64::from(BLOCKS) * 4096;
         let opened = Opened {
             capacity,
@@ -437,7 +522,7 @@ mod tests {
         let volume_id = VolumeId::random(base::Key::random().expect("key")).expect("id");
         Receiver {
             file,
-            path: Path::new("the volume"),
+            path,
             remote: source,
             opened: &opened,
             throttle: &Throttle::new(None),
@@ -460,13 +545,14 @@ mod tests {
         let file = empty();
         let (read_only, mut source) = (File::open(file.path()).expect("open"), Source::new(MESSAGES));
         let progress = Progress::default();
-        let error = match receive(&read_only, &mut source, &progress) {
+        let error = match receive(&read_only, Path::new("/proc/none"), &mut source, &progress) {
             Err(Cut::Failed(error)) => error,
             _ => panic!("it cannot be written"),
         };
         assert_eq!(error.sys().and_then(files::Error::errno), Some(libc::EBADF), "{error}");
-        // Beside those in the queue, the writer has one, and one was about to be put into the full queue.
-        assert!(source.handed_out <= WAITING as u32 + 2, "{} messages were fetched", source.handed_out);
+        // Those that are in pieces, and one for which there is none.
+        let gathered = (PIECES * GATHERED) as u32 / (MESSAGE * 4096);
+        assert!(source.handed_out <= gathered + 1, "{} messages were fetched", source.handed_out);
         assert_eq!(progress.done.load(Ordering::Relaxed), 0);
     }
 
@@ -476,11 +562,11 @@ mod tests {
         let progress = Progress::default();
         for arrived in [1, 17] {
             let mut source = Source::new(arrived);
-            let cut = receive(file.as_file(), &mut source, &progress);
+            let cut = receive(file.as_file(), file.path(), &mut source, &progress);
             assert!(matches!(cut, Err(Cut::Unavailable(_))), "it is cut");
         }
         let mut source = Source::new(MESSAGES);
-        assert!(receive(file.as_file(), &mut source, &progress).is_ok());
+        assert!(receive(file.as_file(), file.path(), &mut source, &progress).is_ok());
         assert_eq!(source.asked, (18 * MESSAGE..BLOCKS).collect(), "what was asked for the last time");
         assert_eq!(progress.done.load(Ordering::Relaxed), progress.total.load(Ordering::Relaxed));
         assert_eq!(progress.received.load(Ordering::Relaxed), u64::from(BLOCKS) * 4096, "each byte once");

@@ -21,6 +21,7 @@ use crate::driver::snapshots::Snapshots;
 use crate::driver::{Error, Result};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
+use crate::sys::memory::KeepFreed;
 use base::{Block, BlockRange, BlockSize, ObjectDir, SnapshotId, Stop, VolumeId};
 use cbt::{Allocation, BlockHash, HashFile, HashReader, MapFile, SegmentIndex, hash_each};
 use files::Context;
@@ -289,6 +290,7 @@ impl OpenSource {
         stop: &Stop,
         mut put: impl FnMut(Vec<u8>, Vec<u8>) -> Result<(), base::Stopped>,
     ) -> Result<()> {
+        let _keep = KeepFreed::begin();
         let mut known = self.known(index, blocks)?;
         let most = MESSAGE.max(self.size().bytes());
         let new = || (Vec::with_capacity(most as usize), Vec::new());
