@@ -240,6 +240,8 @@ impl Receiver<'_> {
             }
             self.log();
         }
+        // With a low rate the next portion is far away.
+        gather.flush()?;
         match wanted.next() {
             None => Ok(()),
             Some(_) => Err(Cut::Unavailable("the answer was cut short".to_owned())),
