@@ -23,6 +23,7 @@ mod receive;
 mod run;
 mod send;
 mod throttle;
+mod write;
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

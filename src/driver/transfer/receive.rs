@@ -14,19 +14,18 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
 use super::plan::{Plan, portions, runs};
 use super::throttle::{LOOK, Throttle};
+use super::write::{Gather, Writer, pieces};
 use crate::driver::remote::{Opened, Remote, RemoteFault};
 use crate::driver::transfer_table::Progress;
 use crate::driver::{Error, Result};
-use crate::sys::clone;
 use crate::sys::memory::KeepFreed;
-use base::{Block, BlockRange, BlockSize, Stop, Stopped, VolumeId};
+use base::{Block, BlockRange, Stop, Stopped, VolumeId};
 use cbt::{BlockHash, SEGMENT_BLOCKS, SegmentIndex, hash_each};
 use files::{Context, DataRanges, change};
 
@@ -34,12 +33,6 @@ use files::{Context, DataRanges, change};
 const COMPARED: usize = 16 << 10;
 /// Bytes per request.
 const FETCHED: u64 = 64 << 20;
-/// The most bytes that are written at once. Each write past the page cache waits for the disk.
-const GATHERED: usize = 2 << 20;
-/// Pieces of that size: one that is filled, one that is written, and some that wait.
-const PIECES: usize = 4;
-/// What direct writes must be aligned to, in memory and in the file.
-const ALIGN: usize = 4096;
 /// Bytes that are read and hashed here at a time.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
@@ -106,13 +99,7 @@ impl Receiver<'_> {
             progress: self.progress,
             direct: File::options().write(true).custom_flags(libc::O_DIRECT).open(self.path).ok(),
         };
-        let (full, to_write) = sync_channel(PIECES);
-        let (written, empty) = sync_channel(PIECES);
-        for _ in 1..PIECES {
-            // The other end is here.
-            let _ = written.send(Piece::new());
-        }
-        let mut gather = Gather { piece: Piece::new(), full, empty };
+        let (mut gather, to_write, written) = pieces();
         std::thread::scope(|scope| {
             let writing = scope.spawn(move || writer.write_all(to_write, written));
             let received = self.receive_all(&mut gather);
@@ -300,125 +287,6 @@ impl Receiver<'_> {
     }
 }
 
-/// Bytes that follow each other in the file, and match their hashes.
-struct Piece {
-    /// Holds [`GATHERED`] bytes from `start` on, which is aligned.
-    memory: Vec<u8>,
-    start: usize,
-    length: usize,
-    /// Where they go in the file.
-    offset: u64,
-}
-
-impl Piece {
-    fn new() -> Self {
-        let memory = vec![0; GATHERED + ALIGN];
-        let start = memory.as_ptr().align_offset(ALIGN);
-        Piece { memory, start, length: 0, offset: 0 }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.memory[self.start..self.start + self.length]
-    }
-
-    /// Takes the beginning of `bytes`, which go to `offset`, and returns what does not fit.
-    fn take<'b>(&mut self, bytes: &'b [u8], offset: u64) -> &'b [u8] {
-        if self.length == 0 {
-            self.offset = offset;
-        }
-        if self.offset + self.length as u64 != offset {
-            return bytes;
-        }
-        let (taken, rest) = bytes.split_at(bytes.len().min(GATHERED - self.length));
-        let at = self.start + self.length;
-        self.memory[at..at + taken.len()].copy_from_slice(taken);
-        self.length += taken.len();
-        rest
-    }
-}
-
-/// The writer has ended, since a write failed. That error is the one that counts.
-struct WriterGone;
-
-impl From<WriterGone> for Cut {
-    fn from(_: WriterGone) -> Self {
-        Cut::Failed(Error::Stopped(Stopped::Cancelled))
-    }
-}
-
-/// Joins bytes to pieces for the writer. This is done where their hashes were just checked, while they are in the processor's
-/// cache.
-struct Gather {
-    piece: Piece,
-    full: SyncSender<Piece>,
-    empty: Queue<Piece>,
-}
-
-impl Gather {
-    fn put(&mut self, mut bytes: &[u8], mut offset: u64) -> Result<(), WriterGone> {
-        loop {
-            let rest = self.piece.take(bytes, offset);
-            offset += (bytes.len() - rest.len()) as u64;
-            bytes = rest;
-            if bytes.is_empty() {
-                return Ok(());
-            }
-            self.flush()?;
-        }
-    }
-
-    /// Hands over what there is, and waits for an empty piece.
-    fn flush(&mut self) -> Result<(), WriterGone> {
-        if self.piece.length == 0 {
-            return Ok(());
-        }
-        let empty = self.empty.recv().map_err(|_| WriterGone)?;
-        let full = std::mem::replace(&mut self.piece, empty);
-        self.full.send(full).map_err(|_| WriterGone)
-    }
-}
-
-/// Writes what was received, past the page cache where the filesystem can do that: it takes less of the processor, and a
-/// copy pushes nothing else out of the cache.
-struct Writer<'r> {
-    file: &'r File,
-    path: &'r Path,
-    size: BlockSize,
-    progress: &'r Progress,
-    /// `None`: through the page cache.
-    direct: Option<File>,
-}
-
-impl Writer<'_> {
-    /// Writes until nothing more comes, or a write fails.
-    fn write_all(mut self, full: Queue<Piece>, empty: SyncSender<Piece>) -> files::Result<()> {
-        for mut piece in full {
-            self.write(piece.bytes(), piece.offset)?;
-            piece.length = 0;
-            // Nobody wants it after the last one.
-            let _ = empty.send(piece);
-        }
-        Ok(())
-    }
-
-    fn write(&mut self, bytes: &[u8], offset: u64) -> files::Result<()> {
-        if let Some(direct) = &self.direct {
-            match change::write_at(direct, self.path, bytes, offset) {
-                // The filesystem wants another alignment.
-                Err(error) if error.errno() == Some(libc::EINVAL) => self.direct = None,
-                written => written?,
-            }
-        }
-        if self.direct.is_none() {
-            change::write_at(self.file, self.path, bytes, offset)?;
-            // The disk writes them while the next blocks arrive.
-            clone::start_writing(self.file, offset, bytes.len() as u64);
-        }
-        self.progress.add_done(bytes.len() as u64 / self.size.bytes(), self.size);
-        Ok(())
-    }
-}
-
 fn range(index: SegmentIndex, run: std::ops::Range<u32>) -> BlockRange {
     let start = index.block(run.start);
     BlockRange { start, end: Block(start.0 + run.len() as u64) }
@@ -435,8 +303,10 @@ fn whole_hashes(hashes: &[u8], blocks: u64) -> Result<std::slice::Iter<'_, Block
 
 #[cfg(test)]
 mod tests {
+    use super::super::write::{GATHERED, PIECES};
     use super::*;
     use crate::driver::remote::Blocks;
+    use base::BlockSize;
 
     /// Blocks of a message.
     const MESSAGE: u32 = 64;
