@@ -3,7 +3,6 @@
 use std::sync::{Mutex, PoisonError};
 
 /// From this size on an allocation has pages of its own, which go back to the kernel when it is freed.
-#[cfg(target_env = "gnu")]
 const OWN_PAGES: libc::c_int = 1 << 20;
 
 /// Has large buffers go back to the kernel when they are freed, at the price of a system call each. By default the
@@ -26,7 +25,7 @@ pub fn give_back() {
     }
 }
 
-/// How many want freed memory to be kept.
+/// How many [`KeepFreed`] there are.
 static KEEPERS: Mutex<usize> = Mutex::new(0);
 
 /// While there is one, freed memory stays with the process, so that buffers that come and go by the thousand are not given
@@ -51,7 +50,6 @@ impl Drop for KeepFreed {
         let mut keepers = KEEPERS.lock().unwrap_or_else(PoisonError::into_inner);
         *keepers -= 1;
         if *keepers == 0 {
-            #[cfg(target_env = "gnu")]
             trim_from(OWN_PAGES);
             give_back();
         }

@@ -11,7 +11,7 @@
 //! So everything that arrived whole is in the file before the next try.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -92,13 +92,7 @@ impl Receiver<'_> {
     /// Makes the file equal to the source, and syncs it.
     pub fn receive(&mut self) -> Result<(), Cut> {
         let _keep = KeepFreed::begin();
-        let writer = Writer {
-            file: self.file,
-            path: self.path,
-            size: self.opened.block_size,
-            progress: self.progress,
-            direct: File::options().write(true).custom_flags(libc::O_DIRECT).open(self.path).ok(),
-        };
+        let writer = Writer::new(self.file, self.path, self.opened.block_size, self.progress);
         let (mut gather, to_write, written) = pieces();
         std::thread::scope(|scope| {
             let writing = scope.spawn(move || writer.write_all(to_write, written));
@@ -227,7 +221,7 @@ impl Receiver<'_> {
             }
             self.log();
         }
-        // With a low rate the next portion is far away.
+        // With a low --transfer-rate it is long until the next blocks arrive.
         gather.flush()?;
         match wanted.next() {
             None => Ok(()),

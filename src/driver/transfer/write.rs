@@ -1,6 +1,7 @@
 //! The writing half of a copy: blocks whose hashes were checked are joined to pieces, and another thread writes these.
 
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver as Queue, SyncSender, sync_channel};
 
@@ -17,6 +18,7 @@ pub(super) const GATHERED: usize = 2 << 20;
 pub(super) const PIECES: usize = 4;
 /// What direct writes must be aligned to, in memory and in the file.
 const ALIGN: usize = 4096;
+
 /// Bytes that follow each other in the file, and match their hashes.
 pub(super) struct Piece {
     /// Holds [`GATHERED`] bytes from `start` on, which is aligned.
@@ -72,6 +74,7 @@ pub(super) struct Gather {
 }
 
 impl Gather {
+    /// Adds bytes that go to this offset.
     pub fn put(&mut self, mut bytes: &[u8], mut offset: u64) -> Result<(), WriterGone> {
         loop {
             let rest = self.piece.take(bytes, offset);
@@ -100,7 +103,7 @@ pub(super) fn pieces() -> (Gather, Queue<Piece>, SyncSender<Piece>) {
     let (full, to_write) = sync_channel(PIECES);
     let (written, empty) = sync_channel(PIECES);
     for _ in 1..PIECES {
-        // The other end is here.
+        // The receiver is here, so this cannot fail.
         let _ = written.send(Piece::new());
     }
     (Gather { piece: Piece::new(), full, empty }, to_write, written)
@@ -109,21 +112,26 @@ pub(super) fn pieces() -> (Gather, Queue<Piece>, SyncSender<Piece>) {
 /// Writes what was received, past the page cache where the filesystem can do that: it takes less of the processor, and a
 /// copy pushes nothing else out of the cache.
 pub(super) struct Writer<'r> {
-    pub file: &'r File,
-    pub path: &'r Path,
-    pub size: BlockSize,
-    pub progress: &'r Progress,
+    file: &'r File,
+    path: &'r Path,
+    size: BlockSize,
+    progress: &'r Progress,
     /// `None`: through the page cache.
-    pub direct: Option<File>,
+    direct: Option<File>,
 }
 
-impl Writer<'_> {
+impl<'r> Writer<'r> {
+    pub fn new(file: &'r File, path: &'r Path, size: BlockSize, progress: &'r Progress) -> Self {
+        let direct = File::options().write(true).custom_flags(libc::O_DIRECT).open(path).ok();
+        Writer { file, path, size, progress, direct }
+    }
+
     /// Writes until nothing more comes, or a write fails.
     pub fn write_all(mut self, full: Queue<Piece>, empty: SyncSender<Piece>) -> files::Result<()> {
         for mut piece in full {
             self.write(piece.bytes(), piece.offset)?;
             piece.length = 0;
-            // Nobody wants it after the last one.
+            // After the last piece nobody waits for an empty one.
             let _ = empty.send(piece);
         }
         Ok(())

@@ -178,7 +178,7 @@ pub async fn transfer() {
                 rate / copy * 100.0,
                 rate / bound * 100.0
             ),
-            "90 %, or 70 %",
+            "90 % of a bare copy, or 70 % of the smaller",
             rate >= 0.9 * copy || rate >= 0.7 * bound,
         );
         std::io::stdout().flush().expect("stdout");
