@@ -170,11 +170,12 @@ fn wrong_blocks(
             run.blocks().step_by(at_once as usize).map(share)
         })
         .collect();
-    let wrong = shares.par_iter().map_init(Vec::new, |buffer, share| {
+    let buffer = || vec![0; (at_once * size.bytes()) as usize];
+    let wrong = shares.par_iter().map_init(buffer, |buffer, share| {
         use std::os::unix::fs::FileExt;
         stop.check()?;
         let range = share.bytes(size);
-        buffer.resize(range.len() as usize, 0);
+        let buffer = &mut buffer[..range.len() as usize];
         if let Err(error) = data.read_exact_at(buffer, range.start) {
             tracing::error!(path = %dir.data().display(), %error, start = range.start, "data cannot be read");
             return Ok(share.blocks().map(|block| (block, UNREADABLE)).collect());

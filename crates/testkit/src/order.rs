@@ -27,7 +27,7 @@ struct Aligned([u8; BLOCK as usize]);
 impl Aligned {
     fn of(number: u64) -> Box<Self> {
         let mut block = Box::new(Aligned([0; BLOCK as usize]));
-        block.0.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&number.to_le_bytes()));
+        block.0.copy_from_slice(&number.to_le_bytes().repeat(BLOCK as usize / 8));
         block
     }
 }
@@ -145,7 +145,7 @@ pub fn violations(data: &Path, log: &Path, count: u64, first: u64) -> Vec<String
 /// The number in a block, and whether it is the same all over.
 fn number_in(block: &[u8]) -> (u64, bool) {
     let number: [u8; 8] = block[..8].try_into().expect("8 bytes");
-    (u64::from_le_bytes(number), block.chunks_exact(8).all(|word| word == number))
+    (u64::from_le_bytes(number), block[8..] == block[..block.len() - 8])
 }
 
 /// The bytes of an object, one of `volumes` or `snapshots`, as the pool holds them.

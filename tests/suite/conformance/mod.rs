@@ -61,7 +61,12 @@ async fn run(socket: &Path, arguments: &[&str]) -> (Option<i32>, Verdicts, Value
 }
 
 async fn all_cases() -> BTreeSet<String> {
-    let output = conformance(Path::new("/none"), &["--list"]).output().await.expect("run");
+    cases(&[]).await
+}
+
+/// The names of the cases that these flags choose.
+async fn cases(flags: &[&str]) -> BTreeSet<String> {
+    let output = conformance(Path::new("/none"), &[&["--list"], flags].concat()).output().await.expect("run");
     let list: Vec<Value> = serde_json::from_slice(&output.stdout).expect("a list");
     list.iter().map(|case| case["name"].as_str().expect("a name").to_owned()).collect()
 }

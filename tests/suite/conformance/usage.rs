@@ -223,9 +223,9 @@ async fn work_beside_a_stream_that_was_handed_over_before_is_not_shown() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_that_is_held_up_once_is_not_taken_for_one_that_waits() {
     let rig = Rig::start(PoolKind::Xfs).await;
-    // Of the calls of this case those with the first deadline, in the shorter and in the longer stream.
-    for number in [3, 5] {
-        let faults = format!("read-ahead:size=1Gi;drip:ms=1,nth={number},call=GetMetadataAllocated");
+    // Of the calls of this case those with the first deadline, in the shortest stream and in longer ones.
+    for number in [3, 5, 7] {
+        let faults = format!("read-ahead:size=1Gi;drip:ms=2,nth={number},call=GetMetadataAllocated");
         let case = "allocated-deleted-meanwhile";
         let (code, verdicts, report) = run_broken(&rig, &faults, &[case], "180").await;
         assert_eq!((code, verdicts[case].0.as_str()), (Some(0), "not-shown"), "call {number}: {report:#}");

@@ -174,7 +174,11 @@ fn objects(rig: &Rig, scene: &Scene, list: &Listed, when: When, found: &mut Find
     }
     shown.iter().for_each(|id| found.loss(format!("volume {id} is listed and not on disk")));
     let alone = list.snapshots.iter().filter(|(_, of)| of.group.is_empty()).map(|(id, _)| id.clone());
-    let is_there = |kind: &str, id: &String| !pool.join(kind).join(id).join("deleted.json").exists();
+    // In this order: a deleted one may be removed since it was listed, and its deleted.json with it.
+    let is_there = |kind: &str, id: &String| {
+        let dir = pool.join(kind).join(id);
+        !dir.join("deleted.json").exists() && dir.exists()
+    };
     let mut there = names(&pool.join("snapshots"));
     there.retain(|id| is_there("snapshots", id));
     let alone = alone.collect::<Vec<_>>();

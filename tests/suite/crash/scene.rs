@@ -5,7 +5,9 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use base::ByteRange;
 use csi_client::Client;
+use files::DataRanges;
 
 use super::cases::{
     FILESYSTEM, FIRST, NAMES, OF_FILES, ORIGIN, OTHER, RAW, publish, snapshot, stage, target, unpublish,
@@ -49,10 +51,42 @@ pub struct Scene {
     is_mounted: bool,
 }
 
-/// The hash of a whole file.
+/// A hash of the content of a file, whether its zeros are holes or not.
 pub fn hash(path: &Path) -> Result<blake3::Hash, String> {
-    let bytes = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
-    Ok(blake3::hash(&bytes))
+    let file = File::open(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let length = file.metadata().map_err(|error| error.to_string())?.len();
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&length.to_le_bytes());
+    for range in DataRanges::of(&file, path, ByteRange { start: 0, end: length }) {
+        let range = range.map_err(|error| error.to_string())?;
+        let mut data = vec![0; range.len() as usize];
+        file.read_exact_at(&mut data, range.start).map_err(|error| format!("{}: {error}", path.display()))?;
+        for (place, block) in (range.start..).step_by(BLOCK as usize).zip(data.chunks(BLOCK as usize)) {
+            if block[0] != 0 || block[1..] != block[..block.len() - 1] {
+                hasher.update(&place.to_le_bytes()).update(block);
+            }
+        }
+    }
+    Ok(hasher.finalize())
+}
+
+#[test]
+fn a_hash_is_of_content_and_its_place_and_not_of_holes() {
+    let dir = testkit::temp_dir();
+    let made = |name: &str, pieces: &[(u64, u8)]| {
+        let path = dir.path().join(name);
+        let file = File::create(&path).expect("create");
+        file.set_len(SIZE as u64).expect("set_len");
+        for (block, byte) in pieces {
+            file.write_all_at(&[*byte; BLOCK as usize], block * BLOCK).expect("write");
+        }
+        hash(&path).expect("hash")
+    };
+    let first = made("first", &[(3, 7)]);
+    assert_eq!(first, made("zeros", &[(2, 0), (3, 7), (100, 0)]));
+    for other in [&[][..], &[(4, 7)], &[(3, 8)], &[(3, 7), (4, 7)]] {
+        assert_ne!(first, made("other", other), "{other:?}");
+    }
 }
 
 /// Checks that an image holds a sound ext4 as of one moment.

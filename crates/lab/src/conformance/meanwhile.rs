@@ -174,7 +174,7 @@ pub(super) async fn deleted(fixtures: &Fixtures, kind: Kind) -> Judged {
     whole_meanwhile(fixtures, kind, Work::Delete).await
 }
 
-/// How long a stream is left alone at least, and twice as long as all of it takes.
+/// How long a stream is left alone at least, besides the time that reading it to its end takes.
 const WAIT: Duration = Duration::from_millis(500);
 /// Factor of the second wait. A driver that was held up during the first one is not taken for one that waits.
 const AGAIN: u32 = 4;
@@ -187,7 +187,7 @@ async fn waits_for_its_reader(fixtures: &Fixtures, rest: &Rest) -> Result<bool, 
     let opened = Instant::now();
     let whole = Answer::read::<Fixtures>(&mut client, &rest.question, &options).await?;
     whole.ok(&rest.question, &options)?;
-    let wait = WAIT + 2 * opened.elapsed();
+    let wait = WAIT + opened.elapsed();
     for wait in [wait, AGAIN * wait] {
         let options = Options { timeout_ms: Some(wait.as_millis() as u64), ..options.clone() };
         let answer = overdue::<Fixtures>(&mut client, &rest.question, &options, 1).await?;

@@ -77,7 +77,7 @@ impl Rest {
     pub fn of(question: &Question, must: Ranges, whole: &Answer) -> Vec<Rest> {
         let whole: Vec<(i64, i64)> = whole.tuples().collect();
         let mut rests = Vec::new();
-        for messages in [6_000, 60_000, usize::MAX] {
+        for messages in [1_500, 6_000, 60_000, usize::MAX] {
             let skipped = whole.len().saturating_sub(messages);
             let offset = if skipped == 0 { 0 } else { whole[skipped].0 };
             let must = must.within(offset.unsigned_abs(), u64::MAX);

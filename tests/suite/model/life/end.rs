@@ -1,5 +1,6 @@
 //! The end of a random sequence: every byte is compared, then everything is deleted, and nothing may be left.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -61,23 +62,24 @@ impl Life<'_, '_> {
 
     /// Compares the devices with the worlds.
     pub(super) async fn look_at_devices(&mut self) -> Result<(), String> {
-        let data = self.rig.data();
-        let fits = |world: &mut World| {
-            world.volumes.iter().try_for_each(|(id, volume)| {
-                check_device(volume, &data(id)).map_err(|said| format!("volume {}: {said}", volume.name))
-            })
-        };
-        let lingers = |world: &World| {
-            world.volumes.iter().any(|(id, volume)| {
-                let device = LoopDevice::find(&data(id));
-                !volume.is_used() && volume.haunted.is_empty() && matches!(device, Ok(Some(_)))
-            })
+        let ids: BTreeSet<String> =
+            self.known.worlds.iter().flat_map(|world| world.volumes.keys().cloned()).collect();
+        let lingers = |world: &World, devices: &BTreeMap<String, LoopDevice>| {
+            let unused = |volume: &Volume| !volume.is_used() && volume.haunted.is_empty();
+            world.volumes.iter().any(|(id, volume)| unused(volume) && devices.contains_key(id))
         };
         let deadline = Instant::now() + LETTING_GO;
-        while Instant::now() < deadline && self.known.worlds.iter().all(lingers) {
+        let mut devices = devices_of(&ids)?;
+        while Instant::now() < deadline && self.known.worlds.iter().all(|world| lingers(world, &devices)) {
             tokio::time::sleep(Duration::from_millis(20)).await;
+            devices = devices_of(&ids)?;
         }
-        self.narrow(fits)
+        self.narrow(|world| {
+            world.volumes.iter().try_for_each(|(id, volume)| {
+                check_device(volume, devices.get(id))
+                    .map_err(|said| format!("volume {}: {said}", volume.name))
+            })
+        })
     }
 
     /// Repeats all expansions, as a client does: an interrupted one may have grown the record and not the device.
@@ -226,10 +228,17 @@ fn compare(path: &Path, content: &Content, capacity: u64) -> Result<(), String> 
     Ok(())
 }
 
+/// The loop devices of volumes, by their ids.
+fn devices_of(ids: &BTreeSet<String>) -> Result<BTreeMap<String, LoopDevice>, String> {
+    let id_of =
+        |path: &Path| path.iter().filter_map(|part| part.to_str()).find_map(|part| ids.get(part).cloned());
+    let devices = LoopDevice::all_on(|path| id_of(path).is_some()).map_err(|error| error.to_string())?;
+    Ok(devices.into_iter().filter_map(|device| Some((id_of(&device.backing_path()?)?, device))).collect())
+}
+
 /// Checks that a volume in use has a device of its size with its attributes, and that any other has none.
-fn check_device(volume: &Volume, data: &Path) -> Result<(), String> {
+fn check_device(volume: &Volume, device: Option<&LoopDevice>) -> Result<(), String> {
     let used = volume.is_used();
-    let device = LoopDevice::find(data).map_err(|error| error.to_string())?;
     let Some(device) = device else {
         return if used { Err("it is in use and has no device".into()) } else { Ok(()) };
     };
