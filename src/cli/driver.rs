@@ -77,13 +77,14 @@ pub(super) struct Arguments {
     max_volumes_per_node: u32,
     /// Address for HTTP: Prometheus metrics at /metrics, and /healthz and /readyz. An IP address and port, such as
     /// 0.0.0.0:9810. Default: not served.
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = address)]
     metrics_address: Option<SocketAddr>,
     /// Address for deltapath-router, over mutual TLS: CSI without the Node service. An IP address and port, such as
     /// 0.0.0.0:9811. Default: not served.
     #[arg(
         long,
         value_name = "ADDRESS:PORT",
+        value_parser = address,
         requires_all = ["router_tls_cert", "router_tls_key", "router_tls_ca"]
     )]
     router_listen: Option<SocketAddr>,
@@ -111,6 +112,10 @@ enum TupleFlag {
     Variable,
     /// Every block on its own (`FIXED_LENGTH`).
     Fixed,
+}
+
+fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "it must be an IP address and a port, such as 0.0.0.0:9810".into())
 }
 
 fn transfer_rate(text: &str) -> Result<Quantity, String> {

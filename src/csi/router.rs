@@ -210,10 +210,10 @@ impl Node for NodeService {
         let request = request.into_inner();
         unary(&self.driver, rpc_span!("Choose", volume_name = request.volume_name), move |driver| {
             let key = |field, text: &String| {
-                text.parse().map_err(|error: base::KeyError| Error::Invalid {
+                text.parse().map_err(|_: base::KeyError| Error::Invalid {
                     field,
                     value: format!("{text:?}"),
-                    want: error.to_string(),
+                    want: "8 hexadecimal digits in lower case".into(),
                 })
             };
             let proposed = key("proposed_key", &request.proposed_key)?;
@@ -238,10 +238,10 @@ impl Node for NodeService {
         let (tls, driver) = (self.tls.clone(), self.driver.clone());
         let runtime = tokio::runtime::Handle::current();
         unary(&self.driver, rpc_span!("CreateFrom", volume_name = create.name), move |_| {
-            let key: base::Key = request.key.parse().map_err(|error: base::KeyError| Error::Invalid {
+            let key: base::Key = request.key.parse().map_err(|_: base::KeyError| Error::Invalid {
                 field: "key",
                 value: format!("{:?}", request.key),
-                want: error.to_string(),
+                want: "8 hexadecimal digits in lower case".into(),
             })?;
             let create = create_volume(create)?;
             let source = match &create.source {

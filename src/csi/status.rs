@@ -22,7 +22,9 @@ pub fn code(error: &Error) -> Code {
         Error::OutOfRange { .. } => Code::OutOfRange,
         Error::NotFound { .. } => Code::NotFound,
         Error::Clash { .. } => Code::AlreadyExists,
-        Error::Busy { .. } | Error::Copying { .. } | Error::BadToken { .. } => Code::Aborted,
+        Error::Busy { .. } | Error::TooMany { .. } | Error::Copying { .. } | Error::BadToken { .. } => {
+            Code::Aborted
+        }
         Error::Unavailable(_) => Code::Unavailable,
         Error::Damaged(_) => Code::DataLoss,
         Error::Precondition(_) => Code::FailedPrecondition,

@@ -102,7 +102,10 @@ impl Transfer for TransferService {
     async fn open(&self, request: Request<OpenRequest>) -> Result<Response<OpenResponse>, Status> {
         let reader = reader(&request)?;
         let OpenRequest { ticket, source_id, volume_id } = request.into_inner();
-        let judge = self.tls.judge().ok_or_else(|| Status::unavailable("there is no certificate yet"))?;
+        let judge = self
+            .tls
+            .judge()
+            .ok_or_else(|| Status::unavailable("this node has no certificate yet (--router-tls-cert)"))?;
         if let Err(refused) = judge.check(&ticket, &source_id, &reader) {
             tracing::warn!(reader, source_id = super::rpc::id(&source_id), %refused, "a ticket is refused");
             return Err(Status::permission_denied(format!("the ticket is refused: {refused}")));

@@ -52,6 +52,7 @@ impl Volumes {
                     kind: "attachment of volume",
                     name: record.id.to_string(),
                     difference: "another capability or readonly flag".into(),
+                    remedy: "detach it first",
                 });
             }
             None => {}

@@ -57,7 +57,7 @@ pub enum Error {
         id: String,
     },
     /// The name is taken by an object with other parameters.
-    #[error("{kind} {name} already exists with {difference}: use another name, or the same request")]
+    #[error("{kind} {name} already exists with {difference}: {remedy}, or send the same request")]
     Clash {
         /// The kind of the existing object.
         kind: &'static str,
@@ -65,11 +65,19 @@ pub enum Error {
         name: String,
         /// What differs.
         difference: String,
+        /// What to do if the request is meant so.
+        remedy: &'static str,
     },
     /// Another call works on the same object.
     #[error("another call is in progress on {what}: try again when it is done")]
     Busy {
         /// The object.
+        what: String,
+    },
+    /// As many are open as may be.
+    #[error("{what} are open, which is the maximum: try again when one has ended")]
+    TooMany {
+        /// How many of what.
         what: String,
     },
     /// The volume is being copied from another node.
@@ -197,6 +205,9 @@ fn advice(error: &files::Error, data_dir: &Path) -> Option<&'static str> {
         _ => None,
     }
 }
+
+/// What to do where a name is taken.
+pub(super) const OTHER_NAME: &str = "use another name";
 
 /// A client's string for a message: quoted, and cut where it is long.
 pub(super) fn shown(text: &str) -> String {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::error::shown;
+use super::error::{OTHER_NAME, shown};
 use super::fill::NewSnapshot;
 use super::locks::Key;
 use super::request::check_name;
@@ -77,6 +77,7 @@ impl Snapshots {
                 kind: "group snapshot",
                 name: shown(name),
                 difference: difference.into(),
+                remedy: OTHER_NAME,
             };
             if !sorted.iter().map(|id| id.as_str()).eq(theirs) {
                 return Err(clash("other source_volume_ids"));

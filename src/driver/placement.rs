@@ -69,7 +69,7 @@ impl Choices {
             choices.retain(|_, (_, asked)| now.duration_since(*asked) < KEPT);
         }
         if choices.len() >= MOST {
-            return Err(Error::Busy { what: format!("{MOST} volumes that are being made") });
+            return Err(Error::TooMany { what: format!("{MOST} choices of a node") });
         }
         choices.insert(name.to_owned(), (proposed, now));
         Ok(proposed)

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::error::shown;
+use super::error::{OTHER_NAME, shown};
 use super::fill::{Filler, NewSnapshot};
 use super::history::Histories;
 use super::list::{Page, PageRequest, SnapshotFilter, optional, page};
@@ -47,7 +47,12 @@ impl Snapshots {
         self.shared.check_topology(requisite, "a snapshot can be used where its volume is")?;
         let _name = self.shared.locks.take(Key::SnapshotName(name.to_owned()))?;
         if let Some(existing) = self.shared.store.read(|index| index.snapshot_named(name)) {
-            let clash = |difference| Error::Clash { kind: "snapshot", name: shown(name), difference };
+            let clash = |difference| Error::Clash {
+                kind: "snapshot",
+                name: shown(name),
+                difference,
+                remedy: OTHER_NAME,
+            };
             if existing.volume.as_str() != source_volume_id {
                 return Err(clash(format!("source_volume_id {}", existing.volume)));
             }
@@ -115,8 +120,10 @@ impl Snapshots {
         if let Some(group) = &record.group {
             return Err(Error::Invalid {
                 field: "snapshot_id",
-                value: format!("{id}, a member of group snapshot {group}"),
-                want: "a snapshot of its own: delete the group with DeleteVolumeGroupSnapshot".into(),
+                value: format!(
+                    "{id}, a member of group snapshot {group}: call DeleteVolumeGroupSnapshot for the group"
+                ),
+                want: "a snapshot that can be deleted alone".into(),
             });
         }
         self.histories.hold([&record.volume]).delete(&record)

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::shown;
+use super::error::{OTHER_NAME, shown};
 use super::locks::OpGuard;
 use super::remote::Remote;
 use super::request::{CreateVolume, difference};
@@ -199,7 +199,12 @@ impl TransferTable {
         access: &[AccessKind],
     ) -> Result<()> {
         if let Some(difference) = difference(&transfer.record, request, access) {
-            return Err(Error::Clash { kind: "volume", name: shown(&request.name), difference });
+            return Err(Error::Clash {
+                kind: "volume",
+                name: shown(&request.name),
+                difference,
+                remedy: OTHER_NAME,
+            });
         }
         let mut state = transfer.state();
         state.asked = Instant::now();

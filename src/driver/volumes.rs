@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::capability::kinds;
 use super::capacity::{Capacity, Reserved};
 use super::devices::release_devices;
-use super::error::shown;
+use super::error::{OTHER_NAME, shown};
 use super::history::Histories;
 use super::locks::{Key, OpGuard};
 use super::quiesce::{Copier, LiveCopy};
@@ -110,7 +110,12 @@ impl Volumes {
         let existing = self.shared.store.read(|index| index.volume_named(&request.name));
         match existing.as_ref().and_then(|existing| difference(existing, request, access)) {
             None => Ok(existing),
-            Some(difference) => Err(Error::Clash { kind: "volume", name: shown(&request.name), difference }),
+            Some(difference) => Err(Error::Clash {
+                kind: "volume",
+                name: shown(&request.name),
+                difference,
+                remedy: OTHER_NAME,
+            }),
         }
     }
 

@@ -42,8 +42,8 @@ impl OpenPool {
         let left = image.host()?.available;
         Ok((left < LEAST_HOST).then(|| {
             format!(
-                "No space left on device: the disk under the pool's image has {}; make room on it, or delete volumes \
-                 or snapshots, which gives theirs back to it",
+                "No space left on device: the disk under the pool's image has only {} left; free space on it, or delete \
+                 volumes or snapshots",
                 Quantity(left)
             )
         }))

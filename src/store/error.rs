@@ -1,6 +1,6 @@
 //! What can go wrong with records.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// An error of the store.
 #[derive(Debug, thiserror::Error)]
@@ -57,12 +57,12 @@ pub enum Error {
         path: PathBuf,
     },
     /// An object that is there and cannot be served.
-    #[error("{why}; repair or remove {} and restart the driver", path.display())]
+    #[error("{why}; {remedy}")]
     Withheld {
-        /// The record.
-        path: PathBuf,
-        /// What was wrong with it at start.
+        /// What was wrong with its record at start, and what to do.
         why: String,
+        /// How it is served again.
+        remedy: String,
     },
     /// The filesystem of the pool no longer answers, so nothing is known of any object.
     #[error("the pool at {} does not respond ({why}): stop the pods that use its volumes on this node, and restart the driver", path.display())]
@@ -93,6 +93,18 @@ fn advice(version: u32, known: u32) -> &'static str {
     match version < known {
         true => "run the build that made it, or choose another --data-dir",
         false => "upgrade the driver",
+    }
+}
+
+impl Error {
+    /// How the object of a record that could not be read at start is served again.
+    pub(super) fn remedy(&self, record: &Path) -> String {
+        match self {
+            Error::UnknownVersion { .. } => "until then its object is not served".to_owned(),
+            // They say what to do.
+            Error::Misplaced { .. } | Error::DuplicateSequence { .. } => "then restart the driver".to_owned(),
+            _ => format!("repair or remove {} and restart the driver", record.display()),
+        }
     }
 }
 

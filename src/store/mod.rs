@@ -143,7 +143,7 @@ impl Store {
         groups::read_all(&groups, &mut index, &mut damaged);
         let damaged_retained = retained::read_all(&deleted, &deleted_groups, &mut index)?;
         for damage in damaged.iter().chain(&damaged_retained) {
-            tracing::error!(path = %damage.path.display(), error = %damage.error, "a record cannot be read; its object is not served");
+            tracing::error!(path = %damage.path.display(), error = base::report(&damage.error), "a record cannot be read; its object is not served");
         }
         let (index, dead, leaving) = (RwLock::new(index), None, Mutex::default());
         Ok(Store { dir, index, damaged, damaged_retained, dead, leaving })
@@ -180,8 +180,9 @@ impl Store {
         self.check_alive()?;
         match self.damaged.iter().find(|damage| damage.path.file_name().is_some_and(|name| name == id)) {
             Some(damage) => {
-                let path = ObjectDir::new(&damage.path).record();
-                Err(Error::Withheld { path, why: damage.error.to_string() })
+                let record = ObjectDir::new(&damage.path).record();
+                let remedy = damage.error.remedy(&record);
+                Err(Error::Withheld { why: base::report(&damage.error), remedy })
             }
             None => Ok(()),
         }

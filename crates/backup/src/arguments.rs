@@ -20,7 +20,7 @@ pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
     /// Where the backups are: a directory, or s3://BUCKET/PREFIX. The first backup makes the repository there; a bucket
-    /// has to exist. How to reach S3 say the usual AWS_ variables of the environment: AWS_ACCESS_KEY_ID,
+    /// has to exist. S3 is configured by the usual AWS_ variables of the environment: AWS_ACCESS_KEY_ID,
     /// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT, AWS_ALLOW_HTTP.
     #[arg(long, short, global = true, env = "CBT_BACKUP_REPOSITORY", value_name = "DIR|URL")]
     pub repository: Option<String>,
@@ -68,15 +68,15 @@ pub struct Source {
     /// image at rest.
     #[arg(long, value_name = "PATH")]
     pub device: PathBuf,
-    /// Socket of the CSI driver, such as unix:///csi/csi.sock. Without it and --namespace all of the device is read, of an
-    /// image what is no hole.
+    /// Socket of the CSI driver, such as unix:///csi/csi.sock. Without it and --namespace the whole device is read, and of
+    /// an image everything but its holes.
     #[arg(long, value_name = "SOCKET", requires = "snapshot", conflicts_with = "namespace")]
     pub endpoint: Option<String>,
     /// Ask by way of Kubernetes, as the kubeconfig or the pod's account: --snapshot is a VolumeSnapshot of this namespace.
     #[arg(long, value_name = "NAME", requires = "snapshot")]
     pub namespace: Option<String>,
     /// File with a token for the snapshot metadata service, such as a projected volume. Default: one is requested, for the
-    /// own account.
+    /// account that asks.
     #[arg(long, value_name = "FILE", requires = "namespace")]
     pub token_file: Option<PathBuf>,
     /// CSI handle of the snapshot that the device holds; with --namespace the name of its VolumeSnapshot.
@@ -152,7 +152,7 @@ pub struct RunArguments {
     /// Leave the snapshot.
     #[arg(long)]
     pub keep_snapshot: bool,
-    /// Only remove what a run of this claim has left that was killed.
+    /// Only remove what a killed run of this claim left behind.
     #[arg(long)]
     pub clean_up: bool,
     /// More flags of `auto`, or of `full` with --full, such as `-- --limit-rate 100M`.
@@ -304,7 +304,7 @@ fn level(text: &str) -> Result<i32, String> {
 
 fn positive(text: &str) -> Result<Quantity, String> {
     match text.parse::<Quantity>() {
-        Ok(Quantity(0)) => Err("0 would never end".into()),
+        Ok(Quantity(0)) => Err("it must be greater than 0: leave the flag out for no limit".into()),
         Ok(size) => Ok(size),
         Err(error) => Err(error.to_string()),
     }

@@ -59,7 +59,7 @@ pub fn run(
         _ => {
             let name = to
                 .file_name()
-                .ok_or_else(|| Error::refused(format!("{} is no file's name", to.display())))?;
+                .ok_or_else(|| Error::refused(format!("{} is not the name of a file", to.display())))?;
             let draft = to.with_file_name(format!(".{}.restoring", name.to_string_lossy()));
             let mut restored = None;
             durable::replace_with(to, &draft, |draft| {
@@ -85,7 +85,7 @@ pub fn onto(
 ) -> Result<Restored> {
     if base.about.size != index.about.size {
         return Err(Error::refused(format!(
-            "{} is of {} bytes and {} of {}: restore it whole, without --onto-base",
+            "backup {} has {} bytes and backup {} has {}: restore it whole, without --onto-base",
             base.about.id, base.about.size, index.about.id, index.about.size
         )));
     }
@@ -182,7 +182,7 @@ impl<'r> Job<'r> {
                 true => error,
                 false => {
                     eprintln!(
-                        "cbt-backup: {} holds neither what it held before nor the backup",
+                        "cbt-backup: {} holds neither what it held before nor the backup: run the restore again, without --onto-base",
                         self.to.path().display()
                     );
                     error

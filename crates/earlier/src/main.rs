@@ -61,7 +61,7 @@ struct Differential {
     /// Socket on which the gRPC service DifferentialSnapshot is served. The listener asks there too.
     #[arg(long, value_name = "ENDPOINT", default_value = "/run/cbt-earlier/differential.sock")]
     socket: Endpoint,
-    /// Host and port at which users reach the callback listener: the begin of status.callbackURL.
+    /// Host and port at which users reach the callback listener: the beginning of status.callbackURL.
     #[arg(long, value_name = "HOST:PORT", value_parser = host_and_port)]
     service_address: String,
     /// Audience that tokens must be for.

@@ -145,7 +145,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         });
     tokio::select! {
         served = server => served?,
-        _ = tasks.join_next() => return Err("a task of the gateway has ended, which should not be: see its log".into()),
+        _ = tasks.join_next() => return Err("a task of the gateway ended unexpectedly: see the log".into()),
         () = async {
             stop.asked().await;
             tokio::time::sleep(arguments.drain).await;

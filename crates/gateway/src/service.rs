@@ -166,7 +166,7 @@ impl Question {
         for (field, value, max) in [("namespace", namespace, NAMESPACE_MAX), (snapshot, name, NAME_MAX)] {
             if !is_object_name(value, max) {
                 return Err(Status::invalid_argument(format!(
-                    "{field} is not the name of a Kubernetes object"
+                    "{field} must be the name of a Kubernetes object, got {value:?}"
                 )));
             }
         }
@@ -277,7 +277,7 @@ impl Gateway {
         audience.ok_or_else(|| {
             let name = &self.driver_name;
             Status::unavailable(format!(
-                "the SnapshotMetadataService {name} does not exist, or has no audience"
+                "the SnapshotMetadataService {name} does not exist, or has no audience: create it, or start the gateway with --audience"
             ))
         })
     }

@@ -132,7 +132,7 @@ enum Command {
     },
     /// Delete one volume by its id, through a router; for volumes that were made twice.
     ///
-    /// A volume that is in use is not deleted. Whether anybody else knows the id, only you can say: in Kubernetes, no
+    /// A volume that is in use is not deleted. Check first that nothing else uses the id: in Kubernetes, no
     /// PersistentVolume may have it as its spec.csi.volumeHandle.
     DeleteVolume {
         /// Id of the volume, such as vol-0123abcd...

@@ -407,7 +407,7 @@ impl Nodes {
             ))),
             ([], Some((node, why))) => Place::Away(node.unavailable(why)),
             ([], None) if table.departed.contains_key(&key) => {
-                Place::Away(table.departed[&key].unavailable("its address is none of a node any more"))
+                Place::Away(table.departed[&key].unavailable("its address is no longer in the list of nodes"))
             }
             ([], None) => Place::Away(Status::unavailable(format!(
                 "no node with the data directory {key} has answered: try again when it is back, or, if it is gone for \
@@ -418,7 +418,8 @@ impl Nodes {
 
     /// A ticket that lets the node `reader` read `source` on another.
     pub fn ticket(&self, source: &str, reader: Key) -> Result<Vec<u8>, Status> {
-        let signer = self.tls.signer().ok_or_else(|| Status::unavailable("there is no certificate yet"))?;
+        let signer =
+            self.tls.signer().ok_or_else(|| Status::unavailable("the router has no certificate yet"))?;
         let issued = signer.issue(source, &reader.to_string());
         issued.map_err(|error| Status::internal(format!("sign a ticket: {error}")))
     }

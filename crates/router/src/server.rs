@@ -99,7 +99,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         });
     tokio::select! {
         served = server => served?,
-        _ = tasks.join_next() => return Err("a task of the router has ended, which should not be: see its log".into()),
+        _ = tasks.join_next() => return Err("a task of the router ended unexpectedly: see the log".into()),
         () = async {
             stop.asked().await;
             tokio::time::sleep(arguments.drain).await;

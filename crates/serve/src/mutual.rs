@@ -269,7 +269,9 @@ impl Mutual {
 
     /// Connects to a node. The key of its data directory, which its certificate names, is for the caller to look at.
     pub async fn connect(&self, address: &str) -> io::Result<(TlsStream<TcpStream>, String)> {
-        let config = self.client().ok_or_else(|| io::Error::other("there is no certificate yet"))?;
+        let config = self.client().ok_or_else(|| {
+            io::Error::other("this side has no certificate yet: its files are missing or not valid")
+        })?;
         let stream = TcpStream::connect(address)
             .await
             .map_err(|error| io::Error::new(error.kind(), format!("connect to {address}: {error}")))?;
@@ -325,7 +327,7 @@ fn client(
 
 /// The peer's certificate is sound, and for somebody who has no business here.
 fn refused(wanted: &str, found: Option<Identity>) -> rustls::Error {
-    let found = found.map_or_else(|| "nobody of deltapath".to_owned(), |found| found.to_string());
+    let found = found.map_or_else(|| "no part of deltapath".to_owned(), |found| found.to_string());
     let why = format!("the certificate is for {found}, and {wanted} is expected");
     CertificateError::Other(OtherError(Arc::new(std::io::Error::other(why)))).into()
 }
@@ -412,7 +414,7 @@ impl ServerCertVerifier for NodeOnly {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(rustls::Error::General("TLS 1.2 is not spoken in a cluster".to_owned()))
+        Err(rustls::Error::General("TLS 1.3 is required".to_owned()))
     }
 
     fn verify_tls13_signature(

@@ -20,9 +20,9 @@ use tracing_subscriber::{Layer, fmt, registry};
 /// `--log-format`.
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
 pub enum LogFormat {
-    /// A readable line an event.
+    /// One readable line for each event.
     Text,
-    /// A JSON object an event.
+    /// One JSON object for each event.
     Json,
 }
 

@@ -158,7 +158,8 @@ impl Judge {
         match Identity::of(&signer) {
             Some(Identity { cluster, role: Role::Router }) if cluster == self.cluster => {}
             found => {
-                let found = found.map_or_else(|| "nobody of deltapath".to_owned(), |found| found.to_string());
+                let found =
+                    found.map_or_else(|| "no part of deltapath".to_owned(), |found| found.to_string());
                 return Err(stranger(format!("its certificate is for {found}")));
             }
         }

@@ -107,6 +107,7 @@ impl Node {
                 kind: "published volume",
                 name: request.volume_id.clone(),
                 difference: format!("another path or readonly flag, at {}", existing.path.display()),
+                remedy: "unpublish it first",
             });
         }
         check_unoccupied(held, &staged.path)?;

@@ -125,6 +125,7 @@ fn check_others(held: &mut Held, kind: &AccessKind, new: &Published) -> Result<(
             kind: "published volume",
             name: other.target.display().to_string(),
             difference: "another access mode or readonly flag".into(),
+            remedy: "unpublish it first",
         });
     }
     for other in others() {

@@ -35,6 +35,7 @@ impl Node {
                 kind: "staged volume",
                 name: held.record.id.to_string(),
                 difference: format!("another path or capability, at {}", existing.path.display()),
+                remedy: "unstage it first",
             });
         }
         if !staged.path.is_dir() {

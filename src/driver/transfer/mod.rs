@@ -114,7 +114,7 @@ impl Transfers {
         let source = source.ok_or(Error::Missing { field: "volume_content_source" })?;
         self.shared.check_host()?;
         if self.table.known().len() >= MOST {
-            return Err(Error::Busy { what: format!("{MOST} volumes that are copied from other nodes") });
+            return Err(Error::TooMany { what: format!("{MOST} transfers from other nodes") });
         }
         let id = VolumeId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?;
         let opened = remote.open(id.as_str(), &Stop::default())?;

@@ -108,7 +108,7 @@ impl Sources {
             Some(open) => open,
             None => {
                 if self.all().len() >= MOST {
-                    return Err(Error::Busy { what: format!("{MOST} transfers to other nodes") });
+                    return Err(Error::TooMany { what: format!("{MOST} transfers to other nodes") });
                 }
                 let open = Arc::new(match source.parse::<SnapshotId>() {
                     Ok(_) => self.open_snapshot(source, reader, volume)?,

@@ -59,7 +59,7 @@ async fn a_full_host(pool: PoolKind, end: End) {
         for error in [create.err(), restore.err(), snapshot.err(), group.err(), expand.err()] {
             let error = error.expect("there is no room");
             assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
-            assert!(error.to_string().contains("make room on it"), "{error}");
+            assert!(error.to_string().contains("free space on it"), "{error}");
         }
         assert_eq!(listed(&rig).await, before_it);
         assert_nothing_half_made(&rig);

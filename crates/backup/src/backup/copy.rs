@@ -93,7 +93,10 @@ fn commit(repository: &Repository, index: &Index) -> Result<()> {
     }
     repository.was_held().inspect_err(|_| {
         if let Err(error) = repository.store.remove(std::slice::from_ref(&name)) {
-            tracing::error!("{name} may name what is gone, and cannot be removed: {}", base::report(&error));
+            tracing::error!(
+                "{name} may refer to removed data and could not be deleted: {}",
+                base::report(&error)
+            );
         }
     })
 }
@@ -116,7 +119,7 @@ fn leave(repository: &Repository, partial: Partial) {
             "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume goes on after them",
             partial.done.len()
         ),
-        Err(error) => tracing::warn!("it cannot be gone on with: {}", base::report(&error)),
+        Err(error) => tracing::warn!("this backup cannot be resumed: {}", base::report(&error)),
     }
 }
 

@@ -222,10 +222,7 @@ fn incremental(
     };
     let base = base_of(repository, request, partial.as_ref())?;
     let Some(handle) = &base.about.snapshot else {
-        return Err(Not::Possible(format!(
-            "backup {} is of no snapshot that the driver knows",
-            base.about.id
-        )));
+        return Err(Not::Possible(format!("backup {} has no snapshot handle", base.about.id)));
     };
     if handle == snapshot {
         return Err(Not::Failed(Error::refused(format!(
@@ -239,8 +236,8 @@ fn incremental(
         // Nobody named this base: it is the last backup of that name, and the next one would be refused as this one is.
         Err(error) if request.base.is_none() && error.code() == Some(Code::InvalidArgument) => {
             return Err(Not::Possible(format!(
-                "the driver takes {handle}, the snapshot of {}, for no base of {snapshot}, as that of a volume that was \
-                 deleted and made anew: {error}",
+                "the driver does not accept {handle} (backup {}) as a base of {snapshot}; the volume was probably deleted and \
+                 created again: {error}",
                 base.about.id
             )));
         }

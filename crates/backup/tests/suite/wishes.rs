@@ -52,14 +52,14 @@ fn a_volume_that_was_made_anew_is_backed_up_whole() {
     world.driver.script([Fault::OtherVolume]);
     let place = &world.place;
     let said = place.fails(1, &world.back_up("incremental", "two", &[]));
-    assert!(said.contains("no incremental backup can be made") && said.contains("made anew"), "{said}");
+    assert!(said.contains("no incremental backup can be made") && said.contains("created again"), "{said}");
     // A base that the user names is the user's mistake.
     let said = place.fails(1, &world.back_up("auto", "two", &["--base", "one"]));
     assert!(said.contains("different volumes") && !said.contains("full backup"), "{said}");
     let made = place.ok(&world.back_up("auto", "two", &[]));
     assert_eq!(made["kind"], "full");
     let why = made["why"].as_str().expect("a reason");
-    assert!(why.contains("made anew") && why.contains("different volumes"), "{why}");
+    assert!(why.contains("created again") && why.contains("different volumes"), "{why}");
     place.restores(&id(&made), &world.image, SIZE);
 }
 

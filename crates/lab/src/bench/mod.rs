@@ -49,10 +49,10 @@ const REST: Duration = Duration::from_secs(10);
 /// the numbers of snapshots of --snapshots, so that growth is seen. Each figure is the median of --runs, with the least and the most.
 ///
 /// All answers are checked against what was written: a figure whose answer was wrong once is not given. What a driver does not claim
-/// or tell is left out, with the reason. With --bare-dir the same is done to a plain file. Needs root, and to see the driver's mounts
+/// or report is left out, with the reason. With --bare-dir the same is done to a plain file. Needs root, and to see the driver's mounts
 /// and devices; takes away all that it makes.
 ///
-/// Exit codes: 0 all is measured that the driver does, 1 an answer is wrong, a call failed or something is left behind, 2 it could
+/// Exit codes: 0 everything that the driver supports was measured, 1 an answer is wrong, a call failed or something is left behind, 2 it could
 /// not run, 130 interrupted.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
@@ -104,7 +104,7 @@ pub(super) struct Arguments {
     /// Also write the new result as JSON, for --compare.
     #[arg(long, value_name = "FILE", requires = "endpoint")]
     json: Option<PathBuf>,
-    /// Also write a line a figure.
+    /// Also write CSV, with one line for each figure.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
     /// Also write a page with charts, which needs nothing else.
@@ -116,7 +116,7 @@ fn volume_size(text: &str) -> Result<Quantity, String> {
     let size: Quantity = text.parse().map_err(|error: base::QuantityError| error.to_string())?;
     match size.0.checked_next_multiple_of(1 << 20).filter(|bytes| *bytes > 0 && *bytes <= 1 << 60) {
         Some(bytes) => Ok(Quantity(bytes)),
-        None => Err(format!("{text} is no size of a volume: write 1Mi to 1Ei")),
+        None => Err(format!("{text} is not a size for a volume: write 1Mi to 1Ei")),
     }
 }
 
@@ -130,14 +130,14 @@ fn data_size(text: &str) -> Result<Quantity, String> {
 
 fn percent(text: &str) -> Result<f64, String> {
     let number = text.parse::<f64>().ok().filter(|percent| *percent > 0.0 && *percent <= 100.0);
-    number.ok_or_else(|| format!("{text:?} is no share of the data: write a number above 0, up to 100"))
+    number.ok_or_else(|| format!("{text:?} must be a number above 0 and at most 100"))
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
     let number = text.parse::<f64>().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
     number
         .map(Duration::from_secs_f64)
-        .ok_or_else(|| format!("{text:?} is no time: write seconds, up to 3600"))
+        .ok_or_else(|| format!("{text:?} is not a time: write seconds, up to 3600"))
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
@@ -173,12 +173,12 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
     let before: Vec<Outcome> = arguments.compare.iter().map(labelled).collect::<Result<_, _>>()?;
     for file in [&arguments.json, &arguments.csv, &arguments.html].into_iter().flatten() {
         let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        if !dir.is_dir() || file.is_dir() {
-            return Err(format!(
-                "{} cannot be written: there is no such directory, or it is one",
-                file.display()
-            ));
-        }
+        let why = match () {
+            () if !dir.is_dir() => "its directory does not exist",
+            () if file.is_dir() => "it is a directory",
+            () => continue,
+        };
+        return Err(format!("{} cannot be written: {why}", file.display()));
     }
     if let Some(dir) = arguments.bare_dir.as_ref().filter(|dir| !dir.is_dir()) {
         return Err(format!("--bare-dir {}: there is no such directory", dir.display()));

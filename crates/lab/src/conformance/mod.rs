@@ -105,10 +105,10 @@ const CAN_NOT_RUN: u8 = 2;
 /// Test the SnapshotMetadata service of any CSI driver.
 ///
 /// Creates Block volumes through the driver's socket, attaches, stages and publishes them as the driver
-/// claims, writes to the devices, takes snapshots, streams their metadata, restores and deletes. What the
-/// streams tell is judged by what was written and by what restored volumes hold. Each case passes, fails, is
-/// "allowed, but" (the spec permits it, a user should know), is not shown (what it is about did not happen, as a deadline that
-/// the driver outran), or is skipped with a reason. Needs root, and
+/// claims, writes to the devices, takes snapshots, streams their metadata, restores and deletes. The
+/// streams are compared with what was written and with what restored volumes hold. Each case passes, fails, is
+/// "allowed, but" (the spec permits it, a user should know), is not shown (what it tests did not happen, such as a deadline that
+/// passed after the stream had ended), or is skipped with a reason. Needs root, and
 /// to see the driver's mounts and devices; takes away all that it makes.
 ///
 /// Exit codes: 0 all pass or are allowed, 1 a case fails or something is left behind, 2 it could not run, 130
@@ -169,14 +169,14 @@ fn volume_size(text: &str) -> Result<Quantity, String> {
     let size: Quantity = text.parse().map_err(|error: base::QuantityError| error.to_string())?;
     match BlockSize::MIN.round_up(size.0).filter(|bytes| (64 << 20..=i64::MAX as u64 / 4).contains(bytes)) {
         Some(bytes) => Ok(Quantity(bytes)),
-        None => Err(format!("{text} is no size for the suite's volumes: they need 64Mi at least")),
+        None => Err(format!("{text} is too small or too large for the suite's volumes: write 64Mi or more")),
     }
 }
 
 pub(crate) fn pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
-        _ => Err(format!("{text:?} is no parameter: write key=value")),
+        _ => Err(format!("{text:?} is not a parameter: write key=value")),
     }
 }
 
@@ -341,7 +341,7 @@ pub(crate) fn signals() -> std::io::Result<watch::Receiver<u32>> {
             count.send_modify(|count| *count += 1);
             let _ = writeln!(
                 std::io::stderr(),
-                "cbt-lab: interrupted; cleaning up (once more: leave all as it is)"
+                "cbt-lab: interrupted; cleaning up (Ctrl-C again: stop without cleaning up)"
             );
         }
     });

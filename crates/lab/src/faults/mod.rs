@@ -43,7 +43,7 @@ pub(crate) use upstream::{Local, Upstream};
 /// Exit status where it cannot start.
 const CAN_NOT_RUN: u8 = 2;
 
-/// Stand before a CSI driver's socket or a gateway's address, and get one thing wrong.
+/// Proxy a CSI driver's socket or a gateway's address, and inject faults.
 ///
 /// Every call is handed on. Those that meet a fault are refused, delayed, cut or answered wrongly, always in the same way for
 /// a seed. A fault is written name:key=value,...; it is named with --fault or in a file, turned on and off over HTTP

@@ -80,14 +80,14 @@ pub(super) struct Arguments {
 /// How ranges are listed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Style {
-    /// FIXED_LENGTH: a tuple a block.
+    /// FIXED_LENGTH: one tuple for each block.
     Fixed,
-    /// VARIABLE_LENGTH: a tuple a run of blocks.
+    /// VARIABLE_LENGTH: one tuple for each run of blocks.
     Variable,
 }
 
 fn volume(text: &str) -> Result<(String, u64), String> {
-    let wanted = || format!("{text:?} is no volume: write NAME=SIZE, as in disk=1Ti");
+    let wanted = || format!("{text:?} is not a volume: write NAME=SIZE, as in disk=1Ti");
     let (name, size) = text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(wanted)?;
     let size: Quantity = size.parse().map_err(|_| wanted())?;
     match size.0 {
@@ -101,7 +101,7 @@ fn block_size(text: &str) -> Result<u64, String> {
     match size.is_power_of_two() && (512..=64 << 20).contains(&size) {
         true => Ok(size),
         false => Err(format!(
-            "{text} is no power of two from 512 to 64Mi (a device's is {})",
+            "{text} is not a power of two from 512 to 64Mi (a device's is {})",
             BlockSize::MIN.bytes()
         )),
     }

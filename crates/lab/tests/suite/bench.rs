@@ -79,7 +79,7 @@ async fn wrong_usage_says_what_to_do() {
         (&[driver[0], driver[1], "--size", "1Gi,none"], "\"none\" is not a size"),
         (&[driver[0], driver[1], "--data", "5Gi"], "up to 4Gi"),
         (&[driver[0], driver[1], "--size", "64Mi", "--data", "128Mi"], "does not fit in a volume of 64Mi"),
-        (&[driver[0], driver[1], "--changed", "101"], "up to 100"),
+        (&[driver[0], driver[1], "--changed", "101"], "at most 100"),
         (&[driver[0], driver[1], "--snapshots", "20000"], "20000 is not in"),
         (
             &[driver[0], driver[1], "--html", "/no/such/dir/page.html"],

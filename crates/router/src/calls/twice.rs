@@ -82,7 +82,7 @@ impl Router {
         } else {
             tracing::warn!(
                 name,
-                "more than {MOST} volumes were made while nodes are away: it is not looked for another of this name"
+                "more than {MOST} volumes were made while nodes are away: a second volume of this name will not be searched for"
             );
         }
     }

@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// pod is one of the drivers', and if no other node has the key: the second ConfigMap says which node has which. Should a data
 /// directory move to another node, take its line out of there.
 ///
-/// One is enough: when it is away, nothing but the next certificate is missing.
+/// One replica is enough: while it is down, only new certificates wait.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Certificates {
     /// The name of the cluster in certificates: spiffe://CLUSTER/deltapath/router.

@@ -41,7 +41,7 @@ pub(super) struct InCluster {
         conflicts_with_all = ["controller_endpoint", "parameter", "snapshot_parameter", "secrets", "staging_dir", "target_dir"]
     )]
     pub kubernetes: bool,
-    /// Who to be in the cluster: a kubeconfig with the rights of an administrator. Default: as kubectl finds it, or in a pod
+    /// Credentials for the cluster: a kubeconfig with the rights of an administrator. Default: as kubectl finds it, or in a pod
     /// its service account.
     #[arg(long, value_name = "FILE", requires = "kubernetes")]
     kubeconfig: Option<PathBuf>,
