@@ -17,7 +17,7 @@ usage="usage: cluster-test.sh [PART...]
   distributed  a driver on each of two nodes: the examples, what works from node to node, a node without power, uninstall
   single       one driver on one node: installed twice, every example, the pages backup, backup-by-hand and uninstall
   troubles     volumes in use while kubelet and driver are killed, a node loses its power, pods and claims are deleted under them
-  pages        the commands of docs/install.md for a cluster that is there, and those of docs/uninstall.md
+  pages        the commands of docs/install.md for an existing cluster, and those of docs/uninstall.md
 Without a PART all of them. Two run beside each other, or as many as PARTS says, but kills and beside run alone."
 for part in "$@"; do
     case "$part" in

@@ -7,15 +7,15 @@
 //! main -> cli -> { csi, http } -> driver -> { store, pool } -> sys
 //! ```
 //!
-//! - [`cli`]: one file per subcommand.
+//! - [`cli`]: a file or directory for each subcommand.
 //! - [`http`]: metrics and health.
 //! - [`csi`]: gRPC shells: decode, call, encode; errors to codes.
 //! - [`driver`]: the behaviour, synchronous.
 //! - [`store`]: records on disk. [`pool`]: where bytes live. They do not know each other, nor [`cbt`].
 //! - [`sys`]: the kernel; the only `unsafe`.
 //!
-//! What others share is in `crates/`: [`base`], [`files`], [`proto`], [`cbt`] and [`csi_client`]. A test
-//! (`tests/suite/arrows.rs`) reads the paths here and fails when one points up.
+//! What others share is in `crates/`: [`base`], [`files`], [`proto`], [`cbt`], [`serve`] and [`csi_client`]. A
+//! test (`tests/suite/arrows.rs`) reads the paths here and fails when one points up.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 pub mod cli;

@@ -38,7 +38,7 @@ const MAX_STREAMS: usize = 1024;
 /// Streams at work at once: the rest waits its turn, so that unary calls find a thread, and memory stays bounded.
 const MAX_WORKING: usize = 32;
 /// What a stream at work takes besides its bitmaps, in bytes.
-const TURN: usize = STREAMS_WORKING / MAX_WORKING;
+const TURN_BYTES: usize = STREAMS_WORKING / MAX_WORKING;
 /// How long after the end of a stream its memory goes back to the kernel, with that of others that ended meanwhile, and
 /// of their threads.
 const GIVE_BACK: Duration = Duration::from_secs(3);
@@ -236,7 +236,7 @@ impl Workers {
         span: &Span,
         work: impl FnOnce(&Driver) -> DriverResult<T> + Send + 'static,
     ) -> Result<T, Status> {
-        let memory = (TURN + bytes).min(STREAMS_WORKING).div_ceil(KIB) as u32;
+        let memory = (TURN_BYTES + bytes).min(STREAMS_WORKING).div_ceil(KIB) as u32;
         let Ok(turn) = self.memory.clone().acquire_many_owned(memory).await else {
             return Err(Status::unavailable("the driver is shutting down"));
         };

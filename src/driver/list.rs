@@ -49,7 +49,7 @@ impl PageRequest {
 /// A part of a list.
 #[derive(Clone, Debug)]
 pub struct Page<R> {
-    /// The entries.
+    /// In the order of their tokens.
     pub entries: Vec<Arc<R>>,
     /// The token of the next page; empty when this is the last.
     pub next_token: String,

@@ -3,7 +3,8 @@
 //! The CSI spec ("Error Scheme", `ABORTED`: "Operation pending for volume") lets a plugin refuse a
 //! call while another is under way on the same object. A guard is taken inside the blocking closure
 //! that does the work, so a cancelled RPC does not free the object while its work goes on. No
-//! guard covers two objects; a call on a group takes one for each member.
+//! guard covers two objects: CreateVolumeGroupSnapshot takes one for the name and one for each volume,
+//! DeleteVolumeGroupSnapshot one for the group.
 
 use std::collections::HashSet;
 use std::path::PathBuf;

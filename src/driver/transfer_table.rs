@@ -31,7 +31,7 @@ pub(super) struct TransferTable {
 /// Numbers of transfers, by state and outcome, for metrics.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TransferFigures {
-    /// Running.
+    /// With a thread at work, or waiting for one.
     pub running: u64,
     /// Not running until CreateVolume is called again.
     pub waiting: u64,

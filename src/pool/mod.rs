@@ -206,7 +206,7 @@ impl Pool {
         !matches!(self, Pool::Dir)
     }
 
-    /// Its kind.
+    /// What `--pool`, the manifest and metrics call it.
     pub fn kind(self) -> PoolKind {
         match self {
             Pool::Btrfs { .. } => PoolKind::Btrfs,

@@ -1,5 +1,6 @@
-//! The records: what exists, on disk and in memory. The directory is the database: an object is
-//! exists once its directory is renamed into place, and is deleted once it is renamed away.
+//! The records: what exists, on disk and in memory. The directory is the database: an object
+//! exists once its directory is renamed into place. A volume is deleted once it is renamed away, a snapshot once its
+//! `deleted.json` is there.
 //! This layer reads no block.
 
 mod error;

@@ -5,7 +5,7 @@
 part_pages() {
     local page=$scratch/page node
     on "$name-a" up --nodes 2
-    say "the commands of docs/install.md for a cluster that is there"
+    say "the commands of docs/install.md for an existing cluster"
     # The CRDs come from the cache: nothing is fetched from the Internet here.
     commands_of docs/install.md | grep '^ *kubectl' |
         sed -E "s|-[kf] \"https://[^\"]*\"|-f $cluster_cache/crds|; s|(kubectl rollout status)|\1 --timeout 300s|" >"$page"

@@ -1,5 +1,6 @@
-//! Repairs by the hashing thread: `allocated` maps that do not match the data, and hashes that a
-//! deleted snapshot needs before its bytes are removed.
+//! Repairs by the hashing thread and by streams: `allocated` maps that do not match the data, and hashes that a
+//! deleted snapshot needs before its bytes are removed. A map is replaced under its own lock, `Key::Map`; what changes a link
+//! is done by a `History`.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;

@@ -11,7 +11,7 @@ use files::durable;
 
 /// The most links between two snapshots that a delta follows, since each keeps a file open. Beyond that, all blocks that
 /// either snapshot holds are compared.
-const MAX_STEPS: usize = 64;
+const MAX_LINKS: usize = 64;
 
 impl Histories {
     /// Opens the maps, hashes and data of a snapshot for a comparison.
@@ -53,7 +53,7 @@ impl Histories {
                 return Ok(None);
             };
             maps.push(map);
-            if maps.len() > MAX_STEPS {
+            if maps.len() > MAX_LINKS {
                 return Ok(None);
             }
             at = (*before).clone();

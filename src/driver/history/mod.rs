@@ -3,7 +3,8 @@
 //! [`History`], which holds the lock; readers need none, since files are replaced by rename and the index changes
 //! after them.
 //!
-//! - `parent.rs`: the snapshot that a new one builds on.
+//! - `parent.rs`: the snapshot that a new one builds on. `driver/fill.rs` writes the link to it into the draft; the commit
+//!   makes it count.
 //! - `links.rs`: the way from one snapshot to a later one, and how links are merged when a snapshot between is removed.
 //! - `retention.rs`: which deleted snapshots stay, and whose bytes are freed.
 //! - `healing.rs`: maps and hashes that are damaged or wrong are made again from the data.

@@ -3,6 +3,7 @@
 //! - `run.rs`: the thread of a transfer.
 //! - `plan.rs`: what to do with each block of a segment; a pure function.
 //! - `receive.rs`: makes the bytes of the new volume equal to the source's.
+//! - `write.rs`: gathers blocks and writes them past the page cache.
 //! - `send.rs`: the source's side.
 //! - `throttle.rs`: `--transfer-rate`.
 //!

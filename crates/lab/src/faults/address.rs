@@ -1,4 +1,4 @@
-//! Where the go-between listens, and what it stands before: a UNIX socket, or a TCP address with or without TLS.
+//! Where the proxy listens, and what it stands before: a UNIX socket, or a TCP address with or without TLS.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! The HTTP API that turns faults on and off while the go-between runs.
+//! The HTTP API that turns faults on and off while the proxy runs.
 
 use std::sync::Arc;
 

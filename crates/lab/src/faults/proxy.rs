@@ -37,7 +37,7 @@ const REQUEST: usize = 16 << 20;
 /// Calls that change nothing.
 const READS: [&str; 6] = ["Get", "List", "Probe", "Validate", "ControllerGet", "GroupControllerGet"];
 
-/// The go-between.
+/// The proxy.
 pub(crate) struct Proxy {
     pub(super) upstream: Upstream,
     pub(super) active: Active,

@@ -1,4 +1,4 @@
-//! What answers behind the go-between: a driver's socket, a gateway's address, or a mock in the same process. And reading
+//! What answers behind the proxy: a driver's socket, a gateway's address, or a mock in the same process. And reading
 //! its answers message by message.
 
 use std::path::Path;
@@ -45,7 +45,7 @@ pub(crate) trait Local: Send + Sync {
 impl Upstream {
     /// A server elsewhere. It is connected to when it is first called, and again whenever it was away.
     pub fn at(address: &Address, ca: Option<&Path>) -> Result<Self, String> {
-        // The go-between must not read far ahead: a client that waits is one that the driver waits for.
+        // The proxy must not read far ahead: a client that waits is one that the driver waits for.
         let endpoint = |text: String| {
             Endpoint::from_shared(text)
                 .map(|endpoint| {
@@ -102,7 +102,7 @@ impl Upstream {
         }
     }
 
-    /// Makes a call of the go-between's own.
+    /// Makes a call of the proxy's own.
     pub(super) async fn ask(&self, path: &str, body: Bytes) -> Result<Reader, Status> {
         let request = Request::post(path)
             .header(header::CONTENT_TYPE, "application/grpc")
