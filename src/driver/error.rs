@@ -74,7 +74,7 @@ pub enum Error {
         /// The object.
         what: String,
     },
-    /// As many are open as may be.
+    /// The maximum number of them is open already.
     #[error("{what} are open, which is the maximum: try again when one has ended")]
     TooMany {
         /// How many of what.

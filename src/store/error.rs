@@ -59,7 +59,7 @@ pub enum Error {
     /// An object that is there and cannot be served.
     #[error("{why}; {remedy}")]
     Withheld {
-        /// What was wrong with its record at start, and what to do.
+        /// What was wrong with its record at start.
         why: String,
         /// How it is served again.
         remedy: String,

@@ -77,6 +77,7 @@ fn withheld<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert_eq!(error.code(), Code::Internal, "{error}");
     let text = error.to_string();
     assert!(text.contains("version 7") && text.contains("upgrade the driver"), "{text}");
+    assert!(!text.contains("remove"), "it is good data: {text}");
 }
 
 #[rstest::rstest]
