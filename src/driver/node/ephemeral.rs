@@ -3,9 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
+use super::held::{Held, check_unoccupied};
 use super::publish::make_directory;
 use super::stage::remove_target;
-use super::{Held, Node, PublishRequest, check_unoccupied};
+use super::{Node, PublishRequest};
 use crate::driver::devices::{detach, shows};
 use crate::driver::filesystem::{self, is_blank};
 use crate::driver::locks::{Key, OpGuard};

@@ -3,8 +3,9 @@
 use std::fs::{self};
 use std::path::Path;
 
+use super::held::{Held, attached, check_unoccupied};
 use super::stage::remove_target;
-use super::{Held, Node, PublishRequest, attached, check_unoccupied};
+use super::{Node, PublishRequest};
 use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
 use crate::driver::{Error, Result, checked_path};
 use crate::store::{AccessKind, Published};

@@ -4,7 +4,8 @@
 use std::fs::{self, File};
 use std::path::Path;
 
-use super::{Held, Node, StageRequest, attached, check_unoccupied};
+use super::held::{Held, attached, check_unoccupied};
+use super::{Node, StageRequest};
 use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
 use crate::driver::filesystem;
 use crate::driver::{AccessType, Error, MountFlags, Result, checked_path};
