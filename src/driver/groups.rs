@@ -16,7 +16,7 @@ use files::Context;
 /// A group snapshot with its members.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Its record.
+    /// What is on disk of the group itself.
     pub record: Arc<GroupRecord>,
     /// Its snapshots, in the order in which their volumes were named.
     pub members: Vec<Arc<SnapshotRecord>>,

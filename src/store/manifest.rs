@@ -54,7 +54,7 @@ impl LockedDir {
         }
     }
 
-    /// The directory.
+    /// Its paths, for as long as the lock is held.
     pub fn dir(&self) -> &DataDir {
         &self.dir
     }

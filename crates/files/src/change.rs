@@ -62,7 +62,7 @@ pub fn rename(operation: &'static str, shown: &Path, from: &Path, to: &Path) -> 
     step(operation, shown, || fs::rename(from, to))
 }
 
-/// Removes a file.
+/// Removes a file; an error if it is not there (unlink(2)).
 pub fn remove_file(path: &Path) -> Result<()> {
     step("remove", path, || fs::remove_file(path))
 }

@@ -74,7 +74,7 @@ pub enum Error {
     /// | `ALREADY_EXISTS`, `OK` | no meaning here | no | stop |
     #[error("{call}: the server answered {:?}: {}", status.code(), status.message())]
     Server {
-        /// The call.
+        /// Which of the two calls it was.
         call: Call,
         /// The server's answer.
         status: Box<Status>,
@@ -82,7 +82,7 @@ pub enum Error {
     /// The connection was lost in the middle. Tried again by itself. Advice: retry.
     #[error("{call}: the connection was lost: {}", causes(&**status))]
     Lost {
-        /// The call.
+        /// Which of the two calls it was.
         call: Call,
         /// What the transport says.
         status: Box<Status>,
@@ -90,7 +90,7 @@ pub enum Error {
     /// No message came for too long ([`Policy::idle`](crate::Policy::idle)). Tried again by itself. Advice: retry.
     #[error("{call}: no message came for {} s", idle.as_secs_f64())]
     Silent {
-        /// The call.
+        /// Which of the two calls it was.
         call: Call,
         /// How long it was.
         idle: Duration,
@@ -99,7 +99,7 @@ pub enum Error {
     /// blocks were asked for. Report it to the driver's authors.
     #[error("{call}: the answer of the server is not valid: {violation}")]
     Invalid {
-        /// The call.
+        /// Which of the two calls it was.
         call: Call,
         /// What is wrong.
         violation: Violation,
@@ -162,7 +162,7 @@ pub enum Error {
     /// The call failed several times in a row without any progress. The advice is that of the last error.
     #[error("{call} failed {tries} times in a row at byte {at}, the last time with: {source}")]
     GaveUp {
-        /// The call.
+        /// Which of the two calls it was.
         call: Call,
         /// Up to which byte everything is known.
         at: u64,

@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::super::devices::{detach, shows};
-use super::super::expand::{grow, tune};
-use super::super::locks::{Key, OpGuard};
-use super::super::shared::LockedVolume;
-use super::super::{Error, Result};
 use super::Node;
+use crate::driver::devices::{detach, shows};
+use crate::driver::expand::{grow, tune};
+use crate::driver::locks::{Key, OpGuard};
+use crate::driver::shared::LockedVolume;
+use crate::driver::{Error, Result};
 use crate::store::{self, VolumeRecord, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount;

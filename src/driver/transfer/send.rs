@@ -44,7 +44,7 @@ pub struct Sources {
     open: Mutex<HashMap<String, Arc<OpenSource>>>,
 }
 
-/// An open source.
+/// A snapshot or volume that another node reads, from its first question until it is closed or idle for too long.
 #[derive(Debug)]
 pub struct OpenSource {
     /// The only node that may read it.
