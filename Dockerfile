@@ -12,30 +12,29 @@ ARG SOURCE_DATE_EPOCH=0
 # The tests of the images optimise less, to save time.
 ARG OPT_LEVEL=3
 ARG LTO=thin
+ARG CODEGEN_UNITS=4
 ENV CARGO_PROFILE_RELEASE_STRIP=symbols \
     CARGO_PROFILE_RELEASE_OPT_LEVEL=$OPT_LEVEL \
     CARGO_PROFILE_RELEASE_LTO=$LTO \
-    RUSTFLAGS="--remap-path-prefix=/src=deltapath --remap-path-prefix=/usr/local/cargo=cargo"
+    CARGO_PROFILE_RELEASE_CODEGEN_UNITS=$CODEGEN_UNITS \
+    RUSTFLAGS="--remap-path-prefix=/src=deltapath --remap-path-prefix=/usr/local/cargo=cargo -C target-feature=+crt-static"
 WORKDIR /src
 COPY Cargo.toml Cargo.lock ./
 COPY crates crates
 COPY src src
 COPY benches benches
 COPY tests tests
-RUN cargo build --release --locked --package deltapath --package cbt-lab \
- && install -D target/release/deltapath /out/deltapath/usr/local/bin/deltapath \
- && install -D target/release/cbt-lab /out/cbt-lab/usr/local/bin/cbt-lab
-
-# Files that need no other. The target is named so that the flag is not for build scripts.
-FROM build AS static
+# Static files, which need no other. The target is named so that the flag is not for build scripts.
 RUN host=$(rustc -vV | sed -n 's/^host: //p') \
- && RUSTFLAGS="$RUSTFLAGS -C target-feature=+crt-static" \
-        cargo build --release --locked --package deltapath-gateway --package deltapath-router --package deltapath-earlier --package cbt-backup \
-            --target "$host" \
- && install -D "target/$host/release/cbt-backup" /out/backup/cbt-backup \
- && install -D "target/$host/release/deltapath-gateway" /out/gateway/deltapath-gateway \
- && install -D "target/$host/release/deltapath-router" /out/router/deltapath-router \
- && install -D "target/$host/release/cbt-earlier" /out/earlier/cbt-earlier
+ && cargo build --release --locked --target "$host" --package deltapath --package cbt-lab --package deltapath-gateway \
+        --package deltapath-router --package deltapath-earlier --package cbt-backup \
+ && cd "target/$host/release" \
+ && install -D deltapath /out/deltapath/usr/local/bin/deltapath \
+ && install -D cbt-lab /out/cbt-lab/usr/local/bin/cbt-lab \
+ && install -D cbt-backup /out/backup/cbt-backup \
+ && install -D deltapath-gateway /out/gateway/deltapath-gateway \
+ && install -D deltapath-router /out/router/deltapath-router \
+ && install -D cbt-earlier /out/earlier/cbt-earlier
 # Whom buckets are trusted by.
 RUN install -D -m 0644 /etc/ssl/certs/ca-certificates.crt /out/backup/etc/ssl/certs/ca-certificates.crt
 
@@ -66,7 +65,7 @@ LABEL org.opencontainers.image.title="deltapath-gateway" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
-COPY --from=static /out/gateway /
+COPY --from=build /out/gateway /
 USER 65532:65532
 ENTRYPOINT ["/deltapath-gateway"]
 CMD ["--help"]
@@ -80,7 +79,7 @@ LABEL org.opencontainers.image.title="deltapath-router" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
-COPY --from=static /out/router /
+COPY --from=build /out/router /
 USER 65532:65532
 ENTRYPOINT ["/deltapath-router"]
 CMD ["--help"]
@@ -94,7 +93,7 @@ LABEL org.opencontainers.image.title="cbt-earlier" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
-COPY --from=static /out/earlier /
+COPY --from=build /out/earlier /
 USER 65532:65532
 ENTRYPOINT ["/cbt-earlier"]
 CMD ["--help"]
@@ -108,7 +107,7 @@ LABEL org.opencontainers.image.title="cbt-backup" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.revision="$REVISION"
-COPY --from=static /out/backup /
+COPY --from=build /out/backup /
 ENTRYPOINT ["/cbt-backup"]
 CMD ["--help"]
 

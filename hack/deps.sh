@@ -32,15 +32,3 @@ command -v cargo >/dev/null || {
 if ! [ -e /dev/loop-control ]; then
     modprobe loop 2>/dev/null || echo "deps: no /dev/loop-control; the kernel needs the loop module" >&2
 fi
-
-# csi-sanity, the CSI community's test of a driver, for `make test`. Go builds it; the driver needs none.
-version=v5.6.0
-sanity=$(cd "$(dirname "$0")/.." && pwd)/.deps/csi-sanity-$version
-if ! [ -x "$sanity/csi-sanity" ]; then
-    if command -v go >/dev/null; then
-        echo "deps: building csi-sanity $version"
-        GOBIN="$sanity" go install "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@$version"
-    else
-        echo "deps: no go, so the tests that run csi-sanity fail: install Go 1.26 or later" >&2
-    fi
-fi

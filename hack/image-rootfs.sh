@@ -23,7 +23,7 @@ rootfs=$deps/rootfs
 
 # What the image is made of.
 inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates src)
-state=$(find "${inputs[@]}" -type f -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
+state=$(find "${inputs[@]}" -type f -not -path '*/tests/*' -not -path '*/benches/*' -not -name '*.md' -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
 unpacked=no
 if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ] &&
     [ -x "$deps/gateway/deltapath-gateway" ] && [ -x "$deps/router/deltapath-router" ] &&
@@ -91,7 +91,7 @@ toolchain=$(rustc --print sysroot)
 registry=${CARGO_HOME:-$HOME/.cargo}/registry
 mkdir -p "$registry" "$deps/target"
 build() { # TAG [FLAG...]
-    b bud --pull-never --layers --quiet --build-arg OPT_LEVEL=1 --build-arg LTO=off --tag "$@" \
+    b bud --pull-never --layers --quiet --build-arg OPT_LEVEL=0 --build-arg LTO=off --build-arg CODEGEN_UNITS=16 --tag "$@" \
         --volume "$toolchain:/usr/local/rust:ro" --volume "$registry:/usr/local/cargo/registry" \
         --volume "$deps/target:/src/target" --volume /etc/ssl/certs:/etc/ssl/certs:ro \
         --file Dockerfile . >"$deps/build.log" 2>&1 || {

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# Installs and builds what the tests of the manifests and scripts need beyond hack/deps.sh, and nothing that is there.
+# Installs and builds what tests need beyond hack/deps.sh, and nothing that is there.
+#
+#   test-deps.sh            all of it: Go builds half a dozen programs, ten minutes on two cores the first time
+#   test-deps.sh --debian   Debian's packages alone, for `make test`
+#   test-deps.sh --bench    all of it, and what `make bench` puts beside cbt-backup
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 
-# What `make bench` puts beside cbt-backup.
 peers=
 [ "${1-}" = --bench ] && peers="borg:borgbackup=1.2.* restic:restic=0.14.*"
 
@@ -24,6 +27,7 @@ if [ ${#missing[@]} -gt 0 ]; then
         echo "test-deps: missing ${missing[*]}: what needs them fails" >&2
     fi
 fi
+[ "${1-}" != --debian ] || exit 0
 if ! command -v go >/dev/null; then
     echo "test-deps: go is missing: install Go 1.26 or later" >&2
     exit 1
@@ -32,6 +36,13 @@ fi
 # Whether what a directory of .deps was built from is still the same.
 fresh() { [ "$(cat ".deps/$1/state" 2>/dev/null)" = "$2" ]; }
 hash_of() { sha256sum "$@" | sha256sum | cut -d ' ' -f 1; }
+
+# csi-sanity, the CSI community's test of a driver.
+version=v5.6.0
+if ! [ -x ".deps/csi-sanity-$version/csi-sanity" ]; then
+    echo "test-deps: building csi-sanity $version"
+    GOBIN="$root/.deps/csi-sanity-$version" go install "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@$version"
+fi
 
 # hack/manifests, which checks deploy/ the way an API server would, with the CRDs of the releases in its go.mod.
 state=$(hash_of hack/manifests/*.go hack/manifests/go.mod hack/manifests/go.sum)

@@ -18,6 +18,7 @@ fn repository() -> &'static Path {
 
 /// The unpacked image.
 fn rootfs() -> PathBuf {
+    testkit::needs("the unpacked image");
     let path = repository().join(".deps/image/rootfs");
     let is_there = path.join("usr/local/bin/deltapath").exists();
     assert!(is_there, "needs the unpacked image: run `make image-rootfs`");

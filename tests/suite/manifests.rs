@@ -86,6 +86,7 @@ fn plain_files() -> Vec<String> {
 
 /// The checker, run in the repository.
 fn check(arguments: &[String]) -> Output {
+    testkit::needs("the checker of the manifests");
     let deps = repository().join(".deps/manifests");
     assert!(deps.join("manifests").exists(), "needs the checker of the manifests: run `make test-deps`");
     let mut command = Command::new(deps.join("manifests"));

@@ -4,6 +4,7 @@
 use testkit::{PoolKind, Rig, sanity};
 
 async fn run(pool: PoolKind, attach: bool) {
+    testkit::needs("csi-sanity");
     let flags: &[&str] = if attach { &["--enable-attach", "--max-volumes-per-node", "4"] } else { &[] };
     let rig = Rig::start_with(pool, flags, "info").await;
     let what = format!("{} pool", pool.name());

@@ -46,6 +46,7 @@ pub struct ApiServer {
 
 /// The directory with these programs of Kubernetes, which are built the first time.
 pub fn kube_programs(programs: &[&str]) -> PathBuf {
+    super::needs("the Kubernetes API server");
     let script = Path::new(super::HOME).join("hack/kube-programs.sh");
     let output =
         Command::new(script).args(programs).stderr(Stdio::inherit()).output().expect("kube-programs.sh");

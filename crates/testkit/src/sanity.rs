@@ -27,7 +27,7 @@ const MAY_SKIP_WITHOUT_ATTACH: [&str; 5] = [
 /// fails where it finds anything, skips what is claimed, or leaves a mount in `dir`.
 pub fn assert_finds_nothing(what: &str, socket: &Path, dir: &Path, node: &str, attach: bool) {
     let program = Path::new(HOME).join(format!(".deps/csi-sanity-{VERSION}/csi-sanity"));
-    assert!(program.exists(), "needs csi-sanity {VERSION}: run `make deps`");
+    assert!(program.exists(), "needs csi-sanity {VERSION}: run `make test-deps`");
     let mutable = dir.join("mutable.yaml");
     std::fs::write(&mutable, "readAheadKiB: \"1024\"\ndirectIO: \"false\"\n").expect("write");
     for access in ["mount", "block"] {

@@ -20,6 +20,7 @@ const SECRET: &str = "a secret of the tests";
 
 /// The server's program, which is built the first time.
 fn program() -> PathBuf {
+    testkit::needs("an S3 server");
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../hack/s3-server.sh");
     let output = Command::new(script).stderr(Stdio::inherit()).output().expect("s3-server.sh");
     assert!(output.status.success(), "needs an S3 server: run hack/s3-server.sh");

@@ -12,6 +12,7 @@ mod sanity;
 mod survives;
 mod usage;
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -22,6 +23,14 @@ use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tonic::Status;
+
+/// As `testkit::needs`, which links the driver; nothing here does.
+pub(crate) fn needs(what: &str) {
+    if std::env::var_os("DELTAPATH_WITHOUT_GO").is_some() {
+        writeln!(std::io::stdout(), "left out: needs {what}").expect("write");
+        std::process::exit(77);
+    }
+}
 
 /// A `cbt-lab` that serves; dropped, it is gone.
 pub(crate) struct Lab {

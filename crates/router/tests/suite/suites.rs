@@ -9,6 +9,7 @@ use testkit::cluster::Cluster;
 use testkit::subject::front;
 
 async fn sanity(drivers: &[&[&str]], attach: bool) {
+    testkit::needs("csi-sanity");
     let cluster = Cluster::start_each(PoolKind::Xfs, drivers, &[]).await;
     let socket = cluster.dir.path().join("front.sock");
     let serving = front(&cluster, &socket).await;

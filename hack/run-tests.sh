@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Builds all tests and runs them as one pool, so that both cores are busy to the end: each integration test is a process,
+# the longest first (hack/test-times), and one that hangs is ended and named. Unit tests run a program at a time. Retries nothing.
+#
+#   run-tests.sh [--without-go] [FILTER]     JOBS=6 at once, LIMIT=900 seconds for each
+#
+# --without-go leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77).
+# The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+filter=
+for argument in "$@"; do
+    case $argument in
+        --without-go) export DELTAPATH_WITHOUT_GO=1 ;;
+        -*) echo "run-tests: unknown argument $argument" >&2 && exit 2 ;;
+        *) filter=$argument ;;
+    esac
+done
+jobs=${JOBS:-$((3 * $(nproc)))}
+export LIMIT=${LIMIT:-900} DELTAPATH_PROGRAMS_ARE_BUILT=yes
+cargo=${CARGO:-cargo}
+
+started=$SECONDS
+mkdir -p target
+"$cargo" test --no-run --locked --workspace --features failpoints --message-format=json-render-diagnostics >target/test-artifacts
+# The documentation's examples are compiled only.
+"$cargo" test --quiet --locked --workspace --features failpoints --doc
+built=$((SECONDS - started))
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/deltapath-tests-XXXXXX")
+export work
+trap 'rm -rf "$work"' EXIT
+
+# A line for each process: seconds as far as they are known, label, program, directory, arguments.
+plan() {
+    sed -n 's/.*"manifest_path":"\([^"]*\)\/Cargo.toml","target":{"kind":\["\([a-z]*\)".*"test":true},"features".*"executable":"\([^"]*\)".*/\1 \2 \3/p' target/test-artifacts |
+        while read -r directory kind program; do
+            package=$(basename "$directory")
+            [ "$directory" != "$PWD" ] || package=deltapath
+            case $package/$kind in
+                # One API server serves all tests of these, in threads.
+                gateway/test | earlier/test) echo "$package	$program	$directory	--test-threads=3" ;;
+                */test)
+                    # Tests that share what the manifests' checker prints.
+                    shared='^(manifests|cluster_(classes|docs|faults|rbac|rules|scripts))::'
+                    tests=$("$program" --list --format terse 2>/dev/null | sed -n 's/: test$//p')
+                    if [ "$package" = deltapath ] && [ -z "${DELTAPATH_WITHOUT_GO:-}" ]; then
+                        echo "$package cluster and manifests	$program	$directory	--test-threads=2 manifests:: cluster_classes:: cluster_docs:: cluster_faults:: cluster_rbac:: cluster_rules:: cluster_scripts::"
+                        tests=$(grep -vE "$shared" <<<"$tests")
+                    fi
+                    while read -r name; do
+                        [ -z "$name" ] || echo "$package $name	$program	$directory	--exact $name"
+                    done <<<"$tests"
+                    ;;
+                *) echo "$package $kind	$program	$directory	--test-threads=2" ;;
+            esac
+        done | { [ -z "$filter" ] && cat || grep -F -- "$filter"; } |
+        awk -F '\t' 'FILENAME != "-" { took[$2] = $1; next } { print ($1 in took ? took[$1] : 0) "\t" $0 }' hack/test-times - |
+        sort -t '	' -k 1,1rn
+}
+
+run_one() {
+    local label program directory arguments code=0 begun=${EPOCHREALTIME/./} log
+    IFS='	' read -r _ label program directory arguments <<<"$1"
+    log=$(mktemp "$work/log-XXXXXX")
+    # shellcheck disable=SC2086 # several words
+    (cd "$directory" && exec timeout --kill-after=5 "$LIMIT" "$program" $arguments) >"$log" 2>&1 </dev/null || code=$?
+    local took=$(((${EPOCHREALTIME/./} - begun) / 100000)) counts word=ok
+    counts=$(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed; \([0-9]*\) ignored.*/\1 \2 \3/p' "$log" | tail -n 1)
+    case $code in
+        0) [ -n "$counts" ] || { counts="0 1 0" word="FAILED: it ran no test" ; } ;;
+        77) counts="0 0 1" word="left out: $(sed -n 's/^left out: //p' "$log" | head -n 1)" ;;
+        124 | 137) counts="0 1 0" word="FAILED: ended after $LIMIT s" ;;
+        *) word="FAILED ($code)"
+            case $counts in "" | *" 0 "*) counts="0 1 0" ;; esac ;;
+    esac
+    printf '%s.%s\t%s\n' $((took / 10)) $((took % 10)) "$label" >>"$work/times"
+    echo "$counts" >>"$work/counts"
+    printf '%6s.%s s  %s  %s\n' $((took / 10)) $((took % 10)) "$label" "$word"
+    case $word in FAILED*) { echo "---- $label: $word"; cat "$log"; } >>"$work/failures" ;; esac
+}
+export -f run_one
+
+plan >"$work/plan"
+[ -s "$work/plan" ] || { echo "run-tests: no test has ${filter@Q} in its name" >&2 && exit 2; }
+xargs -a "$work/plan" -d '\n' -n 1 -P "$jobs" bash -c 'run_one "$@"' _
+
+sort -rn "$work/times" >target/test-times
+[ ! -e "$work/failures" ] || cat "$work/failures"
+awk '{ seconds += $1 } END { printf "tests: %d s in %d processes\n", seconds, NR }' target/test-times
+echo "build: $built s, tests: $((SECONDS - started - built)) s of clock"
+awk '{ passed += $1; failed += $2; skipped += $3 } END {
+    printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped
+    exit failed > 0
+}' "$work/counts"
