@@ -21,6 +21,7 @@ ENV CARGO_PROFILE_RELEASE_STRIP=symbols \
 WORKDIR /src
 COPY Cargo.toml Cargo.lock ./
 COPY crates crates
+COPY proto proto
 COPY src src
 COPY benches benches
 COPY tests tests

@@ -22,7 +22,7 @@ rootfs=$deps/rootfs
 }
 
 # What the image is made of.
-inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates src)
+inputs=(Dockerfile .dockerignore Cargo.toml Cargo.lock crates proto src)
 state=$(find "${inputs[@]}" -type f -not -path '*/tests/*' -not -path '*/benches/*' -not -name '*.md' -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
 unpacked=no
 if [ "$(cat "$deps/state" 2>/dev/null)" = "$state" ] && [ -x "$rootfs/usr/local/bin/deltapath" ] &&

@@ -2,7 +2,7 @@
 //!
 //! `csi_contract.txt` lists every service, call, message, field and enum value of the published interface. These tests turn
 //! the descriptor that is compiled into the driver into the same lines and compare the two. So they detect any edit of
-//! `crates/proto/proto/csi.proto` that changes the interface. The mark on secret fields is included, since it decides what
+//! `proto/csi.proto` that changes the interface. The mark on secret fields is included, since it decides what
 //! is kept out of logs.
 
 use std::collections::{BTreeMap, BTreeSet};

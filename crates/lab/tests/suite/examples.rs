@@ -29,6 +29,6 @@ fn the_example_in_python_lists_a_delta() {
     assert!(Path::new(python).exists(), "needs Python with gRPC: run `make test-deps`");
     let mut test = Command::new(python);
     test.arg("test_delta.py").current_dir(example("python")).env("PYTHONDONTWRITEBYTECODE", "1");
-    test.env("CSI_PROTO_DIR", concat!(env!("CARGO_MANIFEST_DIR"), "/../proto/proto"));
+    test.env("CSI_PROTO_DIR", concat!(env!("CARGO_MANIFEST_DIR"), "/../../proto"));
     passes(test);
 }

@@ -170,7 +170,7 @@ mod tests {
     /// Every call of CSI that is about the cluster has a way, and what is secret in it is known.
     #[test]
     fn all_calls_are_routed() {
-        let contract = include_str!("../../../proto/proto/csi.proto");
+        let contract = include_str!("../../../../proto/csi.proto");
         let mut service = "";
         let mut found = 0;
         for line in contract.lines() {

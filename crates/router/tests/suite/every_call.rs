@@ -104,7 +104,7 @@ const ROWS: [Row; 23] = {
 /// No call of these services is missing.
 #[test]
 fn the_table_has_every_call() {
-    let contract = include_str!("../../../proto/proto/csi.proto");
+    let contract = include_str!("../../../../proto/csi.proto");
     let mut service = "";
     let mut paths = BTreeSet::new();
     for line in contract.lines().map(str::trim) {
