@@ -8,6 +8,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use fastrand::Rng;
@@ -444,14 +446,24 @@ fn wait(running: &mut Running) -> (String, String, String) {
 fn every_backup_of_a_random_life_is_the_volume_as_it_was() {
     let lives = std::env::var("DELTAPATH_BACKUP_LIVES").map_or(4, |lives| lives.parse().expect("a number"));
     let first = std::env::var("DELTAPATH_BACKUP_SEED").map_or(1, |seed| seed.parse().expect("a number"));
-    let mut killed: BTreeMap<String, usize> = BTreeMap::new();
-    for seed in first..first + lives {
-        let mut life = Life::at(Place::new(), seed);
-        life.run(STEPS);
-        for (command, times) in std::mem::take(&mut life.killed) {
-            *killed.entry(command).or_default() += times;
+    let killed: Mutex<BTreeMap<String, usize>> = Mutex::default();
+    let next = AtomicU64::new(first);
+    let live = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= first + lives {
+                return;
+            }
+            let mut life = Life::at(Place::new(), seed);
+            life.run(STEPS);
+            for (command, times) in std::mem::take(&mut life.killed) {
+                *killed.lock().expect("no life failed").entry(command).or_default() += times;
+            }
         }
-    }
+    };
+    // Lives wait more than they work.
+    std::thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(live))));
+    let killed = killed.into_inner().expect("no life failed");
     println!("{lives} lives, killed at work: {killed:?}");
     let of = |command: &str| killed.get(command).copied().unwrap_or(0);
     let least = [of("full") + of("incremental") + of("auto"), of("prune"), of("restore")];

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use fastrand::Rng;
 use files::pattern::Image;
-use testkit::disk::{FILESYSTEMS, Mounted, Rack};
+use testkit::disk::{Mounted, Rack};
 
 use crate::driver::Driver;
 use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
@@ -127,51 +127,50 @@ fn auto(place: &Place, volume: &Place, driver: &Driver, handle: &str) -> Command
     ])
 }
 
-/// `DELTAPATH_BACKUP_CUTS` says how many cuts are looked at on each filesystem.
+/// `DELTAPATH_BACKUP_CUTS` says how many cuts are looked at.
+#[rstest::rstest]
 #[test_with::root]
 #[test]
-fn what_was_reported_outlives_the_power() {
+fn what_was_reported_outlives_the_power(#[values("ext4", "xfs", "btrfs")] filesystem: &str) {
     let wanted = std::env::var("DELTAPATH_BACKUP_CUTS").map_or(6, |cuts| cuts.parse().expect("a number"));
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
     let seed = now.as_nanos() as u64;
     println!("power cuts of a repository: seed={seed}");
-    for (filesystem, seed) in FILESYSTEMS.into_iter().zip(seed..) {
-        let mut place = Place::new();
-        let driver = Driver::start(&place.path("csi.sock"));
-        let rack = Rack::start(&place.path("rack"), DISK);
-        let at = place.path("disk");
-        std::fs::create_dir(&at).expect("mkdir");
-        let mounted = Mounted::format(&rack, 0, filesystem, &at);
-        place.objects_in = at.join("repository");
-        let mut scene = Scene {
-            _mounted: mounted,
-            rack,
-            driver,
-            place,
-            random: Rng::with_seed(seed),
-            image: Image::default(),
-            held: BTreeMap::new(),
-            reported: Vec::new(),
-            cuts: Vec::new(),
-        };
-        for round in 1..=6 {
-            let (handle, command) = scene.snapshot();
-            scene.run(command, Some(handle));
-            if round % 3 == 0 {
-                // From here on a prune may have removed the others.
-                let gone = scene.reported.len() - 2;
-                scene.reported.drain(..gone);
-                let prune = scene.place.command(&["prune", "--keep-last", "2", "--max-unused", "0"]);
-                scene.run(prune, None);
-            }
+    let mut place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let rack = Rack::start(&place.path("rack"), DISK);
+    let at = place.path("disk");
+    std::fs::create_dir(&at).expect("mkdir");
+    let mounted = Mounted::format(&rack, 0, filesystem, &at);
+    place.objects_in = at.join("repository");
+    let mut scene = Scene {
+        _mounted: mounted,
+        rack,
+        driver,
+        place,
+        random: Rng::with_seed(seed),
+        image: Image::default(),
+        held: BTreeMap::new(),
+        reported: Vec::new(),
+        cuts: Vec::new(),
+    };
+    for round in 1..=6 {
+        let (handle, command) = scene.snapshot();
+        scene.run(command, Some(handle));
+        if round % 3 == 0 {
+            // From here on a prune may have removed the others.
+            let gone = scene.reported.len() - 2;
+            scene.reported.drain(..gone);
+            let prune = scene.place.command(&["prune", "--keep-last", "2", "--max-unused", "0"]);
+            scene.run(prune, None);
         }
-        let mut cuts = std::mem::take(&mut scene.cuts);
-        scene.random.shuffle(&mut cuts);
-        cuts.truncate(wanted);
-        for cut in &cuts {
-            scene.audit(cut, filesystem);
-            scene.rack.scrap(cut.disk);
-        }
-        println!("{filesystem}: {} cuts", cuts.len());
     }
+    let mut cuts = std::mem::take(&mut scene.cuts);
+    scene.random.shuffle(&mut cuts);
+    cuts.truncate(wanted);
+    for cut in &cuts {
+        scene.audit(cut, filesystem);
+        scene.rack.scrap(cut.disk);
+    }
+    println!("{filesystem}: {} cuts", cuts.len());
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 
-pub use mounted::{FILESYSTEMS, Mounted};
+pub use mounted::Mounted;
 
 /// The unit that is written whole or not at all: a sector of every loop device.
 const PAGE: usize = deltapath::sys::loopdev::SECTOR as usize;

@@ -9,9 +9,6 @@ use deltapath::sys::program;
 
 use super::Rack;
 
-/// Filesystems of a host.
-pub const FILESYSTEMS: [&str; 3] = ["ext4", "xfs", "btrfs"];
-
 /// A disk that is mounted, until it is dropped.
 pub struct Mounted {
     device: Option<LoopDevice>,
