@@ -66,7 +66,8 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "RATIO", value_parser = ratio)]
     overcommit: Option<f64>,
     /// How many deleted snapshots of each volume are kept as a base for deltas, and for how long: COUNT or COUNT:AGE,
-    /// such as 8:30d. Their maps are kept, their data is freed. 0: none.
+    /// such as 8:30d. Their maps are kept, their data is freed. 0: none; then a backup tool that deletes each snapshot
+    /// after its backup, such as Velero, makes a whole backup each time.
     #[arg(long, value_name = "COUNT[:AGE]", default_value_t = Retention::default())]
     retain_deleted: Retention,
     /// Serve ControllerPublishVolume and ControllerUnpublishVolume, for clusters with attachments.

@@ -72,7 +72,11 @@ fn stopped_code(stopped: Stopped) -> Code {
     }
 }
 
-/// The kernel has hundreds of error numbers; only a full pool asks something of the caller.
+/// The kernel has hundreds of error numbers; only a full pool, and a path that became a link, ask something of the caller.
 fn sys_code(error: &files::Error) -> Code {
-    if error.is_no_space() { Code::ResourceExhausted } else { Code::Internal }
+    match error.errno() {
+        _ if error.is_no_space() => Code::ResourceExhausted,
+        Some(libc::ELOOP) => Code::FailedPrecondition,
+        _ => Code::Internal,
+    }
 }

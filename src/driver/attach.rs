@@ -35,7 +35,7 @@ impl Volumes {
         }
         let attached = Attached {
             node_id: request.node_id.clone(),
-            access: request.capability.kind_of(&record, Error::Unsupported)?,
+            access: request.capability.kind_for(&record)?,
             mode: request.capability.mode.name().to_owned(),
             read_only: request.read_only,
         };

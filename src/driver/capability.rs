@@ -97,20 +97,27 @@ impl Capability {
         self.kind_or(default.unwrap_or(DEFAULT_FS))
     }
 
-    /// The same for an existing volume: the default is the volume's filesystem.
+    /// The same for an existing volume, whatever it was made for. The default is the filesystem that it was made for.
     pub(super) fn kind_for(&self, record: &VolumeRecord) -> Result<AccessKind> {
         self.kind_or(record.fs_type().unwrap_or(DEFAULT_FS))
     }
 
-    /// The same, but fails with `error` if the volume does not support it.
-    pub(super) fn kind_of(&self, record: &VolumeRecord, error: fn(String) -> Error) -> Result<AccessKind> {
-        let kind = self.kind_for(record)?;
-        match record.access.contains(&kind) {
-            true => Ok(kind),
-            false => {
-                let access: Vec<_> = record.access.iter().map(AccessKind::to_string).collect();
-                Err(error(format!("volume {} supports {}, not {kind}", record.id, access.join(" and "))))
+    /// Whether a volume that is staged as `staged` can be used so. Without a filesystem's name any filesystem will do.
+    pub(super) fn fits(&self, staged: &AccessKind) -> bool {
+        match (&self.access, staged) {
+            (AccessType::Block, AccessKind::Block) => true,
+            (AccessType::Mount { .. }, AccessKind::Filesystem(there)) => {
+                self.named_filesystem().is_none_or(|named| named == there)
             }
+            _ => false,
+        }
+    }
+
+    /// The filesystem that the client chose.
+    pub(super) fn named_filesystem(&self) -> Option<&str> {
+        match &self.access {
+            AccessType::Mount { fs_type, .. } if !fs_type.is_empty() => Some(fs_type),
+            _ => None,
         }
     }
 
@@ -126,9 +133,14 @@ impl Capability {
     }
 }
 
+/// Whether this driver makes and mounts a filesystem.
+pub(super) fn is_known_filesystem(name: &str) -> bool {
+    FILESYSTEMS.iter().any(|(known, _)| *known == name)
+}
+
 /// Fails for a filesystem that this driver does not make. `field` is the request's field that names it.
 pub(super) fn known_filesystem(field: &'static str, name: &str) -> Result<()> {
-    match FILESYSTEMS.iter().any(|(known, _)| *known == name) {
+    match is_known_filesystem(name) {
         true => Ok(()),
         false => {
             let want = FILESYSTEMS.map(|(known, _)| known).join(", ");

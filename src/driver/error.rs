@@ -192,6 +192,9 @@ fn advice(error: &files::Error, data_dir: &Path) -> Option<&'static str> {
         (libc::EFBIG, true) => {
             Some("larger than the largest file of the pool's filesystem; request a smaller size")
         }
+        (libc::ELOOP, _) => {
+            Some("somebody put a symbolic link there while the call was at work, and links are not followed")
+        }
         (libc::EROFS, true) => Some(
             "the filesystem is read-only; see the kernel log for the cause, then remount it or restart the driver",
         ),

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::path::Path;
 
 use super::params::parse_tuning;
+use super::superblock::Superblock;
 use super::volumes::Volumes;
 use super::{Capability, CapacityRange, Error, Result};
 use crate::store::{AccessKind, Tuning, VolumeRecord};
@@ -37,15 +38,22 @@ impl Volumes {
     ) -> Result<Expansion> {
         let volume = self.shared.lock_volume(id)?;
         let mut record = volume.record.clone();
-        let asked = capability.map(|asked| asked.kind_of(&record, Error::Unsupported)).transpose()?;
-        let node_expansion_required = match asked {
+        let asked = capability.map(|asked| asked.kind_for(&record)).transpose()?;
+        let staged = self.shared.store.volume_state(&record.id)?.staged.map(|staged| staged.access);
+        let is_filesystem = match staged.or(asked) {
             Some(kind) => kind != AccessKind::Block,
             None => record.fs_type().is_some(),
         };
         self.shared.truncate_to_record(&volume)?;
         let capacity = self.capacity.of_expanded(record.capacity, record.block_size, range)?;
         let path = self.shared.volume_data(&record.id);
+        let device = LoopDevice::find(&path)?;
         if capacity > record.capacity {
+            // Asked of the device if there is one: it has what is not written back yet.
+            let place = device.as_ref().map_or(path.clone(), LoopDevice::path);
+            if let Some(found) = Superblock::read(&place)?.filter(|_| is_filesystem) {
+                found.check_growth("capacity_range.required_bytes", capacity)?;
+            }
             self.shared.check_host()?;
             let _room = self.capacity.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
@@ -54,10 +62,10 @@ impl Volumes {
         }
         let capacity = capacity.max(record.capacity);
         record = self.shared.store.update_volume(VolumeRecord { capacity, ..(*record).clone() })?;
-        if let Some(device) = LoopDevice::find(&path)? {
+        if let Some(device) = device {
             grow(&device, capacity)?;
         }
-        Ok(Expansion { capacity: record.capacity, node_expansion_required })
+        Ok(Expansion { capacity: record.capacity, node_expansion_required: is_filesystem })
     }
 
     /// Sets attributes of a volume's device, now and at every later attach. Attributes that are not named stay as they are.

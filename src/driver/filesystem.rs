@@ -4,6 +4,7 @@ use std::fs::File;
 use std::path::Path;
 
 use super::capability::MountFlags;
+use super::superblock::Superblock;
 use super::{Error, Result};
 use crate::sys::freeze::{self, Root};
 use crate::sys::loopdev::LoopDevice;
@@ -39,10 +40,25 @@ pub(super) fn make(device: &Path, fs_type: &str) -> Result<()> {
         "xfs" => program::run("mkfs.xfs", &["-q", "-f"], device, |code| code == 0),
         "btrfs" => program::run("mkfs.btrfs", &["-q", "-f"], device, |code| code == 0),
         // No blocks are reserved for root: the whole volume belongs to the user.
-        _ => program::run("mkfs.ext4", &["-q", "-F", "-m", "0"], device, |code| code == 0),
+        _ => program::run("mkfs.ext4", &ext4_options(blockdev::size(device)?), device, |code| code == 0),
     };
     made?;
     Ok(blockdev::flush(device)?)
+}
+
+/// How an ext4 is made so that it can grow: see [`Superblock`]. mkfs reserves descriptors for 1,024 times the size. More cost little
+/// where that is not much: 32,768 times, up to 2 TiB, take 1/64 of the smallest volumes. No reserve is enough for more than
+/// 16 TiB, so large ones get `meta_bg`.
+fn ext4_options(size: u64) -> Vec<String> {
+    const BLOCK: u64 = 4096;
+    let mut options = ["-q", "-F", "-m", "0", "-b", "4096"].map(String::from).to_vec();
+    let reserve = size.saturating_mul(32768).min(2 << 40);
+    if size > 8 << 40 {
+        options.extend(["-O", "meta_bg,^resize_inode"].map(String::from));
+    } else if reserve > size.saturating_mul(1024) {
+        options.extend(["-E".into(), format!("resize={}", reserve / BLOCK)]);
+    }
+    options
 }
 
 pub(super) fn mount(
@@ -133,26 +149,42 @@ fn parse_flags(user: &MountFlags) -> (Flags, Vec<&str>) {
     (flags, options)
 }
 
-/// Grows an unmounted ext4 that is smaller than its device. To grow a mounted one takes a capability (CAP_SYS_RESOURCE)
-/// that a container may lack.
+/// Grows an unmounted ext4 that is smaller than its device, as far as it can grow. To grow a mounted one takes a capability
+/// (CAP_SYS_RESOURCE) that a container may lack. A filesystem with errors stays as it is: its files can be read.
 pub(super) fn grow_unmounted(device: &Path, fs_type: &str) -> Result<()> {
-    if fs_type != "ext4" || !ext4_is_small(device)? {
+    let Some((found, target)) = growth(device, fs_type)?.filter(|_| fs_type == "ext4") else { return Ok(()) };
+    // 1: the journal was replayed, or a small error was corrected. 4 and more: errors that only a person may correct.
+    let check = program::run("e2fsck", &["-f", "-p"], device, |code| code < 32)?;
+    if !matches!(check.status.code(), Some(0 | 1)) {
+        let said = String::from_utf8_lossy(&check.stdout);
+        let said = said.trim().lines().next().unwrap_or_default();
+        tracing::warn!(device = %device.display(), said, "the ext4 has errors, so it is mounted at its old size");
         return Ok(());
     }
-    // 1: the journal was replayed, or a small error was corrected.
-    program::run("e2fsck", &["-f", "-p"], device, |code| matches!(code, 0 | 1))?;
-    program::run::<&str>("resize2fs", &[], device, |code| code == 0)?;
+    let size = (target / found.block).to_string();
+    program::run_with("resize2fs", device, &[&size], |code| code == 0)?;
     Ok(blockdev::flush(device)?)
 }
 
-/// Grows a mounted filesystem to the size of its device. Succeeds if it is as large already.
+/// Grows a mounted filesystem to the size of its device, or as far as it can grow. Succeeds if it is as large already.
 pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &str) -> Result<()> {
-    match fs_type {
-        "xfs" => drop(program::run("xfs_growfs", &["-d"], mount_point, |code| code == 0)?),
-        "btrfs" => {
+    let path = device.path();
+    match (fs_type, growth(&path, fs_type)?) {
+        ("btrfs", _) => {
             drop(program::run("btrfs", &["filesystem", "resize", "max"], mount_point, |code| code == 0)?);
         }
-        "ext4" if ext4_is_small(&device.path())? => {
+        ("xfs", Some((found, target))) => {
+            let size = (target / found.block).to_string();
+            drop(program::run("xfs_growfs", &["-D", &size], mount_point, |code| code == 0)?);
+        }
+        ("ext4", Some((found, _))) if found.has_errors => {
+            return Err(Error::Precondition(
+                "the ext4 has errors, so it does not grow: unpublish and unstage the volume, publish it as a Block \
+                 volume, run e2fsck on the device, and stage it as a filesystem again"
+                    .into(),
+            ));
+        }
+        ("ext4", Some((found, target))) => {
             if !sys::has_capability(sys::CAP_SYS_RESOURCE)? {
                 return Err(Error::Precondition(
                     "a mounted ext4 grows only for a driver with the capability CAP_SYS_RESOURCE: run it \
@@ -160,35 +192,22 @@ pub(super) fn grow_mounted(device: &LoopDevice, mount_point: &Path, fs_type: &st
                         .into(),
                 ));
             }
-            drop(program::run::<&str>("resize2fs", &[], &device.path(), |code| code == 0)?);
+            let size = (target / found.block).to_string();
+            drop(program::run_with("resize2fs", &path, &[&size], |code| code == 0)?);
         }
         _ => {}
     }
     Ok(())
 }
 
-/// Whether an ext4 can grow on its device. A rest of the device that is too short for another block group, with its inode
-/// table and what resize2fs needs beside it, stays unused.
-fn ext4_is_small(device: &Path) -> Result<bool> {
-    let output = program::run("dumpe2fs", &["-h"], device, |code| code == 0)?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let number = |name: &str| {
-        let value = text.lines().find_map(|line| line.strip_prefix(name))?;
-        value.trim().parse::<u64>().ok()
+/// The filesystem on a device and the size in bytes that it is to grow to; `None` if it stays as it is. A rest of the device that is
+/// too short for another block group of ext4 stays unused.
+fn growth(device: &Path, fs_type: &str) -> Result<Option<(Superblock, u64)>> {
+    let Some(found) = Superblock::read(device)?.filter(|found| found.fs_type == fs_type && found.block > 0)
+    else {
+        return Ok(None);
     };
-    let Some((blocks, block_size)) = number("Block count:").zip(number("Block size:")) else {
-        let what = format!("dumpe2fs does not print the size of the ext4 on {}", device.display());
-        return Err(Error::Precondition(what));
-    };
-    let table = number("Inode blocks per group:").unwrap_or(0);
-    let reserved = number("Reserved GDT blocks:").unwrap_or(0);
-    // The numbers come from the device and may be anything. If the sum overflows, nothing can be grown.
-    let needed = [table, reserved, EXT4_TAIL].iter().try_fold(blocks, |sum, more| sum.checked_add(*more));
-    let needed = needed.and_then(|blocks| blocks.checked_mul(block_size));
-    let size = blockdev::size(device)?;
-    Ok(needed.is_some_and(|needed| needed <= size))
+    let target = blockdev::size(device)?.min(found.most) / found.block * found.block;
+    let is_smaller = found.size.checked_add(found.step.max(1)).is_some_and(|least| least <= target);
+    Ok(is_smaller.then_some((found, target)))
 }
-
-/// Blocks that a last, short block group of ext4 needs besides its inode table: bitmaps, backups of the
-/// superblock and the group descriptors, and the 50 that resize2fs does not go below.
-const EXT4_TAIL: u64 = 128;

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::history::Histories;
@@ -12,7 +13,7 @@ use super::shared::Shared;
 use super::streams::{Place, Share, Streams};
 use super::{Error, Result};
 use crate::store::{SnapshotRecord, TupleStyle};
-use base::{Block, ByteRange, Stop};
+use base::{Block, ByteRange, SnapshotId, Stop};
 use cbt::{self, AllocatedScan, Allocation, DeltaScan, MapFile, RunSource, Tuples};
 use files::Context;
 
@@ -118,6 +119,8 @@ pub struct Metadata {
     pub(super) shared: Arc<Shared>,
     pub(super) histories: Arc<Histories>,
     pub(super) streams: Arc<Streams>,
+    /// Whether [`Metadata::hint`] has been logged.
+    pub(super) hinted: AtomicBool,
 }
 
 impl Metadata {
@@ -205,9 +208,25 @@ impl Metadata {
             Err(Error::NotFound { kind, id: shown }) => {
                 let retained =
                     id.parse().ok().and_then(|id| self.shared.store.read(|index| index.known(&id)));
-                retained.ok_or(Error::NotFound { kind, id: shown })
+                retained.ok_or_else(|| {
+                    self.hint(id);
+                    Error::NotFound { kind, id: shown }
+                })
             }
             found => found,
+        }
+    }
+
+    /// Says once why a backup tool that deletes its snapshots gets no delta.
+    fn hint(&self, base_id: &str) {
+        let is_of_here =
+            base_id.parse::<SnapshotId>().is_ok() && base::Key::of(base_id) == Some(self.shared.key);
+        if self.shared.config.retain.count == 0 && is_of_here && !self.hinted.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                base = base_id,
+                "a delta was asked from a deleted snapshot, and --retain-deleted 0 keeps none: a backup tool that deletes \
+                 its snapshots makes a whole backup each time. This is said once"
+            );
         }
     }
 

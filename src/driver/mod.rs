@@ -33,6 +33,7 @@ mod shared;
 mod snapshots;
 mod start;
 mod streams;
+mod superblock;
 mod transfer;
 mod transfer_table;
 mod volumes;
@@ -212,7 +213,8 @@ impl Driver {
     }
 }
 
-/// A path from a client, resolved as the kernel shows it. Fails if a mount call could not take it.
+/// A path from a client, resolved as the kernel shows it. Fails if a mount call could not take it, or if it is a link itself: where
+/// kubelet's directory was moved the links are among its parents.
 fn checked_path(field: &'static str, path: &Path) -> Result<PathBuf> {
     if path.as_os_str().is_empty() {
         return Err(Error::Missing { field });
@@ -221,5 +223,13 @@ fn checked_path(field: &'static str, path: &Path) -> Result<PathBuf> {
         let value = error::shown(&path.to_string_lossy());
         return Err(Error::Invalid { field, value, want: "an absolute path without `..`".into() });
     }
-    Ok(sys::mount::resolved(path))
+    let path = sys::mount::resolved(path);
+    match sys::mount::is_link(&path) {
+        true => Err(Error::Invalid {
+            field,
+            value: format!("{}, which is a symbolic link", path.display()),
+            want: "the path itself, since links are not followed".into(),
+        }),
+        false => Ok(path),
+    }
 }

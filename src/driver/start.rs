@@ -1,6 +1,7 @@
 //! The steps of a start, in order. After a crash in any step the next start does all of them again. What a driver that
 //! died left half done is undone before the first call is served.
 
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
 use super::capacity::{Capacity, Reserved};
@@ -127,7 +128,12 @@ impl Driver {
         let health = Arc::new(Health { shared: shared(), read_errors: read_errors(), cached });
         Driver {
             shared: shared(),
-            metadata: Metadata { shared: shared(), histories: histories.clone(), streams: streams.clone() },
+            metadata: Metadata {
+                shared: shared(),
+                histories: histories.clone(),
+                streams: streams.clone(),
+                hinted: AtomicBool::new(false),
+            },
             node: Node {
                 shared: shared(),
                 volumes: volumes.clone(),

@@ -1,5 +1,6 @@
 //! Making and deleting volumes.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::capability::kinds;
@@ -12,6 +13,7 @@ use super::quiesce::{Copier, LiveCopy};
 use super::read_errors::ReadErrors;
 use super::request::{CreateVolume, SourceRef, check_name, difference};
 use super::shared::{LockedVolume, Shared};
+use super::superblock::Superblock;
 use super::transfer_table::TransferTable;
 use super::{Capability, Error, Result, VolumeParameters};
 use crate::pool::{self, Bytes};
@@ -37,6 +39,8 @@ pub struct Volumes {
 pub(super) struct Content {
     source: Source,
     bytes: Bytes,
+    /// The file of its bytes.
+    path: PathBuf,
     capacity: u64,
     block_size: BlockSize,
     tracking: bool,
@@ -79,6 +83,12 @@ impl Volumes {
         // If the volume is larger than its source, staging grows the filesystem.
         let source = content.as_ref().map(|content| content.capacity);
         let capacity = self.capacity.of_new(source, &access, block_size, request.range)?;
+        if let Some(content) = content.as_ref().filter(|content| content.capacity < capacity)
+            && access.iter().all(|kind| *kind != AccessKind::Block)
+            && let Some(found) = Superblock::read(&content.path)?
+        {
+            found.check_growth("capacity_range.required_bytes", capacity)?;
+        }
         let _room = self.capacity.reserve(capacity)?;
         let record = VolumeRecord {
             version: VolumeRecord::VERSION,
@@ -188,7 +198,8 @@ impl Volumes {
         Ok(())
     }
 
-    /// Says which of these capabilities the volume lacks; `None` when it has all.
+    /// Says which of these capabilities the volume lacks; `None` when it has all. Every volume can be staged as a device and
+    /// as a filesystem, whatever it was made for.
     pub fn validate_capabilities(
         &self,
         id: &str,
@@ -202,10 +213,14 @@ impl Volumes {
         if parameters.tracking.is_some_and(|tracking| tracking != record.tracking) {
             return Ok(Some(format!("the volume has changedBlockTracking {}", record.tracking)));
         }
-        Ok(capabilities.iter().find_map(|capability| match capability.kind_for(&record) {
-            Ok(kind) if record.access.contains(&kind) => None,
-            Ok(kind) => Some(format!("the volume does not support {kind}")),
-            Err(error) => Some(error.to_string()),
+        let found = Superblock::read(&self.shared.volume_data(&record.id))?.map(|found| found.fs_type);
+        Ok(capabilities.iter().find_map(|capability| match (capability.kind_for(&record), found) {
+            (Ok(AccessKind::Filesystem(_)), Some(found)) => {
+                let named = capability.named_filesystem().filter(|named| *named != found)?;
+                Some(format!("the volume holds {found}, not {named}"))
+            }
+            (Ok(_), _) => None,
+            (Err(error), _) => Some(error.to_string()),
         }))
     }
 
@@ -232,7 +247,8 @@ impl Volumes {
 
     fn snapshot_content(&self, id: &str) -> Result<Content> {
         let record = self.shared.snapshot(id)?;
-        let bytes = match self.shared.pool().open(&self.shared.store.snapshot_dir(&record)) {
+        let dir = self.shared.store.snapshot_dir(&record);
+        let bytes = match self.shared.pool().open(&dir) {
             // It was deleted since the lookup.
             Err(pool::Error::Sys(error)) if error.is_not_found() => return Err(Error::no_snapshot(id)),
             opened => opened?,
@@ -240,6 +256,7 @@ impl Volumes {
         Ok(Content {
             source: Source::Snapshot(record.id.clone()),
             bytes,
+            path: dir.data(),
             capacity: record.capacity,
             block_size: record.block_size,
             tracking: record.tracking,
@@ -248,9 +265,11 @@ impl Volumes {
 
     fn volume_content(&self, record: &LockedVolume) -> Result<Content> {
         self.shared.truncate_to_record(record)?;
+        let dir = self.shared.store.dir().volume(&record.id);
         Ok(Content {
             source: Source::Volume(record.id.clone()),
-            bytes: self.shared.pool().open(&self.shared.store.dir().volume(&record.id))?,
+            bytes: self.shared.pool().open(&dir)?,
+            path: dir.data(),
             capacity: record.capacity,
             block_size: record.block_size,
             tracking: record.tracking,

@@ -1,6 +1,6 @@
 //! Mounting, unmounting, and what is mounted where.
 
-use std::ffi::{CString, OsString};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, openat2};
 use nix::mount::{MntFlags, MsFlags, umount2};
 
 use files::{Context, Result, step};
@@ -26,7 +27,8 @@ pub struct Mount {
     pub mount_point: PathBuf,
     /// Whether this mount is read-only.
     pub read_only: bool,
-    /// Whether the filesystem is, for all its mounts: the kernel does that after an error, too.
+    /// Whether the filesystem is, for all its mounts. The kernel does that after an error, too, which ext4 shows as
+    /// `emergency_ro` from Linux 6.15 on.
     pub super_read_only: bool,
     /// `ext4`, `xfs`, ...
     pub fs_type: String,
@@ -130,7 +132,9 @@ fn parse_line(line: &[u8]) -> Option<Mount> {
     let dev = text(fields.nth(1)?);
     let root = unescape(fields.next()?);
     let mount_point = unescape(fields.next()?);
-    let has_ro = |options: &[u8]| options.split(|byte| *byte == b',').any(|option| option == b"ro");
+    let has_ro = |options: &[u8]| {
+        options.split(|byte| *byte == b',').any(|option| option == b"ro" || option == b"emergency_ro")
+    };
     let read_only = has_ro(fields.next()?);
     let mut behind = fields.skip_while(|field| *field != b"-");
     let fs_type = text(behind.nth(1)?);
@@ -158,31 +162,46 @@ fn unescape(field: &[u8]) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Mounts `device` with the filesystem's own `options` (comma separated).
+/// Opens a path as a place to mount on. It must be as mountinfo shows it, without links: where somebody has put one since the path
+/// was looked up, the error is ELOOP (openat2(2)). What is mounted on the descriptor cannot come to be elsewhere.
+fn open_place(path: &Path) -> Result<OwnedFd> {
+    let how = OpenHow::new()
+        .flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC)
+        .resolve(ResolveFlag::RESOLVE_NO_SYMLINKS);
+    openat2(AT_FDCWD, path, how).context("open", path)
+}
+
+/// The name of a descriptor for calls that take a path.
+fn name_of(place: &OwnedFd) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", place.as_raw_fd()))
+}
+
+/// Mounts `device` with the filesystem's own `options` (comma separated). `target` is as mountinfo shows it.
 #[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn mount(device: &Path, target: &Path, fs_type: &str, flags: MsFlags, options: &str) -> Result<()> {
+    let place = open_place(target)?;
     step("mount a filesystem at", target, || {
-        nix::mount::mount(Some(device), target, Some(fs_type), flags, Some(options))
+        nix::mount::mount(Some(device), &name_of(&place), Some(fs_type), flags, Some(options))
     })
 }
 
 /// Shows `source` (a file or a directory) at `target` as well.
 ///
 /// A read-only one is made read-only before it is seen anywhere (open_tree(2), mount_setattr(2),
-/// move_mount(2)): a crash cannot leave a writable one, and flags such as `nosuid` stay.
+/// move_mount(2)): a crash cannot leave a writable one, and flags such as `nosuid` stay. Both paths are as mountinfo shows them.
 pub fn bind(source: &Path, target: &Path, read_only: bool) -> Result<()> {
-    let clone = step("clone the mount at", source, || clone_mount(source))?;
+    let (from, place) = (open_place(source)?, open_place(target)?);
+    let clone = step("clone the mount at", source, || clone_mount(&from))?;
     if read_only {
         step("make read-only a clone of", source, || set_read_only(&clone))?;
     }
-    step("bind mount at", target, || attach(&clone, target))
+    step("bind mount at", target, || attach(&clone, &place))
 }
 
-fn clone_mount(source: &Path) -> io::Result<OwnedFd> {
-    let path = CString::new(source.as_os_str().as_bytes())?;
-    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
-    // SAFETY: open_tree reads a path that ends with NUL and lives through the call.
-    let fd = unsafe { libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, path.as_ptr(), flags) };
+fn clone_mount(source: &OwnedFd) -> io::Result<OwnedFd> {
+    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC | libc::AT_EMPTY_PATH as libc::c_uint;
+    // SAFETY: open_tree reads an empty path that ends with NUL and lives through the call; the descriptor is open.
+    let fd = unsafe { libc::syscall(libc::SYS_open_tree, source.as_raw_fd(), c"".as_ptr(), flags) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -208,20 +227,19 @@ fn set_read_only(tree: &OwnedFd) -> io::Result<()> {
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-fn attach(tree: &OwnedFd, target: &Path) -> io::Result<()> {
-    /// `MOVE_MOUNT_F_EMPTY_PATH` of `linux/mount.h`: the source is the descriptor itself.
-    const EMPTY_PATH: libc::c_uint = 0x4;
-    let path = CString::new(target.as_os_str().as_bytes())?;
-    // SAFETY: move_mount reads two paths that end with NUL and live through the call; the descriptor
-    // is open.
+fn attach(tree: &OwnedFd, place: &OwnedFd) -> io::Result<()> {
+    /// `MOVE_MOUNT_F_EMPTY_PATH` and `MOVE_MOUNT_T_EMPTY_PATH` of `linux/mount.h`: source and target are the descriptors
+    /// themselves.
+    const EMPTY_PATHS: libc::c_uint = 0x4 | 0x40;
+    // SAFETY: move_mount reads two empty paths that end with NUL and live through the call; both descriptors are open.
     let rc = unsafe {
         libc::syscall(
             libc::SYS_move_mount,
             tree.as_raw_fd(),
             c"".as_ptr(),
-            libc::AT_FDCWD,
-            path.as_ptr(),
-            EMPTY_PATH,
+            place.as_raw_fd(),
+            c"".as_ptr(),
+            EMPTY_PATHS,
         )
     };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
@@ -246,10 +264,16 @@ const BUSY: Duration = Duration::from_millis(500);
 /// Unmounts the topmost mount at `target`, not those below it.
 #[expect(clippy::disallowed_methods, reason = "this is the step")]
 pub fn unmount_top(target: &Path) -> Result<()> {
+    // The place itself is not opened: that would keep it busy.
+    let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput)).context("unmount", target);
+    };
+    let parent = open_place(parent)?;
+    let place = name_of(&parent).join(name);
     let deadline = Instant::now() + BUSY;
     step("unmount", target, || {
         loop {
-            match umount2(target, MntFlags::UMOUNT_NOFOLLOW) {
+            match umount2(&place, MntFlags::UMOUNT_NOFOLLOW) {
                 Err(Errno::EBUSY) if Instant::now() < deadline => std::thread::sleep(BUSY / 50),
                 done => return done,
             }
@@ -257,16 +281,19 @@ pub fn unmount_top(target: &Path) -> Result<()> {
     })
 }
 
-/// The path as mountinfo shows it: symbolic links resolved. The last part is not looked into, for it
-/// may be the root of a filesystem that no longer answers. A path whose directory is missing stays as
-/// it is: nothing can be mounted there.
+/// The path as mountinfo shows it: symbolic links among its directories resolved. The last part is not looked into, for it may be the
+/// root of a filesystem that no longer answers. A path whose directory is missing stays as it is: nothing can be mounted
+/// there.
 pub fn resolved(path: &Path) -> PathBuf {
-    let joined = match (path.parent().map(Path::canonicalize), path.file_name()) {
+    match (path.parent().map(Path::canonicalize), path.file_name()) {
         (Some(Ok(parent)), Some(name)) => parent.join(name),
-        _ => return path.to_owned(),
-    };
-    let is_link = std::fs::symlink_metadata(&joined).is_ok_and(|meta| meta.is_symlink());
-    if is_link { joined.canonicalize().unwrap_or(joined) } else { joined }
+        _ => path.to_owned(),
+    }
+}
+
+/// Whether the last part of a path is a symbolic link, which nothing is mounted on.
+pub fn is_link(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|meta| meta.is_symlink())
 }
 
 /// Whether a path may be given to a mount call: absolute, without `..` and NUL.
@@ -295,6 +322,10 @@ mod tests {
         assert_eq!(mount.fs_type, "ext4");
         assert!(mount.read_only && !mount.super_read_only);
         assert_eq!(parse_line(b""), None);
+        let line = br"36 35 7:1 / /mnt rw - ext4 /dev/loop1 rw,errors=remount-ro,emergency_ro";
+        assert!(parse_line(line).expect("a whole line").super_read_only);
+        let line = br"36 35 7:1 / /mnt rw - ext4 /dev/loop1 rw,errors=remount-ro";
+        assert!(!parse_line(line).expect("a whole line").super_read_only);
     }
 
     #[test]

@@ -29,7 +29,29 @@ pub fn run<S: AsRef<OsStr>>(
     accept: impl Fn(i32) -> bool,
 ) -> Result<Output> {
     let mut command = Command::new(program);
-    command.args(arguments).arg(subject).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.args(arguments).arg(subject);
+    run_command(program, command, subject, accept)
+}
+
+/// The same with the arguments behind the subject.
+pub fn run_with<S: AsRef<OsStr>>(
+    program: &'static str,
+    subject: &Path,
+    arguments: &[S],
+    accept: impl Fn(i32) -> bool,
+) -> Result<Output> {
+    let mut command = Command::new(program);
+    command.arg(subject).args(arguments);
+    run_command(program, command, subject, accept)
+}
+
+fn run_command(
+    program: &'static str,
+    mut command: Command,
+    subject: &Path,
+    accept: impl Fn(i32) -> bool,
+) -> Result<Output> {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let driver = nix::unistd::getpid();
     let prepare = move || {
         set_pdeathsig(Signal::SIGKILL)?;

@@ -303,7 +303,7 @@ fn the_image_holds_the_programs_that_the_driver_calls_and_no_others() {
             continue;
         }
         let source = std::fs::read_to_string(&path).expect("read");
-        for marker in ["program::run(\"", "program::run::<&str>(\"", "program::exists(\""] {
+        for marker in ["program::run(\"", "program::run_with(\"", "program::exists(\""] {
             called.extend(
                 source.split(marker).skip(1).map(|rest| rest.split('"').next().expect("a name").to_owned()),
             );

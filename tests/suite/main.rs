@@ -2,6 +2,7 @@
 //! devices and filesystems, and call it over its real socket.
 #![allow(clippy::disallowed_methods)]
 
+mod access_types;
 mod arrows;
 mod bench;
 mod chaos;
@@ -22,9 +23,11 @@ mod durability;
 mod expansion;
 mod faults;
 mod groups;
+mod growth;
 mod hashing;
 mod health;
 mod hostile;
+mod links;
 mod lists;
 mod manifests;
 mod metadata;

@@ -4,10 +4,12 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use deltapath::sys::sweep::devices_below;
 use proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
 use crate::node::{publish_at, with_mode};
+use crate::volume_health::{VolumeHealthErrorType, node_health};
 use testkit::content::Content;
 use testkit::{MIB, PoolKind, Rig, code, leftovers, set_state, status_code};
 
@@ -161,6 +163,60 @@ async fn a_cut_mkfs_is_repeated_and_never_over_a_users_bytes() {
     let device = rig.attach(&volume).await;
     content.assert_equals(&device, 0, 4096);
     rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// The incident: the kernel made a filesystem read-only after an error, or shut it down. The volume was published for a new pod with
+/// OK, and the pod met EROFS. Once it is unstaged everywhere, the next stage mounts it anew.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
+    #[values("ext4", "xfs")] fs_type: &str,
+) {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let mut capability = mount_capability(fs_type);
+    if let Some(proto::volume_capability::AccessType::Mount(mount)) = &mut capability.access_type
+        && fs_type == "ext4"
+    {
+        mount.mount_flags.push("errors=remount-ro".into());
+    }
+    let request = new_volume("files", 300 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let (reason, status) = match fs_type {
+        "ext4" => {
+            let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();
+            let name = device.file_name().expect("a name").to_owned();
+            let trigger = Path::new("/sys/fs/ext4").join(name).join("trigger_fs_error");
+            std::fs::write(trigger, "a test").expect("trigger an error");
+            ("FilesystemReadOnly", VolumeHealthErrorType::Degraded)
+        }
+        _ => {
+            let shutdown =
+                deltapath::sys::program::run("xfs_io", &["-x", "-c", "shutdown"], &target, |code| code == 0);
+            shutdown.expect("shutdown");
+            ("FilesystemShutDown", VolumeHealthErrorType::Inaccessible)
+        }
+    };
+    assert!(std::fs::write(target.join("file"), "lost").is_err(), "it still takes writes");
+    let reported = node_health(&rig, &volume).await;
+    assert!(reported.iter().any(|entry| entry.reason == reason && entry.status() == status), "{reported:?}");
+
+    crate::node::unpublish_at(&mut rig, &volume, &target).await;
+    let request = publish_at(&rig, &volume, &target, capability.clone(), false);
+    let refused = rig.client.node.node_publish_volume(request).await.expect_err("the new pod cannot write");
+    assert_eq!(refused.code(), Code::Internal, "{refused}");
+    let said = refused.message();
+    assert!(said.contains("the kernel has") && said.contains(&volume) && said.contains("unstage"), "{said}");
+    assert!(!target.exists(), "a refused publish left its target");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let target = rig.client.publish(&volume, capability, false, &kubelet).await.expect("mounted anew");
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+    std::fs::write(target.join("more"), "written").expect("write");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
     rig.finish();
 }
 

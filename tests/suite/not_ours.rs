@@ -1,6 +1,9 @@
 //! No call on a volume removes paths, mounts or devices of other volumes or other programs.
 
+use std::path::Path;
+
 use csi_client::{block_capability, mount_capability, new_volume};
+use deltapath::sys::sweep::devices_below;
 use tonic::Code;
 
 use crate::node::{publish_at, unpublish_at};
@@ -210,6 +213,53 @@ async fn two_volumes_never_share_a_place() {
         rig.client.node.node_unstage_volume(request).await.expect("unstage");
         rig.client.delete_volume(&stage.volume_id).await.expect("delete");
     }
+    rig.finish();
+}
+
+/// The incident: partitions that were added to a published device stayed on the loop device after the volume was deleted, and the next
+/// volume on that device could be read through them. One that is still open when the next volume is attached is not
+/// taken over either.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn partitions_that_somebody_added_to_a_device_go_with_the_volume() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let partitions = |device: &Path| {
+        let name = device.file_name().expect("a name").to_string_lossy().into_owned();
+        let below = testkit::names(&Path::new("/sys/block").join(&name));
+        below.into_iter().filter(|entry| entry.starts_with(&format!("{name}p"))).count()
+    };
+    let add = |device: &Path| {
+        let added = std::process::Command::new("addpart").arg(device).args(["1", "256", "8192"]).status();
+        assert!(added.expect("addpart").success());
+        assert_eq!(partitions(device), 1);
+    };
+    let device_of = |pool: &Path| devices_below(pool).expect("devices").pop().expect("a device").path();
+    let (volume, _) = rig.block_volume("raw", 16 * MIB).await;
+    let device = device_of(&rig.pool_dir());
+    add(&device);
+    rig.detach(&volume).await;
+    assert_eq!(partitions(&device), 0, "the partition stayed");
+
+    // Open while the volume is unpublished, so it cannot be removed then.
+    rig.attach(&volume).await;
+    let device = device_of(&rig.pool_dir());
+    add(&device);
+    let partition = std::fs::File::open(format!("{}p1", device.display())).expect("open");
+    rig.detach(&volume).await;
+    drop(partition);
+    let name = device.file_name().expect("a name").to_string_lossy().into_owned();
+    let backing = Path::new("/sys/block").join(name).join("loop/backing_file");
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while backing.exists() && std::time::Instant::now() < deadline {
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+    }
+    rig.attach(&volume).await;
+    assert_eq!(
+        partitions(&device_of(&rig.pool_dir())),
+        0,
+        "the next volume can be read through an old partition"
+    );
+    rig.detach(&volume).await;
     rig.finish();
 }
 

@@ -141,6 +141,15 @@ async fn what_was_deleted_is_forgotten_by_count_and_by_age(
     rig.start_again_with(&["--retain-deleted", "0"]).await;
     rig.client.delete_snapshot(&taken[4].0).await.expect("delete");
     assert!(rig.retained().is_empty(), "0 keeps none");
+    let hint = "--retain-deleted 0 keeps none";
+    let next = rig.snapshot("next", &volume).await;
+    let strange = "snap-00000000000000000000000000000000";
+    assert_eq!(code(rig.client.delta(strange, &next, 0, 0).await), Code::NotFound);
+    assert!(!rig.log().contains(hint), "that snapshot was never here");
+    for _ in 0..2 {
+        assert_eq!(code(rig.client.delta(&taken[4].0, &next, 0, 0).await), Code::NotFound);
+    }
+    assert_eq!(rig.log().matches(hint).count(), 1, "said once: {}", rig.log());
     rig.detach(&volume).await;
     rig.finish();
 }

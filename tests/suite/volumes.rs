@@ -347,7 +347,7 @@ async fn a_deleted_volume_leaves_no_device_and_a_used_one_is_not_deleted(
 
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
-async fn capabilities_are_confirmed_for_what_the_volume_was_made_for() {
+async fn capabilities_are_confirmed_for_devices_and_for_filesystems_of_ours() {
     let mut rig = Rig::start(PoolKind::Dir).await;
     let volume = rig.client.create_volume(sized("block", MIB, 0)).await.expect("create").volume_id;
     let validate = |capabilities, volume_id: &str| proto::ValidateVolumeCapabilitiesRequest {
@@ -359,11 +359,12 @@ async fn capabilities_are_confirmed_for_what_the_volume_was_made_for() {
     let answer = controller.validate_volume_capabilities(validate(vec![block_capability()], &volume)).await;
     let confirmed = answer.expect("validate").into_inner().confirmed.expect("confirmed");
     assert_eq!(confirmed.volume_capabilities, [block_capability()]);
-    let answer =
-        controller.validate_volume_capabilities(validate(vec![mount_capability("ext4")], &volume)).await;
-    let answer = answer.expect("validate").into_inner();
-    assert_eq!(answer.confirmed, None);
-    assert!(answer.message.contains("ext4"), "{}", answer.message);
+    for (fs_type, is_confirmed) in [("ext4", true), ("zfs", false)] {
+        let request = validate(vec![mount_capability(fs_type)], &volume);
+        let answer = controller.validate_volume_capabilities(request).await.expect("validate").into_inner();
+        assert_eq!(answer.confirmed.is_some(), is_confirmed);
+        assert!(is_confirmed || answer.message.contains("zfs"), "{}", answer.message);
+    }
     let mut tuned = validate(vec![block_capability()], &volume);
     tuned.mutable_parameters.insert("iops".into(), "1".into());
     let answer = controller.validate_volume_capabilities(tuned).await;

@@ -48,9 +48,16 @@ impl Node {
             self.create_ephemeral(&name, request, parameters)?;
         }
         let mut held = self.hold(handle)?;
+        let access = request.capability.kind_for(&held.record)?;
+        if !held.record.access.contains(&access) {
+            let made = held.record.fs_type().unwrap_or_default();
+            return Err(Error::Unsupported(format!(
+                "ephemeral volume {handle} was made as {made}, not as {access}"
+            )));
+        }
         let staged = Staged {
             path: target,
-            access: request.capability.kind_of(&held.record, Error::Unsupported)?,
+            access,
             read_only: request.read_only || request.capability.is_read_only(),
         };
         let placed = self.place_ephemeral(&mut held, &staged, request);
@@ -116,7 +123,7 @@ impl Node {
         held.state.staged = Some(staged.clone());
         self.shared.store.set_volume_state(&held.record.id, &held.state)?;
         let AccessType::Mount { flags, .. } = &request.capability.access else { return Ok(()) };
-        self.stage_filesystem(held, staged, flags)
+        self.stage_filesystem(held, staged, &request.capability, flags)
     }
 
     /// Undoes a publish, and deletes the volume. Does nothing if the volume is published at another target.

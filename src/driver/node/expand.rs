@@ -6,6 +6,7 @@ use super::{Node, place};
 use crate::driver::devices::shows;
 use crate::driver::expand::grow;
 use crate::driver::filesystem;
+use crate::driver::superblock::Superblock;
 use crate::driver::{Capability, CapacityRange, Error, Result};
 use crate::store::AccessKind;
 use crate::sys::loopdev::LoopDevice;
@@ -29,14 +30,14 @@ impl Node {
         }
         let held = self.hold(volume_id)?;
         let (_, staged) = place(&held.state, volume_path)?;
-        if let Some(asked) =
-            capability.map(|asked| asked.kind_of(&held.record, Error::Unsupported)).transpose()?
-            && asked != staged.access
-        {
-            return Err(Error::Unsupported(format!(
-                "volume {} is staged as {}, it cannot be expanded as {asked}",
-                held.record.id, staged.access
-            )));
+        if let Some(asked) = capability {
+            let kind = asked.kind_for(&held.record)?;
+            if !asked.fits(&staged.access) {
+                return Err(Error::Unsupported(format!(
+                    "volume {} is staged as {}, it cannot be expanded as {kind}",
+                    held.record.id, staged.access
+                )));
+            }
         }
         let capacity = held.record.capacity;
         if !range.holds(capacity) {
@@ -63,6 +64,9 @@ impl Node {
                 )));
             }
             filesystem::grow_mounted(&device, &staged.path, &mounted.fs_type)?;
+            if let Some(found) = Superblock::read(&device.path())? {
+                found.check_growth("the volume's size", capacity)?;
+            }
         }
         Ok(capacity)
     }

@@ -121,11 +121,15 @@ impl Node {
     }
 }
 
+/// Whether a mounted filesystem answers. One that was shut down still reports its size, so its root is read too.
+pub(super) fn answers(place: &Path) -> files::Result<()> {
+    std::fs::read_dir(place).and_then(|mut entries| entries.next().transpose()).context("list", place)?;
+    sys::space(place).map(drop)
+}
+
 /// Adds what the kernel reports as wrong with the filesystem that is mounted at a place.
 fn look_at_filesystem(place: &Path, staged: &Staged, faults: &mut Faults) -> Result<()> {
-    // A filesystem that was shut down still reports its size, so its root is read too.
-    let answers = std::fs::metadata(place).context("stat", place);
-    if let Err(error) = answers.and_then(|_| sys::space(place)) {
+    if let Err(error) = answers(place) {
         let what = format!("the filesystem does not answer: {}", base::report(&error));
         faults.add(Reason::FilesystemShutDown, what);
         return Ok(());

@@ -3,12 +3,13 @@
 use std::fs::{self};
 use std::path::Path;
 
+use super::health::answers;
 use super::held::{Held, attached, check_unoccupied};
 use super::stage::remove_target;
 use super::{Node, PublishRequest};
 use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
 use crate::driver::{Error, Result, checked_path};
-use crate::store::{AccessKind, Published};
+use crate::store::{AccessKind, Published, Staged};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount;
 use files::Context;
@@ -44,7 +45,7 @@ impl Node {
                 request.staging_path.display()
             )));
         };
-        if staged.access != kind {
+        if !request.capability.fits(&staged.access) {
             return Err(Error::Precondition(format!(
                 "volume {} is staged as {}, it cannot be published as {kind}",
                 held.record.id, staged.access
@@ -58,15 +59,15 @@ impl Node {
                 || self.shared.attachment(&held.record).is_some_and(|attached| attached.read_only),
             shared: request.capability.mode.is_shared(),
         };
-        check_others(&mut held, &kind, &published)?;
-        check_target(&held, &kind, &published.target)?;
+        check_others(&mut held, &staged.access, &published)?;
+        check_target(&held, &staged.access, &published.target)?;
         if !held.state.published.contains(&published) {
             held.state.published.push(published.clone());
             self.shared.store.set_volume_state(&held.record.id, &held.state)?;
         }
-        match kind {
+        match staged.access {
             AccessKind::Block => publish_device(&held, &published),
-            AccessKind::Filesystem(_) => publish_directory(&held, &staged.path, &published),
+            AccessKind::Filesystem(_) => publish_directory(&held, &staged, &published),
         }
     }
 
@@ -182,7 +183,7 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
     }
     let target = &published.target;
     match change::create_new(target) {
-        Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_file() => {}
+        Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists => {}
         made => drop(made?),
     }
     Ok(mount::bind(&device.path(), &published.target, published.read_only)?)
@@ -191,12 +192,19 @@ fn publish_device(held: &Held, published: &Published) -> Result<()> {
 /// Makes the directory of a target, unless it exists.
 pub(super) fn make_directory(target: &Path) -> Result<()> {
     match change::create_dir(target, 0o750) {
-        Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && target.is_dir() => Ok(()),
+        Err(error) if error.source.kind() == std::io::ErrorKind::AlreadyExists && is_directory(target) => {
+            Ok(())
+        }
         made => Ok(made?),
     }
 }
 
-fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Result<()> {
+fn is_directory(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir())
+}
+
+fn publish_directory(held: &Held, staged: &Staged, published: &Published) -> Result<()> {
+    let staging = staged.path.as_path();
     let device = LoopDevice::find(&held.data)?;
     if !shows(staging, device.as_ref())? {
         return Err(Error::Precondition(format!(
@@ -208,6 +216,28 @@ fn publish_directory(held: &Held, staging: &Path, published: &Published) -> Resu
     if shows(&published.target, device.as_ref())? {
         return Ok(());
     }
+    check_filesystem(held, staged, published)?;
     make_directory(&published.target)?;
     Ok(mount::bind(staging, &published.target, published.read_only)?)
+}
+
+/// Fails if the kernel has shut the staged filesystem down, or made it read-only, after an error: a pod would meet that
+/// with its first call or write.
+fn check_filesystem(held: &Held, staged: &Staged, published: &Published) -> Result<()> {
+    const REMEDY: &str =
+        "see the kernel log, then unpublish and unstage the volume everywhere: the next stage mounts it anew";
+    let path = &staged.path;
+    let broken = |what: String| {
+        let what = format!("{what} (volume {}): {REMEDY}", held.record.id);
+        Err(std::io::Error::other(what)).context("use the filesystem at", path).map_err(Error::from)
+    };
+    if let Err(error) = answers(path) {
+        return broken(format!("the kernel has shut it down, {error}"));
+    }
+    let mounted = mount::mounted_at(path)?;
+    match mounted.is_some_and(|mounted| mounted.super_read_only) && !staged.read_only && !published.read_only
+    {
+        true => broken("the kernel has made it read-only after an error".into()),
+        false => Ok(()),
+    }
 }

@@ -6,12 +6,14 @@ use std::path::Path;
 
 use super::held::{Held, attached, check_unoccupied};
 use super::{Node, StageRequest};
+use crate::driver::capability::{is_known_filesystem, least_size};
 use crate::driver::devices::{detach, free_unrecorded, is_of_another, shows};
 use crate::driver::filesystem;
-use crate::driver::{AccessType, Error, MountFlags, Result, checked_path};
+use crate::driver::{AccessType, Capability, Error, MountFlags, Result, checked_path};
 use crate::store::{self, AccessKind, Staged, VolumeState};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::{blockdev, mount};
+use base::Quantity;
 use files::Context;
 use files::change;
 
@@ -27,15 +29,19 @@ impl Node {
         }
         let path = checked_path("staging_target_path", &request.staging_path)?;
         let mut held = self.hold_at(&request.volume_id, &path)?;
-        let kind = request.capability.kind_of(&held.record, Error::Precondition)?;
+        let kind = request.capability.kind_for(&held.record)?;
         let staged = Staged { path, access: kind, read_only: request.capability.is_read_only() };
         if let Some(existing) = held.state.staged.as_ref().filter(|existing| **existing != staged)
-            && is_there(&held, existing)?
+            && is_in_the_way(&held, existing, &staged)?
         {
             return Err(Error::Clash {
                 kind: "staged volume",
                 name: held.record.id.to_string(),
-                difference: format!("another path or capability, at {}", existing.path.display()),
+                difference: format!(
+                    "another path or capability, as {} at {}",
+                    existing.access,
+                    existing.path.display()
+                ),
                 remedy: "unstage it first",
             });
         }
@@ -55,7 +61,7 @@ impl Node {
             }
             AccessType::Mount { flags, .. } => {
                 self.shared.store.set_volume_state(&held.record.id, &held.state)?;
-                self.stage_filesystem(&mut held, &staged, flags)
+                self.stage_filesystem(&mut held, &staged, &request.capability, flags)
             }
         }
     }
@@ -65,6 +71,7 @@ impl Node {
         &self,
         held: &mut Held,
         staged: &Staged,
+        asked: &Capability,
         flags: &MountFlags,
     ) -> Result<()> {
         // Writable even if the volume is only read: the kernel has to replay an unclean journal. The mount is
@@ -76,7 +83,7 @@ impl Node {
         let fs_type = match mount::mounted_at(&staged.path)? {
             Some(mounted) if shows(&staged.path, Some(&device))? => mounted.fs_type,
             _ => {
-                let fs_type = self.formatted(held, &device, staged)?;
+                let fs_type = self.formatted(held, &device, staged, asked)?;
                 if !staged.read_only {
                     filesystem::grow_unmounted(&device.path(), &fs_type)?;
                 }
@@ -96,7 +103,13 @@ impl Node {
     ///
     /// A volume that holds data, or was made from a source, is never formatted, whatever `blkid` prints. The only
     /// exception is a device on which our own mkfs was interrupted; `state.json` records that.
-    fn formatted(&self, held: &mut Held, device: &LoopDevice, staged: &Staged) -> Result<String> {
+    fn formatted(
+        &self,
+        held: &mut Held,
+        device: &LoopDevice,
+        staged: &Staged,
+        asked: &Capability,
+    ) -> Result<String> {
         let AccessKind::Filesystem(wanted) = &staged.access else {
             return Err(Error::Precondition("a Block volume has no filesystem".into()));
         };
@@ -104,12 +117,21 @@ impl Node {
         blockdev::flush(&device.path())?;
         let blank = held.record.source.is_none() && filesystem::is_blank(&held.data)?;
         if !blank && !held.state.formatting {
+            // A client that named no filesystem takes the one that is there. So does one that restores, since the class of
+            // the new volume need not be that of the source.
+            let is_open = held.record.source.is_some() || asked.named_filesystem().is_none();
             return match filesystem::detect(&device.path())? {
-                Some(found) if found == *wanted || held.record.source.is_some() => Ok(found),
-                Some(found) => Err(Error::Precondition(format!(
-                    "volume {} holds {found}, not {wanted}: request fs_type {found}",
-                    held.record.id
-                ))),
+                Some(found) if found == *wanted || (is_open && is_known_filesystem(&found)) => Ok(found),
+                Some(found) => {
+                    let remedy = match is_known_filesystem(&found) {
+                        true => format!("request fs_type {found}"),
+                        false => "use it as a Block volume".into(),
+                    };
+                    Err(Error::Precondition(format!(
+                        "volume {} holds {found}, not {wanted}: {remedy}",
+                        held.record.id
+                    )))
+                }
                 None => {
                     let what = match filesystem::is_blank(&held.data)? {
                         true => {
@@ -122,6 +144,15 @@ impl Node {
                     Err(Error::Precondition(format!("volume {} {what}", held.record.id)))
                 }
             };
+        }
+        let least = least_size(std::slice::from_ref(&staged.access));
+        if held.record.capacity < least {
+            return Err(Error::Precondition(format!(
+                "volume {} has {} and is empty; {wanted} needs at least {}: expand it first, or request another fs_type",
+                held.record.id,
+                Quantity(held.record.capacity),
+                Quantity(least)
+            )));
         }
         held.state.formatting = true;
         self.shared.store.set_volume_state(&held.record.id, &held.state)?;
@@ -192,6 +223,14 @@ fn forget_formatting(held: &mut Held) -> Result<()> {
         change::sync(&file, &held.data)?;
     }
     Ok(())
+}
+
+/// Whether a volume that is recorded as `existing` cannot be staged as `new`. A filesystem that is no longer mounted was lost in a
+/// reboot. A Block volume has nothing to lose: it is staged until it is unstaged, but may be staged as a device elsewhere while
+/// it is not published.
+fn is_in_the_way(held: &Held, existing: &Staged, new: &Staged) -> Result<bool> {
+    let is_device = existing.access == AccessKind::Block;
+    Ok((is_device && new.access != AccessKind::Block) || is_there(held, existing)?)
 }
 
 /// Whether a volume that is recorded as staged is still mounted; for a Block volume, whether it is published.

@@ -86,9 +86,17 @@ impl LoopDevice {
             .open(backing)
             .context("open", backing)?;
         let id = FileId::of(backing)?;
+        let mut is_new = false;
         for _ in 0..ATTACH_TRIES {
-            let number = node::free_number()?;
-            match Node::open(number, access)?.configure(&file, backing, access) {
+            let number = node::free_number(is_new)?;
+            let node = Node::open(number, access)?;
+            // A partition of a former user that is still open cannot be removed: such a number is left alone.
+            if let Err(error) = node.remove_partitions(&sysfs(number)) {
+                tracing::warn!(%error, "a free loop device has partitions that are in use: another device is made");
+                is_new = true;
+                continue;
+            }
+            match node.configure(&file, backing, access) {
                 Ok(()) => {
                     let path = queue::backing_path(number).unwrap_or_default();
                     let device = LoopDevice { number, backing: Some(id), path, access };
@@ -218,6 +226,10 @@ impl LoopDevice {
             // Checked on the very descriptor that is cleared: the number may serve another program's file by now.
             if !self.is_served_by(&node)? {
                 return Ok(true);
+            }
+            // While one is open the device is, too. The next attach of this number finds it.
+            if let Err(error) = node.remove_partitions(&self.sysfs()) {
+                tracing::warn!(%error, "partitions of a loop device are in use and stay");
             }
             // The next user of the number need not have it so.
             if queue::is_cut_into_pages(&self.sysfs())? {

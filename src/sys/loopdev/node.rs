@@ -5,14 +5,15 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
+use linux_raw_sys::ioctl::BLKPG;
 use linux_raw_sys::loop_device::{
-    LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO, LO_FLAGS_READ_ONLY, LOOP_CLR_FD, LOOP_CONFIGURE,
+    LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO, LO_FLAGS_READ_ONLY, LOOP_CLR_FD, LOOP_CONFIGURE, LOOP_CTL_ADD,
     LOOP_CTL_GET_FREE, LOOP_GET_STATUS64, LOOP_SET_CAPACITY, LOOP_SET_DIRECT_IO, LOOP_SET_STATUS64,
     loop_config, loop_info64,
 };
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
-use super::{Access, FileId, SECTOR, sysfs};
+use super::{Access, FileId, SECTOR, queue, sysfs};
 use files::Context;
 use files::Result;
 use files::step;
@@ -128,6 +129,32 @@ impl Node {
         }
     }
 
+    /// Removes the partitions that somebody has added to the device, which the kernel keeps whatever the device serves: what it serves
+    /// next could be read through them. An error where one is open. No partition of ours is made: the kernel is never asked
+    /// to look for them.
+    pub(super) fn remove_partitions(&self, sysfs: &Path) -> Result<()> {
+        for number in queue::partitions(sysfs)? {
+            let partition = Partition { start: 0, length: 0, number, names: [[0; 64]; 2] };
+            let argument = PartitionCall {
+                operation: DELETE_PARTITION,
+                flags: 0,
+                length: size_of::<Partition>() as libc::c_int,
+                data: &partition,
+            };
+            let removed = step("remove the partitions of", &self.path, || {
+                // SAFETY: BLKPG reads one `blkpg_ioctl_arg` and the `blkpg_partition` that it points to; both have the layout
+                // of `linux/blkpg.h` and live through the call, and the descriptor is open.
+                check(unsafe { libc::ioctl(self.file.as_raw_fd(), BLKPG.into(), &argument) }).map(drop)
+            });
+            match removed {
+                // It is gone already.
+                Err(error) if is_gone(&error.source) => {}
+                removed => removed?,
+            }
+        }
+        Ok(())
+    }
+
     /// Makes the device as large as its file.
     pub(super) fn grow_to_file(&self) -> Result<()> {
         step("grow", &self.path, || {
@@ -159,13 +186,38 @@ impl Node {
     }
 }
 
-/// The number of a free device; the kernel makes a new one where all are taken.
-pub(super) fn free_number() -> Result<u32> {
+/// `struct blkpg_ioctl_arg` of `linux/blkpg.h`.
+#[repr(C)]
+struct PartitionCall {
+    operation: libc::c_int,
+    flags: libc::c_int,
+    length: libc::c_int,
+    data: *const Partition,
+}
+
+/// `struct blkpg_partition` of `linux/blkpg.h`; the names at its end are not looked at.
+#[repr(C)]
+struct Partition {
+    start: i64,
+    length: i64,
+    number: libc::c_int,
+    names: [[u8; 64]; 2],
+}
+
+/// `BLKPG_DEL_PARTITION` of `linux/blkpg.h`.
+const DELETE_PARTITION: libc::c_int = 2;
+
+/// The number of a free device; the kernel makes a new one where all are taken, or where a new one is asked for.
+pub(super) fn free_number(is_new: bool) -> Result<u32> {
     let path = Path::new(CONTROL);
     const ASK: &str = "get a free loop device from";
     let control = OpenOptions::new().read(true).write(true).open(path).context(ASK, path)?;
-    // SAFETY: LOOP_CTL_GET_FREE takes no argument and returns a number; the descriptor is open.
-    let number = check(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE.into()) });
+    let number = match is_new {
+        // SAFETY: LOOP_CTL_ADD takes a number by value, -1 for any, and returns a number; the descriptor is open.
+        true => check(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_ADD.into(), -1 as libc::c_long) }),
+        // SAFETY: LOOP_CTL_GET_FREE takes no argument and returns a number; the descriptor is open.
+        false => check(unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE.into()) }),
+    };
     Ok(number.context(ASK, path)? as u32)
 }
 
@@ -176,7 +228,7 @@ pub fn require() -> Result<()> {
 }
 
 fn make_node(number: u32, path: &Path) -> Result<()> {
-    let dev = super::queue::dev(&sysfs(number))?;
+    let dev = queue::dev(&sysfs(number))?;
     let (major, minor) = dev
         .split_once(':')
         .and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)))

@@ -28,6 +28,18 @@ pub(super) fn in_use() -> Result<Vec<(u32, PathBuf)>> {
     Ok(used)
 }
 
+/// The numbers of the partitions that a device has in the kernel, whatever it serves.
+pub(super) fn partitions(sysfs: &Path) -> Result<Vec<i32>> {
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir(sysfs).context("list", sysfs)? {
+        let path = entry.context("list", sysfs)?.path().join("partition");
+        // Other directories have no such file, and a partition may be removed meanwhile.
+        let number: Option<i32> = fs::read_to_string(path).ok().and_then(|number| number.trim().parse().ok());
+        numbers.extend(number);
+    }
+    Ok(numbers)
+}
+
 /// The device number as mountinfo writes it, `major:minor`.
 pub(super) fn dev(sysfs: &Path) -> Result<String> {
     read(&sysfs.join("dev"))

@@ -13,18 +13,8 @@ use crate::reboot::SweptOnDrop;
 use testkit::{MIB, PoolKind, Rig, driver_command, names, temp_dir};
 
 /// The programs that the driver calls.
-const PROGRAMS: [&str; 10] = [
-    "mkfs.ext4",
-    "mkfs.xfs",
-    "mkfs.btrfs",
-    "e2fsck",
-    "dumpe2fs",
-    "resize2fs",
-    "xfs_growfs",
-    "btrfs",
-    "blkid",
-    "sh",
-];
+const PROGRAMS: [&str; 9] =
+    ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "xfs_growfs", "btrfs", "blkid", "sh"];
 
 fn find(program: &str) -> PathBuf {
     let path = std::env::var_os("PATH").expect("PATH");

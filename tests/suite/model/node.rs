@@ -6,11 +6,11 @@ use tonic::Code;
 use super::calls::{Access, Name, Place, Size, Use};
 use super::names::Kind;
 use super::snapshots::is_blank;
-use super::volumes::range;
+use super::volumes::{least, range};
 use super::wire::{Answer, Reply};
 use super::world::{
     Bytes, EXHAUSTED, EXISTS, Ephemeral, INVALID, MIB, NOT_FOUND, PRECONDITION, Published, RANGE, Rule,
-    Staged, Unfit, Volume, World, check_mode, done, equal, kind, kind_of, refused, wrong,
+    Staged, Unfit, Volume, World, check_mode, done, equal, fits, kind, kind_of, refused, wrong,
 };
 use testkit::content::Content;
 
@@ -23,11 +23,12 @@ enum Found {
     Unsure,
 }
 
-fn find(volume: &Volume, wanted: &'static str) -> Found {
+fn find(volume: &Volume, wanted: &'static str, asked: Use) -> Found {
+    let is_open = volume.source.is_some() || asked.access == Access::Fs("");
     match &volume.bytes {
         Bytes::Raw(content) if is_blank(content) && volume.source.is_none() => Found::Fs(wanted, None),
         Bytes::HalfMade => Found::Fs(wanted, None),
-        Bytes::Fs(there, file) if *there == wanted || volume.source.is_some() => Found::Fs(there, *file),
+        Bytes::Fs(there, file) if *there == wanted || is_open => Found::Fs(there, *file),
         Bytes::Unsure => Found::Unsure,
         _ => Found::Nothing,
     }
@@ -60,13 +61,10 @@ impl World {
         }
         let occupied = self.is_occupied(at, id);
         let volume = self.volume(id)?;
-        let kind = kind(asked, volume.fs().unwrap_or("ext4"))?;
-        if !volume.access.contains(&kind) {
-            return refused(PRECONDITION, format!("the volume was not made for {kind:?}"));
-        }
+        let kind = kind_of(asked, volume)?;
         let new = Staged { at, kind, read_only: asked.mode.reads_only() };
-        if volume.staged.as_ref().is_some_and(|there| *there != new)
-            && (volume.is_mounted() || !volume.published.is_empty())
+        if let Some(there) = volume.staged.as_ref().filter(|there| **there != new)
+            && (volume.is_used() || (there.kind == Kind::Block && kind != Kind::Block))
         {
             return refused(EXISTS, "the volume is staged in another way");
         }
@@ -87,7 +85,12 @@ impl World {
         // From here on the intent is recorded, even if the call fails.
         volume.staged = None;
         volume.haunted.insert(at);
-        let found = match find(volume, wanted) {
+        let is_made = matches!(volume.bytes, Bytes::HalfMade)
+            || matches!(&volume.bytes, Bytes::Raw(content) if is_blank(content) && volume.source.is_none());
+        if is_made && volume.capacity < least(&[kind]) {
+            return refused(PRECONDITION, "it is too small for that filesystem");
+        }
+        let found = match find(volume, wanted, asked) {
             Found::Unsure if !matches!(answer, Answer::Done(_)) => return Ok(()),
             Found::Unsure => Bytes::Unsure,
             Found::Fs(there, file) => Bytes::Fs(there, file),
@@ -134,14 +137,15 @@ impl World {
         let attach = self.attach;
         let left = self.left.get(&at).copied();
         let volume = self.volume(id)?;
-        let kind = kind(asked, volume.fs().unwrap_or("ext4"))?;
-        let there = volume.staged.clone().filter(|there| there.at == staged && there.kind == kind);
+        kind_of(asked, volume)?;
+        let there = volume.staged.clone().filter(|there| there.at == staged && fits(asked, there.kind));
         let Some(there) = there else {
             if volume.haunted.contains(&staged) {
                 volume.haunted.insert(at);
             }
             return refused(PRECONDITION, "the volume is not staged there, or in another way");
         };
+        let kind = there.kind;
         let attached = volume.attached.as_ref().filter(|_| attach);
         let new = Published {
             at,
@@ -257,10 +261,11 @@ impl World {
                 answer => done(answer).map(drop),
             };
         };
-        if let Some(asked) = asked
-            && kind_of(asked, volume)? != staged.kind
-        {
-            return refused(INVALID, "it is staged in another way");
+        if let Some(asked) = asked {
+            kind_of(asked, volume)?;
+            if !fits(asked, staged.kind) {
+                return refused(INVALID, "it is staged in another way");
+            }
         }
         if volume.capacity < required || limit.is_some_and(|limit| volume.capacity > limit) {
             return refused(RANGE, format!("the volume has {} bytes", volume.capacity));

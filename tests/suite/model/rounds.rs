@@ -190,7 +190,7 @@ fn halves(world: &World, asked: &Asked) -> Vec<World> {
                 super::calls::Use { access: names.access(*how, volume), mode: how.mode },
                 there.fs().unwrap_or("ext4"),
             ) {
-                Ok(Kind::Fs(wanted)) if !there.is_mounted() && there.published.is_empty() => wanted,
+                Ok(Kind::Fs(wanted)) if there.staged.is_none() && there.published.is_empty() => wanted,
                 _ => return worlds,
             };
             let mut half = |bytes: Option<Bytes>| {

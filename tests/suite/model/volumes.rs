@@ -35,7 +35,7 @@ fn rounded(wanted: u64, block: u64, limit: Option<u64>) -> Rule<u64> {
     }
 }
 
-fn least(access: &[Kind]) -> u64 {
+pub fn least(access: &[Kind]) -> u64 {
     let least = |kind: &Kind| match kind {
         Kind::Fs("xfs") => 300 * MIB,
         Kind::Fs("btrfs") => 109 * MIB,
@@ -383,8 +383,11 @@ impl World {
         asked.map_or(Ok(()), check_mode)?;
         let room = self.room(id);
         let volume = self.volume(id)?;
-        let on_node = match asked {
-            Some(asked) => kind_of(asked, volume)? != Kind::Block,
+        let asked = asked.map(|asked| kind_of(asked, volume)).transpose()?;
+        // A stage that failed or was cut may have recorded another way.
+        let is_unsure = !volume.haunted.is_empty();
+        let on_node = match volume.staged.as_ref().map(|staged| staged.kind).or(asked) {
+            Some(kind) => kind != Kind::Block,
             None => volume.fs().is_some(),
         };
         let capacity = match volume.capacity >= required {
@@ -400,6 +403,7 @@ impl World {
         let Reply::Expanded(reported) = done(answer)? else { return wrong("no size in the answer") };
         (volume.capacity, volume.grown) = (capacity, true);
         equal("capacity_bytes", &reported.capacity_bytes, &(capacity as i64))?;
+        let on_node = if is_unsure { reported.node_expansion_required } else { on_node };
         equal("node_expansion_required", &reported.node_expansion_required, &on_node)
     }
 

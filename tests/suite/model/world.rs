@@ -420,12 +420,17 @@ pub fn check_mode(asked: Use) -> Rule {
     }
 }
 
-/// The kind of access of a capability for a volume, which must have been made for it.
+/// The kind of access of a capability for a volume, whatever that was made for.
 pub fn kind_of(asked: Use, volume: &Volume) -> Rule<Kind> {
-    let kind = kind(asked, volume.fs().unwrap_or("ext4"))?;
-    match volume.access.contains(&kind) {
-        true => Ok(kind),
-        false => refused(INVALID, format!("the volume was not made for {kind:?}")),
+    kind(asked, volume.fs().unwrap_or("ext4"))
+}
+
+/// Whether a volume that is staged as `there` can be used so.
+pub fn fits(asked: Use, there: Kind) -> bool {
+    match (asked.access, there) {
+        (Access::AsMade | Access::Block, Kind::Block) | (Access::Fs(""), Kind::Fs(_)) => true,
+        (Access::Fs(name), Kind::Fs(there)) => name == there,
+        _ => false,
     }
 }
 

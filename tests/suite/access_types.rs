@@ -1,0 +1,178 @@
+//! One volume as a device and as a filesystem in turn. Velero restores the bytes of a Filesystem claim onto a Block claim and then
+//! binds the same volume as Filesystem; for a restore in place it goes the other way round.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use proto::VolumeCapability;
+use tonic::Code;
+
+use crate::volume_health::node_health;
+use testkit::content::Content;
+use testkit::{MIB, PoolKind, Rig, code, leftovers};
+
+/// Copies a device as a backup tool restores it.
+fn copy(from: &Path, to: &Path) {
+    let mut source = std::fs::File::open(from).expect("open the source");
+    let mut target = std::fs::File::options().write(true).open(to).expect("open the target");
+    std::io::copy(&mut source, &mut target).expect("copy");
+    target.sync_all().expect("sync");
+}
+
+async fn confirmed(rig: &mut Rig, volume: &str, capability: VolumeCapability) -> bool {
+    let request = proto::ValidateVolumeCapabilitiesRequest {
+        volume_id: volume.to_owned(),
+        volume_capabilities: vec![capability],
+        ..Default::default()
+    };
+    let answer = rig.client.controller.validate_volume_capabilities(request).await.expect("validate");
+    answer.into_inner().confirmed.is_some()
+}
+
+async fn usage(rig: &Rig, volume: &str, target: &Path) -> Vec<proto::VolumeUsage> {
+    let request = proto::NodeGetVolumeStatsRequest {
+        volume_id: volume.to_owned(),
+        volume_path: target.display().to_string(),
+        ..Default::default()
+    };
+    rig.client.node.clone().node_get_volume_stats(request).await.expect("stats").into_inner().usage
+}
+
+async fn stage(rig: &Rig, volume: &str, path: &Path, capability: VolumeCapability) -> Result<(), Code> {
+    std::fs::create_dir_all(path).expect("mkdir");
+    let request = proto::NodeStageVolumeRequest {
+        volume_id: volume.to_owned(),
+        staging_target_path: path.display().to_string(),
+        volume_capability: Some(capability),
+        ..Default::default()
+    };
+    rig.client.node.clone().node_stage_volume(request).await.map(drop).map_err(|status| status.code())
+}
+
+async fn unstage(rig: &Rig, volume: &str, path: &Path) {
+    let request = proto::NodeUnstageVolumeRequest {
+        volume_id: volume.to_owned(),
+        staging_target_path: path.display().to_string(),
+    };
+    rig.client.node.clone().node_unstage_volume(request).await.expect("unstage");
+}
+
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_restored_onto_a_device_is_used_as_a_filesystem_and_back(
+    #[values(PoolKind::Btrfs, PoolKind::Xfs, PoolKind::Dir)] pool: PoolKind,
+    #[values("ext4", "xfs", "btrfs")] fs_type: &str,
+) {
+    let mut rig = Rig::start(pool).await;
+    let kubelet = rig.kubelet();
+    let files = mount_capability(fs_type);
+    let request = new_volume("source", 300 * MIB, files.clone());
+    let source = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&source, files.clone(), false, &kubelet).await.expect("publish");
+    std::fs::write(target.join("file"), "kept").expect("write");
+    let snapshot = rig.snapshot("taken", &source).await;
+    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    let (backup, from) = rig.volume_from("backup", 0, from_snapshot(&snapshot)).await;
+
+    let (restored, device) = rig.block_volume("restored", 300 * MIB).await;
+    copy(&from, &device);
+    rig.detach(&restored).await;
+    rig.detach(&backup).await;
+    let target =
+        rig.client.publish(&restored, files.clone(), false, &kubelet).await.expect("as a filesystem");
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"kept");
+    assert_eq!(node_health(&rig, &restored).await, []);
+    let bytes = &usage(&rig, &restored, &target).await[0];
+    assert!(bytes.total <= 300 * MIB && bytes.total > 100 * MIB, "of the filesystem: {bytes:?}");
+    std::fs::write(target.join("file"), "changed").expect("write");
+    let before = rig.snapshot("mounted", &restored).await;
+    let expanded = rig.client.expand_volume(&restored, 400 * MIB).await.expect("expand");
+    assert!(expanded.node_expansion_required, "it is staged as a filesystem");
+    rig.client.unpublish(&restored, &kubelet).await.expect("unpublish");
+
+    let device = rig.attach(&restored).await;
+    assert!(std::fs::metadata(&device).expect("stat").file_type().is_block_device());
+    assert_eq!(usage(&rig, &restored, &device).await[0].total, 400 * MIB);
+    let expanded = rig.client.expand_volume(&restored, 420 * MIB).await.expect("expand");
+    assert!(!expanded.node_expansion_required, "it is staged as a device");
+    let mut content = Content::default();
+    content.write(&device, 420 * 256 - 1, 1, 7);
+    let after = rig.snapshot("as a device", &restored).await;
+    let delta = rig.client.delta(&before, &after, 0, 0).await.expect("delta");
+    assert!(testkit::content::blocks_of(&delta, 4096).contains(&(420 * 256 - 1)));
+    rig.detach(&restored).await;
+
+    // A volume that was made for a filesystem, restored in place.
+    let device = rig.attach(&source).await;
+    let (other, from) = rig.volume_from("changed", 0, from_snapshot(&before)).await;
+    copy(&from, &device);
+    rig.detach(&source).await;
+    rig.detach(&other).await;
+    let target = rig.client.publish(&source, mount_capability(""), false, &kubelet).await.expect("publish");
+    assert_eq!(std::fs::read(target.join("file")).expect("read"), b"changed");
+    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+/// The type of the filesystem that is there must be the one asked for; only an empty volume is formatted, and if it is large
+/// enough for that.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn an_empty_device_is_formatted_and_what_it_holds_must_be_what_is_asked_for() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let volume = rig.client.create_volume(new_volume("empty", 16 * MIB, block_capability())).await;
+    let volume = volume.expect("create").volume_id;
+    for capability in [block_capability(), mount_capability("ext4"), mount_capability("")] {
+        assert!(confirmed(&mut rig, &volume, capability.clone()).await, "{capability:?}");
+    }
+    assert!(!confirmed(&mut rig, &volume, mount_capability("zfs")).await);
+    let again = rig.client.create_volume(new_volume("empty", 16 * MIB, mount_capability("ext4"))).await;
+    assert_eq!(code(again), Code::AlreadyExists, "the record says what was asked for");
+    let small = rig.client.publish(&volume, mount_capability("xfs"), false, &kubelet).await;
+    let small = small.expect_err("16 MiB are too few for xfs");
+    assert!(small.code() == Code::FailedPrecondition && small.to_string().contains("300Mi"), "{small}");
+    let target = rig.client.publish(&volume, mount_capability(""), false, &kubelet).await.expect("publish");
+    let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
+    assert_eq!(mounted.fs_type, "ext4");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    let other = rig.client.publish(&volume, mount_capability("btrfs"), false, &kubelet).await;
+    let other = other.expect_err("it holds ext4");
+    assert!(other.code() == Code::FailedPrecondition && other.to_string().contains("holds ext4"), "{other}");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unstage");
+
+    // A Block volume with a filesystem of its user's choice, mounted by a claim that names none.
+    let (raw, device) = rig.block_volume("of its user", 300 * MIB).await;
+    let made = std::process::Command::new("mkfs.xfs").arg("-q").arg(&device).status().expect("mkfs.xfs");
+    assert!(made.success());
+    rig.detach(&raw).await;
+    let target = rig.client.publish(&raw, mount_capability(""), false, &kubelet).await.expect("publish");
+    let mounted = deltapath::sys::mount::mounted_at(&target).expect("mounts").expect("mounted");
+    assert_eq!(mounted.fs_type, "xfs");
+    rig.client.unpublish(&raw, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_is_not_staged_both_ways_at_once() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let volume = rig.client.create_volume(new_volume("one", 16 * MIB, block_capability())).await;
+    let volume = volume.expect("create").volume_id;
+    let (one, two) = (rig.dir.path().join("one"), rig.dir.path().join("two"));
+    for (first, second) in
+        [(block_capability(), mount_capability("ext4")), (mount_capability("ext4"), block_capability())]
+    {
+        stage(&rig, &volume, &one, first.clone()).await.expect("stage");
+        for path in [&one, &two] {
+            let refused = stage(&rig, &volume, path, second.clone()).await;
+            assert_eq!(refused, Err(Code::AlreadyExists), "{first:?} and {second:?}");
+        }
+        stage(&rig, &volume, &one, first).await.expect("stage again");
+        unstage(&rig, &volume, &one).await;
+    }
+    assert!(leftovers(rig.dir.path()).iter().all(|left| !left.contains("/one") && !left.contains("/two")));
+    rig.finish();
+}

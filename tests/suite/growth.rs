@@ -1,0 +1,248 @@
+//! How far a filesystem can grow. Growth beyond that is refused where it is asked for, and nothing that the driver starts harms what is
+//! there: `resize2fs` destroys an ext4 that it grows further than was reserved.
+
+use std::path::Path;
+use std::process::Command;
+
+use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use deltapath::sys;
+use proto::CapacityRange;
+use tonic::Code;
+
+use testkit::{GIB, MIB, PoolKind, Rig, code, status_code};
+
+/// Writes some files, and checks them.
+fn write_files(dir: &Path) {
+    for number in 0..5u8 {
+        let dir = dir.join(format!("dir-{number}"));
+        std::fs::create_dir(&dir).expect("mkdir");
+        std::fs::write(dir.join("file"), vec![number; 3000]).expect("write");
+    }
+}
+
+fn check_files(dir: &Path) {
+    for number in 0..5u8 {
+        let path = dir.join(format!("dir-{number}")).join("file");
+        assert_eq!(std::fs::read(&path).expect("read"), vec![number; 3000], "{}", path.display());
+    }
+}
+
+fn run(program: &str, arguments: &[&str], device: &Path) {
+    let output = Command::new(program).args(arguments).arg(device).output().expect(program);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+}
+
+/// Checks a filesystem on an unmounted device.
+fn fsck(fs_type: &str, device: &Path) {
+    match fs_type {
+        "ext4" => run("e2fsck", &["-f", "-n"], device),
+        "xfs" => run("xfs_repair", &["-n"], device),
+        _ => run("btrfs", &["check", "--readonly"], device),
+    }
+}
+
+/// The most bytes that the error names.
+fn most(error: &csi_client::Error) -> i64 {
+    let text = error.to_string();
+    let at =
+        text.find("at most ").unwrap_or_else(|| panic!("the most is not named: {text}")) + "at most ".len();
+    text[at..].split(' ').next().and_then(|word| word.parse().ok()).unwrap_or_else(|| panic!("{text}"))
+}
+
+/// Each filesystem from its least size, by restore into a larger volume and by expansion, used and not.
+#[rstest::rstest]
+#[case::ext4("ext4", MIB, &[(10, true), (1000, true), (1100, true), (30_000, true)])]
+#[case::xfs("xfs", 300 * MIB, &[(10, true), (1000, false), (1100, false), (30_000, false)])]
+#[case::btrfs("btrfs", 256 * MIB, &[(10, true), (1000, true), (1100, true), (30_000, true)])]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_filesystem_grows_as_far_as_it_can_and_keeps_its_files(
+    #[case] fs_type: &str,
+    #[case] least: i64,
+    #[case] factors: &[(i64, bool)],
+) {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability(fs_type);
+    let request = new_volume("small", least, capability.clone());
+    let small = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&small, capability.clone(), false, &kubelet).await.expect("publish");
+    write_files(&target);
+    let snapshot = rig.snapshot("small", &small).await;
+    let may_grow_ext4 = sys::has_capability(sys::CAP_SYS_RESOURCE).expect("capabilities");
+    for (factor, fits) in factors {
+        let size = least * factor;
+        for is_used in [false, true] {
+            for is_restore in [true, false] {
+                let name = format!("{factor} {is_used} {is_restore}");
+                let mut request =
+                    new_volume(&name, if is_restore { size } else { least }, capability.clone());
+                request.volume_content_source = Some(from_snapshot(&snapshot));
+                let made = rig.client.create_volume(request).await;
+                if is_restore && !fits {
+                    let refused = made.expect_err("it cannot grow so far");
+                    assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+                    assert!((least..size).contains(&most(&refused)), "{refused}");
+                    continue;
+                }
+                let volume = made.expect("create").volume_id;
+                if is_used {
+                    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+                }
+                if !is_restore {
+                    match rig.client.expand_volume(&volume, size).await {
+                        Ok(_) => assert!(fits, "{fs_type} cannot grow to {size}"),
+                        Err(refused) => {
+                            assert_eq!((refused.code(), *fits), (Code::OutOfRange, false), "{refused}");
+                            let most = most(&refused);
+                            assert!((least..size).contains(&most), "{refused}");
+                            rig.client
+                                .expand_volume(&volume, most / 4096 * 4096)
+                                .await
+                                .expect("the most fits");
+                        }
+                    }
+                    if is_used {
+                        let request = proto::NodeExpandVolumeRequest {
+                            volume_id: volume.clone(),
+                            volume_path: kubelet.join(&volume).join("target").display().to_string(),
+                            capacity_range: Some(CapacityRange::default()),
+                            ..Default::default()
+                        };
+                        let answer = rig.client.node.node_expand_volume(request).await;
+                        match fs_type == "ext4" && !may_grow_ext4 {
+                            true => assert_eq!(status_code(answer), Code::FailedPrecondition),
+                            false => drop(answer.expect("node expand")),
+                        }
+                        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+                    }
+                }
+                let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await;
+                let target = target.expect("publish");
+                check_files(&target);
+                let total = sys::space(&target).expect("statvfs").total as i64;
+                assert!(!fits || total > size / 10 * 8, "{fs_type} has {total} bytes of {size}");
+                rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+                let device = rig.attach(&volume).await;
+                fsck(fs_type, &device);
+                rig.detach(&volume).await;
+                rig.client.delete_volume(&volume).await.expect("delete");
+            }
+        }
+    }
+    check_files(&target);
+    rig.client.unpublish(&small, &kubelet).await.expect("unpublish");
+    rig.finish();
+}
+
+/// The incident: an ext4 of 64 MiB, made with mkfs' own reserve, was grown to 100 GiB. resize2fs left a filesystem that did not mount,
+/// and e2fsck moved the names of its root directory to lost+found.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ext4_in_a_volume_that_is_too_large_for_it_is_mounted() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability("ext4");
+    for (number, (from, to)) in
+        [(64 * MIB, 100 * GIB), (8 * MIB, 10 * GIB), (32 * MIB, 40 * GIB)].into_iter().enumerate()
+    {
+        let (volume, device) = rig.block_volume(&format!("raw {number}"), from).await;
+        run("mkfs.ext4", &["-q", "-F"], &device);
+        rig.detach(&volume).await;
+        let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        write_files(&target);
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+
+        let request = proto::ControllerExpandVolumeRequest {
+            volume_id: volume.clone(),
+            capacity_range: Some(CapacityRange { required_bytes: to, limit_bytes: 0 }),
+            volume_capability: Some(capability.clone()),
+            ..Default::default()
+        };
+        let refused = rig.client.controller.controller_expand_volume(request).await.expect_err("too far");
+        assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+        let snapshot = rig.snapshot(&format!("taken {number}"), &volume).await;
+        let mut restore = new_volume(&format!("restored {number}"), to, capability.clone());
+        restore.volume_content_source = Some(from_snapshot(&snapshot));
+        assert_eq!(code(rig.client.create_volume(restore).await), Code::OutOfRange);
+
+        // As a device it may be of any size, for its user decides what is on it.
+        let (large, _) = rig.volume_from(&format!("large {number}"), to, from_snapshot(&snapshot)).await;
+        rig.detach(&large).await;
+        for _ in 0..2 {
+            let target =
+                rig.client.publish(&large, capability.clone(), false, &kubelet).await.expect("publish");
+            check_files(&target);
+            let request = proto::NodeExpandVolumeRequest {
+                volume_id: large.clone(),
+                volume_path: target.display().to_string(),
+                capacity_range: Some(CapacityRange::default()),
+                ..Default::default()
+            };
+            let refused = rig.client.node.node_expand_volume(request).await.expect_err("it is not so large");
+            assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+            assert!(
+                refused.message().contains("ext4") && refused.message().contains("copy the files"),
+                "{refused}"
+            );
+            rig.client.unpublish(&large, &kubelet).await.expect("unpublish");
+        }
+        let device = rig.attach(&large).await;
+        fsck("ext4", &device);
+        rig.detach(&large).await;
+    }
+    rig.finish();
+}
+
+/// The incident: an ext4 with errors, restored into a larger volume, was never mounted, and the answer was the exit status of
+/// e2fsck. At its old size it was mounted.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability("ext4");
+    let request = new_volume("source", 64 * MIB, capability.clone());
+    let source = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
+    write_files(&target);
+    std::fs::create_dir(target.join("lost")).expect("mkdir");
+    rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
+    let device = rig.attach(&source).await;
+    run("debugfs", &["-w", "-R", "clri /lost"], &device);
+    run("debugfs", &["-w", "-R", "ssv state 2"], &device);
+    let snapshot = rig.snapshot("with errors", &source).await;
+    rig.detach(&source).await;
+    let mut request = new_volume("larger", 128 * MIB, capability.clone());
+    request.volume_content_source = Some(from_snapshot(&snapshot));
+    let larger = rig.client.create_volume(request).await.expect("create").volume_id;
+    let target = rig.client.publish(&larger, capability, false, &kubelet).await.expect("publish");
+    check_files(&target);
+    let total = sys::space(&target).expect("statvfs").total as i64;
+    assert!(total < 64 * MIB, "it grew to {total}");
+    assert!(rig.log().contains("the ext4 has errors"), "{}", rig.log());
+    let request = proto::NodeExpandVolumeRequest {
+        volume_id: larger.clone(),
+        volume_path: target.display().to_string(),
+        capacity_range: Some(CapacityRange::default()),
+        ..Default::default()
+    };
+    let refused = rig.client.node.node_expand_volume(request).await.expect_err("it has errors");
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(refused.message().contains("run e2fsck"), "{refused}");
+    rig.client.unpublish(&larger, &kubelet).await.expect("unpublish");
+
+    let device = rig.attach(&larger).await;
+    let repaired = Command::new("e2fsck").args(["-f", "-y"]).arg(&device).output().expect("e2fsck");
+    assert_eq!(repaired.status.code(), Some(1), "{repaired:?}");
+    rig.detach(&larger).await;
+    let target =
+        rig.client.publish(&larger, mount_capability("ext4"), false, &kubelet).await.expect("publish");
+    assert!(
+        sys::space(&target).expect("statvfs").total as i64 > 100 * MIB,
+        "it is not grown once it is well"
+    );
+    rig.client.unpublish(&larger, &kubelet).await.expect("unpublish");
+    rig.finish();
+}

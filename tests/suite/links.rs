@@ -1,0 +1,149 @@
+//! Paths of clients that are symbolic links. Links among the parents of a path lead to a directory of kubelet that was moved; the last
+//! part is never followed, and a link that takes the place of a directory while a call is at work is not either.
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use csi_client::{block_capability, mount_capability, new_volume};
+use deltapath::sys::mount;
+use tonic::Code;
+
+use crate::node::publish_at;
+use testkit::{MIB, PoolKind, Rig, leftovers};
+
+#[track_caller]
+fn names(status: tonic::Status, field: &str, path: &Path) {
+    assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+    let said = status.message();
+    assert!(said.contains(field) && said.contains(&path.display().to_string()), "{said}");
+    assert!(said.contains("symbolic link"), "{said}");
+}
+
+/// The incident: a target that was a link to /etc got the volume mounted over /etc.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_path_that_is_a_link_is_refused_by_every_node_call() {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let (directory, file) = (rig.dir.path().join("etc"), rig.dir.path().join("a-file"));
+    std::fs::create_dir(&directory).expect("mkdir");
+    std::fs::write(&file, "").expect("write");
+    let (to_directory, to_file, to_nothing) =
+        (rig.dir.path().join("link"), rig.dir.path().join("file-link"), rig.dir.path().join("dangling"));
+    symlink(&directory, &to_directory).expect("symlink");
+    symlink(&file, &to_file).expect("symlink");
+    symlink(rig.dir.path().join("nothing"), &to_nothing).expect("symlink");
+    for (name, capability) in [("files", mount_capability("ext4")), ("raw", block_capability())] {
+        let request = new_volume(name, 16 * MIB, capability.clone());
+        let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+        rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+        let target = kubelet.join(&volume).join("target");
+        crate::node::unpublish_at(&mut rig, &volume, &target).await;
+        for link in [&to_directory, &to_file, &to_nothing] {
+            let request = publish_at(&rig, &volume, link, capability.clone(), false);
+            let refused = rig.client.node.node_publish_volume(request).await.expect_err("publish");
+            names(refused, "target_path", link);
+            let stage = proto::NodeStageVolumeRequest {
+                volume_id: volume.clone(),
+                staging_target_path: link.display().to_string(),
+                volume_capability: Some(capability.clone()),
+                ..Default::default()
+            };
+            let refused = rig.client.node.node_stage_volume(stage).await.expect_err("stage");
+            names(refused, "staging_target_path", link);
+            let unpublish = proto::NodeUnpublishVolumeRequest {
+                volume_id: volume.clone(),
+                target_path: link.display().to_string(),
+            };
+            let refused = rig.client.node.node_unpublish_volume(unpublish).await.expect_err("unpublish");
+            names(refused, "target_path", link);
+            let unstage = proto::NodeUnstageVolumeRequest {
+                volume_id: volume.clone(),
+                staging_target_path: link.display().to_string(),
+            };
+            let refused = rig.client.node.node_unstage_volume(unstage).await.expect_err("unstage");
+            names(refused, "staging_target_path", link);
+        }
+        for place in [&directory, &file] {
+            assert_eq!(mount::mounted_at(place).expect("mounts"), None, "{}", place.display());
+        }
+        assert!(to_nothing.is_symlink() && !rig.dir.path().join("nothing").exists());
+        rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    }
+    rig.finish();
+}
+
+/// A directory of the path, or the target itself, is exchanged for a link to another directory again and again while the volume is
+/// published. Nothing is ever mounted behind the link.
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_link_that_is_exchanged_for_a_directory_leads_nowhere(
+    #[values("target", "parent")] exchanged: &str,
+) {
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let kubelet = rig.kubelet();
+    let capability = mount_capability("ext4");
+    let request = new_volume("files", 16 * MIB, capability.clone());
+    let volume = rig.client.create_volume(request).await.expect("create").volume_id;
+    rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
+    let pod = rig.dir.path().join("pod");
+    let (parent, victim) = (pod.join("parent"), rig.dir.path().join("victim"));
+    std::fs::create_dir_all(&parent).expect("mkdir");
+    std::fs::create_dir_all(victim.join("target")).expect("mkdir");
+    let (place, leads_to) = match exchanged {
+        "target" => (parent.join("target"), victim.clone()),
+        _ => (parent.clone(), victim.clone()),
+    };
+    let behind = if exchanged == "target" { victim.clone() } else { victim.join("target") };
+    let target = parent.join("target");
+    let is_over = AtomicBool::new(false);
+    let mut client = rig.client.node.clone();
+    let unpublish = proto::NodeUnpublishVolumeRequest {
+        volume_id: volume.clone(),
+        target_path: kubelet.join(&volume).join("target").display().to_string(),
+    };
+    client.node_unpublish_volume(unpublish).await.expect("unpublish");
+    let request = publish_at(&rig, &volume, &target, capability, false);
+    let aside = pod.join("aside");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                // A directory that something is mounted on cannot be moved, nor what is missing.
+                if std::fs::rename(&place, &aside).is_ok() {
+                    let _ = symlink(&leads_to, &place);
+                    let _ = std::fs::remove_file(&place);
+                    let _ = std::fs::rename(&aside, &place);
+                }
+            }
+        });
+        let runtime = tokio::runtime::Handle::current();
+        let done = tokio::task::block_in_place(|| {
+            runtime.block_on(async {
+                for _ in 0..150 {
+                    let _ = client.node_publish_volume(request.clone()).await;
+                    if mount::mounted_at(&behind).expect("mounts").is_some() {
+                        return Err(());
+                    }
+                    let unpublish = proto::NodeUnpublishVolumeRequest {
+                        volume_id: volume.clone(),
+                        target_path: target.display().to_string(),
+                    };
+                    let _ = client.node_unpublish_volume(unpublish).await;
+                }
+                Ok(())
+            })
+        });
+        is_over.store(true, Ordering::Relaxed);
+        assert_eq!(done, Ok(()), "the volume was mounted behind a link");
+    });
+    let unpublish = proto::NodeUnpublishVolumeRequest {
+        volume_id: volume.clone(),
+        target_path: target.display().to_string(),
+    };
+    client.node_unpublish_volume(unpublish).await.expect("unpublish");
+    rig.client.unpublish(&volume, &kubelet).await.expect("unpublish");
+    assert!(leftovers(rig.dir.path()).is_empty(), "left: {:?}", leftovers(rig.dir.path()));
+    rig.finish();
+}
