@@ -222,13 +222,18 @@ impl<'f> WrittenSince<'f> {
         self.left = left;
         let header = &self.search.answers[self.next.min(BATCH)..];
         let objectid = number(header, offset_of!(btrfs_ioctl_search_header, objectid))?;
+        if objectid != self.inode {
+            return Err(io::Error::other(format!(
+                "the search for inode {} found one of {objectid}",
+                self.inode
+            )));
+        }
         let offset = number(header, offset_of!(btrfs_ioctl_search_header, offset))?;
         let length = u32::from_ne_bytes(bytes(header, offset_of!(btrfs_ioctl_search_header, len))?) as usize;
         let item = header.get(size_of::<btrfs_ioctl_search_header>()..).and_then(|rest| rest.get(..length));
         let item = Item::decode(item.ok_or(io::ErrorKind::InvalidData)?)?;
         self.next += size_of::<btrfs_ioctl_search_header>() + length;
         self.resume = offset.checked_add(1);
-        debug_assert_eq!(objectid, self.inode, "the search was for one file");
         Ok(Some((offset, item)))
     }
 }
@@ -295,6 +300,27 @@ impl Iterator for WrittenSince<'_> {
             if let Err(error) = self.refill(from) {
                 return Some(Err(error));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A kernel that answers about another file would have its blocks taken for those of this one.
+    #[test]
+    fn an_answer_about_another_file_is_an_error() {
+        let file = tempfile::tempfile().expect("temp file");
+        let mut written = WrittenSince::of(&file, Path::new("file"), 1).expect("search");
+        let length = size_of::<btrfs_file_extent_item>() as u32;
+        for (inode, is_taken) in [(written.inode, true), (written.inode + 1, false)] {
+            (written.next, written.left) = (0, 1);
+            let answers = &mut written.search.answers;
+            answers[offset_of!(btrfs_ioctl_search_header, objectid)..][..8]
+                .copy_from_slice(&inode.to_ne_bytes());
+            answers[offset_of!(btrfs_ioctl_search_header, len)..][..4].copy_from_slice(&length.to_ne_bytes());
+            assert_eq!(written.answer().is_ok(), is_taken, "inode {inode}");
         }
     }
 }
