@@ -134,7 +134,7 @@ impl Audit<'_> {
         let dir = self.inspection.data_dir().clone();
         let (pool, image) = (dir.pool(), dir.pool_image());
         self.names(dir.path(), &[&dir.manifest(), &dir.lock(), &image, &dir.untried(), pool.path()])?;
-        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.staging()];
+        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.staging(), pool.reserve()];
         self.names(pool.path(), &parts.each_ref().map(PathBuf::as_path))?;
         if image.exists() {
             self.backing.insert(FileId::of(&image)?, Backing::Pool);

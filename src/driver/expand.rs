@@ -46,7 +46,7 @@ impl Volumes {
         let capacity = self.capacity.of_expanded(record.capacity, record.block_size, range)?;
         let path = self.shared.volume_data(&record.id);
         if capacity > record.capacity {
-            self.shared.check_host()?;
+            self.shared.check_room()?;
             let _room = self.capacity.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
             change::set_len(&file, &path, capacity)?;

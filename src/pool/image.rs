@@ -1,5 +1,6 @@
 //! A pool image: attaching it to a loop device, and mounting it.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,9 @@ use super::format::Format;
 use super::{Error, Result};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
-use crate::sys::{Space, space};
+use crate::sys::{Space, program, space};
+use files::Context;
+use files::change;
 use files::durable::{FileLock, LOCK_PATIENCE};
 
 /// An image that is attached and mounted.
@@ -26,6 +29,17 @@ impl Image {
     pub(super) fn host(&self) -> Result<Space> {
         let parent = self.mount_point.parent().unwrap_or(&self.mount_point);
         Ok(space(parent)?)
+    }
+
+    /// Makes the image and its filesystem, a btrfs, larger. After a crash in between the filesystem has its old size.
+    pub(super) fn grow(&self, bytes: u64) -> Result<()> {
+        let file = File::options().write(true).open(&self.path).context("open", &self.path)?;
+        let length = file.metadata().context("stat", &self.path)?.len() + bytes;
+        change::set_len(&file, &self.path, length)?;
+        change::sync(&file, &self.path)?;
+        self.device.grow_to_file()?;
+        program::run("btrfs", &["filesystem", "resize", "max"], &self.mount_point, |code| code == 0)?;
+        Ok(())
     }
 
     /// Attaches and mounts the image, or finds that a former process left it so.

@@ -14,6 +14,7 @@
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
 //!                                 a snapshot or a group that has a deleted.json was deleted, and is kept as a base
 //!                                 for deltas; the bytes may be gone
+//!     reserve                     room that is given back to a deletion on a full pool
 //!     staging/                    half-made and half-removed objects, emptied at start, except for transfers
 //!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
@@ -121,6 +122,11 @@ impl PoolDir {
     /// `staging/`.
     pub fn staging(&self) -> PathBuf {
         self.0.join("staging")
+    }
+
+    /// `reserve`: takes the room that a deletion needs on a full pool.
+    pub fn reserve(&self) -> PathBuf {
+        self.0.join("reserve")
     }
 
     /// The directory of a volume.

@@ -103,6 +103,8 @@ impl Hashing {
         self.take_up();
         self.apply_retention();
         loop {
+            // A deletion that needed it may have found no room for it yet.
+            let _ = self.shared.store.take_reserve();
             let work = match self.queue.next() {
                 Next::Work(work) => work,
                 Next::Retention => {

@@ -68,10 +68,14 @@ fn is_socket(path: &Path) -> bool {
 }
 
 /// Steps whose failure a start may ignore. A device whose requests are not counted works too, and never counts as quiet. If
-/// the probe cannot clone, the pool is made in an image.
+/// the probe cannot clone, the pool is made in an image. Without the reserve nothing new is made, and calls try again to take it.
+/// With it, the state of a volume that found no space is written again.
 fn is_passed_over(cut: Cut, point: &Point) -> bool {
     let is_probe = point.step == "clone blocks into" && point.path.ends_with("data/pool");
-    cut != Cut::Kill && (is_probe || point.path.ends_with("queue/iostats"))
+    let is_reserve = point.path.to_string_lossy().contains("/pool/reserve")
+        || (point.step == "sync" && point.path.ends_with("data/pool"));
+    let is_tried_again = cut == Cut::Error(nix::libc::ENOSPC) && point.path.ends_with("state.json");
+    cut != Cut::Kill && (is_probe || is_reserve || is_tried_again || point.path.ends_with("queue/iostats"))
 }
 
 /// Steps of a start that remove what is not needed. If they fail, the start logs it and continues.
