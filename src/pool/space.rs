@@ -10,7 +10,9 @@ const LOW_SHARE: u64 = 50;
 const LOW_BYTES: u64 = 1 << 30;
 /// With less than this on the disk under an image nothing new is made: its filesystem believes that it has room,
 /// and a btrfs that finds out otherwise turns read-only.
-const LEAST_HOST: u64 = 16 << 20;
+pub(super) const LEAST_HOST: u64 = 16 << 20;
+/// With less than this the disk under an image gets no reserve, and without one nothing new is made either.
+pub(super) const ROOM_FOR_RESERVE: u64 = 64 << 20;
 /// What an image grows by: enough for a second chunk of metadata.
 const GROWTH: u64 = 64 << 20;
 
@@ -54,8 +56,10 @@ impl OpenPool {
     /// Why nothing new may be made, if there is a reason: the disk under the image is full.
     pub fn host_is_full(&self) -> Result<Option<String>> {
         let Some(image) = &self.image else { return Ok(None) };
+        image.take_reserve()?;
         let left = image.host()?.available;
-        Ok((left < LEAST_HOST).then(|| {
+        let least = if image.reserve.is_held() { LEAST_HOST } else { ROOM_FOR_RESERVE };
+        Ok((left < least).then(|| {
             format!(
                 "No space left on device: the disk under the pool's image has only {} left; free space on it, or delete \
                  volumes or snapshots",

@@ -3,8 +3,10 @@
 //!
 //! btrfs renames only while it can set aside some 8 MiB of metadata (`btrfs_rename` reserves for ten items, each of them 48
 //! nodes), which it lacks where data took all space before metadata got a second chunk. It always removes a file: for that
-//! it has a reserve of its own. So this one is a file whose extended attributes fill metadata. Making it while there is space also gives
-//! metadata its second chunk. Elsewhere a directory may need a block for one more name: there the file holds data.
+//! it has a reserve of its own. So this one is a file whose extended attributes fill metadata. Making it while there is space
+//! also gives metadata its second chunk. Elsewhere a directory may need a block for one more name: there the file holds data.
+//!
+//! A second one is on the disk below an image. A mount may have to write what the full disk refused before.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,20 +30,40 @@ const VALUE: usize = 3800;
 const BATCH: u64 = 256;
 /// What the file takes on any other filesystem.
 const DATA: usize = 1 << 20;
+/// What it takes on the disk below an image: enough for a mount and the deletions after it.
+const BELOW_IMAGE: usize = 32 << 20;
 
 /// The reserve of a filesystem.
 #[derive(Debug)]
 pub struct Reserve {
     path: PathBuf,
+    /// The bytes of the file; `None` for what removals from the filesystem need, whichever it is.
+    bytes: Option<usize>,
     is_held: AtomicBool,
     /// Held while it is taken or given back, and while what it gave is used: by one call at a time, or there is too little.
     changing: Mutex<()>,
 }
 
 impl Reserve {
-    /// The reserve at `path`, not taken yet.
+    /// The reserve at `path` for removals from its filesystem, not taken yet.
     pub fn at(path: PathBuf) -> Self {
-        Reserve { path, is_held: AtomicBool::new(false), changing: Mutex::default() }
+        Reserve { path, bytes: None, is_held: AtomicBool::new(false), changing: Mutex::default() }
+    }
+
+    /// The reserve at `path` for an image on its filesystem.
+    pub fn below_image(path: PathBuf) -> Self {
+        Reserve { bytes: Some(BELOW_IMAGE), ..Reserve::at(path) }
+    }
+
+    /// Gives the reserve back, if the file is there.
+    pub fn give_back(&self) -> Result<()> {
+        self.is_held.store(false, Ordering::Release);
+        durable::remove(&self.path)
+    }
+
+    /// Whether it is taken.
+    pub fn is_held(&self) -> bool {
+        self.is_held.load(Ordering::Acquire)
     }
 
     /// Takes the reserve, unless it is held. Without room for it nothing is changed.
@@ -49,11 +71,11 @@ impl Reserve {
     /// 1. Make the file beside its place and sync it: a crash leaves a draft, which the next try removes.
     /// 2. Rename it into place.
     pub fn take(&self) -> Result<()> {
-        if self.is_held.load(Ordering::Acquire) {
+        if self.is_held() {
             return Ok(());
         }
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.is_held.load(Ordering::Acquire) {
+        if !self.is_held() {
             if !self.path.try_exists().context("stat", &self.path)? {
                 self.make()?;
             }
@@ -65,7 +87,7 @@ impl Reserve {
     /// Makes a change that gives room back, or is needed before one. If there is no room for it, gives the reserve back and
     /// tries again.
     pub fn spend<T>(&self, change: impl Fn() -> Result<T>) -> Result<T> {
-        let was_held = self.is_held.load(Ordering::Acquire);
+        let was_held = self.is_held();
         let error = match change() {
             Err(error) if error.is_no_space() => error,
             outcome => return outcome,
@@ -74,7 +96,10 @@ impl Reserve {
         if self.is_held.swap(false, Ordering::AcqRel) {
             let path = self.path.display();
             tracing::warn!(%path, %error, "the pool is full: its reserve is given back for this call, and nothing new is made without it");
-            change::remove_file(&self.path)?;
+            match change::remove_file(&self.path) {
+                Err(error) if !error.is_not_found() => return Err(error),
+                _ => {}
+            }
             // What was removed is free after a commit.
             durable::sync_filesystem(self.dir())?;
         } else if !was_held {
@@ -88,19 +113,16 @@ impl Reserve {
     }
 
     fn make(&self) -> Result<()> {
-        let fresh = DraftFile::New.of(&self.path);
-        let on_btrfs = btrfs::is_btrfs(self.dir())?;
-        if on_btrfs {
-            durable::remove(&fresh)?;
-            if btrfs::metadata(self.dir())?.room < METADATA + LEAVES {
-                return Err(io::Error::from_raw_os_error(libc::ENOSPC))
-                    .context("take the reserve of", self.dir());
-            }
+        if self.bytes.is_some() || !btrfs::is_btrfs(self.dir())? {
+            let noise = noise(self.bytes.unwrap_or(DATA));
+            return durable::create(&self.path, &noise);
         }
-        durable::create_with(&self.path, |fresh| match on_btrfs {
-            true => fill_metadata(fresh),
-            false => durable::write_new(fresh, &noise()),
-        })
+        durable::remove(&DraftFile::New.of(&self.path))?;
+        if btrfs::metadata(self.dir())?.room < METADATA + LEAVES {
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC))
+                .context("take the reserve of", self.dir());
+        }
+        durable::create_with(&self.path, fill_metadata)
     }
 }
 
@@ -125,8 +147,8 @@ fn fill_metadata(path: &Path) -> Result<()> {
 }
 
 /// Bytes that no filesystem compresses.
-fn noise() -> Vec<u8> {
-    let mut bytes = vec![0; DATA];
+fn noise(length: usize) -> Vec<u8> {
+    let mut bytes = vec![0; length];
     blake3::Hasher::new().finalize_xof().fill(&mut bytes);
     bytes
 }

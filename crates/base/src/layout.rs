@@ -5,6 +5,7 @@
 //! DIR/lock                        held by the one driver that serves it
 //! DIR/pool.img                    the pool's image, where the pool is made in a file
 //! DIR/pool.img.untried            there until the kernel has mounted the image once
+//! DIR/reserve                     room on the disk that is given back when the image is opened on a full one
 //! DIR/pool/                       the pool: a plain directory, or where the image is mounted
 //!     volumes/<id>/record.json    state.json: where it is attached, staged and published
 //!     volumes/<id>/bytes/data.img
@@ -81,6 +82,11 @@ impl DataDir {
     /// `pool.img`: the filesystem image of a pool made in a file.
     pub fn pool_image(&self) -> PathBuf {
         self.0.join("pool.img")
+    }
+
+    /// `reserve`: takes the room that opening the image needs on a full disk.
+    pub fn reserve(&self) -> PathBuf {
+        self.0.join("reserve")
     }
 
     /// `pool.img.untried`: there until the kernel has mounted the image once.

@@ -8,7 +8,7 @@ use csi_client::{block_capability, from_snapshot, from_volume, mount_capability,
 use deltapath::sys::space;
 
 use super::pool_full::small_pool_of;
-use super::{assert_nothing_half_made, listed, probe, sync_fs, until, verify};
+use super::{Disk, assert_nothing_half_made, listed, probe, sync_fs, until, verify};
 use testkit::{MIB, PoolKind, Rig, names};
 
 /// How a pool is filled.
@@ -195,6 +195,33 @@ async fn a_full_pool_is_emptied_on_dir() {
 async fn a_btrfs_pool_of_any_size_is_emptied() {
     let sizes = [300, 1024, 3072].map(|mib| emptied(PoolKind::Btrfs, mib, Way::OneVolume, 7));
     sizes.into_iter().collect::<tokio::task::JoinSet<()>>().join_all().await;
+}
+
+/// The disk below the image is full, not the pool. A btrfs that could not be written is read-only until the next start.
+async fn emptied_on_a_full_disk(pool: PoolKind) {
+    let disk = Disk::ext4(600 << 20);
+    let mut rig = disk.rig(pool, &["--pool-size", "2Gi"]).await;
+    let mut made = Vec::new();
+    let (volume, device) = volume_of(&mut rig, &mut made, "first", 1024).await;
+    assert!(fill(&device, 0, 64), "no room at first");
+    made.push(Object::Snapshot(rig.snapshot("base", &volume).await));
+    assert!(!fill(&device, 0, 1024), "there was room");
+    rig.detach(&volume).await;
+    assert!(rig.terminate().success());
+    rig.start_again().await;
+    delete_all(&mut rig, made, 3).await;
+    assert_eq!(listed(&rig).await, (vec![], vec![]));
+    assert_nothing_half_made(&rig);
+    probe(&rig).await.expect("it takes writes");
+    super::pool_full::finish(rig, Some(disk));
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pool_on_a_full_disk_is_emptied() {
+    for pool in [PoolKind::Btrfs, PoolKind::Xfs] {
+        emptied_on_a_full_disk(pool).await;
+    }
 }
 
 /// More objects than the directory of removed ones has room for are removed at once from a full pool, and each removal
