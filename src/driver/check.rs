@@ -133,8 +133,10 @@ impl Audit<'_> {
     fn data_dir(&mut self) -> Result<()> {
         let dir = self.inspection.data_dir().clone();
         let (pool, image) = (dir.pool(), dir.pool_image());
-        self.names(dir.path(), &[&dir.manifest(), &dir.lock(), &image, &dir.untried(), pool.path()])?;
-        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.staging()];
+        let known =
+            [dir.manifest(), dir.lock(), image.clone(), dir.untried(), dir.reserve(), pool.path().into()];
+        self.names(dir.path(), &known.each_ref().map(PathBuf::as_path))?;
+        let parts = [pool.volumes(), pool.snapshots(), pool.groups(), pool.staging(), pool.reserve()];
         self.names(pool.path(), &parts.each_ref().map(PathBuf::as_path))?;
         if image.exists() {
             self.backing.insert(FileId::of(&image)?, Backing::Pool);

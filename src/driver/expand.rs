@@ -54,7 +54,7 @@ impl Volumes {
             if let Some(found) = Superblock::read(&place)?.filter(|_| is_filesystem) {
                 found.check_growth("capacity_range.required_bytes", capacity)?;
             }
-            self.shared.check_host()?;
+            self.shared.check_room()?;
             let _room = self.capacity.reserve(capacity - record.capacity)?;
             let file = File::options().write(true).open(&path).context("open", &path)?;
             change::set_len(&file, &path, capacity)?;

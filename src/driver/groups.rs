@@ -97,7 +97,7 @@ impl Snapshots {
         volumes: &[LockedVolume],
         parameters: &SnapshotParameters,
     ) -> Result<Group> {
-        self.shared.check_host()?;
+        self.shared.check_room()?;
         let id = GroupId::random(self.shared.key).context("draw an id from", "/dev/random".as_ref())?;
         let draft = self.shared.store.draft_group(&id)?;
         let mut snapshots = Vec::new();

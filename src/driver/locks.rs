@@ -37,7 +37,7 @@ pub(super) enum Key {
     History(VolumeId),
     /// The opening of a source, for a transfer to another node.
     Transfer(String),
-    /// The making of a snapshot's `allocated` map from its data. Callers wait until their own stop.
+    /// The making of a snapshot's `allocated` map from its data, and replacing it. Callers wait until their own stop.
     Map(SnapshotId),
 }
 

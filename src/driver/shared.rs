@@ -71,12 +71,12 @@ impl Shared {
         )))
     }
 
-    /// Fails if the disk below the pool is full: then nothing new may be made.
-    pub(super) fn check_host(&self) -> Result<()> {
+    /// Fails if nothing new may be made: the disk below the pool is full, or the pool has no room for what a deletion needs.
+    pub(super) fn check_room(&self) -> Result<()> {
         self.store.check_alive()?;
         match self.open_pool.host_is_full()? {
             Some(full) => Err(Error::Exhausted(full)),
-            None => Ok(()),
+            None => Ok(self.store.take_reserve()?),
         }
     }
 

@@ -71,7 +71,7 @@ impl Snapshots {
         volume: &LockedVolume,
         parameters: &SnapshotParameters,
     ) -> Result<Arc<SnapshotRecord>> {
-        self.shared.check_host()?;
+        self.shared.check_room()?;
         self.shared.truncate_to_record(volume)?;
         let record = self.new_record(name, None, volume, parameters.tuple_style)?;
         let draft = self.shared.store.draft_snapshot(&record.id)?;

@@ -36,10 +36,11 @@ impl Driver {
     /// 4. In a new directory, write the manifest. This comes after the pool, so that an interrupted start begins again.
     /// 5. Empty `staging/`, except for transfers, and read all records (`store/mod.rs`). Unreadable records are reported and
     ///    withheld. If the pool's filesystem is dead, no records are read, and pods can still be ended.
-    /// 6. Thaw what the driver before left frozen (`quiesce.rs`), since programs may be waiting for it.
-    /// 7. Undo settings on volumes that an interrupted copy left (`quiesce.rs`).
-    /// 8. Take note of unfinished transfers: each continues with its next CreateVolume (`transfer_table.rs`).
-    /// 9. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never call for them.
+    /// 6. Take the room that deletions need on a full pool (`sys/reserve.rs`). Without it nothing new is made.
+    /// 7. Thaw what the driver before left frozen (`quiesce.rs`), since programs may be waiting for it.
+    /// 8. Undo settings on volumes that an interrupted copy left (`quiesce.rs`).
+    /// 9. Take note of unfinished transfers: each continues with its next CreateVolume (`transfer_table.rs`).
+    /// 10. Remove inline volumes that were made and never published (`node/ephemeral.rs`): kubelet may never call for them.
     ///
     /// Afterwards the hashing thread hashes what is pending and applies the retention (`Hashing::run`), and calls are served.
     /// What an interrupted expansion left is undone when the volume is used next (`expand.rs`, `truncate_to_record`).
@@ -76,6 +77,9 @@ impl Driver {
                 return Err(error);
             }
         };
+        if store.check_alive().is_ok() {
+            take_reserve(&store, &open_pool);
+        }
         // On a full pool the test file cannot be written, and then nothing is known.
         let cached = open_pool.cached().unwrap_or_default();
         if let Some(cached) = cached {
@@ -193,6 +197,20 @@ fn open_store(
             Ok(Store::of_dead(open_pool.dir().clone(), &error))
         }
         store => Ok(store.map_err(Error::from)?),
+    }
+}
+
+/// A full pool is served without it, so that there is a way out.
+fn take_reserve(store: &Store, open_pool: &OpenPool) {
+    let taken = store.take_reserve().map_err(Error::from).or_else(|error| {
+        match open_pool.make_room_for_reserve()? {
+            true => Ok(store.take_reserve()?),
+            false => Err(error),
+        }
+    });
+    if let Err(error) = taken {
+        let error = base::report(&error);
+        tracing::warn!(error, "nothing new is made until there is room for what deletions may need");
     }
 }
 

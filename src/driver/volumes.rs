@@ -136,7 +136,7 @@ impl Volumes {
         record: VolumeRecord,
         content: Option<Content>,
     ) -> Result<Arc<VolumeRecord>> {
-        self.shared.check_host()?;
+        self.shared.check_room()?;
         let draft = self.shared.store.draft_volume(&record.id)?;
         let target = draft.dir();
         let file = match content {

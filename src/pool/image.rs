@@ -1,14 +1,19 @@
 //! A pool image: attaching it to a loop device, and mounting it.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::format::Format;
+use super::space::{LEAST_HOST, ROOM_FOR_RESERVE};
 use super::{Error, Result};
 use crate::sys::loopdev::{Access, LoopDevice};
 use crate::sys::mount::{self, Flags};
-use crate::sys::{Space, space};
+use crate::sys::reserve::Reserve;
+use crate::sys::{Space, program, space};
+use base::DataDir;
 use files::durable::{FileLock, LOCK_PATIENCE};
+use files::{Context, change};
 
 /// An image that is attached and mounted.
 #[derive(Debug)]
@@ -17,6 +22,8 @@ pub(super) struct Image {
     pub device: LoopDevice,
     pub mount_point: PathBuf,
     pub format: Format,
+    /// On the disk below.
+    pub reserve: Reserve,
     /// No other process may attach the image while this lives.
     _lock: FileLock,
 }
@@ -28,11 +35,35 @@ impl Image {
         Ok(space(parent)?)
     }
 
-    /// Attaches and mounts the image, or finds that a former process left it so.
-    pub(super) fn open(image: &Path, mount_point: &Path, format: Format) -> Result<Self> {
+    /// Takes the reserve on the disk below, unless it is held or the disk is full.
+    pub(super) fn take_reserve(&self) -> Result<()> {
+        match self.reserve.is_held() || self.host()?.available < ROOM_FOR_RESERVE {
+            true => Ok(()),
+            false => Ok(self.reserve.take()?),
+        }
+    }
+
+    /// Makes the image and its filesystem, a btrfs, larger. After a crash in between the filesystem has its old size.
+    pub(super) fn grow(&self, bytes: u64) -> Result<()> {
+        let file = File::options().write(true).open(&self.path).context("open", &self.path)?;
+        let length = file.metadata().context("stat", &self.path)?.len() + bytes;
+        change::set_len(&file, &self.path, length)?;
+        change::sync(&file, &self.path)?;
+        self.device.grow_to_file()?;
+        program::run("btrfs", &["filesystem", "resize", "max"], &self.mount_point, |code| code == 0)?;
+        Ok(())
+    }
+
+    /// Attaches and mounts the image, or finds that a former process left it so. The disk below may be full: then a mount finds no
+    /// space for what it has to write, so the reserve there is given back first.
+    pub(super) fn open(data_dir: &DataDir, mount_point: &Path, format: Format) -> Result<Self> {
+        let (image, reserve) = (&data_dir.pool_image(), Reserve::below_image(data_dir.reserve()));
         let Some(lock) = FileLock::try_lock(image, LOCK_PATIENCE)? else {
             return Err(Error::ImageInUse(image.to_owned()));
         };
+        if space(data_dir.path())?.available < LEAST_HOST {
+            reserve.give_back()?;
+        }
         let device = match LoopDevice::find(image)?.map(LoopDevice::keep).transpose()?.flatten() {
             Some(device) => device,
             None => LoopDevice::attach(image, Access::ReadWrite)?,
@@ -54,7 +85,15 @@ impl Image {
             return Err(error.into());
         }
         let (path, mount_point) = (image.to_owned(), mount_point.to_owned());
-        Ok(Image { path, device, mount_point, format, _lock: lock })
+        let opened = Image { path, device, mount_point, format, reserve, _lock: lock };
+        if let Err(error) = opened.take_reserve() {
+            let error = base::report(&error);
+            tracing::warn!(
+                error,
+                "the disk under the pool's image has no reserve for the time when it is full"
+            );
+        }
+        Ok(opened)
     }
 }
 

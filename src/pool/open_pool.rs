@@ -42,7 +42,7 @@ impl OpenPool {
         }
         let in_image = |dir: PoolDir| {
             let format = Format::of_image(&image)?;
-            let image = Image::open(&image, dir.path(), format)?;
+            let image = Image::open(data_dir, dir.path(), format)?;
             let pool = format.pool(dir.path(), &image.device);
             let mut open_pool = OpenPool { pool: Pool::Dir, image: Some(image), dir };
             match pool {

@@ -1,6 +1,7 @@
 //! The space that is left, in the pool and on the disk under its image.
 
-use super::{OpenPool, Result};
+use super::{OpenPool, Pool, Result};
+use crate::sys::reserve::is_metadata_too_small;
 use crate::sys::{Space, space};
 use base::Quantity;
 
@@ -9,7 +10,11 @@ const LOW_SHARE: u64 = 50;
 const LOW_BYTES: u64 = 1 << 30;
 /// With less than this on the disk under an image nothing new is made: its filesystem believes that it has room,
 /// and a btrfs that finds out otherwise turns read-only.
-const LEAST_HOST: u64 = 16 << 20;
+pub(super) const LEAST_HOST: u64 = 16 << 20;
+/// With less than this the disk under an image gets no reserve, and without one nothing new is made either.
+pub(super) const ROOM_FOR_RESERVE: u64 = 64 << 20;
+/// What an image grows by: enough for a second chunk of metadata.
+const GROWTH: u64 = 64 << 20;
 
 impl OpenPool {
     /// Bytes that can still be written: free in the pool, or on the host where a sparse image has less
@@ -36,11 +41,25 @@ impl OpenPool {
             .then(|| format!("the disk under the pool's image has {} left", Quantity(host.available))))
     }
 
+    /// Gives a pool that has no room for the reserve of its deletions (`sys/reserve.rs`) more room, and returns whether it
+    /// did. Only a btrfs image of a version before there was one, and only once: then its metadata has a second chunk.
+    pub fn make_room_for_reserve(&self) -> Result<bool> {
+        let (Some(image), Pool::Btrfs { .. }) = (&self.image, self.pool) else { return Ok(false) };
+        if !is_metadata_too_small(self.dir.path())? || image.host()?.available < GROWTH + LEAST_HOST {
+            return Ok(false);
+        }
+        tracing::warn!(path = %image.path.display(), by = GROWTH, "the pool is full and nothing could be deleted, so its image is made larger");
+        image.grow(GROWTH)?;
+        Ok(true)
+    }
+
     /// Why nothing new may be made, if there is a reason: the disk under the image is full.
     pub fn host_is_full(&self) -> Result<Option<String>> {
         let Some(image) = &self.image else { return Ok(None) };
+        image.take_reserve()?;
         let left = image.host()?.available;
-        Ok((left < LEAST_HOST).then(|| {
+        let least = if image.reserve.is_held() { LEAST_HOST } else { ROOM_FOR_RESERVE };
+        Ok((left < least).then(|| {
             format!(
                 "No space left on device: the disk under the pool's image has only {} left; free space on it, or delete \
                  volumes or snapshots",

@@ -31,7 +31,7 @@ impl Store {
     pub fn draft_group(&self, id: &GroupId) -> Result<GroupDraft> {
         let dir = GroupDir::new(self.dir.staging().join(id.as_str()));
         durable::make_dir(dir.path())?;
-        let draft = Draft { dir: ObjectDir::new(dir.path()), committed: false };
+        let draft = self.draft_at(ObjectDir::new(dir.path()));
         durable::make_dir(&dir.members())?;
         Ok(GroupDraft { draft, dir })
     }

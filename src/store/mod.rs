@@ -31,6 +31,7 @@ use serde::de::DeserializeOwned;
 
 use records::Checked;
 
+use crate::sys::reserve::Reserve;
 use crate::sys::{slots, tree};
 use base::{GroupDir, ObjectDir, PoolDir, SnapshotId, VolumeId};
 use files::Context;
@@ -48,6 +49,7 @@ pub struct Store {
     damaged_retained: Vec<Damage>,
     /// Why no record could be read: the pool's filesystem is dead.
     dead: Option<String>,
+    reserve: Arc<Reserve>,
     /// Held while a member leaves a deleted group, which other members do under locks of their own.
     leaving: Mutex<()>,
 }
@@ -59,6 +61,7 @@ pub struct Store {
 pub struct Draft {
     dir: ObjectDir,
     committed: bool,
+    reserve: Arc<Reserve>,
 }
 
 impl Draft {
@@ -75,15 +78,18 @@ impl Draft {
 
 impl Drop for Draft {
     fn drop(&mut self) {
+        if self.committed {
+            return;
+        }
         // Tried twice: what stays takes room until the next start.
-        let remove = || tree::remove(self.dir.path());
+        let remove = || self.reserve.spend(|| tree::remove(self.dir.path()));
         // The first try may have removed a subvolume, see `tree::remove`.
         let again = || durable::sync_filesystem(self.dir.path()).and_then(|()| remove());
-        if !self.committed
-            && let Err(error) = remove().or_else(|_| again())
-        {
+        if let Err(error) = remove().or_else(|_| again()) {
             tracing::warn!(path = %self.dir.path().display(), %error, "an incomplete object could not be removed; the next start removes it");
         }
+        // Where this was not enough, what is removed next takes it.
+        let _ = self.reserve.take();
     }
 }
 
@@ -147,14 +153,16 @@ impl Store {
             tracing::error!(path = %damage.path.display(), error = base::report(&damage.error), "a record cannot be read; its object is not served");
         }
         let (index, dead, leaving) = (RwLock::new(index), None, Mutex::default());
-        Ok(Store { dir, index, damaged, damaged_retained, dead, leaving })
+        let reserve = Arc::new(Reserve::at(dir.reserve()));
+        Ok(Store { dir, index, damaged, damaged_retained, dead, reserve, leaving })
     }
 
     /// The store of a pool whose filesystem no longer answers: it knows no object, and says so of each.
     pub fn of_dead(dir: PoolDir, why: &Error) -> Self {
         let cause = std::error::Error::source(why).map(ToString::to_string).unwrap_or_default();
         let (index, dead, leaving) = (RwLock::default(), Some(format!("{why}: {cause}")), Mutex::default());
-        Store { dir, index, damaged: Vec::new(), damaged_retained: Vec::new(), dead, leaving }
+        let reserve = Arc::new(Reserve::at(dir.reserve()));
+        Store { dir, index, damaged: Vec::new(), damaged_retained: Vec::new(), dead, reserve, leaving }
     }
 
     /// Fails if no record could be read, because the pool's filesystem is dead.
@@ -163,6 +171,11 @@ impl Store {
             Some(why) => Err(Error::Dead { path: self.dir.path().to_owned(), why: why.clone() }),
             None => Ok(()),
         }
+    }
+
+    /// Takes the room that deletions need on a full pool, unless it is held. Nothing new may be made without it.
+    pub fn take_reserve(&self) -> Result<()> {
+        Ok(self.reserve.take()?)
     }
 
     /// The objects whose records could not be read at start.
@@ -224,7 +237,11 @@ impl Store {
     fn draft(&self, name: &str) -> Result<Draft> {
         let dir = ObjectDir::new(self.dir.staging().join(name));
         durable::make_dir(dir.path())?;
-        Ok(Draft { dir, committed: false })
+        Ok(self.draft_at(dir))
+    }
+
+    fn draft_at(&self, dir: ObjectDir) -> Draft {
+        Draft { dir, committed: false, reserve: self.reserve.clone() }
     }
 
     /// Commits a volume whose bytes are written and synced.
@@ -299,9 +316,13 @@ impl Store {
     /// 3. Remove the files, when the answer is dropped: what a crash leaves is removed at start.
     fn remove(&self, name: &str, dir: &ObjectDir, forget: impl FnOnce(&mut Index)) -> Result<Draft> {
         let gone = ObjectDir::new(self.dir.staging().join(name));
-        durable::rename(dir.path(), gone.path())?;
+        self.reserve.spend(|| match gone.path().try_exists() {
+            // Neither its sync nor undoing it had room.
+            Ok(true) => durable::sync_filesystem(self.dir.path()),
+            _ => durable::rename(dir.path(), gone.path()),
+        })?;
         self.write(forget);
-        Ok(Draft { dir: gone, committed: false })
+        Ok(self.draft_at(gone))
     }
 
     /// What is done to a volume now.
@@ -311,7 +332,8 @@ impl Store {
 
     /// Records what is about to be done to a volume, or what was undone.
     pub fn set_volume_state(&self, id: &VolumeId, state: &VolumeState) -> Result<()> {
-        slots::write(&self.dir.volume(id).state(), &encode(state))?;
+        let (path, state_bytes) = (self.dir.volume(id).state(), encode(state));
+        self.reserve.spend(|| slots::write(&path, &state_bytes))?;
         self.write(|index| {
             if let Some(record) = index.volume(id).filter(|record| record.attached != state.attached) {
                 index.add_volume(Arc::new(VolumeRecord {

@@ -27,7 +27,7 @@ impl Store {
 
     /// The files of a transfer. The caller makes sure that there is one at a time.
     pub fn transfer_draft(&self, id: &VolumeId) -> Draft {
-        Draft { dir: ObjectDir::new(self.dir.staging().join(id.as_str())), committed: false }
+        self.draft_at(ObjectDir::new(self.dir.staging().join(id.as_str())))
     }
 
     /// Makes a volume of a transfer whose bytes are whole and synced.
@@ -52,7 +52,7 @@ impl Store {
     /// 1. Remove `transfer.json`: from here on a start removes the rest.
     /// 2. Remove the rest, when the draft is dropped.
     pub fn end_transfer(&self, draft: &Draft) -> Result<()> {
-        Ok(durable::remove(&draft.dir.transfer())?)
+        Ok(self.reserve.spend(|| durable::remove(&draft.dir.transfer()))?)
     }
 }
 

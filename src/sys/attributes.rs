@@ -1,5 +1,6 @@
 //! Attributes of an inode, as chattr(1) sets them (ioctl_iflags(2)).
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -48,6 +49,16 @@ impl Flag {
             if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
         })
     }
+}
+
+/// Sets an extended attribute of a file (xattr(7)).
+pub fn set_extended(file: &File, name: &str, value: &[u8]) -> io::Result<()> {
+    let name = CString::new(name)?;
+    // SAFETY: fsetxattr reads the name, which ends with a zero, and as many bytes of the value as its length says; both
+    // live through the call, and the descriptor is open.
+    let rc =
+        unsafe { libc::fsetxattr(file.as_raw_fd(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0) };
+    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn flags(file: &File) -> io::Result<libc::c_int> {

@@ -11,14 +11,15 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use linux_raw_sys::btrfs::{
-    BTRFS_EXTENT_DATA_KEY, BTRFS_FEATURE_INCOMPAT_NO_HOLES, BTRFS_FILE_EXTENT_INLINE, BTRFS_FILE_EXTENT_REG,
-    BTRFS_FIRST_FREE_OBJECTID, btrfs_file_extent_item, btrfs_ioctl_feature_flags,
-    btrfs_ioctl_get_subvol_info_args, btrfs_ioctl_search_header, btrfs_ioctl_search_key,
-    btrfs_ioctl_vol_args, btrfs_ioctl_vol_args_v2,
+    BTRFS_BLOCK_GROUP_DATA, BTRFS_BLOCK_GROUP_METADATA, BTRFS_EXTENT_DATA_KEY,
+    BTRFS_FEATURE_INCOMPAT_NO_HOLES, BTRFS_FILE_EXTENT_INLINE, BTRFS_FILE_EXTENT_REG,
+    BTRFS_FIRST_FREE_OBJECTID, BTRFS_SPACE_INFO_GLOBAL_RSV, btrfs_file_extent_item,
+    btrfs_ioctl_feature_flags, btrfs_ioctl_get_subvol_info_args, btrfs_ioctl_search_header,
+    btrfs_ioctl_search_key, btrfs_ioctl_space_info, btrfs_ioctl_vol_args, btrfs_ioctl_vol_args_v2,
 };
 use linux_raw_sys::ioctl::{
     BTRFS_IOC_GET_FEATURES, BTRFS_IOC_GET_SUBVOL_INFO, BTRFS_IOC_SNAP_CREATE_V2, BTRFS_IOC_SNAP_DESTROY,
-    BTRFS_IOC_SUBVOL_CREATE, BTRFS_IOC_TREE_SEARCH_V2,
+    BTRFS_IOC_SPACE_INFO, BTRFS_IOC_SUBVOL_CREATE, BTRFS_IOC_TREE_SEARCH_V2,
 };
 
 use super::attributes::Flag;
@@ -83,6 +84,48 @@ pub fn records_holes(dir: &Path) -> Result<bool> {
         0.. => Ok(features.incompat_flags & u64::from(BTRFS_FEATURE_INCOMPAT_NO_HOLES) == 0),
         _ => Err(io::Error::last_os_error()).context("ask for the features of", dir),
     }
+}
+
+/// The metadata of a btrfs, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Metadata {
+    /// In its chunks.
+    pub total: u64,
+    /// What it can still take: free in its chunks, without btrfs' own reserve, and in no chunk yet.
+    pub room: u64,
+}
+
+/// Asks the btrfs that `dir` is on for the size of its metadata.
+pub fn metadata(dir: &Path) -> Result<Metadata> {
+    /// `struct btrfs_ioctl_space_args` with room for every kind of chunk, of which btrfs has at most nine.
+    #[repr(C)]
+    struct Spaces {
+        slots: u64,
+        count: u64,
+        spaces: [btrfs_ioctl_space_info; 16],
+    }
+    let file = File::open(dir).context("open", dir)?;
+    let none = btrfs_ioctl_space_info { flags: 0, total_bytes: 0, used_bytes: 0 };
+    let mut asked = Spaces { slots: 16, count: 0, spaces: [none; 16] };
+    // SAFETY: SPACE_INFO writes at most `slots` entries behind the header, and `Spaces` has room for as many; it lives
+    // through the call.
+    if unsafe { libc::ioctl(file.as_raw_fd(), BTRFS_IOC_SPACE_INFO.into(), &mut asked) } < 0 {
+        return Err(io::Error::last_os_error()).context("ask for the chunks of", dir);
+    }
+    let (data, metadata) = (u64::from(BTRFS_BLOCK_GROUP_DATA), u64::from(BTRFS_BLOCK_GROUP_METADATA));
+    let (mut total, mut free, mut free_data) = (0, 0u64, 0);
+    for space in asked.spaces.iter().take(asked.count as usize) {
+        let left = space.total_bytes.saturating_sub(space.used_bytes);
+        match space.flags {
+            flags if flags & BTRFS_SPACE_INFO_GLOBAL_RSV != 0 => free = free.saturating_sub(left),
+            flags if flags & metadata != 0 => (total, free) = (total + space.total_bytes, free + left),
+            flags if flags & data != 0 => free_data += left,
+            _ => {}
+        }
+    }
+    // What writers of data may take is free in chunks of data, or in none.
+    let in_no_chunk = super::space(dir)?.available.saturating_sub(free_data);
+    Ok(Metadata { total, room: free + in_no_chunk })
 }
 
 /// Makes an empty subvolume whose files are overwritten in place (chattr(1), `C`).
@@ -222,13 +265,18 @@ impl<'f> WrittenSince<'f> {
         self.left = left;
         let header = &self.search.answers[self.next.min(BATCH)..];
         let objectid = number(header, offset_of!(btrfs_ioctl_search_header, objectid))?;
+        if objectid != self.inode {
+            return Err(io::Error::other(format!(
+                "the search for inode {} found one of {objectid}",
+                self.inode
+            )));
+        }
         let offset = number(header, offset_of!(btrfs_ioctl_search_header, offset))?;
         let length = u32::from_ne_bytes(bytes(header, offset_of!(btrfs_ioctl_search_header, len))?) as usize;
         let item = header.get(size_of::<btrfs_ioctl_search_header>()..).and_then(|rest| rest.get(..length));
         let item = Item::decode(item.ok_or(io::ErrorKind::InvalidData)?)?;
         self.next += size_of::<btrfs_ioctl_search_header>() + length;
         self.resume = offset.checked_add(1);
-        debug_assert_eq!(objectid, self.inode, "the search was for one file");
         Ok(Some((offset, item)))
     }
 }
@@ -295,6 +343,27 @@ impl Iterator for WrittenSince<'_> {
             if let Err(error) = self.refill(from) {
                 return Some(Err(error));
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A kernel that answers about another file would have its blocks taken for those of this one.
+    #[test]
+    fn an_answer_about_another_file_is_an_error() {
+        let file = tempfile::tempfile().expect("temp file");
+        let mut written = WrittenSince::of(&file, Path::new("file"), 1).expect("search");
+        let length = size_of::<btrfs_file_extent_item>() as u32;
+        for (inode, is_taken) in [(written.inode, true), (written.inode + 1, false)] {
+            (written.next, written.left) = (0, 1);
+            let answers = &mut written.search.answers;
+            answers[offset_of!(btrfs_ioctl_search_header, objectid)..][..8]
+                .copy_from_slice(&inode.to_ne_bytes());
+            answers[offset_of!(btrfs_ioctl_search_header, len)..][..4].copy_from_slice(&length.to_ne_bytes());
+            assert_eq!(written.answer().is_ok(), is_taken, "inode {inode}");
         }
     }
 }

@@ -12,6 +12,7 @@ pub mod loopdev;
 pub mod memory;
 pub mod mount;
 pub mod program;
+pub mod reserve;
 pub mod slots;
 pub mod sweep;
 pub mod tree;

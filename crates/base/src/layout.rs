@@ -5,6 +5,7 @@
 //! DIR/lock                        held by the one driver that serves it
 //! DIR/pool.img                    the pool's image, where the pool is made in a file
 //! DIR/pool.img.untried            there until the kernel has mounted the image once
+//! DIR/reserve                     room on the disk that is given back when the image is opened on a full one
 //! DIR/pool/                       the pool: a plain directory, or where the image is mounted
 //!     volumes/<id>/record.json    state.json: where it is attached, staged and published
 //!     volumes/<id>/bytes/data.img
@@ -14,6 +15,7 @@
 //!     groups/<id>/members/<id>/   its snapshots, each as below snapshots/
 //!                                 a snapshot or a group that has a deleted.json was deleted, and is kept as a base
 //!                                 for deltas; the bytes may be gone
+//!     reserve                     room that is given back to a deletion on a full pool
 //!     staging/                    half-made and half-removed objects, emptied at start, except for transfers
 //!     staging/<id>/transfer.json  a volume that is still copied from another node, with its bytes/ so far
 //! ```
@@ -82,6 +84,11 @@ impl DataDir {
         self.0.join("pool.img")
     }
 
+    /// `reserve`: takes the room that opening the image needs on a full disk.
+    pub fn reserve(&self) -> PathBuf {
+        self.0.join("reserve")
+    }
+
     /// `pool.img.untried`: there until the kernel has mounted the image once.
     pub fn untried(&self) -> PathBuf {
         self.0.join("pool.img.untried")
@@ -121,6 +128,11 @@ impl PoolDir {
     /// `staging/`.
     pub fn staging(&self) -> PathBuf {
         self.0.join("staging")
+    }
+
+    /// `reserve`: takes the room that a deletion needs on a full pool.
+    pub fn reserve(&self) -> PathBuf {
+        self.0.join("reserve")
     }
 
     /// The directory of a volume.

@@ -42,8 +42,13 @@ pub fn replace_with<E: From<Error>>(
 /// 2. Rename it to `path` and sync the directory. Where that sync fails the rename is undone, so that an error means
 ///    that nothing happened.
 pub fn create(path: &Path, bytes: &[u8]) -> Result<()> {
+    create_with(path, |fresh| write_new(fresh, bytes))
+}
+
+/// The same with what `write` makes and syncs.
+pub fn create_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let fresh = DraftFile::New.of(path);
-    prepare(&fresh, |fresh| write_new(fresh, bytes))?;
+    prepare(&fresh, write)?;
     let renamed = rename(&fresh, path);
     if renamed.is_err() {
         let _ = change::remove_file(&fresh);

@@ -7,6 +7,7 @@
 //!
 //! ```text
 //! NUMBER kill N WHOSE            SIGKILL before the Nth step from now on
+//! NUMBER panic N WHOSE           the thread panics before the Nth step
 //! NUMBER error N WHOSE ERRNO     the Nth step is not made and fails with an error number
 //! NUMBER errors N WHOSE ERRNO    the Nth and all later ones
 //! NUMBER hold N WHOSE MS         the Nth step is made some milliseconds later
@@ -45,6 +46,7 @@ mod armed {
     #[derive(Clone, Copy)]
     enum Action {
         Kill,
+        Panic,
         Error(i32),
         ErrorsFrom(i32),
         Hold(Duration),
@@ -60,6 +62,7 @@ mod armed {
             let mut amount = || words.next()?.parse::<u32>().ok();
             let action = match action {
                 "kill" => Action::Kill,
+                "panic" => Action::Panic,
                 "error" => Action::Error(amount()? as i32),
                 "errors" => Action::ErrorsFrom(amount()? as i32),
                 "hold" => Action::Hold(Duration::from_millis(amount()?.into())),
@@ -111,6 +114,10 @@ mod armed {
             Action::Kill if hit => {
                 nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL).expect("raise");
                 unreachable!("SIGKILL ends the process");
+            }
+            Action::Panic if hit => {
+                drop(count);
+                panic!("a fail point says so");
             }
             Action::Error(errno) | Action::ErrorsFrom(errno) if hit => {
                 Err(io::Error::from_raw_os_error(errno))

@@ -49,6 +49,11 @@ impl Orders {
         self.write(&format!("hold {at} {whose} {ms}"));
     }
 
+    /// From now on, the thread of `whose` that comes to the `at`th step panics.
+    pub fn panic(&mut self, at: u64, whose: &str) {
+        self.write(&format!("panic {at} {whose}"));
+    }
+
     /// From now on, the points of calls are counted, and none is cut.
     pub fn count(&mut self) {
         self.give(Cut::Kill, BEYOND, "calls");

@@ -65,7 +65,10 @@ impl HashingThread {
             .context("start the hashing threads of", &hashing.shared.config.data_dir)?;
         let thread = std::thread::Builder::new().name("hashing".into()).spawn({
             let hashing = hashing.clone();
-            move || hashing.run(&helpers)
+            move || {
+                let _ends = EndsProcess;
+                hashing.run(&helpers);
+            }
         });
         let thread = thread.context("start the hashing thread of", &hashing.shared.config.data_dir)?;
         Ok(HashingThread { hashing, thread: Some(thread) })
@@ -75,8 +78,22 @@ impl HashingThread {
 impl Drop for HashingThread {
     fn drop(&mut self) {
         self.hashing.queue.cease();
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the hashing thread panicked");
+        if let Some(thread) = self.thread.take() {
+            // It does not panic: that would have ended the process.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Ends the process where the thread that has it panics, as a kill would. Without that thread, deltas stay exact, but what is
+/// deleted is never freed. The next start takes its work up.
+struct EndsProcess;
+
+impl Drop for EndsProcess {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!("the hashing thread panicked, the driver ends: start it again");
+            std::process::abort();
         }
     }
 }
@@ -86,6 +103,8 @@ impl Hashing {
         self.take_up();
         self.apply_retention();
         loop {
+            // A deletion that needed it may have found no room for it yet.
+            let _ = self.shared.store.take_reserve();
             let work = match self.queue.next() {
                 Next::Work(work) => work,
                 Next::Retention => {

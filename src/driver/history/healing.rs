@@ -1,6 +1,6 @@
 //! Repairs by the hashing thread and by streams: `allocated` maps that do not match the data, and hashes that a
-//! deleted snapshot needs before its bytes are removed. A map is replaced under its own lock, `Key::Map`; what changes a link
-//! is done by a `History`.
+//! deleted snapshot needs before its bytes are removed. An `allocated` map is only replaced under its own lock, `Key::Map`,
+//! which is taken before that of a `History`; what changes a link is done by a `History`.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -9,7 +9,7 @@ use std::path::Path;
 use roaring::RoaringBitmap;
 
 use super::super::Result;
-use super::super::locks::Key;
+use super::super::locks::{Key, OpGuard};
 use super::{Histories, History, header};
 use crate::store::SnapshotRecord;
 use base::{DraftFile, ObjectDir, Stop};
@@ -50,7 +50,21 @@ impl Histories {
         what: &str,
         stop: &Stop,
     ) -> cbt::Result<()> {
-        let _map = self.shared.locks.wait_until(Key::Map(record.id.clone()), stop)?;
+        let map = self.lock_map(record, stop)?;
+        self.write_locked(&map, record, what, stop)
+    }
+
+    fn lock_map(&self, record: &SnapshotRecord, stop: &Stop) -> cbt::Result<OpGuard> {
+        Ok(self.shared.locks.wait_until(Key::Map(record.id.clone()), stop)?)
+    }
+
+    fn write_locked(
+        &self,
+        _map: &OpGuard,
+        record: &SnapshotRecord,
+        what: &str,
+        stop: &Stop,
+    ) -> cbt::Result<()> {
         let dir = self.shared.store.snapshot_dir(record);
         let (path, data_path) = (dir.allocated(), dir.data());
         if MapFile::open(&path).and_then(|map| map.count()).is_ok() {
@@ -82,7 +96,15 @@ impl Histories {
         }
         let data = File::open(&path).context("open", &path)?;
         let meta = data.metadata().context("stat", &path)?;
-        let map = self.healed(record, &self.queue.stop, || MapFile::open(&dir.allocated()))?;
+        let stop = &self.queue.stop;
+        let lock = self.lock_map(record, stop)?;
+        let map = match MapFile::open(&dir.allocated()) {
+            Err(cbt::Error::Damaged { what, .. }) => {
+                self.write_locked(&lock, record, &what, stop)?;
+                MapFile::open(&dir.allocated())?
+            }
+            opened => opened?,
+        };
         if record.block_size.bytes() == meta.blksize()
             && map.count().ok() == Some(meta.blocks() * 512 / meta.blksize())
         {
@@ -90,12 +112,12 @@ impl Histories {
         }
         let fresh = DraftFile::Checked.of(&dir.allocated());
         durable::remove(&fresh)?;
-        scan_allocated(&data, &path, &fresh, header(record), &self.queue.stop)?;
+        scan_allocated(&data, &path, &fresh, header(record), stop)?;
         let wrong = differing(&map, &MapFile::open(&fresh)?)?;
         if wrong.is_empty() {
             return Ok(durable::remove(&fresh)?);
         }
-        self.hold([&record.volume]).replace_allocated(record, &fresh, &wrong)
+        self.hold([&record.volume]).replace_allocated(&lock, record, &fresh, &wrong)
     }
 
     /// Frees the bytes of a deleted snapshot, since deltas only need its maps and hashes. Damaged maps and hashes are made
@@ -135,7 +157,13 @@ impl History<'_> {
     /// 1. Add the blocks to `pending`, and to `changed` of the snapshot and of its child, which are no longer exact: these
     ///    maps may list too much.
     /// 2. Replace `allocated`. After a crash before this step, the next check finds the wrong map.
-    fn replace_allocated(&mut self, record: &SnapshotRecord, fresh: &Path, wrong: &Segments) -> Result<()> {
+    fn replace_allocated(
+        &mut self,
+        _map: &OpGuard,
+        record: &SnapshotRecord,
+        fresh: &Path,
+        wrong: &Segments,
+    ) -> Result<()> {
         let histories = self.histories;
         let store = &histories.shared.store;
         let dir = store.snapshot_dir(record);

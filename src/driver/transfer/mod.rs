@@ -113,7 +113,7 @@ impl Transfers {
             None => None,
         };
         let source = source.ok_or(Error::Missing { field: "volume_content_source" })?;
-        self.shared.check_host()?;
+        self.shared.check_room()?;
         if self.table.known().len() >= MOST {
             return Err(Error::TooMany { what: format!("{MOST} transfers from other nodes") });
         }

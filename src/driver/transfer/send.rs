@@ -190,7 +190,7 @@ impl Sources {
     /// Takes a hidden snapshot of a volume, which is in no index and no history.
     fn open_volume(&self, source: &str, reader: &str, volume: &str) -> Result<OpenSource> {
         let found = self.shared.lock_volume(source)?;
-        self.shared.check_host()?;
+        self.shared.check_room()?;
         self.shared.truncate_to_record(&found)?;
         let record = self.snapshots.new_record("", None, &found, None)?;
         let draft = self.shared.store.draft_snapshot(&record.id)?;

@@ -2,14 +2,15 @@
 
 use std::time::Duration;
 
-use cbt::MapFile;
+use base::{Block, BlockRange};
+use cbt::{MapFile, MapWriter};
 use csi_client::Error;
 use proto::GetMetadataAllocatedRequest;
 use tonic::Request;
 
 use crate::faults::{is_hashed, live, until};
 use testkit::content::{Content, blocks_of};
-use testkit::orders::{Cut, Orders};
+use testkit::orders::{Cut, Orders, Point};
 use testkit::{BLOCK, MIB, PoolKind, Rig};
 
 /// The incident: the new map was renamed over the damaged one, the sync of the directory failed, and the rename was undone.
@@ -85,6 +86,57 @@ async fn a_map_that_is_made_again_holds_up_no_other_call_and_ends_with_its_own()
     orders.withdraw();
     let list = rig.client.allocated(&snapshot, 0, 0).await.expect("allocated");
     assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// A map that is wrong is replaced by the hashing thread, one that is damaged by the call that needs it: one after the other.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_map_is_replaced_under_the_lock_of_those_who_heal_it() {
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let mut content = Content::default();
+    content.write(&device, 10, 100, 1);
+    let snapshot = rig.snapshot("snapshot", &volume).await;
+    let dir = live(&rig, &snapshot);
+    until("hashed", || is_hashed(&dir)).await;
+    // A map without the last block, and one block to hash, after which the map is checked.
+    let make_wrong = || {
+        for (path, blocks) in [(dir.allocated(), 10..109), (dir.pending(), 10..11)] {
+            let header = MapFile::open(&path).expect("open").header().clone();
+            std::fs::remove_file(&path).expect("remove");
+            let mut writer = MapWriter::create(&path, header).expect("create");
+            writer.insert(BlockRange { start: Block(blocks.start), end: Block(blocks.end) }).expect("insert");
+            writer.finish().expect("finish");
+        }
+    };
+    let is_wrong =
+        || MapFile::open(&dir.allocated()).and_then(|map| map.count()).is_ok_and(|count| count == 99);
+    let mut orders = Orders::new(rig.dir.path());
+    assert!(rig.terminate().success());
+    make_wrong();
+    orders.give(Cut::Kill, 1 << 20, "hashing");
+    rig.start_again().await;
+    until("the map is right", || !is_wrong() && is_hashed(&dir)).await;
+    let replaced = |point: &&Point| point.step == "replace" && point.path.ends_with("allocated.map");
+    let replaced = orders.withdraw().iter().find(replaced).expect("it is replaced").number;
+
+    assert!(rig.terminate().success());
+    make_wrong();
+    orders.hold(replaced, "hashing", 4000);
+    rig.start_again().await;
+    until("the step is held", || orders.passed().iter().any(|point| point.hit)).await;
+    std::fs::write(dir.allocated(), "damaged").expect("damage the map");
+    let asking = tokio::spawn({
+        let (mut client, snapshot) = (rig.client.clone(), snapshot.clone());
+        async move { client.allocated(&snapshot, 0, 0).await }
+    });
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!asking.is_finished(), "it was made again while it was being replaced");
+    let list = asking.await.expect("join").expect("allocated");
+    assert_eq!(blocks_of(&list, BLOCK), content.allocated(BLOCK));
+    orders.withdraw();
     rig.detach(&volume).await;
     rig.finish();
 }

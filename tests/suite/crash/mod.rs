@@ -23,6 +23,8 @@ mod inline;
 #[cfg(feature = "failpoints")]
 mod moves;
 #[cfg(feature = "failpoints")]
+mod panics;
+#[cfg(feature = "failpoints")]
 mod points;
 mod scene;
 #[cfg(feature = "failpoints")]

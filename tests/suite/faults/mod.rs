@@ -5,6 +5,7 @@ mod bad_disk;
 mod cached;
 mod clock;
 mod dead_pool;
+mod emptied;
 mod filesystems;
 mod host_full;
 mod no_loop;

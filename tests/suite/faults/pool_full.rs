@@ -22,20 +22,29 @@ async fn small_pool(pool: PoolKind) -> (Option<Disk>, Rig) {
 
 /// The same with further flags.
 pub async fn small_pool_with(pool: PoolKind, flags: &[&str]) -> (Option<Disk>, Rig) {
+    pool_with(pool, if pool == PoolKind::Dir { 320 } else { 400 }, flags).await
+}
+
+/// The same of another size.
+pub async fn small_pool_of(pool: PoolKind, mib: i64) -> (Option<Disk>, Rig) {
+    pool_with(pool, mib, &[]).await
+}
+
+async fn pool_with(pool: PoolKind, mib: i64, flags: &[&str]) -> (Option<Disk>, Rig) {
     match pool {
         PoolKind::Dir => {
-            let disk = Disk::ext4(320 << 20);
+            let disk = Disk::ext4((mib as u64) << 20);
             let rig = disk.rig(pool, flags).await;
             (Some(disk), rig)
         }
         PoolKind::Xfs | PoolKind::Btrfs => {
-            let flags = [flags, &["--pool-size", "400Mi"]].concat();
-            (None, Rig::start_with(pool, &flags, "info").await)
+            let size = format!("{mib}Mi");
+            (None, Rig::start_with(pool, &[flags, &["--pool-size", &size]].concat(), "info").await)
         }
     }
 }
 
-fn finish(rig: Rig, disk: Option<Disk>) {
+pub fn finish(rig: Rig, disk: Option<Disk>) {
     let log = rig.log();
     assert!(!log.contains("panicked"), "{log}");
     rig.finish();

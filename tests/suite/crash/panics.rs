@@ -1,0 +1,44 @@
+//! A thread whose work nobody else does panics.
+
+use crate::faults::{is_hashed, live, until};
+use testkit::content::{Content, blocks_of};
+use testkit::orders::Orders;
+use testkit::{BLOCK, MIB, PoolKind, Rig};
+
+/// The incident: the hashing thread had ended, and nobody noticed: what was deleted was never freed.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_panic_of_the_hashing_thread_ends_the_driver_and_the_next_one_takes_its_work_up() {
+    let mut rig = Rig::start(PoolKind::Btrfs).await;
+    let (volume, device) = rig.block_volume("volume", 8 * MIB).await;
+    let mut before = Content::default();
+    before.write(&device, 10, 100, 1);
+    let base = rig.snapshot("base", &volume).await;
+    let mut after = before.clone();
+    after.write(&device, 50, 20, 2);
+    let target = rig.snapshot("target", &volume).await;
+    for id in [&base, &target] {
+        let dir = live(&rig, id);
+        until("hashed", || is_hashed(&dir)).await;
+    }
+    let mut orders = Orders::new(rig.dir.path());
+    orders.panic(1, "hashing");
+    let pid = rig.pid();
+    // Its bytes are freed by the hashing thread.
+    let _ = rig.client.delete_snapshot(&base).await;
+    let has_ended = || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is not waited for yet");
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z'))
+    };
+    until("the driver ends", has_ended).await;
+    orders.withdraw();
+    rig.kill();
+    assert!(rig.log().contains("the hashing thread panicked, the driver ends"), "{}", rig.log());
+    rig.start_again().await;
+    let dir = live(&rig, &base);
+    until("the bytes are freed", || !dir.bytes().exists()).await;
+    let delta = rig.client.delta(&base, &target, 0, 0).await.expect("delta");
+    assert_eq!(blocks_of(&delta, BLOCK), after.changed_since(&before, BLOCK));
+    rig.detach(&volume).await;
+    rig.finish();
+}
