@@ -13,7 +13,6 @@ pub mod certificate;
 #[cfg(feature = "certificates")]
 pub mod certificates;
 pub mod http;
-pub mod http2;
 #[cfg(feature = "lease")]
 pub mod lease;
 #[cfg(feature = "tls")]
