@@ -287,7 +287,9 @@ impl Connection {
                 ended.map_err(broken)?;
                 return Err(failed("it was closed at once"));
             }
-            pong = pings.ping(Ping::opaque()) => drop(pong.map_err(broken)?),
+            pong = pings.ping(Ping::opaque()) => {
+                pong.map_err(broken)?;
+            }
         }
         if requests.current_max_send_streams() == 0 {
             return Err(failed("it allows no call (SETTINGS_MAX_CONCURRENT_STREAMS is 0)"));
