@@ -232,9 +232,9 @@ impl Upstream {
         let mut open = lock(&self.open);
         let mut has_idle = [false; 2];
         open.retain(|one| {
-            let is_idle = one.state.streams.load(Ordering::Relaxed) == 0;
-            let is_spare = is_idle && mem::replace(&mut has_idle[usize::from(one.is_wide)], true);
-            !one.state.is_over.load(Ordering::Relaxed) && !is_spare
+            let is_used = one.state.streams.load(Ordering::Relaxed) > 0;
+            !one.state.is_over.load(Ordering::Relaxed)
+                && (is_used || !mem::replace(&mut has_idle[usize::from(one.is_wide)], true))
         });
         open.iter().find(|one| one.is_wide == is_wide && one.has_place()).map(Place::on)
     }
