@@ -151,11 +151,11 @@ impl serve::streams::Record for Record {
     }
 
     fn lost(&self, error: &upstream::Error) -> Status {
-        driver::away(error)
+        driver::lost(error)
     }
 
-    fn cut_short(&self, why: &str) -> Status {
-        driver::cut_short(why)
+    fn cut_short(&self, code: Code, why: &str) -> Status {
+        driver::cut_short(code, why)
     }
 }
 

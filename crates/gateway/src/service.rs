@@ -18,7 +18,7 @@ use serve::relay::{deadline, frame, unframe};
 use serve::reviews::{Caller, Reviews};
 use serve::snapshots::{self, NAME_MAX, NAMESPACE_MAX, Usable, is_object_name};
 use serve::streams::{Call, Streams};
-use tokio::net::UnixStream;
+use serve::upstream::Answer;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, response};
@@ -27,7 +27,7 @@ use tower::Service;
 use tracing::Instrument;
 
 use crate::api;
-use crate::driver::{self, Driver};
+use crate::driver::Driver;
 use crate::objects::{self, Objects, SnapshotName};
 use crate::record::Record;
 use crate::resolve::{self, SecretName};
@@ -55,7 +55,7 @@ pub struct Gateway {
     /// The audience that tokens must be for; none: that of the SnapshotMetadataService object.
     pub audience: Option<String>,
     /// Answers under way.
-    pub streams: Arc<Streams<UnixStream, Record>>,
+    pub streams: Arc<Streams<Record>>,
     /// Requests whose caller is not known yet.
     pub unknown: Unknown,
 }
@@ -223,7 +223,7 @@ impl Gateway {
         question: Question,
         held: Held<'_>,
         call: &mut Call<Record>,
-    ) -> Result<(response::Parts, driver::Answer), Status> {
+    ) -> Result<(response::Parts, Answer), Status> {
         call.record.about(&question.target.namespace, &question.target.name, question.base.as_deref());
         // 1. All arguments.
         question.check()?;

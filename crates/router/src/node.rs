@@ -15,7 +15,7 @@ use bytes::Bytes;
 use hyper_util::rt::TokioIo;
 use serve::mutual::Mutual;
 use serve::streams::passed_on;
-use serve::upstream::{self, Answer, ORIGIN, WideWindows, time_left};
+use serve::upstream::{self, Answer, ORIGIN, Upstream, WideWindows, time_left};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio_rustls::client::TlsStream;
@@ -32,15 +32,12 @@ use proto::node::DescribeResponse;
 /// Between two pings of a connection, and until one that is not answered is given up.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
-/// A connection to a node, for one stream.
-pub type Connection = TlsStream<TcpStream>;
-
 /// The way to a node's driver.
 #[derive(Clone)]
 pub struct Link {
     connector: Connector,
     channel: Channel,
-    windows: Arc<WideWindows>,
+    upstream: Arc<Upstream>,
 }
 
 /// Makes connections to one address, all of them to the same data directory.
@@ -61,7 +58,7 @@ struct Seen {
 
 impl Link {
     /// Nothing is connected yet. `patience` bounds the time that a connection takes.
-    pub fn new(address: &str, tls: &Arc<Mutual>, patience: Duration, windows: &Arc<WideWindows>) -> Self {
+    pub fn new(address: &str, tls: &Arc<Mutual>, patience: Duration, windows: &WideWindows) -> Self {
         let connector =
             Connector { address: address.into(), tls: tls.clone(), patience, seen: Arc::default() };
         let connect = {
@@ -76,7 +73,8 @@ impl Link {
             .keep_alive_timeout(KEEPALIVE)
             .keep_alive_while_idle(true)
             .connect_with_connector_lazy(connect);
-        Link { connector, channel, windows: windows.clone() }
+        let upstream = Arc::new(Upstream::new(windows.clone(), upstream::OFTEN));
+        Link { connector, channel, upstream }
     }
 
     /// For typed calls.
@@ -100,7 +98,7 @@ impl Connector {
         *self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn connect(&self) -> io::Result<Connection> {
+    async fn connect(&self) -> io::Result<TlsStream<TcpStream>> {
         let connecting = tokio::time::timeout(self.patience, self.connect_patiently());
         connecting.await.unwrap_or_else(|_| {
             let late = format!("{} does not answer within {} s", self.address, self.patience.as_secs_f64());
@@ -108,7 +106,7 @@ impl Connector {
         })
     }
 
-    async fn connect_patiently(&self) -> io::Result<Connection> {
+    async fn connect_patiently(&self) -> io::Result<TlsStream<TcpStream>> {
         let (stream, key) = self.tls.connect(&self.address).await?;
         let key: Key = key.parse().map_err(|_| {
             io::Error::other(format!("the certificate at {} names no key of a data directory", self.address))
@@ -213,6 +211,14 @@ impl Node {
         self.unavailable("its connection broke")
     }
 
+    /// The status where a stream broke.
+    pub fn lost(&self, error: &upstream::Error) -> Status {
+        match error.verdict() {
+            Some((code, what)) => Status::new(code, format!("node {} ({}) {what}", self.name, self.key)),
+            None => self.away(error),
+        }
+    }
+
     /// The status of what only this node could answer.
     pub fn unavailable(&self, why: &str) -> Status {
         Status::unavailable(format!(
@@ -243,16 +249,11 @@ impl Node {
         path: &'static str,
         body: Bytes,
         deadline: Option<Instant>,
-    ) -> Result<(response::Parts, Answer<Connection>), Status> {
+    ) -> Result<(response::Parts, Answer), Status> {
         let request = upstream::request(path, deadline)
             .map_err(|error| Status::internal(format!("address the node: {error}")))?;
-        let open = async {
-            let connection = self.link.connector.connect().await.map_err(|error| self.away(&error))?;
-            upstream::call(connection, request, body, self.link.windows.clone(), upstream::OFTEN)
-                .await
-                .map_err(|error| self.away(&error))
-        };
-        within(deadline, open).await
+        let open = self.link.upstream.call(self.link.connector.connect(), request, body);
+        within(deadline, async { open.await.map_err(|error| self.lost(&error)) }).await
     }
 }
 

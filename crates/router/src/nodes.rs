@@ -23,14 +23,14 @@ use crate::place::Candidate;
 const EVERY: Duration = Duration::from_secs(2);
 /// The same while it does not answer.
 const EVERY_AWAY: Duration = Duration::from_millis(500);
-/// What fast streams together may have sent ahead, in bytes.
+/// What streams with wide windows may have sent ahead together, in bytes.
 const WIDE_WINDOWS: usize = 16 << 20;
 
 /// All nodes.
 pub struct Nodes {
     tls: Arc<Mutual>,
     patience: Duration,
-    windows: Arc<WideWindows>,
+    windows: WideWindows,
     forgotten_file: Option<PathBuf>,
     table: Mutex<Table>,
     /// Whether every address was tried since it became known.

@@ -96,18 +96,19 @@ impl serve::streams::Record for Record {
 
     fn lost(&self, error: &upstream::Error) -> Status {
         match &self.node {
-            Some(node) => node.away(error),
+            Some(node) => node.lost(error),
             None => Status::unavailable("the node was lost: try again behind the last tuple"),
         }
     }
 
-    fn cut_short(&self, why: &str) -> Status {
+    fn cut_short(&self, code: Code, why: &str) -> Status {
         tracing::warn!(
             why,
             node = self.node.as_ref().map(|node| node.name.as_str()),
             "an answer is cut short"
         );
-        Status::unavailable("the node's answer is cut short: try again behind the last tuple")
+        let what = format!("the node's answer is cut short, {why}: try again behind the last tuple");
+        Status::new(code, what)
     }
 }
 

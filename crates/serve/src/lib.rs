@@ -1,5 +1,5 @@
 //! What servers share, each thing once: HTTP for probes and metrics ([`http`]), sockets ([`authority`], [`socket`]), and answers
-//! that are fetched and passed on as bytes ([`upstream`] over [`http2`], [`relay`]). As features: connections over TLS whose certificate
+//! that are fetched and passed on as bytes ([`upstream`], [`relay`]). As features: connections over TLS whose certificate
 //! changes without a restart (`tls`: `certificate`, `mutual`, `ticket`, `listen`), and the streams on them (`streams`); and, so that the
 //! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign
 //! (`certificates`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls and
@@ -13,7 +13,6 @@ pub mod certificate;
 #[cfg(feature = "certificates")]
 pub mod certificates;
 pub mod http;
-pub mod http2;
 #[cfg(feature = "lease")]
 pub mod lease;
 #[cfg(feature = "tls")]

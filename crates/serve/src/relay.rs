@@ -1,12 +1,17 @@
 //! Answers that are passed on as they are: the body of a gRPC stream goes from one connection to the other frame by
-//! frame, with its trailers, and no message is put together or decoded. What passes is counted by [`Tuples`].
+//! frame, with its trailers, and no message is put together or decoded. What passes is counted by [`Tuples`], which know whether
+//! it ends where a message does.
 
 use std::time::{Duration, Instant};
 
+use base64::Engine;
+use base64::alphabet;
+use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use bytes::{BufMut, Bytes, BytesMut};
+use percent_encoding::percent_decode;
 use prost::Message;
-use tonic::Status;
-use tonic::codegen::http::HeaderMap;
+use tonic::codegen::http::{HeaderMap, HeaderValue, StatusCode};
+use tonic::{Code, Status};
 
 /// Length of the prefix of a gRPC message: a flag and a big-endian length ("Length-Prefixed-Message" in gRPC over HTTP/2).
 const PREFIX: usize = 5;
@@ -65,6 +70,32 @@ pub fn deadline(headers: &HeaderMap) -> Option<Instant> {
     Instant::now().checked_add(timeout)
 }
 
+/// The status in a head or in trailers. Words and details that cannot be read change nothing about the code, as the protocol
+/// wants it ("Responses", "Status-Message"): tonic takes the first for an error of its own, and panics at the second.
+pub fn status(fields: &HeaderMap) -> Option<Status> {
+    let bytes = |name| fields.get(name).map(HeaderValue::as_bytes);
+    let code = Code::from_bytes(bytes("grpc-status")?);
+    let message = percent_decode(bytes("grpc-message").unwrap_or_default()).decode_utf8_lossy();
+    let padding = GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent);
+    let details = GeneralPurpose::new(&alphabet::STANDARD, padding)
+        .decode(bytes("grpc-status-details-bin").unwrap_or_default())
+        .unwrap_or_default();
+    Some(Status::with_details(code, message, details.into()))
+}
+
+/// The code for an answer with this status of HTTP and none of gRPC ("HTTP to gRPC Status Code Mapping").
+pub fn code_of_http(status: StatusCode) -> Option<Code> {
+    match status.as_u16() {
+        200 => None,
+        400 | 431 => Some(Code::Internal),
+        401 => Some(Code::Unauthenticated),
+        403 => Some(Code::PermissionDenied),
+        404 => Some(Code::Unimplemented),
+        429 | 502..=504 => Some(Code::Unavailable),
+        _ => Some(Code::Unknown),
+    }
+}
+
 /// The tag of a tuple: field 3, length-delimited.
 const TUPLE: u8 = 3 << 3 | 2;
 
@@ -73,16 +104,18 @@ const TUPLE: u8 = 3 << 3 | 2;
 #[derive(Debug, Default)]
 pub struct Tuples {
     counted: u64,
+    /// How much of a message's prefix was seen.
+    prefix: usize,
+    /// The length of the message, and how much of it is still to come.
+    length: u32,
+    left: usize,
     state: State,
-    /// Bytes of the message under way that are still to come.
-    message: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 enum State {
-    /// In the prefix of a message: how much of it was seen, and its length so far.
-    Prefix { seen: usize, length: u32 },
     /// Before a field.
+    #[default]
     Tag,
     /// In a varint: its value and bits so far, and what it is.
     Varint { value: u64, bits: u32, kind: Varint },
@@ -100,9 +133,9 @@ enum Varint {
     Length { is_tuple: bool },
 }
 
-impl Default for State {
-    fn default() -> Self {
-        State::Prefix { seen: 0, length: 0 }
+impl State {
+    fn skip(bytes: u64) -> Self {
+        if bytes == 0 { State::Tag } else { State::Skip(bytes) }
     }
 }
 
@@ -112,37 +145,59 @@ impl Tuples {
         self.counted
     }
 
+    /// What there is of a message that has not come whole.
+    pub fn cut(&self) -> Option<String> {
+        match (self.prefix, self.left) {
+            (0, 0) => None,
+            (0, left) => {
+                let length = self.length as usize;
+                Some(format!("it ends after {} of {length} bytes of a message", length - left))
+            }
+            (seen, _) => Some(format!("it ends after {seen} of {PREFIX} bytes before a message")),
+        }
+    }
+
     /// Takes the next bytes of the body.
     pub fn take(&mut self, mut bytes: &[u8]) {
+        while let Some((&byte, rest)) = bytes.split_first() {
+            if self.left > 0 {
+                let (message, rest) = bytes.split_at(self.left.min(bytes.len()));
+                self.read(message);
+                self.left -= message.len();
+                // A field that is longer than its message.
+                if self.left == 0 && !matches!(self.state, State::Tag) {
+                    self.state = State::Lost;
+                }
+                bytes = rest;
+                continue;
+            }
+            match self.prefix {
+                0 if byte != 0 => self.state = State::Lost,
+                0 => self.length = 0,
+                _ => self.length = self.length << 8 | u32::from(byte),
+            }
+            self.prefix = (self.prefix + 1) % PREFIX;
+            if self.prefix == 0 {
+                self.left = self.length as usize;
+            }
+            bytes = rest;
+        }
+    }
+
+    /// Takes the next bytes of a message.
+    fn read(&mut self, mut bytes: &[u8]) {
         loop {
+            // Whole tuples with a length of one byte: nearly all of any answer.
             if matches!(self.state, State::Tag) {
-                bytes = self.take_whole(bytes);
-            }
-            let Some((&byte, rest)) = bytes.split_first() else { return };
-            // Skipped bytes go at once, the others one by one.
-            let taken = match self.state {
-                State::Skip(left) => left.min(bytes.len() as u64) as usize,
-                _ => 1,
-            };
-            if !matches!(self.state, State::Prefix { .. }) {
-                match self.message.checked_sub(taken as u64) {
-                    Some(left) => self.message = left,
-                    // A field that is longer than its message.
-                    None => self.state = State::Lost,
+                while let [TUPLE, length @ 0..0x80, rest @ ..] = bytes
+                    && let Some((_, after)) = rest.split_at_checked(usize::from(*length))
+                {
+                    bytes = after;
+                    self.counted += 1;
                 }
             }
+            let Some((&byte, mut rest)) = bytes.split_first() else { return };
             self.state = match self.state {
-                State::Prefix { seen, .. } if seen == 0 && byte != 0 => State::Lost,
-                State::Prefix { seen, length } => {
-                    let length = if seen == 0 { 0 } else { length << 8 | u32::from(byte) };
-                    match seen + 1 == PREFIX {
-                        true => {
-                            self.message = u64::from(length);
-                            State::Tag
-                        }
-                        false => State::Prefix { seen: seen + 1, length },
-                    }
-                }
                 // A field number above 15 takes more than one byte; none of ours does.
                 State::Tag if byte >= 0x80 => State::Lost,
                 State::Tag => match byte & 7 {
@@ -162,39 +217,19 @@ impl Tuples {
                         (true, Varint::Value) => State::Tag,
                         (true, Varint::Length { is_tuple }) => {
                             self.counted += u64::from(is_tuple);
-                            State::Skip(value)
+                            State::skip(value)
                         }
                     }
                 }
-                State::Skip(left) => State::Skip(left - taken as u64),
+                State::Skip(left) => {
+                    let here = left.min(bytes.len() as u64);
+                    rest = &bytes[here as usize..];
+                    State::skip(left - here)
+                }
                 State::Lost => return,
             };
-            if matches!(self.state, State::Skip(0)) {
-                self.state = State::Tag;
-            }
-            if matches!(self.state, State::Tag) && self.message == 0 {
-                self.state = State::default();
-            }
-            bytes = if taken == 1 { rest } else { &bytes[taken..] };
+            bytes = rest;
         }
-    }
-
-    /// Takes tuples of the message under way, nearly all of any answer, while whole ones follow; returns what is left.
-    fn take_whole<'b>(&mut self, mut bytes: &'b [u8]) -> &'b [u8] {
-        let mut left = self.message;
-        // A length of one byte, as that of every tuple is.
-        while let [TUPLE, length @ 0..0x80, rest @ ..] = bytes
-            && let Some((_, after)) = rest.split_at_checked(usize::from(*length))
-            && let Some(fewer) = left.checked_sub(2 + u64::from(*length))
-        {
-            (bytes, left) = (after, fewer);
-            self.counted += 1;
-        }
-        self.message = left;
-        if left == 0 {
-            self.state = State::default();
-        }
-        bytes
     }
 }
 

@@ -9,14 +9,13 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::Sleep;
-use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::{self, HeaderMap};
+use tonic::{Code, Status};
 
 use crate::listen::OpenCall;
-use crate::relay::Tuples;
+use crate::relay::{self, Tuples};
 use crate::upstream::{self, Answer};
 
 /// What is kept of a call: its line in an audit or a log, and its place in the metrics.
@@ -25,19 +24,19 @@ pub trait Record: fmt::Debug + Send + 'static {
     fn passed(&mut self, bytes: usize, tuples: u64);
     /// The call has ended like this. Dropped without, its client is gone.
     fn end(&mut self, status: &Status);
-    /// The status for the client where the connection to the driver broke.
+    /// The status for the client where the driver's answer broke.
     fn lost(&self, error: &upstream::Error) -> Status;
-    /// The status for the client where the driver's answer ended without one.
-    fn cut_short(&self, why: &str) -> Status;
+    /// The status for the client where the driver's answer is not whole, with this code.
+    fn cut_short(&self, code: Code, why: &str) -> Status;
 }
 
-/// All answers under way, which come by connections of the kind `T`.
+/// All answers under way.
 #[derive(Debug)]
-pub struct Streams<T, R> {
+pub struct Streams<R> {
     max: usize,
     max_per_client: usize,
     gauge: &'static str,
-    open: Mutex<Vec<Weak<Open<T, R>>>>,
+    open: Mutex<Vec<Weak<Open<R>>>>,
     by_client: Arc<Mutex<ByClient>>,
 }
 
@@ -55,7 +54,7 @@ pub struct Place {
     gauge: &'static str,
 }
 
-impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static, R: Record> Streams<T, R> {
+impl<R: Record> Streams<R> {
     /// At most `max` at once, and `max_per_client` for each client. `gauge` is the metric that counts them.
     pub fn new(max: usize, max_per_client: usize, gauge: &'static str) -> Arc<Self> {
         let by_client = Arc::default();
@@ -103,16 +102,18 @@ impl<T: AsyncRead + AsyncWrite + Unpin + Send + 'static, R: Record> Streams<T, R
     /// Takes the driver's answer over, and makes of it the one to the client.
     pub fn pass_on(
         &self,
-        (head, body): (http::response::Parts, Answer<T>),
+        (head, body): (http::response::Parts, Answer),
         call: Call<R>,
     ) -> http::Response<Body> {
         // An answer without a message has its status in the head ("Trailers-Only" in gRPC over HTTP/2).
-        if let Some(status) = Status::from_header_map(&head.headers) {
-            return call.fail(passed_on(status));
+        if let Some(status) = relay::status(&head.headers)
+            && (body.is_whole() || status.code() != Code::Ok)
+        {
+            return call.fail(status);
         }
-        if head.status != http::StatusCode::OK {
+        if let Some(code) = relay::code_of_http(head.status) {
             let what = format!("the CSI driver answered with the HTTP status {}", head.status.as_u16());
-            return call.fail(Status::unknown(what));
+            return call.fail(Status::new(code, what));
         }
         let deadline = call.deadline.map(|deadline| Box::pin(tokio::time::sleep_until(deadline.into())));
         let live = Live { body, call, tuples: Tuples::default(), taken: Instant::now(), waits: true };
@@ -163,18 +164,18 @@ impl<R: Record> Call<R> {
 
 /// An answer that is open. Its client's connection and the watch over idle ones share it.
 #[derive(Debug)]
-struct Open<T, R>(Mutex<State<T, R>>);
+struct Open<R>(Mutex<State<R>>);
 
 #[derive(Debug)]
-enum State<T, R> {
-    Live(Box<Live<T, R>>),
+enum State<R> {
+    Live(Box<Live<R>>),
     /// What the client still has to be sent, if it ever asks.
     Ended(Option<Status>),
 }
 
 #[derive(Debug)]
-struct Live<T, R> {
-    body: Answer<T>,
+struct Live<R> {
+    body: Answer,
     call: Call<R>,
     tuples: Tuples,
     /// When the client last took something.
@@ -183,12 +184,28 @@ struct Live<T, R> {
     waits: bool,
 }
 
-impl<T, R: Record> Open<T, R> {
+impl<R: Record> Live<R> {
+    /// The status for an answer that ends with this one. One that ends within a message is none that the driver can call whole.
+    fn ended(&self, status: Option<Status>, why_not: &str) -> Status {
+        match (status, self.tuples.cut()) {
+            (Some(status), None) => status,
+            (Some(status), _) if status.code() != Code::Ok => status,
+            (_, Some(cut)) => self.call.record.cut_short(Code::Internal, &cut),
+            (None, None) => self.call.record.cut_short(Code::Unavailable, why_not),
+        }
+    }
+
+    fn is_late(&self) -> bool {
+        self.call.deadline.is_some_and(|deadline| deadline <= Instant::now())
+    }
+}
+
+impl<R: Record> Open<R> {
     fn end_if_idle(&self, idle: Duration) {
         let mut state = lock(&self.0);
         let State::Live(live) = &mut *state else { return };
         // Where the client takes nothing, its connection asks for nothing, and the deadline there is not looked at.
-        let is_late = live.call.deadline.is_some_and(|deadline| deadline <= Instant::now());
+        let is_late = live.is_late();
         if live.waits || !is_late && live.taken.elapsed() < idle {
             return;
         }
@@ -212,12 +229,12 @@ impl<T, R: Record> Open<T, R> {
 
 /// The body of the answer to the client.
 #[derive(Debug)]
-struct Passing<T, R> {
-    open: Arc<Open<T, R>>,
+struct Passing<R> {
+    open: Arc<Open<R>>,
     deadline: Option<Pin<Box<Sleep>>>,
 }
 
-impl<T: AsyncRead + AsyncWrite + Unpin, R: Record> http_body::Body for Passing<T, R> {
+impl<R: Record> http_body::Body for Passing<R> {
     type Data = Bytes;
     type Error = Status;
 
@@ -249,19 +266,22 @@ impl<T: AsyncRead + AsyncWrite + Unpin, R: Record> http_body::Body for Passing<T
                 }
                 Err(frame) => {
                     let trailers = frame.into_trailers().unwrap_or_default();
-                    let status = Status::from_header_map(&trailers).map(passed_on);
-                    status.unwrap_or_else(|| live.call.record.cut_short("its trailers have no status"))
+                    live.ended(relay::status(&trailers), "its trailers have no status")
                 }
             },
-            Poll::Ready(Some(Err(error))) => live.call.record.lost(&error),
-            Poll::Ready(None) => live.call.record.cut_short("it has no trailers"),
+            Poll::Ready(Some(Err(error))) => match live.call.record.lost(&error) {
+                // It keeps the deadline too.
+                status if status.code() == Code::Cancelled && live.is_late() => late(),
+                status => status,
+            },
+            Poll::Ready(None) => live.ended(None, "it has no trailers"),
         };
         Poll::Ready(Some(Ok(end(&mut state, &status))))
     }
 }
 
 /// Ends a live answer: what it holds is given back at once.
-fn end<T, R: Record>(state: &mut State<T, R>, status: &Status) -> http_body::Frame<Bytes> {
+fn end<R: Record>(state: &mut State<R>, status: &Status) -> http_body::Frame<Bytes> {
     if let State::Live(live) = state {
         live.call.record.end(status);
     }
@@ -288,3 +308,6 @@ pub fn passed_on(status: Status) -> Status {
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,98 +1,119 @@
-//! A streaming call to the server behind this one, read no faster than its answer is passed on.
+//! Streaming calls to the server behind this one, read no faster than their answers are passed on, on a few connections that
+//! they share.
 //!
-//! Each call has a connection of its own, which is driven where the answer is read, and by no task: while a client takes
-//! nothing, nothing is read for it. What the server behind may have sent ahead is its window. It is small at first, and
-//! large for streams that have shown that they are read, as long as the [`WideWindows`] of all calls allow it: so any number of
-//! clients that stop reading cost a known amount of memory, and a few that read fast are fast.
+//! What the server may send ahead of a client is the window of its stream. It is small, so that any number of clients that stop
+//! reading cost a known amount of memory, and larger for as many streams as [`WideWindows`] has places for. The window of a
+//! connection is as large as those of all its streams together: a stream that nobody reads holds up no other.
 
 use std::fmt;
-use std::future::poll_fn;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll};
+use std::io;
+use std::mem;
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
+use h2::client::{Builder, SendRequest};
+use h2::{FlowControl, Ping, PingPong, Reason, RecvStream};
 use http_body::Frame;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::time::{Instant, Sleep, sleep};
-use tonic::codegen::http::{self, HeaderValue, Request, Response, response};
-
-use crate::http2::{self, Connection, Part};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tonic::Code;
+use tonic::codegen::http::{self, HeaderMap, HeaderValue, Request, response};
 
 /// What servers see as the address of the call: neither a socket nor a node has a host name here.
 pub const ORIGIN: &str = "http://localhost";
-/// What a stream may send ahead at first, in bytes.
-const NARROW: u32 = 4 << 10;
-/// And when it has shown that it is read.
-const WIDE: u32 = 512 << 10;
-/// How many bytes show that.
-const PROVEN: u64 = 256 << 10;
-/// When the first ping is sent, and how long an answer to one may take.
+/// What a stream may send ahead, in bytes, and how many such streams a connection has at most.
+const NARROW: u32 = 16 << 10;
+const STREAMS: usize = 256;
+/// The same for streams with a wide window. Connections have both limits from the beginning, since the windows of single
+/// streams cannot be changed; so these have connections of their own.
+const WIDE: u32 = 128 << 10;
+const WIDE_STREAMS: usize = 128;
+/// The most bytes of a head or of trailers, unpacked.
+const MAX_FIELDS: u32 = 16 << 10;
+/// What small pieces of data may cost until their tasks have taken them over, as `h2` counts it: 256 bytes for each that has less.
+const SMALL_PIECES: usize = 16 << 20;
+/// How long a call whose client is gone waits for its head. A server may end the connection of a client that takes back many calls
+/// before it has looked at them, and all calls on it.
+const GRACE: Duration = Duration::from_secs(1);
+/// When a connection is looked at, and how long an answer to a ping may take.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Between two pings to a server of ours.
 pub const OFTEN: Duration = PATIENCE;
-/// Between two pings to any server: one in Go closes a connection with pings that are less than five minutes apart
-/// (`keepalive.EnforcementPolicy` of grpc-go), and a driver may take longer for its first message.
+/// Between two pings to any server that says nothing. One in Go or C++ closes a connection where they are less than five minutes
+/// apart more than twice, unless it has sent something between them (`keepalive.EnforcementPolicy` of grpc-go), or where there are
+/// any while no call is open.
 pub const RARELY: Duration = Duration::from_secs(310);
 
-/// How many bytes of wide windows there may be, shared by all calls.
-pub struct WideWindows(AtomicUsize);
+/// How many streams may have wide windows, shared by all servers.
+#[derive(Clone, Debug)]
+pub struct WideWindows(Arc<Semaphore>);
 
 impl WideWindows {
     /// At most `bytes` together.
-    pub fn of(bytes: usize) -> Arc<Self> {
-        Arc::new(WideWindows(AtomicUsize::new(bytes)))
-    }
-
-    fn take(self: &Arc<Self>) -> Option<WideWindow> {
-        let taken =
-            self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(WIDE as usize));
-        taken.is_ok().then(|| WideWindow(self.clone()))
-    }
-}
-
-/// One of them; given back when it is dropped.
-struct WideWindow(Arc<WideWindows>);
-
-impl Drop for WideWindow {
-    fn drop(&mut self) {
-        self.0.0.fetch_add(WIDE as usize, Ordering::Relaxed);
+    pub fn of(bytes: usize) -> Self {
+        WideWindows(Arc::new(Semaphore::new((bytes / WIDE as usize).min(WIDE_STREAMS))))
     }
 }
 
 /// Why a call ended without the answer's own end.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
+    /// There is no connection to be had.
+    #[error(transparent)]
+    Connect(Arc<io::Error>),
     /// The connection, or the call on it, broke.
     #[error(transparent)]
-    Broken(#[from] http2::Error),
+    Broken(Arc<h2::Error>),
     /// A ping was not answered.
     #[error("no answer to a ping in {} s", PATIENCE.as_secs())]
     Silent,
 }
 
-/// A connection with one call on it, and what shows that its other end is alive.
-struct Link<T> {
-    connection: Connection<T>,
-    /// When the next ping is due, or the answer to the last one.
-    timer: Pin<Box<Sleep>>,
-    is_pinged: bool,
-    between: Duration,
-}
+impl Error {
+    /// What a server did that is there: the code for it (gRPC over HTTP/2, "Errors"), and words that follow its name. `None` where
+    /// it is away.
+    pub fn verdict(&self) -> Option<(Code, String)> {
+        let Error::Broken(error) = self else { return None };
+        let reason = error.reason()?;
+        if error.is_library() {
+            let what = match reason {
+                Reason::REFUSED_STREAM => format!("a head is larger than {MAX_FIELDS} bytes"),
+                _ => error.to_string(),
+            };
+            return Some((Code::Internal, format!("breaks HTTP/2: {what}")));
+        }
+        // One that says goodbye goes on with the calls that it has taken.
+        if !error.is_reset() {
+            return None;
+        }
+        let code = match reason {
+            Reason::REFUSED_STREAM => Code::Unavailable,
+            Reason::CANCEL => Code::Cancelled,
+            Reason::ENHANCE_YOUR_CALM => Code::ResourceExhausted,
+            Reason::INADEQUATE_SECURITY => Code::PermissionDenied,
+            // The table has no row for them.
+            Reason::STREAM_CLOSED => Code::Unknown,
+            reason if u32::from(reason) >= u32::from(Reason::HTTP_1_1_REQUIRED) => Code::Unknown,
+            _ => Code::Internal,
+        };
+        Some((code, format!("ended the call with the HTTP/2 error code {reason:?}")))
+    }
 
-/// The body of an answer, and the connection that it comes by.
-pub struct Answer<T> {
-    link: Link<T>,
-    passed: u64,
-    windows: Arc<WideWindows>,
-    wide: Option<WideWindow>,
-}
-
-impl<T> fmt::Debug for Answer<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Answer").field("passed", &self.passed).finish_non_exhaustive()
+    /// Whether the same call may be made on another connection: the server has not begun with it, or the connection broke.
+    fn is_of_connection(&self) -> bool {
+        match self {
+            Error::Connect(_) | Error::Silent => false,
+            Error::Broken(error) => {
+                let is_refused = error.is_remote() && error.reason() == Some(Reason::REFUSED_STREAM);
+                !error.is_reset() || is_refused
+            }
+        }
     }
 }
 
@@ -118,173 +139,358 @@ pub fn request(path: &str, deadline: Option<std::time::Instant>) -> Result<Reque
     Ok(request)
 }
 
-/// Sends a request whose body is one message, and waits for the head of the answer. While that or more of the answer is waited
-/// for, pings are `between` apart: [`OFTEN`] or [`RARELY`].
-pub async fn call<T>(
-    io: T,
-    request: Request<()>,
-    body: Bytes,
-    windows: Arc<WideWindows>,
+/// One server, and the connections to it.
+#[derive(Debug)]
+pub struct Upstream {
+    windows: WideWindows,
     between: Duration,
-) -> Result<(response::Parts, Answer<T>), Error>
-where
-    T: AsyncRead + AsyncWrite + Unpin,
-{
-    let connection = Connection::begin(io, &request, body, NARROW);
-    let mut link = Link { connection, timer: Box::pin(sleep(PATIENCE)), is_pinged: false, between };
-    let (status, fields) = match poll_fn(|context| link.poll_part(context)).await? {
-        Some(Part::Head(status, fields)) => (status, fields),
-        // The connection begins with a head, or fails.
-        Some(Part::Data(_) | Part::Trailers(_)) | None => return Err(http2::Error::Closed.into()),
-    };
-    let (mut head, ()) = Response::new(()).into_parts();
-    (head.status, head.headers) = (status, fields);
-    Ok((head, Answer { link, passed: 0, windows, wide: None }))
+    open: Mutex<Vec<Arc<Connection>>>,
+    /// Held while a connection is made, with the last failure: those who waited meanwhile do not try the same again in turn.
+    connecting: tokio::sync::Mutex<Option<(Instant, Error)>>,
 }
 
-impl<T: AsyncRead + AsyncWrite + Unpin> Link<T> {
-    /// The next part of the answer. While it waits it pings a server that has been quiet for a while.
-    fn poll_part(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Part>, Error>> {
+impl Upstream {
+    /// Nothing is connected yet. Pings are `between` apart: [`OFTEN`] or [`RARELY`].
+    pub fn new(windows: WideWindows, between: Duration) -> Self {
+        Upstream { windows, between, open: Mutex::default(), connecting: Default::default() }
+    }
+
+    /// Makes a call whose body is one message, and waits for the head of the answer. `connect` makes a connection, where one
+    /// is needed. A call that meets the end of a connection before its head is made once more: it must be one that only reads.
+    pub async fn call<T>(
+        &self,
+        connect: impl Future<Output = io::Result<T>>,
+        request: Request<()>,
+        body: Bytes,
+    ) -> Result<(response::Parts, Answer), Error>
+    where
+        T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let wide = self.windows.0.clone().try_acquire_owned().ok();
+        let mut connect = pin!(connect);
         loop {
-            if let Poll::Ready(part) = self.connection.poll_part(context) {
-                return Poll::Ready(part.map_err(Error::from));
-            }
-            if self.timer.as_mut().poll(context).is_pending() {
-                return Poll::Pending;
-            }
-            let now = Instant::now();
-            if self.is_pinged {
-                if !self.connection.is_heard() {
-                    return Poll::Ready(Err(Error::Silent));
+            let (place, is_new) = self.place(connect.as_mut(), wide.is_some()).await?;
+            let state = place.0.state.clone();
+            let (told, head) = oneshot::channel();
+            let inbox = Arc::<Mutex<Inbox>>::default();
+            let work = place.ask(request.clone(), body.clone(), told, inbox.clone());
+            let task = tokio::spawn(work).abort_handle();
+            match head.await.unwrap_or(Err(Error::Silent)) {
+                Ok(Begun { head, is_whole, window }) => {
+                    return Ok((head, Answer { inbox, is_whole, window, task, _wide: wide }));
                 }
-                self.timer.as_mut().reset(now + self.between.saturating_sub(PATIENCE));
-            } else {
-                self.connection.ping();
-                self.timer.as_mut().reset(now + PATIENCE);
+                Err(error) if !is_new && error.is_of_connection() => {
+                    state.is_over.store(true, Ordering::Relaxed);
+                }
+                Err(error) => return Err(error),
             }
-            self.is_pinged = !self.is_pinged;
+        }
+    }
+
+    /// A place on a connection, and whether that was made for it.
+    async fn place<T>(
+        &self,
+        connect: Pin<&mut impl Future<Output = io::Result<T>>>,
+        is_wide: bool,
+    ) -> Result<(Place, bool), Error>
+    where
+        T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        if let Some(place) = self.free_place(is_wide) {
+            return Ok((place, false));
+        }
+        let since = Instant::now();
+        let mut failed = self.connecting.lock().await;
+        if let Some(place) = self.free_place(is_wide) {
+            return Ok((place, false));
+        }
+        if let Some((when, error)) = &*failed
+            && *when > since
+        {
+            return Err(error.clone());
+        }
+        let connected = async {
+            let io = connect.await.map_err(|error| Error::Connect(Arc::new(error)))?;
+            timeout(PATIENCE, Connection::open(io, is_wide, self.between)).await.unwrap_or(Err(Error::Silent))
+        };
+        match connected.await {
+            Ok(connection) => {
+                let connection = Arc::new(connection);
+                let place = Place::on(&connection);
+                lock(&self.open).push(connection);
+                Ok((place, true))
+            }
+            Err(error) => {
+                *failed = Some((Instant::now(), error.clone()));
+                Err(error)
+            }
+        }
+    }
+
+    /// A place on a connection that there is. Of those that nobody uses one of each kind is kept.
+    fn free_place(&self, is_wide: bool) -> Option<Place> {
+        let mut open = lock(&self.open);
+        let mut has_idle = [false; 2];
+        open.retain(|one| {
+            let is_used = one.state.streams.load(Ordering::Relaxed) > 0;
+            !one.state.is_over.load(Ordering::Relaxed)
+                && (is_used || !mem::replace(&mut has_idle[usize::from(one.is_wide)], true))
+        });
+        open.iter().find(|one| one.is_wide == is_wide && one.has_place()).map(Place::on)
+    }
+}
+
+/// A connection. It is closed when neither [`Upstream`] nor a stream holds it any more.
+struct Connection {
+    requests: SendRequest<Bytes>,
+    is_wide: bool,
+    state: Arc<State>,
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection").field("state", &self.state).finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    streams: AtomicUsize,
+    /// Whether it takes no more streams.
+    is_over: AtomicBool,
+    is_silent: AtomicBool,
+    /// Whether the server has sent something of an answer since the last ping.
+    is_heard: AtomicBool,
+}
+
+impl Connection {
+    /// Waits until the server has said how many streams it takes.
+    async fn open<T>(io: T, is_wide: bool, between: Duration) -> Result<Self, Error>
+    where
+        T: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let (window, streams) = if is_wide { (WIDE, WIDE_STREAMS) } else { (NARROW, STREAMS) };
+        let (requests, mut connection) = Builder::new()
+            .enable_push(false)
+            .initial_window_size(window)
+            .initial_connection_window_size(window * streams as u32)
+            .max_header_list_size(MAX_FIELDS)
+            .data_frame_budget(SMALL_PIECES)
+            .handshake(io)
+            .await
+            .map_err(broken)?;
+        let failed = |why: &str| Error::Connect(Arc::new(io::Error::other(why.to_owned())));
+        let mut pings = connection.ping_pong().ok_or_else(|| failed("it cannot be pinged"))?;
+        // The server's settings come before its answer to a ping.
+        tokio::select! {
+            ended = &mut connection => {
+                ended.map_err(broken)?;
+                return Err(failed("it was closed at once"));
+            }
+            pong = pings.ping(Ping::opaque()) => {
+                pong.map_err(broken)?;
+            }
+        }
+        if requests.current_max_send_streams() == 0 {
+            return Err(failed("it allows no call (SETTINGS_MAX_CONCURRENT_STREAMS is 0)"));
+        }
+        let state = Arc::new(State { is_heard: true.into(), ..State::default() });
+        tokio::spawn({
+            let state = state.clone();
+            async move {
+                tokio::select! {
+                    _ = connection => {}
+                    () = until_silent(pings, &state, between) => {}
+                }
+                state.is_over.store(true, Ordering::Relaxed);
+            }
+        });
+        Ok(Connection { requests, is_wide, state })
+    }
+
+    fn has_place(&self) -> bool {
+        let most = if self.is_wide { WIDE_STREAMS } else { STREAMS };
+        self.state.streams.load(Ordering::Relaxed) < most.min(self.requests.current_max_send_streams())
+    }
+}
+
+/// Pings the server while there are streams, until it does not answer.
+async fn until_silent(mut pings: PingPong, state: &State, between: Duration) {
+    let mut last = Instant::now();
+    loop {
+        sleep(PATIENCE).await;
+        let is_idle = between > OFTEN && state.streams.load(Ordering::Relaxed) == 0;
+        if is_idle || last.elapsed() < between && !state.is_heard.swap(false, Ordering::Relaxed) {
+            continue;
+        }
+        last = Instant::now();
+        match timeout(PATIENCE, pings.ping(Ping::opaque())).await {
+            Ok(Ok(_)) => {}
+            // The connection has ended, and says how.
+            Ok(Err(_)) => std::future::pending().await,
+            Err(_) => return state.is_silent.store(true, Ordering::Relaxed),
         }
     }
 }
 
-impl<T: AsyncRead + AsyncWrite + Unpin> Answer<T> {
+/// A stream's place on a connection.
+#[derive(Debug)]
+struct Place(Arc<Connection>);
+
+impl Place {
+    fn on(connection: &Arc<Connection>) -> Self {
+        connection.state.streams.fetch_add(1, Ordering::Relaxed);
+        Place(connection.clone())
+    }
+
+    /// Makes a call, says how its answer begins, and takes the rest of it in.
+    async fn ask(
+        self,
+        request: Request<()>,
+        body: Bytes,
+        mut told: oneshot::Sender<Result<Begun, Error>>,
+        inbox: Arc<Mutex<Inbox>>,
+    ) {
+        let asked = async {
+            let (answer, mut sender) = self.0.requests.clone().send_request(request, false)?;
+            sender.send_data(body, true)?;
+            answer.await
+        };
+        let gone = async {
+            told.closed().await;
+            sleep(GRACE).await;
+        };
+        let asked = tokio::select! {
+            asked = asked => asked,
+            () = gone => return,
+        };
+        let answer = match asked.map_err(|error| self.error(error)) {
+            Ok(answer) => answer,
+            Err(error) => {
+                drop(self);
+                let _ = told.send(Err(error));
+                return;
+            }
+        };
+        self.0.state.is_heard.store(true, Ordering::Relaxed);
+        let (head, mut body) = answer.into_parts();
+        let (is_whole, window) = (body.is_end_stream(), body.flow_control().clone());
+        if told.send(Ok(Begun { head, is_whole, window })).is_ok() {
+            self.fill(body, &inbox).await;
+        }
+    }
+
+    async fn fill(self, mut body: RecvStream, inbox: &Mutex<Inbox>) {
+        let end = loop {
+            match body.data().await {
+                Some(Ok(bytes)) => {
+                    self.0.state.is_heard.store(true, Ordering::Relaxed);
+                    lock(inbox).add(|inbox| inbox.bytes.extend_from_slice(&bytes));
+                }
+                Some(Err(error)) => break Err(self.error(error)),
+                None => break body.trailers().await.map_err(|error| self.error(error)),
+            }
+        };
+        // Whoever reads the end finds the place free.
+        drop(self);
+        lock(inbox).add(|inbox| inbox.end = Some(end));
+    }
+
+    fn error(&self, error: h2::Error) -> Error {
+        match self.0.state.is_silent.load(Ordering::Relaxed) {
+            true => Error::Silent,
+            false => broken(error),
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.state.streams.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn broken(error: h2::Error) -> Error {
+    Error::Broken(Arc::new(error))
+}
+
+/// How an answer begins.
+struct Begun {
+    head: response::Parts,
+    is_whole: bool,
+    window: FlowControl,
+}
+
+/// The body of an answer. A task takes it over as it comes, within the window: the library would keep each frame for itself,
+/// with the buffer that it was read into, and ends connections on which too many small ones wait.
+pub struct Answer {
+    inbox: Arc<Mutex<Inbox>>,
+    is_whole: bool,
+    window: FlowControl,
+    task: AbortHandle,
+    _wide: Option<OwnedSemaphorePermit>,
+}
+
+/// What has come and is not passed on.
+#[derive(Default)]
+struct Inbox {
+    bytes: BytesMut,
+    end: Option<Result<Option<HeaderMap>, Error>>,
+    reader: Option<Waker>,
+}
+
+impl fmt::Debug for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Answer").finish_non_exhaustive()
+    }
+}
+
+impl Answer {
+    /// Whether the head was the whole answer.
+    pub fn is_whole(&self) -> bool {
+        self.is_whole
+    }
+
     /// The next piece: data, or the trailers at the end.
     pub fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-        self.link.poll_part(context).map(|part| match part {
-            Ok(Some(Part::Data(bytes))) => {
-                self.passed += bytes.len() as u64;
-                self.widen();
-                Some(Ok(Frame::data(bytes)))
-            }
-            Ok(Some(Part::Trailers(trailers))) => Some(Ok(Frame::trailers(trailers))),
-            // The head was the first part, and there is no second one.
-            Ok(Some(Part::Head(..)) | None) => None,
-            Err(error) => Some(Err(error)),
-        })
+        let mut inbox = lock(&self.inbox);
+        if inbox.bytes.is_empty() {
+            return match inbox.end.take() {
+                Some(Ok(trailers)) => Poll::Ready(trailers.map(|trailers| Ok(Frame::trailers(trailers)))),
+                Some(Err(error)) => Poll::Ready(Some(Err(error))),
+                None => {
+                    inbox.reader = Some(context.waker().clone());
+                    Poll::Pending
+                }
+            };
+        }
+        let bytes = mem::take(&mut inbox.bytes).freeze();
+        drop(inbox);
+        // It fails for more than has come.
+        let _ = self.window.release_capacity(bytes.len());
+        Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
+}
 
-    fn widen(&mut self) {
-        if self.wide.is_none() && self.passed >= PROVEN {
-            self.wide = self.windows.take();
-            if self.wide.is_some() {
-                self.link.connection.widen(WIDE);
-            }
+impl Drop for Answer {
+    /// The server is told that nobody waits any more.
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Inbox {
+    fn add(&mut self, what: impl FnOnce(&mut Self)) {
+        what(self);
+        if let Some(reader) = self.reader.take() {
+            reader.wake();
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, duplex};
-
-    fn ask(io: DuplexStream) -> impl Future<Output = Result<(response::Parts, Answer<DuplexStream>), Error>> {
-        let request = Request::post("http://localhost/a").body(()).expect("a request");
-        call(io, request, Bytes::from_static(b"question"), WideWindows::of(0), RARELY)
-    }
-
-    async fn next(answer: &mut Answer<DuplexStream>) -> Option<Result<Frame<Bytes>, Error>> {
-        poll_fn(|context| answer.poll_frame(context)).await
-    }
-
-    /// How long after the call begins each ping arrives at a server that says nothing else than the answers to them.
-    async fn pings(mut theirs: DuplexStream, within: Duration) -> Vec<Duration> {
-        let (started, mut pings) = (Instant::now(), Vec::new());
-        let read = async {
-            theirs.read_exact(&mut [0; 24]).await.expect("the preface");
-            loop {
-                let mut head = [0; 9];
-                theirs.read_exact(&mut head).await.expect("a frame");
-                let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
-                let mut payload = vec![0; length as usize];
-                theirs.read_exact(&mut payload).await.expect("a payload");
-                if head[3] == 6 {
-                    pings.push(started.elapsed());
-                    theirs.write_all(&[0, 0, 8, 6, 1, 0, 0, 0, 0]).await.expect("write");
-                    theirs.write_all(&payload).await.expect("write");
-                }
-            }
-        };
-        let _ = tokio::time::timeout(within, read).await;
-        pings
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn pings_are_as_far_apart_as_servers_in_go_want_them() {
-        let (ours, theirs) = duplex(64 << 10);
-        let call = tokio::spawn(ask(ours));
-        let pings = pings(theirs, Duration::from_secs(3600)).await;
-        assert!(pings.len() > 10, "{pings:?}");
-        assert!(pings.windows(2).all(|two| two[1] - two[0] > Duration::from_secs(300)), "{pings:?}");
-        let error = call.await.expect("a task").expect_err("nobody answers");
-        assert!(matches!(error, Error::Broken(http2::Error::Closed)), "{error}");
-    }
-
-    /// The time of these tests is tokio's: it goes on at once where all wait for it.
-    #[tokio::test(start_paused = true)]
-    async fn a_server_that_says_nothing_is_given_up() {
-        let (ours, _theirs) = duplex(64 << 10);
-        let started = Instant::now();
-        let error = ask(ours).await.expect_err("nobody answers");
-        assert!(matches!(error, Error::Silent), "{error}");
-        assert_eq!(started.elapsed().as_secs(), 2 * PATIENCE.as_secs());
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_slow_server_that_answers_pings_is_waited_for_and_a_frozen_one_is_not() {
-        let slow = Duration::from_secs(600);
-        let (ours, theirs) = duplex(64 << 10);
-        let server = tokio::spawn(async move {
-            let mut connection = h2::server::handshake(theirs).await.expect("handshake");
-            let (_request, mut answer) = connection.accept().await.expect("a call").expect("a call");
-            // Driven, it answers pings; then it sends the head and a piece, and freezes.
-            tokio::select! {
-                _ = connection.accept() => panic!("there is one call"),
-                () = sleep(slow) => {}
-            }
-            let mut body = answer.send_response(Response::new(()), false).expect("head");
-            body.send_data(Bytes::from_static(b"first"), false).expect("data");
-            tokio::select! {
-                _ = connection.accept() => panic!("there is one call"),
-                () = sleep(slow) => {}
-            }
-            (connection, body)
-        });
-        let started = Instant::now();
-        let (_, mut answer) = ask(ours).await.expect("a head");
-        let first = next(&mut answer).await.expect("a piece").expect("a piece").into_data().expect("data");
-        assert_eq!(first, "first");
-        assert!(started.elapsed() >= slow);
-        let error = next(&mut answer).await.expect("an end").expect_err("it freezes");
-        assert!(matches!(error, Error::Silent), "{error}");
-        assert!(started.elapsed() >= 2 * slow, "not while it answered pings");
-        drop(server.await.expect("the server"));
-    }
-
-    #[tokio::test]
-    async fn a_connection_that_is_closed_ends_the_call() {
-        let (ours, theirs) = duplex(64 << 10);
-        drop(theirs);
-        ask(ours).await.expect_err("nobody answers");
-    }
-}
+mod tests;

@@ -325,8 +325,8 @@ impl Bench {
                 ms(delayed)
             ),
             &format!("without them {}", ms(extra)),
-            "64 MiB; 5 x",
-            grown <= 64 << 20 && delayed <= extra * 5,
+            "128 MiB; 5 x",
+            grown <= 128 << 20 && delayed <= extra * 5,
         );
     }
 }

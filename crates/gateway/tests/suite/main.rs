@@ -6,6 +6,7 @@
 
 mod backup_run;
 mod backup_tool;
+mod broken_driver;
 mod certificates;
 mod combinations;
 mod community;
@@ -77,6 +78,7 @@ fn main() -> ExitCode {
         fuzzed::requests_of_both_calls_get_the_right_code,
         hostile::requests_of_unknown_callers_take_a_bounded_memory,
         hostile::a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended,
+        broken_driver::a_driver_that_breaks_the_protocol_harms_only_its_own_answer,
         hostile::no_token_and_no_secret_is_written_anywhere,
         hostile::calls_are_served_when_nobody_reads_the_audit,
         library::a_client_finds_all_it_needs,

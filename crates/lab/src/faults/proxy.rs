@@ -9,7 +9,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited, StreamBody};
 use hyper::body::{Frame, Incoming};
 use proto::*;
-use serve::relay::{deadline, frame, unframe};
+use serve::relay::{self, deadline, frame, unframe};
 use tokio_util::sync::CancellationToken;
 use tonic::body::Body;
 use tonic::codegen::http::request::Parts;
@@ -338,7 +338,7 @@ impl Proxy {
     fn stand_in(&self, stream: &Stream, answered: &Response<Body>, met: &[Arc<Spec>]) -> Option<Stream> {
         let caller = stream.caller()?;
         let mut facts = self.seen.facts();
-        let refused = Status::from_header_map(answered.headers()).map(|status| status.code());
+        let refused = relay::status(answered.headers()).map(|status| status.code());
         let Some(code) = refused.filter(|code| *code != Code::Ok) else {
             facts.let_in.retain(|let_in| *let_in != caller);
             facts.let_in.push(caller);

@@ -11,7 +11,7 @@ use hyper_util::rt::TokioIo;
 use rustls::ClientConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use serve::relay::deadline;
+use serve::relay::{self, deadline};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tonic::body::Body;
@@ -146,12 +146,12 @@ impl Reader {
     /// Head and messages of an answer; an error where it is one at once.
     pub fn of(answer: Response<Body>) -> Result<(HeaderMap, Self), Status> {
         let (head, body) = answer.into_parts();
-        let end = Status::from_header_map(&head.headers);
+        let end = relay::status(&head.headers);
         if let Some(status) = end.as_ref().filter(|status| status.code() != Code::Ok) {
             return Err(status.clone());
         }
-        if !head.status.is_success() {
-            return Err(Status::unavailable(format!("it answered with HTTP status {}", head.status)));
+        if let Some(code) = relay::code_of_http(head.status) {
+            return Err(Status::new(code, format!("it answered with HTTP status {}", head.status)));
         }
         Ok((head.headers, Reader { body, buffer: BytesMut::new(), end }))
     }
@@ -176,7 +176,7 @@ impl Reader {
                     Ok(data) => self.buffer.extend_from_slice(&data),
                     Err(frame) => {
                         let trailers = frame.into_trailers().unwrap_or_default();
-                        let status = Status::from_header_map(&trailers);
+                        let status = relay::status(&trailers);
                         self.end =
                             Some(status.unwrap_or_else(|| Status::unknown("its answer has no status")));
                     }

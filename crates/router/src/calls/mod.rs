@@ -24,7 +24,7 @@ use tonic::{Code, Status};
 pub use methods::Method;
 use methods::{Ids, Route, TwoIds};
 
-use crate::node::{Connection, Node};
+use crate::node::Node;
 use crate::nodes::{Nodes, Place};
 use crate::record::Record;
 
@@ -57,7 +57,7 @@ pub struct Router {
     /// The nodes.
     pub nodes: Arc<Nodes>,
     /// Answers under way.
-    pub streams: Arc<Streams<Connection, Record>>,
+    pub streams: Arc<Streams<Record>>,
     /// Names of objects that are being made.
     names: Mutex<BTreeSet<(i32, String)>>,
     /// The node that was last asked to make a volume of this name and has not answered: it may be there.
@@ -80,7 +80,7 @@ fn forgotten(id: &str) -> Status {
 
 impl Router {
     /// Routes to these.
-    pub fn new(nodes: Arc<Nodes>, streams: Arc<Streams<Connection, Record>>) -> Self {
+    pub fn new(nodes: Arc<Nodes>, streams: Arc<Streams<Record>>) -> Self {
         Router {
             nodes,
             streams,
@@ -134,7 +134,7 @@ impl Router {
         message: Bytes,
         deadline: Option<Instant>,
         record: &mut Record,
-    ) -> Result<(response::Parts, Answer<Connection>), Status> {
+    ) -> Result<(response::Parts, Answer), Status> {
         self.nodes.settled().await;
         let id = match method.route {
             Route::Delta => {

@@ -15,7 +15,7 @@ use proto::{
     DeleteVolumeRequest, GetMetadataAllocatedRequest, ListSnapshotsRequest, ListVolumesRequest,
 };
 use serve::relay::frame_bytes;
-use serve::upstream::{self, WideWindows};
+use serve::upstream::{self, Upstream, WideWindows};
 use testkit::{PoolKind, network};
 use tokio::net::UnixStream;
 use tonic::{Code, Request};
@@ -61,9 +61,9 @@ fn timed<T>(message: T) -> Request<T> {
 
 /// How the router ends a call, or that it answers. The client has no clock of its own: only the router knows the deadline.
 pub async fn code_of(socket: &Path, path: &str, message: &[u8], deadline: Duration) -> Code {
-    let connection = UnixStream::connect(socket).await.expect("connect");
     let request = upstream::request(path, Some(Instant::now() + deadline)).expect("a request");
-    let call = upstream::call(connection, request, frame_bytes(message), WideWindows::of(0), upstream::OFTEN);
+    let router = Upstream::new(WideWindows::of(0), upstream::OFTEN);
+    let call = router.call(UnixStream::connect(socket), request, frame_bytes(message));
     // No slow machine, and sooner than the pings of a connection find that it is dead.
     let answered = tokio::time::timeout((4 * deadline).max(Duration::from_secs(8)), call).await;
     let (head, _) = answered.unwrap_or_else(|_| panic!("{path} hangs")).expect("an answer");

@@ -1,0 +1,106 @@
+//! Promise: a driver takes no more of the gateway's memory than its answers may, and what it gets wrong is an error that says so.
+
+use std::time::Duration;
+
+use testkit::gateway::driver::Driver;
+use testkit::gateway::world::{World, code};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::timeout;
+use tonic::Code;
+
+/// A frame of HTTP/2, of no call yet.
+fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
+    let length = (payload.len() as u32).to_be_bytes();
+    [&length[1..], &[kind, flags, 0, 0, 0, 0], payload].concat()
+}
+
+fn head(block: &[u8]) -> Vec<u8> {
+    frame(1, 4, block)
+}
+
+fn last(block: &[u8]) -> Vec<u8> {
+    frame(1, 5, block)
+}
+
+/// Fields that are not indexed, nor packed.
+fn fields(fields: &[(&str, &str)]) -> Vec<u8> {
+    let text = |text: &str| [&[text.len() as u8], text.as_bytes()].concat();
+    fields.iter().flat_map(|(name, value)| [vec![0], text(name), text(value)].concat()).collect()
+}
+
+/// Answers each call with these frames, and pings.
+async fn answer(mut stream: UnixStream, answer: Vec<Vec<u8>>) -> std::io::Result<()> {
+    stream.read_exact(&mut [0; 24]).await?;
+    stream.write_all(&frame(4, 0, b"")).await?;
+    loop {
+        let mut head = [0; 9];
+        stream.read_exact(&mut head).await?;
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        stream.read_exact(&mut payload).await?;
+        match (head[3], head[4]) {
+            (6, 0) => stream.write_all(&frame(6, 1, &payload)).await?,
+            (1, _) => {
+                for mut frame in answer.iter().cloned() {
+                    frame[5..9].copy_from_slice(&head[5..]);
+                    stream.write_all(&frame).await?;
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+pub async fn a_driver_that_breaks_the_protocol_harms_only_its_own_answer(world: World) {
+    const OK: &[u8] = b"\x88";
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = &world.namespace;
+    world.snapshot(ns, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let mut gateway = world.gateway(&[]).await;
+    gateway.ready().await;
+    // The gateway goes on asking that driver for its health, on the connection that it has.
+    let aside = world.socket().with_extension("aside");
+    std::fs::rename(world.socket(), &aside).expect("rename");
+    // A table of fields of 256 MiB, and then two bytes for each entry of 4,000.
+    let interim = b"\x08\x03103";
+    let grow = [b"\x3f\xe1\xff\xff\x7f", &interim[..], b"\x40\x7f\xa1\x1e", &[b'x'; 4000], b"\0"].concat();
+    let again = [&interim[..], &[0x7e, 0].repeat(3)].concat();
+    let said = |status: &[(&str, &str)]| vec![last(&[OK, &fields(status)].concat())];
+    let cut = vec![head(OK), frame(0, 0, b"\0\0\0\0\x09abc"), last(&fields(&[("grpc-status", "0")]))];
+    let reset = |code| vec![head(OK), frame(3, 0, &[0, 0, 0, code])];
+    for (frames, expected, says) in [
+        ([vec![head(&grow)], vec![head(&again); 20_000]].concat(), Code::Internal, "breaks HTTP/2"),
+        (cut, Code::Internal, "3 of 9 bytes"),
+        (reset(8), Code::Cancelled, "CANCEL"),
+        (reset(11), Code::ResourceExhausted, "CALM"),
+        (vec![last(b"\x08\x03404")], Code::Unimplemented, "404"),
+        (vec![last(b"\x08\x03503")], Code::Unavailable, "503"),
+        (said(&[("grpc-status", "9"), ("grpc-message", "a%FFb")]), Code::FailedPrecondition, "a\u{fffd}b"),
+        (said(&[("grpc-status", "9"), ("grpc-status-details-bin", "***")]), Code::FailedPrecondition, ""),
+    ] {
+        let socket = UnixListener::bind(world.socket()).expect("bind");
+        let driver = tokio::spawn(async move {
+            let mut connections = tokio::task::JoinSet::new();
+            while let Ok((stream, _)) = socket.accept().await {
+                connections.spawn(answer(stream, frames.clone()));
+            }
+        });
+        let before = gateway.peak();
+        for _ in 0..3 {
+            let mut client = gateway.client().await;
+            let ended = timeout(Duration::from_secs(30), client.allocated(&token, ns, "monday")).await;
+            match ended.expect("an end") {
+                Err((code, said)) if code == expected && said.contains(says) => {}
+                ended => panic!("not {expected:?} with {says:?}: {ended:?}"),
+            }
+        }
+        let grown = gateway.peak() - before;
+        assert!(grown < 16 << 20, "an answer took {grown} bytes: {expected:?} {says}");
+        driver.abort();
+        std::fs::remove_file(world.socket()).expect("remove");
+    }
+    std::fs::rename(&aside, world.socket()).expect("rename");
+    assert_eq!(code(&gateway.client().await.allocated(&token, ns, "monday").await), Code::Ok);
+    assert!(gateway.running.is_alive());
+}
