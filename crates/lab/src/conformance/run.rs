@@ -50,9 +50,12 @@ pub(super) async fn run<S: Subject>(
         tokio::select! {
             ended = run.steps.join_next() => match ended {
                 Some(Ok(ended)) => run.note(ended),
-                // No step is aborted, and none panics.
+                // None is aborted here. Of one that panicked nothing comes: its case is not over at the end.
                 Some(Err(_)) => {}
-                None => break,
+                None => {
+                    run.give_up();
+                    break;
+                }
             },
             _ = signals.wait_for(|count| *count >= 1) => {
                 report.interrupted = true;
@@ -297,6 +300,15 @@ impl<'c, S: Subject> Run<'c, S> {
         }
     }
 
+    /// No case is left out of the report.
+    fn give_up(&mut self) {
+        for at in 0..self.cases.len() {
+            if !self.progress[at].is_over() {
+                self.judged(at, Err(suite_failed()), self.began.elapsed(), Duration::ZERO);
+            }
+        }
+    }
+
     fn judged(&mut self, at: usize, judged: Judged, started: Duration, took: Duration) {
         self.progress[at] = Progress::Done(Outcome::of(self.cases[at], judged, started, took));
     }
@@ -332,7 +344,11 @@ fn unprepared(why: NotReady) -> Judged {
 /// A mistake of the suite's own must not leave volumes behind.
 async fn sound<T, E: From<Wrong>>(work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
     let ended = AssertUnwindSafe(work).catch_unwind().await;
-    ended.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where").into()))
+    ended.unwrap_or_else(|_| Err(suite_failed().into()))
+}
+
+fn suite_failed() -> Wrong {
+    Wrong::new("the suite itself failed; standard error says where")
 }
 
 /// Waits until the driver answers anything.
