@@ -1,8 +1,10 @@
 //! `cbt-lab conformance`. Our driver passes (here), every case fails on a driver that is broken on purpose (`faults.rs`), the
-//! suite ends whatever the driver or the user does (`ends.rs`), and its flags work (`usage.rs`).
+//! suite ends whatever the driver or the user does (`ends.rs`), cases that run at once find the same (`jobs.rs`), and its flags work
+//! (`usage.rs`).
 
 mod ends;
 mod faults;
+mod jobs;
 mod usage;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -117,6 +119,7 @@ async fn conforms(pool: PoolKind, driver: &[&str], suite: &[&str]) {
         };
         assert!(may, "{pool:?} {driver:?} {suite:?}: {case}: {verdict}: {detail}");
     }
+    jobs::excluding_cases_never_overlap(&report);
     assert_empty(&mut rig).await;
     rig.finish();
 }

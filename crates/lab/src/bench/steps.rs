@@ -15,7 +15,7 @@ use super::progress::Progress;
 use super::subject::Subject;
 use crate::conformance::case::Wrong;
 use crate::conformance::content::Content;
-use crate::conformance::plugin::{Plugin, Volume};
+use crate::conformance::plugin::{Plugin, Volume, within};
 use crate::conformance::ranges::Ranges;
 
 /// The longest wait until two answers of GetCapacity are equal.
@@ -60,9 +60,9 @@ impl Bench<'_> {
     /// Something that the driver does, within its time; what it returns, and its milliseconds.
     pub async fn timed<T>(&self, work: impl Future<Output = Result<T, Wrong>>) -> Result<(T, f64), Wrong> {
         let began = Instant::now();
-        let ended = tokio::time::timeout(self.plan.patience, work).await;
+        let ended = within(self.plan.patience, work).await;
         let took = began.elapsed().as_secs_f64() * 1000.0;
-        Ok((ended.map_err(|_| self.plugin.late(self.plan.patience))??, took))
+        Ok((ended??, took))
     }
 
     /// Measures it. The life is over where it fails.

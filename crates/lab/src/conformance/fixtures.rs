@@ -2,16 +2,16 @@
 //! driver about them.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::OnceCell;
 
 use super::answer::{Answer, call_of};
-use super::case::{Judged, Verdict, Wrong};
+use super::case::{Judged, Wrong};
 use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
-use super::plugin::{Plugin, Volume};
+use super::meanwhile::Held;
+use super::plugin::{Plugin, Volume, calls};
 use super::ranges::Ranges;
 use super::subject::Subject;
 use csi_client::{Client, Options, Question, RawStream, block_capability};
@@ -24,7 +24,7 @@ pub(super) enum Kind {
     Delta,
 }
 
-/// What is prepared before a case runs.
+/// What is prepared before a case runs, and what it must have to itself while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
     /// A volume with four snapshots.
@@ -37,6 +37,28 @@ pub(super) enum Need {
     Between,
     /// A volume with as many changes between two snapshots as it takes, a million at most.
     Dense,
+    /// A stream about it that waits for its reader.
+    Held(Kind),
+    /// To take and delete snapshots of the pair's volume.
+    PairCalls,
+    /// To change the dense volume or its snapshots.
+    DenseCalls,
+    /// To run alone, when all cases before it in the table are over.
+    Alone,
+}
+
+/// The one rule of which cases must not run at once.
+fn exclude(one: &[Need], other: &[Need]) -> bool {
+    let meet = |a: Need, b: Need| {
+        (one.contains(&a) && other.contains(&b)) || (one.contains(&b) && other.contains(&a))
+    };
+    // It is about what all cases before it did to the driver, or opens as many streams as a driver may allow.
+    one.contains(&Need::Alone)
+        || other.contains(&Need::Alone)
+        // CSI has an orchestrator make one call about a volume at a time, so do the cases that share one.
+        || meet(Need::PairCalls, Need::PairCalls)
+        // The same; and who reads its snapshots must not be blamed for what is done to their volume.
+        || meet(Need::DenseCalls, Need::Dense)
 }
 
 /// Why something could not be prepared.
@@ -118,29 +140,13 @@ pub(super) struct Dense {
 
 pub(super) struct Fixtures {
     pub plugin: Plugin,
-    patience: Duration,
     pair: OnceCell<Pair>,
     restored: OnceCell<Restored>,
     expanded: OnceCell<Change>,
     between: OnceCell<Change>,
     dense: OnceCell<Dense>,
-    /// What could not be prepared; it is not tried for each case again.
-    failed: Mutex<Vec<(Need, NotReady)>>,
-}
-
-/// Fills a cell that is empty, within the time that a case has.
-async fn fill<T>(
-    cell: &OnceCell<T>,
-    fixtures: &Fixtures,
-    make: impl Future<Output = Prepared<T>>,
-) -> Prepared<()> {
-    if cell.get().is_none() {
-        let made = tokio::time::timeout(fixtures.patience, make).await;
-        let made = made.map_err(|_| fixtures.plugin.late(fixtures.patience))??;
-        // Cases run one after another: it is empty still.
-        let _ = cell.set(made);
-    }
-    Ok(())
+    /// Of each [`Kind`].
+    held: [OnceCell<Held>; 2],
 }
 
 fn take<T>(cell: &OnceCell<T>) -> Result<&T, Wrong> {
@@ -148,56 +154,16 @@ fn take<T>(cell: &OnceCell<T>) -> Result<&T, Wrong> {
 }
 
 impl Fixtures {
-    pub fn new(plugin: Plugin, patience: Duration) -> Self {
+    pub fn new(plugin: Plugin) -> Self {
         Fixtures {
             plugin,
-            patience,
             pair: OnceCell::new(),
             restored: OnceCell::new(),
             expanded: OnceCell::new(),
             between: OnceCell::new(),
             dense: OnceCell::new(),
-            failed: Mutex::default(),
+            held: Default::default(),
         }
-    }
-
-    /// Prepares what a case needs. What comes back, if anything, is the case's outcome.
-    pub async fn prepare(&self, needs: &[Need]) -> Option<Judged> {
-        for need in needs {
-            let known = self.failed().iter().find(|(failed, _)| failed == need).map(|(_, why)| why.clone());
-            let why = match known {
-                Some(why) => why,
-                None => match self.fill(*need).await {
-                    Ok(()) => continue,
-                    Err(why) => {
-                        // A driver that was away may be back for the next case.
-                        if !matches!(&why, NotReady::Failed(wrong) if wrong.is_silence()) {
-                            self.failed().push((*need, why.clone()));
-                        }
-                        why
-                    }
-                },
-            };
-            return Some(match why {
-                NotReady::Skip(why) => Ok(Verdict::Skip(why)),
-                NotReady::Failed(wrong) => Err(wrong.at("preparing")),
-            });
-        }
-        None
-    }
-
-    async fn fill(&self, need: Need) -> Prepared<()> {
-        match need {
-            Need::Pair => fill(&self.pair, self, history::pair(self)).await,
-            Need::Restored => fill(&self.restored, self, history::restored(self)).await,
-            Need::Expanded => fill(&self.expanded, self, history::expanded(self)).await,
-            Need::Between => fill(&self.between, self, history::between(self)).await,
-            Need::Dense => fill(&self.dense, self, history::dense(self)).await,
-        }
-    }
-
-    fn failed(&self) -> MutexGuard<'_, Vec<(Need, NotReady)>> {
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn pair(&self) -> Result<&Pair, Wrong> {
@@ -218,6 +184,10 @@ impl Fixtures {
 
     pub fn dense(&self) -> Result<&Dense, Wrong> {
         take(&self.dense)
+    }
+
+    pub fn held(&self, kind: Kind) -> Result<&Held, Wrong> {
+        take(&self.held[kind as usize])
     }
 
     /// The question whose answer has as many tuples as can be, and what it has to hold.
@@ -260,7 +230,7 @@ impl Fixtures {
 
     /// An answer, however it ends.
     pub async fn try_ask(&self, question: &Question, options: &Options) -> Result<Answer, Wrong> {
-        self.plugin.calls(call_of(question));
+        calls(call_of(question));
         Answer::read::<Self>(&mut self.plugin.client(), question, options).await
     }
 
@@ -297,16 +267,34 @@ impl Subject for Fixtures {
     const RESUMES: usize = usize::MAX;
     const MORE: &'static str = "a larger --volume-size makes them more";
 
-    async fn prepare(&self, needs: &[Need]) -> Option<Judged> {
-        self.prepare(needs).await
+    fn made_from(need: Need) -> &'static [Need] {
+        match need {
+            Need::Restored => &[Need::Pair],
+            Need::Held(_) => &[Need::Dense],
+            _ => &[],
+        }
+    }
+
+    async fn prepare(&self, need: Need) -> Prepared<()> {
+        match need {
+            Need::Pair => self.pair.get_or_try_init(|| history::pair(self)).await.map(drop),
+            Need::Restored => self.restored.get_or_try_init(|| history::restored(self)).await.map(drop),
+            Need::Expanded => self.expanded.get_or_try_init(|| history::expanded(self)).await.map(drop),
+            Need::Between => self.between.get_or_try_init(|| history::between(self)).await.map(drop),
+            Need::Dense => self.dense.get_or_try_init(|| history::dense(self)).await.map(drop),
+            Need::Held(kind) => {
+                self.held[kind as usize].get_or_try_init(|| Held::find(self, kind)).await.map(drop)
+            }
+            Need::PairCalls | Need::DenseCalls | Need::Alone => Ok(()),
+        }
+    }
+
+    fn exclude(one: &[Need], other: &[Need]) -> bool {
+        exclude(one, other)
     }
 
     async fn is_silent(&self) -> bool {
         self.plugin.is_silent().await
-    }
-
-    fn late(&self, patience: Duration) -> Wrong {
-        self.plugin.late(patience)
     }
 
     async fn clean_up(&self, patience: Duration) -> Vec<String> {

@@ -8,7 +8,7 @@ use super::answer::{Answer, missing, name};
 use super::case::{Judged, Verdict, Wrong, remarked};
 use super::complete::check_delta;
 use super::content::Edit;
-use super::fixtures::{Fixtures, Kind, OpenVolume, Snap};
+use super::fixtures::{Fixtures, Kind, OpenVolume, Prepared, Snap};
 use super::history::expand;
 use super::life::{as_before, clear};
 use super::streams::{Rest, is_cut_inside, not_shown, overdue};
@@ -89,14 +89,8 @@ async fn whole_meanwhile(fixtures: &Fixtures, kind: Kind, work: Work) -> Judged 
         Kind::Delta => target.since(&dense.before),
     };
     let was = fixtures.ask(&question, 0, 0).await?;
-    let rests = Rest::of(&question, was.ranges(), &was);
-    let (mut rest, mut waits) = (&rests[0], false);
-    for longer in &rests {
-        (rest, waits) = (longer, waits_for_its_reader(fixtures, longer).await?);
-        if waits {
-            break;
-        }
-    }
+    let Held { rests, at, waits } = fixtures.held(kind)?;
+    let rest = &rests[*at].of_same_length(&question, &was);
     let is = meanwhile(fixtures, rest, work.run(fixtures, &mut open, &target.id)).await?;
     let (done, what) = work.names();
     if is.end.is_err() && work == Work::Delete {
@@ -112,9 +106,9 @@ async fn whole_meanwhile(fixtures: &Fixtures, kind: Kind, work: Work) -> Judged 
     if work != Work::Delete {
         as_before(fixtures, &[(question, was)], &format!("before the volume was {done}")).await?;
     }
-    match waits {
+    match *waits {
         true => Ok(Verdict::Pass),
-        false => Ok(not_shown::<Fixtures>(&rests, what)),
+        false => Ok(not_shown::<Fixtures>(rests, what)),
     }
 }
 
@@ -178,6 +172,28 @@ pub(super) async fn deleted(fixtures: &Fixtures, kind: Kind) -> Judged {
 const WAIT: Duration = Duration::from_millis(500);
 /// Factor of the second wait. A driver that was held up during the first one is not taken for one that waits.
 const AGAIN: u32 = 4;
+
+/// The shortest rest of an answer about the dense volume whose stream waits for its reader; else the longest. It is found once, for
+/// it takes time and has nothing to do with what is done then.
+pub(super) struct Held {
+    rests: Vec<Rest>,
+    at: usize,
+    waits: bool,
+}
+
+impl Held {
+    pub async fn find(fixtures: &Fixtures, kind: Kind) -> Prepared<Self> {
+        let (question, _) = fixtures.dense_question(kind)?;
+        let whole = fixtures.ask(&question, 0, 0).await?;
+        let rests = Rest::of(&question, whole.ranges(), &whole);
+        for (at, rest) in rests.iter().enumerate() {
+            if waits_for_its_reader(fixtures, rest).await? {
+                return Ok(Held { at, waits: true, rests });
+            }
+        }
+        Ok(Held { at: rests.len() - 1, waits: false, rests })
+    }
+}
 
 /// Whether a stream that nobody reads is still open when the driver has had the time to send all of it: then it waits for its
 /// reader, however long that takes. A deadline shows it, for it ends only what is open.

@@ -3,6 +3,7 @@
 //!
 //! - `table.rs` is the one table of cases; `format`, `offsets`, `errors`, `complete`, `life`, `meanwhile` and `streams`
 //!   hold their tests. A test gets the `Fixtures` and returns a `Verdict` or what is `Wrong`.
+//! - `run.rs` runs them, several at once; `fixtures.rs` has the rule of which exclude each other.
 //! - `fixtures.rs` and `history.rs` make the volumes and snapshots that cases share; `content.rs` knows what was
 //!   written. All is judged by that, and by reading restored volumes: never by the driver's word alone.
 //! - `subject.rs` is what cases ask: the `Fixtures`, or by `kubernetes/` a service in a cluster.
@@ -37,6 +38,7 @@ use std::collections::HashMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -140,6 +142,11 @@ pub(super) struct Arguments {
     /// Seconds that a case, and each preparation that cases share, may take.
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..))]
     timeout: u64,
+    /// How many cases, and preparations that cases share, run at once. Cases that would disturb each other run one after another, and
+    /// the order of the report stays the same. A driver that is wrong under parallel calls fails the cases that meet it; 1 runs one case
+    /// at a time, which is calmest for the driver and shows which case a failure belongs to.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
+    jobs: u16,
     /// Run the cases of one level. Default: both.
     #[arg(long, value_enum)]
     level: Option<Level>,
@@ -241,10 +248,8 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
     let patience = arguments.patience();
     let (name, version, claimed) = (claims.name.clone(), claims.version.clone(), claims.metadata);
     let endpoint = arguments.controller()?;
-    let fixtures = Fixtures::new(
-        Plugin::new(endpoint.path(), client, claims, settings, run_name("conformance")?),
-        patience,
-    );
+    let plugin = Plugin::new(endpoint.path(), client, claims, settings, run_name("conformance")?);
+    let fixtures = Arc::new(Fixtures::new(plugin));
     if !claimed && !run::serves(&fixtures, patience).await {
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
@@ -253,7 +258,7 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
     let choice = Choice { level: arguments.level, by_name };
     let mut report =
         Report::new(CSI, endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
-    run::run(&fixtures, cases, patience, &mut report, signals).await;
+    run::run(fixtures, cases, arguments.jobs.into(), patience, &mut report, signals).await;
     // Only what is empty: what a driver holds below is not ours to remove.
     for dir in ours.into_iter().chain([dir.keep()]) {
         if let Err(error) = std::fs::remove_dir(&dir)

@@ -2,9 +2,9 @@
 //! attachments in `attach.rs`. It knows what the CSI spec says of the order of calls, and nothing of any
 //! driver.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::case::Wrong;
@@ -21,7 +21,7 @@ pub(crate) const AGAIN: Duration = Duration::from_millis(200);
 macro_rules! call {
     ($plugin:expr, $service:ident.$method:ident, $name:literal, $request:expr) => {
         loop {
-            $plugin.calls($name);
+            $crate::conformance::plugin::calls($name);
             match $plugin.client().$service.$method($request.clone()).await {
                 Err(status) if status.code() == tonic::Code::Aborted => {
                     tokio::time::sleep($crate::conformance::plugin::AGAIN).await;
@@ -62,7 +62,29 @@ pub(crate) struct Plugin {
     ledger: Ledger,
     /// Begins the names of all that is made.
     pub(crate) run: String,
-    last_call: Mutex<&'static str>,
+}
+
+tokio::task_local! {
+    /// The last call of what runs [`within`] a time.
+    static LAST_CALL: Cell<Option<&'static str>>;
+}
+
+/// Notes the call that is made, for those who wait for its end.
+pub(crate) fn calls(call: &'static str) {
+    // Nobody waits for what is taken away at the end.
+    let _ = LAST_CALL.try_with(|last| last.set(Some(call)));
+}
+
+/// What the work returns, or an error that it did not end in time, with the last call that it made.
+pub(crate) async fn within<T>(patience: Duration, work: impl Future<Output = T>) -> Result<T, Wrong> {
+    let timed = async {
+        tokio::time::timeout(patience, work).await.map_err(|_| {
+            let call =
+                LAST_CALL.with(Cell::get).map_or(String::new(), |call| format!("; the last call was {call}"));
+            Wrong::new(format!("no end within {} s{call}", patience.as_secs()))
+        })
+    };
+    LAST_CALL.scope(Cell::new(None), timed).await
 }
 
 /// A volume that the suite made.
@@ -82,26 +104,7 @@ fn required(topology: proto::Topology) -> proto::TopologyRequirement {
 
 impl Plugin {
     pub fn new(socket: &Path, client: Client, claims: Claims, settings: Settings, run: String) -> Self {
-        Plugin {
-            socket: socket.to_owned(),
-            client,
-            claims,
-            settings,
-            ledger: Ledger::default(),
-            run,
-            last_call: Mutex::new("none"),
-        }
-    }
-
-    /// Notes the call that is made, for those who wait for its end.
-    pub fn calls(&self, call: &'static str) {
-        *self.last_call.lock().unwrap_or_else(PoisonError::into_inner) = call;
-    }
-
-    /// That nothing ended in time, and where.
-    pub fn late(&self, patience: Duration) -> Wrong {
-        let call = *self.last_call.lock().unwrap_or_else(PoisonError::into_inner);
-        Wrong::new(format!("no end within {} s; the last call was {call}", patience.as_secs()))
+        Plugin { socket: socket.to_owned(), client, claims, settings, ledger: Ledger::default(), run }
     }
 
     /// All that was made and is not deleted yet.

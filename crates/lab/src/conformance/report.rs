@@ -51,11 +51,13 @@ pub(super) struct Outcome {
     pub verdict: &'static str,
     /// Why, for all but a pass.
     detail: Option<String>,
+    /// When it was started, in the run.
+    started_ms: f64,
     ms: f64,
 }
 
 impl Outcome {
-    pub fn of<S: Subject>(case: &Case<S>, judged: Judged, took: Duration) -> Self {
+    pub fn of<S: Subject>(case: &Case<S>, judged: Judged, started: Duration, took: Duration) -> Self {
         let (verdict, detail) = match judged {
             Err(wrong) => ("fail", Some(wrong.to_string())),
             Ok(Verdict::Pass) => (Verdict::Pass.word(), None),
@@ -65,7 +67,8 @@ impl Outcome {
             ) => (verdict.word(), Some(why.clone())),
         };
         let Case { name, level, section, requirement, .. } = *case;
-        Outcome { name, level, section, requirement, verdict, detail, ms: millis(took) }
+        let (started_ms, ms) = (millis(started), millis(took));
+        Outcome { name, level, section, requirement, verdict, detail, started_ms, ms }
     }
 }
 

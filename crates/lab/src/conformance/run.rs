@@ -1,14 +1,18 @@
-//! Runs the cases one after another, each within its time, and takes everything away at the end.
+//! Runs the cases, several at once where they do not exclude each other, each within its time, and takes everything away at the
+//! end.
 
 use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
-use super::case::{Case, Judged, Wrong};
+use super::case::{Case, Judged, Verdict, Wrong};
 use super::content::at_rest;
-use super::fixtures::Fixtures;
+use super::fixtures::{Fixtures, NotReady, Prepared};
+use super::plugin::within;
 use super::report::{Outcome, Report};
 use super::subject::Subject;
 use csi_client::Question;
@@ -30,35 +34,37 @@ pub(super) async fn serves(fixtures: &Fixtures, patience: Duration) -> bool {
     }
 }
 
-/// Runs `cases`. The first signal ends it before the next one, and the second leaves things as they are.
+/// Runs `cases`, `jobs` at once. The first signal ends it, and the second leaves things as they are.
 pub(super) async fn run<S: Subject>(
-    subject: &S,
+    subject: Arc<S>,
     cases: &[&Case<S>],
+    jobs: usize,
     patience: Duration,
     report: &mut Report,
     mut signals: watch::Receiver<u32>,
 ) {
-    let mut gone_since: Option<&str> = None;
-    for case in cases {
-        let started = Instant::now();
-        let judged = match gone_since {
-            Some(since) => Err(Wrong::new(format!("not run: nobody has answered since {since}"))),
-            None => tokio::select! {
-                judged = judge(subject, case, patience) => judged,
-                _ = signals.wait_for(|count| *count >= 1) => {
-                    report.interrupted = true;
+    let mut run = Run::new(subject.clone(), cases, jobs, patience);
+    loop {
+        run.start();
+        run.tell(report);
+        tokio::select! {
+            ended = run.steps.join_next() => match ended {
+                Some(Ok(ended)) => run.note(ended),
+                // None is aborted here. Of one that panicked nothing comes: its case is not over at the end.
+                Some(Err(_)) => {}
+                None => {
+                    run.give_up();
                     break;
                 }
             },
-        };
-        if judged.is_err() && gone_since.is_none() {
-            let pulse = tokio::time::timeout(PULSE.min(patience), pulse(subject));
-            if pulse.await.is_err() {
-                gone_since = Some(case.name);
+            _ = signals.wait_for(|count| *count >= 1) => {
+                report.interrupted = true;
+                break;
             }
         }
-        report.add(Outcome::of(case, judged, started.elapsed()));
     }
+    run.steps.shutdown().await;
+    run.tell_all(report);
     at_rest(REST).await;
     tokio::select! {
         left = subject.clean_up(patience.min(CLEAN_UP)) => report.left_behind = left,
@@ -69,22 +75,283 @@ pub(super) async fn run<S: Subject>(
     }
 }
 
-/// Prepares and runs a case. A mistake of the suite's own must not leave volumes behind.
-async fn judge<S: Subject>(subject: &S, case: &Case<S>, patience: Duration) -> Judged {
-    let prepared_and_run = async {
-        tracing::info!(case = case.name, needs = ?case.needs, "prepares");
-        if let Some(judged) = subject.prepare(case.needs).await {
-            return judged;
-        }
-        tracing::info!(case = case.name, "runs");
-        let ended = tokio::time::timeout(patience, (case.run)(subject)).await;
-        ended.unwrap_or_else(|_| Err(subject.late(patience)))
-    };
-    let ended = AssertUnwindSafe(prepared_and_run).catch_unwind().await;
-    ended.unwrap_or_else(|_| Err(Wrong::new("the suite itself failed; standard error says where")))
+/// How far a case is.
+enum Progress {
+    Waits,
+    Runs,
+    Done(Outcome),
+    Told,
 }
 
-/// Waits until the driver answers anything: a supervisor may be starting it again.
+impl Progress {
+    fn is_over(&self) -> bool {
+        matches!(self, Progress::Done(_) | Progress::Told)
+    }
+}
+
+/// How far a preparation is.
+enum State {
+    Open,
+    Runs,
+    Ready,
+    Failed(NotReady),
+}
+
+/// What is started: a preparation, or a case by its place in the table.
+enum Step<N> {
+    Prepare(N),
+    Judge(usize),
+}
+
+/// What came of a step, or of the look after one that failed.
+enum Ended<N> {
+    Prepared(N, Prepared<()>),
+    Judged { at: usize, judged: Judged, started: Duration, took: Duration },
+    Pulse { after: String, answered: bool },
+}
+
+struct Run<'c, S: Subject> {
+    subject: Arc<S>,
+    cases: &'c [&'c Case<S>],
+    jobs: usize,
+    patience: Duration,
+    began: Instant,
+    progress: Vec<Progress>,
+    /// All that the cases need; each is tried for all of them once.
+    needs: Vec<(S::Need, State)>,
+    steps: JoinSet<Ended<S::Need>>,
+    /// Looks whether the driver answers; nothing is started before they ended.
+    pulses: usize,
+    /// Nobody has answered since.
+    gone_since: Option<String>,
+}
+
+impl<'c, S: Subject> Run<'c, S> {
+    fn new(subject: Arc<S>, cases: &'c [&'c Case<S>], jobs: usize, patience: Duration) -> Self {
+        let mut needs: Vec<(S::Need, State)> = Vec::new();
+        for need in cases.iter().flat_map(|case| case.needs) {
+            if !needs.iter().any(|(known, _)| known == need) {
+                needs.push((*need, State::Open));
+            }
+        }
+        Run {
+            subject,
+            cases,
+            jobs,
+            patience,
+            began: Instant::now(),
+            progress: cases.iter().map(|_| Progress::Waits).collect(),
+            needs,
+            steps: JoinSet::new(),
+            pulses: 0,
+            gone_since: None,
+        }
+    }
+
+    /// Starts as much as may run now.
+    fn start(&mut self) {
+        if self.pulses > 0 {
+            return;
+        }
+        for at in 0..self.cases.len() {
+            if let Some(judged) = self.without_run(at) {
+                let now = self.began.elapsed();
+                self.judged(at, judged, now, Duration::ZERO);
+            }
+        }
+        while self.steps.len() < self.jobs
+            && let Some(step) = self.next()
+        {
+            match step {
+                Step::Prepare(need) => self.prepare(need),
+                Step::Judge(at) => self.judge(at),
+            }
+        }
+    }
+
+    /// What comes of a case that cannot be run.
+    fn without_run(&self, at: usize) -> Option<Judged> {
+        if !matches!(self.progress[at], Progress::Waits) {
+            return None;
+        }
+        if let Some(since) = &self.gone_since {
+            return Some(Err(Wrong::new(format!("not run: nobody has answered since {since}"))));
+        }
+        self.cases[at].needs.iter().find_map(|need| match self.state(*need) {
+            Some(State::Failed(why)) => Some(unprepared(why.clone())),
+            _ => None,
+        })
+    }
+
+    /// The first step, in the order of the table, that may be started. Of several at once the preparations come first: what waits for
+    /// them takes longest.
+    fn next(&self) -> Option<Step<S::Need>> {
+        let mut ready = None;
+        for (at, case) in self.cases.iter().enumerate() {
+            if !matches!(self.progress[at], Progress::Waits) {
+                continue;
+            }
+            if let Some(need) = case.needs.iter().find(|need| self.can_be_prepared(**need)) {
+                return Some(Step::Prepare(*need));
+            }
+            if ready.is_none() && self.is_ready(at) {
+                ready = Some(Step::Judge(at));
+                if self.jobs == 1 {
+                    break;
+                }
+            }
+        }
+        ready
+    }
+
+    fn state(&self, need: S::Need) -> Option<&State> {
+        self.needs.iter().find(|(known, _)| *known == need).map(|(_, state)| state)
+    }
+
+    /// What no case says that it needs is for the test to miss.
+    fn is_prepared(&self, need: S::Need) -> bool {
+        matches!(self.state(need), None | Some(State::Ready))
+    }
+
+    fn can_be_prepared(&self, need: S::Need) -> bool {
+        let is_open = matches!(self.state(need), Some(State::Open));
+        is_open && S::made_from(need).iter().all(|from| self.is_prepared(*from))
+    }
+
+    /// Whether all is prepared, and no case before it that excludes it is still to end.
+    fn is_ready(&self, at: usize) -> bool {
+        let needs = self.cases[at].needs;
+        let mut before = self.cases[..at].iter().zip(&self.progress);
+        needs.iter().all(|need| self.is_prepared(*need))
+            && before.all(|(case, progress)| progress.is_over() || !S::exclude(case.needs, needs))
+    }
+
+    fn prepare(&mut self, need: S::Need) {
+        self.set(need, State::Runs);
+        let (subject, patience) = (self.subject.clone(), self.patience);
+        self.steps.spawn(async move {
+            let prepared = sound(async { within(patience, subject.prepare(need)).await? }).await;
+            Ended::Prepared(need, prepared)
+        });
+    }
+
+    fn judge(&mut self, at: usize) {
+        let (case, started) = (self.cases[at], self.began.elapsed());
+        self.progress[at] = Progress::Runs;
+        let (subject, patience, run) = (self.subject.clone(), self.patience, case.run);
+        self.steps.spawn(async move {
+            let began = Instant::now();
+            let judged = sound(async { within(patience, run(&subject)).await? }).await;
+            Ended::Judged { at, judged, started, took: began.elapsed() }
+        });
+    }
+
+    /// Looks whether the driver answers anything after a failure: a supervisor may be starting it again.
+    fn pulse(&mut self, after: String) {
+        self.pulses += 1;
+        let (subject, patience) = (self.subject.clone(), PULSE.min(self.patience));
+        self.steps.spawn(async move {
+            let answered = tokio::time::timeout(patience, pulse(&*subject)).await.is_ok();
+            Ended::Pulse { after, answered }
+        });
+    }
+
+    fn set(&mut self, need: S::Need, now: State) {
+        if let Some((_, state)) = self.needs.iter_mut().find(|(known, _)| *known == need) {
+            *state = now;
+        }
+    }
+
+    fn note(&mut self, ended: Ended<S::Need>) {
+        match ended {
+            Ended::Prepared(need, Ok(())) => self.set(need, State::Ready),
+            Ended::Prepared(need, Err(why)) => self.not_ready(need, why),
+            Ended::Judged { at, judged, started, took } => {
+                if judged.is_err() {
+                    self.pulse(self.cases[at].name.to_owned());
+                }
+                self.judged(at, judged, started, took);
+            }
+            Ended::Pulse { after, answered } => {
+                self.pulses -= 1;
+                if !answered && self.gone_since.is_none() {
+                    self.gone_since = Some(after);
+                }
+            }
+        }
+    }
+
+    /// A driver that was away may be back for the next case: only the first one that waits for the preparation fails then.
+    fn not_ready(&mut self, need: S::Need, why: NotReady) {
+        let waits = |at: &usize| {
+            matches!(self.progress[*at], Progress::Waits) && self.cases[*at].needs.contains(&need)
+        };
+        let first = (0..self.cases.len()).find(waits);
+        if let (NotReady::Failed(_), Some(at)) = (&why, first) {
+            self.pulse(self.cases[at].name.to_owned());
+        }
+        match (&why, first) {
+            (NotReady::Failed(wrong), Some(at)) if wrong.is_silence() => {
+                self.set(need, State::Open);
+                let now = self.began.elapsed();
+                self.judged(at, unprepared(why), now, Duration::ZERO);
+            }
+            _ => self.set(need, State::Failed(why)),
+        }
+    }
+
+    /// No case is left out of the report.
+    fn give_up(&mut self) {
+        for at in 0..self.cases.len() {
+            if !self.progress[at].is_over() {
+                self.judged(at, Err(suite_failed()), self.began.elapsed(), Duration::ZERO);
+            }
+        }
+    }
+
+    fn judged(&mut self, at: usize, judged: Judged, started: Duration, took: Duration) {
+        self.progress[at] = Progress::Done(Outcome::of(self.cases[at], judged, started, took));
+    }
+
+    /// Reports what is over up to the first case that is not.
+    fn tell(&mut self, report: &mut Report) {
+        let over = self.progress.iter().take_while(|progress| progress.is_over()).count();
+        self.tell_some(report, over);
+    }
+
+    /// Reports all that is over.
+    fn tell_all(&mut self, report: &mut Report) {
+        self.tell_some(report, self.cases.len());
+    }
+
+    fn tell_some(&mut self, report: &mut Report, up_to: usize) {
+        for progress in self.progress[..up_to].iter_mut().filter(|progress| progress.is_over()) {
+            if let Progress::Done(outcome) = std::mem::replace(progress, Progress::Told) {
+                report.add(outcome);
+            }
+        }
+    }
+}
+
+/// What comes of a case for which something could not be prepared.
+fn unprepared(why: NotReady) -> Judged {
+    match why {
+        NotReady::Skip(why) => Ok(Verdict::Skip(why)),
+        NotReady::Failed(wrong) => Err(wrong.at("preparing")),
+    }
+}
+
+/// A mistake of the suite's own must not leave volumes behind.
+async fn sound<T, E: From<Wrong>>(work: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+    let ended = AssertUnwindSafe(work).catch_unwind().await;
+    ended.unwrap_or_else(|_| Err(suite_failed().into()))
+}
+
+fn suite_failed() -> Wrong {
+    Wrong::new("the suite itself failed; standard error says where")
+}
+
+/// Waits until the driver answers anything.
 async fn pulse(subject: &impl Subject) {
     while subject.is_silent().await {
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -7,15 +7,15 @@ use std::time::Duration;
 
 use super::answer::{Answer, Messages};
 use super::case::{Judged, Wrong};
-use super::fixtures::Kind;
+use super::fixtures::{Kind, Prepared};
 use super::ranges::Ranges;
 use csi_client::{Options, Question};
 use tonic::Status;
 
 /// What cases ask, and what the run of all cases needs.
-pub(super) trait Subject: Sync + Sized {
+pub(super) trait Subject: Send + Sync + Sized + 'static {
     /// What is prepared before a case.
-    type Need: Copy + Debug + Sync + 'static;
+    type Need: Copy + Debug + PartialEq + Send + Sync + 'static;
     /// A connection whose streams wait for their reader.
     type Narrow: Send;
     /// An answer under way on such a connection.
@@ -30,12 +30,14 @@ pub(super) trait Subject: Sync + Sized {
     /// How streams become longer.
     const MORE: &'static str;
 
-    /// Prepares what a case needs. What comes back, if anything, is the case's outcome.
-    fn prepare(&self, needs: &[Self::Need]) -> impl Future<Output = Option<Judged>> + Send;
+    /// What has to be prepared before this is.
+    fn made_from(need: Self::Need) -> &'static [Self::Need];
+    /// Prepares what cases need. It is prepared already, or made once and by one caller at a time.
+    fn prepare(&self, need: Self::Need) -> impl Future<Output = Prepared<()>> + Send;
+    /// Whether cases with these needs must not run at once. Then they run in the order of the table.
+    fn exclude(one: &[Self::Need], other: &[Self::Need]) -> bool;
     /// Whether nobody answers any more.
     fn is_silent(&self) -> impl Future<Output = bool> + Send;
-    /// That nothing ended in time, and where.
-    fn late(&self, patience: Duration) -> Wrong;
     /// Takes all away that was made, each thing within `patience`. Returns what could not be.
     fn clean_up(&self, patience: Duration) -> impl Future<Output = Vec<String>> + Send;
     /// What was made and is not taken away yet.

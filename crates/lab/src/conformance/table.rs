@@ -1,4 +1,4 @@
-//! The one table of cases, in the order they run: what the CSI spec demands in its section "Snapshot
+//! The one table of cases, in the order they are reported: what the CSI spec demands in its section "Snapshot
 //! Metadata Service RPCs", and the test of each demand.
 
 use super::case::{Case, Level};
@@ -21,6 +21,11 @@ const RESTORED: &[Need] = &[Need::Pair, Need::Restored];
 const EXPANDED: &[Need] = &[Need::Pair, Need::Expanded];
 const BETWEEN: &[Need] = &[Need::Pair, Need::Between];
 const DENSE: &[Need] = &[Need::Pair, Need::Dense];
+const CALLS: &[Need] = &[Need::Pair, Need::PairCalls];
+const DENSE_CALLS: &[Need] =
+    &[Need::Pair, Need::Dense, Need::Held(Allocated), Need::Held(Delta), Need::DenseCalls];
+const ALONE: &[Need] = &[Need::Pair, Need::Alone];
+const LAST: &[Need] = &[Need::Alone];
 
 /// `both!(name, level, sections, requirement, function)`: `function(fixtures, kind)` for each stream. Needs the pair, where
 /// nothing else is named before the function.
@@ -173,7 +178,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
         both!("offset-negative", Must, ERRORS, "a negative offset is OUT_OF_RANGE", offsets::negative),
         both!("id-missing", Must, ERRORS, "a missing id is INVALID_ARGUMENT", errors::missing_id),
         both!("id-unknown", Must, ERRORS, "an id of no snapshot is NOT_FOUND", errors::unknown_id),
-        both!("id-deleted", Must, ERRORS, "the id of a deleted snapshot is NOT_FOUND", errors::deleted_id),
+        both!("id-deleted", Must, ERRORS, "a deleted snapshot's id is NOT_FOUND", CALLS, errors::deleted_id),
         both!(
             "max-results-negative",
             Must,
@@ -282,7 +287,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Should,
             DELTA,
             "between two snapshots with no write there are no changes",
-            PAIR,
+            CALLS,
             complete::unchanged
         ),
         one!(
@@ -340,14 +345,6 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             "a clone of the volume, written to, takes no change out of the delta",
             NONE,
             life::cloned_between
-        ),
-        one!(
-            "modified-between",
-            Must,
-            DELTA,
-            "a volume that is modified (VolumeAttributesClass), also while it is streamed, loses no change and no answer",
-            DENSE,
-            meanwhile::modified
         ),
         one!(
             "restored-snapshot",
@@ -445,12 +442,20 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             DENSE,
             streams::many
         ),
+        one!(
+            "modified-between",
+            Must,
+            DELTA,
+            "a volume that is modified (VolumeAttributesClass), also while it is streamed, loses no change and no answer",
+            DENSE_CALLS,
+            meanwhile::modified
+        ),
         both!(
             "deleted-meanwhile",
             Must,
             STREAMS,
             "a snapshot deleted while it is streamed: all of it, or an error",
-            DENSE,
+            DENSE_CALLS,
             meanwhile::deleted
         ),
         one!(
@@ -458,7 +463,7 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             STREAM,
             "a volume that is expanded while its snapshots are streamed: no range is lost, and the capacity stays theirs",
-            DENSE,
+            DENSE_CALLS,
             meanwhile::expanded
         ),
         one!(
@@ -466,10 +471,9 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             Must,
             STREAM,
             "a volume that is cloned while its snapshots are streamed: no range is lost",
-            DENSE,
+            DENSE_CALLS,
             meanwhile::cloned
         ),
-        both!("concurrent", Must, STREAMS, "each of many streams at once is whole", streams::beside),
         one!(
             "restored-volume-read",
             Must,
@@ -478,12 +482,13 @@ pub(super) fn cases() -> Vec<Case<Fixtures>> {
             RESTORED,
             streams::while_read
         ),
+        both!("concurrent", Must, STREAMS, "each of many streams at once is whole", ALONE, streams::beside),
         one!(
             "alive",
             Must,
             STREAM,
             "the plugin answers after all cut, refused and parallel streams",
-            NONE,
+            LAST,
             streams::alive
         ),
     ]

@@ -16,6 +16,7 @@ mod table;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
@@ -38,7 +39,7 @@ pub(super) struct InCluster {
     /// them, and takes them away. Needs no root.
     #[arg(
         long,
-        conflicts_with_all = ["controller_endpoint", "parameter", "snapshot_parameter", "secrets", "staging_dir", "target_dir"]
+        conflicts_with_all = ["controller_endpoint", "parameter", "snapshot_parameter", "secrets", "staging_dir", "target_dir", "jobs"]
     )]
     pub kubernetes: bool,
     /// Credentials for the cluster: a kubeconfig with the rights of an administrator. Default: as kubectl finds it, or in a pod
@@ -112,6 +113,6 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<ExitCo
         () = cluster.look(all.patience()) => {}
         _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => {}
     }
-    run_all(&cluster, cases, all.patience(), &mut report, signals).await;
+    run_all(Arc::new(cluster), cases, 1, all.patience(), &mut report, signals).await;
     super::end(all, report, before.as_ref(), started)
 }
