@@ -22,14 +22,18 @@ use tonic::transport::server::Connected;
 /// The metrics of questions to the API server.
 pub const METRICS: Metrics =
     Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
+/// The counter of lines of the log that are lost.
+pub const DROPPED_LINES: &str = "cbt_earlier_log_lines_dropped_total";
 /// How often certificate files are looked at.
 pub const FILES_EVERY: Duration = Duration::from_secs(2);
 /// How long a client may take to send its request's head; between two pings of a connection, too.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long requests may go on after a signal.
 const DRAIN: Duration = Duration::from_secs(30);
-/// Connections at once. A client that reads slowly holds an answer.
-const CONNECTIONS: usize = 256;
+/// Connections at once, by what is known of their clients. A client that reads slowly holds an answer.
+const CONNECTIONS: [usize; 3] = [1024, 256, 256];
+/// Connections at once of one user.
+const EACH: usize = 64;
 /// Requests at once on one connection.
 const CALLS_A_CONNECTION: u32 = 16;
 
@@ -88,7 +92,7 @@ pub async fn answer(
     let mut config = Arc::unwrap_or_clone(config);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     let config = Arc::new(config);
-    let limits = Limits { connections: CONNECTIONS, ..Limits::default() };
+    let limits = Limits { stages: CONNECTIONS, each: EACH, ..Limits::default() };
     let mut connections = listen::tls(listener, move || Some(config.clone()), limits);
     while let Some(Ok(connection)) = connections.next().await {
         let shown = ClientCertificates(connection.client_certificates().into());

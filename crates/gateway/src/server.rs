@@ -71,10 +71,10 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     });
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
+    let metrics = serve::http::install_metrics("deltapath_gateway_log_lines_dropped_total")?;
     record::describe();
-    let http = program::bind_http(arguments.http_endpoint).await?;
-    let listener = program::bind(arguments.bind_address, arguments.port).await?;
+    let http = program::bind_http(arguments.http_endpoint)?;
+    let listener = program::bind(arguments.bind_address, arguments.port)?;
     if let (Some(chain), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) {
         ready.certificate.load(chain, key)?;
         tasks.spawn(ready.certificate.clone().follow(chain.clone(), key.clone(), FILES_EVERY));
@@ -128,7 +128,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         unknown: Unknown::default(),
     };
     let config = ready.certificate.clone().server_config();
-    let connections = listen::tls(listener, move || Some(config.clone()), Limits::default());
+    let limits = listen_limits(arguments.max_streams, arguments.max_streams_per_client);
+    let connections = listen::tls(listener, move || Some(config.clone()), limits);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
@@ -153,6 +154,11 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Room for every stream, and for idle connections beside them.
+fn listen_limits(streams: usize, each: usize) -> Limits {
+    Limits { stages: [4096, 1024, streams + 256], each: each + 64, ..Limits::default() }
 }
 
 fn manage_certificates(

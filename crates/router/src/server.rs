@@ -24,9 +24,9 @@ use crate::service::{Controller, GroupController, Identity, SnapshotMetadata};
 pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
+    let metrics = serve::http::install_metrics("deltapath_router_log_lines_dropped_total")?;
     record::describe();
-    let http = program::bind_http(arguments.http_endpoint).await?;
+    let http = program::bind_http(arguments.http_endpoint)?;
     let files =
         Files { certificate: arguments.tls_cert, key: arguments.tls_key, authorities: arguments.tls_ca };
     let tls = Mutual::new(files, Role::Router);

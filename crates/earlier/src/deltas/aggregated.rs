@@ -28,9 +28,9 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let common = arguments.common;
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
-    let http = program::bind_http(common.http_endpoint).await?;
-    let listener = program::bind(common.bind_address, common.port).await?;
+    let metrics = serve::http::install_metrics(server::DROPPED_LINES)?;
+    let http = program::bind_http(common.http_endpoint)?;
+    let listener = program::bind(common.bind_address, common.port)?;
     let certificate = Arc::new(Certificate::default());
     certificate.load(&common.tls_cert, &common.tls_key)?;
     let (chain, key) = (common.tls_cert, common.tls_key);

@@ -15,7 +15,7 @@ use kube::{Api, Client};
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::differential::{DifferentialSnapshotRequest, DifferentialSnapshotResponse};
 use serde::{Deserialize, Serialize};
-use serve::listen::Calls;
+use serve::listen::{Calls, OpenCall};
 use serve::questions::{ask, away};
 use serve::reviews::{Object, Reviews};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
@@ -107,12 +107,12 @@ async fn page(
     asked: Result<Query<Asked>, QueryRejection>,
     headers: HeaderMap,
 ) -> Response {
-    let _open = calls.open();
+    let open = calls.open();
     let Ok(_place) = listener.places.try_acquire() else {
         let refused = Status::resource_exhausted("too many requests at once: try again");
         return Refusal::from(refused).into_response();
     };
-    let answer = listener.page(&namespace, &name, asked, &headers);
+    let answer = listener.page(&namespace, &name, asked, &headers, &open);
     let answer = tokio::time::timeout(listener.page_timeout, answer).await;
     let answer = answer.unwrap_or_else(|_| {
         Err(Status::deadline_exceeded("the page has taken too long: try again, or ask for fewer entries"))
@@ -133,12 +133,14 @@ impl Listener {
         name: &str,
         asked: Result<Query<Asked>, QueryRejection>,
         headers: &HeaderMap,
+        open: &OpenCall,
     ) -> Result<DifferentialSnapshotResponse, Status> {
         // 1. Who calls. The design wants 403 where there is no token.
         let token = bearer(headers).ok_or_else(|| {
             Status::permission_denied("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
         let caller = self.reviews.caller(token, &self.audience).await?;
+        open.known(caller.name());
         // 2. Whether they may get the object. The names become parts of a path of the Kubernetes API.
         if !is_object_name(namespace, NAMESPACE_MAX) || !is_object_name(name, NAME_MAX) {
             return Err(Status::not_found("the path does not name a Kubernetes object"));

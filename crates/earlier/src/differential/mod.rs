@@ -35,9 +35,9 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let ready = Arc::new(Ready::default());
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
-    let http = program::bind_http(common.http_endpoint).await?;
-    let listener = program::bind(common.bind_address, common.port).await?;
+    let metrics = serve::http::install_metrics(server::DROPPED_LINES)?;
+    let http = program::bind_http(common.http_endpoint)?;
+    let listener = program::bind(common.bind_address, common.port)?;
     let socket = arguments.socket.path();
     let (grpc, _socket) = serve::socket::bind(socket)
         .await

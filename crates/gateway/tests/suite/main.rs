@@ -11,6 +11,7 @@ mod combinations;
 mod community;
 mod conformance;
 mod cost;
+mod crowds;
 mod fuzzed;
 mod hostile;
 mod iterator;
@@ -79,6 +80,8 @@ fn main() -> ExitCode {
         hostile::a_crowd_of_slow_clients_keeps_nobody_out_and_is_ended,
         hostile::no_token_and_no_secret_is_written_anywhere,
         hostile::calls_are_served_when_nobody_reads_the_audit,
+        crowds::ten_thousand_strangers_keep_nobody_out,
+        crowds::an_audit_whose_reader_stops_stops_nothing,
         library::a_client_finds_all_it_needs,
         library::what_is_missing_is_an_error_that_says_what_to_do,
         library::a_gateway_may_go_and_come_back_elsewhere_with_another_authority,
