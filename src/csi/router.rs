@@ -25,6 +25,7 @@ use super::server::cluster_services;
 use super::snapshot_metadata::SnapshotMetadataService;
 use super::transfer::{MAX_MESSAGE, Puller, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};
+use crate::metric;
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
     ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
@@ -112,7 +113,7 @@ impl RouterListener {
             served = async { tokio::try_join!(for_router, for_nodes) } => {
                 served.map(drop).map_err(RouterError::Serve)
             }
-            () = self.tls.follow() => Ok(()),
+            () = self.tls.follow(metric::CERTIFICATE_NOT_AFTER_SECONDS) => Ok(()),
             () = sweep(driver) => Ok(()),
         }
     }

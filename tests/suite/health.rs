@@ -251,7 +251,8 @@ async fn a_log_that_nobody_reads_stops_no_call() {
         .expect("start the driver");
     let calls = async {
         let socket = dir.path().join("csi.sock");
-        let mut client = csi_client::Client::connect(&socket, Duration::from_secs(30)).await.expect("connect");
+        let mut client =
+            csi_client::Client::connect(&socket, Duration::from_secs(30)).await.expect("connect");
         let mut lost = 0.0;
         while lost < 100.0 {
             let unknown = proto::ControllerGetVolumeRequest { volume_id: "x".repeat(10_000) };

@@ -24,6 +24,8 @@ pub const METRICS: Metrics =
     Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
 /// The counter of lines of the log that are lost.
 pub const DROPPED_LINES: &str = "cbt_earlier_log_lines_dropped_total";
+/// When the certificate ends.
+pub const CERTIFICATE_ENDS: &str = "cbt_earlier_certificate_not_after_seconds";
 /// How often certificate files are looked at.
 pub const FILES_EVERY: Duration = Duration::from_secs(2);
 /// How long a client may take to send its request's head; between two pings of a connection, too.
@@ -54,15 +56,11 @@ pub struct Ready {
 impl Ready {
     /// What is missing, if anything.
     pub fn missing(&self) -> Option<&'static str> {
-        [
-            (self.is_stopping.load(Ordering::Relaxed), "it is stopping"),
-            (!self.certificate.is_there(), "it has no certificate"),
-            (!self.has_driver.load(Ordering::Relaxed), "the CSI driver is not ready"),
-            (!self.leads.load(Ordering::Relaxed), "another replica is elected"),
-        ]
-        .iter()
-        .find(|(is_missing, _)| *is_missing)
-        .map(|(_, what)| *what)
+        let is = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        None.or(is(&self.is_stopping).then_some("it is stopping"))
+            .or_else(|| self.certificate.missing())
+            .or((!is(&self.has_driver)).then_some("the CSI driver is not ready"))
+            .or((!is(&self.leads)).then_some("another replica is elected"))
     }
 }
 

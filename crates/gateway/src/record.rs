@@ -33,10 +33,6 @@ pub fn describe() {
         "deltapath_gateway_watch_answered_seconds",
         "When the Kubernetes API server last answered a watch, by its objects, as UNIX time."
     );
-    describe_gauge!(
-        "deltapath_gateway_certificate_not_after_seconds",
-        "When the certificate ends, as UNIX time."
-    );
 }
 
 /// A call under way. It is written down when it ends, or is dropped: then its client is gone.

@@ -48,15 +48,12 @@ struct Ready {
 impl Ready {
     /// What is missing, if anything.
     fn missing(&self) -> Option<&'static str> {
-        [
-            (self.is_stopping.load(Ordering::Relaxed), "it is stopping"),
-            (!self.certificate.is_there(), "it has no certificate yet"),
-            (!self.has_driver.load(Ordering::Relaxed), "the CSI driver is not ready"),
-        ]
-        .iter()
-        .find(|(is_missing, _)| *is_missing)
-        .map(|(_, what)| *what)
-        .or_else(|| self.objects.missing())
+        let is_stopping = self.is_stopping.load(Ordering::Relaxed);
+        let lacks_driver = !self.has_driver.load(Ordering::Relaxed);
+        None.or(is_stopping.then_some("it is stopping"))
+            .or_else(|| self.certificate.missing())
+            .or(lacks_driver.then_some("the CSI driver is not ready"))
+            .or_else(|| self.objects.missing())
     }
 }
 
@@ -79,6 +76,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         ready.certificate.load(chain, key)?;
         tasks.spawn(ready.certificate.clone().follow(chain.clone(), key.clone(), FILES_EVERY));
     }
+    tasks.spawn(ready.certificate.clone().tell_end("deltapath_gateway_certificate_not_after_seconds"));
     let client = serve::questions::client(arguments.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 

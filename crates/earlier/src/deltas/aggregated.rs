@@ -35,17 +35,18 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     certificate.load(&common.tls_cert, &common.tls_key)?;
     let (chain, key) = (common.tls_cert, common.tls_key);
     tasks.spawn(certificate.clone().follow(chain, key, server::FILES_EVERY));
+    tasks.spawn(certificate.clone().tell_end(server::CERTIFICATE_ENDS));
     let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 
     let (proxy, is_stopping) = (Arc::new(FrontProxy::default()), Arc::new(AtomicBool::default()));
     tasks.spawn(proxy.clone().follow(client.clone()));
     let missing = {
-        let (proxy, is_stopping) = (proxy.clone(), is_stopping.clone());
+        let (proxy, is_stopping, certificate) = (proxy.clone(), is_stopping.clone(), certificate.clone());
         move || match (is_stopping.load(Ordering::Relaxed), proxy.is_known()) {
             (true, _) => Some("it is stopping"),
             (false, false) => Some("the front-proxy CA is not loaded yet: see the log"),
-            (false, true) => None,
+            (false, true) => certificate.missing(),
         }
     };
     tasks.spawn(serve::http::probes(http, metrics, missing));

@@ -200,6 +200,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     ready.certificate.load(&common.tls_cert, &common.tls_key)?;
     let (chain, key) = (common.tls_cert.clone(), common.tls_key.clone());
     tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
+    tasks.spawn(ready.certificate.clone().tell_end(server::CERTIFICATE_ENDS));
     let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let key_file = arguments.data_token_key.clone();
     if let Some(key) = &key_file {

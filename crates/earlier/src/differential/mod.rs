@@ -45,6 +45,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let (chain, key) = (common.tls_cert, common.tls_key);
     ready.certificate.load(&chain, &key)?;
     tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
+    tasks.spawn(ready.certificate.clone().tell_end(server::CERTIFICATE_ENDS));
     let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 
