@@ -2,7 +2,7 @@
 //! those that are open go on.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwapOption;
@@ -102,6 +102,8 @@ pub(crate) async fn tell_end(gauge: &'static str, shown: impl Fn() -> Option<Val
 #[derive(Debug, Default)]
 pub struct Certificate {
     shown: ArcSwapOption<Shown>,
+    /// The metric of its end, once there is one.
+    gauge: OnceLock<&'static str>,
     tried: Tried,
 }
 
@@ -124,6 +126,9 @@ impl Certificate {
         let key = PrivateKeyDer::from_pem_slice(key).map_err(pem("the key", "private key"))?;
         let validity = Validity::of(&chain)?;
         let pair = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(Error::Mismatch)?;
+        if let Some(gauge) = self.gauge.get() {
+            metrics::gauge!(*gauge).set(validity.ends as f64);
+        }
         self.shown.store(Some(Arc::new(Shown { pair: Arc::new(pair), validity })));
         Ok(())
     }
@@ -144,6 +149,7 @@ impl Certificate {
 
     /// Keeps the metric of this name at the certificate's end, and writes to the log when it has ended; for ever.
     pub async fn tell_end(self: Arc<Self>, gauge: &'static str) {
+        let _ = self.gauge.set(gauge);
         tell_end(gauge, || self.shown.load().as_ref().map(|shown| shown.validity)).await;
     }
 

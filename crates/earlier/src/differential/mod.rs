@@ -103,6 +103,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         pages: DifferentialSnapshotClient::new(identity::lazy_channel(socket)),
         page_timeout: arguments.page_timeout,
         places: Semaphore::new(usize::from(common.max_requests)),
+        each: usize::from(common.max_requests).div_ceil(2),
+        under_way: Default::default(),
     });
     let config = ready.certificate.clone().server_config();
     let graceful = GracefulShutdown::new();

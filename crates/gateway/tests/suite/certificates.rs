@@ -478,6 +478,7 @@ pub async fn a_strangers_lease_does_not_last_for_years(world: World) {
         },
     });
     world.api.make(lease).await;
+    empty_secret(&world).await;
     let config = world.gateway_kubeconfig("gateway").await;
     let gateway = start(&world, "one", &config, "127.0.0.1:1", ["3650d", "90d", "1h"]).await;
     // Twice as long as a lease of its own.
