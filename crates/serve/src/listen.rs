@@ -25,8 +25,6 @@ use crate::places::{Bounds, Place, Places};
 
 /// Hellos that are answered at once.
 const TURNS: usize = 4;
-/// When it is looked again at a connection whose client is not known yet.
-const SOON: Duration = Duration::from_secs(1);
 
 /// What connections may take.
 #[derive(Clone, Debug)]
@@ -148,6 +146,7 @@ pub struct Connection {
     closed: Pin<Box<WaitForCancellationFutureOwned>>,
     /// When it is looked whether the connection is still used.
     look: Pin<Box<Sleep>>,
+    soon: Duration,
     unused: Duration,
 }
 
@@ -217,6 +216,7 @@ impl Connection {
             closed: Box::pin(calls.place.closed()),
             calls,
             look: Box::pin(sleep(limits.greeting)),
+            soon: limits.greeting / 2,
             unused: limits.unused,
         }
     }
@@ -238,8 +238,8 @@ impl Connection {
             let is_used = self.calls.begun.swap(0, Ordering::Relaxed) > 0 || !place.is_idle();
             let next = match (place.is_known(), is_used) {
                 (true, true) => self.unused,
-                // Who calls is being looked at, which is bounded in time.
-                (false, _) if !place.is_idle() => SOON,
+                // Who calls is being looked at, which is bounded in time; what it hears has to be sent, too.
+                (false, _) if !place.is_idle() => self.soon,
                 _ => return ended("no call of a known client uses it"),
             };
             self.look.as_mut().reset(Instant::now() + next);
