@@ -239,7 +239,7 @@ impl Connection {
             let next = match (place.is_known(), is_used) {
                 (true, true) => self.unused,
                 // Who calls is being looked at, which is bounded in time; what it hears has to be sent, too.
-                (false, _) if !place.is_idle() => self.soon,
+                (false, true) => self.soon,
                 _ => return ended("no call of a known client uses it"),
             };
             self.look.as_mut().reset(Instant::now() + next);
