@@ -17,4 +17,6 @@ pub const TRANSFER_LEFT_BYTES: &str = "deltapath_transfer_left_bytes";
 pub const TRANSFERS_ENDED_TOTAL: &str = "deltapath_transfers_ended_total";
 pub const TRANSFER_RECEIVED_BYTES_TOTAL: &str = "deltapath_transfer_received_bytes_total";
 pub const TRANSFER_SENT_BYTES_TOTAL: &str = "deltapath_transfer_sent_bytes_total";
+pub const CERTIFICATE_NOT_AFTER_SECONDS: &str = "deltapath_certificate_not_after_seconds";
+pub const LOG_LINES_DROPPED_TOTAL: &str = "deltapath_log_lines_dropped_total";
 pub const READY: &str = "deltapath_ready";

@@ -208,11 +208,11 @@ async fn serve(
     router: Option<(SocketAddr, csi::RouterFiles)>,
 ) -> Result<(), Box<dyn std::error::Error>> {
     if let Some(address) = metrics {
-        let server = Server::bind(address).await?;
+        let server = Server::bind(address)?;
         tokio::spawn(server.serve(driver.clone()));
     }
     let router = match router {
-        Some((address, files)) => Some(csi::RouterListener::bind(&driver, address, files).await?),
+        Some((address, files)) => Some(csi::RouterListener::bind(&driver, address, files)?),
         None => None,
     };
     let mut terminate = signal(SignalKind::terminate())?;

@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt, registry};
@@ -102,7 +103,12 @@ impl Cli {
         if let Some((_, level)) = levels.iter().find(|(target, _)| *target == "deltapath") {
             levels = levels.with_target("cbt", level);
         }
-        let log = fmt::layer().with_writer(std::io::stderr);
+        // Who serves waits for no reader of its log; the other commands lose no line.
+        let writer = match self.command {
+            Command::Driver(_) => BoxMakeWriter::new(serve::log::stderr),
+            _ => BoxMakeWriter::new(std::io::stderr),
+        };
+        let log = fmt::layer().with_writer(writer);
         let log = match self.log_format {
             LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
             LogFormat::Json => log.json().boxed(),
@@ -119,8 +125,9 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Verify(arguments) => verify::run(arguments),
         Command::Check(arguments) => check::run(arguments),
     };
+    serve::log::flush();
     done.unwrap_or_else(|error| {
-        eprintln!("deltapath: {}", base::report(&*error));
+        serve::log::last_words(&format!("deltapath: {}", base::report(&*error)));
         ExitCode::FAILURE
     })
 }

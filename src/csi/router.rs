@@ -25,6 +25,7 @@ use super::server::cluster_services;
 use super::snapshot_metadata::SnapshotMetadataService;
 use super::transfer::{MAX_MESSAGE, Puller, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};
+use crate::metric;
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
     ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
@@ -38,8 +39,6 @@ use serve::mutual::{self, Files, Identity, Mutual, Role};
 const KEEPALIVE: Duration = Duration::from_secs(20);
 /// How often abandoned transfers are looked for.
 const SWEEP: Duration = Duration::from_secs(60);
-/// An unused connection stays open: its calls are not counted here, and the pings end dead ones.
-const UNUSED: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Why routers could not be served.
 #[derive(Debug, thiserror::Error)]
@@ -65,7 +64,7 @@ pub struct RouterListener {
 impl RouterListener {
     /// Listens. A certificate that is not there yet is waited for, since it names the key of the data directory; one that
     /// is wrong is an error.
-    pub async fn bind(driver: &Driver, address: SocketAddr, files: Files) -> Result<Self, RouterError> {
+    pub fn bind(driver: &Driver, address: SocketAddr, files: Files) -> Result<Self, RouterError> {
         let tls = Mutual::new(files.clone(), Role::Node(driver.key().to_string()));
         match tls.load() {
             Ok(()) => {}
@@ -76,8 +75,7 @@ impl RouterListener {
             ),
             Err(error) => return Err(RouterError::Certificate(error)),
         }
-        let listener =
-            TcpListener::bind(address).await.map_err(|error| RouterError::Listen(address, error))?;
+        let listener = serve::places::bind(address).map_err(|error| RouterError::Listen(address, error))?;
         Ok(RouterListener { listener, tls })
     }
 
@@ -92,8 +90,7 @@ impl RouterListener {
             tracing::info!(%address, key = %driver.key(), "listening for the router");
         }
         let tls = self.tls.clone();
-        let limits = Limits { unused: UNUSED, ..Limits::default() };
-        let connections = listen::tls(self.listener, move || tls.server(), limits);
+        let connections = listen::tls(self.listener, move || tls.server(), Limits::of_certificates());
         let (of_router, of_nodes) = by_role(connections);
         let shutdown = futures_util::FutureExt::shared(shutdown);
         let server = || {
@@ -116,7 +113,7 @@ impl RouterListener {
             served = async { tokio::try_join!(for_router, for_nodes) } => {
                 served.map(drop).map_err(RouterError::Serve)
             }
-            () = self.tls.follow() => Ok(()),
+            () = self.tls.follow(metric::CERTIFICATE_NOT_AFTER_SECONDS) => Ok(()),
             () = sweep(driver) => Ok(()),
         }
     }

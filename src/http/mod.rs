@@ -39,9 +39,10 @@ pub struct Server {
 
 impl Server {
     /// Binds `address` and starts to count.
-    pub async fn bind(address: SocketAddr) -> Result<Self, Error> {
-        let listener = TcpListener::bind(address).await.map_err(|error| Error::Listen(address, error))?;
-        let counted = serve::http::install_metrics().map_err(Error::Install)?;
+    pub fn bind(address: SocketAddr) -> Result<Self, Error> {
+        let listener = serve::places::bind(address).map_err(|error| Error::Listen(address, error))?;
+        let counted =
+            serve::http::install_metrics(metric::LOG_LINES_DROPPED_TOTAL).map_err(Error::Install)?;
         describe();
         if let Ok(address) = listener.local_addr() {
             tracing::info!(%address, "serving metrics");
@@ -52,15 +53,16 @@ impl Server {
     /// Serves until dropped.
     pub async fn serve(self, driver: Arc<Driver>) {
         let counted = self.counted.clone();
-        let asks = answering(move |is_scrape| driver_says(&driver, is_scrape, &counted));
-        let ask = |is_scrape| {
-            let asks = asks.clone();
-            get(async move || ask(asks, is_scrape).await)
-        };
+        let probed = driver.clone();
+        let ready = answering(move || match probed.ready() {
+            Ok(()) => Ok("ok\n".into()),
+            Err(error) => Err(format!("{}\n", base::report(&error))),
+        });
+        let metrics = answering(move || Ok(scrape(&driver, &counted)));
         let router = Router::new()
             .route("/healthz", get(async || text(StatusCode::OK, "ok\n")))
-            .route("/readyz", ask(false))
-            .route("/metrics", ask(true));
+            .route("/readyz", get(async move || ask(ready).await))
+            .route("/metrics", get(async move || ask(metrics).await));
         tokio::join!(serve::http::upkeep(self.counted), serve::http::serve(self.listener, router));
     }
 }
@@ -112,45 +114,35 @@ fn describe() {
     describe_gauge!(metric::READY, "1 when the pool is there and takes a write.");
 }
 
-/// What the driver is asked for, and where the answer goes.
-struct Ask {
-    is_scrape: bool,
-    answer: oneshot::Sender<Response>,
-}
+/// Where an answer goes.
+type Ask = oneshot::Sender<Response>;
 
 /// Answers one request after the other, in one thread: however many ask, and however long a disk hangs, no more
 /// threads are taken from CSI calls. One that panics is answered as an error. Ends with the last sender.
-fn answering(say: impl Fn(bool) -> Result<String, String> + Send + 'static) -> mpsc::Sender<Ask> {
+fn answering(say: impl Fn() -> Result<String, String> + Send + 'static) -> mpsc::Sender<Ask> {
     let (asks, mut asked) = mpsc::channel::<Ask>(1);
     tokio::task::spawn_blocking(move || {
-        while let Some(ask) = asked.blocking_recv() {
-            if ask.answer.is_closed() {
+        while let Some(answer) = asked.blocking_recv() {
+            if answer.is_closed() {
                 continue;
             }
             // Nothing is left half changed: it only reads.
-            let answer = match catch_unwind(AssertUnwindSafe(|| say(ask.is_scrape))) {
+            let said = match catch_unwind(AssertUnwindSafe(&say)) {
                 Ok(Ok(body)) => text(StatusCode::OK, body),
                 Ok(Err(body)) => text(StatusCode::SERVICE_UNAVAILABLE, body),
                 Err(_) => text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n"),
             };
-            let _ = ask.answer.send(answer);
+            let _ = answer.send(said);
         }
     });
     asks
 }
 
-async fn ask(asks: mpsc::Sender<Ask>, is_scrape: bool) -> Response {
+async fn ask(asks: mpsc::Sender<Ask>) -> Response {
     let (answer, answered) = oneshot::channel();
-    let _ = asks.send(Ask { is_scrape, answer }).await;
+    let _ = asks.send(answer).await;
     let lost = |_| text(StatusCode::INTERNAL_SERVER_ERROR, "see the driver's log\n");
     answered.await.unwrap_or_else(lost)
-}
-
-fn driver_says(driver: &Driver, is_scrape: bool, counted: &PrometheusHandle) -> Result<String, String> {
-    if is_scrape {
-        return Ok(scrape(driver, counted));
-    }
-    driver.ready().map(|()| "ok\n".into()).map_err(|error| format!("{}\n", base::report(&error)))
 }
 
 /// The gauges as of now, and all that was counted.
@@ -190,13 +182,14 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_is_one_answer_and_the_next_question_has_its_own() {
-        let asks = answering(|is_scrape| match is_scrape {
-            true => panic!("on purpose"),
-            false => Ok("ok\n".into()),
+        let count = std::sync::atomic::AtomicUsize::new(0);
+        let asks = answering(move || match count.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 2 {
+            0 => panic!("on purpose"),
+            _ => Ok("ok\n".into()),
         });
-        for (is_scrape, status) in [(true, 500), (false, 200), (true, 500)] {
+        for status in [500, 200, 500] {
             let (answer, answered) = oneshot::channel();
-            asks.send(Ask { is_scrape, answer }).await.expect("it listens");
+            asks.send(answer).await.expect("it listens");
             assert_eq!(answered.await.expect("an answer").status(), status);
         }
     }

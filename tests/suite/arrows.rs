@@ -13,7 +13,11 @@ const MAY_USE: [(&str, &[&str]); 8] = [
     ("driver", &["sys", "store", "pool", "cbt"]),
     ("csi", &["sys", "store", "pool", "cbt", "driver", "proto", "serve", "tonic", "prost"]),
     ("http", &["driver", "serve", "axum"]),
-    ("cli", &["sys", "store", "pool", "cbt", "driver", "csi", "http", "proto", "csi_client", "clap"]),
+    // The log is one of `serve`.
+    (
+        "cli",
+        &["sys", "store", "pool", "cbt", "driver", "csi", "http", "proto", "csi_client", "serve", "clap"],
+    ),
     // Compiled only for tests and cargo-fuzz.
     ("fuzz", &["store", "cbt", "driver", "csi"]),
 ];

@@ -149,7 +149,7 @@ async fn metrics_count_what_happened_and_no_label_is_a_clients() {
         .flat_map(|labels| labels.split(','))
         .filter_map(|label| Some(label.split_once('=')?.0))
         .collect();
-    assert_eq!(labels, BTreeSet::from(["code", "le", "method", "outcome", "state"]));
+    assert_eq!(labels, BTreeSet::from(["code", "le", "method", "outcome", "output", "state"]));
     assert!(!metrics.contains("unknown-") && !metrics.contains(&volume), "a client's text is a label");
     let documented =
         std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/reference.md")).expect("the page");
@@ -213,4 +213,58 @@ async fn a_taken_metrics_address_is_an_error() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("--metrics-address"), "{said}");
+}
+
+/// Found from outside: 64 connections that asked for metrics without reading them held every place for ever.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crowd_that_does_not_read_keeps_no_probe_waiting() {
+    let address = free_address();
+    let mut rig = Rig::start_with(PoolKind::Dir, &["--metrics-address", &address.to_string()], "info").await;
+    let mut crowd = Vec::new();
+    for _ in 0..300 {
+        let mut stream = tokio::net::TcpStream::connect(address).await.expect("connect");
+        let asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n".repeat(2_000);
+        // As much as is taken without reading an answer.
+        let _ = tokio::time::timeout(Duration::from_millis(20), stream.write_all(&asked)).await;
+        crowd.push(stream);
+    }
+    for path in ["/healthz", "/readyz"].repeat(5) {
+        let answer = tokio::time::timeout(Duration::from_secs(8), get(address, path)).await;
+        assert_eq!(answer.expect("in time").0, 200, "{path}");
+    }
+    rig.client.identity.probe(proto::ProbeRequest {}).await.expect("probe");
+    rig.finish();
+}
+
+/// Whoever reads the log may stop: no call and no probe waits for it, nor does the end of the driver.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_log_that_nobody_reads_stops_no_call() {
+    let (address, dir) = (free_address(), tempfile::tempdir().expect("temp dir"));
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let mut driver = testkit::driver_command(dir.path(), PoolKind::Dir)
+        .args(["--metrics-address", &address.to_string()])
+        .env("RUST_LOG", "trace")
+        .stderr(writer)
+        .spawn()
+        .expect("start the driver");
+    let calls = async {
+        let socket = dir.path().join("csi.sock");
+        let mut client =
+            csi_client::Client::connect(&socket, Duration::from_secs(30)).await.expect("connect");
+        let mut lost = 0.0;
+        while lost < 100.0 {
+            let unknown = proto::ControllerGetVolumeRequest { volume_id: "x".repeat(10_000) };
+            client.controller.controller_get_volume(unknown).await.expect_err("unknown");
+            let (_, metrics) = get(address, "/metrics").await;
+            lost = value(&metrics, r#"deltapath_log_lines_dropped_total{output="stderr"}"#).unwrap_or(0.0);
+        }
+    };
+    let called = tokio::time::timeout(Duration::from_secs(120), calls).await;
+    testkit::signal(&driver, nix::sys::signal::Signal::SIGTERM);
+    let ended = testkit::wait(&mut driver, Duration::from_secs(60));
+    called.expect("calls are answered");
+    assert!(ended.success(), "{ended}");
+    drop(reader);
 }

@@ -22,14 +22,20 @@ use tonic::transport::server::Connected;
 /// The metrics of questions to the API server.
 pub const METRICS: Metrics =
     Metrics { seconds: "cbt_earlier_api_seconds", reviews: "cbt_earlier_reviews_total" };
+/// The counter of lines of the log that are lost.
+pub const DROPPED_LINES: &str = "cbt_earlier_log_lines_dropped_total";
+/// When the certificate ends.
+pub const CERTIFICATE_ENDS: &str = "cbt_earlier_certificate_not_after_seconds";
 /// How often certificate files are looked at.
 pub const FILES_EVERY: Duration = Duration::from_secs(2);
 /// How long a client may take to send its request's head; between two pings of a connection, too.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long requests may go on after a signal.
 const DRAIN: Duration = Duration::from_secs(30);
-/// Connections at once. A client that reads slowly holds an answer.
-const CONNECTIONS: usize = 256;
+/// Connections at once, by what is known of their clients. A client that reads slowly holds an answer.
+const CONNECTIONS: [usize; 3] = [1024, 256, 256];
+/// Connections at once of one user.
+const EACH: usize = 64;
 /// Requests at once on one connection.
 const CALLS_A_CONNECTION: u32 = 16;
 
@@ -50,15 +56,11 @@ pub struct Ready {
 impl Ready {
     /// What is missing, if anything.
     pub fn missing(&self) -> Option<&'static str> {
-        [
-            (self.is_stopping.load(Ordering::Relaxed), "it is stopping"),
-            (!self.certificate.is_there(), "it has no certificate"),
-            (!self.has_driver.load(Ordering::Relaxed), "the CSI driver is not ready"),
-            (!self.leads.load(Ordering::Relaxed), "another replica is elected"),
-        ]
-        .iter()
-        .find(|(is_missing, _)| *is_missing)
-        .map(|(_, what)| *what)
+        let is = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        None.or(is(&self.is_stopping).then_some("it is stopping"))
+            .or_else(|| self.certificate.missing())
+            .or((!is(&self.has_driver)).then_some("the CSI driver is not ready"))
+            .or((!is(&self.leads)).then_some("another replica is elected"))
     }
 }
 
@@ -88,7 +90,7 @@ pub async fn answer(
     let mut config = Arc::unwrap_or_clone(config);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     let config = Arc::new(config);
-    let limits = Limits { connections: CONNECTIONS, ..Limits::default() };
+    let limits = Limits { stages: CONNECTIONS, each: EACH, ..Limits::default() };
     let mut connections = listen::tls(listener, move || Some(config.clone()), limits);
     while let Some(Ok(connection)) = connections.next().await {
         let shown = ClientCertificates(connection.client_certificates().into());

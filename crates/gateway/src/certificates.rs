@@ -10,7 +10,6 @@ use k8s_openapi::api::core::v1::Secret;
 use kube::api::{DynamicObject, PostParams};
 use kube::core::{ApiResource, GroupVersionKind};
 use kube::{Api, Client};
-use metrics::gauge;
 use serde_json::{Value, json};
 use serve::certificate::Certificate;
 use serve::certificates::{self, SecretError, State, secret};
@@ -101,8 +100,6 @@ impl Certificates {
                         Ok(()) => tracing::info!(ends = %state.leaf.ends, "a new certificate is in use"),
                         Err(error) => tracing::error!(error = base::report(&error), "show the certificate"),
                     }
-                    gauge!("deltapath_gateway_certificate_not_after_seconds")
-                        .set(state.leaf.ends.as_second() as f64);
                     current = Some(state.leaf);
                 }
                 Ok(_) => said.clear(),

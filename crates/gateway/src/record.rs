@@ -1,7 +1,6 @@
 //! What is kept of a call: its metrics, and one audit line. The line is a JSON object on standard output, apart from the log
 //! on standard error; it holds no token and no secret.
 
-use std::io::Write;
 use std::time::Instant;
 
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, histogram};
@@ -33,10 +32,6 @@ pub fn describe() {
     describe_gauge!(
         "deltapath_gateway_watch_answered_seconds",
         "When the Kubernetes API server last answered a watch, by its objects, as UNIX time."
-    );
-    describe_gauge!(
-        "deltapath_gateway_certificate_not_after_seconds",
-        "When the certificate ends, as UNIX time."
     );
 }
 
@@ -145,8 +140,7 @@ impl serve::streams::Record for Record {
             code => tracing::info!(?code, reason = line.message, "failed"),
         }
         if let Ok(line) = serde_json::to_string(&line) {
-            // The reader of the audit may be gone: calls are served all the same.
-            let _ = writeln!(std::io::stdout().lock(), "{line}");
+            serve::log::stdout().push(format!("{line}\n").as_bytes());
         }
     }
 

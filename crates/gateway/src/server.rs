@@ -48,15 +48,12 @@ struct Ready {
 impl Ready {
     /// What is missing, if anything.
     fn missing(&self) -> Option<&'static str> {
-        [
-            (self.is_stopping.load(Ordering::Relaxed), "it is stopping"),
-            (!self.certificate.is_there(), "it has no certificate yet"),
-            (!self.has_driver.load(Ordering::Relaxed), "the CSI driver is not ready"),
-        ]
-        .iter()
-        .find(|(is_missing, _)| *is_missing)
-        .map(|(_, what)| *what)
-        .or_else(|| self.objects.missing())
+        let is_stopping = self.is_stopping.load(Ordering::Relaxed);
+        let lacks_driver = !self.has_driver.load(Ordering::Relaxed);
+        None.or(is_stopping.then_some("it is stopping"))
+            .or_else(|| self.certificate.missing())
+            .or(lacks_driver.then_some("the CSI driver is not ready"))
+            .or_else(|| self.objects.missing())
     }
 }
 
@@ -71,14 +68,15 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     });
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
+    let metrics = serve::http::install_metrics("deltapath_gateway_log_lines_dropped_total")?;
     record::describe();
-    let http = program::bind_http(arguments.http_endpoint).await?;
-    let listener = program::bind(arguments.bind_address, arguments.port).await?;
+    let http = program::bind_http(arguments.http_endpoint)?;
+    let listener = program::bind(arguments.bind_address, arguments.port)?;
     if let (Some(chain), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) {
         ready.certificate.load(chain, key)?;
         tasks.spawn(ready.certificate.clone().follow(chain.clone(), key.clone(), FILES_EVERY));
     }
+    tasks.spawn(ready.certificate.clone().tell_end("deltapath_gateway_certificate_not_after_seconds"));
     let client = serve::questions::client(arguments.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 
@@ -128,7 +126,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         unknown: Unknown::default(),
     };
     let config = ready.certificate.clone().server_config();
-    let connections = listen::tls(listener, move || Some(config.clone()), Limits::default());
+    let limits = listen_limits(arguments.max_streams, arguments.max_streams_per_client);
+    let connections = listen::tls(listener, move || Some(config.clone()), limits);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
@@ -153,6 +152,11 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Room for every stream, and for idle connections beside them.
+fn listen_limits(streams: usize, each: usize) -> Limits {
+    Limits { stages: [4096, 1024, streams + 256], each: each + 64, ..Limits::default() }
 }
 
 fn manage_certificates(

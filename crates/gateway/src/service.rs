@@ -231,6 +231,9 @@ impl Gateway {
         let caller = self.reviews.caller(&question.token, &self.audience()?).await?;
         call.record.by(caller.name());
         call.place = Some(self.streams.enter(caller.name())?);
+        if let Some(on_connection) = &call.on_connection {
+            on_connection.known(caller.name());
+        }
         drop(held);
         // 3. Whether the cluster's objects are known as they are: a base whose content is not known counts as deleted, and
         // its handle goes to the driver without a look at the caller's rights.

@@ -24,9 +24,9 @@ use crate::service::{Controller, GroupController, Identity, SnapshotMetadata};
 pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
+    let metrics = serve::http::install_metrics("deltapath_router_log_lines_dropped_total")?;
     record::describe();
-    let http = program::bind_http(arguments.http_endpoint).await?;
+    let http = program::bind_http(arguments.http_endpoint)?;
     let files =
         Files { certificate: arguments.tls_cert, key: arguments.tls_key, authorities: arguments.tls_ca };
     let tls = Mutual::new(files, Role::Router);
@@ -40,7 +40,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         }
         Err(error) => return Err(error.into()),
     }
-    tasks.spawn(tls.clone().follow());
+    tasks.spawn(tls.clone().follow("deltapath_router_certificate_not_after_seconds"));
     if let Some(forgotten) = &arguments.forgotten {
         crate::forget::read(forgotten)?;
     }
@@ -49,7 +49,7 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
         .map_err(|error| format!("listen on {} (--endpoint): {error}", arguments.endpoint))?;
     let stop = Stop::watch()?;
 
-    let nodes = Nodes::new(tls, arguments.node_timeout, arguments.forgotten);
+    let nodes = Nodes::new(tls.clone(), arguments.node_timeout, arguments.forgotten);
     nodes.read_forgotten();
     let mut volumes = None;
     match &arguments.node_service {
@@ -65,10 +65,11 @@ pub async fn run(arguments: Serve) -> Result<(), Box<dyn Error>> {
     let is_stopping = Arc::new(AtomicBool::new(false));
     let missing = {
         let (nodes, is_stopping) = (nodes.clone(), is_stopping.clone());
-        move || match () {
-            () if is_stopping.load(Ordering::Relaxed) => Some("it is stopping"),
-            () if nodes.up().is_empty() => Some("no node answers"),
-            () => None,
+        move || {
+            let is_stopping = is_stopping.load(Ordering::Relaxed);
+            None.or(is_stopping.then_some("it is stopping"))
+                .or_else(|| tls.missing())
+                .or_else(|| nodes.up().is_empty().then_some("no node answers"))
         }
     };
     tasks.spawn(serve::http::probes(http, metrics, missing.clone()));

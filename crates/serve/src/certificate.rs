@@ -2,8 +2,8 @@
 //! those that are open go on.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, SystemTime};
 
 use arc_swap::ArcSwapOption;
 use rustls::ServerConfig;
@@ -13,6 +13,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{ClientHello, NoClientAuth, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
+use x509_parser::time::ASN1Time;
 
 /// Why a certificate cannot be shown.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +31,9 @@ pub enum Error {
         /// What the parser says.
         source: rustls::pki_types::pem::Error,
     },
+    /// There are bytes in the PEM that are no certificate.
+    #[error("read when the certificate is valid: {0}")]
+    Validity(String),
     /// The two do not belong together, or the key is of a kind that TLS does not know.
     #[error("certificate and private key do not fit together")]
     Mismatch(#[source] rustls::Error),
@@ -42,11 +46,71 @@ impl Error {
     }
 }
 
+/// When a chain is valid: from the latest beginning of its certificates to the earliest end, as UNIX time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Validity {
+    begins: i64,
+    ends: i64,
+}
+
+impl Validity {
+    pub(crate) fn of(chain: &[CertificateDer<'_>]) -> Result<Self, Error> {
+        let mut all = Validity { begins: i64::MIN, ends: i64::MAX };
+        for certificate in chain {
+            let parsed = x509_parser::parse_x509_certificate(certificate);
+            let (_, parsed) = parsed.map_err(|error| Error::Validity(error.to_string()))?;
+            all.begins = all.begins.max(parsed.validity().not_before.timestamp());
+            all.ends = all.ends.min(parsed.validity().not_after.timestamp());
+        }
+        Ok(all)
+    }
+
+    /// Why clients refuse it now.
+    pub(crate) fn missing(&self) -> Option<&'static str> {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let now = now.map_or(0, |now| now.as_secs() as i64);
+        match () {
+            () if now >= self.ends => Some("its certificate has ended: replace it"),
+            () if now < self.begins => Some("its certificate is not valid yet: look at the clock"),
+            () => None,
+        }
+    }
+}
+
+/// Keeps `gauge` at the end of what is shown, and writes to the log when it is not, or no longer, valid; for ever.
+pub(crate) async fn tell_end(gauge: &'static str, shown: impl Fn() -> Option<Validity>) {
+    metrics::describe_gauge!(gauge, "When the certificate ends, as UNIX time.");
+    let mut told = None;
+    loop {
+        let validity = shown();
+        if let Some(validity) = validity {
+            metrics::gauge!(gauge).set(validity.ends as f64);
+        }
+        let missing = validity.and_then(|validity| validity.missing());
+        if let (Some(why), true) = (missing, missing != told) {
+            let time =
+                |seconds| ASN1Time::from_timestamp(seconds).map_or_else(|_| String::new(), |t| t.to_string());
+            let Validity { begins, ends } = validity.unwrap_or(Validity { begins: 0, ends: 0 });
+            tracing::error!(why, begins = time(begins), ends = time(ends), "clients refuse the certificate");
+        }
+        told = missing;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
 /// The certificate in use; none at first, so that handshakes fail until there is one.
 #[derive(Debug, Default)]
 pub struct Certificate {
-    shown: ArcSwapOption<CertifiedKey>,
+    shown: ArcSwapOption<Shown>,
+    /// The metric of its end, once there is one.
+    gauge: OnceLock<&'static str>,
     tried: Tried,
+}
+
+#[derive(Debug)]
+struct Shown {
+    pair: Arc<CertifiedKey>,
+    validity: Validity,
 }
 
 impl Certificate {
@@ -60,8 +124,12 @@ impl Certificate {
             .collect::<Result<_, _>>()
             .map_err(pem("the certificate", "certificate"))?;
         let key = PrivateKeyDer::from_pem_slice(key).map_err(pem("the key", "private key"))?;
+        let validity = Validity::of(&chain)?;
         let pair = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(Error::Mismatch)?;
-        self.shown.store(Some(Arc::new(pair)));
+        if let Some(gauge) = self.gauge.get() {
+            metrics::gauge!(*gauge).set(validity.ends as f64);
+        }
+        self.shown.store(Some(Arc::new(Shown { pair: Arc::new(pair), validity })));
         Ok(())
     }
 
@@ -71,9 +139,18 @@ impl Certificate {
         self.replace(&chain, &key)
     }
 
-    /// Whether there is one to show.
-    pub fn is_there(&self) -> bool {
-        self.shown.load().is_some()
+    /// Why clients would not accept what is shown, if that is so.
+    pub fn missing(&self) -> Option<&'static str> {
+        match &*self.shown.load() {
+            None => Some("it has no certificate yet"),
+            Some(shown) => shown.validity.missing(),
+        }
+    }
+
+    /// Keeps the metric of this name at the certificate's end, and writes to the log when it has ended; for ever.
+    pub async fn tell_end(self: Arc<Self>, gauge: &'static str) {
+        let _ = self.gauge.set(gauge);
+        tell_end(gauge, || self.shown.load().as_ref().map(|shown| shown.validity)).await;
     }
 
     /// Loads the files again whenever they change.
@@ -100,7 +177,7 @@ impl Certificate {
 
 impl ResolvesServerCert for Certificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
-        self.shown.load_full()
+        self.shown.load().as_ref().map(|shown| shown.pair.clone())
     }
 }
 
@@ -172,12 +249,36 @@ mod tests {
         let every = Duration::from_millis(1);
         let following = tokio::spawn(certificate.clone().follow(chain, key, every));
         let loaded = async {
-            while !certificate.is_there() {
+            while certificate.missing().is_some() {
                 tokio::time::sleep(every).await;
             }
         };
         let loaded = tokio::time::timeout(Duration::from_secs(60), loaded).await;
         following.abort();
         loaded.expect("the certificate is loaded");
+    }
+
+    #[test]
+    fn a_certificate_that_is_not_valid_now_is_missing() {
+        let now = SystemTime::now();
+        let day = Duration::from_secs(24 * 3600);
+        for (begins, ends, expected) in [
+            (now - day, now + day, None),
+            (now - 2 * day, now - day, Some("its certificate has ended: replace it")),
+            (now + day, now + 2 * day, Some("its certificate is not valid yet: look at the clock")),
+        ] {
+            let key = rcgen::KeyPair::generate().expect("a key");
+            let mut params = rcgen::CertificateParams::new(["localhost".to_owned()]).expect("a name");
+            let sound = params.self_signed(&key).expect("a certificate").pem();
+            (params.not_before, params.not_after) = (begins.into(), ends.into());
+            let made = params.self_signed(&key).expect("a certificate").pem();
+            // Also where it is not the first one of the chain.
+            for chain in [made.clone(), format!("{sound}{made}")] {
+                let certificate = Certificate::default();
+                assert_eq!(certificate.missing(), Some("it has no certificate yet"));
+                certificate.replace(chain.as_bytes(), key.serialize_pem().as_bytes()).expect("it is shown");
+                assert_eq!(certificate.missing(), expected);
+            }
+        }
     }
 }

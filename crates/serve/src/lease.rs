@@ -1,7 +1,7 @@
 //! One of several replicas does a piece of work: the holder of a Lease object (`coordination.k8s.io/v1`).
 //!
 //! Clocks of two machines are never compared. A replica that waits takes the lease over when it has not *seen* it change
-//! for as long as the lease says; the holder gives its work up a while before that, counted from when it began its last
+//! for as long as the lease says, and for twice as long as its own ones say at most; the holder gives its work up a while before that, counted from when it began its last
 //! renewal that succeeded. So two never work at once, as long as their clocks run at about the same speed.
 
 use std::time::Duration;
@@ -122,8 +122,10 @@ impl Lease {
         }
         let since = seen.as_ref().map_or_else(Instant::now, |seen| seen.since);
         let duration = u64::try_from(spec.lease_duration_seconds.unwrap_or(0)).unwrap_or(0);
+        // Ours all say the same; what a stranger has written keeps nobody waiting for years.
+        let duration = Duration::from_secs(duration).min(2 * self.times.duration);
         let is_free = holder.is_empty() || holder == self.holder;
-        if !is_free && since.elapsed() < Duration::from_secs(duration) {
+        if !is_free && since.elapsed() < duration {
             return Ok(false);
         }
         self.take(object, &spec).await
@@ -168,7 +170,7 @@ impl Lease {
     /// Writes this replica into the object, unless the object has changed since it was read.
     async fn take(&self, object: LeaseObject, before: &LeaseSpec) -> kube::Result<bool> {
         let is_ours = before.holder_identity.as_deref() == Some(&self.holder);
-        let transitions = before.lease_transitions.unwrap_or(0) + i32::from(!is_ours);
+        let transitions = before.lease_transitions.unwrap_or(0).saturating_add(i32::from(!is_ours));
         let acquired = before.acquire_time.clone().filter(|_| is_ours);
         let taken = LeaseObject { spec: Some(self.spec(acquired, transitions)), ..object };
         won(self.leases.replace(&self.name, &PostParams::default(), &taken).await)

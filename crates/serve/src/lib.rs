@@ -1,5 +1,6 @@
-//! What servers share, each thing once: HTTP for probes and metrics ([`http`]), sockets ([`authority`], [`socket`]), and answers
-//! that are fetched and passed on as bytes ([`upstream`], [`relay`]). As features: connections over TLS whose certificate
+//! What servers share, each thing once: HTTP for probes and metrics ([`http`]), the places of connections ([`places`]), a log that waits
+//! for nobody ([`log`]), sockets ([`authority`], [`socket`]), and answers that are fetched and passed on as bytes ([`upstream`],
+//! [`relay`]). As features: connections over TLS whose certificate
 //! changes without a restart (`tls`: `certificate`, `mutual`, `ticket`, `listen`), and the streams on them (`streams`); and, so that the
 //! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign
 //! (`certificates`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls and
@@ -17,10 +18,12 @@ pub mod http;
 pub mod lease;
 #[cfg(feature = "tls")]
 pub mod listen;
+pub mod log;
 #[cfg(feature = "tls")]
 pub mod mutual;
 #[cfg(feature = "kubernetes")]
 pub mod object;
+pub mod places;
 #[cfg(feature = "program")]
 pub mod program;
 #[cfg(feature = "kubernetes")]

@@ -4,35 +4,60 @@ use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use rustls::ServerConfig;
 use rustls::pki_types::CertificateDer;
+use rustls::server::Acceptor;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Instant, Sleep, sleep, timeout};
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::transport::server::Connected;
 
+use crate::mutual::Identity;
+use crate::places::{Bounds, Place, Places};
+
+/// Hellos that are answered at once.
+const TURNS: usize = 4;
+
 /// What connections may take.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Limits {
-    /// Connections at once; further ones wait in the kernel's queue.
-    pub connections: usize,
-    /// Time for the handshake, and after it for the first byte.
+    /// Connections at once: the handshake is not done yet; it is, and no client is known; the client is known.
+    pub stages: [usize; 3],
+    /// Connections of one known client at once.
+    pub each: usize,
+    /// Time for the handshake, and after it for a first call of a known client.
     pub greeting: Duration,
     /// A connection without a call for this long is closed, at the latest after twice as long.
     pub unused: Duration,
+    /// Whether the handshake shows who the client is. The calls on its connections are not counted then: each may be in use.
+    pub known_by_certificate: bool,
+}
+
+impl Limits {
+    /// For a port on which only certificates of the cluster are let in. An unused connection stays: pings end dead ones.
+    pub fn of_certificates() -> Self {
+        let unused = Duration::from_secs(365 * 24 * 3600);
+        Limits { unused, known_by_certificate: true, ..Limits::default() }
+    }
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { connections: 8192, greeting: Duration::from_secs(10), unused: Duration::from_secs(300) }
+        Limits {
+            stages: [4096, 1024, 1280],
+            each: 320,
+            greeting: Duration::from_secs(10),
+            unused: Duration::from_secs(300),
+            known_by_certificate: false,
+        }
     }
 }
 
@@ -43,9 +68,10 @@ pub fn tls(
     limits: Limits,
 ) -> ReceiverStream<io::Result<Connection>> {
     let (ready, connections) = mpsc::channel(64);
-    let places = Arc::new(Semaphore::new(limits.connections));
+    let turns = Arc::new(Semaphore::new(TURNS));
+    let places = Places::new(Bounds { stages: limits.stages, each: limits.each });
     tokio::spawn(async move {
-        while let Ok(place) = places.clone().acquire_owned().await {
+        loop {
             let stream = tokio::select! {
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => stream,
@@ -63,12 +89,26 @@ pub fn tls(
                 tracing::debug!("a connection is closed: there is no certificate yet");
                 continue;
             };
-            let (acceptor, ready) = (TlsAcceptor::from(config), ready.clone());
+            let (place, turns, ready, limits) =
+                (places.enter(), turns.clone(), ready.clone(), limits.clone());
+            let closed = place.closed();
             tokio::spawn(async move {
-                match timeout(limits.greeting, acceptor.accept(stream)).await {
-                    Ok(Ok(stream)) => {
-                        let _ = ready.send(Ok(Connection::new(stream, limits, place))).await;
-                    }
+                let greet = async {
+                    // Who says nothing costs next to nothing.
+                    stream.readable().await?;
+                    Box::pin(async {
+                        let stream = greet(stream, config, &turns).await?;
+                        let _ = ready.send(Ok(Connection::new(stream, &limits, place))).await;
+                        io::Result::Ok(())
+                    })
+                    .await
+                };
+                let greeted = tokio::select! {
+                    greeted = timeout(limits.greeting, greet) => greeted,
+                    () = closed => return tracing::debug!("a TLS handshake is given up for newer connections"),
+                };
+                match greeted {
+                    Ok(Ok(())) => {}
                     Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                     Err(_) => tracing::debug!("a TLS handshake took too long"),
                 }
@@ -78,7 +118,27 @@ pub fn tls(
     ReceiverStream::new(connections)
 }
 
-/// A connection. It ends when its [`Calls`] close it, and when no call has used it for long.
+/// The handshake. Its costly part, the answer to a whole hello, has to wait for one of a few turns, in the order of arrival: of a crowd
+/// that says hello at once, few are ready to run, and the calls of those who are in do not wait behind all others.
+async fn greet(
+    stream: TcpStream,
+    config: Arc<ServerConfig>,
+    turns: &Semaphore,
+) -> io::Result<TlsStream<TcpStream>> {
+    let start = LazyConfigAcceptor::new(Acceptor::default(), stream).await?;
+    let mut accepting = Box::pin(start.into_stream(config));
+    let answered = {
+        // Nobody closes the semaphore. A client that is slow to go on has no turn meanwhile.
+        let _turn = turns.acquire().await;
+        std::future::poll_fn(|context| Poll::Ready(accepting.as_mut().poll(context))).await
+    };
+    match answered {
+        Poll::Ready(stream) => stream,
+        Poll::Pending => accepting.await,
+    }
+}
+
+/// A connection. It ends when its [`Calls`] close it, when its place is another's, and when no call has used it for long.
 #[derive(Debug)]
 pub struct Connection {
     stream: TlsStream<TcpStream>,
@@ -86,16 +146,14 @@ pub struct Connection {
     closed: Pin<Box<WaitForCancellationFutureOwned>>,
     /// When it is looked whether the connection is still used.
     look: Pin<Box<Sleep>>,
+    soon: Duration,
     unused: Duration,
-    has_spoken: bool,
-    _place: OwnedSemaphorePermit,
 }
 
 /// The calls on a connection. Each request has them among its extensions.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Calls {
-    close: CancellationToken,
-    open: Arc<AtomicUsize>,
+    place: Arc<Place>,
     /// Calls that have begun since the connection was looked at.
     begun: Arc<AtomicUsize>,
     client: Option<Arc<CertificateDer<'static>>>,
@@ -108,7 +166,7 @@ pub struct OpenCall(Calls);
 impl Calls {
     /// Counts a call.
     pub fn open(&self) -> OpenCall {
-        self.open.fetch_add(1, Ordering::Relaxed);
+        self.place.begin();
         self.begun.fetch_add(1, Ordering::Relaxed);
         OpenCall(self.clone())
     }
@@ -117,49 +175,76 @@ impl Calls {
     pub fn client(&self) -> Option<&CertificateDer<'static>> {
         self.client.as_deref()
     }
-
-    fn are_none(&self) -> bool {
-        self.open.load(Ordering::Relaxed) == 0
-    }
 }
 
 impl OpenCall {
+    /// The call has shown who the client of the connection is.
+    pub fn known(&self, client: &str) {
+        self.0.place.known(client);
+    }
+
     /// Ends the call, and closes the connection if it has no other.
     pub fn end_and_close(self) {
         let calls = self.0.clone();
         drop(self);
-        if calls.are_none() {
-            calls.close.cancel();
+        if calls.place.is_idle() {
+            calls.place.close();
         }
     }
 }
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        self.0.open.fetch_sub(1, Ordering::Relaxed);
+        self.0.place.end();
     }
 }
 
 impl Connection {
-    fn new(stream: TlsStream<TcpStream>, limits: Limits, place: OwnedSemaphorePermit) -> Self {
+    fn new(stream: TlsStream<TcpStream>, limits: &Limits, place: Place) -> Self {
         let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-        let calls = Calls { client: shown.cloned().map(Arc::new), ..Calls::default() };
+        match (limits.known_by_certificate, shown) {
+            (true, Some(shown)) => {
+                place.begin();
+                place.known(&Identity::of(shown).map_or_else(String::new, |identity| identity.to_string()));
+            }
+            _ => place.greeted(),
+        }
+        let calls =
+            Calls { client: shown.cloned().map(Arc::new), begun: Arc::default(), place: Arc::new(place) };
         Connection {
             stream,
-            closed: Box::pin(calls.close.clone().cancelled_owned()),
+            closed: Box::pin(calls.place.closed()),
             calls,
             look: Box::pin(sleep(limits.greeting)),
+            soon: limits.greeting / 2,
             unused: limits.unused,
-            has_spoken: false,
-            _place: place,
         }
     }
-}
 
-impl Connection {
     /// The certificates that the client has shown, its own first.
     pub fn client_certificates(&self) -> &[CertificateDer<'static>] {
         self.stream.get_ref().1.peer_certificates().unwrap_or_default()
+    }
+
+    /// An error when it is to end. Looked at by reads and by writes: a client that takes nothing keeps its server from reading.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        let ended = |why: &str| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why.to_owned()));
+        if self.closed.as_mut().poll(context).is_ready() {
+            return ended("it is closed: its only call was ended, or newer connections need its place");
+        }
+        while self.look.as_mut().poll(context).is_ready() {
+            // One that a call has just used may have the next one on its way.
+            let place = &self.calls.place;
+            let is_used = self.calls.begun.swap(0, Ordering::Relaxed) > 0 || !place.is_idle();
+            let next = match (place.is_known(), is_used) {
+                (true, true) => self.unused,
+                // Who calls is being looked at, which is bounded in time; what it hears has to be sent, too.
+                (false, true) => self.soon,
+                _ => return ended("no call of a known client uses it"),
+            };
+            self.look.as_mut().reset(Instant::now() + next);
+        }
+        Ok(())
     }
 }
 
@@ -177,28 +262,8 @@ impl AsyncRead for Connection {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        let ended =
-            |why: &str| Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionAborted, why.to_owned())));
-        if self.closed.as_mut().poll(context).is_ready() {
-            return ended("its only call was ended");
-        }
-        while self.look.as_mut().poll(context).is_ready() {
-            // One that a call has just used may have the next one on its way.
-            let is_used = self.calls.begun.swap(0, Ordering::Relaxed) > 0 || !self.calls.are_none();
-            if !self.has_spoken || !is_used {
-                return ended("no call uses it");
-            }
-            let next = Instant::now() + self.unused;
-            self.look.as_mut().reset(next);
-        }
-        let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(context, buffer))?;
-        if buffer.filled().len() > before && !self.has_spoken {
-            self.has_spoken = true;
-            let next = Instant::now() + self.unused;
-            self.look.as_mut().reset(next);
-        }
-        Poll::Ready(Ok(()))
+        self.poll_end(context)?;
+        Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }
 
@@ -208,6 +273,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.poll_end(context)?;
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
@@ -216,6 +282,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.poll_end(context)?;
         Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
     }
 
@@ -224,6 +291,7 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.poll_end(context)?;
         Pin::new(&mut self.stream).poll_flush(context)
     }
 

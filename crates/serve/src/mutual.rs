@@ -32,7 +32,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tonic::transport::{Channel, Endpoint, Uri};
 
-use crate::certificate::{self, Tried};
+use crate::certificate::{self, Tried, Validity};
 use crate::ticket::{Judge, Signer};
 
 /// How often the files are looked at.
@@ -141,6 +141,7 @@ pub struct Mutual {
     client: ArcSwapOption<ClientConfig>,
     signer: ArcSwapOption<Signer>,
     judge: ArcSwapOption<Judge>,
+    validity: ArcSwapOption<Validity>,
 }
 
 impl Mutual {
@@ -154,6 +155,7 @@ impl Mutual {
             client: ArcSwapOption::empty(),
             signer: ArcSwapOption::empty(),
             judge: ArcSwapOption::empty(),
+            validity: ArcSwapOption::empty(),
         })
     }
 
@@ -182,6 +184,7 @@ impl Mutual {
                 });
             }
         };
+        let validity = Validity::of(&chain)?;
         let key = PrivateKeyDer::from_pem_slice(&own_key).map_err(pem(key, "private key"))?;
         let mut roots = RootCertStore::empty();
         for authority in CertificateDer::pem_slice_iter(&roots_pem) {
@@ -211,13 +214,27 @@ impl Mutual {
             }
         }
         self.client.store(Some(Arc::new(config)));
+        self.validity.store(Some(Arc::new(validity)));
         Ok(())
     }
 
-    /// Loads the files again whenever they change, for ever.
-    pub async fn follow(self: Arc<Self>) {
+    /// Loads the files again whenever they change, keeps the metric `gauge` at the end of our certificate, and writes to the log
+    /// when it has ended; for ever.
+    pub async fn follow(self: Arc<Self>, gauge: &'static str) {
         let Files { certificate, key, authorities } = &self.files;
-        self.tried.follow([certificate, key, authorities], FILES_EVERY, || self.load()).await;
+        let validity = || self.validity.load().as_deref().copied();
+        tokio::join!(
+            self.tried.follow([certificate, key, authorities], FILES_EVERY, || self.load()),
+            certificate::tell_end(gauge, validity)
+        );
+    }
+
+    /// Why the other side would not accept our certificate, if that is so.
+    pub fn missing(&self) -> Option<&'static str> {
+        match self.validity.load().as_deref() {
+            None => Some("it has no certificate yet"),
+            Some(validity) => validity.missing(),
+        }
     }
 
     /// For the side that is called, as soon as something is loaded.

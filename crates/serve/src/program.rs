@@ -31,7 +31,7 @@ impl LogFormat {
     pub fn start(self) {
         let asked = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
         let levels = asked.unwrap_or_else(|| Targets::new().with_default(LevelFilter::INFO));
-        let log = fmt::layer().with_writer(std::io::stderr);
+        let log = fmt::layer().with_writer(crate::log::stderr);
         let log = match self {
             LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal()).boxed(),
             LogFormat::Json => log.json().boxed(),
@@ -87,14 +87,14 @@ pub fn allow_open_files() {
 }
 
 /// A listener for probes and metrics (`--http-endpoint`).
-pub async fn bind_http(address: SocketAddr) -> Result<TcpListener, String> {
-    let bound = TcpListener::bind(address).await;
+pub fn bind_http(address: SocketAddr) -> Result<TcpListener, String> {
+    let bound = crate::places::bind(address);
     bound.map_err(|error| format!("listen on {address} (--http-endpoint): {error}"))
 }
 
 /// A listener for what is served (`--bind-address`, `--port`).
-pub async fn bind(address: IpAddr, port: u16) -> Result<TcpListener, String> {
-    let bound = TcpListener::bind((address, port)).await;
+pub fn bind(address: IpAddr, port: u16) -> Result<TcpListener, String> {
+    let bound = crate::places::bind((address, port).into());
     bound.map_err(|error| format!("listen on {address}:{port} (--port): {error}"))
 }
 
@@ -158,9 +158,12 @@ pub fn run(program: &str, serve: impl Future<Output = Result<(), Box<dyn Error>>
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let served = runtime.map_err(Box::<dyn Error>::from).and_then(|runtime| runtime.block_on(serve));
     match served {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => {
+            crate::log::flush();
+            ExitCode::SUCCESS
+        }
         Err(error) => {
-            eprintln!("{program}: {}", base::report(&*error));
+            crate::log::last_words(&format!("{program}: {}", base::report(&*error)));
             ExitCode::FAILURE
         }
     }

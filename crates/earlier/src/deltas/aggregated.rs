@@ -28,24 +28,25 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let common = arguments.common;
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
-    let http = program::bind_http(common.http_endpoint).await?;
-    let listener = program::bind(common.bind_address, common.port).await?;
+    let metrics = serve::http::install_metrics(server::DROPPED_LINES)?;
+    let http = program::bind_http(common.http_endpoint)?;
+    let listener = program::bind(common.bind_address, common.port)?;
     let certificate = Arc::new(Certificate::default());
     certificate.load(&common.tls_cert, &common.tls_key)?;
     let (chain, key) = (common.tls_cert, common.tls_key);
     tasks.spawn(certificate.clone().follow(chain, key, server::FILES_EVERY));
+    tasks.spawn(certificate.clone().tell_end(server::CERTIFICATE_ENDS));
     let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 
     let (proxy, is_stopping) = (Arc::new(FrontProxy::default()), Arc::new(AtomicBool::default()));
     tasks.spawn(proxy.clone().follow(client.clone()));
     let missing = {
-        let (proxy, is_stopping) = (proxy.clone(), is_stopping.clone());
+        let (proxy, is_stopping, certificate) = (proxy.clone(), is_stopping.clone(), certificate.clone());
         move || match (is_stopping.load(Ordering::Relaxed), proxy.is_known()) {
             (true, _) => Some("it is stopping"),
             (false, false) => Some("the front-proxy CA is not loaded yet: see the log"),
-            (false, true) => None,
+            (false, true) => certificate.missing(),
         }
     };
     tasks.spawn(serve::http::probes(http, metrics, missing));

@@ -97,10 +97,12 @@ async fn identify(
     mut request: Request,
     next: Next,
 ) -> Response {
-    let _open = calls.open();
+    let open = calls.open();
     match api.proxy.user(&shown, request.headers()) {
         Some(user) => {
-            request.extensions_mut().insert(Arc::new(api.reviews.named(user)));
+            let caller = Arc::new(api.reviews.named(user));
+            open.known(caller.name());
+            request.extensions_mut().insert(caller);
             next.run(request).await
         }
         None => refuse(

@@ -25,7 +25,7 @@ use proto::deltas::snapshot_deltas_client::SnapshotDeltasClient;
 use proto::deltas::snapshot_deltas_server::SnapshotDeltasServer;
 use serde_json::{Value, json};
 use serve::lease::{Lease, Times};
-use serve::listen::Calls;
+use serve::listen::{Calls, OpenCall};
 use serve::program::{self, Stop};
 use serve::questions::ask;
 use serve::reviews::{Object, Reviews};
@@ -89,10 +89,10 @@ async fn page(
     Extension(calls): Extension<Calls>,
     request: Request,
 ) -> Response {
-    let _open = calls.open();
+    let open = calls.open();
     let answer = match sidecar.places.try_acquire() {
         Ok(_place) => {
-            let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request)).await;
+            let page = tokio::time::timeout(sidecar.page_timeout, sidecar.page(request, &open)).await;
             page.unwrap_or_else(|_| {
                 Err(Status::deadline_exceeded("the page took too long: request fewer entries"))
             })
@@ -113,7 +113,7 @@ async fn data(
     headers: HeaderMap,
 ) -> Response {
     let open = calls.open();
-    let answer = sidecar.read(&headers).await;
+    let answer = sidecar.read(&headers, &open).await;
     let code = answer.as_ref().map_or_else(Status::code, |_| Code::Ok);
     metrics::counter!("cbt_earlier_data_total", "code" => format!("{code:?}")).increment(1);
     match answer {
@@ -134,12 +134,13 @@ async fn data(
 impl Sidecar {
     /// Only who may create the subresource of this driver's DriverDiscovery gets a page: handles say nothing of whose they
     /// are, so the aggregated API server alone should have that right.
-    async fn page(&self, request: Request) -> Result<wire::Response, Status> {
+    async fn page(&self, request: Request, open: &OpenCall) -> Result<wire::Response, Status> {
         let (head, body) = request.into_parts();
         let token = bearer(&head.headers).ok_or_else(|| {
             Status::unauthenticated("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
         let caller = self.reviews.caller(token, &self.audience).await?;
+        open.known(caller.name());
         let object = Object {
             group: discovery::GROUP,
             version: discovery::VERSION,
@@ -162,7 +163,11 @@ impl Sidecar {
         Ok(page.into_inner().into())
     }
 
-    async fn read(&self, headers: &HeaderMap) -> Result<tokio::io::Take<tokio::fs::File>, Status> {
+    async fn read(
+        &self,
+        headers: &HeaderMap,
+        open: &OpenCall,
+    ) -> Result<tokio::io::Take<tokio::fs::File>, Status> {
         let Some((tokens, data)) = &self.data else {
             return Err(Status::unimplemented("no data is served here: it runs without --snapshot-data"));
         };
@@ -170,6 +175,8 @@ impl Sidecar {
             Status::unauthenticated("a data token is missing: send the header Authorization: Bearer TOKEN")
         })?;
         let grant = tokens.open(token)?;
+        // Whose it is, it does not say.
+        open.known("a data token");
         // The driver says whether the snapshot is still there: its file may be there for longer.
         let blocks = Blocks::of(None, &grant.snapshot);
         self.driver.tuples(blocks, grant.offset, 1).await?.next().await?;
@@ -183,9 +190,9 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let ready = Arc::new(Ready::default());
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
-    let http = program::bind_http(common.http_endpoint).await?;
-    let listener = program::bind(common.bind_address, common.port).await?;
+    let metrics = serve::http::install_metrics(server::DROPPED_LINES)?;
+    let http = program::bind_http(common.http_endpoint)?;
+    let listener = program::bind(common.bind_address, common.port)?;
     let socket = arguments.socket.path().to_owned();
     let (grpc, _socket) = serve::socket::bind(&socket)
         .await
@@ -193,6 +200,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     ready.certificate.load(&common.tls_cert, &common.tls_key)?;
     let (chain, key) = (common.tls_cert.clone(), common.tls_key.clone());
     tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
+    tasks.spawn(ready.certificate.clone().tell_end(server::CERTIFICATE_ENDS));
     let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let key_file = arguments.data_token_key.clone();
     if let Some(key) = &key_file {

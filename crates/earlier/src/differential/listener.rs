@@ -1,6 +1,8 @@
 //! The callback listener: `GET /NAMESPACE/NAME` with a bearer token, answered with a page in JSON.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use axum::extract::rejection::QueryRejection;
@@ -15,7 +17,7 @@ use kube::{Api, Client};
 use proto::differential::differential_snapshot_client::DifferentialSnapshotClient;
 use proto::differential::{DifferentialSnapshotRequest, DifferentialSnapshotResponse};
 use serde::{Deserialize, Serialize};
-use serve::listen::Calls;
+use serve::listen::{Calls, OpenCall};
 use serve::questions::{ask, away};
 use serve::reviews::{Object, Reviews};
 use serve::snapshots::{NAME_MAX, NAMESPACE_MAX, is_object_name};
@@ -45,6 +47,28 @@ pub struct Listener {
     pub page_timeout: Duration,
     /// Requests at once.
     pub places: Semaphore,
+    /// Requests at once of one user.
+    pub each: usize,
+    /// How many each user has under way.
+    pub under_way: Mutex<HashMap<String, usize>>,
+}
+
+/// A request of a known user, until it is dropped.
+struct OfUser<'l> {
+    listener: &'l Listener,
+    user: String,
+}
+
+impl Drop for OfUser<'_> {
+    fn drop(&mut self) {
+        let mut under_way = self.listener.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut own) = under_way.entry(std::mem::take(&mut self.user)) {
+            *own.get_mut() -= 1;
+            if *own.get() == 0 {
+                own.remove();
+            }
+        }
+    }
 }
 
 /// What a request says besides its path.
@@ -107,12 +131,12 @@ async fn page(
     asked: Result<Query<Asked>, QueryRejection>,
     headers: HeaderMap,
 ) -> Response {
-    let _open = calls.open();
+    let open = calls.open();
     let Ok(_place) = listener.places.try_acquire() else {
         let refused = Status::resource_exhausted("too many requests at once: try again");
         return Refusal::from(refused).into_response();
     };
-    let answer = listener.page(&namespace, &name, asked, &headers);
+    let answer = listener.page(&namespace, &name, asked, &headers, &open);
     let answer = tokio::time::timeout(listener.page_timeout, answer).await;
     let answer = answer.unwrap_or_else(|_| {
         Err(Status::deadline_exceeded("the page has taken too long: try again, or ask for fewer entries"))
@@ -126,6 +150,18 @@ async fn page(
 }
 
 impl Listener {
+    /// One user does not take all places of the others.
+    fn enter(&self, user: &str) -> Result<OfUser<'_>, Status> {
+        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = under_way.entry(user.to_owned()).or_default();
+        if *own >= self.each {
+            let message = format!("this user has {own} requests under way, which is the most: try again");
+            return Err(Status::resource_exhausted(message));
+        }
+        *own += 1;
+        Ok(OfUser { listener: self, user: user.to_owned() })
+    }
+
     /// The checks in their order, and then the page.
     async fn page(
         &self,
@@ -133,12 +169,15 @@ impl Listener {
         name: &str,
         asked: Result<Query<Asked>, QueryRejection>,
         headers: &HeaderMap,
+        open: &OpenCall,
     ) -> Result<DifferentialSnapshotResponse, Status> {
         // 1. Who calls. The design wants 403 where there is no token.
         let token = bearer(headers).ok_or_else(|| {
             Status::permission_denied("a token is missing: send the header Authorization: Bearer TOKEN")
         })?;
         let caller = self.reviews.caller(token, &self.audience).await?;
+        open.known(caller.name());
+        let _of_user = self.enter(caller.name())?;
         // 2. Whether they may get the object. The names become parts of a path of the Kubernetes API.
         if !is_object_name(namespace, NAMESPACE_MAX) || !is_object_name(name, NAME_MAX) {
             return Err(Status::not_found("the path does not name a Kubernetes object"));

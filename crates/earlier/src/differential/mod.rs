@@ -35,9 +35,9 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let ready = Arc::new(Ready::default());
     let mut tasks = JoinSet::new();
     // What can fail at once does so before anything is served.
-    let metrics = serve::http::install_metrics()?;
-    let http = program::bind_http(common.http_endpoint).await?;
-    let listener = program::bind(common.bind_address, common.port).await?;
+    let metrics = serve::http::install_metrics(server::DROPPED_LINES)?;
+    let http = program::bind_http(common.http_endpoint)?;
+    let listener = program::bind(common.bind_address, common.port)?;
     let socket = arguments.socket.path();
     let (grpc, _socket) = serve::socket::bind(socket)
         .await
@@ -45,6 +45,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
     let (chain, key) = (common.tls_cert, common.tls_key);
     ready.certificate.load(&chain, &key)?;
     tasks.spawn(ready.certificate.clone().follow(chain, key, server::FILES_EVERY));
+    tasks.spawn(ready.certificate.clone().tell_end(server::CERTIFICATE_ENDS));
     let client = serve::questions::client(common.kubeconfig.as_deref()).await?;
     let stop = Stop::watch()?;
 
@@ -102,6 +103,8 @@ pub async fn run(arguments: Arguments) -> Result<(), Box<dyn Error>> {
         pages: DifferentialSnapshotClient::new(identity::lazy_channel(socket)),
         page_timeout: arguments.page_timeout,
         places: Semaphore::new(usize::from(common.max_requests)),
+        each: usize::from(common.max_requests).div_ceil(2),
+        under_way: Default::default(),
     });
     let config = ready.certificate.clone().server_config();
     let graceful = GracefulShutdown::new();

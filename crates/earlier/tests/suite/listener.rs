@@ -271,3 +271,21 @@ pub async fn requests_at_once_are_bounded(world: World) {
     // The place is free again.
     assert_eq!(program.get(&url, Some(&token)).await.0, 504);
 }
+
+pub async fn one_user_does_not_take_the_places_of_others(world: World) {
+    let _driver = Driver::start(&world.driver, &world.csi, Volume::small());
+    world.snapshot("slow", "slow").await;
+    world.ask("slow", None, "slow").await;
+    let program = world.start(&["--max-requests=4", "--page-timeout=5s"]).await;
+    let (one, other) = (world.user("one").await, world.user("other").await);
+    let url = world.url("slow").await;
+    let ask = |token| program.get(&url, Some(token));
+    let (first, second, third, theirs) = tokio::join!(ask(&one), ask(&one), ask(&one), ask(&other));
+    let mut own = [&first, &second, &third];
+    own.sort_by_key(|answer| answer.0);
+    assert_eq!(own.map(|answer| answer.0), [429, 504, 504], "{own:?}");
+    assert!(own[0].2.to_string().contains("this user has 2 requests under way"), "{:?}", own[0]);
+    assert_eq!(theirs.0, 504, "{theirs:?}");
+    // Their places are free again.
+    assert_eq!(ask(&one).await.0, 504);
+}

@@ -22,7 +22,7 @@ use x509_parser::pem::Pem;
 use x509_parser::time::ASN1Time;
 
 use crate::driver::{Driver, TUPLES};
-use crate::world::{AUDIENCE, Client, Files, Gateway, World, code, eventually};
+use crate::world::{AUDIENCE, Client, Files, Gateway, HOST, World, code, eventually};
 
 /// A gateway that manages certificates, which live for seconds.
 pub async fn start(world: &World, name: &str, config: &Path, address: &str, lifetimes: [&str; 3]) -> Gateway {
@@ -418,14 +418,10 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
     std::fs::write(&renewed.key, &new_key).expect("write");
     eventually("the new one is shown", async || {
-        Client::connect(gateway.port, crate::world::HOST, &renewed.ca).await.is_ok()
+        Client::connect(gateway.port, HOST, &renewed.ca).await.is_ok()
     })
     .await;
-    assert!(
-        Client::connect(gateway.port, crate::world::HOST, &gateway.files.as_ref().expect("files").ca)
-            .await
-            .is_err()
-    );
+    assert!(Client::connect(gateway.port, HOST, &gateway.files.as_ref().expect("files").ca).await.is_err());
     assert_eq!(code(&early.allocated(&token, &ns, "monday").await), Code::Ok, "an open connection goes on");
     gateway.files = Some(renewed);
     assert_eq!(code(&gateway.client().await.allocated(&token, &ns, "monday").await), Code::Ok);
@@ -441,4 +437,50 @@ pub async fn files_are_loaded_again_when_they_change(world: World) {
         .expect("run");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && error.contains("certificate"), "{error}");
+}
+
+/// Found from outside: with the certificate of yesterday a gateway was ready, and every client failed.
+pub async fn a_certificate_that_has_ended_is_not_ready(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let files = Files::make(world.dir.path());
+    let sound = [&files.chain, &files.key].map(|file| std::fs::read(file).expect("read"));
+    let key = rcgen::KeyPair::generate().expect("a key");
+    let mut ended = rcgen::CertificateParams::new(vec![HOST.to_owned()]).expect("params");
+    ended.not_before = rcgen::date_time_ymd(2020, 1, 1);
+    ended.not_after = rcgen::date_time_ymd(2021, 1, 1);
+    std::fs::write(&files.chain, ended.self_signed(&key).expect("a certificate").pem()).expect("write");
+    std::fs::write(&files.key, key.serialize_pem()).expect("write");
+    let config = world.gateway_kubeconfig("gateway").await;
+    let (chain, private) = (files.chain.display().to_string(), files.key.display().to_string());
+    let arguments = ["--audience", AUDIENCE, "--tls-cert", &chain, "--tls-key", &private];
+    let gateway = Gateway::start(&world, &config, "gateway", &arguments, None);
+    let is_ended = |(status, body): &(u16, String)| *status == 503 && body.contains("has ended");
+    gateway.until("/readyz", "ended", is_ended).await;
+    let ends = gateway.metric("deltapath_gateway_certificate_not_after_seconds").await;
+    assert_eq!(ends, 1_609_459_200.0);
+    let log = gateway.running.log();
+    assert!(log.contains("clients refuse the certificate") && log.contains("2021"), "{log}");
+    for (file, bytes) in [&files.chain, &files.key].into_iter().zip(&sound) {
+        std::fs::write(file, bytes).expect("write");
+    }
+    gateway.ready().await;
+}
+
+/// Found from outside: whoever wrote a Lease with a duration of years first, kept every replica from making certificates.
+pub async fn a_strangers_lease_does_not_last_for_years(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let lease = json!({
+        "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+        "metadata": {"name": "deltapath-gateway", "namespace": world.namespace},
+        "spec": {
+            "holderIdentity": "stranger", "leaseDurationSeconds": i32::MAX, "leaseTransitions": i32::MAX,
+            "renewTime": "2026-01-01T00:00:00.000000Z",
+        },
+    });
+    world.api.make(lease).await;
+    empty_secret(&world).await;
+    let config = world.gateway_kubeconfig("gateway").await;
+    let gateway = start(&world, "one", &config, "127.0.0.1:1", ["3650d", "90d", "1h"]).await;
+    // Twice as long as a lease of its own.
+    gateway.ready().await;
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tonic::Code;
 
 use crate::driver::Driver;
-use crate::world::{World, code};
+use crate::world::{World, code, eventually};
 
 pub async fn a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice(world: World) {
     let _driver = Driver::start(&world.driver, &world.socket());
@@ -149,5 +149,37 @@ impl Bridge {
 
     pub fn set(&self, link: Link) {
         let _ = self.link.send(link);
+    }
+}
+
+/// Found from outside: where the gateway may not make reviews, its clients were told that the API server does not answer.
+pub async fn a_right_that_the_gateway_lacks_is_named(world: World) {
+    let _driver = Driver::start(&world.driver, &world.socket());
+    let ns = world.namespace.clone();
+    world.snapshot(&ns, "monday", "plain-1").await;
+    let token = world.reader("reader").await;
+    let gateway = world.gateway(&["--review-cache", "0s"]).await;
+    let mut client = gateway.client().await;
+    assert_eq!(code(&client.allocated(&token, &ns, "monday").await), Code::Ok);
+    let roles = world.api.objects("ClusterRole", None);
+    let role = format!("{ns}-gateway");
+    for (resource, group) in
+        [("subjectaccessreviews", "authorization.k8s.io"), ("tokenreviews", "authentication.k8s.io")]
+    {
+        let mut rules = roles.get(&role).await.expect("the role").data["rules"].clone();
+        let names = |rule: &serde_json::Value| {
+            rule["resources"].as_array().is_some_and(|all| all.contains(&resource.into()))
+        };
+        rules.as_array_mut().expect("rules").retain(|rule| !names(rule));
+        let patch = kube::api::Patch::Merge(serde_json::json!({"rules": rules}));
+        roles.patch(&role, &kube::api::PatchParams::default(), &patch).await.expect("patch");
+        let missing = format!(
+            "this server lacks a right at the Kubernetes API server: User \"system:serviceaccount:{ns}:gateway\" cannot create resource \"{resource}\" in API group \"{group}\" at the cluster scope"
+        );
+        eventually("the missing right is named", async || {
+            let answer = client.clone().allocated(&token, &ns, "monday").await;
+            answer == Err((Code::Unavailable, missing.clone()))
+        })
+        .await;
     }
 }

@@ -24,7 +24,7 @@ use crate::driver::Driver;
 use crate::world::{Gateway, HOST, World, code};
 
 /// What a client of HTTP/2 that trusts the gateway says in a handshake.
-fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
+pub fn hello(gateway: &Gateway) -> (Arc<ClientConfig>, ServerName<'static>) {
     let mut roots = RootCertStore::empty();
     let ca = &gateway.files.as_ref().expect("files").ca;
     roots.add(rustls::pki_types::CertificateDer::from_pem_slice(ca.as_bytes()).expect("PEM")).expect("a CA");

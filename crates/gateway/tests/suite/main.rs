@@ -12,6 +12,7 @@ mod combinations;
 mod community;
 mod conformance;
 mod cost;
+mod crowds;
 mod fuzzed;
 mod hostile;
 mod iterator;
@@ -64,6 +65,7 @@ fn main() -> ExitCode {
         streams::a_driver_without_the_service_is_reported,
         streams::a_stop_lets_streams_end,
         cost::a_warm_call_asks_the_api_server_nothing_and_a_cold_one_twice,
+        cost::a_right_that_the_gateway_lacks_is_named,
         cost::calls_go_on_while_the_api_server_is_away,
         watches::no_base_is_taken_for_deleted_before_all_contents_are_listed,
         watches::a_gateway_whose_watches_are_not_answered_is_not_ready,
@@ -72,6 +74,8 @@ fn main() -> ExitCode {
         certificates::an_object_that_a_person_wrote_is_left_alone,
         certificates::the_object_says_whether_a_delta_wants_its_base,
         certificates::files_are_loaded_again_when_they_change,
+        certificates::a_certificate_that_has_ended_is_not_ready,
+        certificates::a_strangers_lease_does_not_last_for_years,
         metrics::metrics_are_those_of_the_reference_and_fit_the_calls,
         hostile::plaintext_old_tls_and_garbage_are_refused,
         hostile::requests_that_are_too_large_or_too_slow_end,
@@ -81,6 +85,8 @@ fn main() -> ExitCode {
         broken_driver::a_driver_that_breaks_the_protocol_harms_only_its_own_answer,
         hostile::no_token_and_no_secret_is_written_anywhere,
         hostile::calls_are_served_when_nobody_reads_the_audit,
+        crowds::ten_thousand_strangers_keep_nobody_out,
+        crowds::an_audit_whose_reader_stops_stops_nothing,
         library::a_client_finds_all_it_needs,
         library::what_is_missing_is_an_error_that_says_what_to_do,
         library::a_gateway_may_go_and_come_back_elsewhere_with_another_authority,

@@ -72,6 +72,7 @@ fn values(label: &str) -> Vec<String> {
         "review" => texts(&["TokenReview", "SubjectAccessReview"]),
         "outcome" => texts(&["allowed", "denied", "failed", "cached"]),
         "call" => texts(&["TokenReview", "SubjectAccessReview", "VolumeSnapshot", "Secret"]),
+        "output" => texts(&["stdout", "stderr"]),
         "objects" => texts(&["volumesnapshots", "volumesnapshotcontents", "volumesnapshotclasses"]),
         _ => panic!("a label {label}"),
     }

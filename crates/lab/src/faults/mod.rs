@@ -193,6 +193,7 @@ pub(crate) fn until_stopped(server: impl Future<Output = Result<(), String>>) ->
         }
     });
     runtime.shutdown_background();
+    serve::log::flush();
     Ok(match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

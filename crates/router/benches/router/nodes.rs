@@ -73,7 +73,7 @@ pub async fn serve(dir: &Path, count: usize, volumes: usize) {
             let node = node.clone();
             async move { node.answer(request).await.map(axum::body::Body::new) }
         });
-        let connections = listen::tls(listener, move || tls.server(), Limits::default());
+        let connections = listen::tls(listener, move || tls.server(), Limits::of_certificates());
         let server = Server::builder().add_routes(tonic::service::Routes::from(served));
         tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
     }

@@ -81,7 +81,8 @@ impl State {
             None if self.current.renew <= now => return Some(Step::Announce),
             _ => {}
         }
-        (self.leaf.renew <= now || self.leaf.hosts != hosts).then_some(Step::Renew)
+        let is_over = self.leaf.renew.min(self.leaf.ends) <= now;
+        (is_over || self.leaf.hosts != hosts).then_some(Step::Renew)
     }
 
     /// The first: an authority of `owner`, and a certificate with these names. `known` are the authorities of before, in PEM,
@@ -188,6 +189,9 @@ mod tests {
             (state(600, Some(600), Some(620), 660), 620, Some(Step::Forget)),
             (state(900, None, Some(620), 60), 619, Some(Step::Renew)),
             (state(900, None, Some(620), 60), 620, Some(Step::Forget)),
+            // Whatever the date of its renewal, one that has ended is of no use.
+            (state(2000, None, None, 2000), 998, None),
+            (state(2000, None, None, 2000), 999, Some(Step::Renew)),
         ] {
             assert_eq!(state.due(at(now), &LIFETIMES, &hosts), due, "at {now}: {state:?}");
         }

@@ -1,0 +1,251 @@
+//! Places of connections on a port that anyone may reach. Every newcomer is let in; where that makes too many, the connection that has
+//! been idle for longest goes, first of those whose client is not known. So strangers keep nobody out, and a client that has shown who
+//! it is loses an idle connection only to others who have.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::net::{TcpListener, TcpSocket};
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+
+/// Connections that the kernel may hold until they are accepted: a crowd must not overflow it, or a client's first packet is lost
+/// and comes again only after a second.
+const BACKLOG: u32 = 4096;
+
+/// Listens for connections, of which many may come at once.
+pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+/// How far a connection has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// It is accepted. It costs little.
+    Open = 0,
+    /// Its handshake is done. Anyone can get as far.
+    Greeted = 1,
+    /// Its client is known.
+    Known = 2,
+}
+
+/// The most connections at once.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Of each [`Stage`].
+    pub stages: [usize; 3],
+    /// Of each known client.
+    pub each: usize,
+}
+
+/// All places of a port.
+#[derive(Debug)]
+pub struct Places {
+    bounds: Bounds,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    next: u64,
+    /// By age: since the stage was reached or, where there was a call since, since the last one ended.
+    stages: [BTreeMap<u64, Arc<Seat>>; 3],
+}
+
+#[derive(Debug)]
+struct Seat {
+    close: CancellationToken,
+    /// Calls under way.
+    open: AtomicUsize,
+    /// Where it is in [`Taken`], and whose; changed only while that is locked.
+    at: Mutex<(Stage, u64, String)>,
+}
+
+/// The place of one connection, until it is dropped.
+#[derive(Debug)]
+pub struct Place {
+    places: Arc<Places>,
+    seat: Arc<Seat>,
+}
+
+impl Places {
+    /// None is taken yet.
+    pub fn new(bounds: Bounds) -> Arc<Self> {
+        Arc::new(Places { bounds, taken: Mutex::default() })
+    }
+
+    /// A place for a newcomer.
+    pub fn enter(self: &Arc<Self>) -> Place {
+        let at = Mutex::new((Stage::Open, 0, String::new()));
+        let seat = Arc::new(Seat { close: CancellationToken::new(), open: AtomicUsize::new(0), at });
+        self.lock().seat(&seat, Stage::Open, None, &self.bounds);
+        Place { places: self.clone(), seat }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Taken> {
+        lock(&self.taken)
+    }
+}
+
+impl Taken {
+    /// Puts the seat behind all others of a stage, and makes room there.
+    fn seat(&mut self, seat: &Arc<Seat>, stage: Stage, client: Option<&str>, bounds: &Bounds) {
+        self.next += 1;
+        {
+            let mut at = lock(&seat.at);
+            self.stages[at.0 as usize].remove(&at.1);
+            (at.0, at.1) = (stage, self.next);
+            if let Some(client) = client {
+                client.clone_into(&mut at.2);
+            }
+        }
+        let seats = &mut self.stages[stage as usize];
+        seats.insert(self.next, seat.clone());
+        if let Some(client) = client {
+            let own = seats.iter().filter(|(_, seat)| lock(&seat.at).2 == client);
+            if own.clone().count() > bounds.each {
+                let oldest = own.clone().find(|(_, seat)| seat.is_idle()).map(|(age, _)| *age);
+                close(seats, oldest.unwrap_or(self.next));
+            }
+        }
+        if seats.len() > bounds.stages[stage as usize] {
+            let idle = seats.iter().find(|(_, seat)| seat.is_idle()).map(|(age, _)| *age);
+            // Strangers' calls end soon anyway; a known client's goes on.
+            let busy = if stage == Stage::Known { None } else { seats.keys().next().copied() };
+            close(seats, idle.or(busy).unwrap_or(self.next));
+        }
+    }
+}
+
+fn close(seats: &mut BTreeMap<u64, Arc<Seat>>, age: u64) {
+    if let Some(seat) = seats.remove(&age) {
+        seat.close.cancel();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Seat {
+    fn is_idle(&self) -> bool {
+        self.open.load(Ordering::Relaxed) == 0
+    }
+}
+
+impl Place {
+    /// Ends when the connection is to be closed.
+    pub fn closed(&self) -> WaitForCancellationFutureOwned {
+        self.seat.close.clone().cancelled_owned()
+    }
+
+    /// Closes the connection.
+    pub fn close(&self) {
+        self.seat.close.cancel();
+    }
+
+    /// The handshake is done.
+    pub fn greeted(&self) {
+        self.move_to(Stage::Greeted, None);
+    }
+
+    /// A call has shown who the client is.
+    pub fn known(&self, client: &str) {
+        if !self.is_known() {
+            self.move_to(Stage::Known, Some(client));
+        }
+    }
+
+    /// Whether its client is known.
+    pub fn is_known(&self) -> bool {
+        lock(&self.seat.at).0 == Stage::Known
+    }
+
+    /// Whether no call is under way.
+    pub fn is_idle(&self) -> bool {
+        self.seat.is_idle()
+    }
+
+    /// A call has begun.
+    pub fn begin(&self) {
+        self.seat.open.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A call has ended: if it was the last one, the connection is idle from now on.
+    pub fn end(&self) {
+        if self.seat.open.fetch_sub(1, Ordering::Relaxed) == 1 && self.is_known() {
+            self.move_to(Stage::Known, None);
+        }
+    }
+
+    fn move_to(&self, stage: Stage, client: Option<&str>) {
+        // One that is closed has left already.
+        let mut taken = self.places.lock();
+        if !self.seat.close.is_cancelled() {
+            taken.seat(&self.seat, stage, client, &self.places.bounds);
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut taken = self.places.lock();
+        let at = lock(&self.seat.at);
+        taken.stages[at.0 as usize].remove(&at.1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_idle_stranger_goes_first_and_a_known_client_only_for_another() {
+        let places = Places::new(Bounds { stages: [2, 2, 3], each: 2 });
+        let closed = |place: &Place| place.seat.close.is_cancelled();
+        // Half-done handshakes.
+        let silent: Vec<_> = (0..3).map(|_| places.enter()).collect();
+        assert_eq!(silent.iter().map(closed).collect::<Vec<_>>(), [true, false, false]);
+        drop(silent);
+        // Strangers, of which the first has a call under way.
+        let strangers: Vec<_> = (0..3).map(|_| places.enter()).inspect(Place::greeted).collect();
+        assert_eq!(strangers.iter().map(closed).collect::<Vec<_>>(), [true, false, false]);
+        strangers[1].begin();
+        let another = places.enter();
+        another.greeted();
+        assert_eq!(strangers.iter().map(closed).collect::<Vec<_>>(), [true, false, true]);
+        another.begin();
+        let third = places.enter();
+        third.greeted();
+        assert!(closed(&third) && !closed(&another) && !closed(&strangers[1]), "the idle one goes first");
+        // They are known, and their places are free for strangers.
+        strangers[1].known("ann");
+        another.known("bob");
+        let crowd: Vec<_> = (0..10).map(|_| places.enter()).inspect(Place::greeted).collect();
+        assert!(!closed(&strangers[1]) && !closed(&another));
+        drop(crowd);
+        // One client's own idle one goes for its next.
+        let (second, third) = (places.enter(), places.enter());
+        second.known("ann");
+        strangers[1].end();
+        third.known("ann");
+        assert!(closed(&second) && !closed(&strangers[1]) && !closed(&third), "what was used last stays");
+        // With three, the idle one that was used longest ago goes for another client; where none is idle, the newcomer.
+        let carl = places.enter();
+        carl.begin();
+        carl.known("carl");
+        assert!(closed(&strangers[1]) && !closed(&another) && !closed(&carl));
+        third.begin();
+        let dora = places.enter();
+        dora.begin();
+        dora.known("dora");
+        assert!(closed(&dora) && [&another, &third, &carl].into_iter().all(|place| !closed(place)));
+        drop((strangers, another, second, third, carl, dora));
+        assert!(places.lock().stages.iter().all(BTreeMap::is_empty));
+    }
+}
