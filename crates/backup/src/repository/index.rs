@@ -1,10 +1,12 @@
 //! The index of a backup: what it is, and where the maps of its segments lie. One object a backup; without it the backup
 //! does not exist.
 
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 
-use super::pack::{PackRef, Packs};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::pack::{self, PackRef, Packs};
 use crate::error::{Error, Result};
 
 /// Cells of a drawn map.
@@ -96,18 +98,10 @@ impl Index {
     /// Reads an index, and checks that it holds together.
     pub fn decode(bytes: &[u8], name: &str) -> Result<Self> {
         let index: Index = open(bytes, name)?;
-        let packs = index.packs.len();
-        let is_known = |pack: &u32| (*pack as usize) < packs;
-        let is_ascending = index.segments.is_sorted_by(|a, b| a.number < b.number);
-        let is_inside = index
-            .segments
-            .last()
-            .is_none_or(|last| u64::from(last.number) * super::SEGMENT < index.about.size);
-        let are_known = index.segments.iter().all(|of| is_known(&of.pack) && of.packs.iter().all(is_known));
-        let has_cells = index.changed.len() == CELLS;
-        match is_ascending && is_inside && are_known && has_cells {
+        check(&index.about, &index.packs, &index.segments, name)?;
+        match index.changed.len() == CELLS {
             true => Ok(index),
-            false => Err(Error::damaged(name, "its parts contradict each other")),
+            false => Err(Error::damaged(name, "its map has another number of cells than 1024")),
         }
     }
 
@@ -120,6 +114,33 @@ impl Index {
         packs
     }
 }
+
+/// What a backup, whole or interrupted, names must be there, and no larger than anybody writes it: others take it at its word.
+pub fn check(about: &About, packs: &[PackRef], segments: &[SegmentRef], name: &str) -> Result<()> {
+    let pack = |place: &u32| packs.get(*place as usize);
+    pack::check(packs, name)?;
+    let mut seen = HashSet::new();
+    let are_distinct = packs.iter().all(|pack| seen.insert(pack.id));
+    let is_ascending = segments.is_sorted_by(|a, b| a.number < b.number);
+    let is_inside = segments.last().is_none_or(|last| u64::from(last.number) * super::SEGMENT < about.size);
+    let are_known = segments.iter().all(|of| {
+        pack(&of.pack).is_some_and(|pack| of.chunk < pack.rows)
+            && of.packs.iter().all(|of| pack(of).is_some())
+    });
+    let is_possible = about.size <= MAX_SIZE;
+    match are_distinct && is_ascending && is_inside && are_known && is_possible {
+        true => Ok(()),
+        false => Err(Error::damaged(name, "its parts contradict each other")),
+    }
+}
+
+/// Reads a field that was not there in an earlier version: all after the last one is missing then.
+pub fn if_there<'d, D: Deserializer<'d>, T: Deserialize<'d> + Default>(from: D) -> Result<T, D::Error> {
+    Ok(T::deserialize(from).unwrap_or_default())
+}
+
+/// Numbers of segments have 32 bits.
+const MAX_SIZE: u64 = super::SEGMENT << 32;
 
 const MAGIC: &[u8; 8] = b"cbtbackp";
 /// Of everything in a repository. One with another is refused.

@@ -19,6 +19,8 @@ pub const CELL: u64 = 64 << 10;
 pub const PACK: usize = 16 << 20;
 /// A pack is closed once it holds this number of chunks, so that its table stays small.
 const MAX_ROWS: usize = 16384;
+/// No pack is longer: one that is not full yet takes one chunk more.
+pub const MAX_PACK: usize = PACK + MAX_CHUNK + MAX_ROWS * ROW;
 /// Bytes that are compressed to see whether more are worth it.
 const SAMPLE: usize = 8 << 10;
 /// Bytes of a row.
@@ -56,6 +58,21 @@ impl PackRef {
     /// The id as text.
     pub fn name(&self) -> String {
         blake3::Hash::from(self.id).to_hex().to_string()
+    }
+}
+
+/// An error where a pack is larger than any that is written: what reads it makes room for all that its lengths say.
+pub fn check(packs: &[PackRef], name: &str) -> Result<()> {
+    let is_wrong = |pack: &&PackRef| {
+        let (rows, bytes) = (pack.rows as usize, pack.bytes as usize);
+        rows > MAX_ROWS || bytes > MAX_PACK || rows * ROW > bytes
+    };
+    match packs.iter().find(is_wrong) {
+        Some(PackRef { rows, bytes, .. }) => Err(Error::damaged(
+            name,
+            format!("it names a pack of {bytes} bytes with {rows} chunks, which cannot be"),
+        )),
+        None => Ok(()),
     }
 }
 

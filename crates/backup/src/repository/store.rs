@@ -9,12 +9,14 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use files::{change, durable};
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as Name;
 use object_store::prefix::PrefixStore;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload, UpdateVersion};
+use object_store::{
+    GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload, UpdateVersion,
+};
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
@@ -26,6 +28,10 @@ use crate::repository::BLOCK;
 /// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
 /// only pass through.
 const LARGE: u64 = 256 << 10;
+
+/// Objects that are read at once, where each is small, and their bytes where they are not.
+const AT_ONCE: u64 = 64;
+const AT_ONCE_BYTES: u64 = 64 << 20;
 
 /// A directory or a bucket.
 #[derive(Clone, Debug)]
@@ -105,7 +111,7 @@ impl Store {
         let path = Name::from(name);
         let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
         let Err(error) = self.runtime.block_on(put) else { return Ok(true) };
-        if self.get(name).is_ok_and(|there| there == bytes) {
+        if self.get(name, bytes.len()).is_ok_and(|there| there == bytes) {
             return Ok(true);
         }
         match error {
@@ -158,11 +164,52 @@ impl Store {
         self.runtime.block_on(self.put(name, vec![bytes.into()]))
     }
 
-    /// A whole object.
-    pub fn get(&self, name: &str) -> Result<Vec<u8>> {
+    /// A whole object of at most so many bytes.
+    pub fn get(&self, name: &str, most: usize) -> Result<Vec<u8>> {
+        self.runtime.block_on(self.get_whole(name, most))
+    }
+
+    async fn get_whole(&self, name: &str, most: usize) -> Result<Vec<u8>> {
         let name = Name::from(name);
-        let get = async { self.inner.get(&name).await?.bytes().await };
-        self.runtime.block_on(get).map(Into::into).map_err(failed("read", &name))
+        // No more of it is read than may be there, whatever its length.
+        let options = GetOptions::new().with_range(Some(GetRange::Bounded(0..most as u64 + 1)));
+        let got = async {
+            let got = self.inner.get_opts(&name, options).await?;
+            Ok::<_, object_store::Error>((got.meta.size, got.bytes().await?))
+        };
+        match got.await {
+            Ok((size, _)) if size > most as u64 => {
+                Err(Error::damaged(name.to_string(), format!("it has {size} bytes, and may have {most}")))
+            }
+            Ok((_, bytes)) => Ok(bytes.into()),
+            Err(error) => Err(self.unread(&name, 0..1, error).await),
+        }
+    }
+
+    /// What it means that a part of an object cannot be read: it is damaged where it is too short for it.
+    async fn unread(&self, name: &Name, range: Range<u64>, error: object_store::Error) -> Error {
+        match (&error, self.head(name).await) {
+            (object_store::Error::NotFound { .. }, _) => failed("read", name)(error),
+            (_, Ok(Some(there))) if there.size < range.end => {
+                let why = format!("it has {} bytes, and {} are needed", there.size, range.end);
+                Error::damaged(name.to_string(), why)
+            }
+            _ => failed("read", name)(error),
+        }
+    }
+
+    /// Whole objects, many at once, each handed to `take` as it comes; the results are in the order of the names.
+    pub fn get_each<T>(
+        &self,
+        names: &[ObjectMeta],
+        most: usize,
+        take: impl Fn(&ObjectMeta, Result<Vec<u8>>) -> T,
+    ) -> Vec<T> {
+        let largest = names.iter().map(|of| of.size).max().unwrap_or(0).max(1);
+        let at_once = (AT_ONCE_BYTES / largest).clamp(1, AT_ONCE) as usize;
+        let take = &take;
+        let get = |of| async move { take(of, self.get_whole(of.location.as_ref(), most).await) };
+        self.runtime.block_on(stream::iter(names).map(get).buffered(at_once).collect())
     }
 
     /// Part of an object; an error where it is shorter.
@@ -171,14 +218,12 @@ impl Store {
         if range.is_empty() {
             return Ok(Bytes::new());
         }
-        let bytes = self.runtime.block_on(self.inner.get_range(&name, range.clone()));
-        let bytes = bytes.map_err(|error| match error {
-            // The local store says so of a range past the end; S3 sends what there is.
-            object_store::Error::Generic { source, .. } => Error::damaged(
-                name.to_string(),
-                format!("bytes {} to {} cannot be read: {source}", range.start, range.end),
-            ),
-            error => failed("read", &name)(error),
+        let bytes = self.runtime.block_on(async {
+            let bytes = self.inner.get_range(&name, range.clone()).await;
+            match bytes {
+                Ok(bytes) => Ok(bytes),
+                Err(error) => Err(self.unread(&name, range.clone(), error).await),
+            }
         })?;
         match bytes.len() as u64 == range.end - range.start {
             true => Ok(bytes),
@@ -214,6 +259,14 @@ impl Store {
         let mut found: Vec<ObjectMeta> = self.runtime.block_on(list).map_err(failed("list", &name))?;
         found.sort_by(|a, b| a.location.cmp(&b.location));
         Ok(found)
+    }
+
+    /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into.
+    pub fn top(&self) -> Result<Vec<String>> {
+        let listed = self.runtime.block_on(self.inner.list_with_delimiter(None));
+        let listed = listed.map_err(failed("list", &Name::default()))?;
+        let objects = listed.objects.into_iter().map(|object| object.location);
+        Ok(listed.common_prefixes.into_iter().chain(objects).map(|name| name.to_string()).collect())
     }
 
     /// Removes objects; one that is gone already is none of its errors.
@@ -318,7 +371,7 @@ mod tests {
             for put in puts {
                 runtime.block_on(put).expect("a task").expect("put");
             }
-            assert_eq!(store.get("packs/ab/same").expect("get"), content, "cut at {cut}");
+            assert_eq!(store.get("packs/ab/same", content.len()).expect("get"), content, "cut at {cut}");
         }
         let files = std::fs::read_dir(dir.path().join("packs/ab")).expect("list").count();
         assert_eq!(files, 1, "drafts were left");
