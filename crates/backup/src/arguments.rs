@@ -55,7 +55,7 @@ pub enum Command {
 pub enum Output {
     /// For people.
     Text,
-    /// One JSON document at the end.
+    /// One JSON document at the end; of a command that fails it is an object with `error`.
     Json,
 }
 
@@ -91,8 +91,9 @@ pub struct Source {
     /// The most bytes to read a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
-    /// Go on with an interrupted backup of the same snapshot and kind, where there is one; `auto` goes on with either kind.
-    /// Without --snapshot it is that of the same device, which must not have changed.
+    /// Go on with an interrupted or killed backup of the same snapshot and kind, where there is one; `auto` goes on with
+    /// either kind. Without --snapshot it must be of the same device, or of the same image that was not written to since.
+    /// Some of what is stored is compared with the device; where it differs, the backup begins anew and says why.
     #[arg(long)]
     pub resume: bool,
     /// Times in a row that the driver may fail and be asked again, with longer and longer pauses.
@@ -179,7 +180,7 @@ pub struct RestoreArguments {
     /// tells.
     #[arg(long, value_name = "BACKUP", conflicts_with = "overwrite")]
     pub onto_base: Option<String>,
-    /// Replace a file that exists.
+    /// Replace the content of a file that exists. It keeps its owner and mode, and a symbolic link is followed.
     #[arg(long)]
     pub overwrite: bool,
     /// Segments of 128 MiB at once.

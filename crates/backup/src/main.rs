@@ -14,7 +14,7 @@ mod restore;
 mod show;
 mod wait;
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -52,7 +52,15 @@ fn main() -> ExitCode {
     let levels = levels.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
     let log = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
     registry().with(log.without_time().with_target(false).with_filter(levels)).init();
-    match start(cli) {
+    let is_json = cli.output == Output::Json;
+    let done = start(cli);
+    if let Err(error) = &done
+        && is_json
+    {
+        // Nobody may be there any more to read it.
+        let _ = writeln!(std::io::stdout(), "{}", serde_json::json!({ "error": base::report(error) }));
+    }
+    match done {
         Ok(code) => code,
         Err(Error::Stopped) => {
             eprintln!("cbt-backup: interrupted");
@@ -83,7 +91,7 @@ impl Context {
 
     /// The repository, for a command that only reads it.
     fn shared(&self, command: &str) -> Result<Repository> {
-        let repository = Repository::open(self.url()?, self.runtime.handle())?;
+        let repository = Repository::open(self.url()?, self.runtime.handle(), &self.stop)?;
         self.lock(repository, Wanted { mode: Mode::Shared, command, wait: Duration::ZERO, is_reader: true })
     }
 
@@ -199,7 +207,7 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         in_flight: source.in_flight.into(),
         level: source.compression,
     };
-    let repository = Repository::open_or_create(context.url()?, context.runtime.handle())?;
+    let repository = Repository::open_or_create(context.url()?, context.runtime.handle(), &context.stop)?;
     let wanted = Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO, is_reader: false };
     let repository = context.lock(repository, wanted)?;
     let made = backup::run(&repository, &request, &context.stop)?.about;
@@ -404,7 +412,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
     let repository = match arguments.dry_run {
         true => context.shared("prune")?,
         false => {
-            let repository = Repository::open(context.url()?, context.runtime.handle())?;
+            let repository = Repository::open(context.url()?, context.runtime.handle(), &context.stop)?;
             let wait = Duration::from_secs(arguments.wait);
             let wanted = Wanted { mode: Mode::Exclusive, command: "prune", wait, is_reader: false };
             context.lock(repository, wanted)?
@@ -458,22 +466,7 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
                     let index = repository.find(backup, volume)?;
                     (index.about.volume.clone(), vec![show::of_backup(&repository, &index)?])
                 }
-                None => {
-                    let mut pictures = Vec::new();
-                    for id in repository.ids()? {
-                        match repository.index(&id) {
-                            Ok(index) if volume.is_none_or(|volume| index.about.volume == volume) => {
-                                pictures.push(show::of_backup(&repository, &index)?);
-                            }
-                            Ok(_) => {}
-                            Err(error) if error.is_damage() => {
-                                tracing::warn!("{}; it is left out", base::report(&error))
-                            }
-                            Err(error) => return Err(error),
-                        }
-                    }
-                    (volume.unwrap_or("Backups").to_owned(), pictures)
-                }
+                None => (volume.unwrap_or("Backups").to_owned(), show::of_volume(&repository, volume)?),
             }
         }
     };

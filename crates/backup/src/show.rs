@@ -76,6 +76,22 @@ pub fn of_backup(repository: &Repository, index: &Index) -> Result<Picture> {
     })
 }
 
+/// The maps of all backups of a volume, or of all volumes. One whose index is damaged is named and left out.
+pub fn of_volume(repository: &Repository, volume: Option<&str>) -> Result<Vec<Picture>> {
+    let mut pictures = Vec::new();
+    for id in repository.ids()? {
+        match repository.index(&id) {
+            Ok(index) if volume.is_none_or(|volume| index.about.volume == volume) => {
+                pictures.push(of_backup(repository, &index)?);
+            }
+            Ok(_) => {}
+            Err(error) if error.is_damage() => tracing::warn!("{}; it is left out", base::report(&error)),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(pictures)
+}
+
 /// The maps of two snapshots of a driver, or of one.
 pub fn of_snapshots(
     runtime: &Handle,

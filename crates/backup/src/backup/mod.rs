@@ -247,7 +247,8 @@ fn incremental(
     let size = blocks.capacity();
     // All behind the old end is read. Where that is more than the volume holds, a full backup is quicker.
     let grown = size.saturating_sub(base.about.size);
-    if size < base.about.size || grown > base.about.data.max(MOST_GROWN) {
+    let is_too_large = grown > base.about.data.max(MOST_GROWN) || grown > 0 && device.size() < size;
+    if size < base.about.size || is_too_large {
         return Err(Not::Possible(format!(
             "the volume has {size} bytes, and had {} in {}",
             base.about.size, base.about.id

@@ -23,6 +23,7 @@
 //! the next is begun that names it, so whatever ends the backup leaves packs that nothing names, which a prune removes.
 
 pub mod index;
+mod keep;
 pub mod lock;
 pub mod pack;
 mod patience;
@@ -95,8 +96,8 @@ pub struct Repository {
 
 impl Repository {
     /// Opens a repository that is there.
-    pub fn open(url: &str, runtime: &Handle) -> Result<Self> {
-        let store = Store::open(url, false, runtime)?;
+    pub fn open(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
+        let store = Store::open(url, false, runtime, stop)?;
         match store.get(CONFIG, MAX_NOTE) {
             Ok(bytes) => index::open::<Config>(&bytes, CONFIG)?,
             Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => {
@@ -112,8 +113,8 @@ impl Repository {
     }
 
     /// The same, and makes one where there is nothing yet.
-    pub fn open_or_create(url: &str, runtime: &Handle) -> Result<Self> {
-        let store = Store::open(url, true, runtime)?;
+    pub fn open_or_create(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
+        let store = Store::open(url, true, runtime, stop)?;
         if let Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) =
             store.get(CONFIG, MAX_NOTE)
         {
@@ -128,7 +129,7 @@ impl Repository {
             // Another process was quicker.
             store.create(CONFIG, index::envelope(&config))?;
         }
-        Self::open(url, runtime)
+        Self::open(url, runtime, stop)
     }
 
     /// Takes the lock, until the value goes. See [`Lock::take`].
@@ -198,10 +199,10 @@ impl Repository {
     /// What `take` makes of all indexes, the oldest first. They are read many at once, and it must not read more.
     pub fn each_index<T>(&self, take: impl Fn(&str, Result<Index>) -> T) -> Result<Vec<T>> {
         let objects = self.store.list("backups")?;
-        Ok(self.store.get_each(&objects, MAX_INDEX, |object, bytes| {
+        self.store.get_each(&objects, MAX_INDEX, |object, bytes| {
             let id = object.location.filename().unwrap_or_default();
             take(id, decode(object.location.as_ref(), bytes))
-        }))
+        })
     }
 
     /// The backup that a person means: an id, the beginning of one, or `latest`, of one volume or of all.
@@ -323,10 +324,15 @@ mod tests {
 
     #[test]
     fn every_id_comes_after_all_others() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
-        let repository = Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle())
-            .expect("a repository");
+        let repository =
+            Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle(), &Stop::default())
+                .expect("a repository");
         let mut ids: Vec<String> = Vec::new();
         for seconds in [1_800_000_000, 1_900_000_000, 1_800_000_000, 0, 253_402_207_199, 5] {
             let now = jiff::Timestamp::from_second(seconds).expect("a time");

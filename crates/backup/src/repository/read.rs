@@ -210,10 +210,18 @@ mod tests {
 
     #[test]
     fn maps_that_follow_are_at_hand_and_their_damage_is_theirs_alone() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
         let open = || {
-            let repository = Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle());
+            let repository = Repository::open_or_create(
+                &dir.path().to_string_lossy(),
+                runtime.handle(),
+                &base::Stop::default(),
+            );
             repository.expect("a repository")
         };
         // Noise, so that what is stored is as long: six chunks are not quite what is read at once.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::Stop;
 use bytes::Bytes;
 use files::{change, durable};
 use futures_util::{StreamExt, TryStreamExt, stream};
@@ -24,6 +25,7 @@ use super::patience::{self, BySize};
 use crate::device::{ALIGN, Buffer, Device, Target};
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
+use crate::wait::wait;
 
 /// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
 /// only pass through.
@@ -38,13 +40,15 @@ const AT_ONCE_BYTES: u64 = 64 << 20;
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
     runtime: Handle,
+    /// Ends what reads; what writes comes to its end.
+    stop: Stop,
     /// Where it is a directory.
     dir: Option<PathBuf>,
 }
 
 impl Store {
     /// Opens `DIR` or `s3://BUCKET/PREFIX`. A directory that is missing is made if `create`.
-    pub fn open(url: &str, create: bool, runtime: &Handle) -> Result<Self> {
+    pub fn open(url: &str, create: bool, runtime: &Handle, stop: &Stop) -> Result<Self> {
         let wrong = |why: String| Error::refused(format!("the repository {url:?}: {why}"));
         if let Some(place) = url.strip_prefix("s3://") {
             let (bucket, prefix) = place.split_once('/').unwrap_or((place, ""));
@@ -62,7 +66,7 @@ impl Store {
                 "" => Arc::new(s3),
                 prefix => Arc::new(PrefixStore::new(s3, prefix)),
             };
-            return Ok(Store { inner, runtime: runtime.clone(), dir: None });
+            return Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: None });
         }
         if url.contains("://") {
             return Err(wrong("write a directory or s3://BUCKET/PREFIX".into()));
@@ -76,7 +80,7 @@ impl Store {
         // An object is a file that is written beside, synced, renamed, and its directory synced.
         let local = LocalFileSystem::new_with_prefix(dir).map_err(|error| wrong(error.to_string()))?;
         let inner = Arc::new(local.with_fsync(true));
-        Ok(Store { inner, runtime: runtime.clone(), dir: Some(dir.to_owned()) })
+        Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: Some(dir.to_owned()) })
     }
 
     /// The directory, where it is one.
@@ -111,7 +115,8 @@ impl Store {
         let path = Name::from(name);
         let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
         let Err(error) = self.runtime.block_on(put) else { return Ok(true) };
-        if self.get(name, bytes.len()).is_ok_and(|there| there == bytes) {
+        let there = self.runtime.block_on(self.get_whole(name, bytes.len()));
+        if there.is_ok_and(|there| there == bytes) {
             return Ok(true);
         }
         match error {
@@ -164,9 +169,14 @@ impl Store {
         self.runtime.block_on(self.put(name, vec![bytes.into()]))
     }
 
+    /// What is read, unless the command is stopped before.
+    fn wait<T>(&self, read: impl Future<Output = T>) -> Result<T> {
+        wait(&self.runtime, &self.stop, read)
+    }
+
     /// A whole object of at most so many bytes.
     pub fn get(&self, name: &str, most: usize) -> Result<Vec<u8>> {
-        self.runtime.block_on(self.get_whole(name, most))
+        self.wait(self.get_whole(name, most))?
     }
 
     async fn get_whole(&self, name: &str, most: usize) -> Result<Vec<u8>> {
@@ -204,12 +214,12 @@ impl Store {
         names: &[ObjectMeta],
         most: usize,
         take: impl Fn(&ObjectMeta, Result<Vec<u8>>) -> T,
-    ) -> Vec<T> {
+    ) -> Result<Vec<T>> {
         let largest = names.iter().map(|of| of.size).max().unwrap_or(0).max(1);
         let at_once = (AT_ONCE_BYTES / largest).clamp(1, AT_ONCE) as usize;
         let take = &take;
         let get = |of| async move { take(of, self.get_whole(of.location.as_ref(), most).await) };
-        self.runtime.block_on(stream::iter(names).map(get).buffered(at_once).collect())
+        self.wait(stream::iter(names).map(get).buffered(at_once).collect())
     }
 
     /// Part of an object; an error where it is shorter.
@@ -218,13 +228,13 @@ impl Store {
         if range.is_empty() {
             return Ok(Bytes::new());
         }
-        let bytes = self.runtime.block_on(async {
+        let bytes = self.wait(async {
             let bytes = self.inner.get_range(&name, range.clone()).await;
             match bytes {
                 Ok(bytes) => Ok(bytes),
                 Err(error) => Err(self.unread(&name, range.clone(), error).await),
             }
-        })?;
+        })??;
         match bytes.len() as u64 == range.end - range.start {
             true => Ok(bytes),
             false => Err(Error::damaged(name.to_string(), "it is shorter than it was")),
@@ -256,14 +266,14 @@ impl Store {
     pub fn list(&self, prefix: &str) -> Result<Vec<ObjectMeta>> {
         let name = Name::from(prefix);
         let list = self.inner.list(Some(&name)).try_collect();
-        let mut found: Vec<ObjectMeta> = self.runtime.block_on(list).map_err(failed("list", &name))?;
+        let mut found: Vec<ObjectMeta> = self.wait(list)?.map_err(failed("list", &name))?;
         found.sort_by(|a, b| a.location.cmp(&b.location));
         Ok(found)
     }
 
     /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into.
     pub fn top(&self) -> Result<Vec<String>> {
-        let listed = self.runtime.block_on(self.inner.list_with_delimiter(None));
+        let listed = self.wait(self.inner.list_with_delimiter(None))?;
         let listed = listed.map_err(failed("list", &Name::default()))?;
         let objects = listed.objects.into_iter().map(|object| object.location);
         Ok(listed.common_prefixes.into_iter().chain(objects).map(|name| name.to_string()).collect())
@@ -355,9 +365,14 @@ mod tests {
     /// Packs of the same content have one name, and threads may write them at once.
     #[test]
     fn large_objects_are_whole_and_leave_nothing_else() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
-        let store = Store::open(&dir.path().to_string_lossy(), true, runtime.handle()).expect("open");
+        let store = Store::open(&dir.path().to_string_lossy(), true, runtime.handle(), &Stop::default())
+            .expect("open");
         let content: Vec<u8> = (0..3 * LARGE + 77).map(|byte| (byte % 251) as u8).collect();
         let bytes = Bytes::from(content.clone());
         // Aligned or not, the parts follow each other.

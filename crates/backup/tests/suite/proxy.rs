@@ -107,7 +107,8 @@ impl Shared {
                 return Ok(());
             }
             let (fault, rate) = self.pass(method, path);
-            std::thread::sleep(self.state.lock().unwrap().delay);
+            let delay = self.state.lock().unwrap().delay;
+            std::thread::sleep(delay);
             let refused = match fault {
                 Some(Fault::LoseAnswer) => Some(500),
                 Some(Fault::Refuse(code)) => Some(code),
