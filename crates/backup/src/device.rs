@@ -270,3 +270,25 @@ pub fn is_zeros(bytes: &[u8]) -> bool {
     const ZEROS: [u8; ALIGN] = [0; ALIGN];
     bytes.chunks(ALIGN).all(|block| *block == ZEROS[..block.len()])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// All that this machine has, partitions too.
+    #[test]
+    fn no_two_block_devices_have_one_name() {
+        let mut names = std::collections::HashMap::new();
+        for entry in std::fs::read_dir("/sys/class/block").expect("block devices") {
+            let path = entry.expect("entry").path();
+            // Others may come and go.
+            let Ok(number) = std::fs::read_to_string(path.join("dev")) else { continue };
+            let (major, minor) = number.trim().split_once(':').expect("MAJOR:MINOR");
+            let number = |text: &str| text.parse().expect("a number");
+            let name = serial(nix::sys::stat::makedev(number(major), number(minor)));
+            assert!(name.len() > 2, "{}: {name:?}", path.display());
+            let other = names.insert(name.clone(), path.clone());
+            assert_eq!(other, None, "{name:?} is {} too", path.display());
+        }
+    }
+}

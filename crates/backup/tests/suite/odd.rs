@@ -126,3 +126,26 @@ fn names_are_checked_where_they_come_in() {
     assert!(listed.lines().all(|line| line.chars().count() < 140), "{listed}");
     assert!(place.ok(&["list", "--volume", &volume]).as_array().is_some_and(|list| list.len() == 1));
 }
+
+/// With --output json there is one document on standard output, whatever comes of a command.
+#[test]
+fn errors_have_a_json_form() {
+    let place = Place::new();
+    place.open_image(MIB);
+    let id = place.full();
+    let gone = place.path("gone");
+    for (arguments, words) in [
+        (vec!["restore", "nothing", "--to", arg(&gone)], "there is no backup nothing"),
+        (vec!["full", "--volume", "v", "--device", arg(&gone)], "No such file"),
+        (vec!["verify", &id, "--against", arg(&gone)], "No such file"),
+        (vec!["prune", "--remove", "nothing"], "there is no backup nothing"),
+    ] {
+        let output = place.run(&[&arguments[..], &["--output", "json"]].concat());
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let error = told["error"].as_str().expect("an error");
+        assert!(error.contains(words), "{arguments:?}: {told}");
+        assert!(text(&output.stderr).contains(error), "for people too: {}", text(&output.stderr));
+        assert!(place.run(&arguments).stdout.is_empty(), "{arguments:?}");
+    }
+}
