@@ -24,20 +24,12 @@ fn write(path: &Path, seed: u64) -> Image {
     image
 }
 
-fn partials(place: &Place) -> usize {
-    place.repository().join("partial").read_dir().map_or(0, Iterator::count)
-}
-
 /// A backup of `device` in `dir` that is ended after its first segment.
 fn is_interrupted(place: &Place, dir: &Path, arguments: &[&str], signal: Signal) {
     let mut command = place.command(&[arguments, &["--limit-rate", "6Mi"]].concat());
     command.current_dir(dir);
-    let mut running = Running::start(command);
-    std::thread::sleep(Duration::from_millis(3400));
-    running.signal(signal);
-    running.0.wait().expect("wait");
+    place.interrupt(Running::start(command), signal);
     assert_eq!(place.list(), [""; 0]);
-    assert_eq!(partials(place), 1, "nothing to go on with");
 }
 
 fn goes_on(place: &Place, dir: &Path, arguments: &[&str]) -> (Value, String) {
@@ -155,7 +147,7 @@ fn a_killed_backup_goes_on_too() {
     let (made, said) = goes_on(&place, place.dir.path(), &C_IMG);
     assert!(made["read"].as_u64().expect("a number") < 6000 * BLOCK, "{made}: {said}");
     place.restores(&id(&made), &model, SIZE);
-    assert_eq!(partials(&place), 0);
+    assert_eq!(place.partials(), 0);
     place.ok(&["verify"]);
 }
 
@@ -177,5 +169,5 @@ fn an_image_that_changes_while_it_is_read_makes_no_backup() {
     assert!(began.elapsed() > Duration::from_secs(2), "it was over before");
     assert!(output.status.code() == Some(1) && said.contains("changed while it was read"), "{said}");
     assert_eq!(place.list(), [""; 0]);
-    assert_eq!(partials(&place), 0, "what was read is of no use");
+    assert_eq!(place.partials(), 0, "what was read is of no use");
 }

@@ -89,12 +89,8 @@ fn a_snapshot_that_is_backed_up_already_is_no_failure_of_auto() {
 impl World {
     /// A full backup of `two` is interrupted after its first segment, which has 12 MB.
     fn is_interrupted(&self) {
-        let slow = self.place.command(&self.back_up("full", "two", &["--limit-rate", "8Mi"]));
-        let mut running = Running::start(slow);
-        std::thread::sleep(Duration::from_millis(2200));
-        running.signal(Signal::SIGINT);
-        assert_eq!(running.0.wait().expect("wait").code(), Some(130));
-        assert_eq!(self.place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+        let slow = self.place.command(&self.back_up("full", "two", &["--limit-rate", "4Mi"]));
+        self.place.interrupt(Running::start(slow), Signal::SIGINT);
     }
 }
 
