@@ -55,14 +55,14 @@ pub enum Command {
 pub enum Output {
     /// For people.
     Text,
-    /// One JSON document at the end.
+    /// One JSON document at the end; of a command that fails it is an object with `error`.
     Json,
 }
 
 #[derive(Debug, Args)]
 pub struct Source {
     /// Name of the volume in the repository. Backups of one name belong together.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: String,
     /// Block device or image to read. It must hold the snapshot and not change meanwhile: a volume restored from it, or an
     /// image at rest.
@@ -80,10 +80,10 @@ pub struct Source {
     #[arg(long, value_name = "FILE", requires = "namespace")]
     pub token_file: Option<PathBuf>,
     /// CSI handle of the snapshot that the device holds; with --namespace the name of its VolumeSnapshot.
-    #[arg(long, value_name = "HANDLE|NAME")]
+    #[arg(long, value_name = "HANDLE|NAME", value_parser = name)]
     pub snapshot: Option<String>,
     /// CSI handle of the snapshot to start from, which must be backed up. Default: that of the last backup of the volume.
-    #[arg(long, value_name = "HANDLE", requires = "snapshot")]
+    #[arg(long, value_name = "HANDLE", requires = "snapshot", value_parser = name)]
     pub base: Option<String>,
     /// Write the result to this file too, as JSON.
     #[arg(long, value_name = "FILE")]
@@ -91,8 +91,9 @@ pub struct Source {
     /// The most bytes to read a second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = positive)]
     pub limit_rate: Option<Quantity>,
-    /// Go on with an interrupted backup of the same snapshot and kind, where there is one; `auto` goes on with either kind.
-    /// Without --snapshot it is that of the same device, which must not have changed.
+    /// Go on with an interrupted or killed backup of the same snapshot and kind, where there is one; `auto` goes on with
+    /// either kind. Without --snapshot it must be of the same device, or of the same image that was not written to since.
+    /// Some of what is stored is compared with the device; where it differs, the backup begins anew and says why.
     #[arg(long)]
     pub resume: bool,
     /// Times in a row that the driver may fail and be asked again, with longer and longer pauses.
@@ -124,7 +125,7 @@ pub struct RunArguments {
     #[arg(long, value_name = "NAME")]
     pub namespace: Option<String>,
     /// Name of the volume in the repository. Default: NAMESPACE/PVC.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = name)]
     pub volume: Option<String>,
     /// Claim with the repository: it is mounted in the pod, and --repository is a directory in it. Without it --repository
     /// is a bucket.
@@ -179,7 +180,7 @@ pub struct RestoreArguments {
     /// tells.
     #[arg(long, value_name = "BACKUP", conflicts_with = "overwrite")]
     pub onto_base: Option<String>,
-    /// Replace a file that exists.
+    /// Replace the content of a file that exists. It keeps its owner and mode, and a symbolic link is followed.
     #[arg(long)]
     pub overwrite: bool,
     /// Segments of 128 MiB at once.
@@ -229,6 +230,12 @@ pub struct PruneArguments {
     /// The number of weeks to keep a backup of: the last one of each week that has one; weeks begin on Monday.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
     pub keep_weekly: Option<u16>,
+    /// The number of months to keep a backup of: the last one of each month that has one.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub keep_monthly: Option<u16>,
+    /// The number of years to keep a backup of: the last one of each year that has one.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..))]
+    pub keep_yearly: Option<u16>,
     /// Remove this backup, whatever the rules say: its id, or the beginning of it. May be given several times. The other
     /// backups stay whole.
     #[arg(long, value_name = "BACKUP")]
@@ -242,7 +249,7 @@ pub struct PruneArguments {
     /// Seconds to wait for other commands that use the repository. Default: it fails at once.
     #[arg(long, value_name = "SECONDS", default_value_t = 0, hide_default_value = true)]
     pub wait: u64,
-    /// Say which backups would be removed, and do nothing.
+    /// Say which backups would be removed and what that would free at least, and do nothing. It needs no right to write.
     #[arg(long)]
     pub dry_run: bool,
 }
@@ -293,6 +300,23 @@ pub struct MountArguments {
     #[arg(long, value_name = "BYTES", default_value = "512", value_parser = ["512", "4096"])]
     pub sector_size: String,
 }
+
+/// What is written into the repository, and shown in tables.
+fn name(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("it is empty: is a variable not set?".into()),
+        _ if text.chars().any(char::is_control) => {
+            Err("it holds a control character, such as a new line".into())
+        }
+        _ if text.len() > LONGEST_NAME => {
+            Err(format!("it has {} bytes, and may have {LONGEST_NAME}", text.len()))
+        }
+        _ => Ok(text.to_owned()),
+    }
+}
+
+/// Bytes of a name. A namespace with the name of a claim has at most 317.
+const LONGEST_NAME: usize = 512;
 
 /// Level 0 is zstd's own default, which is another than ours.
 fn level(text: &str) -> Result<i32, String> {

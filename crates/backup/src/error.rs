@@ -1,5 +1,7 @@
 //! What can go wrong, as one enum. A message says what was wrong, with which value, and what to do.
 
+use std::path::PathBuf;
+
 use object_store::path::Path as Name;
 use snapshot_metadata_client::Advice;
 
@@ -60,6 +62,12 @@ pub enum Error {
     LockLost {
         /// How that shows.
         why: String,
+    },
+    /// What was read is partly from before a change and partly from after it.
+    #[error("{} changed while it was read, so no backup is made: back up a snapshot, or an image at rest", path.display())]
+    Changed {
+        /// The image.
+        path: PathBuf,
     },
     /// What is asked cannot be done as things are.
     #[error("{0}")]

@@ -14,7 +14,7 @@ mod restore;
 mod show;
 mod wait;
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -52,7 +52,15 @@ fn main() -> ExitCode {
     let levels = levels.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
     let log = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
     registry().with(log.without_time().with_target(false).with_filter(levels)).init();
-    match start(cli) {
+    let is_json = cli.output == Output::Json;
+    let done = start(cli);
+    if let Err(error) = &done
+        && is_json
+    {
+        // Nobody may be there any more to read it.
+        let _ = writeln!(std::io::stdout(), "{}", serde_json::json!({ "error": base::report(error) }));
+    }
+    match done {
         Ok(code) => code,
         Err(Error::Stopped) => {
             eprintln!("cbt-backup: interrupted");
@@ -81,10 +89,10 @@ impl Context {
         })
     }
 
-    /// The repository, locked for a command that reads it or adds to it.
+    /// The repository, for a command that only reads it.
     fn shared(&self, command: &str) -> Result<Repository> {
-        let repository = Repository::open(self.url()?, self.runtime.handle())?;
-        self.lock(repository, Wanted { mode: Mode::Shared, command, wait: Duration::ZERO })
+        let repository = Repository::open(self.url()?, self.runtime.handle(), &self.stop)?;
+        self.lock(repository, Wanted { mode: Mode::Shared, command, wait: Duration::ZERO, is_reader: true })
     }
 
     fn lock(&self, repository: Repository, wanted: Wanted<'_>) -> Result<Repository> {
@@ -110,6 +118,8 @@ impl Context {
 
 fn start(cli: Cli) -> Result<ExitCode> {
     let started = |error: std::io::Error| Error::refused(format!("start: {error}"));
+    // A repository holds whole disks.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
     // Before there are threads: the signals are for one of them alone.
     let stop = stop_on_signals().map_err(started)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -179,8 +189,11 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
 }
 
 fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
-    // Nothing is made where there is nothing to read.
+    // Nothing is made where there is nothing to read, or nowhere to tell of it.
     device::Device::open(&source.device)?;
+    if let Some(report) = &source.report {
+        device::check_writable(report)?;
+    }
     let (asked, snapshot) = asked(context, &source)?;
     let request = Request {
         volume: source.volume,
@@ -194,14 +207,14 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         in_flight: source.in_flight.into(),
         level: source.compression,
     };
-    let repository = Repository::open_or_create(context.url()?, context.runtime.handle())?;
-    let repository =
-        context.lock(repository, Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO })?;
+    let repository = Repository::open_or_create(context.url()?, context.runtime.handle(), &context.stop)?;
+    let wanted = Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO, is_reader: false };
+    let repository = context.lock(repository, wanted)?;
     let made = backup::run(&repository, &request, &context.stop)?.about;
-    if let Some(report) = source.report {
+    if let Some(report) = &source.report {
         let json = serde_json::to_vec(&made);
         let json = json.map_err(|error| Error::refused(format!("write JSON: {error}")))?;
-        files::change::write_whole(&report, &json)?;
+        files::change::write_whole(report, &json)?;
     }
     print_backup(context, &made)?;
     Ok(ExitCode::SUCCESS)
@@ -343,14 +356,14 @@ enum Listed {
 
 fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
     let repository = context.shared("list")?;
-    let mut listed = Vec::new();
-    for id in repository.ids()? {
-        listed.push(match repository.index(&id) {
-            Ok(index) => Listed::Sound(index.about),
-            Err(error) if error.is_damage() => Listed::Damaged { id, damage: base::report(&error) },
-            Err(error) => return Err(error),
-        });
-    }
+    let listed = repository.each_index(|id, index| match index {
+        Ok(index) => Ok(Listed::Sound(index.about)),
+        Err(error) if error.is_damage() => {
+            Ok(Listed::Damaged { id: id.to_owned(), damage: base::report(&error) })
+        }
+        Err(error) => Err(error),
+    })?;
+    let mut listed = listed.into_iter().collect::<Result<Vec<_>>>()?;
     // Of which volume a damaged one is nobody knows.
     listed.retain(|backup| match (backup, &arguments.volume) {
         (Listed::Sound(about), Some(volume)) => about.volume == *volume,
@@ -377,13 +390,14 @@ fn print_list(listed: &[Listed]) {
             Listed::Damaged { .. } => None,
         })
     };
-    let widths = abouts().map(|about| about.volume.chars().count()).max().unwrap_or(0).max(6);
+    let widths = abouts().map(|about| show::shown(&about.volume).chars().count()).max().unwrap_or(0).max(6);
     println!(
         "{:<27}  {:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
         "BACKUP", "VOLUME", "KIND", "SIZE", "DATA", "ADDED"
     );
     for About { id, volume, kind, size, data, added, .. } in abouts() {
         let human = |bytes: &u64| HumanBytes(*bytes).to_string();
+        let (id, volume) = (show::shown(id), show::shown(volume));
         println!(
             "{id:<27}  {volume:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
             kind.to_string(),
@@ -395,15 +409,23 @@ fn print_list(listed: &[Listed]) {
 }
 
 fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
-    let repository = Repository::open(context.url()?, context.runtime.handle())?;
-    let wait = Duration::from_secs(arguments.wait);
-    let repository = context.lock(repository, Wanted { mode: Mode::Exclusive, command: "prune", wait })?;
+    let repository = match arguments.dry_run {
+        true => context.shared("prune")?,
+        false => {
+            let repository = Repository::open(context.url()?, context.runtime.handle(), &context.stop)?;
+            let wait = Duration::from_secs(arguments.wait);
+            let wanted = Wanted { mode: Mode::Exclusive, command: "prune", wait, is_reader: false };
+            context.lock(repository, wanted)?
+        }
+    };
     let number = |of: Option<u16>| of.map(usize::from);
     let rules = Rules {
         keep: Keep {
             last: number(arguments.keep_last),
             daily: number(arguments.keep_daily),
             weekly: number(arguments.keep_weekly),
+            monthly: number(arguments.keep_monthly),
+            yearly: number(arguments.keep_yearly),
         },
         remove: arguments.remove.clone(),
         volume: arguments.volume.clone(),
@@ -417,7 +439,7 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
             println!("{id} {would}removed");
         }
         println!(
-            "{} backups {would}removed, {} kept; {} freed, {} of them written anew",
+            "{} backups {would}removed, {} kept; {} {would}freed, {} of them written anew",
             pruned.removed.len(),
             pruned.kept.len(),
             HumanBytes(pruned.freed),
@@ -444,24 +466,12 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
                     let index = repository.find(backup, volume)?;
                     (index.about.volume.clone(), vec![show::of_backup(&repository, &index)?])
                 }
-                None => {
-                    let mut pictures = Vec::new();
-                    for id in repository.ids()? {
-                        let index = repository.index(&id)?;
-                        if volume.is_none_or(|volume| index.about.volume == volume) {
-                            pictures.push(show::of_backup(&repository, &index)?);
-                        }
-                    }
-                    (volume.unwrap_or("Backups").to_owned(), pictures)
-                }
+                None => (volume.unwrap_or("Backups").to_owned(), show::of_volume(&repository, volume)?),
             }
         }
     };
     if let Some(file) = &arguments.html {
-        let file = absolute(file)?;
-        files::durable::replace(&file, show::html(&title, &pictures).as_bytes())?;
-        // For others to read, as pages are.
-        files::change::set_mode(&file, 0o644)?;
+        show::write(&absolute(file)?, &show::html(&title, &pictures))?;
     }
     let has_colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     context.print(&pictures, || match pictures.as_slice() {

@@ -1,5 +1,6 @@
-//! A backup as a block device that can be read: an NBD server on a UNIX socket, in the fixed newstyle of the protocol, with
-//! simple replies. It knows no writes.
+//! A backup as a block device that can be read: an NBD server on a UNIX socket, in the fixed newstyle of the protocol. It
+//! knows no writes. Clients that ask for structured replies may also ask which parts hold data (`base:allocation`), and need
+//! not read the others.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -21,6 +22,7 @@ const OPTION: u64 = 0x4948_4156_454f_5054;
 const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
 const REQUEST: u32 = 0x2560_9513;
 const REPLY: u32 = 0x6744_6698;
+const STRUCTURED_REPLY: u32 = 0x668e_33ef;
 /// Handshake: fixed newstyle, no zeros behind the answer to EXPORT_NAME.
 const HANDSHAKE: u16 = 0b11;
 /// Export: there are flags, it is read-only, and several connections see the same.
@@ -29,6 +31,11 @@ const EXPORT: u16 = 1 | 1 << 1 | 1 << 8;
 const LONGEST: u32 = 32 << 20;
 /// The longest option that is read: a name of 4096 bytes is the longest that the protocol has.
 const LONGEST_OPTION: u32 = 8192;
+/// The one thing that can be asked about a range, and the number that it has in replies.
+const ALLOCATION: &str = "base:allocation";
+const ALLOCATION_ID: u32 = 1;
+/// Parts that are told of at once.
+const LONGEST_STATUS: usize = 4096;
 /// Connections at once.
 const CONNECTIONS: usize = 16;
 /// Maps of segments that are remembered, and parts of 256 KiB with their bytes: 64 MiB.
@@ -133,6 +140,41 @@ impl Export {
     }
 }
 
+/// A part of a range: its length, and whether it holds data.
+type Status = (u64, bool);
+
+impl Export {
+    /// The first parts of a range, at most so many.
+    fn status(&self, offset: u64, length: u32, most: usize) -> Result<Vec<Status>> {
+        let end = offset + u64::from(length);
+        let mut parts: Vec<Status> = Vec::new();
+        let mut position = offset;
+        while position < end && parts.len() <= most {
+            let number = (position / SEGMENT) as u32;
+            let stop = end.min((u64::from(number) + 1) * SEGMENT);
+            let mut until = |next: u64, is_data: bool| {
+                let length = next.saturating_sub(position);
+                match parts.last_mut().filter(|last| last.1 == is_data) {
+                    Some(last) => last.0 += length,
+                    None if length > 0 => parts.push((length, is_data)),
+                    None => {}
+                }
+                position = position.max(next);
+            };
+            let is_empty = self.index.segments.binary_search_by_key(&number, |of| of.number).is_err();
+            // Those that hold nothing are many, and are not remembered.
+            let segment = if is_empty { Arc::default() } else { self.segment(number)? };
+            for piece in segment.iter().take_while(|piece| piece.offset < stop) {
+                until(piece.offset, false);
+                until(stop.min(piece.offset + u64::from(piece.blocks) * BLOCK), true);
+            }
+            until(stop, false);
+        }
+        parts.truncate(most);
+        Ok(parts)
+    }
+}
+
 /// Serves until `stop` is set. The socket is made, and removed in the end.
 pub fn serve(export: Export, socket: &Path, stop: &Stop) -> Result<()> {
     let listener = listen(socket)?;
@@ -213,21 +255,49 @@ fn talk(export: &Export, mut stream: UnixStream) -> std::io::Result<()> {
         return Err(garbage("it does not speak the fixed newstyle of the protocol"));
     }
     match shake(export, &mut stream, flags & 2 != 0)? {
-        true => requests(export, &mut stream),
-        false => Ok(()),
+        Some(agreed) => requests(export, &mut stream, agreed),
+        None => Ok(()),
     }
 }
 
-/// Options until one begins the transmission.
-fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::Result<bool> {
+/// What a client and this server have agreed on.
+#[derive(Clone, Copy, Debug, Default)]
+struct Agreed {
+    /// Replies are structured.
+    is_structured: bool,
+    /// The client may ask which parts hold data.
+    tells_allocation: bool,
+}
+
+/// The queries of an option about contexts, where it is well-formed; the name before them is left to the caller.
+fn queries(content: &[u8]) -> Option<(&[u8], Vec<&[u8]>)> {
+    fn text(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+        let (length, rest) = bytes.split_first_chunk::<4>()?;
+        rest.split_at_checked(u32::from_be_bytes(*length) as usize)
+    }
+    let (name, rest) = text(content)?;
+    let (count, mut rest) = rest.split_first_chunk::<4>()?;
+    let mut found = Vec::new();
+    for _ in 0..u32::from_be_bytes(*count) {
+        let query;
+        (query, rest) = text(rest)?;
+        found.push(query);
+    }
+    rest.is_empty().then_some((name, found))
+}
+
+/// Options until one begins the transmission; `None` where the client goes.
+fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::Result<Option<Agreed>> {
     const ACK: u32 = 1;
     const SERVER: u32 = 2;
     const INFO: u32 = 3;
+    const CONTEXT: u32 = 4;
     const UNSUPPORTED: u32 = 0x8000_0001;
     const INVALID: u32 = 0x8000_0003;
     const UNKNOWN: u32 = 0x8000_0006;
     let name = export.index.about.id.clone();
     let is_known = |asked: &[u8]| asked.is_empty() || asked == name.as_bytes();
+    let mut agreed = Agreed::default();
     loop {
         if u64::from_be_bytes(number(stream)?) != OPTION {
             return Err(garbage("what should be an option is none"));
@@ -252,13 +322,13 @@ fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::R
                 stream.write_all(
                     &[export.size().to_be_bytes().as_slice(), &EXPORT.to_be_bytes(), zeros].concat(),
                 )?;
-                return Ok(true);
+                return Ok(Some(agreed));
             }
             1 => return Err(garbage("it asks for an export of another name")),
             // ABORT
             2 => {
                 reply(ACK, &[])?;
-                return Ok(false);
+                return Ok(None);
             }
             // LIST
             3 => {
@@ -280,57 +350,124 @@ fn shake(export: &Export, stream: &mut UnixStream, no_zeros: bool) -> std::io::R
                         reply(INFO, &[3u16.to_be_bytes().as_slice(), &blocks].concat())?;
                         reply(ACK, &[])?;
                         if option == 7 {
-                            return Ok(true);
+                            return Ok(Some(agreed));
                         }
                     }
                 }
             }
+            // STRUCTURED_REPLY
+            8 if content.is_empty() => {
+                agreed.is_structured = true;
+                reply(ACK, &[])?;
+            }
+            // LIST_META_CONTEXT and SET_META_CONTEXT
+            9 | 10 if agreed.is_structured => match queries(&content) {
+                None => reply(INVALID, b"the option is cut short")?,
+                Some((asked, _)) if !is_known(asked) => reply(UNKNOWN, b"there is no such export")?,
+                Some((_, queries)) => {
+                    let is_list = option == 9;
+                    let is_asked =
+                        |query: &&[u8]| *query == ALLOCATION.as_bytes() || is_list && *query == b"base:";
+                    let is_named = is_list && queries.is_empty() || queries.iter().any(is_asked);
+                    if is_named {
+                        let id = if is_list { 0 } else { ALLOCATION_ID };
+                        reply(CONTEXT, &[&id.to_be_bytes(), ALLOCATION.as_bytes()].concat())?;
+                    }
+                    agreed.tells_allocation = if is_list { agreed.tells_allocation } else { is_named };
+                    reply(ACK, &[])?;
+                }
+            },
+            8..=10 => reply(INVALID, b"structured replies come first, and have no content")?,
             _ => reply(UNSUPPORTED, &[])?,
         }
     }
 }
 
-fn requests(export: &Export, stream: &mut UnixStream) -> std::io::Result<()> {
+/// What a request is answered with.
+enum Answer {
+    Bytes(Vec<u8>),
+    Parts(Vec<Status>),
+    Error(u32),
+}
+
+impl Answer {
+    /// As it is sent to a client: a head, and the bytes that were read. With structured replies all is one chunk.
+    fn encode(self, is_structured: bool, cookie: [u8; 8], offset: u64) -> (Vec<u8>, Vec<u8>) {
+        const DONE: u16 = 1;
+        const DATA: u16 = 1;
+        const STATUS: u16 = 5;
+        const ERROR: u16 = 1 << 15 | 1;
+        let (error, parts, bytes) = match self {
+            Answer::Bytes(bytes) => (0, Vec::new(), bytes),
+            Answer::Parts(parts) => (0, parts, Vec::new()),
+            Answer::Error(error) => (error, Vec::new(), Vec::new()),
+        };
+        if !is_structured {
+            return ([&REPLY.to_be_bytes(), &error.to_be_bytes(), &cookie[..]].concat(), bytes);
+        }
+        // Without data: a hole that reads as zeros.
+        let part = |(length, is_data): &Status| {
+            let flags: u32 = if *is_data { 0 } else { 0b11 };
+            [(*length as u32).to_be_bytes(), flags.to_be_bytes()].concat()
+        };
+        let (kind, start): (u16, Vec<u8>) = match (error, parts.is_empty(), bytes.is_empty()) {
+            (0, true, true) => (0, Vec::new()),
+            (0, true, false) => (DATA, offset.to_be_bytes().into()),
+            (0, false, _) => {
+                (STATUS, ALLOCATION_ID.to_be_bytes().into_iter().chain(parts.iter().flat_map(part)).collect())
+            }
+            // Without words.
+            (error, ..) => (ERROR, [&error.to_be_bytes()[..], &[0, 0]].concat()),
+        };
+        let length = ((start.len() + bytes.len()) as u32).to_be_bytes();
+        let (magic, flags, kind) = (STRUCTURED_REPLY.to_be_bytes(), DONE.to_be_bytes(), kind.to_be_bytes());
+        ([&magic, &flags[..], &kind, &cookie, &length, &start].concat(), bytes)
+    }
+}
+
+fn requests(export: &Export, stream: &mut UnixStream, agreed: Agreed) -> std::io::Result<()> {
     const NOT_PERMITTED: u32 = 1;
     const IO: u32 = 5;
     const INVALID: u32 = 22;
+    /// The first part alone is asked for.
+    const ONE: u16 = 1 << 3;
     loop {
         if u32::from_be_bytes(number(stream)?) != REQUEST {
             return Err(garbage("what should be a request is none"));
         }
-        let _flags: [u8; 2] = number(stream)?;
+        let flags = u16::from_be_bytes(number(stream)?);
         let command = u16::from_be_bytes(number(stream)?);
         let cookie: [u8; 8] = number(stream)?;
         let offset = u64::from_be_bytes(number(stream)?);
         let length = u32::from_be_bytes(number(stream)?);
-        let (error, content) = match command {
+        let sector = u64::from(export.sector);
+        let is_aligned = offset.is_multiple_of(sector) && u64::from(length).is_multiple_of(sector);
+        let is_inside = offset.checked_add(length.into()).is_some_and(|end| end <= export.size());
+        let made = match command {
             // READ
-            0 => {
-                let end = offset.checked_add(length.into()).filter(|end| *end <= export.size());
-                let sector = u64::from(export.sector);
-                let is_aligned = offset.is_multiple_of(sector) && u64::from(length).is_multiple_of(sector);
-                match end {
-                    Some(_) if is_aligned && length <= LONGEST => match export.read(offset, length) {
-                        Ok(bytes) => (0, bytes),
-                        Err(error) => {
-                            eprintln!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
-                            (IO, Vec::new())
-                        }
-                    },
-                    _ => (INVALID, Vec::new()),
-                }
+            0 if is_inside && is_aligned && length <= LONGEST => {
+                export.read(offset, length).map(Answer::Bytes)
+            }
+            // BLOCK_STATUS
+            7 if is_inside && is_aligned && length > 0 && agreed.tells_allocation => {
+                let most = if flags & ONE == 0 { LONGEST_STATUS } else { 1 };
+                export.status(offset, length, most).map(Answer::Parts)
             }
             // DISCONNECT
             2 => return Ok(()),
             // WRITE brings its bytes along.
             1 => {
                 std::io::copy(&mut stream.take(length.into()), &mut std::io::sink())?;
-                (NOT_PERMITTED, Vec::new())
+                Ok(Answer::Error(NOT_PERMITTED))
             }
-            _ => (INVALID, Vec::new()),
+            _ => Ok(Answer::Error(INVALID)),
         };
-        let head = [REPLY.to_be_bytes().as_slice(), &error.to_be_bytes(), &cookie].concat();
+        let answer = made.unwrap_or_else(|error| {
+            eprintln!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
+            Answer::Error(IO)
+        });
+        let (head, bytes) = answer.encode(agreed.is_structured, cookie, offset);
         stream.write_all(&head)?;
-        stream.write_all(&content)?;
+        stream.write_all(&bytes)?;
     }
 }

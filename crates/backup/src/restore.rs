@@ -1,6 +1,6 @@
 //! A backup back onto a device or into a file: all of it, or what differs from an earlier backup that is there already.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::ops::Range;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -8,11 +8,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use base::Stop;
-use files::{Context, change, durable};
+use files::durable::Draft;
+use files::{Context, change};
 use nix::fcntl::OFlag;
 use serde::Serialize;
 
-use crate::device::{Buffer, Device, Target, is_zeros};
+use crate::device::{self, Buffer, Device, Target, is_zeros};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 use crate::repository::pack::Packs;
@@ -57,21 +58,54 @@ pub fn run(
             Err(Error::refused(format!("{} exists: name another file, or add --overwrite", to.display())))
         }
         _ => {
-            let name = to
-                .file_name()
-                .ok_or_else(|| Error::refused(format!("{} is not the name of a file", to.display())))?;
-            let draft = to.with_file_name(format!(".{}.restoring", name.to_string_lossy()));
-            let mut restored = None;
-            durable::replace_with(to, &draft, |draft| {
-                let file = change::create_new(draft)?;
-                change::set_len(&file, draft, index.about.size)?;
-                let job = Job { is_new: true, ..Job::new(repository, index, None, &file, draft, stop) };
-                restored = Some(Restored { to: to.to_owned(), ..job.all(threads)? });
-                Ok::<_, Error>(())
-            })?;
-            restored.ok_or(Error::Stopped)
+            let place = target_of(to)?;
+            let draft = Draft::beside(&place, "restoring")?;
+            let (file, path) = (draft.file(), draft.path());
+            change::set_len(file, path, index.about.size)?;
+            let job = Job { is_new: true, ..Job::new(repository, index, None, file, path, stop) };
+            let restored = Restored { to: to.to_owned(), ..job.all(threads)? };
+            match overwrite {
+                true => put_over(draft, &place)?,
+                false => draft.create(&place).map_err(|error| match error.errno() {
+                    Some(nix::libc::EEXIST) => {
+                        let to = to.display();
+                        Error::refused(format!(
+                            "{to} was made meanwhile: name another file, or add --overwrite"
+                        ))
+                    }
+                    _ => error.into(),
+                })?,
+            }
+            Ok(restored)
         }
     }
+}
+
+/// The file that a path means, through symbolic links, also where it is not there yet.
+pub fn target_of(path: &Path) -> Result<PathBuf> {
+    // As many links as the kernel follows.
+    let mut target = path.to_owned();
+    for _ in 0..40 {
+        if !target.is_symlink() {
+            return match target.file_name() {
+                Some(_) => Ok(target),
+                None => Err(Error::refused(format!("{} is not the name of a file", path.display()))),
+            };
+        }
+        let link = std::fs::read_link(&target).context("follow the link", &target)?;
+        target = target.parent().map_or(link.clone(), |parent| parent.join(link));
+    }
+    Err(Error::refused(format!("{} is a symbolic link to itself", path.display())))
+}
+
+/// Puts a whole file in the place of another, and keeps that one's owner and mode.
+pub fn put_over(draft: Draft, place: &Path) -> Result<()> {
+    if let Ok(replaced) = place.metadata()
+        && let Err(error) = draft.take_after(&replaced)
+    {
+        tracing::warn!("{} has another owner now: {}", place.display(), base::report(&error));
+    }
+    Ok(draft.replace(place)?)
 }
 
 /// Writes what differs from an earlier backup, which the device or file holds.
@@ -95,8 +129,13 @@ pub fn onto(
 
 fn open_device(path: &Path, index: &Index) -> Result<File> {
     // Of a block device that is mounted or in use otherwise, the kernel refuses this; of a file it ignores it.
-    let file = File::options().read(true).write(true).custom_flags(OFlag::O_EXCL.bits()).open(path);
+    let flags = OFlag::O_EXCL | device::no_wait(path)?;
+    let file = File::options().read(true).write(true).custom_flags(flags.bits()).open(path);
     let mut file = file.context("open for writing", path)?;
+    // udev locks devices, and files where there are no locks cannot be.
+    if flags.contains(OFlag::O_NONBLOCK) && matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+        return Err(device::in_use(path));
+    }
     let size = std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)).context("find the size of", path)?;
     match size >= index.about.size {
         true => Ok(file),
@@ -331,7 +370,7 @@ pub fn compare(
     threads: usize,
     stop: &Stop,
 ) -> Result<Compared> {
-    let device = Device::open(with)?;
+    let device = Device::open_alone(with)?;
     let size = index.about.size;
     if device.size() < size {
         return Err(Error::refused(format!(

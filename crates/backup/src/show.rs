@@ -2,8 +2,10 @@
 //! read from a repository or asked of a driver; the drawing is pure.
 
 use std::fmt::Write;
+use std::path::Path;
 
 use base::Stop;
+use files::durable::Draft;
 use indicatif::HumanBytes;
 use jiff::Timestamp;
 use serde::Serialize;
@@ -15,6 +17,7 @@ use crate::repository::index::{CELLS, Cells};
 use crate::repository::pack::Packs;
 use crate::repository::writer::filled;
 use crate::repository::{BLOCK, Index, Kind, Repository, SEGMENT};
+use crate::restore::{put_over, target_of};
 use crate::wait::wait;
 
 /// The maps of one backup, or of two snapshots.
@@ -64,13 +67,29 @@ pub fn of_backup(repository: &Repository, index: &Index) -> Result<Picture> {
     facts.extend(about.base.as_ref().map(|base| format!("over {base}")));
     facts.extend(about.why.as_ref().map(|why| format!("full because {why}")));
     Ok(Picture {
-        title: format!("{} {}", about.volume, about.id),
+        title: format!("{} {}", shown(&about.volume), shown(&about.id)),
         facts,
         size: about.size,
         allocated: allocated.finish(),
         changed: (about.kind == Kind::Incremental).then(|| index.changed.clone()),
         cost: Some(about.added),
     })
+}
+
+/// The maps of all backups of a volume, or of all volumes. One whose index is damaged is named and left out.
+pub fn of_volume(repository: &Repository, volume: Option<&str>) -> Result<Vec<Picture>> {
+    let mut pictures = Vec::new();
+    for id in repository.ids()? {
+        match repository.index(&id) {
+            Ok(index) if volume.is_none_or(|volume| index.about.volume == volume) => {
+                pictures.push(of_backup(repository, &index)?);
+            }
+            Ok(_) => {}
+            Err(error) if error.is_damage() => tracing::warn!("{}; it is left out", base::report(&error)),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(pictures)
 }
 
 /// The maps of two snapshots of a driver, or of one.
@@ -192,6 +211,22 @@ fn legend(has_colour: bool) -> String {
     format!("  {}\n", legend.join("   "))
 }
 
+/// The longest name in a table.
+const LONGEST_NAME: usize = 48;
+
+/// A name as a terminal may show it, on one line and not too long: what is in a repository may be any text.
+pub fn shown(name: &str) -> String {
+    let escape = |c: char| match c {
+        '\\' | '"' | '\'' => c.to_string(),
+        c => c.escape_debug().to_string(),
+    };
+    let text: String = name.chars().map(escape).collect();
+    match text.char_indices().nth(LONGEST_NAME) {
+        Some(_) => text.chars().take(LONGEST_NAME - 1).chain(['…']).collect(),
+        None => text,
+    }
+}
+
 /// A line a backup, for the terminal.
 pub fn history(pictures: &[Picture], has_colour: bool) -> String {
     let mut text = String::new();
@@ -283,6 +318,18 @@ pub fn html(title: &str, pictures: &[Picture]) -> String {
     )
 }
 
+/// Writes a page, for others to read, as a whole.
+pub fn write(file: &Path, page: &str) -> Result<()> {
+    let place = target_of(file)?;
+    if place.exists() && !place.is_file() {
+        return Err(Error::refused(format!("{} is no file", file.display())));
+    }
+    let draft = Draft::beside(&place, "writing")?;
+    files::change::write(draft.file(), draft.path(), page.as_bytes())?;
+    files::change::set_mode(draft.path(), 0o644)?;
+    put_over(draft, &place)
+}
+
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -319,6 +366,21 @@ mod tests {
             "the legend alone"
         );
         assert!(picture("x", true).text(true).contains("\x1b[31m█\x1b[0m"));
+    }
+
+    #[test]
+    fn names_are_shown_on_one_line() {
+        for (name, wanted) in [
+            ("ns/data", "ns/data"),
+            ("a\"b\\ü", "a\"b\\ü"),
+            ("a\nb\u{1b}[31m", "a\\nb\\u{1b}[31m"),
+            ("\u{202e}fdp", "\\u{202e}fdp"),
+            ("", ""),
+        ] {
+            assert_eq!(shown(name), wanted);
+        }
+        assert_eq!(shown(&"x".repeat(48)), "x".repeat(48));
+        assert_eq!(shown(&"ü".repeat(49)), "ü".repeat(47) + "…");
     }
 
     #[test]

@@ -62,6 +62,11 @@ pub fn rename(operation: &'static str, shown: &Path, from: &Path, to: &Path) -> 
     step(operation, shown, || fs::rename(from, to))
 }
 
+/// Gives a file a second name, at `to`, which must not exist.
+pub fn hard_link(from: &Path, to: &Path) -> Result<()> {
+    step("create", to, || fs::hard_link(from, to))
+}
+
 /// Removes a file; an error if it is not there (unlink(2)).
 pub fn remove_file(path: &Path) -> Result<()> {
     step("remove", path, || fs::remove_file(path))

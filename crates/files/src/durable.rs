@@ -1,7 +1,8 @@
 //! Files that are there after a power cut: synced, renamed into place, their directory synced.
 
-use std::fs::{File, TryLockError};
-use std::path::Path;
+use std::fs::{File, Metadata, TryLockError};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::{Context, Error, Result, change, step};
@@ -56,7 +57,10 @@ pub fn create_with(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Resu
     renamed
 }
 
-/// Has a file written and synced that a rename is to commit. Where that fails nothing is left of it.
+/// Writes and syncs the draft that a later rename commits. On failure the draft is removed.
+///
+/// Whatever is at `fresh` before is removed, so the caller must have the directory to itself: the driver holds the lock of its
+/// data directory. Beside a file of a user's it is a [`Draft`].
 pub fn prepare<E: From<Error>>(fresh: &Path, write: impl FnOnce(&Path) -> Result<(), E>) -> Result<(), E> {
     match change::remove_file(fresh) {
         Err(error) if !error.is_not_found() => return Err(error.into()),
@@ -131,7 +135,114 @@ pub fn make_dir(path: &Path) -> Result<()> {
 }
 
 fn parent(path: &Path) -> &Path {
-    path.parent().unwrap_or(Path::new("/"))
+    match path.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        parent => parent.unwrap_or(Path::new("/")),
+    }
+}
+
+/// A file that is written beside `.NAME.RANDOM.KIND`, where others may be at work, and that takes its place as a whole.
+///
+/// No other process takes it for its own: its name is random, and it is locked (flock(2)) as long as this value lives. A draft
+/// without a lock is of a process that was killed, and the next one for the same file removes it.
+#[derive(Debug)]
+pub struct Draft {
+    file: File,
+    path: PathBuf,
+}
+
+/// Characters of a name that its draft's name has too: with the rest that is at most 255 bytes.
+const DRAFT_NAME: usize = 50;
+
+impl Draft {
+    /// An empty file, for reading and writing.
+    pub fn beside(path: &Path, kind: &str) -> Result<Self> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let start = format!(".{}.", name.chars().take(DRAFT_NAME).collect::<String>());
+        let end = format!(".{kind}");
+        clear_drafts(parent(path), &start, &end);
+        loop {
+            let draft = parent(path).join(format!("{start}{:016x}{end}", fastrand::u64(..)));
+            let file = match change::create_new(&draft) {
+                Err(error) if error.errno() == Some(libc::EEXIST) => continue,
+                file => file?,
+            };
+            // Where the filesystem has no locks, nobody can take one and remove it.
+            let is_taken = matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+            // One who clears up may have been quicker than the lock.
+            if !is_taken && file.metadata().context("look at", &draft)?.nlink() > 0 {
+                return Ok(Draft { file, path: draft });
+            }
+        }
+    }
+
+    /// The file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Where it is until it is done.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives it the owner and the mode of a file that it replaces.
+    pub fn take_after(&self, replaced: &Metadata) -> Result<()> {
+        let (owner, group) = (Some(replaced.uid()), Some(replaced.gid()));
+        let owned =
+            step("set the owner of", &self.path, || std::os::unix::fs::fchown(&self.file, owner, group));
+        change::set_mode(&self.path, replaced.mode() & 0o7777)?;
+        owned
+    }
+
+    /// Syncs it and renames it over `path`, in the same directory.
+    pub fn replace(self, path: &Path) -> Result<()> {
+        change::sync(&self.file, &self.path)?;
+        change::rename("replace", path, &self.path, path)?;
+        sync_dir(parent(path))
+    }
+
+    /// Syncs it and names it `path`, in the same directory: an error with EEXIST where that exists.
+    pub fn create(self, path: &Path) -> Result<()> {
+        change::sync(&self.file, &self.path)?;
+        match change::hard_link(&self.path, path) {
+            // The filesystem has no links (FAT): two that come at once may replace each other, whole.
+            Err(error) if matches!(error.errno(), Some(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                match path.symlink_metadata() {
+                    Ok(_) => {
+                        return Err(std::io::Error::from_raw_os_error(libc::EEXIST)).context("create", path);
+                    }
+                    Err(_) => change::rename("create", path, &self.path, path)?,
+                }
+            }
+            linked => linked?,
+        }
+        sync_dir(parent(path))
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // It has no name any more once it was renamed. Of no use to anybody else, and on a full disk it takes the room that
+        // others need.
+        let _ = change::remove_file(&self.path);
+    }
+}
+
+/// Removes drafts whose processes are gone, as far as it may.
+fn clear_drafts(dir: &Path, start: &str, end: &str) {
+    for entry in dir.read_dir().into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let random = name.to_str().and_then(|name| name.strip_prefix(start)?.strip_suffix(end));
+        let is_draft =
+            random.is_some_and(|of| of.len() == 16 && of.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        if is_draft
+            && entry.file_type().is_ok_and(|of| of.is_file())
+            && File::open(entry.path()).is_ok_and(|file| file.try_lock().is_ok())
+        {
+            let _ = change::remove_file(&entry.path());
+        }
+    }
 }
 
 /// How long a start waits for a lock: longer than it takes to start a program.

@@ -2,13 +2,13 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use base::{ByteRange, Stop};
 
-use super::{Job, Ranges, Request};
+use super::{Job, Ranges, Request, partial};
 use crate::device::{Buffer, Device, is_zeros};
 use crate::error::{Error, Result};
 use crate::plan::{self, Listed, Read, Segments};
@@ -16,7 +16,7 @@ use crate::progress::{Limit, Progress};
 use crate::repository::index::{Cells, envelope};
 use crate::repository::pack::Compressor;
 use crate::repository::writer::Writer;
-use crate::repository::{self, BLOCK, Extent, Index, Partial, Repository, SEGMENT, SegmentRef};
+use crate::repository::{self, About, BLOCK, Extent, Index, Partial, Repository, SEGMENT, SegmentRef};
 use crate::wait::unless;
 
 /// Reads and stores, and writes the index. What is interrupted or fails can be gone on with.
@@ -30,6 +30,7 @@ pub fn store(
     let began = Instant::now();
     let Job { mut about, base, ranges, done } = job;
     let (packs, segments) = done.as_ref().map_or((&[][..], &[][..]), |done| (&done.packs, &done.segments));
+    let source = Some(device.identity().clone());
     let run = Run {
         device,
         request,
@@ -44,7 +45,7 @@ pub fn store(
         done: Mutex::new(done.map(|done| done.done).unwrap_or_default()),
     };
     let mut seen = Seen { listed: 0, touched: HashSet::new(), changed: Cells::new(about.size) };
-    let came = run.all(repository, ranges, about.size, &mut seen);
+    let came = run.all(repository, ranges, &about, &mut seen).and_then(|()| device.check_unchanged());
     let Run { writer, read, done, .. } = run;
     let done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
     if came.is_ok() {
@@ -59,8 +60,13 @@ pub fn store(
         (Ok(()), Ok(written)) => written,
         (Err(error), Ok(written)) => {
             about.added = written.added;
-            if !done.is_empty() && !error.is_of_increment() {
-                leave(repository, Partial { about, packs: written.packs, segments: written.segments, done });
+            match error.is_of_increment() || matches!(error, Error::Changed { .. }) {
+                true => partial::drop_own(repository, &about),
+                false if done.is_empty() => {}
+                false => {
+                    let (packs, segments) = (written.packs, written.segments);
+                    partial::leave(repository, &Partial { about, packs, segments, done, source });
+                }
             }
             return Err(error);
         }
@@ -74,10 +80,10 @@ pub fn store(
     stop.check()?;
     if let Err(error) = commit(repository, &index) {
         let Index { about, packs, segments, .. } = index;
-        leave(repository, Partial { about, packs, segments, done });
+        partial::leave(repository, &Partial { about, packs, segments, done, source });
         return Err(error);
     }
-    if let Err(error) = remove_partials(repository, &index.about.volume) {
+    if let Err(error) = partial::drop_all(repository, &index.about.volume) {
         tracing::warn!("what was interrupted before stays until a prune: {}", base::report(&error));
     }
     Ok(index)
@@ -101,28 +107,6 @@ fn commit(repository: &Repository, index: &Index) -> Result<()> {
     })
 }
 
-/// Removes what was interrupted of a volume: of no use once there is a backup. What stays here a prune removes.
-fn remove_partials(repository: &Repository, volume: &str) -> Result<()> {
-    for (name, partial) in repository.partials()? {
-        if partial.is_ok_and(|partial| partial.about.volume == volume) {
-            repository.store.remove(&[name])?;
-        }
-    }
-    Ok(())
-}
-
-/// Leaves what `--resume` goes on with. The backup has failed anyway, so that this fails too is said and no more.
-fn leave(repository: &Repository, partial: Partial) {
-    let name = format!("partial/{}", partial.about.id);
-    match repository.store.replace(&name, envelope(&partial)) {
-        Ok(()) => eprintln!(
-            "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume goes on after them",
-            partial.done.len()
-        ),
-        Err(error) => tracing::warn!("this backup cannot be resumed: {}", base::report(&error)),
-    }
-}
-
 /// What the stream of ranges said.
 struct Seen {
     listed: u64,
@@ -131,11 +115,11 @@ struct Seen {
 }
 
 /// What the threads of a backup share.
-struct Run<'r> {
-    device: &'r Device,
+pub struct Run<'r> {
+    pub device: &'r Device,
     request: &'r Request,
     stop: &'r Stop,
-    writer: Writer<'r>,
+    pub writer: Writer<'r>,
     base: Option<&'r Index>,
     limit: Limit,
     progress: Progress,
@@ -158,18 +142,25 @@ type Order<'r> = (Arc<Work<'r>>, Read);
 
 impl<'r> Run<'r> {
     /// Reads all ranges with as many threads as are asked for.
-    fn all(&self, repository: &Repository, ranges: Ranges, size: u64, seen: &mut Seen) -> Result<()> {
+    fn all(&self, repository: &Repository, ranges: Ranges, about: &About, seen: &mut Seen) -> Result<()> {
+        let (works, working) = channel::<()>();
         let (orders, queue) = sync_channel::<Order<'_>>(2 * self.request.in_flight);
         let queue = Mutex::new(queue);
         let dispatched = std::thread::scope(|scope| {
             for number in 0..self.request.in_flight {
                 let worker = std::thread::Builder::new().name(format!("read {number}"));
-                let spawned = worker.spawn_scoped(scope, || self.work(&queue));
+                let (works, queue) = (works.clone(), &queue);
+                let spawned = worker.spawn_scoped(scope, move || {
+                    self.work(queue);
+                    drop(works);
+                });
                 if let Err(error) = spawned {
                     self.fail(Error::refused(format!("start a thread: {error}")));
                 }
             }
-            let dispatched = self.dispatch(repository, ranges, size, seen, &orders);
+            drop(works);
+            scope.spawn(move || partial::keep_noting(self, repository, about, working));
+            let dispatched = self.dispatch(repository, ranges, about.size, seen, &orders);
             if dispatched.is_err() {
                 self.is_failed.store(true, Ordering::Relaxed);
             }
@@ -189,7 +180,13 @@ impl<'r> Run<'r> {
         self.is_failed.store(true, Ordering::Relaxed);
     }
 
-    fn is_over(&self) -> bool {
+    /// The segments that are done, and whose maps and data the writer has.
+    pub fn done(&self) -> Vec<u32> {
+        self.done.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether it is of no use to go on.
+    pub fn is_over(&self) -> bool {
         self.is_failed.load(Ordering::Relaxed) || self.stop.check().is_err()
     }
 
@@ -201,8 +198,7 @@ impl<'r> Run<'r> {
         seen: &mut Seen,
         orders: &SyncSender<Order<'r>>,
     ) -> Result<()> {
-        let done: HashSet<u32> =
-            self.done.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        let done: HashSet<u32> = self.done().into_iter().collect();
         let mut segments = Segments::new(size);
         let mut take = |range: ByteRange, segments: &mut Segments| -> Result<()> {
             seen.listed += range.len();
@@ -225,6 +221,9 @@ impl<'r> Run<'r> {
                 }
             }
             Ranges::Stream(mut blocks) => {
+                // A delta says what changed in the base. A volume that has grown since is all new behind its end.
+                let grown = self.base.filter(|base| base.about.size < size);
+                let known = grown.map_or(size, |base| base.about.size / BLOCK * BLOCK);
                 let runtime = repository.store.runtime();
                 // Whatever is begun for the next ranges, a new call or the pause before it, goes on until they are there.
                 let mut next =
@@ -232,8 +231,15 @@ impl<'r> Run<'r> {
                 while let Some(ranges) = runtime.block_on(next())? {
                     for range in ranges {
                         let range = ByteRange { start: range.offset, end: range.offset + range.length };
-                        take(range, &mut segments)?;
+                        // What lies behind is read anyway.
+                        let range = ByteRange { end: range.end.min(known), ..range };
+                        if range.start < range.end {
+                            take(range, &mut segments)?;
+                        }
                     }
+                }
+                for start in (known..size).step_by(SEGMENT as usize) {
+                    take(ByteRange { start, end: size.min(start + SEGMENT) }, &mut segments)?;
                 }
             }
         }

@@ -1,6 +1,7 @@
 //! A backup: full or incremental, over which base, after what was interrupted. [`copy`] then reads and stores.
 
 mod copy;
+mod partial;
 
 use std::path::PathBuf;
 
@@ -10,9 +11,12 @@ use tonic::Code;
 
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::repository::{self, About, Index, Kind, Partial, Repository};
+use crate::repository::{About, Index, Kind, Partial, Repository};
 use crate::wait::wait;
 use copy::store;
+
+/// What a volume may have grown by in any case for an incremental backup to be made.
+const MOST_GROWN: u64 = 1 << 30;
 
 /// What a user asks for.
 #[derive(Debug)]
@@ -79,6 +83,8 @@ enum Ranges {
 enum Not {
     /// A full one can be made.
     Possible(String),
+    /// The snapshot is backed up already.
+    Needed(Box<Index>),
     /// Nothing can.
     Failed(Error),
 }
@@ -99,7 +105,7 @@ impl From<Error> for Not {
 pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<Index> {
     let device = Device::open(&request.device)?;
     let partial = match request.resume {
-        true => interrupted(repository, request)?,
+        true => partial::interrupted(repository, request, &device)?,
         false => None,
     };
     let wish = match partial.as_ref().map(|partial| partial.about.kind) {
@@ -119,6 +125,13 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
                         "no incremental backup can be made: {why}; make a full one, or use `auto`"
                     )));
                 }
+                Err(Not::Needed(made)) if wish == Wish::Auto => {
+                    eprintln!("cbt-backup: {}", already(&made));
+                    return Ok(*made);
+                }
+                Err(Not::Needed(made)) => {
+                    return Err(Error::refused(format!("{}; take a new snapshot", already(&made))));
+                }
                 Err(Not::Failed(error)) => return Err(error),
             }
         }
@@ -131,39 +144,22 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
     store(repository, request, &device, job, stop)
 }
 
-/// What was interrupted of the same backup, and is all there: one that had lost its lock may have left what names packs
-/// that a prune has removed.
-fn interrupted(repository: &Repository, request: &Request) -> Result<Option<Partial>> {
-    let mut found = None;
-    for (name, partial) in repository.partials()? {
-        let whole = partial.and_then(|partial| match is_same(&partial.about, request) {
-            true => repository.check_packs(&partial.packs, &name).map(|()| Some(partial)),
-            false => Ok(None),
-        });
-        match whole {
-            Ok(partial) => found = partial.or(found),
-            Err(error) if error.is_damage() => tracing::warn!("{name} is left out: {}", base::report(&error)),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(found)
+fn already(made: &Index) -> String {
+    let About { id, snapshot, .. } = &made.about;
+    format!("snapshot {} is backed up already, as {id}", snapshot.as_deref().unwrap_or_default())
 }
 
-/// Whether a backup that was interrupted is the one that is asked for.
-fn is_same(of: &About, request: &Request) -> bool {
-    let is_wished = match request.wish {
-        Wish::Full => of.kind == Kind::Full,
-        Wish::Incremental => of.kind == Kind::Incremental,
-        Wish::Auto => true,
-    };
-    let is_of_device = request.snapshot.is_some() || of.device == request.device.display().to_string();
-    is_wished && of.volume == request.volume && of.snapshot == request.snapshot && is_of_device
-}
-
-fn about(request: &Request, kind: Kind, size: u64) -> Result<About> {
+fn about(repository: &Repository, request: &Request, kind: Kind, size: u64) -> Result<About> {
     let now = jiff::Timestamp::now();
+    let (id, later) = repository.next_id(now)?;
+    if let Some(later) = later {
+        tracing::warn!(
+            "the clock says {now}, which is before the last backup, {later}: one of the two is wrong. The name of this backup \
+             comes after that one, so it is the latest"
+        );
+    }
     Ok(About {
-        id: format!("{}-{}", now.strftime("%Y%m%dT%H%M%S%.3fZ"), repository::random_digits(6)?),
+        id,
         volume: request.volume.clone(),
         created: now.as_second(),
         kind,
@@ -207,7 +203,12 @@ fn full(
     };
     fits(device, size)?;
     let done = partial.filter(|partial| partial.about.size == size);
-    Ok(Job { about: About { why, ..about(request, Kind::Full, size)? }, base: None, ranges, done })
+    Ok(Job {
+        about: About { why, ..about(repository, request, Kind::Full, size)? },
+        base: None,
+        ranges,
+        done,
+    })
 }
 
 fn incremental(
@@ -225,10 +226,7 @@ fn incremental(
         return Err(Not::Possible(format!("backup {} has no snapshot handle", base.about.id)));
     };
     if handle == snapshot {
-        return Err(Not::Failed(Error::refused(format!(
-            "snapshot {snapshot} is backed up already, as {}; take a new snapshot",
-            base.about.id
-        ))));
+        return Err(Not::Needed(Box::new(base)));
     }
     let delta = asked.client.delta(handle, &asked.snapshot);
     let blocks = match wait(repository.store.runtime(), stop, delta)? {
@@ -247,7 +245,10 @@ fn incremental(
         Err(error) => return Err(Not::Failed(error.into())),
     };
     let size = blocks.capacity();
-    if size != base.about.size {
+    // All behind the old end is read. Where that is more than the volume holds, a full backup is quicker.
+    let grown = size.saturating_sub(base.about.size);
+    let is_too_large = grown > base.about.data.max(MOST_GROWN) || grown > 0 && device.size() < size;
+    if size < base.about.size || is_too_large {
         return Err(Not::Possible(format!(
             "the volume has {size} bytes, and had {} in {}",
             base.about.size, base.about.id
@@ -256,7 +257,7 @@ fn incremental(
     fits(device, size)?;
     let base_id = Some(base.about.id.clone());
     let done = partial.filter(|partial| partial.about.base == base_id && partial.about.size == size);
-    let about = About { base: base_id, ..about(request, Kind::Incremental, size)? };
+    let about = About { base: base_id, ..about(repository, request, Kind::Incremental, size)? };
     Ok(Job { about, base: Some(base), ranges: Ranges::Stream(Box::new(blocks)), done })
 }
 

@@ -1,10 +1,12 @@
 //! The index of a backup: what it is, and where the maps of its segments lie. One object a backup; without it the backup
 //! does not exist.
 
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 
-use super::pack::{PackRef, Packs};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::pack::{self, PackRef, Packs};
 use crate::error::{Error, Result};
 
 /// Cells of a drawn map.
@@ -96,18 +98,10 @@ impl Index {
     /// Reads an index, and checks that it holds together.
     pub fn decode(bytes: &[u8], name: &str) -> Result<Self> {
         let index: Index = open(bytes, name)?;
-        let packs = index.packs.len();
-        let is_known = |pack: &u32| (*pack as usize) < packs;
-        let is_ascending = index.segments.is_sorted_by(|a, b| a.number < b.number);
-        let is_inside = index
-            .segments
-            .last()
-            .is_none_or(|last| u64::from(last.number) * super::SEGMENT < index.about.size);
-        let are_known = index.segments.iter().all(|of| is_known(&of.pack) && of.packs.iter().all(is_known));
-        let has_cells = index.changed.len() == CELLS;
-        match is_ascending && is_inside && are_known && has_cells {
+        check(&index.about, &index.packs, &index.segments, name)?;
+        match index.changed.len() == CELLS {
             true => Ok(index),
-            false => Err(Error::damaged(name, "its parts contradict each other")),
+            false => Err(Error::damaged(name, "its map has another number of cells than 1024")),
         }
     }
 
@@ -120,6 +114,33 @@ impl Index {
         packs
     }
 }
+
+/// What a backup, whole or interrupted, names must be there, and no larger than anybody writes it: others take it at its word.
+pub fn check(about: &About, packs: &[PackRef], segments: &[SegmentRef], name: &str) -> Result<()> {
+    let pack = |place: &u32| packs.get(*place as usize);
+    pack::check(packs, name)?;
+    let mut seen = HashSet::new();
+    let are_distinct = packs.iter().all(|pack| seen.insert(pack.id));
+    let is_ascending = segments.is_sorted_by(|a, b| a.number < b.number);
+    let is_inside = segments.last().is_none_or(|last| u64::from(last.number) * super::SEGMENT < about.size);
+    let are_known = segments.iter().all(|of| {
+        pack(&of.pack).is_some_and(|pack| of.chunk < pack.rows)
+            && of.packs.iter().all(|of| pack(of).is_some())
+    });
+    let is_possible = about.size <= MAX_SIZE;
+    match are_distinct && is_ascending && is_inside && are_known && is_possible {
+        true => Ok(()),
+        false => Err(Error::damaged(name, "its parts contradict each other")),
+    }
+}
+
+/// Reads a field that was not there in an earlier version: all after the last one is missing then.
+pub fn if_there<'d, D: Deserializer<'d>, T: Deserialize<'d> + Default>(from: D) -> Result<T, D::Error> {
+    Ok(T::deserialize(from).unwrap_or_default())
+}
+
+/// Numbers of segments have 32 bits.
+const MAX_SIZE: u64 = super::SEGMENT << 32;
 
 const MAGIC: &[u8; 8] = b"cbtbackp";
 /// Of everything in a repository. One with another is refused.
@@ -207,6 +228,7 @@ impl Cells {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn every_bit_of_an_envelope_is_covered() {
@@ -219,6 +241,67 @@ mod tests {
         }
         for length in 0..bytes.len() {
             assert!(open::<(String, u32)>(&bytes[..length], "it").is_err(), "cut at {length}");
+        }
+    }
+
+    fn sealed(content: &[u8]) -> Vec<u8> {
+        let mut bytes = [MAGIC.as_slice(), &VERSION.to_le_bytes(), content].concat();
+        let hash = blake3::hash(&bytes);
+        bytes.extend(hash.as_bytes());
+        bytes
+    }
+
+    fn sample() -> Index {
+        let text = || "text".to_owned();
+        let about = About {
+            id: text(),
+            volume: text(),
+            created: 1,
+            kind: Kind::Full,
+            base: None,
+            why: Some(text()),
+            snapshot: None,
+            device: text(),
+            size: 1 << 30,
+            data: 0,
+            listed: 0,
+            read: 0,
+            added: 0,
+            milliseconds: 0,
+        };
+        let packs = (0..3).map(|number| PackRef { id: [number; 32], bytes: 1000, rows: 20 }).collect();
+        let segment = |number| SegmentRef {
+            number,
+            pack: 0,
+            chunk: number,
+            blocks: 9,
+            packs: vec![1, 2],
+            fill: [1; 16],
+        };
+        Index { about, packs, segments: (0..3).map(segment).collect(), changed: vec![0; CELLS] }
+    }
+
+    proptest! {
+        /// Whoever forges an object forges its checksum, too.
+        #[test]
+        fn whatever_is_decoded_holds_together(changes in proptest::collection::vec((0usize..400, any::<u8>()), 0..6), cut in 0usize..2000) {
+            let sound = envelope(&sample());
+            let mut content = sound[12..sound.len() - 32].to_vec();
+            for (at, byte) in changes {
+                content[at] = byte;
+            }
+            content.truncate(cut.max(20));
+            let bytes = sealed(&content);
+            if let Ok(index) = Index::decode(&bytes, "it") {
+                for of in &index.segments {
+                    prop_assert!(of.chunk < index.packs[of.pack as usize].rows);
+                    prop_assert!(of.packs.iter().all(|pack| (*pack as usize) < index.packs.len()));
+                    prop_assert!(u64::from(of.number) * super::super::SEGMENT < index.about.size);
+                }
+                prop_assert!(index.packs.iter().all(|pack| pack.bytes as usize <= pack::MAX_PACK));
+                prop_assert_eq!(index.table().intern(index.packs[0]), 0);
+            }
+            let _ = open::<super::super::Partial>(&bytes, "it");
         }
     }
 

@@ -2,8 +2,9 @@
 //!
 //! In a directory a lock is flock(2) on the file `lock`: the kernel frees it with the process, also after kill -9. A
 //! bucket has nothing like it, so there a lock is an object below `locks/` that its holder writes anew every minute. One
-//! that was not written for ten minutes is of a process that is gone, and the next who looks removes it. Times are compared
-//! with that of one's own lock object. Both are the storage's, so no other clock counts.
+//! that was not written for ten minutes is of a process that is gone, and the next who looks removes it; on the same machine
+//! it is known at once, by the process. Times are compared with that of one's own lock object. Both are the storage's, so no
+//! other clock counts.
 //!
 //! A holder does not hear that its lock was removed, so it checks. A lock that is gone is never made anew, and one
 //! that was not written for five minutes counts as lost, by a clock that goes on while the machine sleeps: the five minutes
@@ -20,6 +21,7 @@ use base::Stop;
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
+use super::MAX_NOTE;
 use super::store::Store;
 use crate::error::{Error, Result};
 
@@ -44,6 +46,51 @@ struct Holder {
     command: String,
     host: String,
     pid: u32,
+    /// Where its pid counts: a boot of a machine, and a namespace. Earlier versions do not say it, nor the next.
+    #[serde(default)]
+    place: Option<String>,
+    /// When the process began, in ticks since the boot.
+    #[serde(default)]
+    started: Option<u64>,
+}
+
+impl Holder {
+    fn new(wanted: &Wanted<'_>) -> Self {
+        let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
+        let pid = std::process::id();
+        let Wanted { mode, command, .. } = wanted;
+        Holder {
+            mode: *mode,
+            command: (*command).to_owned(),
+            host,
+            pid,
+            place: place(),
+            started: started(pid),
+        }
+    }
+
+    /// Whether it is known that its process has ended.
+    fn is_gone(&self) -> bool {
+        let (Some(held_at), Some(began)) = (&self.place, self.started) else { return false };
+        let pid = nix::unistd::Pid::from_raw(self.pid as i32);
+        let is_here = self.pid > 0 && self.pid <= i32::MAX as u32 && place().as_ref() == Some(held_at);
+        // What runs and may not be looked at is there.
+        is_here
+            && (nix::sys::signal::kill(pid, None) == Err(nix::errno::Errno::ESRCH)
+                || started(self.pid).is_some_and(|started| started != began))
+    }
+}
+
+fn place() -> Option<String> {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let namespace = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    Some(format!("{} {}", boot.trim(), namespace.display()))
+}
+
+fn started(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in parentheses, may hold anything; behind it this is the twentieth field.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }
 
 /// How the lock was lost, once it is. A clone of it tells why a command was stopped.
@@ -69,6 +116,8 @@ pub struct Wanted<'c> {
     pub command: &'c str,
     /// How long it waits for others.
     pub wait: Duration,
+    /// It only reads, and goes on without a lock where it may not write one.
+    pub is_reader: bool,
 }
 
 /// A lock that is held until the value goes.
@@ -88,17 +137,28 @@ struct Busy {
 }
 
 impl Lock {
-    /// Takes the lock, or says who has it. `stop` is set when it is lost, and `lost` says why.
-    pub fn take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Self> {
+    /// Takes the lock, or says who has it. `stop` is set when it is lost, and `lost` says why. A reader without the right to
+    /// write has none: a prune beside it makes it fail, but what it reads has checksums.
+    pub fn take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Option<Self>> {
         let until = Instant::now() + wanted.wait;
         let mut is_told = false;
         loop {
             let tried = match store.dir() {
-                Some(dir) => try_file(&dir.join("lock"), wanted.mode)?,
-                None => ObjectLock::try_take(store, wanted, stop, lost)?.map(Lock::Object),
+                Some(dir) => try_file(&dir.join("lock"), wanted.mode),
+                None => ObjectLock::try_take(store, wanted, stop, lost).map(|lock| lock.map(Lock::Object)),
+            };
+            let tried = match tried {
+                Err(error) if wanted.is_reader && is_refused(&error) => {
+                    let why = base::report(&error);
+                    eprintln!(
+                        "cbt-backup: goes on without a lock, so a prune meanwhile may make it fail: {why}"
+                    );
+                    return Ok(None);
+                }
+                tried => tried?,
             };
             let busy = match tried {
-                Ok(lock) => return Ok(lock),
+                Ok(lock) => return Ok(Some(lock)),
                 Err(busy) if Instant::now() >= until => return Err(Error::refused(busy.why)),
                 Err(busy) => busy,
             };
@@ -123,6 +183,19 @@ impl Lock {
             Lock::File(_) => Ok(()),
             Lock::Object(lock) => lock.held.renew(),
         }
+    }
+}
+
+/// Whether there is no right, or no room, to write a lock.
+fn is_refused(error: &Error) -> bool {
+    use nix::libc::{EACCES, EPERM, EROFS};
+    match error {
+        Error::File(error) => error.is_no_space() || matches!(error.errno(), Some(EACCES | EPERM | EROFS)),
+        Error::Store { source, .. } => {
+            use object_store::Error::{PermissionDenied, Unauthenticated};
+            matches!(source, PermissionDenied { .. } | Unauthenticated { .. })
+        }
+        _ => false,
     }
 }
 
@@ -273,11 +346,9 @@ pub struct ObjectLock {
 
 impl ObjectLock {
     fn try_take(store: &Store, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Result<Self, Busy>> {
-        let host = nix::unistd::gethostname().unwrap_or_default().to_string_lossy().into_owned();
-        let Wanted { mode, command, .. } = wanted;
-        let holder = Holder { mode, command: command.to_owned(), host, pid: std::process::id() };
         // Numbers and texts.
-        let bytes = serde_json::to_vec(&holder).expect("strings and numbers can be written as JSON");
+        let bytes =
+            serde_json::to_vec(&Holder::new(&wanted)).expect("strings and numbers can be written as JSON");
         let name = format!("locks/{}", super::random_digits(16)?);
         let written = Mutex::new(now());
         store.replace(&name, bytes.clone())?;
@@ -286,7 +357,7 @@ impl ObjectLock {
         let times = Times::new();
         let held = Held { store, name, bytes, times, written, renewing: Mutex::default(), stop, lost };
         let mut lock = ObjectLock { held: Arc::new(held), ends: None, renewer: None };
-        if let Some(busy) = lock.held.in_the_way(mode)? {
+        if let Some(busy) = lock.held.in_the_way(wanted.mode)? {
             return Ok(Err(busy));
         }
         let (ends, ended) = channel();
@@ -310,6 +381,13 @@ impl ObjectLock {
 }
 
 impl Held {
+    /// Removes a lock whose holder is gone. It is in nobody's way any more, also where it has to stay.
+    fn remove(&self, name: String) {
+        if let Err(error) = self.store.remove(&[name]) {
+            tracing::warn!("a lock that is out of its time stays: {}", base::report(&error));
+        }
+    }
+
     /// Another lock that is in the way. Two that come at once see each other, and at least one goes.
     fn in_the_way(&self, mode: Mode) -> Result<Option<Busy>> {
         let locks = self.store.list("locks")?;
@@ -320,23 +398,29 @@ impl Held {
             let age = (own.last_modified - lock.last_modified).to_std().unwrap_or_default();
             let name = lock.location.to_string();
             if age > self.times.life {
-                self.store.remove(&[name])?;
+                self.remove(name);
                 continue;
             }
-            let bytes = match self.store.get(&name) {
+            let bytes = match self.store.get(&name, MAX_NOTE) {
                 // Freed meanwhile.
                 Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => continue,
                 bytes => bytes?,
             };
             let holder: Holder =
                 serde_json::from_slice(&bytes).map_err(|error| Error::damaged(&name, error.to_string()))?;
+            if holder.is_gone() {
+                self.remove(name);
+                continue;
+            }
             if mode == Mode::Exclusive || holder.mode == Mode::Exclusive {
                 let Holder { command, host, pid, .. } = holder;
                 let ends = self.times.life - age;
                 let hint = if mode == Mode::Exclusive { ", or add --wait SECONDS" } else { "" };
+                let until = jiff::Timestamp::now() + ends;
                 let why = format!(
                     "cbt-backup {command} (process {pid} on {host}) uses the repository: wait until it has ended{hint}. If \
-                     it is gone, its lock ends {} seconds from now",
+                     it is gone, its lock ends at {}, {} seconds from now",
+                    until.strftime("%H:%M:%S UTC"),
                     ends.as_secs()
                 );
                 return Ok(Some(Busy { why, object: Some((name, ends + POLL)) }));

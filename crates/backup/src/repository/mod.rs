@@ -9,54 +9,57 @@
 //! lock, locks/ID     see `lock`
 //! ```
 //!
+//! An ID is the time and random digits. Each new one comes after all that are there, also where the clock went back, so the
+//! order of the names is that in which backups were begun, and the last name is the latest backup. Nothing else in the
+//! directory is looked into or touched.
+//!
 //! Everything is a tree of checksums: an index has one of itself and names packs by the BLAKE3 of their tables, a table
 //! has that of each chunk, and a chunk may be the map of a segment, which names packs and chunks in turn. Objects never
-//! change, but for indexes when a prune has moved chunks, and those are replaced as one step.
+//! change, but for indexes when a prune has moved chunks, and those are replaced as one step. A checksum is no signature:
+//! whoever can write to the repository can forge it, so every length in an object has a bound, and what asks for more is
+//! damaged.
 //!
 //! The order of writes of a backup: packs with data, packs with the maps that name them, the index. Each is durable before
 //! the next is begun that names it, so whatever ends the backup leaves packs that nothing names, which a prune removes.
 
 pub mod index;
+mod keep;
 pub mod lock;
 pub mod pack;
 mod patience;
 pub mod prune;
+mod read;
 pub mod segment;
 pub mod store;
 pub mod verify;
 pub mod writer;
 
-use std::collections::{HashMap, VecDeque};
-use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 use base::Stop;
-use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
 pub use index::{About, Index, Kind, SegmentRef};
 use lock::{Lock, Lost, Wanted};
-use pack::{PackRef, Packs, Row, read_table};
+use pack::{PackRef, Row};
+use read::Parts;
+pub use read::{Piece, pieces};
 pub use segment::{BLOCK, Extent, SEGMENT, SEGMENT_BLOCKS, Segment};
 use store::Store;
 
-use crate::device::Buffer;
+use crate::device::Identity;
 use crate::error::{Error, Result};
 
 /// The object that makes a directory a repository.
 const CONFIG: &str = "repository";
-/// Parts of a pack that are read at once, and what may lie between them unused.
-const SPAN: u64 = 4 << 20;
-const SPAN_GAP: u64 = 128 << 10;
+/// Bytes of the largest index that is read: that of a volume of several PiB.
+const MAX_INDEX: usize = 256 << 20;
+/// Bytes of any other object that is no pack.
+const MAX_NOTE: usize = 1 << 20;
 /// Objects that are removed between two looks at the lock.
 const REMOVED: usize = 100;
-/// Rows of tables that are remembered: 25 MB of them.
-const REMEMBERED_ROWS: usize = 1 << 19;
-/// Bytes of a pack that are read for one chunk. It is the map of a segment, and those of the next segments mostly follow it.
-const AHEAD: u64 = 64 << 10;
-/// Such parts that are remembered: several threads ask, not quite in order.
-const REMEMBERED_PARTS: usize = 16;
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Config {
@@ -75,21 +78,9 @@ pub struct Partial {
     pub segments: Vec<SegmentRef>,
     /// All that are done.
     pub done: Vec<u32>,
-}
-
-/// Blocks of a volume and where they are stored.
-#[derive(Clone, Copy, Debug)]
-pub struct Piece {
-    /// First byte in the volume.
-    pub offset: u64,
-    /// Number of blocks.
-    pub blocks: u32,
-    /// The pack.
-    pub pack: PackRef,
-    /// The chunk.
-    pub chunk: u32,
-    /// Blocks of the chunk before the first that is meant.
-    pub skip: u32,
+    /// What it was read from. Earlier versions do not say it.
+    #[serde(deserialize_with = "index::if_there")]
+    pub source: Option<Identity>,
 }
 
 /// An open repository.
@@ -99,33 +90,19 @@ pub struct Repository {
     pub store: Store,
     tables: Mutex<HashMap<[u8; 32], Arc<Vec<Row>>>>,
     /// Parts of packs that were read last.
-    parts: Mutex<VecDeque<Part>>,
+    parts: Mutex<Parts>,
     lock: Option<Lock>,
-}
-
-/// A part of a pack.
-#[derive(Debug)]
-struct Part {
-    pack: [u8; 32],
-    start: u64,
-    bytes: Bytes,
-}
-
-impl Part {
-    fn slice(&self, pack: &PackRef, range: &Range<u64>) -> Option<Bytes> {
-        let has = self.start..self.start + self.bytes.len() as u64;
-        let is_in = self.pack == pack.id && has.start <= range.start && range.end <= has.end;
-        is_in.then(|| self.bytes.slice((range.start - has.start) as usize..(range.end - has.start) as usize))
-    }
 }
 
 impl Repository {
     /// Opens a repository that is there.
-    pub fn open(url: &str, runtime: &Handle) -> Result<Self> {
-        let store = Store::open(url, false, runtime)?;
-        match store.get(CONFIG) {
+    pub fn open(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
+        let store = Store::open(url, false, runtime, stop)?;
+        match store.get(CONFIG, MAX_NOTE) {
             Ok(bytes) => index::open::<Config>(&bytes, CONFIG)?,
             Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => {
+                // A bucket that does not exist is another error.
+                store.top()?;
                 return Err(Error::refused(format!(
                     "{url} is no repository of cbt-backup: the first backup makes one, in an empty place"
                 )));
@@ -136,27 +113,34 @@ impl Repository {
     }
 
     /// The same, and makes one where there is nothing yet.
-    pub fn open_or_create(url: &str, runtime: &Handle) -> Result<Self> {
-        let store = Store::open(url, true, runtime)?;
-        if let Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) = store.get(CONFIG) {
-            if let Some(first) = store.list("")?.into_iter().find(|object| object.location.as_ref() != "lock")
-            {
+    pub fn open_or_create(url: &str, runtime: &Handle, stop: &Stop) -> Result<Self> {
+        let store = Store::open(url, true, runtime, stop)?;
+        if let Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) =
+            store.get(CONFIG, MAX_NOTE)
+        {
+            // The root of an ext4 is empty.
+            let is_other = |name: &String| name != "lock" && name != "lost+found";
+            if let Some(first) = store.top()?.into_iter().find(is_other) {
                 return Err(Error::refused(format!(
-                    "{url} is no repository and not empty: it holds {}; name an empty place",
-                    first.location
+                    "{url} is no repository and not empty: it holds {first}; name an empty place"
                 )));
             }
             let config = Config { id: random_digits(32)?, created: jiff::Timestamp::now().as_second() };
             // Another process was quicker.
             store.create(CONFIG, index::envelope(&config))?;
         }
-        Self::open(url, runtime)
+        Self::open(url, runtime, stop)
     }
 
     /// Takes the lock, until the value goes. See [`Lock::take`].
     pub fn lock(self, wanted: Wanted<'_>, stop: &Stop, lost: &Lost) -> Result<Self> {
         let lock = Lock::take(&self.store, wanted, stop, lost)?;
-        Ok(Repository { lock: Some(lock), ..self })
+        Ok(Repository { lock, ..self })
+    }
+
+    /// See [`Lock::check`].
+    pub fn check_lock(&self) -> Result<()> {
+        self.lock.as_ref().map_or(Ok(()), Lock::check)
     }
 
     /// See [`Lock::hold`].
@@ -180,7 +164,7 @@ impl Repository {
         for batch in names.chunks(REMOVED) {
             self.hold()?;
             for name in batch {
-                self.lock.as_ref().map_or(Ok(()), Lock::check)?;
+                self.check_lock()?;
                 self.store.remove(std::slice::from_ref(name))?;
             }
         }
@@ -193,14 +177,32 @@ impl Repository {
         Ok(self.store.list("backups")?.into_iter().filter_map(of).collect())
     }
 
+    /// An id that comes after all others, and whether the clock is behind the last of them.
+    pub fn next_id(&self, now: jiff::Timestamp) -> Result<(String, Option<String>)> {
+        let ids = self.ids()?;
+        let last = ids.iter().rev().find_map(|id| Some((id, time_of(id)?)));
+        let after =
+            |time: jiff::Timestamp| time.checked_add(jiff::Span::new().milliseconds(1)).unwrap_or(time);
+        let time = last.map_or(now, |(_, last)| now.max(after(last)));
+        let id = format!("{}-{}", time.strftime("%Y%m%dT%H%M%S%.3fZ"), random_digits(6)?);
+        // Clocks of several machines differ a little.
+        let behind = last.filter(|(_, last)| last.duration_since(now) > jiff::SignedDuration::from_secs(60));
+        Ok((id, behind.map(|(id, _)| id.clone())))
+    }
+
     /// The index of a backup.
     pub fn index(&self, id: &str) -> Result<Index> {
         let name = format!("backups/{id}");
-        let index = Index::decode(&self.store.get(&name)?, &name)?;
-        match index.about.id == id {
-            true => Ok(index),
-            false => Err(Error::damaged(name, format!("it is that of {}", index.about.id))),
-        }
+        decode(&name, self.store.get(&name, MAX_INDEX))
+    }
+
+    /// What `take` makes of all indexes, the oldest first. They are read many at once, and it must not read more.
+    pub fn each_index<T>(&self, take: impl Fn(&str, Result<Index>) -> T) -> Result<Vec<T>> {
+        let objects = self.store.list("backups")?;
+        self.store.get_each(&objects, MAX_INDEX, |object, bytes| {
+            let id = object.location.filename().unwrap_or_default();
+            take(id, decode(object.location.as_ref(), bytes))
+        })
     }
 
     /// The backup that a person means: an id, the beginning of one, or `latest`, of one volume or of all.
@@ -209,9 +211,16 @@ impl Repository {
             return self.index(&self.named(wanted)?);
         }
         for id in self.ids()?.iter().rev() {
-            let index = self.index(id)?;
-            if volume.is_none_or(|volume| index.about.volume == volume) {
-                return Ok(index);
+            match (self.index(id), volume) {
+                (Ok(index), _) if volume.is_none_or(|volume| index.about.volume == volume) => {
+                    return Ok(index);
+                }
+                (Ok(_), _) => {}
+                (Err(error), Some(volume)) if error.is_damage() => tracing::warn!(
+                    "{}; it is left out, and may be a later backup of {volume} than the one that is taken",
+                    base::report(&error)
+                ),
+                (Err(error), _) => return Err(error),
             }
         }
         let of = volume.map(|volume| format!(" of {volume}")).unwrap_or_default();
@@ -234,15 +243,18 @@ impl Repository {
     /// What was interrupted.
     pub fn partials(&self) -> Result<Vec<(String, Result<Partial>)>> {
         let list = self.store.list("partial")?.into_iter().map(|object| object.location.to_string());
-        Ok(list
-            .map(|name| (name.clone(), self.store.get(&name).and_then(|bytes| index::open(&bytes, &name))))
-            .collect())
+        let read = |name: &String| {
+            let partial: Partial = index::open(&self.store.get(name, MAX_INDEX)?, name)?;
+            index::check(&partial.about, &partial.packs, &partial.segments, name)?;
+            Ok(partial)
+        };
+        Ok(list.map(|name| (name.clone(), read(&name))).collect())
     }
 
     /// What a verify has found wrong with a backup.
     pub fn known_damage(&self, id: &str) -> Result<Option<String>> {
         let name = format!("damaged/{id}");
-        match self.store.get(&name).and_then(|bytes| index::open(&bytes, &name)) {
+        match self.store.get(&name, MAX_NOTE).and_then(|bytes| index::open(&bytes, &name)) {
             Ok(what) => Ok(Some(what)),
             Err(Error::Store { source: object_store::Error::NotFound { .. }, .. }) => Ok(None),
             // That there is a mark says enough.
@@ -276,139 +288,21 @@ impl Repository {
         }
         Ok(())
     }
+}
 
-    /// The table of a pack.
-    pub fn table(&self, pack: &PackRef) -> Result<Arc<Vec<Row>>> {
-        let lock = || self.tables.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(table) = lock().get(&pack.id) {
-            return Ok(table.clone());
-        }
-        let table = Arc::new(read_table(pack, &self.store.get_range(&pack_name(pack), pack.table())?)?);
-        let mut tables = lock();
-        if tables.values().map(|table| table.len()).sum::<usize>() > REMEMBERED_ROWS {
-            tables.clear();
-        }
-        tables.insert(pack.id, table.clone());
-        Ok(table)
-    }
-
-    /// A whole chunk.
-    pub fn chunk(&self, pack: &PackRef, chunk: u32) -> Result<Vec<u8>> {
-        let table = self.table(pack)?;
-        let row = row(pack, &table, chunk)?;
-        let stored = self.part(pack, row.range())?;
-        let content = row.open(&stored).map_err(|error| in_pack(error, pack, chunk))?;
-        Ok(content.into_owned())
-    }
-
-    /// Bytes of a pack. Those behind them are read with them and kept for the next calls.
-    fn part(&self, pack: &PackRef, range: Range<u64>) -> Result<Bytes> {
-        let lock = || self.parts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(bytes) = lock().iter().find_map(|part| part.slice(pack, &range)) {
-            return Ok(bytes);
-        }
-        let (name, start) = (pack_name(pack), range.start);
-        let end = range.end.max(pack.table().start.min(start + AHEAD));
-        let bytes = match self.store.get_range(&name, start..end) {
-            // Those behind may be what is damaged.
-            Err(error) if error.is_damage() => return self.store.get_range(&name, range),
-            bytes => bytes?,
-        };
-        let wanted = bytes.slice(..(range.end - start) as usize);
-        let mut parts = lock();
-        parts.truncate(REMEMBERED_PARTS - 1);
-        parts.push_front(Part { pack: pack.id, start, bytes });
-        Ok(wanted)
-    }
-
-    /// The map of a segment, with places in `packs`.
-    pub fn segment(&self, index: &Index, of: &SegmentRef, packs: &mut Packs) -> Result<Segment> {
-        let bytes = self.chunk(&index.packs[of.pack as usize], of.chunk)?;
-        let segment = Segment::decode(&bytes, packs)?;
-        match segment.blocks() == u64::from(of.blocks) {
-            true => Ok(segment),
-            false => Err(Error::damaged("the map of a segment", "it holds more or less than the index says")),
-        }
-    }
-
-    /// Reads pieces and hands their bytes on, checked: part of a pack after part of a pack, and of each the chunks in the
-    /// order of the volume. An extent beyond its chunk is damage.
-    pub fn fetch(
-        &self,
-        mut pieces: Vec<Piece>,
-        emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
-    ) -> Result<()> {
-        pieces.sort_unstable_by_key(|piece| (piece.pack.id, piece.chunk, piece.offset));
-        let mut buffer = Buffer::default();
-        for pieces in pieces.chunk_by(|a, b| a.pack == b.pack) {
-            let pack = &pieces[0].pack;
-            let table = self.table(pack)?;
-            let mut rest = pieces;
-            while let Some(first) = rest.first() {
-                let mut span = row(pack, &table, first.chunk)?.range();
-                let mut count = 0;
-                for piece in rest {
-                    let next = row(pack, &table, piece.chunk)?.range();
-                    if next.start > span.end + SPAN_GAP || next.end - span.start > SPAN && count > 0 {
-                        break;
-                    }
-                    span.end = span.end.max(next.end);
-                    count += 1;
-                }
-                let (now, later) = rest.split_at(count);
-                let bytes = self.store.read_into(&pack_name(pack), span.clone(), &mut buffer)?;
-                emit_span(pack, &table, now, bytes, span.start, emit)?;
-                rest = later;
-            }
-        }
-        Ok(())
+/// The index that an object of this name must be.
+fn decode(name: &str, bytes: Result<Vec<u8>>) -> Result<Index> {
+    let index = Index::decode(&bytes?, name)?;
+    match name.strip_prefix("backups/") == Some(&index.about.id) {
+        true => Ok(index),
+        false => Err(Error::damaged(name, format!("it is that of {}", index.about.id))),
     }
 }
 
-fn emit_span(
-    pack: &PackRef,
-    table: &[Row],
-    pieces: &[Piece],
-    bytes: &[u8],
-    start: u64,
-    emit: &mut dyn FnMut(&Piece, &[u8]) -> Result<()>,
-) -> Result<()> {
-    let mut chunks: Vec<&[Piece]> = pieces.chunk_by(|a, b| a.chunk == b.chunk).collect();
-    chunks.sort_unstable_by_key(|pieces| pieces[0].offset);
-    for pieces in chunks {
-        let chunk = pieces[0].chunk;
-        let row = row(pack, table, chunk)?;
-        let range = row.range();
-        let stored = &bytes[(range.start - start) as usize..(range.end - start) as usize];
-        let raw = row.open(stored).map_err(|error| in_pack(error, pack, chunk))?;
-        for piece in pieces {
-            let part: Range<usize> = blocks(piece.skip)..blocks(piece.skip + piece.blocks);
-            let part = raw
-                .get(part)
-                .ok_or_else(|| Error::damaged("the map of a segment", "a chunk is too short for it"))?;
-            emit(piece, part)?;
-        }
-    }
-    Ok(())
-}
-
-fn blocks(count: u32) -> usize {
-    count as usize * BLOCK as usize
-}
-
-fn row<'t>(pack: &PackRef, table: &'t [Row], chunk: u32) -> Result<&'t Row> {
-    let row = table.get(chunk as usize);
-    row.ok_or_else(|| {
-        Error::damaged("the map of a segment", format!("pack {} has no chunk {chunk}", pack.name()))
-    })
-}
-
-/// Says in which pack a chunk is damaged.
-fn in_pack(error: Error, pack: &PackRef, chunk: u32) -> Error {
-    match error {
-        Error::Damaged { why, .. } => Error::damaged(format!("chunk {chunk} of pack {}", pack.name()), why),
-        error => error,
-    }
+/// The time in an id, where it has one.
+fn time_of(id: &str) -> Option<jiff::Timestamp> {
+    let (time, _) = id.rsplit_once('-')?;
+    jiff::Timestamp::strptime("%Y%m%dT%H%M%S%.fZ%z", format!("{time}+0000")).ok()
 }
 
 /// Where a pack lies.
@@ -424,72 +318,36 @@ pub fn random_digits(count: usize) -> Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()[..count].to_owned())
 }
 
-/// The parts of a segment's extents as pieces of the volume.
-pub fn pieces(number: u32, extents: &[Extent], packs: &Packs) -> Vec<Piece> {
-    let piece = |extent: &Extent| Piece {
-        offset: u64::from(number) * SEGMENT + u64::from(extent.start) * BLOCK,
-        blocks: extent.blocks,
-        pack: *packs.get(extent.pack),
-        chunk: extent.chunk,
-        skip: extent.skip,
-    };
-    extents.iter().map(piece).collect()
-}
-
 #[cfg(test)]
-#[expect(clippy::disallowed_methods, reason = "what is done to a repository from outside")]
 mod tests {
-    use super::pack::{Compressor, OpenPack, Spare};
     use super::*;
 
     #[test]
-    fn maps_that_follow_are_at_hand_and_their_damage_is_theirs_alone() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().expect("runtime");
+    fn every_id_comes_after_all_others() {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
-        let open = || {
-            let repository = Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle());
-            repository.expect("a repository")
-        };
-        // Noise, so that what is stored is as long: six chunks are not quite what is read at once.
-        let mut random = fastrand::Rng::with_seed(3);
-        let contents: Vec<Vec<u8>> = (0..20)
-            .map(|_| std::iter::repeat_with(|| random.u8(..)).take(AHEAD as usize / 6 - 100).collect())
-            .collect();
-        let store = |contents: &mut dyn Iterator<Item = &Vec<u8>>| {
-            let (mut pack, mut compressor) =
-                (OpenPack::new(&Spare::default()), Compressor::new(1).expect("zstd"));
-            for content in contents {
-                pack.push(&compressor.chunk(content));
-            }
-            let (pack, parts) = pack.close();
-            runtime.block_on(open().store.put(&pack_name(&pack), parts.to_vec())).expect("put");
-            pack
-        };
-        let (pack, other) = (store(&mut contents.iter()), store(&mut contents.iter().rev()));
-        let path = dir.path().join(pack_name(&pack));
-        let whole = std::fs::read(&path).expect("read");
-
-        let repository = open();
-        for (number, content) in (0..).zip(&contents) {
-            assert_eq!(&repository.chunk(&pack, number).expect("a chunk"), content, "{number}");
-            assert_eq!(&repository.chunk(&other, 19 - number).expect("a chunk"), content, "{number} of 19");
+        let repository =
+            Repository::open_or_create(&dir.path().to_string_lossy(), runtime.handle(), &Stop::default())
+                .expect("a repository");
+        let mut ids: Vec<String> = Vec::new();
+        for seconds in [1_800_000_000, 1_900_000_000, 1_800_000_000, 0, 253_402_207_199, 5] {
+            let now = jiff::Timestamp::from_second(seconds).expect("a time");
+            let (id, behind) = repository.next_id(now).expect("an id");
+            assert_eq!(
+                behind.is_some(),
+                ids.last().is_some_and(|last| time_of(last).expect("a time") >= now)
+            );
+            repository.store.replace(&format!("backups/{id}"), Vec::new()).expect("write");
+            // What others put there says nothing about the time.
+            repository.store.replace("backups/zzz-1", Vec::new()).expect("write");
+            ids.push(id);
         }
-        // What was read needs the file no more. Of the rest only the table is known.
-        let repository = open();
-        assert_eq!(repository.chunk(&pack, 3).expect("a chunk"), contents[3]);
-        std::fs::remove_file(&path).expect("remove");
-        for number in 4..9 {
-            assert_eq!(repository.chunk(&pack, number).expect("at hand"), contents[number as usize]);
-        }
-        for number in [2, 9] {
-            assert!(repository.chunk(&pack, number).is_err(), "{number} was not read");
-        }
-
-        std::fs::write(&path, &whole).expect("write");
-        let repository = open();
-        repository.table(&pack).expect("a table");
-        std::fs::write(&path, &whole[..contents[0].len() * 3 / 2]).expect("cut it short");
-        assert_eq!(repository.chunk(&pack, 0).expect("it is whole"), contents[0]);
-        assert!(repository.chunk(&pack, 1).expect_err("it is not").is_damage());
+        let mut found = repository.ids().expect("ids");
+        assert_eq!(found.pop().as_deref(), Some("zzz-1"));
+        assert_eq!(found, ids);
     }
 }

@@ -19,6 +19,8 @@ pub const CELL: u64 = 64 << 10;
 pub const PACK: usize = 16 << 20;
 /// A pack is closed once it holds this number of chunks, so that its table stays small.
 const MAX_ROWS: usize = 16384;
+/// No pack is longer: one that is not full yet takes one chunk more.
+pub const MAX_PACK: usize = PACK + MAX_CHUNK + MAX_ROWS * ROW;
 /// Bytes that are compressed to see whether more are worth it.
 const SAMPLE: usize = 8 << 10;
 /// Bytes of a row.
@@ -56,6 +58,21 @@ impl PackRef {
     /// The id as text.
     pub fn name(&self) -> String {
         blake3::Hash::from(self.id).to_hex().to_string()
+    }
+}
+
+/// An error where a pack is larger than any that is written: what reads it makes room for all that its lengths say.
+pub fn check(packs: &[PackRef], name: &str) -> Result<()> {
+    let is_wrong = |pack: &&PackRef| {
+        let (rows, bytes) = (pack.rows as usize, pack.bytes as usize);
+        rows > MAX_ROWS || bytes > MAX_PACK || rows * ROW > bytes
+    };
+    match packs.iter().find(is_wrong) {
+        Some(PackRef { rows, bytes, .. }) => Err(Error::damaged(
+            name,
+            format!("it names a pack of {bytes} bytes with {rows} chunks, which cannot be"),
+        )),
+        None => Ok(()),
     }
 }
 
@@ -298,6 +315,7 @@ impl OpenPack {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn pack(contents: &[Vec<u8>]) -> (PackRef, Vec<u8>) {
         let mut open = OpenPack::new(&Spare::default());
@@ -325,6 +343,24 @@ mod tests {
         for (row, content) in rows.iter().zip(contents()) {
             let stored = &bytes[row.start as usize..row.range().end as usize];
             assert_eq!(row.open(stored).expect("a chunk"), content);
+        }
+    }
+
+    proptest! {
+        /// Whoever forges a table forges its checksum, too.
+        #[test]
+        fn rows_of_a_table_lie_in_their_pack(rows in proptest::collection::vec((0u32..300, 0u32..300), 0..5), more in 0u32..3) {
+            let table: Vec<u8> = rows
+                .iter()
+                .flat_map(|(stored, raw)| [&stored.to_le_bytes()[..], &raw.to_le_bytes(), &[0; 32]].concat())
+                .collect();
+            let stored: u32 = rows.iter().map(|(stored, _)| stored).sum();
+            let bytes = stored + table.len() as u32 + more;
+            let pack = PackRef { id: *blake3::hash(&table).as_bytes(), bytes, rows: rows.len() as u32 };
+            let is_sound = more == 0 && rows.iter().all(|(stored, raw)| stored <= raw);
+            let read = read_table(&pack, &table);
+            prop_assert_eq!(read.is_ok(), is_sound);
+            prop_assert!(read.unwrap_or_default().iter().all(|row| row.range().end <= pack.table().start));
         }
     }
 

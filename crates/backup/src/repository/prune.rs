@@ -7,34 +7,27 @@
 //! anything more: others may be at work by then.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::path::Path;
 
 use base::Stop;
+use files::Context;
 use jiff::Timestamp;
-use jiff::tz::TimeZone;
+use object_store::ObjectMeta;
 use serde::Serialize;
 
 use super::index::envelope;
-use super::pack::{Chunk, PackRef, Packs, read_table};
+pub use super::keep::Keep;
+use super::keep::kept;
+use super::pack::{Chunk, MAX_PACK, PackRef, Packs, read_table};
 use super::verify::{Use, as_index};
 use super::writer::{Writer, gather};
-use super::{About, Index, Partial, Repository, SegmentRef, pack_name};
+use super::{About, CONFIG, Index, Partial, Repository, SegmentRef, pack_name};
 use crate::error::{Error, Result};
 
 /// Chunks that are moved in one go: 64 MB of memory.
 const MOVED: usize = 1 << 20;
 /// What was interrupted is kept so long.
 const PARTIAL_DAYS: i64 = 7;
-
-/// Which backups are kept. With nothing said all are.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Keep {
-    /// The number of last ones of each volume.
-    pub last: Option<usize>,
-    /// The number of days of which the last one is kept.
-    pub daily: Option<usize>,
-    /// The number of weeks of which the last one is kept.
-    pub weekly: Option<usize>,
-}
 
 /// What a person wants of a prune.
 #[derive(Clone, Debug, Default)]
@@ -64,71 +57,60 @@ pub struct Pruned {
     pub moved: u64,
 }
 
-/// The ids of the backups that are kept. Pure.
-pub fn kept(backups: &[About], keep: Keep) -> BTreeSet<String> {
-    let is_all = keep.last.is_none() && keep.daily.is_none() && keep.weekly.is_none();
-    let mut kept = BTreeSet::new();
-    let mut volumes: BTreeMap<&str, Vec<&About>> = BTreeMap::new();
-    for about in backups {
-        volumes.entry(&about.volume).or_default().push(about);
-    }
-    for backups in volumes.values_mut() {
-        backups.sort_by_key(|about| std::cmp::Reverse((about.created, &about.id)));
-        let day = |about: &About| {
-            Timestamp::from_second(about.created).unwrap_or_default().to_zoned(TimeZone::UTC).date()
-        };
-        let mut first_of = |limit: Option<usize>, name: &dyn Fn(&About) -> (i64, i64)| {
-            let mut seen = BTreeSet::new();
-            for about in backups.iter() {
-                if seen.len() < limit.unwrap_or(0) && seen.insert(name(about)) {
-                    kept.insert(about.id.clone());
-                }
-            }
-        };
-        first_of(keep.daily, &|about| (day(about).year().into(), day(about).day_of_year().into()));
-        first_of(keep.weekly, &|about| {
-            let week = day(about).iso_week_date();
-            (week.year().into(), week.week().into())
-        });
-        let last = if is_all { backups.len() } else { keep.last.unwrap_or(0) };
-        kept.extend(backups.iter().take(last).map(|about| about.id.clone()));
-    }
-    kept
-}
-
 /// Prunes. The caller has the repository alone.
 pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Pruned> {
     let mut removed =
         rules.remove.iter().map(|wanted| repository.named(wanted)).collect::<Result<BTreeSet<String>>>()?;
-    let mut abouts = Vec::new();
-    for id in repository.ids()?.into_iter().filter(|id| !removed.contains(id)) {
-        let index = repository.index(&id).map_err(|error| {
-            Error::refused(format!(
-                "{}: prune cannot know what that backup needs. If it cannot be restored any more, go on without it: \
-                 `cbt-backup prune --remove {id}`",
-                base::report(&error)
-            ))
-        })?;
-        abouts.push(index.about);
+    let (mut abouts, mut damaged) = (Vec::new(), Vec::new());
+    for (id, about) in repository.each_index(|id, index| (id.to_owned(), index.map(|index| index.about)))? {
+        match about {
+            _ if removed.contains(&id) => {}
+            Ok(about) => abouts.push(about),
+            // The rules may be kept to without it, but not what it needs.
+            Err(error) if error.is_damage() && rules.volume.is_some() => {
+                tracing::warn!(
+                    "{}: nothing is freed, since prune cannot know what that backup needs. If it cannot be restored any \
+                     more, go on without it: `cbt-backup prune --remove {id}`",
+                    base::report(&error)
+                );
+                damaged.push(id);
+            }
+            Err(error) if error.is_damage() => {
+                return Err(Error::refused(format!(
+                    "{}: prune cannot know what that backup needs. If it cannot be restored any more, go on without it: \
+                     `cbt-backup prune --remove {id}`",
+                    base::report(&error)
+                )));
+            }
+            Err(error) => return Err(error),
+        }
     }
     let (of_volume, others): (Vec<_>, Vec<_>) = abouts
         .into_iter()
         .partition(|about| rules.volume.as_ref().is_none_or(|volume| about.volume == *volume));
     let mut keeps = kept(&of_volume, rules.keep);
-    keeps.extend(others.iter().map(|about| about.id.clone()));
+    keeps.extend(others.iter().map(|about| about.id.clone()).chain(damaged.iter().cloned()));
     removed.extend(of_volume.iter().map(|about| about.id.clone()).filter(|id| !keeps.contains(id)));
     let mut pruned = Pruned {
         removed: removed.into_iter().collect(),
         kept: keeps.into_iter().collect(),
         ..Pruned::default()
     };
+    // What cannot be listed is found before anything is removed.
+    let packs = repository.store.list("packs")?;
     if rules.is_dry {
+        if damaged.is_empty() {
+            pruned.freed = unused(repository, &pruned.kept, packs)?.iter().map(|object| object.size).sum();
+        }
         return Ok(pruned);
     }
     let names =
         |prefix: &str, ids: &[String]| ids.iter().map(|id| format!("{prefix}/{id}")).collect::<Vec<_>>();
     repository.remove(&names("backups", &pruned.removed))?;
     repository.store.sync_removals("backups")?;
+    if !damaged.is_empty() {
+        return Ok(pruned);
+    }
     remove_partials(repository, &pruned.kept, &of_volume)?;
     for object in repository.store.list("damaged")? {
         if !object.location.filename().is_some_and(|id| pruned.kept.iter().any(|kept| kept == id)) {
@@ -150,18 +132,28 @@ pub fn prune(repository: &Repository, rules: &Rules, stop: &Stop) -> Result<Prun
 
 /// Removes packs that nothing names: the bytes of them.
 fn sweep(repository: &Repository, kept: &[String]) -> Result<u64> {
+    let unused = unused(repository, kept, repository.store.list("packs")?)?;
+    let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
+    repository.remove(&names)?;
+    Ok(unused.iter().map(|object| object.size).sum())
+}
+
+/// Those of some packs that neither a backup which is kept nor an interrupted one names.
+fn unused(repository: &Repository, kept: &[String], mut packs: Vec<ObjectMeta>) -> Result<Vec<ObjectMeta>> {
+    let kept: HashSet<&str> = kept.iter().map(String::as_str).collect();
+    let names = |id: &str, index: Result<Index>| match kept.contains(id) {
+        true => index.map(|index| index.packs.iter().map(pack_name).collect::<Vec<_>>()),
+        false => Ok(Vec::new()),
+    };
     let mut named = HashSet::new();
-    for id in kept {
-        named.extend(repository.index(id)?.packs.iter().map(pack_name));
+    for names in repository.each_index(names)? {
+        named.extend(names?);
     }
     for (_, partial) in repository.partials()? {
         named.extend(partial?.packs.iter().map(pack_name));
     }
-    let mut unused = repository.store.list("packs")?;
-    unused.retain(|object| !named.contains(object.location.as_ref()));
-    let names: Vec<String> = unused.iter().map(|object| object.location.to_string()).collect();
-    repository.remove(&names)?;
-    Ok(unused.iter().map(|object| object.size).sum())
+    packs.retain(|object| !named.contains(object.location.as_ref()));
+    Ok(packs)
 }
 
 /// Removes what was interrupted and cannot be gone on with any more, or is old.
@@ -170,7 +162,7 @@ fn remove_partials(repository: &Repository, kept: &[String], abouts: &[About]) -
     for (name, partial) in repository.partials()? {
         let is_needed = match &partial {
             Ok(Partial { about, packs, .. }) => {
-                let is_over = |of: &About| of.volume == about.volume && of.created >= about.created;
+                let is_over = |of: &About| of.volume == about.volume && of.id > about.id;
                 now - about.created < PARTIAL_DAYS * 86400
                     && about.base.as_ref().is_none_or(|base| kept.contains(base))
                     && !abouts.iter().any(is_over)
@@ -198,28 +190,32 @@ fn is_whole(repository: &Repository, packs: &[PackRef], id: &str) -> Result<bool
 
 /// Files that were being written when a process ended: the store writes NAME#NUMBER beside NAME, and lists none of them.
 fn remove_drafts(repository: &Repository) -> Result<()> {
-    fn walk(dir: &std::path::Path, depth: usize) -> Result<()> {
-        use files::Context;
-        for entry in std::fs::read_dir(dir).context("list", dir)? {
+    fn walk(dir: &Path, depth: usize, start: &str) -> Result<()> {
+        let entries = match dir.read_dir() {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            entries => entries.context("list", dir)?,
+        };
+        for entry in entries {
             let path = entry.context("list", dir)?.path();
-            if path.is_dir() && depth > 0 {
-                walk(&path, depth - 1)?;
+            if depth > 0 && path.is_dir() {
+                walk(&path, depth - 1, start)?;
                 continue;
             }
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let is_draft = name.rsplit_once('#').is_some_and(|(_, digits)| {
                 !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
             });
-            if is_draft {
+            if is_draft && name.starts_with(start) {
                 files::change::remove_file(&path)?;
             }
         }
         Ok(())
     }
-    match repository.store.dir() {
-        Some(dir) => walk(dir, 2),
-        None => Ok(()),
+    let Some(dir) = repository.store.dir() else { return Ok(()) };
+    for name in ["packs", "backups", "partial", "damaged"] {
+        walk(&dir.join(name), 1, "")?;
     }
+    walk(dir, 0, CONFIG)
 }
 
 /// What is in use of each pack: data, and maps of segments.
@@ -406,7 +402,7 @@ fn copy(
     writer: &Writer<'_>,
 ) -> Result<Option<Copies>> {
     let Some(used) = used else { return Ok(Some(Vec::new())) };
-    let bytes = repository.store.get(&pack_name(pack));
+    let bytes = repository.store.get(&pack_name(pack), MAX_PACK);
     let read = bytes.and_then(|bytes| {
         let table = bytes.get(pack.table().start as usize..).unwrap_or_default();
         let rows = read_table(pack, table)?;
@@ -423,60 +419,5 @@ fn copy(
         Ok((numbers, chunks)) => Ok(Some(numbers.into_iter().zip(writer.chunks(&chunks)?).collect())),
         Err(error) if error.is_damage() => Ok(None),
         Err(error) => Err(error),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::repository::Kind;
-
-    fn about(volume: &str, time: &str) -> About {
-        About {
-            id: time.to_owned(),
-            volume: volume.to_owned(),
-            created: time.parse::<Timestamp>().expect("a time").as_second(),
-            kind: Kind::Full,
-            base: None,
-            why: None,
-            snapshot: None,
-            device: String::new(),
-            size: 0,
-            data: 0,
-            listed: 0,
-            read: 0,
-            added: 0,
-            milliseconds: 0,
-        }
-    }
-
-    #[test]
-    fn what_is_kept_is_the_last_of_its_day_or_week_and_the_last_ones() {
-        // Sunday the 4th and Monday the 5th of January 2026 are of two weeks; the year begins in week 1.
-        let times = [
-            "2025-12-28T10:00:00Z",
-            "2025-12-29T10:00:00Z",
-            "2026-01-04T10:00:00Z",
-            "2026-01-04T22:00:00Z",
-            "2026-01-05T10:00:00Z",
-            "2026-01-06T09:00:00Z",
-            "2026-01-06T10:00:00Z",
-        ];
-        let backups: Vec<About> = times.iter().map(|time| about("a", time)).collect();
-        let case = |last, daily, weekly, wanted: &[usize]| {
-            let kept = kept(&backups, Keep { last, daily, weekly });
-            let wanted: BTreeSet<String> = wanted.iter().map(|place| times[*place].to_owned()).collect();
-            assert_eq!(kept, wanted, "{last:?} {daily:?} {weekly:?}");
-        };
-        case(None, None, None, &[0, 1, 2, 3, 4, 5, 6]);
-        case(Some(1), None, None, &[6]);
-        case(Some(0), None, None, &[]);
-        case(None, Some(2), None, &[6, 4]);
-        case(None, Some(9), None, &[6, 4, 3, 1, 0]);
-        case(None, None, Some(2), &[6, 3]);
-        case(None, None, Some(3), &[6, 3, 0]);
-        case(Some(2), Some(1), Some(2), &[6, 5, 3]);
-        let both = [about("a", times[0]), about("b", times[1])];
-        assert_eq!(kept(&both, Keep { last: Some(1), ..Keep::default() }).len(), 2, "each volume by itself");
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::pack::{PackRef, Packs};
+use super::pack::{self, PackRef, Packs};
 use crate::error::{Error, Result};
 
 /// The unit of all positions. What a driver lists is rounded out to it.
@@ -160,6 +160,7 @@ impl Segment {
     pub fn decode(bytes: &[u8], packs: &mut Packs) -> Result<Self> {
         let damaged = |why: &str| Error::damaged("the map of a segment", why);
         let stored: Stored = postcard::from_bytes(bytes).map_err(|error| damaged(&error.to_string()))?;
+        pack::check(&stored.packs, "the map of a segment")?;
         let places: Vec<u32> = stored.packs.into_iter().map(|pack| packs.intern(pack)).collect();
         let mut end = 0;
         let mut extents = stored.extents;
@@ -254,11 +255,11 @@ mod tests {
         fn what_is_stored_comes_back(held in marks()) {
             let mut packs = Packs::default();
             for number in 0..2 {
-                packs.intern(PackRef { id: [number; 32], bytes: 1, rows: 1 });
+                packs.intern(PackRef { id: [number; 32], bytes: 100, rows: 1 });
             }
             let segment = Segment { extents: (0..2).flat_map(|chunk| extents(chunk, &held)).take(1).collect() };
             let mut others = Packs::default();
-            others.intern(PackRef { id: [9; 32], bytes: 1, rows: 1 });
+            others.intern(PackRef { id: [9; 32], bytes: 100, rows: 1 });
             let mut back = Segment::decode(&segment.encode(&packs), &mut others).expect("decodes");
             for extent in &mut back.extents {
                 extent.pack = u32::from(others.get(extent.pack).id[0]);

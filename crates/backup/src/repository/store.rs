@@ -7,14 +7,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::Stop;
 use bytes::Bytes;
 use files::{change, durable};
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as Name;
 use object_store::prefix::PrefixStore;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload, UpdateVersion};
+use object_store::{
+    GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload, UpdateVersion,
+};
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
@@ -22,23 +25,30 @@ use super::patience::{self, BySize};
 use crate::device::{ALIGN, Buffer, Device, Target};
 use crate::error::{Error, Result};
 use crate::repository::BLOCK;
+use crate::wait::wait;
 
 /// From this length on what is read of a directory's object, or written as one, goes past the page cache, which it would
 /// only pass through.
 const LARGE: u64 = 256 << 10;
+
+/// Objects that are read at once, where each is small, and their bytes where they are not.
+const AT_ONCE: u64 = 64;
+const AT_ONCE_BYTES: u64 = 64 << 20;
 
 /// A directory or a bucket.
 #[derive(Clone, Debug)]
 pub struct Store {
     inner: Arc<dyn ObjectStore>,
     runtime: Handle,
+    /// Ends what reads; what writes comes to its end.
+    stop: Stop,
     /// Where it is a directory.
     dir: Option<PathBuf>,
 }
 
 impl Store {
     /// Opens `DIR` or `s3://BUCKET/PREFIX`. A directory that is missing is made if `create`.
-    pub fn open(url: &str, create: bool, runtime: &Handle) -> Result<Self> {
+    pub fn open(url: &str, create: bool, runtime: &Handle, stop: &Stop) -> Result<Self> {
         let wrong = |why: String| Error::refused(format!("the repository {url:?}: {why}"));
         if let Some(place) = url.strip_prefix("s3://") {
             let (bucket, prefix) = place.split_once('/').unwrap_or((place, ""));
@@ -56,7 +66,7 @@ impl Store {
                 "" => Arc::new(s3),
                 prefix => Arc::new(PrefixStore::new(s3, prefix)),
             };
-            return Ok(Store { inner, runtime: runtime.clone(), dir: None });
+            return Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: None });
         }
         if url.contains("://") {
             return Err(wrong("write a directory or s3://BUCKET/PREFIX".into()));
@@ -70,7 +80,7 @@ impl Store {
         // An object is a file that is written beside, synced, renamed, and its directory synced.
         let local = LocalFileSystem::new_with_prefix(dir).map_err(|error| wrong(error.to_string()))?;
         let inner = Arc::new(local.with_fsync(true));
-        Ok(Store { inner, runtime: runtime.clone(), dir: Some(dir.to_owned()) })
+        Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: Some(dir.to_owned()) })
     }
 
     /// The directory, where it is one.
@@ -105,7 +115,8 @@ impl Store {
         let path = Name::from(name);
         let put = self.inner.put_opts(&path, bytes.clone().into(), PutMode::Create.into());
         let Err(error) = self.runtime.block_on(put) else { return Ok(true) };
-        if self.get(name).is_ok_and(|there| there == bytes) {
+        let there = self.runtime.block_on(self.get_whole(name, bytes.len()));
+        if there.is_ok_and(|there| there == bytes) {
             return Ok(true);
         }
         match error {
@@ -158,11 +169,57 @@ impl Store {
         self.runtime.block_on(self.put(name, vec![bytes.into()]))
     }
 
-    /// A whole object.
-    pub fn get(&self, name: &str) -> Result<Vec<u8>> {
+    /// What is read, unless the command is stopped before.
+    fn wait<T>(&self, read: impl Future<Output = T>) -> Result<T> {
+        wait(&self.runtime, &self.stop, read)
+    }
+
+    /// A whole object of at most so many bytes.
+    pub fn get(&self, name: &str, most: usize) -> Result<Vec<u8>> {
+        self.wait(self.get_whole(name, most))?
+    }
+
+    async fn get_whole(&self, name: &str, most: usize) -> Result<Vec<u8>> {
         let name = Name::from(name);
-        let get = async { self.inner.get(&name).await?.bytes().await };
-        self.runtime.block_on(get).map(Into::into).map_err(failed("read", &name))
+        // No more of it is read than may be there, whatever its length.
+        let options = GetOptions::new().with_range(Some(GetRange::Bounded(0..most as u64 + 1)));
+        let got = async {
+            let got = self.inner.get_opts(&name, options).await?;
+            Ok::<_, object_store::Error>((got.meta.size, got.bytes().await?))
+        };
+        match got.await {
+            Ok((size, _)) if size > most as u64 => {
+                Err(Error::damaged(name.to_string(), format!("it has {size} bytes, and may have {most}")))
+            }
+            Ok((_, bytes)) => Ok(bytes.into()),
+            Err(error) => Err(self.unread(&name, 0..1, error).await),
+        }
+    }
+
+    /// What it means that a part of an object cannot be read: it is damaged where it is too short for it.
+    async fn unread(&self, name: &Name, range: Range<u64>, error: object_store::Error) -> Error {
+        match (&error, self.head(name).await) {
+            (object_store::Error::NotFound { .. }, _) => failed("read", name)(error),
+            (_, Ok(Some(there))) if there.size < range.end => {
+                let why = format!("it has {} bytes, and {} are needed", there.size, range.end);
+                Error::damaged(name.to_string(), why)
+            }
+            _ => failed("read", name)(error),
+        }
+    }
+
+    /// Whole objects, many at once, each handed to `take` as it comes; the results are in the order of the names.
+    pub fn get_each<T>(
+        &self,
+        names: &[ObjectMeta],
+        most: usize,
+        take: impl Fn(&ObjectMeta, Result<Vec<u8>>) -> T,
+    ) -> Result<Vec<T>> {
+        let largest = names.iter().map(|of| of.size).max().unwrap_or(0).max(1);
+        let at_once = (AT_ONCE_BYTES / largest).clamp(1, AT_ONCE) as usize;
+        let take = &take;
+        let get = |of| async move { take(of, self.get_whole(of.location.as_ref(), most).await) };
+        self.wait(stream::iter(names).map(get).buffered(at_once).collect())
     }
 
     /// Part of an object; an error where it is shorter.
@@ -171,15 +228,13 @@ impl Store {
         if range.is_empty() {
             return Ok(Bytes::new());
         }
-        let bytes = self.runtime.block_on(self.inner.get_range(&name, range.clone()));
-        let bytes = bytes.map_err(|error| match error {
-            // The local store says so of a range past the end; S3 sends what there is.
-            object_store::Error::Generic { source, .. } => Error::damaged(
-                name.to_string(),
-                format!("bytes {} to {} cannot be read: {source}", range.start, range.end),
-            ),
-            error => failed("read", &name)(error),
-        })?;
+        let bytes = self.wait(async {
+            let bytes = self.inner.get_range(&name, range.clone()).await;
+            match bytes {
+                Ok(bytes) => Ok(bytes),
+                Err(error) => Err(self.unread(&name, range.clone(), error).await),
+            }
+        })??;
         match bytes.len() as u64 == range.end - range.start {
             true => Ok(bytes),
             false => Err(Error::damaged(name.to_string(), "it is shorter than it was")),
@@ -211,9 +266,17 @@ impl Store {
     pub fn list(&self, prefix: &str) -> Result<Vec<ObjectMeta>> {
         let name = Name::from(prefix);
         let list = self.inner.list(Some(&name)).try_collect();
-        let mut found: Vec<ObjectMeta> = self.runtime.block_on(list).map_err(failed("list", &name))?;
+        let mut found: Vec<ObjectMeta> = self.wait(list)?.map_err(failed("list", &name))?;
         found.sort_by(|a, b| a.location.cmp(&b.location));
         Ok(found)
+    }
+
+    /// The names of what lies at the top, objects and the beginnings of others' names. Nothing below is looked into.
+    pub fn top(&self) -> Result<Vec<String>> {
+        let listed = self.wait(self.inner.list_with_delimiter(None))?;
+        let listed = listed.map_err(failed("list", &Name::default()))?;
+        let objects = listed.objects.into_iter().map(|object| object.location);
+        Ok(listed.common_prefixes.into_iter().chain(objects).map(|name| name.to_string()).collect())
     }
 
     /// Removes objects; one that is gone already is none of its errors.
@@ -302,9 +365,14 @@ mod tests {
     /// Packs of the same content have one name, and threads may write them at once.
     #[test]
     fn large_objects_are_whole_and_leave_nothing_else() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().expect("runtime");
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("runtime");
         let dir = tempfile::tempdir().expect("temp dir");
-        let store = Store::open(&dir.path().to_string_lossy(), true, runtime.handle()).expect("open");
+        let store = Store::open(&dir.path().to_string_lossy(), true, runtime.handle(), &Stop::default())
+            .expect("open");
         let content: Vec<u8> = (0..3 * LARGE + 77).map(|byte| (byte % 251) as u8).collect();
         let bytes = Bytes::from(content.clone());
         // Aligned or not, the parts follow each other.
@@ -318,7 +386,7 @@ mod tests {
             for put in puts {
                 runtime.block_on(put).expect("a task").expect("put");
             }
-            assert_eq!(store.get("packs/ab/same").expect("get"), content, "cut at {cut}");
+            assert_eq!(store.get("packs/ab/same", content.len()).expect("get"), content, "cut at {cut}");
         }
         let files = std::fs::read_dir(dir.path().join("packs/ab")).expect("list").count();
         assert_eq!(files, 1, "drafts were left");

@@ -9,8 +9,8 @@ use base::Stop;
 use serde::Serialize;
 
 use super::index::{self, envelope};
-use super::pack::{PackRef, Packs, read_table};
-use super::{BLOCK, CONFIG, Config, Index, Repository, SEGMENT, Segment, SegmentRef, pack_name};
+use super::pack::{MAX_PACK, PackRef, Packs, read_table};
+use super::{BLOCK, CONFIG, Config, Index, MAX_NOTE, Repository, SEGMENT, Segment, SegmentRef, pack_name};
 use crate::error::{Error, Result};
 use crate::progress::Progress;
 
@@ -62,9 +62,11 @@ impl Use {
         Use { pack, chunks: vec![0; (pack.rows as usize).div_ceil(64)] }
     }
 
-    /// Marks a chunk, which the table has.
+    /// Marks a chunk; one that the table does not have is none.
     pub fn mark(&mut self, chunk: u32) {
-        self.chunks[chunk as usize / 64] |= 1 << (chunk % 64);
+        if let Some(word) = self.chunks.get_mut(chunk as usize / 64) {
+            *word |= 1 << (chunk % 64);
+        }
     }
 
     /// Whether a chunk is in use.
@@ -213,11 +215,13 @@ fn others(
     seen: &mut Seen,
     stop: &Stop,
 ) -> Result<()> {
-    let config = repository.store.get(CONFIG).and_then(|bytes| index::open::<Config>(&bytes, CONFIG));
+    let config =
+        repository.store.get(CONFIG, MAX_NOTE).and_then(|bytes| index::open::<Config>(&bytes, CONFIG));
     report.note(config.map(drop))?;
     for object in repository.store.list("damaged")? {
         let name = object.location.to_string();
-        let note = repository.store.get(&name).and_then(|bytes| index::open::<String>(&bytes, &name));
+        let note =
+            repository.store.get(&name, MAX_NOTE).and_then(|bytes| index::open::<String>(&bytes, &name));
         report.note(note.map(drop))?;
     }
     for (_, partial) in repository.partials()? {
@@ -306,7 +310,7 @@ fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
     let mut broken = Broken::default();
     let mut all =
         |why: String| broken.chunks.extend((0..of.pack.rows).map(|chunk| ((of.pack.id, chunk), why.clone())));
-    let bytes = match repository.store.get(&pack_name(&of.pack)) {
+    let bytes = match repository.store.get(&pack_name(&of.pack), MAX_PACK) {
         Ok(bytes) => bytes,
         Err(error) if error.is_damage() => {
             all(base::report(&error));
@@ -331,7 +335,7 @@ fn read_pack(repository: &Repository, of: &Use) -> Result<Broken> {
                 }
                 let stored = &bytes[row.start as usize..row.range().end as usize];
                 if let Err(error) = row.open(stored) {
-                    let error = super::in_pack(error, &of.pack, chunk);
+                    let error = super::read::in_pack(error, &of.pack, chunk);
                     broken.chunks.insert((of.pack.id, chunk), base::report(&error));
                 }
             }

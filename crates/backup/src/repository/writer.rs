@@ -1,6 +1,7 @@
 //! Adding to a repository: chunks go into packs, packs are sent as they fill, and maps of segments follow the packs they
 //! name. What is written is of no use to anybody before an index names it.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Semaphore;
@@ -38,7 +39,15 @@ struct State {
     waiting_extents: usize,
     segments: Vec<SegmentRef>,
     sent: Vec<JoinHandle<Result<()>>>,
+    /// Packs that are sent and not durable yet.
+    in_flight: Arc<Mutex<HashSet<[u8; 32]>>>,
     added: u64,
+}
+
+impl State {
+    fn in_flight(&self) -> MutexGuard<'_, HashSet<[u8; 32]>> {
+        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What a writer has written, with packs that are in use alone.
@@ -181,21 +190,41 @@ impl<'r> Writer<'r> {
         state.added += u64::from(pack.bytes);
         let permit = store.runtime().block_on(self.permits.clone().acquire_owned());
         let of = store.clone();
+        state.in_flight().insert(pack.id);
+        let in_flight = state.in_flight.clone();
         let send = async move {
             let _permit = permit;
-            of.put(&pack_name(&pack), parts.to_vec()).await
+            of.put(&pack_name(&pack), parts.to_vec()).await?;
+            in_flight.lock().unwrap_or_else(PoisonError::into_inner).remove(&pack.id);
+            Ok(())
         };
         state.sent.push(store.runtime().spawn(send));
         Ok(())
     }
 
+    /// Closes what is open, so that all that was added until now becomes durable.
+    pub fn flush(&self) -> Result<()> {
+        let mut state = self.state();
+        self.close_data(&mut state)?;
+        self.close_maps(&mut state)
+    }
+
+    /// What is durable by now, and the numbers of the segments that are not.
+    pub fn durable(&self) -> (Written, HashSet<u32>) {
+        let state = self.state();
+        let in_flight = state.in_flight();
+        let is_durable =
+            |pack: &u32| state.packs.is_filled(*pack) && !in_flight.contains(&state.packs.get(*pack).id);
+        let (durable, others): (Vec<_>, Vec<_>) =
+            state.segments.iter().partition(|of| is_durable(&of.pack) && of.packs.iter().all(is_durable));
+        let others = others.iter().map(|of| of.number).chain(state.waiting.iter().map(|of| of.0)).collect();
+        let (packs, segments) = gather(durable.into_iter().map(|segment| (&state.packs, segment)));
+        (Written { packs, segments, added: state.added }, others)
+    }
+
     /// Closes everything and waits until all of it is durable.
     pub fn finish(self) -> Result<Written> {
-        {
-            let mut state = self.state();
-            self.close_data(&mut state)?;
-            self.close_maps(&mut state)?;
-        }
+        self.flush()?;
         let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let mut first = Ok(());
         for task in state.sent.drain(..) {

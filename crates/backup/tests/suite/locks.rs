@@ -176,3 +176,30 @@ fn a_slow_line_is_no_dead_one() {
     let backup = bucket.place.full();
     bucket.place.restores(&backup, &image, SIZE);
 }
+
+/// The server takes the request and does not answer.
+#[test]
+fn a_signal_ends_what_waits_for_a_server() {
+    let (mut bucket, _) = bucket();
+    let backup = bucket.place.full();
+    let proxy = Proxy::start(bucket.port);
+    bucket.endpoint(proxy.port);
+    let place = &bucket.place;
+    let to = place.path("restored");
+    for (part, arguments) in [
+        ("prefix/repository", vec!["list"]),
+        ("prefix%2Fbackups", vec!["verify"]),
+        ("/backups/", vec!["show"]),
+        ("/packs/", vec!["restore", &backup, "--to", arg(&to)]),
+    ] {
+        proxy.next("GET", part, Fault::Hold);
+        let mut running = Running::start(place.command(&arguments));
+        proxy.wait_held();
+        running.signal(Signal::SIGTERM);
+        // The lock is removed over the same line.
+        std::thread::sleep(Duration::from_secs(2));
+        proxy.open();
+        assert_eq!(running.ends_within(Duration::from_secs(5)), Some(130), "{arguments:?}");
+        assert!(!to.exists() && bucket.locks().is_empty(), "{arguments:?}");
+    }
+}

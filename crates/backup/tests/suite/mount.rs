@@ -81,6 +81,45 @@ fn nbd_clients_read_a_backup() {
     drop(serve(&place, "512"));
 }
 
+/// A backup of 8 TiB that holds next to nothing: clients learn where, and read no more.
+#[test]
+fn clients_are_told_what_holds_data() {
+    let place = Place::new();
+    let size = 8 << 40;
+    let file = place.open_image(size);
+    let mut image = Image::default();
+    // Two parts of one segment, one where segments meet, and the end.
+    image.write(&file, 10, 20, 1).expect("write");
+    image.write(&file, 50, 1, 1).expect("write");
+    image.write(&file, 128 * MIB / BLOCK - 3, 6, 2).expect("write");
+    image.write(&file, size / BLOCK - 1, 1, 3).expect("write");
+    place.full();
+    let (_running, socket) = serve(&place, "512");
+    let map = run("nbdinfo", &["--map", "--json", &url(&socket)]);
+    let map: serde_json::Value = serde_json::from_str(&map).expect("JSON");
+    let parts: Vec<(u64, u64)> = map
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter(|part| part["type"] == 0)
+        .map(|part| (part["offset"].as_u64().expect("an offset"), part["length"].as_u64().expect("a length")))
+        .map(|(offset, length)| (offset / BLOCK, length / BLOCK))
+        .collect();
+    let wanted = [(10, 20), (50, 1), (128 * MIB / BLOCK - 3, 6), (size / BLOCK - 1, 1)];
+    assert_eq!(parts, wanted, "{map}");
+    let total: u64 = map.as_array().expect("a list").iter().filter_map(|part| part["length"].as_u64()).sum();
+    assert_eq!(total, size);
+    for (name, arguments) in [
+        ("nbdcopy", vec!["60", "nbdcopy"]),
+        ("qemu", vec!["60", "qemu-img", "convert", "-f", "raw", "-O", "raw"]),
+    ] {
+        let (copy, url) = (place.path(name), url(&socket));
+        run("timeout", &[&arguments[..], &[&url, arg(&copy)]].concat());
+        assert_eq!(copy.metadata().expect("copied").len(), size);
+        image.compare_parts(&copy, size, 64, &base::Stop::default()).expect("equal");
+    }
+}
+
 /// Unmounts what a test has mounted, the last one first, also when it fails.
 #[derive(Default)]
 struct Mounts(Vec<PathBuf>);

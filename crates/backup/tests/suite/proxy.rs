@@ -23,6 +23,8 @@ struct State {
     is_held: bool,
     /// Bytes a second of what is sent.
     rate: Option<usize>,
+    /// What each answer takes.
+    delay: Duration,
 }
 
 #[derive(Default)]
@@ -59,6 +61,10 @@ impl Proxy {
 
     pub fn limit(&self, rate: usize) {
         self.shared.state.lock().unwrap().rate = Some(rate);
+    }
+
+    pub fn delay(&self, delay: Duration) {
+        self.shared.state.lock().unwrap().delay = delay;
     }
 
     /// Waits until a request is held.
@@ -101,6 +107,8 @@ impl Shared {
                 return Ok(());
             }
             let (fault, rate) = self.pass(method, path);
+            let delay = self.state.lock().unwrap().delay;
+            std::thread::sleep(delay);
             let refused = match fault {
                 Some(Fault::LoseAnswer) => Some(500),
                 Some(Fault::Refuse(code)) => Some(code),

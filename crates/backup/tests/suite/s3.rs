@@ -159,37 +159,101 @@ fn a_flipped_bit_in_a_bucket_is_found() {
     place.restores(&backup, &image, SIZE);
 }
 
+/// A lock as a backup leaves it that was killed on another machine.
+fn of_another_machine(lock: &std::path::Path) {
+    let mut holder: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(lock).expect("read")).expect("JSON");
+    holder["place"] = "another boot".into();
+    std::fs::write(lock, holder.to_string()).expect("write");
+}
+
 #[test]
-fn a_backup_that_is_killed_keeps_its_lock_for_ten_minutes() {
+fn a_killed_backup_keeps_its_lock_no_longer_than_it_must() {
     let bucket = Bucket::start();
     let place = &bucket.place;
     let mut image = Image::default();
     image.write(&place.open_image(SIZE), 100, 5000, 1).expect("write");
     let device = place.image();
     let slow = ["full", "--volume", "v", "--device", arg(&device), "--limit-rate", "64Ki"];
-    let mut running = Running::start(place.command(&slow));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while bucket.locks().is_empty() {
-        assert!(Instant::now() < deadline, "no lock");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    assert!(place.fails(1, &["prune"]).contains("cbt-backup backup (process"));
-    running.signal(Signal::SIGKILL);
-    running.0.wait().expect("wait");
-    let locks = bucket.locks();
-    assert_eq!(locks.len(), 1, "that of the prune is gone: {locks:?}");
-    assert!(place.fails(1, &["prune"]).contains("its lock ends"));
+    let kill = || {
+        let mut running = Running::start(place.command(&slow));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while bucket.locks().is_empty() {
+            assert!(Instant::now() < deadline, "no lock");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(place.fails(1, &["prune"]).contains("cbt-backup backup (process"));
+        running.signal(Signal::SIGKILL);
+        running.0.wait().expect("wait");
+        let locks = bucket.locks();
+        assert_eq!(locks.len(), 1, "that of the prune is gone: {locks:?}");
+        locks[0].clone()
+    };
+    // On this machine it is known at once that the process is gone.
+    kill();
+    place.ok(&["prune"]);
+    assert!(bucket.locks().is_empty(), "a lock is left");
+
+    let lock = kill();
+    of_another_machine(&lock);
+    let said = place.fails(1, &["prune"]);
+    assert!(said.contains("its lock ends at") && said.contains("UTC"), "{said}");
     // Others that only add may go on beside it.
     let backup = place.full();
     let long_ago = SystemTime::now() - Duration::from_secs(11 * 60);
     File::options()
         .write(true)
-        .open(&locks[0])
+        .open(&lock)
         .and_then(|lock| lock.set_modified(long_ago))
         .expect("set the time");
     place.ok(&["prune", "--max-unused", "0"]);
     assert!(bucket.locks().is_empty(), "a lock is left");
     place.restores(&backup, &image, SIZE);
+}
+
+#[test]
+fn a_bucket_that_is_missing_is_no_place_for_a_first_backup() {
+    let mut bucket = Bucket::start();
+    bucket.place.url = Some("s3://bucket/nothing/here".into());
+    assert!(bucket.place.fails(1, &["list"]).contains("the first backup makes one"));
+    bucket.place.url = Some("s3://nobody-made-this".into());
+    for arguments in [&["list"][..], &["verify"], &["prune"]] {
+        let said = bucket.place.fails(1, arguments);
+        assert!(said.contains("NoSuchBucket") && !said.contains("first backup"), "{said}");
+    }
+}
+
+/// Each answer takes a while, as over a long line.
+#[test]
+fn many_backups_are_listed_at_once() {
+    let mut bucket = Bucket::start();
+    bucket.place.open_image(MIB);
+    bucket.place.full();
+    let backups = bucket.place.repository().join("backups");
+    let made = bucket.place.list();
+    // As many more of the same, each under its own id.
+    let sound = std::fs::read(backups.join(&made[0])).expect("read");
+    let at = sound.windows(made[0].len()).position(|part| part == made[0].as_bytes()).expect("its id");
+    for number in 0..300 {
+        let id = format!("20300101T000000.{number:03}Z-abcdef");
+        let mut index = sound[..sound.len() - 32].to_vec();
+        index[at..at + id.len()].copy_from_slice(id.as_bytes());
+        let hash = blake3::hash(&index);
+        index.extend(hash.as_bytes());
+        std::fs::write(backups.join(id), index).expect("write");
+    }
+    let proxy = crate::proxy::Proxy::start(bucket.port);
+    proxy.delay(Duration::from_millis(90));
+    bucket.endpoint(proxy.port);
+    let began = Instant::now();
+    let listed = bucket.place.list();
+    assert_eq!(listed.len(), 301);
+    assert!(listed.is_sorted());
+    assert!(
+        began.elapsed() < Duration::from_secs(10),
+        "one after another they take 27 s: {:?}",
+        began.elapsed()
+    );
 }
 
 #[test]

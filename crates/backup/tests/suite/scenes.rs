@@ -220,7 +220,6 @@ async fn the_tool_meets_each_other_fault_as_the_page_says() {
         // What comes of it without a fault.
         let expected = match name {
             "base forgotten" => "full backup instead (there is no snapshot)",
-            "grown" | "grown, empty" => "full backup instead (the volume has 1048576 bytes)",
             _ => "whole",
         };
         wrong.extend(differs(&outcome(Scene::of(name), "").await, expected, name));

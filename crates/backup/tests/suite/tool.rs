@@ -105,6 +105,24 @@ impl Place {
         text(&output.stderr) + &text(&output.stdout)
     }
 
+    /// What was interrupted.
+    pub fn partials(&self) -> usize {
+        self.repository().join("partial").read_dir().map_or(0, Iterator::count)
+    }
+
+    /// Ends a backup once a part of it can be gone on with.
+    pub fn interrupt(&self, mut running: Running, signal: nix::sys::signal::Signal) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.partials() == 0 {
+            assert!(Instant::now() < deadline && running.0.try_wait().expect("wait").is_none(), "no part");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        running.signal(signal);
+        let code = running.0.wait().expect("wait").code();
+        assert!(code.is_none_or(|code| code == 130), "{code:?}");
+        assert_eq!(self.partials(), 1);
+    }
+
     /// A full backup of the image by its holes: its id.
     pub fn full(&self) -> String {
         let image = self.image();

@@ -7,7 +7,7 @@ use files::pattern::Image;
 use nix::sys::signal::Signal;
 
 use crate::driver::{Driver, Fault};
-use crate::tool::{MIB, Place, Running, arg, id};
+use crate::tool::{MIB, Place, Running, arg, id, text};
 
 const SIZE: u64 = 200 * MIB;
 
@@ -63,15 +63,34 @@ fn a_volume_that_was_made_anew_is_backed_up_whole() {
     place.restores(&id(&made), &world.image, SIZE);
 }
 
+/// A Job that is tried again finds that its backup was made.
+#[test]
+fn a_snapshot_that_is_backed_up_already_is_no_failure_of_auto() {
+    let world = World::new();
+    let place = &world.place;
+    let made = place.ok(&world.back_up("auto", "two", &[]));
+    let report = place.path("report");
+    let output = place.run(&world.back_up("auto", "two", &["--report", arg(&report)]));
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains(&format!("backed up already, as {}", id(&made))), "{said}");
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&report).expect("a report")).expect("JSON");
+    assert_eq!(report, made);
+    assert_eq!(place.list().len(), 2);
+    let said = place.fails(1, &world.back_up("incremental", "two", &[]));
+    assert!(said.contains("backed up already"), "{said}");
+    // One that cannot be restored is none.
+    let largest = place.objects().into_iter().max_by_key(|path| path.metadata().expect("there").len());
+    std::fs::remove_file(largest.expect("packs")).expect("remove");
+    assert_eq!(place.ok(&world.back_up("auto", "two", &[]))["kind"], "full");
+}
+
 impl World {
     /// A full backup of `two` is interrupted after its first segment, which has 12 MB.
     fn is_interrupted(&self) {
-        let slow = self.place.command(&self.back_up("full", "two", &["--limit-rate", "8Mi"]));
-        let mut running = Running::start(slow);
-        std::thread::sleep(Duration::from_millis(2200));
-        running.signal(Signal::SIGINT);
-        assert_eq!(running.0.wait().expect("wait").code(), Some(130));
-        assert_eq!(self.place.repository().join("partial").read_dir().expect("a directory").count(), 1);
+        let slow = self.place.command(&self.back_up("full", "two", &["--limit-rate", "4Mi"]));
+        self.place.interrupt(Running::start(slow), Signal::SIGINT);
     }
 }
 

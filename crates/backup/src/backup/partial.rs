@@ -1,0 +1,222 @@
+//! What is interrupted: it is noted while a backup works, so that a killed one goes on too, and gone on with by `--resume`
+//! where it is of the same data.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::Request;
+use super::copy::Run;
+use crate::device::{Buffer, Device, is_zeros};
+use crate::error::Result;
+use crate::repository::index::envelope;
+use crate::repository::pack::Packs;
+use crate::repository::verify::as_index;
+use crate::repository::{About, BLOCK, Extent, Kind, Partial, Repository, SEGMENT, Segment, pieces};
+
+/// Between two notes of how far a backup is: longer and longer, so that they take no part of it that counts.
+const SOONEST: Duration = Duration::from_secs(1);
+const LATEST: Duration = Duration::from_secs(60);
+/// The share of the time that a kill may cost.
+const SHARE: u32 = 32;
+/// Between two looks at whether something has become durable.
+const LOOK: Duration = Duration::from_millis(50);
+/// Segments of which something is compared with the device, spread over all that are done.
+const SAMPLES: usize = 32;
+
+/// What was interrupted of the same backup, where it can be gone on with. Of others it is said why not.
+pub fn interrupted(repository: &Repository, request: &Request, device: &Device) -> Result<Option<Partial>> {
+    let mut found = None;
+    for (name, partial) in repository.partials()? {
+        let why = match partial {
+            Ok(partial) if partial.about.volume == request.volume && is_wished(&partial.about, request) => {
+                let why = why_not(repository, &partial, request, device).or_else(|error| {
+                    if error.is_damage() { Ok(Some(base::report(&error))) } else { Err(error) }
+                })?;
+                if why.is_none() {
+                    found = Some(partial);
+                }
+                why
+            }
+            Ok(_) => None,
+            Err(error) if error.is_damage() => Some(base::report(&error)),
+            Err(error) => return Err(error),
+        };
+        if let Some(why) = why {
+            tracing::warn!("{name} is not resumed: {why}");
+        }
+    }
+    Ok(found)
+}
+
+fn is_wished(of: &About, request: &Request) -> bool {
+    use super::Wish;
+    match request.wish {
+        Wish::Full => of.kind == Kind::Full,
+        Wish::Incremental => of.kind == Kind::Incremental,
+        Wish::Auto => true,
+    }
+}
+
+/// Why a backup that was interrupted is not the one that is asked for.
+fn why_not(
+    repository: &Repository,
+    partial: &Partial,
+    request: &Request,
+    device: &Device,
+) -> Result<Option<String>> {
+    let named =
+        |handle: &Option<String>| handle.clone().map_or("none".to_owned(), |handle| format!("{handle:?}"));
+    let of = &partial.about;
+    if of.snapshot != request.snapshot {
+        let (was, is) = (named(&of.snapshot), named(&request.snapshot));
+        return Ok(Some(format!("it is of snapshot {was}, and this backup of {is}")));
+    }
+    // Without a snapshot nothing else says that it is the same data.
+    if of.snapshot.is_none() && partial.source.as_ref() != Some(device.identity()) {
+        return Ok(Some(format!(
+            "it was read from {}, and that is another device or has changed since",
+            of.device
+        )));
+    }
+    // One that had lost its lock may have left what names packs that a prune has removed.
+    repository.check_packs(&partial.packs, &of.id)?;
+    differs(repository, partial, request, device)
+}
+
+/// Compares a part of what is stored with the device.
+fn differs(
+    repository: &Repository,
+    partial: &Partial,
+    request: &Request,
+    device: &Device,
+) -> Result<Option<String>> {
+    let mut done = partial.done.clone();
+    done.sort_unstable();
+    let index = as_index(partial);
+    let mut buffer = Buffer::new(SEGMENT as usize / 1024);
+    for number in done.iter().step_by(done.len() / SAMPLES + 1) {
+        let mut packs = Packs::default();
+        let segment = match index.segments.binary_search_by_key(number, |of| of.number) {
+            Ok(place) => repository.segment(&index, &index.segments[place], &mut packs)?,
+            Err(_) => Segment::default(),
+        };
+        let mut found = None;
+        let mut compare = |offset: u64, wanted: Option<&[u8]>, length: usize| {
+            let bytes = buffer.part(length);
+            device.read(offset, bytes)?;
+            if wanted.map_or(!is_zeros(bytes), |wanted| wanted != bytes) {
+                found = Some(format!("{} holds other data at byte {offset}", device.path().display()));
+            }
+            Ok(())
+        };
+        let chosen = sample(&segment.extents);
+        repository.fetch(pieces(*number, &chosen, &packs), &mut |piece, bytes| {
+            compare(piece.offset, Some(bytes), bytes.len())
+        })?;
+        // What no driver has called unused was read, and is zeros.
+        if let Some(gap) = gap(&segment.extents).filter(|_| request.asked.is_none()) {
+            let offset = u64::from(*number) * SEGMENT + u64::from(gap) * BLOCK;
+            compare(offset, None, BLOCK as usize)?;
+        }
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
+}
+
+/// The first, the middle and the last extent, and of each no more than a chunk may have.
+fn sample(extents: &[Extent]) -> Vec<Extent> {
+    let chosen = [0, extents.len() / 2, extents.len().saturating_sub(1)];
+    let chosen: HashSet<usize> = chosen.into_iter().filter(|place| *place < extents.len()).collect();
+    let short = |extent: &Extent| extent.cut(&(extent.start..extent.start + 16));
+    chosen.into_iter().filter_map(|place| short(&extents[place])).collect()
+}
+
+/// A block before the first extent or between two, in the middle.
+fn gap(extents: &[Extent]) -> Option<u32> {
+    let ends = std::iter::once(0).chain(extents.iter().map(Extent::end));
+    let gaps: Vec<Range<u32>> =
+        ends.zip(extents).map(|(end, next)| end..next.start).filter(|gap| !gap.is_empty()).collect();
+    gaps.get(gaps.len() / 2).map(|gap| gap.start.midpoint(gap.end))
+}
+
+/// Notes from time to time how far a backup is, until nobody sends any more.
+pub fn keep_noting(run: &Run<'_>, repository: &Repository, about: &About, working: Receiver<()>) {
+    let (began, mut last, mut noted) = (Instant::now(), Instant::now(), run.done().len());
+    while working.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        let pause = (began.elapsed() / SHARE).clamp(SOONEST, LATEST);
+        let count = run.done().len();
+        if last.elapsed() < pause || count == noted || run.is_over() {
+            continue;
+        }
+        match note(run, repository, about, &working) {
+            Ok(()) => noted = count,
+            // If that is serious, the backup meets it, too.
+            Err(error) => tracing::warn!("what is done is not noted, for --resume: {}", base::report(&error)),
+        }
+        last = Instant::now();
+    }
+}
+
+fn note(run: &Run<'_>, repository: &Repository, about: &About, working: &Receiver<()>) -> Result<()> {
+    let mut done = run.done();
+    run.writer.flush()?;
+    // The segments of this moment, once their packs are durable.
+    loop {
+        let (written, others) = run.writer.durable();
+        if done.iter().any(|number| others.contains(number)) {
+            match working.recv_timeout(LOOK) {
+                Err(RecvTimeoutError::Timeout) if !run.is_over() => continue,
+                // What is left in the end says all.
+                _ => return Ok(()),
+            }
+        }
+        done.sort_unstable();
+        let is_done = |number: u32| done.binary_search(&number).is_ok();
+        let mut segments = written.segments;
+        segments.retain(|of| is_done(of.number));
+        repository.check_lock()?;
+        let about = About { added: written.added, ..about.clone() };
+        let source = Some(run.device.identity().clone());
+        return write(repository, &Partial { about, packs: written.packs, segments, done, source });
+    }
+}
+
+fn write(repository: &Repository, partial: &Partial) -> Result<()> {
+    repository.store.replace(&name(&partial.about), envelope(partial))
+}
+
+fn name(about: &About) -> String {
+    format!("partial/{}", about.id)
+}
+
+/// Leaves what `--resume` goes on with. Errors are only logged: the backup has failed already.
+pub fn leave(repository: &Repository, partial: &Partial) {
+    match write(repository, partial) {
+        Ok(()) => eprintln!(
+            "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume goes on after them",
+            partial.done.len()
+        ),
+        Err(error) => tracing::warn!("this backup cannot be resumed: {}", base::report(&error)),
+    }
+}
+
+/// Removes what was noted of a backup with which nothing is to go on. What stays here a prune removes.
+pub fn drop_own(repository: &Repository, about: &About) {
+    if let Err(error) = repository.store.remove(&[name(about)]) {
+        tracing::warn!("what was interrupted stays until a prune: {}", base::report(&error));
+    }
+}
+
+/// The same of all backups of a volume: of no use once there is a whole one.
+pub fn drop_all(repository: &Repository, volume: &str) -> Result<()> {
+    for (name, partial) in repository.partials()? {
+        if partial.is_ok_and(|partial| partial.about.volume == volume) {
+            repository.store.remove(&[name])?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+//! A clock that jumps: the last backup is the one that was made last, and no prune removes it.
+
+use std::process::Command;
+
+use files::pattern::Image;
+use serde_json::Value;
+
+use crate::tool::{MIB, Place, arg, id, text};
+
+const SIZE: u64 = 20 * MIB;
+
+/// A clock that is ahead by so many seconds as CLOCK_AHEAD says, for programs that are started with it.
+const SOURCE: &str = "
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec *time) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, \"clock_gettime\");
+    int done = real(clock, time);
+    const char *ahead = getenv(\"CLOCK_AHEAD\");
+    if (done == 0 && clock == CLOCK_REALTIME && ahead) time->tv_sec += atol(ahead);
+    return done;
+}
+";
+
+pub struct Clock {
+    library: String,
+}
+
+impl Clock {
+    pub fn new(place: &Place) -> Self {
+        let (source, library) = (place.path("clock.c"), place.path("clock.so"));
+        std::fs::write(&source, SOURCE).expect("write");
+        let mut command = Command::new("cc");
+        command.args(["-shared", "-fPIC", "-o", arg(&library), arg(&source), "-ldl"]);
+        assert!(command.status().expect("cc").success());
+        Clock { library: arg(&library).to_owned() }
+    }
+
+    /// A full backup of the image, with the clock ahead by so many days, and what is said about it.
+    pub fn full(&self, place: &Place, days: i64) -> (String, String) {
+        let image = place.image();
+        let mut command =
+            place.command(&["full", "--volume", "v", "--device", arg(&image), "--output", "json"]);
+        command.env("LD_PRELOAD", &self.library).env("CLOCK_AHEAD", (days * 86400).to_string());
+        let output = command.output().expect("run");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let made: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        (id(&made), text(&output.stderr))
+    }
+}
+
+#[test]
+fn the_last_backup_is_the_one_that_was_made_last() {
+    for days in [100, -100, 0] {
+        let place = Place::new();
+        let clock = Clock::new(&place);
+        let file = place.open_image(SIZE);
+        let mut image = Image::default();
+        let mut made = Vec::new();
+        for (round, ahead) in (0..).zip([days, 0, 0]) {
+            image.write(&file, 10 + round, 50, round).expect("write");
+            let (id, said) = clock.full(&place, ahead);
+            let is_back = days > 0 && round > 0;
+            assert_eq!(said.contains("the clock"), is_back, "{days}, {round}: {said}");
+            made.push(id);
+        }
+        assert_eq!(place.list(), made, "in the order in which they were made");
+        place.restores("latest", &image, SIZE);
+        for rule in ["--keep-last", "--keep-daily", "--keep-weekly"] {
+            let copy = place.copy();
+            let kept = copy.ok(&["prune", rule, "1"]);
+            assert_eq!(kept["kept"], serde_json::json!([made[2]]), "{rule}");
+            copy.restores("latest", &image, SIZE);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Repositories that somebody has forged, with checksums that are right: they are damaged, and take no more memory than others.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use files::pattern::Image;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::tool::{MIB, Place, arg, text};
+
+const SIZE: u64 = 140 * MIB;
+
+/// As in `repository/index.rs`, field by field.
+#[derive(Clone, Serialize, Deserialize)]
+struct About(String, String, i64, u8, Option<String>, Option<String>, Option<String>, String, [u64; 6]);
+#[derive(Clone, Serialize, Deserialize)]
+struct Pack([u8; 32], u32, u32);
+#[derive(Clone, Serialize, Deserialize)]
+struct Segment(u32, u32, u32, u32, Vec<u32>, [u8; 16]);
+#[derive(Clone, Serialize, Deserialize)]
+struct Index(About, Vec<Pack>, Vec<Segment>, Vec<u8>);
+
+fn read<T: DeserializeOwned>(path: &Path) -> T {
+    let bytes = std::fs::read(path).expect("read");
+    postcard::from_bytes(&bytes[12..bytes.len() - 32]).expect("an object")
+}
+
+fn write(path: &Path, content: &impl Serialize) {
+    let mut bytes = [b"cbtbackp".as_slice(), &1u32.to_le_bytes()].concat();
+    bytes.extend(postcard::to_stdvec(content).expect("postcard"));
+    let hash = blake3::hash(&bytes);
+    bytes.extend(hash.as_bytes());
+    std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+    std::fs::write(path, bytes).expect("write");
+}
+
+fn hex(id: &[u8; 32]) -> String {
+    blake3::Hash::from(*id).to_hex().to_string()
+}
+
+struct World {
+    place: Place,
+    id: String,
+    index: PathBuf,
+    sound: Index,
+}
+
+impl World {
+    fn new() -> Self {
+        let place = Place::new();
+        let file = place.open_image(SIZE);
+        Image::default().write(&file, 3, 40, 1).expect("write");
+        let id = place.full();
+        let index = place.repository().join("backups").join(&id);
+        World { sound: read(&index), place, id, index }
+    }
+
+    fn pack(&self, of: &Pack) -> PathBuf {
+        let name = hex(&of.0);
+        self.place.repository().join("packs").join(&name[..2]).join(name)
+    }
+
+    /// With 2 GiB of memory, which is a multiple of what any command needs.
+    fn run(&self, arguments: &[&str]) -> Output {
+        let program = self.place.command(arguments);
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", "ulimit -v 2097152; exec \"$@\"", "sh"])
+            .arg(program.get_program())
+            .args(program.get_args());
+        command.output().expect("run")
+    }
+
+    /// Every command that reads what is forged fails, and says that it is damaged.
+    fn is_damaged(&self, what: &str, commands: &[&[&str]]) {
+        for arguments in commands {
+            let output = self.run(arguments);
+            let said = text(&output.stderr) + &text(&output.stdout);
+            assert_eq!(output.status.code(), Some(1), "{what}: {arguments:?}: {said}");
+            assert!(said.contains("damaged") && !said.contains("panicked"), "{what}: {arguments:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_forged_index_is_damaged_and_takes_no_memory() {
+    let world = World::new();
+    let to = world.place.path("restored");
+    let socket = world.place.path("nbd.sock");
+    let (id, to, socket) = (world.id.as_str(), arg(&to), arg(&socket));
+    let commands: [&[&str]; 7] = [
+        &["list"],
+        &["verify"],
+        &["restore", id, "--to", to],
+        &["show", id],
+        &["mount", id, "--socket", socket],
+        &["prune"],
+        &["restore", "latest", "--to", to],
+    ];
+    type Forge = fn(&mut Index);
+    let cases: [(&str, Forge); 10] = [
+        ("rows", |index| index.1.push(Pack([7; 32], u32::MAX, u32::MAX))),
+        ("rows of a pack that is there", |index| index.1[0].2 = u32::MAX),
+        ("bytes", |index| index.1[0].1 = u32::MAX),
+        ("one pack twice", |index| index.1.push(index.1[0].clone())),
+        ("a chunk", |index| index.2[0].2 = u32::MAX),
+        ("a pack", |index| index.2[0].1 = u32::MAX),
+        ("a pack of data", |index| index.2[0].4 = vec![u32::MAX]),
+        ("a segment", |index| index.2[0].0 = u32::MAX),
+        ("a size", |index| index.0.8[0] = u64::MAX),
+        ("cells", |index| index.3.clear()),
+    ];
+    for (what, forge) in cases {
+        let mut index = world.sound.clone();
+        forge(&mut index);
+        write(&world.index, &index);
+        world.is_damaged(what, &commands);
+    }
+    // One that is long and holds nothing.
+    let file = std::fs::File::create(&world.index).expect("create");
+    file.set_len(3 << 30).expect("extend");
+    world.is_damaged("a long one", &commands);
+}
+
+#[test]
+fn what_was_interrupted_is_not_taken_at_its_word() {
+    let world = World::new();
+    let Index(about, packs, segments, _) = world.sound.clone();
+    let partial = world.place.repository().join("partial/20200101T000000.000Z-abcdef");
+    type Forge = fn(&mut Vec<Pack>, &mut Vec<Segment>);
+    let cases: [(&str, Forge); 3] = [
+        ("rows", |packs, _| packs.push(Pack([7; 32], u32::MAX, u32::MAX))),
+        ("a pack", |_, segments| segments[0].1 = 99),
+        ("a pack of data", |_, segments| segments[0].4 = vec![99]),
+    ];
+    for (what, forge) in cases {
+        let (mut packs, mut segments) = (packs.clone(), segments.clone());
+        forge(&mut packs, &mut segments);
+        write(&partial, &(about.clone(), packs, segments, vec![0u32]));
+        world.is_damaged(what, &[&["verify"]]);
+        let device = world.place.image();
+        let copy = world.place.copy();
+        let output = copy.run(&["full", "--volume", "v", "--device", arg(&device), "--resume"]);
+        let said = text(&output.stderr);
+        assert!(output.status.success() && said.contains("is not resumed"), "{what}: {said}");
+        world.place.ok(&["prune"]);
+        assert!(!partial.exists(), "{what}");
+    }
+}
+
+/// The map of a segment and the table of a pack, whose checksums the index names.
+#[test]
+fn forged_packs_are_damaged_and_take_no_memory() {
+    let world = World::new();
+    let to = world.place.path("restored");
+    let (id, to) = (world.id.as_str(), arg(&to));
+    // A pack that is sparse, and by its index as long as it is.
+    for pack in world.sound.1.iter().take(2) {
+        let path = world.pack(pack);
+        let whole = std::fs::read(&path).expect("read");
+        std::fs::File::options().write(true).open(&path).expect("open").set_len(2700 << 20).expect("extend");
+        world.is_damaged("a long pack", &[&["verify"]]);
+        std::fs::write(&path, whole).expect("write");
+    }
+    // The map names a pack of any size, and more blocks than there are.
+    type Extent = (u32, u32, u32, u32, u32);
+    let data = &world.sound.1[world.sound.2[0].4[0] as usize];
+    let cases: [(&str, Pack, Extent); 3] = [
+        ("rows", Pack(data.0, u32::MAX, u32::MAX), (3, 40, 0, 0, 0)),
+        ("a chunk", data.clone(), (3, 40, 0, u32::MAX, 0)),
+        ("blocks", data.clone(), (3, 40, 0, 0, 32768)),
+    ];
+    for (what, pack, extent) in cases {
+        let map = postcard::to_stdvec(&(vec![pack], vec![extent])).expect("postcard");
+        let (length, hash) = ((map.len() as u32).to_le_bytes(), *blake3::hash(&map).as_bytes());
+        let table = [&length[..], &length, &hash].concat();
+        let forged = Pack(*blake3::hash(&table).as_bytes(), (map.len() + table.len()) as u32, 1);
+        let path = world.pack(&forged);
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+        std::fs::write(path, [map, table].concat()).expect("write");
+        let mut index = world.sound.clone();
+        let place = index.2[0].1 as usize;
+        index.1[place] = forged;
+        index.2[0].2 = 0;
+        write(&world.index, &index);
+        world.is_damaged(what, &[&["verify"], &["restore", id, "--to", to]]);
+    }
+}
+
+/// A repository of a version that did not write what is new.
+#[test]
+fn what_an_earlier_version_interrupted_can_be_read() {
+    let world = World::new();
+    let Index(mut about, packs, segments, _) = world.sound.clone();
+    about.1 = "other".into();
+    let partial = world.place.repository().join("partial/20200101T000000.000Z-abcdef");
+    write(&partial, &(about, packs, segments, vec![0u32, 1]));
+    world.place.ok(&["verify"]);
+    // What it was read from is not known, so it is not gone on with.
+    let device = world.place.image();
+    let output = world.place.run(&["full", "--volume", "other", "--device", arg(&device), "--resume"]);
+    let said = text(&output.stderr);
+    assert!(output.status.success() && said.contains("is not resumed"), "{said}");
+}

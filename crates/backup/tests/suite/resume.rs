@@ -1,0 +1,173 @@
+//! `--resume` goes on with the same data or not at all, and an image that changes while it is read makes no backup.
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use files::pattern::Image;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::driver::Driver;
+use crate::tool::{BLOCK, MIB, Place, Running, arg, id, text};
+
+const SIZE: u64 = 500 * MIB;
+
+/// Three segments with 8 MB each.
+fn write(path: &Path, seed: u64) -> Image {
+    let file = std::fs::File::create(path).expect("create");
+    file.set_len(SIZE).expect("set the length");
+    let mut image = Image::default();
+    for segment in 0..3 {
+        image.write(&file, segment * 128 * MIB / BLOCK + 50, 2000, seed + segment).expect("write");
+    }
+    image
+}
+
+/// A backup of `device` in `dir` that is ended after its first segment.
+fn is_interrupted(place: &Place, dir: &Path, arguments: &[&str], signal: Signal) {
+    let mut command = place.command(&[arguments, &["--limit-rate", "6Mi"]].concat());
+    command.current_dir(dir);
+    place.interrupt(Running::start(command), signal);
+    assert_eq!(place.list(), [""; 0]);
+}
+
+fn goes_on(place: &Place, dir: &Path, arguments: &[&str]) -> (Value, String) {
+    let mut command = place.command(&[arguments, &["--resume", "--output", "json"]].concat());
+    let output = command.current_dir(dir).output().expect("run");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    (serde_json::from_slice(&output.stdout).expect("JSON"), text(&output.stderr))
+}
+
+const C_IMG: [&str; 5] = ["full", "--volume", "v", "--device", "c.img"];
+
+/// What is done between the interruption and the next try, and whether that goes on.
+#[test]
+fn resume_takes_no_other_image_for_its_own() {
+    type Between = fn(&Place) -> u64;
+    let cases: [(&str, Between, bool); 5] = [
+        ("nothing", |_| 1, true),
+        (
+            "another directory",
+            |place| {
+                std::fs::rename(place.path("a"), place.path("b")).expect("rename");
+                std::fs::create_dir(place.path("a")).expect("mkdir");
+                write(&place.path("a/c.img"), 7);
+                7
+            },
+            false,
+        ),
+        (
+            "the same name",
+            |place| {
+                std::fs::rename(place.path("a/c.img"), place.path("a/d.img")).expect("rename");
+                write(&place.path("a/c.img"), 7);
+                7
+            },
+            false,
+        ),
+        (
+            "written in place",
+            |place| {
+                let file = std::fs::File::options().write(true).open(place.path("a/c.img")).expect("open");
+                for segment in 0..3 {
+                    Image::default()
+                        .write(&file, segment * 128 * MIB / BLOCK + 50, 2000, 7 + segment)
+                        .expect("write");
+                }
+                7
+            },
+            false,
+        ),
+        (
+            "another in its place, with the old times",
+            |place| {
+                let times = place.path("a/c.img").metadata().expect("there");
+                let times = std::fs::FileTimes::new().set_modified(times.modified().expect("a time"));
+                write(&place.path("a/c.img"), 7);
+                let file = std::fs::File::options().write(true).open(place.path("a/c.img")).expect("open");
+                file.set_times(times).expect("set the times");
+                7
+            },
+            false,
+        ),
+    ];
+    for (what, between, is_same) in cases {
+        let place = Place::new();
+        let dir = place.path("a");
+        std::fs::create_dir(&dir).expect("mkdir");
+        write(&dir.join("c.img"), 1);
+        is_interrupted(&place, &dir, &C_IMG, Signal::SIGINT);
+        let seed = between(&place);
+        let (made, said) = goes_on(&place, &dir, &C_IMG);
+        let model = write(&place.path("model"), seed);
+        place.restores(&id(&made), &model, SIZE);
+        let read = made["read"].as_u64().expect("a number");
+        assert_eq!(read < 6000 * BLOCK, is_same, "{what}: {read} read, and said {said}");
+        assert!(is_same || said.contains("is not resumed"), "{what}: {said}");
+    }
+}
+
+/// From another directory, by another name for the same file.
+#[test]
+fn resume_knows_an_image_by_more_than_its_name() {
+    let place = Place::new();
+    let dir = place.path("a");
+    std::fs::create_dir(&dir).expect("mkdir");
+    let model = write(&dir.join("c.img"), 1);
+    is_interrupted(&place, &dir, &C_IMG, Signal::SIGINT);
+    let path = dir.join("c.img");
+    let (made, _) = goes_on(&place, place.dir.path(), &["full", "--volume", "v", "--device", arg(&path)]);
+    assert!(made["read"].as_u64().expect("a number") < 6000 * BLOCK, "{made}");
+    place.restores(&id(&made), &model, SIZE);
+}
+
+/// The handle is the same, and the device is of another volume.
+#[test]
+fn resume_looks_into_the_device() {
+    let place = Place::new();
+    let driver = Driver::start(&place.path("csi.sock"));
+    let model = write(&place.path("c.img"), 1);
+    driver.snapshot("one", &model, SIZE);
+    let endpoint = driver.endpoint();
+    let arguments = [&C_IMG[..], &["--endpoint", &endpoint, "--snapshot", "one"]].concat();
+    is_interrupted(&place, place.dir.path(), &arguments, Signal::SIGINT);
+    let other = write(&place.path("c.img"), 7);
+    let (made, said) = goes_on(&place, place.dir.path(), &arguments);
+    assert!(said.contains("is not resumed"), "{said}");
+    place.restores(&id(&made), &other, SIZE);
+}
+
+/// Out of memory, a drained node: no signal that it can answer.
+#[test]
+fn a_killed_backup_goes_on_too() {
+    let place = Place::new();
+    let model = write(&place.path("c.img"), 1);
+    is_interrupted(&place, place.dir.path(), &C_IMG, Signal::SIGKILL);
+    let (made, said) = goes_on(&place, place.dir.path(), &C_IMG);
+    assert!(made["read"].as_u64().expect("a number") < 6000 * BLOCK, "{made}: {said}");
+    place.restores(&id(&made), &model, SIZE);
+    assert_eq!(place.partials(), 0);
+    place.ok(&["verify"]);
+}
+
+#[test]
+fn an_image_that_changes_while_it_is_read_makes_no_backup() {
+    let place = Place::new();
+    write(&place.path("c.img"), 1);
+    let mut command = place.command(&[&C_IMG[..], &["--limit-rate", "8Mi"]].concat());
+    let running = Running::start({
+        command.current_dir(place.dir.path());
+        command
+    });
+    let began = Instant::now();
+    std::thread::sleep(Duration::from_millis(1500));
+    let file = std::fs::File::options().write(true).open(place.path("c.img")).expect("open");
+    file.write_all_at(b"changed", 300 * MIB).expect("write");
+    let output = running.output();
+    let said = text(&output.stderr);
+    assert!(began.elapsed() > Duration::from_secs(2), "it was over before");
+    assert!(output.status.code() == Some(1) && said.contains("changed while it was read"), "{said}");
+    assert_eq!(place.list(), [""; 0]);
+    assert_eq!(place.partials(), 0, "what was read is of no use");
+}

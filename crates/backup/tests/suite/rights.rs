@@ -1,0 +1,226 @@
+//! Rights: what reads needs none to write, nobody else can read what a repository holds, and what is not the tool's own in
+//! its directory is neither looked into nor touched.
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use files::pattern::Image;
+
+use crate::proxy::{Fault, Proxy};
+use crate::s3::Bucket;
+use crate::tool::{MIB, Place, arg, text};
+
+const SIZE: u64 = 20 * MIB;
+const NOBODY: u32 = 65534;
+
+fn set_mode(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("chmod");
+}
+
+fn walk(dir: &Path) -> Vec<PathBuf> {
+    let mut found = vec![dir.to_owned()];
+    for entry in dir.read_dir().expect("list") {
+        let path = entry.expect("entry").path();
+        match path.is_dir() {
+            true => found.extend(walk(&path)),
+            false => found.push(path),
+        }
+    }
+    found
+}
+
+/// A place that others may enter, with a backup of an image.
+fn place() -> (Place, String, Image) {
+    let place = Place::new();
+    set_mode(place.dir.path(), 0o777);
+    let mut image = Image::default();
+    image.write(&place.open_image(SIZE), 7, 90, 1).expect("write");
+    let id = place.full();
+    (place, id, image)
+}
+
+fn as_nobody(place: &Place, arguments: &[&str]) -> Output {
+    place.command(arguments).uid(NOBODY).gid(NOBODY).output().expect("run as nobody")
+}
+
+/// Every command that reads.
+fn readers<'a>(id: &'a str, to: &'a str, image: &'a str, html: &'a str) -> Vec<Vec<&'a str>> {
+    vec![
+        vec!["list"],
+        vec!["show"],
+        vec!["show", id, "--html", html],
+        vec!["verify"],
+        vec!["verify", id, "--against", image],
+        vec!["restore", id, "--to", to, "--overwrite"],
+        vec!["prune", "--keep-last", "1", "--dry-run"],
+    ]
+}
+
+#[test]
+fn readers_need_no_right_to_write() {
+    let (place, id, image) = place();
+    let lock = place.repository().join("lock");
+    let paths = ["restored", "image", "page.html"].map(|name| place.path(name));
+    let [to, device, html] = paths.each_ref().map(|path| arg(path));
+    set_mode(&place.image(), 0o644);
+    for (what, mode) in
+        [("a lock of root's", Some(0o600)), ("a lock for all", Some(0o644)), ("no lock", None)]
+    {
+        for path in walk(&place.repository()) {
+            set_mode(&path, if path.is_dir() { 0o755 } else { 0o644 });
+        }
+        match mode {
+            Some(mode) => set_mode(&lock, mode),
+            None => std::fs::remove_file(&lock).expect("remove"),
+        }
+        let before = walk(&place.repository());
+        for arguments in readers(&id, to, device, html) {
+            let output = as_nobody(&place, &arguments);
+            let said = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(0), "{what}: {arguments:?}: {said}");
+            let warned = said.matches("without a lock").count();
+            assert_eq!(warned, usize::from(mode != Some(0o644)), "{what}: {arguments:?}: {said}");
+        }
+        image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
+        assert_eq!(walk(&place.repository()), before, "{what}");
+        let refused = as_nobody(&place, &["prune", "--keep-last", "1"]);
+        assert_eq!(refused.status.code(), Some(1), "{what}: {}", text(&refused.stderr));
+        std::fs::remove_file(&paths[0]).expect("remove");
+    }
+}
+
+struct ReadOnly(PathBuf);
+
+impl Drop for ReadOnly {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).status();
+    }
+}
+
+#[test_with::root]
+#[test]
+fn a_read_only_mount_can_be_read() {
+    let (mut place, _, mut image) = place();
+    image.write(&place.open_image(SIZE), 7, 90, 2).expect("write");
+    let id = place.full();
+    let at = place.path("mounted");
+    std::fs::create_dir(&at).expect("mkdir");
+    let mounted =
+        Command::new("mount").args(["--bind", "-o", "ro"]).arg(place.repository()).arg(&at).status();
+    assert!(mounted.expect("mount").success());
+    let _mounted = ReadOnly(at.clone());
+    place.objects_in = at;
+    let paths = ["restored", "image", "page.html"].map(|name| place.path(name));
+    let [to, device, html] = paths.each_ref().map(|path| arg(path));
+    for arguments in readers(&id, to, device, html) {
+        let output = place.run(&arguments);
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
+    }
+    image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
+    let would = place.ok(&["prune", "--keep-last", "1", "--dry-run"]);
+    assert!(would["freed"].as_u64().is_some_and(|bytes| bytes > 90 * 4096), "{would}");
+    for arguments in [&["prune", "--keep-last", "1"][..], &["full", "--volume", "v", "--device", device]] {
+        let said = place.fails(1, arguments);
+        assert!(said.contains("Read-only file system"), "{said}");
+    }
+}
+
+#[test]
+fn keys_that_may_only_read_are_enough_to_read() {
+    let mut bucket = Bucket::start();
+    let mut image = Image::default();
+    image.write(&bucket.place.open_image(SIZE), 7, 90, 1).expect("write");
+    let id = bucket.place.full();
+    let proxy = Proxy::start(bucket.port);
+    bucket.endpoint(proxy.port);
+    let place = &bucket.place;
+    let paths = ["restored", "image", "page.html"].map(|name| place.path(name));
+    let [to, device, html] = paths.each_ref().map(|path| arg(path));
+    for arguments in readers(&id, to, device, html) {
+        proxy.next("PUT", "/locks/", Fault::Refuse(403));
+        let output = place.run(&arguments);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{arguments:?}: {said}");
+        assert_eq!(said.matches("without a lock").count(), 1, "{arguments:?}: {said}");
+    }
+    image.compare(&paths[0], SIZE, &base::Stop::default()).expect("restored");
+    for arguments in [&["prune", "--keep-last", "1"][..], &["full", "--volume", "v", "--device", device]] {
+        proxy.next("PUT", "/locks/", Fault::Refuse(403));
+        let said = place.fails(1, arguments);
+        assert!(said.contains("locks/"), "{said}");
+    }
+}
+
+#[test]
+fn nobody_else_reads_a_repository() {
+    let place = Place::new();
+    let device = place.image();
+    Image::default().write(&place.open_image(SIZE), 7, 5000, 1).expect("write");
+    let mut command = Command::new("sh");
+    let program = place.command(&["full", "--volume", "v", "--device", arg(&device)]);
+    command.args(["-c", "umask 022; exec \"$@\"", "sh"]).arg(program.get_program()).args(program.get_args());
+    assert!(command.status().expect("run").success());
+    for path in walk(&place.repository()) {
+        let mode = path.metadata().expect("there").mode() & 0o777;
+        assert_eq!(mode, if path.is_dir() { 0o700 } else { 0o600 }, "{}", path.display());
+    }
+}
+
+/// The root of an ext4 has a directory that only root may list.
+#[test]
+fn what_is_not_the_tools_own_is_left_alone() {
+    let place = Place::new();
+    set_mode(place.dir.path(), 0o755);
+    let mut image = Image::default();
+    let file = place.open_image(SIZE);
+    image.write(&file, 7, 90, 1).expect("write");
+    set_mode(&place.image(), 0o644);
+    std::fs::create_dir(place.repository()).expect("mkdir");
+    std::os::unix::fs::chown(place.repository(), Some(NOBODY), Some(NOBODY)).expect("chown");
+    let lost = place.repository().join("lost+found");
+    std::fs::create_dir(&lost).expect("mkdir");
+    set_mode(&lost, 0o700);
+    let device = place.image();
+    for round in 0..2 {
+        image.write(&file, 7 + round, 90, round).expect("write");
+        let made = as_nobody(&place, &["full", "--volume", "v", "--device", arg(&device)]);
+        assert!(made.status.success(), "{}", text(&made.stderr));
+    }
+    // A user's files, one of which looks like a draft of an object.
+    let own = ["note#1", "lost+found/x#1", "mine/x#1"].map(|name| place.repository().join(name));
+    for path in &own {
+        std::fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+        std::fs::write(path, "mine").expect("write");
+    }
+    let draft = place.repository().join("packs/ab/abcd#1");
+    std::fs::create_dir_all(draft.parent().expect("a directory")).expect("mkdir");
+    std::fs::write(&draft, "half").expect("write");
+    std::os::unix::fs::chown(draft.parent().expect("a directory"), Some(NOBODY), Some(NOBODY))
+        .expect("chown");
+    let pruned = as_nobody(&place, &["prune", "--keep-last", "1", "--output", "json"]);
+    assert!(pruned.status.success(), "{}", text(&pruned.stderr));
+    let pruned: serde_json::Value = serde_json::from_slice(&pruned.stdout).expect("JSON");
+    assert!(pruned["freed"].as_u64().is_some_and(|bytes| bytes > 90 * 4096), "{pruned}");
+    assert!(!draft.exists());
+    assert!(own.iter().all(|path| path.exists()));
+    place.restores("latest", &image, SIZE);
+}
+
+/// What cannot be listed is found before anything is removed.
+#[test]
+fn a_prune_that_cannot_look_removes_nothing() {
+    let (place, first, _) = place();
+    place.full();
+    for path in walk(&place.repository()) {
+        std::os::unix::fs::chown(&path, Some(NOBODY), Some(NOBODY)).expect("chown");
+    }
+    let foreign = place.repository().join("packs/zz");
+    std::fs::create_dir(&foreign).expect("mkdir");
+    set_mode(&foreign, 0o700);
+    let refused = as_nobody(&place, &["prune", "--keep-last", "1"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused.stderr).contains("packs"), "{}", text(&refused.stderr));
+    assert!(place.list().contains(&first), "its index is gone, and nothing is freed");
+}
