@@ -139,7 +139,7 @@ pub fn serve(export: Export, socket: &Path, stop: &Stop) -> Result<()> {
     let _gone = Socket(socket.to_owned());
     files::change::set_mode(socket, 0o600)?;
     listener.set_nonblocking(true).context("listen at", socket)?;
-    eprintln!(
+    shell::say!(
         "cbt-backup: {} is served, read-only, at nbd+unix:///?socket={}; Ctrl-C ends it",
         export.index.about.id,
         socket.display()
@@ -313,7 +313,7 @@ fn requests(export: &Export, stream: &mut UnixStream) -> std::io::Result<()> {
                     Some(_) if is_aligned && length <= LONGEST => match export.read(offset, length) {
                         Ok(bytes) => (0, bytes),
                         Err(error) => {
-                            eprintln!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
+                            shell::say!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
                             (IO, Vec::new())
                         }
                     },

@@ -115,7 +115,7 @@ fn remove_partials(repository: &Repository, volume: &str) -> Result<()> {
 fn leave(repository: &Repository, partial: Partial) {
     let name = format!("partial/{}", partial.about.id);
     match repository.store.replace(&name, envelope(&partial)) {
-        Ok(()) => eprintln!(
+        Ok(()) => shell::say!(
             "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume goes on after them",
             partial.done.len()
         ),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::OnceCell;
 
 use super::answer::{Answer, call_of};
-use super::case::{Judged, Verdict, Wrong};
+use super::case::{Case, Judged, Verdict, Wrong};
 use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
 use super::plugin::{Plugin, Volume};
@@ -184,6 +184,18 @@ impl Fixtures {
             });
         }
         None
+    }
+
+    /// Why the driver refuses a volume with snapshots, where it does: then there is nothing to test on. One that does not answer
+    /// refuses nothing.
+    pub async fn refusal(&self, cases: &[&Case<Self>]) -> Option<Wrong> {
+        if !cases.iter().any(|case| case.needs.contains(&Need::Pair)) {
+            return None;
+        }
+        match self.prepare(&[Need::Pair]).await {
+            Some(Err(wrong)) if wrong.code().is_some() && !wrong.is_silence() => Some(wrong),
+            _ => None,
+        }
     }
 
     async fn fill(&self, need: Need) -> Prepared<()> {

@@ -89,7 +89,7 @@ async fn whole_meanwhile(fixtures: &Fixtures, kind: Kind, work: Work) -> Judged 
         Kind::Delta => target.since(&dense.before),
     };
     let was = fixtures.ask(&question, 0, 0).await?;
-    let rests = Rest::of(&question, was.ranges(), &was);
+    let rests = Rest::of(&question, &was);
     let (mut rest, mut waits) = (&rests[0], false);
     for longer in &rests {
         (rest, waits) = (longer, waits_for_its_reader(fixtures, longer).await?);

@@ -1,7 +1,6 @@
 //! One call: read, met by faults, passed on, and its answer passed back. What a stream's answer becomes is in `play.rs`.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -106,7 +105,7 @@ impl Proxy {
                 .map(Arc::new),
         );
         for spec in &met {
-            let _ = writeln!(std::io::stderr(), "cbt-lab: {} meets {spec}", asked.call);
+            shell::say!("cbt-lab: {} meets {spec}", asked.call);
         }
         let deadline = deadline(&head.headers);
         let mut call = Call { head, path, body, asked, met, connection, deadline };
