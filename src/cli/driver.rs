@@ -156,8 +156,15 @@ fn driver_name(text: &str) -> Result<String, String> {
 pub(super) fn run(arguments: Arguments) -> Done {
     let demo = arguments.demo.zip(arguments.data_dir.parent().map(Path::to_owned));
     let done = run_to_the_end(arguments);
+    // The thread whose end stops the driver ends a moment before the rest of a demo that is killed.
+    let is_gone = |demo| {
+        (0..50).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            Pid::parent().as_raw() != demo
+        })
+    };
     if let Some((demo, dir)) = demo
-        && Pid::parent().as_raw() != demo
+        && is_gone(demo)
     {
         super::demo::take_away(&dir);
     }
