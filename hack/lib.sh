@@ -15,6 +15,7 @@ gateway_image=deltapath-gateway:$version
 router_image=deltapath-router:$version
 earlier_image=cbt-earlier:$version
 backup_image=deltapath-backup:$version
+cbt_backup_image=cbt-backup:$version
 namespace=deltapath
 : "${CLUSTER:=deltapath}"
 

@@ -16,6 +16,8 @@
 //!
 //! What others share is in `crates/`: [`base`], [`files`], [`proto`], [`cbt`], [`serve`] and [`csi_client`]. A
 //! test (`tests/suite/arrows.rs`) reads the paths here and fails when one points up.
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 pub mod cli;

@@ -7,8 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 
-use super::signals::stop_on_signals;
-use super::{Done, INTERRUPTED, Output};
+use super::{Done, Output, stop_on_signals};
 use crate::driver::{Discovery, Inspection, Result, Severity};
 use crate::sys;
 use base::Stop;
@@ -69,12 +68,9 @@ pub(super) fn run(arguments: Arguments) -> Done {
     let stop = stop_on_signals()?;
     let report = check(&arguments.data_dir, arguments.repair, &stop)?;
     if stop.check().is_err() {
-        return Ok(ExitCode::from(INTERRUPTED));
+        return Ok(ExitCode::from(shell::INTERRUPTED));
     }
-    match arguments.output {
-        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
-        Output::Text => report.print(),
-    }
+    shell::show(arguments.output == Output::Json, &report, || report.text())?;
     Ok(report.exit_code())
 }
 
@@ -135,7 +131,8 @@ impl Report {
         }
     }
 
-    fn print(&self) {
+    fn text(&self) -> String {
+        let mut text = String::new();
         for Found { severity, path, what, repaired } in &self.found {
             let severity = match severity {
                 Severity::Damage => "damage",
@@ -144,13 +141,14 @@ impl Report {
                 Severity::Note => "note",
             };
             let repaired = if *repaired { " (repaired)" } else { "" };
-            println!("{severity}: {}: {what}{repaired}", path.display());
+            text += &format!("{severity}: {}: {what}{repaired}\n", path.display());
         }
         let found = match self.open().count() {
             0 => "all is well".to_owned(),
             count => format!("{count} found"),
         };
         let Report { volumes, snapshots, retained, .. } = self;
-        println!("{volumes} volumes, {snapshots} snapshots, {retained} retained: {found}");
+        let (volumes, snapshots) = (shell::count(*volumes, "volume"), shell::count(*snapshots, "snapshot"));
+        text + &format!("{volumes}, {snapshots}, {retained} retained: {found}\n")
     }
 }

@@ -1,13 +1,15 @@
 //! `deltapath driver`: serves CSI on a socket until a signal stops it.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use tokio::signal::unix::{SignalKind, signal};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+use shell::Signals;
 
 use super::{Done, PoolFlag};
 use crate::csi;
@@ -27,7 +29,7 @@ const IDLE_THREAD: Duration = Duration::from_secs(1);
 
 /// Serve the CSI services on a UNIX socket.
 ///
-/// Needs root, to attach loop devices and to mount. On SIGTERM and SIGINT it finishes the calls under way, for up to
+/// Needs root, to attach loop devices and to mount. On SIGTERM, SIGINT and SIGHUP it finishes the calls under way, for up to
 /// 20 seconds, and exits with 0.
 #[derive(Debug, Args)]
 #[command(args_override_self = true)]
@@ -104,6 +106,10 @@ pub(super) struct Arguments {
     /// How many bytes a second all transfers from other nodes to this one may take together, such as 100Mi. Default: no limit.
     #[arg(long, value_name = "SIZE", requires = "router_listen", value_parser = transfer_rate)]
     transfer_rate: Option<Quantity>,
+    /// The process of the demo that this driver is for. Should it be killed, the driver ends too, and takes the directory of
+    /// the demo away.
+    #[arg(long, hide = true, value_name = "PID", requires = "data_dir")]
+    demo: Option<i32>,
 }
 
 /// `--block-metadata-type`.
@@ -149,11 +155,42 @@ fn driver_name(text: &str) -> Result<String, String> {
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
+    let demo = arguments.demo.zip(arguments.data_dir.parent().map(Path::to_owned));
+    let done = run_to_the_end(arguments);
+    // The thread whose end stops the driver ends a moment before the rest of a demo that is killed.
+    let is_gone = |demo| {
+        (0..50).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            Pid::parent().as_raw() != demo
+        })
+    };
+    if let Some((demo, dir)) = demo
+        && is_gone(demo)
+    {
+        super::demo::take_away(&dir);
+    }
+    done
+}
+
+fn run_to_the_end(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("the driver needs root: it attaches loop devices and mounts filesystems".into());
     }
     sys::raise_open_files()?;
     sys::memory::return_large_buffers();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().thread_keep_alive(IDLE_THREAD).build()?;
+    // From here on a signal never leaves a mounted pool behind: one that comes while the driver starts ends it afterwards.
+    let signals = {
+        let _entered = runtime.enter();
+        Signals::watch()?
+    };
+    if let Some(demo) = arguments.demo {
+        nix::sys::prctl::set_pdeathsig(Signal::SIGTERM)?;
+        if Pid::parent().as_raw() != demo {
+            return Err("the demo is gone".into());
+        }
+    }
     let data_dir = arguments.data_dir.clone();
     let driver = Driver::open(Config {
         driver_name: arguments.driver_name,
@@ -173,8 +210,6 @@ pub(super) fn run(arguments: Arguments) -> Done {
     });
     let driver = Arc::new(driver.map_err(|error| error.explain(&data_dir))?);
     let hashing = HashingThread::start(driver.hashing.clone())?;
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().enable_all().thread_keep_alive(IDLE_THREAD).build()?;
     let router = match (
         arguments.router_listen,
         arguments.router_tls_cert,
@@ -187,8 +222,13 @@ pub(super) fn run(arguments: Arguments) -> Done {
         // Clap has seen to it that it is all of them or none.
         _ => None,
     };
-    let served =
-        runtime.block_on(serve(driver.clone(), &arguments.endpoint, arguments.metrics_address, router));
+    let served = runtime.block_on(serve(
+        driver.clone(),
+        &arguments.endpoint,
+        arguments.metrics_address,
+        router,
+        signals,
+    ));
     // While their runtime is there.
     driver.transfers.stop();
     driver.sources.clear();
@@ -206,6 +246,7 @@ async fn serve(
     endpoint: &Endpoint,
     metrics: Option<SocketAddr>,
     router: Option<(SocketAddr, csi::RouterFiles)>,
+    mut signals: Signals,
 ) -> Result<(), Box<dyn std::error::Error>> {
     if let Some(address) = metrics {
         let server = Server::bind(address)?;
@@ -215,14 +256,9 @@ async fn serve(
         Some((address, files)) => Some(csi::RouterListener::bind(&driver, address, files)?),
         None => None,
     };
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
     let (stopping, mut stopped) = tokio::sync::watch::channel(false);
     let shutdown = async move {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
+        signals.next().await;
         tracing::info!("draining");
         let _ = stopping.send(true);
     };

@@ -1,11 +1,8 @@
 //! The command line: a file or directory a subcommand, and what they share.
-//!
-//! Exit codes: 0 done; 1 failed, the reason on standard error; 2 wrong usage; 3 leftovers alone (check); 130 interrupted.
 
 mod check;
 mod demo;
 mod driver;
-mod signals;
 mod verify;
 
 use std::error::Error;
@@ -20,7 +17,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, fmt, registry};
 
 use crate::pool::PoolRequest;
-use base::{PoolKind, Quantity};
+use base::{PoolKind, Quantity, Stop};
 
 /// A CSI driver with exact changed block tracking (KEP-3314).
 ///
@@ -125,15 +122,17 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Verify(arguments) => verify::run(arguments),
         Command::Check(arguments) => check::run(arguments),
     };
-    serve::log::flush();
-    done.unwrap_or_else(|error| {
-        serve::log::last_words(&format!("deltapath: {}", base::report(&*error)));
-        ExitCode::FAILURE
-    })
+    serve::log::end("deltapath", done)
 }
 
-/// Exit code after a signal.
-const INTERRUPTED: u8 = 130;
+/// From here on a signal cancels this instead of ending the process: a command that has mounted a pool ends its work and
+/// unmounts it first.
+fn stop_on_signals() -> std::io::Result<Stop> {
+    let stop = Stop::default();
+    let cancelled = stop.clone();
+    shell::at_signals(move || cancelled.cancel())?;
+    Ok(stop)
+}
 
 /// What a subcommand returns: an exit code, or an error for standard error.
 type Done = Result<ExitCode, Box<dyn Error>>;

@@ -8,8 +8,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use super::signals::stop_on_signals;
-use super::{Done, INTERRUPTED, Output};
+use super::{Done, Output, stop_on_signals};
 use crate::driver::{Inspected, Inspection};
 use crate::sys;
 use base::{ByteRange, Quantity, SnapshotId, Stop};
@@ -68,14 +67,12 @@ pub(super) fn run(arguments: Arguments) -> Done {
     let closed = inspection.close();
     if report.is_err() && stop.check().is_err() {
         closed?;
-        return Ok(ExitCode::from(INTERRUPTED));
+        return Ok(ExitCode::from(shell::INTERRUPTED));
     }
     let report = report?;
-    match arguments.output {
-        Output::Json => println!("{}", serde_json::to_string_pretty(&report)?),
-        Output::Text => report.print(),
-    }
+    let shown = shell::show(arguments.output == Output::Json, &report, || report.text());
     closed?;
+    shown?;
     Ok(match report.damage.is_empty() && report.unreadable.is_empty() {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
@@ -126,16 +123,17 @@ fn verify(
 }
 
 impl Report {
-    fn print(&self) {
+    fn text(&self) -> String {
+        let mut text = String::new();
         for damage in &self.damage {
             let place = match (damage.start, damage.end) {
                 (Some(start), Some(end)) => format!(", bytes {start} to {end}"),
                 _ => String::new(),
             };
-            println!("{}{place}: {}", damage.snapshot, damage.what);
+            text += &format!("{}{place}: {}\n", damage.snapshot, damage.what);
         }
         for (path, why) in &self.unreadable {
-            println!("{path}: {why}");
+            text += &format!("{path}: {why}\n");
         }
         let found = match self.damage.len() + self.unreadable.len() {
             0 => "all sound".to_owned(),
@@ -145,6 +143,7 @@ impl Report {
             0 => String::new(),
             bytes => format!(" ({} without a hash, not compared)", Quantity(bytes)),
         };
-        println!("{} snapshots, {} of data{unhashed}: {found}", self.snapshots, Quantity(self.bytes));
+        let (snapshots, bytes) = (shell::count(self.snapshots, "snapshot"), Quantity(self.bytes));
+        text + &format!("{snapshots}, {bytes} of data{unhashed}: {found}\n")
     }
 }

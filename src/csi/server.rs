@@ -115,8 +115,11 @@ fn listen(endpoint: &Endpoint) -> Result<UnixListener, EndpointError> {
     let failed = |error: files::Error| EndpointError::Listen(endpoint.clone(), error.source);
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            if let Some(parent) = path.parent() {
-                change::create_dir_all(parent).map_err(failed)?;
+            // One directory alone: a path with a typing error must not grow a tree.
+            if let Some(parent) = path.parent()
+                && !parent.exists()
+            {
+                change::create_dir(parent, 0o755).map_err(failed)?;
             }
         }
         Err(error) => return Err(EndpointError::Listen(endpoint.clone(), error)),

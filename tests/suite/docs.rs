@@ -208,6 +208,39 @@ async fn the_worked_example_and_the_format_are_as_the_pages_say(
     rig.finish();
 }
 
+/// The certificates that docs/router.md makes are those by which a router and a driver know each other.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn the_certificates_of_the_router_page_are_believed() {
+    use testkit::running::Running;
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let manifest = std::fs::read(rig.data_dir().join("deltapath.json")).expect("read");
+    let manifest: serde_json::Value = serde_json::from_slice(&manifest).expect("JSON");
+    let key = manifest["key"].as_str().expect("a key");
+    let page = read("docs/router.md");
+    let blocks = page.split("```sh\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let script: String = blocks.filter(|block| block.contains("openssl")).collect();
+    let script = script.replace("key=0123abcd", &format!("key={key}"));
+    let dir = testkit::temp_dir();
+    let made = Command::new("bash").args(["-euc", &script]).current_dir(dir.path()).output().expect("bash");
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let listen = format!("127.0.0.1:{}", testkit::free_port());
+    rig.terminate();
+    let flags = |prefix: &str, name: &str| {
+        [("cert", format!("{name}.crt")), ("key", format!("{name}.key")), ("ca", "ca.crt".into())]
+            .map(|(flag, file)| format!("--{prefix}tls-{flag}={}", dir.path().join(file).display()))
+    };
+    let log = |name: &str| dir.path().join(name);
+    let mut driver = testkit::driver_command(rig.dir.path(), PoolKind::Dir);
+    driver.args(["--router-listen", &listen]).args(flags("router-", "node"));
+    let _driver = Running::start(&mut driver, &log("driver.log"));
+    let mut router = Command::new(testkit::program("deltapath-router"));
+    router.args(["--node-endpoints", &listen, "--http-endpoint", "127.0.0.1:0"]).args(flags("", "router"));
+    router.arg(format!("--endpoint=unix://{}", log("router.sock").display()));
+    let router = Running::start(&mut router, &log("router.log"));
+    until("the node answers the router", || router.log().contains("a node answers")).await;
+}
+
 /// Each example has exactly the fields of its record, with the right types.
 #[test]
 fn the_examples_in_the_format_are_records() {

@@ -14,6 +14,7 @@ mod cluster_image;
 mod cluster_rbac;
 mod cluster_rules;
 mod cluster_scripts;
+mod commands;
 mod conformance;
 mod crash;
 mod csi_contract;

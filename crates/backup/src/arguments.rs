@@ -2,8 +2,11 @@
 
 use std::path::PathBuf;
 
-use base::Quantity;
+use base::{Endpoint, Quantity};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use snapshot_metadata_client::Client;
+
+use crate::error::Error;
 
 /// Back up volumes by their changed blocks, into a directory or an S3 bucket.
 ///
@@ -22,7 +25,7 @@ pub struct Cli {
     /// Where the backups are: a directory, or s3://BUCKET/PREFIX. The first backup makes the repository there; a bucket
     /// has to exist. S3 is configured by the usual AWS_ variables of the environment: AWS_ACCESS_KEY_ID,
     /// AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT, AWS_ALLOW_HTTP.
-    #[arg(long, short, global = true, env = "CBT_BACKUP_REPOSITORY", value_name = "DIR|URL")]
+    #[arg(long, short, global = true, env = "CBT_BACKUP_REPOSITORY", value_name = "DIR|URL", value_parser = repository)]
     pub repository: Option<String>,
     /// What is printed on standard output.
     #[arg(long, global = true, value_enum, default_value_t = Output::Text)]
@@ -71,7 +74,7 @@ pub struct Source {
     /// Socket of the CSI driver, such as unix:///csi/csi.sock. Without it and --namespace the whole device is read, and of
     /// an image everything but its holes.
     #[arg(long, value_name = "SOCKET", requires = "snapshot", conflicts_with = "namespace")]
-    pub endpoint: Option<String>,
+    pub endpoint: Option<Endpoint>,
     /// Ask by way of Kubernetes, as the kubeconfig or the pod's account: --snapshot is a VolumeSnapshot of this namespace.
     #[arg(long, value_name = "NAME", requires = "snapshot")]
     pub namespace: Option<String>,
@@ -106,7 +109,7 @@ pub struct Source {
     #[arg(long, value_name = "NUMBER", default_value_t = 16, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub in_flight: u8,
     /// Level of zstd: 1 is quick, 19 small. Below 0, down to -50, it is quicker still and stores more.
-    #[arg(long, value_name = "NUMBER", default_value_t = 1, allow_negative_numbers = true, value_parser = level)]
+    #[arg(long, value_name = "NUMBER", default_value_t = 1, value_parser = level)]
     pub compression: i32,
 }
 
@@ -271,7 +274,7 @@ pub struct ShowArguments {
     pub html: Option<PathBuf>,
     /// Socket of a CSI driver, such as unix:///csi/csi.sock.
     #[arg(long, value_name = "SOCKET", requires = "target")]
-    pub endpoint: Option<String>,
+    pub endpoint: Option<Endpoint>,
     /// CSI handle of the earlier snapshot: what changed since is shown.
     #[arg(long, value_name = "HANDLE", requires = "endpoint")]
     pub base: Option<String>,
@@ -317,6 +320,28 @@ fn name(text: &str) -> Result<String, String> {
 
 /// Bytes of a name. A namespace with the name of a claim has at most 317.
 const LONGEST_NAME: usize = 512;
+
+fn repository(text: &str) -> Result<String, String> {
+    let is_place = match text.split_once("://") {
+        Some((scheme, place)) => scheme == "s3" && !place.is_empty() && !place.starts_with('/'),
+        None => !text.is_empty(),
+    };
+    is_place.then(|| text.to_owned()).ok_or_else(|| "write a directory or s3://BUCKET/PREFIX".into())
+}
+
+/// The CSI driver at `--endpoint`. One that is away leaves its socket, so where there is none the path is wrong.
+pub fn driver(endpoint: &Endpoint) -> Result<Client, Error> {
+    use std::os::unix::fs::FileTypeExt;
+    let path = endpoint.path();
+    match path.metadata() {
+        Ok(found) if found.file_type().is_socket() => Ok(Client::csi(&endpoint.to_string())?),
+        Ok(_) => Err(Error::refused(format!("{} (--endpoint) is no socket", path.display()))),
+        Err(error) => Err(Error::refused(format!(
+            "there is no socket of a CSI driver at {} (--endpoint): {error}",
+            path.display()
+        ))),
+    }
+}
 
 /// Level 0 is zstd's own default, which is another than ours.
 fn level(text: &str) -> Result<i32, String> {

@@ -69,6 +69,9 @@ pub enum Error {
         /// The image.
         path: PathBuf,
     },
+    /// What is asked is wrong in itself.
+    #[error(transparent)]
+    Usage(#[from] shell::Usage),
     /// What is asked cannot be done as things are.
     #[error("{0}")]
     Refused(String),
@@ -84,6 +87,11 @@ impl Error {
     /// A reason in words.
     pub fn refused(why: impl Into<String>) -> Self {
         Error::Refused(why.into())
+    }
+
+    /// A command line that is wrong, whatever there is.
+    pub fn usage(why: impl Into<String>) -> Self {
+        Error::Usage(shell::Usage(why.into()))
     }
 
     /// Bytes that are not as they were written.

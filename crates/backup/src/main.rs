@@ -1,4 +1,6 @@
 //! `cbt-backup`: backs volumes up by their changed blocks. Here the commands are started, and what they found is printed.
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]
 
 mod arguments;
@@ -20,10 +22,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use base::Stop;
-use clap::Parser;
 use files::Context as _;
 use indicatif::HumanBytes;
-use nix::sys::signal::{SigSet, Signal};
 use serde::Serialize;
 use snapshot_metadata_client::{Client, Options, Policy, Token};
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -46,8 +46,10 @@ use wait::wait;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+const NAME: &str = "cbt-backup";
+
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = shell::parse::<Cli>();
     let levels = std::env::var("RUST_LOG").ok().and_then(|levels| levels.parse::<Targets>().ok());
     let levels = levels.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
     let log = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
@@ -61,15 +63,12 @@ fn main() -> ExitCode {
         let _ = writeln!(std::io::stdout(), "{}", serde_json::json!({ "error": base::report(error) }));
     }
     match done {
-        Ok(code) => code,
         Err(Error::Stopped) => {
-            eprintln!("cbt-backup: interrupted");
-            ExitCode::from(130)
+            shell::say!("{NAME}: interrupted");
+            ExitCode::from(shell::INTERRUPTED)
         }
-        Err(error) => {
-            eprintln!("cbt-backup: {}", base::report(&error));
-            ExitCode::FAILURE
-        }
+        Err(Error::Usage(usage)) => shell::end(NAME, Err(usage.into())),
+        done => shell::end(NAME, done.map_err(Into::into)),
     }
 }
 
@@ -85,7 +84,7 @@ struct Context {
 impl Context {
     fn url(&self) -> Result<&str> {
         self.url.as_deref().ok_or_else(|| {
-            Error::refused("no repository is named: add --repository DIR, or set CBT_BACKUP_REPOSITORY")
+            Error::usage("no repository is named: add --repository DIR, or set CBT_BACKUP_REPOSITORY")
         })
     }
 
@@ -104,15 +103,15 @@ impl Context {
         wait(self.runtime.handle(), &self.stop, answer)
     }
 
-    /// Prints what a command found: as JSON, or by `text`.
-    fn print(&self, value: &impl Serialize, text: impl FnOnce()) -> Result<()> {
-        if self.is_json {
-            let json = serde_json::to_string_pretty(value);
-            println!("{}", json.map_err(|error| Error::refused(format!("write JSON: {error}")))?);
-        } else {
-            text();
-        }
-        Ok(())
+    /// Prints what a command found: as JSON, or as `text` puts it.
+    fn print(&self, value: &impl Serialize, text: impl FnOnce() -> String) -> Result<()> {
+        let printed = shell::show(self.is_json, value, text);
+        printed.map_err(|error| Error::refused(error.to_string()))
+    }
+
+    /// The same of what a command has done.
+    fn tell(&self, value: &impl Serialize, text: impl FnOnce() -> String) -> Result<ExitCode> {
+        Ok(shell::told(NAME, shell::show(self.is_json, value, text)))
     }
 }
 
@@ -120,7 +119,6 @@ fn start(cli: Cli) -> Result<ExitCode> {
     let started = |error: std::io::Error| Error::refused(format!("start: {error}"));
     // A repository holds whole disks.
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
-    // Before there are threads: the signals are for one of them alone.
     let stop = stop_on_signals().map_err(started)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -153,19 +151,13 @@ fn execute(context: &Context, command: Command) -> Result<ExitCode> {
 
 /// From here on a signal asks for an end instead of making it. A second one makes it.
 fn stop_on_signals() -> std::io::Result<Stop> {
-    let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
-    signals.thread_block()?;
     let stop = Stop::default();
-    std::thread::Builder::new().name("signals".into()).spawn({
-        let stop = stop.clone();
-        move || {
-            while signals.wait().is_ok() {
-                if stop.check().is_err() {
-                    std::process::exit(130);
-                }
-                stop.cancel();
-            }
+    let asked = stop.clone();
+    shell::at_signals(move || {
+        if asked.check().is_err() {
+            std::process::exit(shell::INTERRUPTED.into());
         }
+        asked.cancel();
     })?;
     Ok(stop)
 }
@@ -174,7 +166,7 @@ fn stop_on_signals() -> std::io::Result<Stop> {
 fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<String>)> {
     let Some(snapshot) = source.snapshot.clone() else { return Ok((None, None)) };
     let client = match (&source.endpoint, &source.namespace) {
-        (Some(endpoint), _) => Client::csi(endpoint)?,
+        (Some(endpoint), _) => arguments::driver(endpoint)?,
         (None, Some(namespace)) => {
             let api = context.wait(cluster::api())??;
             let token = source.token_file.clone().map_or(Token::OwnAccount, Token::File);
@@ -189,6 +181,7 @@ fn asked(context: &Context, source: &Source) -> Result<(Option<Asked>, Option<St
 }
 
 fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
+    let url = context.url()?;
     // Nothing is made where there is nothing to read, or nowhere to tell of it.
     device::Device::open(&source.device)?;
     if let Some(report) = &source.report {
@@ -207,7 +200,7 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         in_flight: source.in_flight.into(),
         level: source.compression,
     };
-    let repository = Repository::open_or_create(context.url()?, context.runtime.handle(), &context.stop)?;
+    let repository = Repository::open_or_create(url, context.runtime.handle(), &context.stop)?;
     let wanted = Wanted { mode: Mode::Shared, command: "backup", wait: Duration::ZERO, is_reader: false };
     let repository = context.lock(repository, wanted)?;
     let made = backup::run(&repository, &request, &context.stop)?.about;
@@ -216,23 +209,20 @@ fn back_up(context: &Context, source: Source, wish: Wish) -> Result<ExitCode> {
         let json = json.map_err(|error| Error::refused(format!("write JSON: {error}")))?;
         files::change::write_whole(report, &json)?;
     }
-    print_backup(context, &made)?;
-    Ok(ExitCode::SUCCESS)
+    tell_backup(context, &made)
 }
 
-fn print_backup(context: &Context, made: &About) -> Result<()> {
-    context.print(made, || {
-        let About { id, kind, listed, read, added, milliseconds, .. } = made;
-        println!(
-            "{id}: {kind}, {} listed, {} read, {} added to the repository, {:.1} s",
+fn tell_backup(context: &Context, made: &About) -> Result<ExitCode> {
+    context.tell(made, || {
+        let About { id, kind, listed, read, added, milliseconds, why, .. } = made;
+        let why = why.as_ref().map_or(String::new(), |why| format!("full because {why}\n"));
+        format!(
+            "{id}: {kind}, {} listed, {} read, {} added to the repository, {:.1} s\n{why}",
             HumanBytes(*listed),
             HumanBytes(*read),
             HumanBytes(*added),
             *milliseconds as f64 / 1e3
-        );
-        if let Some(why) = &made.why {
-            println!("full because {why}");
-        }
+        )
     })
 }
 
@@ -242,10 +232,7 @@ fn run(context: &Context, arguments: RunArguments) -> Result<ExitCode> {
         false => context.url()?.to_owned(),
     };
     let made = context.runtime.block_on(cluster::run(&arguments, &repository, &context.stop))?;
-    if let Some(made) = made {
-        print_backup(context, &made)?;
-    }
-    Ok(ExitCode::SUCCESS)
+    made.map_or(Ok(ExitCode::SUCCESS), |made| tell_backup(context, &made))
 }
 
 /// A file that is made needs a directory that has a name.
@@ -266,42 +253,38 @@ fn restore(context: &Context, arguments: &RestoreArguments) -> Result<ExitCode> 
         }
         None => restore::run(&repository, &index, to, arguments.overwrite, threads, &context.stop)?,
     };
-    context.print(&restored, || {
-        println!(
-            "{} is in {}: {} written, {} cleared",
+    context.tell(&restored, || {
+        format!(
+            "{} is in {}: {} written, {} cleared\n",
             restored.id,
             restored.to.display(),
             HumanBytes(restored.written),
             HumanBytes(restored.cleared)
-        );
-    })?;
-    Ok(ExitCode::SUCCESS)
+        )
+    })
 }
 
 fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
+    if arguments.against.is_some() && arguments.backups.len() != 1 {
+        return Err(Error::usage("one backup is compared with a device: name one"));
+    }
     let repository = context.shared("verify")?;
     let volume = arguments.volume.as_deref();
     let threads = arguments.in_flight.into();
-    if let Some(device) = &arguments.against {
-        let [backup] = arguments.backups.as_slice() else {
-            return Err(Error::refused("one backup is compared with a device: name one"));
-        };
+    if let (Some(device), [backup]) = (&arguments.against, arguments.backups.as_slice()) {
         let index = repository.find(backup, volume)?;
         let compared = restore::compare(&repository, &index, device, threads, &context.stop)?;
         context.print(&compared, || {
+            let mut text = String::new();
             for range in &compared.differing {
-                println!("bytes {} to {} differ", range.start, range.end);
+                text += &format!("bytes {} to {} differ\n", range.start, range.end);
             }
             let verdict = match compared.differing_bytes {
                 0 => "equal".to_owned(),
                 bytes => format!("{} differ", HumanBytes(bytes)),
             };
-            println!(
-                "{} and {}: {} compared, {verdict}",
-                compared.id,
-                device.display(),
-                HumanBytes(compared.bytes)
-            );
+            let bytes = HumanBytes(compared.bytes);
+            text + &format!("{} and {}: {bytes} compared, {verdict}\n", compared.id, device.display())
         })?;
         return Ok(verdict(compared.differing_bytes == 0));
     }
@@ -316,13 +299,14 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
     };
     let report = verify::verify(&repository, chosen.as_deref(), threads, &context.stop)?;
     context.print(&report, || {
+        let mut text = String::new();
         for damage in &report.damage {
             let backup = damage.backup.as_deref().unwrap_or("no backup");
             let place = match (damage.start, damage.end) {
                 (Some(start), Some(end)) => format!(", bytes {start} to {end}"),
                 _ => String::new(),
             };
-            println!("{backup}{place}: {}", damage.what);
+            text += &format!("{backup}{place}: {}\n", damage.what);
         }
         let unused = match report.unused {
             None | Some(0) => String::new(),
@@ -332,12 +316,8 @@ fn verify(context: &Context, arguments: &VerifyArguments) -> Result<ExitCode> {
             0 => "all sound".to_owned(),
             count => format!("{count} damaged"),
         };
-        println!(
-            "{} backups, {} packs, {}{unused}: {found}",
-            report.backups,
-            report.packs,
-            HumanBytes(report.bytes)
-        );
+        let (backups, packs) = (shell::count(report.backups, "backup"), shell::count(report.packs, "pack"));
+        text + &format!("{backups}, {packs}, {}{unused}: {found}\n", HumanBytes(report.bytes))
     })?;
     Ok(verdict(report.damage.is_empty()))
 }
@@ -376,14 +356,14 @@ fn list(context: &Context, arguments: &ListArguments) -> Result<ExitCode> {
             Listed::Sound(_) => None,
         })
         .collect();
-    context.print(&listed, || print_list(&listed))?;
+    context.print(&listed, || text_of(&listed))?;
     for damaged in &damaged {
-        eprintln!("cbt-backup: {damaged}");
+        shell::say!("{NAME}: {damaged}");
     }
     Ok(verdict(damaged.is_empty()))
 }
 
-fn print_list(listed: &[Listed]) {
+fn text_of(listed: &[Listed]) -> String {
     let abouts = || {
         listed.iter().filter_map(|backup| match backup {
             Listed::Sound(about) => Some(about),
@@ -391,21 +371,22 @@ fn print_list(listed: &[Listed]) {
         })
     };
     let widths = abouts().map(|about| show::shown(&about.volume).chars().count()).max().unwrap_or(0).max(6);
-    println!(
-        "{:<27}  {:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
+    let mut text = format!(
+        "{:<27}  {:widths$}  {:<11}  {:>11}  {:>11}  {:>11}\n",
         "BACKUP", "VOLUME", "KIND", "SIZE", "DATA", "ADDED"
     );
     for About { id, volume, kind, size, data, added, .. } in abouts() {
         let human = |bytes: &u64| HumanBytes(*bytes).to_string();
         let (id, volume) = (show::shown(id), show::shown(volume));
-        println!(
-            "{id:<27}  {volume:widths$}  {:<11}  {:>11}  {:>11}  {:>11}",
+        text += &format!(
+            "{id:<27}  {volume:widths$}  {:<11}  {:>11}  {:>11}  {:>11}\n",
             kind.to_string(),
             human(size),
             human(data),
             human(added)
         );
     }
+    text
 }
 
 fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
@@ -433,20 +414,17 @@ fn prune(context: &Context, arguments: &PruneArguments) -> Result<ExitCode> {
         is_dry: arguments.dry_run,
     };
     let pruned = prune::prune(&repository, &rules, &context.stop)?;
-    context.print(&pruned, || {
+    context.tell(&pruned, || {
         let would = if arguments.dry_run { "would be " } else { "" };
-        for id in &pruned.removed {
-            println!("{id} {would}removed");
-        }
-        println!(
-            "{} backups {would}removed, {} kept; {} {would}freed, {} of them written anew",
-            pruned.removed.len(),
+        let removed: String = pruned.removed.iter().map(|id| format!("{id} {would}removed\n")).collect();
+        format!(
+            "{removed}{} {would}removed, {} kept; {} {would}freed, {} of them written anew\n",
+            shell::count(pruned.removed.len(), "backup"),
             pruned.kept.len(),
             HumanBytes(pruned.freed),
             HumanBytes(pruned.moved)
-        );
-    })?;
-    Ok(ExitCode::SUCCESS)
+        )
+    })
 }
 
 fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
@@ -475,8 +453,8 @@ fn show(context: &Context, arguments: &ShowArguments) -> Result<ExitCode> {
     }
     let has_colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     context.print(&pictures, || match pictures.as_slice() {
-        [one] => print!("{}", one.text(has_colour)),
-        several => print!("{}", show::history(several, has_colour)),
+        [one] => one.text(has_colour),
+        several => show::history(several, has_colour),
     })?;
     Ok(ExitCode::SUCCESS)
 }

@@ -181,7 +181,7 @@ pub fn serve(export: Export, socket: &Path, stop: &Stop) -> Result<()> {
     let _gone = Socket(socket.to_owned());
     files::change::set_mode(socket, 0o600)?;
     listener.set_nonblocking(true).context("listen at", socket)?;
-    eprintln!(
+    shell::say!(
         "cbt-backup: {} is served, read-only, at nbd+unix:///?socket={}; Ctrl-C ends it",
         export.index.about.id,
         socket.display()
@@ -463,7 +463,7 @@ fn requests(export: &Export, stream: &mut UnixStream, agreed: Agreed) -> std::io
             _ => Ok(Answer::Error(INVALID)),
         };
         let answer = made.unwrap_or_else(|error| {
-            eprintln!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
+            shell::say!("cbt-backup: {length} bytes at {offset}: {}", base::report(&error));
             Answer::Error(IO)
         });
         let (head, bytes) = answer.encode(agreed.is_structured, cookie, offset);

@@ -75,7 +75,12 @@ impl Progress {
         if last.elapsed() >= EVERY {
             *last = Instant::now();
             let percent = position * 100 / self.size.max(1);
-            eprintln!("{}: {percent} % of the volume, {} moved, {}/s", self.what, HumanBytes(bytes), rate());
+            shell::say!(
+                "{}: {percent} % of the volume, {} moved, {}/s",
+                self.what,
+                HumanBytes(bytes),
+                rate()
+            );
         }
     }
 }

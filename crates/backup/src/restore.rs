@@ -220,7 +220,7 @@ impl<'r> Job<'r> {
             return Err(match self.is_new {
                 true => error,
                 false => {
-                    eprintln!(
+                    shell::say!(
                         "cbt-backup: {} holds neither what it held before nor the backup: run the restore again, without --onto-base",
                         self.to.path().display()
                     );

@@ -4,12 +4,12 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use base::Stop;
+use base::{Endpoint, Stop};
 use files::durable::Draft;
 use indicatif::HumanBytes;
 use jiff::Timestamp;
 use serde::Serialize;
-use snapshot_metadata_client::{Blocks, Client};
+use snapshot_metadata_client::Blocks;
 use tokio::runtime::Handle;
 
 use crate::error::{Error, Result};
@@ -95,14 +95,14 @@ pub fn of_volume(repository: &Repository, volume: Option<&str>) -> Result<Vec<Pi
 /// The maps of two snapshots of a driver, or of one.
 pub fn of_snapshots(
     runtime: &Handle,
-    endpoint: &str,
+    endpoint: &Endpoint,
     base: Option<&str>,
     target: &str,
     stop: &Stop,
 ) -> Result<Picture> {
     let refused = |error: snapshot_metadata_client::Error| Error::refused(error.to_string());
     let read = async {
-        let client = Client::csi(endpoint).map_err(refused)?;
+        let client = crate::arguments::driver(endpoint)?;
         let (allocated, held, size) =
             count(client.allocated(target).await.map_err(refused)?).await.map_err(refused)?;
         let mut facts =

@@ -1,5 +1,7 @@
 //! `cbt-earlier`: the earlier designs of KEP-3314, each a subcommand, in front of any CSI driver with a SnapshotMetadata
 //! service. Flags are here, each design in a module of its own.
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 
@@ -50,7 +52,7 @@ enum Design {
 /// empty. The token is for the audience of --audience; its user must be allowed to get the DifferentialSnapshot and both
 /// VolumeSnapshots.
 ///
-/// One replica, which is elected, writes the status; the others answer /readyz with 503. On SIGTERM and SIGINT it takes no
+/// One replica, which is elected, writes the status; the others answer /readyz with 503. On SIGTERM, SIGINT and SIGHUP it takes no
 /// new requests, ends those under way, and exits with 0. Exit codes: 0 stopped, 1 failed (the reason is on standard error),
 /// 2 wrong usage.
 #[derive(Debug, clap::Args)]
@@ -91,7 +93,7 @@ struct Differential {
 /// it and to get both VolumeSnapshots, and to create volumesnapshotdeltas/data for tokens by which data is read. The
 /// blocks come from the cbt-http of the driver, which a DriverDiscovery names.
 ///
-/// Every replica serves. On SIGTERM and SIGINT it takes no new requests, ends those under way, and exits with 0. Exit codes:
+/// Every replica serves. On SIGTERM, SIGINT and SIGHUP it takes no new requests, ends those under way, and exits with 0. Exit codes:
 /// 0 stopped, 1 failed (the reason is on standard error), 2 wrong usage.
 #[derive(Debug, clap::Args)]
 struct Aggregated {
@@ -123,7 +125,7 @@ struct Aggregated {
 /// HTTPS from there, for users who may create driverdiscoveries/deltas. With --snapshot-data each block comes with a token,
 /// which is all that a reader of the block's bytes needs: GET ADDRESS/data, with the token as a bearer token.
 ///
-/// One replica, which is elected, is ready; the others answer /readyz with 503. On SIGTERM and SIGINT it takes no new
+/// One replica, which is elected, is ready; the others answer /readyz with 503. On SIGTERM, SIGINT and SIGHUP it takes no new
 /// requests, ends those under way, and exits with 0. Exit codes: 0 stopped, 1 failed (the reason is on standard error), 2 wrong
 /// usage.
 #[derive(Debug, clap::Args)]
@@ -264,7 +266,7 @@ fn data_token_ttl(text: &str) -> Result<Duration, String> {
 }
 
 fn main() -> ExitCode {
-    let Arguments { log_format, design } = Arguments::parse();
+    let Arguments { log_format, design } = shell::parse();
     log_format.start();
     serve::program::run("cbt-earlier", async {
         match design {

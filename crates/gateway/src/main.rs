@@ -1,5 +1,7 @@
 //! `deltapath-gateway`: the Kubernetes SnapshotMetadata API (KEP-3314) in front of any CSI driver. Flags are here, the two
 //! calls in `service`.
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]
 
 mod api;
@@ -30,7 +32,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// are and what they may read, and passes the CSI driver's answer on as it is. It writes one audit line (JSON) a call to
 /// standard output and its log to standard error.
 ///
-/// On SIGTERM and SIGINT it takes no new calls, lets streams end for up to --drain, and exits with 0. Exit codes: 0 stopped,
+/// On SIGTERM, SIGINT and SIGHUP it takes no new calls, lets streams end for up to --drain, and exits with 0. Exit codes: 0 stopped,
 /// 1 failed (the reason is on standard error), 2 wrong usage.
 #[derive(Debug, Parser)]
 #[command(name = "deltapath-gateway", version, max_term_width = 100, args_override_self = true)]
@@ -120,7 +122,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = shell::parse::<Arguments>();
     arguments.log_format.start();
     serve::program::allow_open_files();
     serve::program::run("deltapath-gateway", server::run(arguments))

@@ -1,7 +1,7 @@
 //! `cbt-lab`: what a driver author and a backup author need to test their own changed block tracking. It knows CSI,
 //! and nothing of any driver.
-//!
-//! Exit codes: see each subcommand.
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![allow(clippy::disallowed_methods)]
 #![forbid(unsafe_code)]
 
@@ -10,6 +10,7 @@ mod code;
 mod conformance;
 mod faults;
 mod mock;
+mod output;
 mod random;
 
 use std::error::Error;
@@ -19,7 +20,8 @@ use clap::{Parser, Subcommand, ValueEnum};
 
 /// Tests changed block tracking (KEP-3314) of any CSI driver.
 ///
-/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage or could not run, 130 interrupted.
+/// Exit codes: 0 done, 1 failed (the reason is on standard error), 2 wrong usage, or nothing could be tested or measured, 130
+/// interrupted.
 #[derive(Debug, Parser)]
 #[command(name = "cbt-lab", version, max_term_width = 100)]
 struct Cli {
@@ -44,21 +46,15 @@ enum Output {
     Json,
 }
 
-/// Exit code after a signal.
-const INTERRUPTED: u8 = 130;
-
 /// What a subcommand returns: an exit code, or an error for standard error.
 type Done = Result<ExitCode, Box<dyn Error>>;
 
 fn main() -> ExitCode {
-    let done = match Cli::parse().command {
+    let done = match shell::parse::<Cli>().command {
         Command::Bench(arguments) => bench::run(arguments),
         Command::Conformance(arguments) => conformance::run(arguments),
         Command::Faults(arguments) => faults::run(arguments),
         Command::Mock(arguments) => mock::run(arguments),
     };
-    done.unwrap_or_else(|error| {
-        eprintln!("cbt-lab: {}", base::report(&*error));
-        ExitCode::FAILURE
-    })
+    shell::end("cbt-lab", done)
 }

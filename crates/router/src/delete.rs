@@ -23,5 +23,7 @@ pub async fn volume(socket: &Path, volume_id: String) -> Result<(), String> {
     let mut client = ControllerClient::new(channel(socket, std::time::Duration::from_secs(60)));
     let request = DeleteVolumeRequest { volume_id, ..DeleteVolumeRequest::default() };
     let done = client.delete_volume(request).await;
-    done.map(drop).map_err(|status| format!("{:?}: {}", status.code(), status.message()))
+    done.map(drop).map_err(|status| {
+        format!("delete it through {}: {:?}: {}", socket.display(), status.code(), status.message())
+    })
 }

@@ -1,4 +1,6 @@
 //! `deltapath-router`: one CSI controller for many nodes. Flags are here, the calls in `calls`.
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![forbid(unsafe_code)]
 
 mod calls;
@@ -36,7 +38,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 /// whose driver (deltapath driver --router-listen) has the object. It keeps no state and needs no privileges; several may
 /// run at once.
 ///
-/// On SIGTERM and SIGINT it takes no new calls, lets those under way end for up to --drain, and exits with 0. Exit codes:
+/// On SIGTERM, SIGINT and SIGHUP it takes no new calls, lets those under way end for up to --drain, and exits with 0. Exit codes:
 /// 0 stopped or done, 1 failed (the reason is on standard error), 2 wrong usage.
 #[derive(Debug, Parser)]
 #[command(
@@ -172,7 +174,7 @@ impl std::str::FromStr for NodeService {
 fn main() -> ExitCode {
     use serve::program::run;
     const NAME: &str = "deltapath-router";
-    let Arguments { command, serve: flags } = Arguments::parse();
+    let Arguments { command, serve: flags } = shell::parse();
     let Some(command) = command else {
         let flags = flags.expect("clap asks for them where there is no command");
         flags.log_format.start();
@@ -181,23 +183,26 @@ fn main() -> ExitCode {
     };
     match command {
         Command::Forget { key, forgotten } => run(NAME, async move {
-            match forget::add(&forgotten, key)? {
-                true => println!(
+            done(match forget::add(&forgotten, key)? {
+                true => format!(
                     "{key} is forgotten: routers that watch {} know within seconds",
                     forgotten.display()
                 ),
-                false => println!("{key} was forgotten before"),
-            }
-            Ok(())
+                false => format!("{key} was forgotten before"),
+            })
         }),
         Command::DeleteVolume { volume_id, endpoint } => run(NAME, async move {
             delete::volume(endpoint.path(), volume_id.clone()).await?;
-            println!("{volume_id} is deleted");
-            Ok(())
+            done(format!("{volume_id} is deleted"))
         }),
         Command::Certificates(flags) => run(NAME, until_stopped(certificates::run(flags))),
         Command::NodeCertificate(flags) => run(NAME, until_stopped(certificates::request(flags))),
     }
+}
+
+fn done(what: String) -> Result<(), Box<dyn Error>> {
+    shell::told("deltapath-router", shell::print(&(what + "\n")));
+    Ok(())
 }
 
 /// Runs what ends by a signal alone.

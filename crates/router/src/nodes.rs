@@ -248,7 +248,7 @@ impl Nodes {
         let asked = tokio::time::timeout(self.patience, client.describe(DescribeRequest {})).await;
         let described = match asked {
             Ok(Ok(answer)) => answer.into_inner(),
-            Ok(Err(status)) => return Err(base::report(&status)),
+            Ok(Err(status)) => return Err(format!("{:?}: {}", status.code(), status.message())),
             Err(_) => return Err(format!("it says nothing for {} s", self.patience.as_secs_f64())),
         };
         let key: Key = described.key.parse().map_err(|_| format!("its key is {:?}", described.key))?;

@@ -5,6 +5,8 @@
 //! driver links none of it, the flags, log and end of a program that only serves (`program`), authorities and what they sign
 //! (`certificates`), the lease of an elected replica (`lease`), and what is asked of the Kubernetes API server: who calls and
 //! what they may get, and VolumeSnapshots (`kubernetes`: `questions`, `reviews`, `snapshots`).
+// They panic where the output is closed: `shell` does not.
+#![warn(clippy::print_stdout, clippy::print_stderr)]
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 #![forbid(unsafe_code)]
 

@@ -8,7 +8,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
@@ -98,21 +97,17 @@ pub fn bind(address: IpAddr, port: u16) -> Result<TcpListener, String> {
     bound.map_err(|error| format!("listen on {address}:{port} (--port): {error}"))
 }
 
-/// Whether SIGTERM or SIGINT has come.
+/// Whether a signal has come that ends the program.
 #[derive(Clone, Debug)]
 pub struct Stop(watch::Receiver<bool>);
 
 impl Stop {
-    /// Watches for both signals from now on.
+    /// Watches from now on.
     pub fn watch() -> std::io::Result<Self> {
-        let (mut terminate, mut interrupt) =
-            (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let mut signals = shell::Signals::watch()?;
         let (stop, stopped) = watch::channel(false);
         tokio::spawn(async move {
-            tokio::select! {
-                _ = terminate.recv() => {}
-                _ = interrupt.recv() => {}
-            }
+            signals.next().await;
             // It is there for later readers, too.
             stop.send_replace(true);
             stop.closed().await;
@@ -157,16 +152,7 @@ pub async fn follow_readiness(
 pub fn run(program: &str, serve: impl Future<Output = Result<(), Box<dyn Error>>>) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let served = runtime.map_err(Box::<dyn Error>::from).and_then(|runtime| runtime.block_on(serve));
-    match served {
-        Ok(()) => {
-            crate::log::flush();
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            crate::log::last_words(&format!("{program}: {}", base::report(&*error)));
-            ExitCode::FAILURE
-        }
-    }
+    crate::log::end(program, served.map(|()| ExitCode::SUCCESS))
 }
 
 #[cfg(test)]

@@ -32,11 +32,18 @@ impl Host {
         size: Quantity,
         stop: &Stop,
     ) -> Result<Self, Box<dyn Error>> {
-        let dir = tempfile::Builder::new().prefix("deltapath-demo-").tempdir_in(work_dir)?;
+        let dir = tempfile::Builder::new().prefix("deltapath-demo-").tempdir_in(work_dir);
+        let dir = dir.map_err(|error| {
+            let text = error.to_string();
+            // Without the name that was tried.
+            let why = text.split(" at path ").next().unwrap_or_default();
+            format!("--work-dir {}: {why}", work_dir.display())
+        })?;
         let (socket, log) = (dir.path().join("csi.sock"), dir.path().join("driver.log"));
         let mut command = Command::new(std::env::current_exe()?);
         command
             .args(["driver", "--node-id", "demo", "--pool", pool.name()])
+            .args(["--demo", &std::process::id().to_string()])
             .arg("--endpoint")
             .arg(format!("unix://{}", socket.display()))
             .arg("--data-dir")
@@ -119,13 +126,16 @@ impl Host {
                 }
             }
         }
-        match sweep(self.dir.path()) {
-            Ok(stuck) => left.extend(stuck),
-            Err(error) => left.push(error.to_string()),
-        }
-        if let Err(error) = self.dir.close() {
-            left.push(error.to_string());
-        }
+        left.extend(take_away(&self.dir.keep()));
         left
     }
+}
+
+/// Removes all that the demo made, after its driver has ended. Returns what could not be.
+pub fn take_away(dir: &Path) -> Vec<String> {
+    let mut left = sweep(dir).unwrap_or_else(|error| vec![error.to_string()]);
+    if let Err(error) = std::fs::remove_dir_all(dir) {
+        left.push(format!("{}: {error}", dir.display()));
+    }
+    left
 }

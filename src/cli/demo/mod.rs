@@ -13,20 +13,20 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Args;
-use tokio::signal::unix::{SignalKind, signal};
 
-use super::{Done, INTERRUPTED, Output};
+use super::{Done, Output, stop_on_signals};
 use crate::cli::PoolFlag;
 use crate::sys;
 use base::{BlockSize, Quantity, Stop};
 use host::Host;
+pub(super) use host::take_away;
 use story::{Report, Story};
 
 /// Show a full and an incremental block backup against a driver of its own.
 ///
 /// Creates a Block volume, writes, snapshots, changes and punches blocks, snapshots again, streams
 /// the allocated and the changed blocks, restores, and backs up into an image by the tuples alone. Everything is compared
-/// with what was written. Needs root; leaves nothing behind.
+/// with what was written. Needs root; leaves nothing behind, also when it is interrupted or killed.
 ///
 /// Exit codes: 0 all equal, 1 a difference or a failure, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Args)]
@@ -57,40 +57,35 @@ pub(super) fn run(arguments: Arguments) -> Done {
     if !sys::is_root() {
         return Err("the demo needs root: its driver attaches loop devices and mounts filesystems".into());
     }
+    let stop = stop_on_signals()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(play(&arguments))
+    runtime.block_on(play(&arguments, &stop))
 }
 
-async fn play(arguments: &Arguments) -> Done {
-    let stop = Stop::default();
-    let mut signals = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
-    let interrupted = stop.clone();
-    tokio::spawn(async move {
-        tokio::select! {
-            _ = signals.0.recv() => {}
-            _ = signals.1.recv() => {}
-        }
-        interrupted.cancel();
-    });
+async fn play(arguments: &Arguments, stop: &Stop) -> Done {
     let started = Instant::now();
-    let mut host =
-        Host::start(&arguments.work_dir, arguments.pool.request(None), arguments.size, &stop).await?;
+    let host = Host::start(&arguments.work_dir, arguments.pool.request(None), arguments.size, stop).await;
+    if host.is_err() && stop.check().is_err() {
+        shell::say!("deltapath: interrupted; cleaned up");
+        return Ok(ExitCode::from(shell::INTERRUPTED));
+    }
+    let mut host = host?;
     let mut report = Report::new(arguments.size, arguments.output == Output::Text);
-    let done = Story::new(&mut host, &mut report, &stop).run().await;
+    let done = Story::new(&mut host, &mut report, stop).run().await;
     let left = host.stop().await;
     let interrupted = stop.check().is_err();
     if interrupted {
-        eprintln!("deltapath: interrupted; cleaned up");
+        shell::say!("deltapath: interrupted; cleaned up");
     } else if let Err(error) = &done {
-        eprintln!("deltapath: {}", base::report(&**error));
+        shell::say!("deltapath: {}", base::report(&**error));
     }
     for what in &left {
-        eprintln!("deltapath: left behind: {what}");
+        shell::say!("deltapath: left behind: {what}");
     }
     let ok = done.is_ok() && left.is_empty() && !interrupted;
-    report.verdict(ok, started.elapsed(), arguments.output == Output::Json)?;
+    report.verdict(ok, started.elapsed())?;
     Ok(match (interrupted, ok) {
-        (true, _) => ExitCode::from(INTERRUPTED),
+        (true, _) => ExitCode::from(shell::INTERRUPTED),
         (false, true) => ExitCode::SUCCESS,
         (false, false) => ExitCode::FAILURE,
     })

@@ -2,7 +2,7 @@
 
 use std::error::Error;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -31,6 +31,9 @@ pub(super) struct Report {
     steps: Vec<Step>,
     #[serde(skip)]
     live: bool,
+    /// Why the text could not be printed, the first time.
+    #[serde(skip)]
+    unprinted: Option<io::Error>,
 }
 
 #[derive(Serialize)]
@@ -43,42 +46,40 @@ struct Step {
 impl Report {
     /// An empty report; a live one prints each step when it is done.
     pub fn new(size: Quantity, live: bool) -> Self {
-        Report { verdict: "failed", size_bytes: size.0, total_ms: 0.0, steps: Vec::new(), live }
+        let (verdict, steps) = ("failed", Vec::new());
+        Report { verdict, size_bytes: size.0, total_ms: 0.0, steps, live, unprinted: None }
     }
 
     fn done(&mut self, name: &str, started: Instant, result: String) {
         let ms = millis(started.elapsed());
-        if self.live {
-            println!("{:>4}  {name:<46} {ms:>9.1} ms   {result}", self.steps.len() + 1);
-        }
+        self.say(format!("{:>4}  {name:<46} {ms:>9.1} ms   {result}\n", self.steps.len() + 1));
         self.steps.push(Step { name: name.to_owned(), ms, result });
     }
 
-    fn show(&self, text: &str) {
-        if self.live {
-            print!("\n{text}\n");
+    /// Output that cannot be written ends no demo: it has to clean up.
+    fn say(&mut self, text: String) {
+        if self.live
+            && let Err(error) = shell::print(&text)
+        {
+            self.unprinted.get_or_insert(error);
         }
     }
 
-    /// Ends the report.
-    pub fn verdict(&mut self, ok: bool, total: Duration, json: bool) -> io::Result<()> {
+    /// Ends the report. An error: not all of it could be printed.
+    pub fn verdict(&mut self, ok: bool, total: Duration) -> io::Result<()> {
         self.verdict = if ok { "ok" } else { "failed" };
         self.total_ms = millis(total);
-        if json {
-            let mut out = io::stdout().lock();
-            serde_json::to_writer_pretty(&mut out, self)?;
-            return writeln!(out);
+        let (steps, seconds) = (self.steps.len(), total.as_secs_f64());
+        self.say(match ok {
+            true => {
+                format!("\nOK: every tuple and every byte is as written. {steps} steps, {seconds:.1} s.\n")
+            }
+            false => format!("\nFAILED after {steps} steps, {seconds:.1} s.\n"),
+        });
+        match self.unprinted.take() {
+            Some(error) => Err(error),
+            None => shell::show(!self.live, self, String::new),
         }
-        let seconds = total.as_secs_f64();
-        if ok {
-            println!(
-                "\nOK: every tuple and every byte is as written. {} steps, {seconds:.1} s.",
-                self.steps.len()
-            );
-        } else {
-            println!("\nFAILED after {} steps, {seconds:.1} s.", self.steps.len());
-        }
-        Ok(())
     }
 }
 
@@ -112,7 +113,8 @@ impl<'d> Story<'d> {
             let held = after.allocated();
             changed.iter().copied().filter(|block| held.binary_search(block).is_err()).collect()
         };
-        self.report.show(&draw::map(self.blocks, &after.allocated(), &written(&changed, &punched), &punched));
+        let map = draw::map(self.blocks, &after.allocated(), &written(&changed, &punched), &punched);
+        self.report.say(format!("\n{map}\n"));
 
         let restored = self.restore("restore the second snapshot", &second, &after).await?;
         let source = self.restore("restore the first, to back it up", &first, &before).await?;

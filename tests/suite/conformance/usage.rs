@@ -11,9 +11,9 @@ async fn a_driver_that_wants_secrets_conforms_with_them_alone() {
     let rig = Rig::start(PoolKind::Xfs).await;
     let socket = rig.dir.path().join("secrets.sock");
     let _serving = Lab::before(&rig.socket(), &socket, "wants-secrets").await;
-    let (code, verdicts, _) = run(&socket, &["--focus", "^delta-complete$"]).await;
-    assert_eq!(code, Some(1));
-    assert!(verdicts["delta-complete"].1.contains("UNAUTHENTICATED"), "{verdicts:?}");
+    let output = conformance(&socket, &["--focus", "^delta-complete$"]).output().await.expect("run");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(said(&output).contains("UNAUTHENTICATED"), "{}", said(&output));
 
     let file = rig.dir.path().join("secrets.yaml");
     let calls = [
@@ -284,5 +284,66 @@ async fn a_driver_without_the_service_is_not_run() {
         "{}",
         said(&output)
     );
+    rig.finish();
+}
+
+/// What every case needs is refused: that is no finding about the driver's streams, and one line says it.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_set_up_that_is_refused_ends_the_run() {
+    let mut rig = Rig::start(PoolKind::Xfs).await;
+    for (flags, part) in [
+        (["--parameter", "foo=bar"], "CreateVolume: INVALID_ARGUMENT"),
+        (["--snapshot-parameter", "foo=bar"], "CreateSnapshot: INVALID_ARGUMENT"),
+    ] {
+        let output = conformance(&rig.socket(), &flags).output().await.expect("run");
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+        assert!(output.stdout.is_empty() && told.lines().count() == 1, "{}", said(&output));
+        assert!(told.contains(part) && told.contains("foo"), "{told}");
+        super::assert_empty(&mut rig).await;
+    }
+    rig.finish();
+}
+
+/// A driver that lists a thousand tuples at most: that is the fault of those cases alone that ask for all. The end of the text
+/// says once more what failed.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disturbed_stream_is_compared_with_an_undisturbed_one() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let socket = rig.dir.path().join("capped.sock");
+    let _serving = Lab::before(&rig.socket(), &socket, "lose-later:after=1000").await;
+    let flags = ["--focus", "(cancel|deadline|slow-reader|many)$"];
+    let (code, verdicts, report) = run(&socket, &flags).await;
+    assert_eq!(code, Some(1), "{report:#}");
+    for (case, (verdict, detail)) in &verdicts {
+        match case.ends_with("-many") {
+            true => assert_eq!(verdict, "fail", "{case}: {detail}"),
+            false => assert_ne!(verdict, "fail", "{case}: {detail}"),
+        }
+    }
+    let output = bare(&socket, &["--volume-size", "64Mi", "--focus", "many$"]).output().await.expect("run");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let (_, end) = text.split_once("\nFAIL: ").expect("a verdict");
+    for case in ["allocated-many", "delta-many"] {
+        let recap = format!("failed: {case}: {}\n", verdicts[case].1.lines().next().expect("a line"));
+        assert!(end.contains(&recap), "{recap} is not in {end}");
+    }
+    rig.finish();
+}
+
+/// A driver of Block volumes alone lacks nothing that the service is about.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_driver_without_filesystems_shows_nothing_about_them() {
+    let rig = Rig::start(PoolKind::Xfs).await;
+    let (code, verdicts, report) =
+        run_broken(&rig, "refuse:call=NodeStageVolume,code=INVALID_ARGUMENT", &["filesystem-volume"], "60")
+            .await;
+    assert_eq!(code, Some(0), "{report:#}");
+    let (verdict, detail) = &verdicts["filesystem-volume"];
+    assert_eq!(verdict, "not-shown", "{detail}");
+    assert!(detail.starts_with("the driver makes no Filesystem volume: "), "{detail}");
     rig.finish();
 }

@@ -66,7 +66,10 @@ pub async fn run(arguments: &RunArguments, repository: &str, stop: &Stop) -> Res
         (Ok(_), Err(error)) => Err(error),
         (Err(error), cleaned) => {
             if let Err(cleaned) = cleaned {
-                eprintln!("cbt-backup: {}; `cbt-backup run --clean-up` tries again", base::report(&cleaned));
+                shell::say!(
+                    "cbt-backup: {}; `cbt-backup run --clean-up` tries again",
+                    base::report(&cleaned)
+                );
             }
             Err(error)
         }
@@ -271,7 +274,7 @@ impl Run<'_> {
         let placement = self.placement(&claim).await?;
         self.create(SNAPSHOTS, self.snapshot(snapshot)).await?;
         let (content, size) = self.ready(snapshot).await?;
-        eprintln!("cbt-backup: VolumeSnapshot {snapshot} is ready");
+        shell::say!("cbt-backup: VolumeSnapshot {snapshot} is ready");
         if text(&claim, "/spec/volumeMode") != Some("Block") {
             self.allow_device(&content).await?;
         }
@@ -417,7 +420,7 @@ impl Run<'_> {
                 }
                 Some("Running") if !has_started => {
                     has_started = true;
-                    eprintln!("cbt-backup: pod {} runs", self.name);
+                    shell::say!("cbt-backup: pod {} runs", self.name);
                     None
                 }
                 Some("Running") => None,

@@ -163,7 +163,7 @@ impl Lock {
                 Err(busy) => busy,
             };
             if !std::mem::replace(&mut is_told, true) {
-                eprintln!("cbt-backup: waiting at most {} s: {}", wanted.wait.as_secs(), busy.why);
+                shell::say!("cbt-backup: waiting at most {} s: {}", wanted.wait.as_secs(), busy.why);
             }
             busy.wait(store, until, stop)?;
         }

@@ -52,9 +52,6 @@ impl Store {
         let wrong = |why: String| Error::refused(format!("the repository {url:?}: {why}"));
         if let Some(place) = url.strip_prefix("s3://") {
             let (bucket, prefix) = place.split_once('/').unwrap_or((place, ""));
-            if bucket.is_empty() {
-                return Err(wrong("write s3://BUCKET/PREFIX".into()));
-            }
             // reqwest takes the provider of the process.
             let _ = rustls::crypto::ring::default_provider().install_default();
             let _entered = runtime.enter();
@@ -62,17 +59,23 @@ impl Store {
             let builder = builder.with_http_connector(BySize).with_retry(patience::retries());
             let s3 = builder.with_conditional_put(S3ConditionalPut::ETagMatch).build();
             let s3 = s3.map_err(|error| wrong(error.to_string()))?;
+            if std::env::var_os("AWS_SKIP_SIGNATURE").is_none() {
+                let found = runtime.block_on(s3.credentials().get_credential());
+                found.map_err(|error| {
+                    tracing::info!("{}", base::report(&error));
+                    wrong("there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY".into())
+                })?;
+            }
             let inner: Arc<dyn ObjectStore> = match prefix.trim_matches('/') {
                 "" => Arc::new(s3),
                 prefix => Arc::new(PrefixStore::new(s3, prefix)),
             };
             return Ok(Store { inner, runtime: runtime.clone(), stop: stop.clone(), dir: None });
         }
-        if url.contains("://") {
-            return Err(wrong("write a directory or s3://BUCKET/PREFIX".into()));
-        }
         let dir = Path::new(url);
-        if create {
+        if dir.exists() && !dir.is_dir() {
+            return Err(wrong("it is a file, not a directory".into()));
+        } else if create {
             change::create_dir_all(dir)?;
         } else if !dir.is_dir() {
             return Err(wrong("there is no such directory; the first backup makes it".into()));

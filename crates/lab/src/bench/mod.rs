@@ -17,27 +17,27 @@ mod steps;
 mod subject;
 mod writes;
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::error::Error;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use base::{Endpoint, Quantity};
 use clap::Args;
+use shell::Usage;
 use tokio::sync::watch;
 
-use super::{Done, INTERRUPTED, Output};
+use super::{Done, Output};
 use crate::conformance::claims::Claims;
 use crate::conformance::content::at_rest;
 use crate::conformance::plugin::Plugin;
-use crate::conformance::{Storage, ask, run_name, signals};
+use crate::conformance::{Storage, ask, remove_empty, run_name, signals};
+use crate::output::{check, write};
 use figures::{Book, Conditions, Outcome, Verdict};
 use life::Plan;
 use progress::Progress;
 use steps::Bench;
 
-/// Exit status where nothing could be measured.
-const CAN_NOT_RUN: u8 = 2;
 /// How long threads may take to let go of devices.
 const REST: Duration = Duration::from_secs(10);
 
@@ -141,27 +141,22 @@ fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 pub(super) fn run(arguments: Arguments) -> Done {
-    let ended = prepared(&arguments).and_then(|(before, plan)| match &arguments.endpoint {
-        None => tell(&arguments, &before, None).map(|()| ExitCode::SUCCESS),
-        Some(endpoint) => {
-            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-            let runtime = runtime.map_err(|error| error.to_string())?;
-            let measured = runtime.block_on(measure(&arguments, endpoint, plan));
-            // A device that hangs holds its thread; that must not hold the program.
-            runtime.shutdown_background();
-            let Some(outcome) = measured? else { return Ok(ExitCode::from(INTERRUPTED)) };
-            let code = match (outcome.verdict, outcome.is_good()) {
-                (Verdict::Interrupted, _) => ExitCode::from(INTERRUPTED),
-                (_, true) => ExitCode::SUCCESS,
-                (_, false) => ExitCode::FAILURE,
-            };
-            tell(&arguments, &before, Some(outcome)).map(|()| code)
-        }
-    });
-    Ok(ended.unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "cbt-lab: {error}");
-        ExitCode::from(CAN_NOT_RUN)
-    }))
+    let (before, plan) = prepared(&arguments).map_err(Usage)?;
+    let Some(endpoint) = &arguments.endpoint else {
+        return tell(&arguments, &before, None).map(|()| ExitCode::SUCCESS);
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let measured = runtime.block_on(measure(&arguments, endpoint, plan));
+    // A device that hangs holds its thread; that must not hold the program.
+    runtime.shutdown_background();
+    let interrupted = ExitCode::from(shell::INTERRUPTED);
+    let Some(outcome) = measured.map_err(Usage)? else { return Ok(interrupted) };
+    let code = match (outcome.verdict, outcome.is_good()) {
+        (Verdict::Interrupted, _) => interrupted,
+        (_, true) => ExitCode::SUCCESS,
+        (_, false) => ExitCode::FAILURE,
+    };
+    tell(&arguments, &before, Some(outcome)).map(|()| code)
 }
 
 /// All that can be wrong before anything is made.
@@ -172,13 +167,7 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
     };
     let before: Vec<Outcome> = arguments.compare.iter().map(labelled).collect::<Result<_, _>>()?;
     for file in [&arguments.json, &arguments.csv, &arguments.html].into_iter().flatten() {
-        let dir = file.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let why = match () {
-            () if !dir.is_dir() => "its directory does not exist",
-            () if file.is_dir() => "it is a directory",
-            () => continue,
-        };
-        return Err(format!("{} cannot be written: {why}", file.display()));
+        check(file)?;
     }
     if let Some(dir) = arguments.bare_dir.as_ref().filter(|dir| !dir.is_dir()) {
         return Err(format!("--bare-dir {}: there is no such directory", dir.display()));
@@ -211,10 +200,10 @@ fn prepared(arguments: &Arguments) -> Result<(Vec<Outcome>, Plan), String> {
 }
 
 /// Prints and writes the results.
-fn tell(arguments: &Arguments, before: &[Outcome], new: Option<Outcome>) -> Result<(), String> {
+fn tell(arguments: &Arguments, before: &[Outcome], new: Option<Outcome>) -> Result<(), Box<dyn Error>> {
     let mut results = before.to_vec();
     if let (Some(path), Some(new)) = (&arguments.json, &new) {
-        write(path, &json(new)?)?;
+        write(path, &(serde_json::to_string_pretty(new)? + "\n"))?;
     }
     results.extend(new);
     if let Some(path) = &arguments.csv {
@@ -223,32 +212,12 @@ fn tell(arguments: &Arguments, before: &[Outcome], new: Option<Outcome>) -> Resu
     if let Some(path) = &arguments.html {
         write(path, &page::page(&results))?;
     }
-    let text = match (arguments.output, &results[..]) {
-        (Output::Text, results) => show::text(results),
-        (Output::Json, [one]) => json(one)?,
-        (Output::Json, results) => json(results)?,
-    };
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|error| format!("write: {error}"))
-}
-
-fn json<T: serde::Serialize + ?Sized>(value: &T) -> Result<String, String> {
-    let text = serde_json::to_string_pretty(value).map_err(|error| format!("write JSON: {error}"))?;
-    Ok(text + "\n")
-}
-
-/// Writes a whole file, or leaves the one that is there.
-fn write(path: &Path, text: &str) -> Result<(), String> {
-    let failed = |error: std::io::Error| format!("write {}: {error}", path.display());
-    let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let readable = std::os::unix::fs::PermissionsExt::from_mode(0o644);
-    let mut file = tempfile::Builder::new()
-        .prefix(".cbt-lab-")
-        .permissions(readable)
-        .tempfile_in(dir)
-        .map_err(failed)?;
-    file.write_all(text.as_bytes()).map_err(failed)?;
-    file.persist(path).map(drop).map_err(|error| failed(error.error))
+    let is_json = arguments.output == Output::Json;
+    let text = || show::text(&results);
+    Ok(match &results[..] {
+        [one] => shell::show(is_json, one, text),
+        all => shell::show(is_json, all, text),
+    }?)
 }
 
 /// Measures the driver. None: interrupted before it began.
@@ -272,14 +241,7 @@ async fn measure(arguments: &Arguments, endpoint: &Endpoint, plan: Plan) -> Resu
     let began = Instant::now();
     let plugin = Plugin::new(controller.path(), client, claims, settings, run_name("bench")?);
     live(&plugin, &plan, signals, &mut outcome).await;
-    // Only what is empty: what a driver holds below is not ours to remove.
-    for dir in ours.into_iter().chain([dir.keep()]) {
-        if let Err(error) = std::fs::remove_dir(&dir)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            outcome.left_behind.push(format!("{}: {error}", dir.display()));
-        }
-    }
+    outcome.left_behind.extend(remove_empty(ours, dir));
     outcome.conditions.load[1] = load();
     outcome.conditions.seconds = began.elapsed().as_secs_f64().round();
     Ok(Some(outcome))

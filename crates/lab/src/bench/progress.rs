@@ -1,6 +1,6 @@
 //! How far the measurements are, on standard error: a bar on a terminal, a line every few seconds elsewhere.
 
-use std::io::{IsTerminal, Write};
+use std::io::IsTerminal;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -55,7 +55,7 @@ impl Progress {
                 bar.set_message(text);
             } else if state.printed.is_none_or(|printed| printed.elapsed() >= EVERY) {
                 state.printed = Some(Instant::now());
-                let _ = writeln!(std::io::stderr(), "step {} of {}: {text}", state.done, self.steps);
+                shell::say!("step {} of {}: {text}", state.done, self.steps);
             }
         });
     }

@@ -1,7 +1,7 @@
 //! What changed since another run of the suite.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
+
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -68,15 +68,15 @@ impl Changes {
     }
 
     /// For a person.
-    pub fn tell(&self, out: &mut impl Write) -> io::Result<()> {
+    pub fn text(&self) -> String {
         if self.0.is_empty() {
-            return writeln!(out, "nothing changed since the run that it is compared with");
+            return "nothing changed since the run that it is compared with\n".into();
         }
-        for Change { name, before, now } in &self.0 {
-            let word = |verdict: &Option<String>| verdict.clone().unwrap_or_else(|| "not run".into());
-            writeln!(out, "changed: {name}: {} -> {}", word(before), word(now))?;
-        }
-        Ok(())
+        let word = |verdict: &Option<String>| verdict.clone().unwrap_or_else(|| "not run".into());
+        let lines = self.0.iter().map(|Change { name, before, now }| {
+            format!("changed: {name}: {} -> {}\n", word(before), word(now))
+        });
+        lines.collect()
     }
 }
 
@@ -89,11 +89,8 @@ mod tests {
         let before = [("a", "pass"), ("b", "fail"), ("gone", "pass")];
         let now = [("a", "pass"), ("b", "pass"), ("new", "skip")];
         let changes = Changes::of(before.into_iter(), now.into_iter());
-        let mut text = Vec::new();
-        changes.tell(&mut text).expect("write");
-        let text = String::from_utf8(text).expect("UTF-8");
         assert_eq!(
-            text,
+            changes.text(),
             "changed: b: fail -> pass\nchanged: gone: pass -> not run\nchanged: new: not run -> skip\n"
         );
         let same = Changes::of(before.into_iter(), before.into_iter());

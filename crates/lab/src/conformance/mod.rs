@@ -35,7 +35,6 @@ mod subject;
 mod table;
 
 use std::collections::HashMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -43,10 +42,10 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use regex::Regex;
-use tokio::signal::unix::{SignalKind, signal};
+use shell::Usage;
 use tokio::sync::watch;
 
-use super::{Done, INTERRUPTED, Output};
+use super::{Done, Output};
 use base::Endpoint;
 use base::{BlockSize, Quantity};
 use case::{Case, Level};
@@ -100,9 +99,6 @@ impl Storage {
         })
     }
 }
-
-/// Exit status where the suite cannot run on the driver.
-const CAN_NOT_RUN: u8 = 2;
 
 /// Test the SnapshotMetadata service of any CSI driver.
 ///
@@ -205,25 +201,25 @@ pub(super) fn run(arguments: Arguments) -> Done {
 fn run_cases<S: Subject>(
     arguments: &Arguments,
     all: &[Case<S>],
-    test: impl AsyncFnOnce(&Arguments, &[&Case<S>]) -> Result<ExitCode, String>,
+    test: impl AsyncFnOnce(&Arguments, &[&Case<S>]) -> Result<Done, String>,
 ) -> Done {
     let cases = chosen(all, arguments);
     if arguments.list {
         report::list(&cases, arguments.output == Output::Json)?;
         return Ok(ExitCode::SUCCESS);
     }
+    if let Some(path) = &arguments.junit {
+        crate::output::check(path).map_err(Usage)?;
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(test(arguments, &cases));
     // A device that hangs holds its thread; that must not hold the suite.
     runtime.shutdown_background();
-    Ok(ended.unwrap_or_else(|error| {
-        let _ = writeln!(std::io::stderr(), "cbt-lab: could not run: {error}");
-        ExitCode::from(CAN_NOT_RUN)
-    }))
+    ended.map_err(|error| Usage(format!("could not run: {error}")))?
 }
 
 /// Runs the cases. An error: they could not be.
-async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCode, String> {
+async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, String> {
     if cases.is_empty() {
         return Err("no case is chosen: --list prints their names".into());
     }
@@ -240,7 +236,7 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
     let endpoint = arguments.endpoint.as_ref().ok_or("no --endpoint")?;
     let (client, claims) = tokio::select! {
         asked = ask(endpoint, arguments.controller()?, arguments.patience()) => asked?,
-        _ = signals.wait_for(|count| *count > 0) => return Ok(ExitCode::from(INTERRUPTED)),
+        _ = signals.wait_for(|count| *count > 0) => return Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
     };
     let ours = [&settings.staging_dir, &settings.target_dir].map(Clone::clone);
     let ours: Vec<PathBuf> = ours.into_iter().filter(|dir| !dir.exists()).collect();
@@ -254,39 +250,49 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<ExitCo
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
     let started = Instant::now();
+    let refusal = tokio::select! {
+        refusal = fixtures.refusal(cases) => refusal,
+        // The run sees it too, and cleans up.
+        _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => None,
+    };
+    if let Some(refusal) = refusal {
+        let mut left = fixtures.plugin.ledger().clean_up(&fixtures.plugin, patience).await;
+        left.extend(remove_empty(ours, dir));
+        let left = left.iter().map(|left| format!("; left behind: {left}")).collect::<String>();
+        return Err(format!("{name} refuses what the cases need: {refusal}{left}"));
+    }
     let by_name = arguments.focus.is_some() || arguments.skip.is_some();
     let choice = Choice { level: arguments.level, by_name };
     let mut report =
         Report::new(CSI, endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
     run::run(fixtures, cases, arguments.jobs.into(), patience, &mut report, signals).await;
-    // Only what is empty: what a driver holds below is not ours to remove.
-    for dir in ours.into_iter().chain([dir.keep()]) {
-        if let Err(error) = std::fs::remove_dir(&dir)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            report.left_behind.push(format!("{}: {error}", dir.display()));
+    report.left_behind.extend(remove_empty(ours, dir));
+    Ok(end(arguments, report, before.as_ref(), started))
+}
+
+/// Removes directories that the run has made, where they are empty: what a driver holds below is not ours to remove. Returns
+/// those that stay.
+pub(crate) fn remove_empty(ours: Vec<PathBuf>, dir: tempfile::TempDir) -> Vec<String> {
+    let all = ours.into_iter().chain([dir.keep()]);
+    all.filter_map(|dir| match std::fs::remove_dir(&dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Some(format!("{}: {error}", dir.display()))
         }
-    }
-    end(arguments, report, before.as_ref(), started)
+        _ => None,
+    })
+    .collect()
 }
 
 /// Writes the report of a run that is over.
-fn end(
-    arguments: &Arguments,
-    mut report: Report,
-    before: Option<&Before>,
-    started: Instant,
-) -> Result<ExitCode, String> {
-    let junit = arguments.junit.as_ref().map_or(Ok(()), |path| {
-        report.write_junit(path).map_err(|error| format!("write {}: {error}", path.display()))
-    });
+fn end(arguments: &Arguments, mut report: Report, before: Option<&Before>, started: Instant) -> Done {
+    let junit = arguments.junit.as_ref().map_or(Ok(()), |path| report.write_junit(path));
     if let Some(before) = before {
         report.compare(before);
     }
-    report.finish(started.elapsed()).map_err(|error| format!("write the report: {error}"))?;
+    report.finish(started.elapsed())?;
     junit?;
     Ok(match (report.interrupted, report.is_good()) {
-        (true, _) => ExitCode::from(INTERRUPTED),
+        (true, _) => ExitCode::from(shell::INTERRUPTED),
         (false, true) => ExitCode::SUCCESS,
         (false, false) => ExitCode::FAILURE,
     })
@@ -332,25 +338,16 @@ impl Arguments {
 
 /// Counts SIGINT, SIGTERM and SIGHUP.
 pub(crate) fn signals() -> std::io::Result<watch::Receiver<u32>> {
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut hangup = signal(SignalKind::hangup())?;
-    let (count, signals) = watch::channel(0);
+    let mut signals = shell::Signals::watch()?;
+    let (count, counted) = watch::channel(0);
     tokio::spawn(async move {
         loop {
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-                _ = hangup.recv() => {}
-            }
+            signals.next().await;
             count.send_modify(|count| *count += 1);
-            let _ = writeln!(
-                std::io::stderr(),
-                "cbt-lab: interrupted; cleaning up (Ctrl-C again: stop without cleaning up)"
-            );
+            shell::say!("cbt-lab: interrupted; cleaning up (Ctrl-C again: stop without cleaning up)");
         }
     });
-    Ok(signals)
+    Ok(counted)
 }
 
 /// Begins the names of one run's volumes, snapshots and directories.

@@ -1,6 +1,6 @@
 //! The report of a run: to a person as it goes, as one JSON object, as JUnit XML.
 
-use std::io::{self, Write};
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
@@ -126,7 +126,7 @@ impl Report {
         live: bool,
     ) -> Self {
         if live {
-            tell(&format!("{} at {endpoint}, against {}\n", named(&driver, &version), contract.title));
+            tell(&format!("{} at {endpoint}, against {}\n\n", named(&driver, &version), contract.title));
         }
         Report {
             verdict: "fail",
@@ -164,11 +164,11 @@ impl Report {
                 verdict => verdict,
             };
             let Outcome { level, name, ms, section, requirement, .. } = &outcome;
-            tell(&format!("{word:<12}  {level:<6} {name:<30} {ms:>6.0} ms"));
-            tell(&format!("              {section}: {requirement}"));
-            if let Some(detail) = &outcome.detail {
-                tell(&format!("              -> {detail}"));
-            }
+            let detail = outcome.detail.as_ref();
+            let detail = detail.map_or(String::new(), |detail| format!("              -> {detail}\n"));
+            tell(&format!(
+                "{word:<12}  {level:<6} {name:<30} {ms:>6.0} ms\n              {section}: {requirement}\n{detail}"
+            ));
         }
         self.cases.push(outcome);
     }
@@ -211,29 +211,30 @@ impl Report {
         };
         self.summary = self.summarize();
         for left in &self.left_behind {
-            let _ = writeln!(io::stderr(), "cbt-lab: left behind: {left}");
+            shell::say!("cbt-lab: left behind: {left}");
         }
-        let mut out = io::stdout().lock();
-        if !self.live {
-            serde_json::to_writer_pretty(&mut out, self)?;
-            return writeln!(out);
-        }
+        shell::show(!self.live, self, || self.text(total))
+    }
+
+    fn text(&self, total: Duration) -> String {
         let Counts { pass, allowed, fail, not_shown, skip } = self.counts;
         let word = self.verdict.to_uppercase();
         let seconds = total.as_secs_f64();
-        writeln!(
-            out,
+        let failed = self.cases.iter().filter(|case| case.verdict == "fail").map(|case| {
+            let why = case.detail.as_deref().and_then(|detail| detail.lines().next()).unwrap_or_default();
+            format!("failed: {}: {why}\n", case.name)
+        });
+        format!(
             "\n{word}: {pass} passed, {allowed} allowed but, {fail} failed, {not_shown} not shown, {skip} skipped in \
-             {seconds:.1} s"
-        )?;
-        if let Some(changes) = &self.changes {
-            changes.tell(&mut out)?;
-        }
-        writeln!(out, "{}", self.summary)
+             {seconds:.1} s\n{}{}{}\n",
+            failed.collect::<String>(),
+            self.changes.as_ref().map_or(String::new(), Changes::text),
+            self.summary
+        )
     }
 
     /// Writes JUnit XML: what is allowed passes, with its remark as output.
-    pub fn write_junit(&self, path: &Path) -> io::Result<()> {
+    pub fn write_junit(&self, path: &Path) -> Result<(), String> {
         let mut suite = TestSuite::new("SnapshotMetadata");
         suite.add_property(("driver", self.driver.as_str()));
         suite.add_property(("version", self.version.as_str()));
@@ -263,8 +264,8 @@ impl Report {
         }
         let mut report = quick_junit::Report::new("cbt-lab conformance");
         report.add_test_suite(suite);
-        let file = std::fs::File::create(path)?;
-        report.serialize(file).map_err(io::Error::other)
+        let text = report.to_string().map_err(|error| format!("write {}: {error}", path.display()))?;
+        crate::output::write(path, &text)
     }
 }
 
@@ -273,9 +274,9 @@ fn named(driver: &str, version: &str) -> String {
     format!("{driver} {version}").trim_end().to_owned()
 }
 
-/// Prints a line. That nobody reads any more is no reason to leave volumes behind.
-fn tell(line: &str) {
-    let _ = writeln!(io::stdout(), "{line}");
+/// Prints what came of a case. What cannot be printed is no reason to leave volumes behind, and the end of the report says it.
+fn tell(text: &str) {
+    let _ = shell::print(text);
 }
 
 /// Prints the table of cases.
@@ -287,21 +288,18 @@ pub(super) fn list<S: Subject>(cases: &[&Case<S>], json: bool) -> io::Result<()>
         section: &'static str,
         requirement: &'static str,
     }
-    let mut out = io::stdout().lock();
-    if json {
-        let row = |case: &&Case<S>| Row {
-            name: case.name,
-            level: case.level,
-            section: case.section,
-            requirement: case.requirement,
-        };
-        serde_json::to_writer_pretty(&mut out, &cases.iter().map(row).collect::<Vec<_>>())?;
-        return writeln!(out);
-    }
-    for case in cases {
-        writeln!(out, "{:<6}  {:<28} {}: {}", case.level, case.name, case.section, case.requirement)?;
-    }
-    Ok(())
+    let rows = cases.iter().map(|case| Row {
+        name: case.name,
+        level: case.level,
+        section: case.section,
+        requirement: case.requirement,
+    });
+    let rows: Vec<Row> = rows.collect();
+    shell::show(json, &rows, || {
+        let line =
+            |row: &Row| format!("{:<6}  {:<28} {}: {}\n", row.level, row.name, row.section, row.requirement);
+        rows.iter().map(line).collect()
+    })
 }
 
 fn millis(duration: Duration) -> f64 {

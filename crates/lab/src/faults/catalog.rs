@@ -1,7 +1,5 @@
 //! The faults there are: the name of each, what it does, what it takes, and which calls it is meant for.
 
-use std::io::{self, Write};
-
 use serde::Serialize;
 
 /// The two streams of SnapshotMetadata.
@@ -212,29 +210,22 @@ pub(super) fn all() -> List {
     List { faults: CATALOG, values: VALUES, limits: LIMITS }
 }
 
-/// Prints the faults.
-pub(super) fn list(json: bool) -> io::Result<()> {
-    let mut out = io::stdout().lock();
-    if json {
-        serde_json::to_writer_pretty(&mut out, &all())?;
-        return writeln!(out);
-    }
-    let mut group = "";
+/// The same for people.
+pub(super) fn text() -> String {
+    let (mut text, mut group) = (String::new(), "");
     for entry in CATALOG {
         if entry.group != group {
             group = entry.group;
-            writeln!(out, "\n{group}")?;
+            text += &format!("\n{group}\n");
         }
         let takes: Vec<String> =
             entry.takes.iter().map(|(name, default)| format!("{name}={default}")).collect();
         let takes = if takes.is_empty() { String::new() } else { format!(":{}", takes.join(",")) };
-        writeln!(out, "  {}{takes}\n      {} ({})", entry.name, entry.does, entry.calls.join(", "))?;
+        text += &format!("  {}{takes}\n      {} ({})\n", entry.name, entry.does, entry.calls.join(", "));
     }
     for (heading, rows) in [("Values", VALUES), ("Any fault can be limited to", LIMITS)] {
-        writeln!(out, "\n{heading}")?;
-        for (name, does) in rows {
-            writeln!(out, "  {name:<9} {does}")?;
-        }
+        text += &format!("\n{heading}\n");
+        text.extend(rows.iter().map(|(name, does)| format!("  {name:<9} {does}\n")));
     }
-    Ok(())
+    text
 }

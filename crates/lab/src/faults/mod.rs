@@ -22,13 +22,14 @@ mod seen;
 mod spec;
 mod upstream;
 
-use std::io::Write;
+use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use clap::Args;
 use serde::Serialize;
+use shell::Usage;
 use tokio::net::TcpListener;
 
 use super::{Done, Output};
@@ -40,9 +41,6 @@ pub(crate) use proxy::{Proxy, trailers};
 use spec::{Spec, parse_all};
 pub(crate) use upstream::{Local, Upstream};
 
-/// Exit status where it cannot start.
-const CAN_NOT_RUN: u8 = 2;
-
 /// Proxy a CSI driver's socket or a gateway's address, and inject faults.
 ///
 /// Every call is handed on. Those that meet a fault are refused, delayed, cut or answered wrongly, always in the same way for
@@ -50,7 +48,7 @@ const CAN_NOT_RUN: u8 = 2;
 /// (--control), or named by a request itself: in its gRPC metadata cbt-lab-fault, or in the parameter cbt-lab.fault of
 /// CreateSnapshot (so of a VolumeSnapshotClass), for all calls about that snapshot.
 ///
-/// Exit codes: 0 after SIGTERM or SIGINT, 2 wrong usage or could not start.
+/// Exit codes: 0 after a signal, 1 it could not start, 2 wrong usage.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// Where clients connect: unix:///path, http://host:port, or https://host:port.
@@ -88,7 +86,7 @@ pub(crate) struct Faults {
     seed: u64,
     /// Address of the HTTP API that turns faults on and off, as in 127.0.0.1:9900; port 0 takes a free one. It
     /// has no access control.
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = control_address)]
     control: Option<String>,
 }
 
@@ -106,17 +104,26 @@ pub(crate) struct TlsArguments {
     ca_file: Option<PathBuf>,
 }
 
+fn control_address(text: &str) -> Result<String, String> {
+    let port =
+        text.rsplit_once(':').filter(|(host, _)| !host.is_empty()).map(|(_, port)| port.parse::<u16>());
+    match port {
+        Some(Ok(_)) => Ok(text.to_owned()),
+        _ => Err("an address is a host and a port, such as 127.0.0.1:9900".into()),
+    }
+}
+
 impl Faults {
     /// All that are on at the start.
-    fn specs(&self) -> Result<Vec<Spec>, String> {
+    fn specs(&self) -> Result<Vec<Spec>, Box<dyn Error>> {
         let mut specs = Vec::new();
         if let Some(path) = &self.faults_file {
             let text =
                 std::fs::read_to_string(path).map_err(|error| format!("read {}: {error}", path.display()))?;
-            specs.extend(parse_all(&text).map_err(|error| format!("{}: {error}", path.display()))?);
+            specs.extend(parse_all(&text).map_err(|error| Usage(format!("{}: {error}", path.display())))?);
         }
         for text in &self.fault {
-            specs.extend(parse_all(text).map_err(|error| format!("--fault: {error}"))?);
+            specs.extend(parse_all(text).map_err(|error| Usage(format!("--fault: {error}")))?);
         }
         Ok(specs)
     }
@@ -128,20 +135,21 @@ impl Faults {
 
 impl TlsArguments {
     /// What a server at that address shows, if it is one over TLS.
-    pub fn tls(&self, address: &Address) -> Result<Option<Tls>, String> {
+    pub fn tls(&self, address: &Address) -> Result<Option<Tls>, Box<dyn Error>> {
         let Address::Tcp { host, tls: true, .. } = address else {
             return match self.tls_cert.as_ref().or(self.ca_file.as_ref()) {
-                Some(_) => Err(format!("{address} is not https://, so it needs no certificate")),
+                Some(_) => {
+                    Err(Usage(format!("{address} is not https://, so it needs no certificate")).into())
+                }
                 None => Ok(None),
             };
         };
         if let (Some(chain), Some(key)) = (&self.tls_cert, &self.tls_key) {
-            return Tls::of(chain, key).map(Some);
+            return Ok(Some(Tls::of(chain, key)?));
         }
         let Some(file) = &self.ca_file else {
-            return Err(format!(
-                "{address} needs --ca-file, or --tls-cert and --tls-key: clients have to know whom to trust"
-            ));
+            let why = "needs --ca-file, or --tls-cert and --tls-key: clients have to know whom to trust";
+            return Err(Usage(format!("{address} {why}")).into());
         };
         let (tls, ca) = Tls::made(host)?;
         std::fs::write(file, ca).map_err(|error| format!("write {}: {error}", file.display()))?;
@@ -163,7 +171,7 @@ struct Ready {
 
 pub(super) fn run(arguments: Arguments) -> Done {
     if arguments.list {
-        catalog::list(arguments.output == Output::Json)?;
+        shell::show(arguments.output == Output::Json, &catalog::all(), catalog::text)?;
         return Ok(ExitCode::SUCCESS);
     }
     until_stopped(async {
@@ -178,29 +186,18 @@ pub(super) fn run(arguments: Arguments) -> Done {
 }
 
 /// Runs a server until a signal ends it. An error: it could not start.
-pub(crate) fn until_stopped(server: impl Future<Output = Result<(), String>>) -> Done {
-    use tokio::signal::unix::{SignalKind, signal};
+pub(crate) fn until_stopped(server: impl Future<Output = Result<(), Box<dyn Error>>>) -> Done {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let ended = runtime.block_on(async {
-        let (mut interrupt, mut terminate) = (
-            signal(SignalKind::interrupt()).map_err(|e| e.to_string())?,
-            signal(SignalKind::terminate()).map_err(|e| e.to_string())?,
-        );
+        let mut signals = shell::Signals::watch()?;
         tokio::select! {
             ended = server => ended,
-            _ = interrupt.recv() => Ok(()),
-            _ = terminate.recv() => Ok(()),
+            () = signals.next() => Ok(()),
         }
     });
     runtime.shutdown_background();
     serve::log::flush();
-    Ok(match ended {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "cbt-lab: could not start: {error}");
-            ExitCode::from(CAN_NOT_RUN)
-        }
-    })
+    ended.map(|()| ExitCode::SUCCESS)
 }
 
 /// Serves what is behind, with faults, and tells when it is ready.
@@ -210,15 +207,15 @@ pub(crate) async fn serve(
     faults: &Faults,
     upstream: Option<String>,
     output: Output,
-) -> Result<(), String> {
+) -> Result<(), Box<dyn Error>> {
     let specs = faults.specs()?;
     let of_certificates = [Kind::TlsExpired, Kind::TlsOtherHost, Kind::TlsOtherAuthority];
     if let Some(spec) = specs.iter().find(|spec| of_certificates.contains(&spec.entry.kind))
         && !listeners.iter().any(Listener::has_certificates)
     {
-        return Err(format!(
-            "{spec} needs an https:// address with --ca-file: it shows a certificate of its own"
-        ));
+        let why =
+            format!("{spec} needs an https:// address with --ca-file: it shows a certificate of its own");
+        return Err(Usage(why).into());
     }
     let proxy = Proxy::new(behind, Active::new(faults.seed, specs), faults.seed);
     let mut ready = Ready {
@@ -237,27 +234,24 @@ pub(crate) async fn serve(
     for listener in listeners {
         tasks.spawn(listener.serve(Arc::clone(&proxy)));
     }
-    announce(&ready, output).map_err(|error| error.to_string())?;
+    // A program that reads the first line alone and closes the pipe must not stop the server.
+    if let Err(error) = announce(&ready, output) {
+        shell::say!("cbt-lab: {error}");
+    }
     while tasks.join_next().await.is_some() {}
     Ok(())
 }
 
-/// Written at once: a program that reads the first line alone and closes the pipe must not stop the server.
-fn announce(ready: &Ready, output: Output) -> serde_json::Result<()> {
-    let text = match output {
-        Output::Json => serde_json::to_string(ready)? + "\n",
-        Output::Text => {
-            let before =
-                ready.upstream.as_ref().map_or(String::new(), |upstream| format!(", before {upstream}"));
-            let mut text = format!("serving at {}{before}\n", ready.listen.join(" and "));
-            if let Some(control) = &ready.control {
-                text += &format!("faults are turned on and off at {control}/faults\n");
-            }
-            ready.faults.iter().for_each(|row| text += &format!("on: {}\n", row.fault));
-            text
-        }
-    };
-    let mut out = std::io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    Ok(())
+/// JSON is one line.
+fn announce(ready: &Ready, output: Output) -> std::io::Result<()> {
+    if output == Output::Json {
+        return shell::print(&(serde_json::to_string(ready)? + "\n"));
+    }
+    let before = ready.upstream.as_ref().map_or(String::new(), |upstream| format!(", before {upstream}"));
+    let mut text = format!("serving at {}{before}\n", ready.listen.join(" and "));
+    if let Some(control) = &ready.control {
+        text += &format!("faults are turned on and off at {control}/faults\n");
+    }
+    ready.faults.iter().for_each(|row| text += &format!("on: {}\n", row.fault));
+    shell::print(&text)
 }

@@ -1,6 +1,7 @@
 //! What answers behind the proxy: a driver's socket, a gateway's address, or a mock in the same process. And reading
 //! its answers message by message.
 
+use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,6 +13,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use serve::relay::{self, deadline};
+use shell::Usage;
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::TlsConnector;
 use tonic::body::Body;
@@ -44,7 +46,7 @@ pub(crate) trait Local: Send + Sync {
 
 impl Upstream {
     /// A server elsewhere. It is connected to when it is first called, and again whenever it was away.
-    pub fn at(address: &Address, ca: Option<&Path>) -> Result<Self, String> {
+    pub fn at(address: &Address, ca: Option<&Path>) -> Result<Self, Box<dyn Error>> {
         // The proxy must not read far ahead: a client that waits is one that the driver waits for.
         let endpoint = |text: String| {
             Endpoint::from_shared(text)
@@ -55,9 +57,9 @@ impl Upstream {
         };
         let channel = match (address, ca) {
             (Address::Tcp { tls: true, .. }, None) => {
-                return Err(format!(
-                    "--upstream {address} needs --upstream-ca, the authority of its certificate"
-                ));
+                let why =
+                    format!("--upstream {address} needs --upstream-ca, the authority of its certificate");
+                return Err(Usage(why).into());
             }
             (Address::Tcp { host, port, tls: true }, Some(ca)) => {
                 let connector = TlsConnector::from(Arc::new(config(ca)?));
@@ -73,7 +75,9 @@ impl Upstream {
                 });
                 endpoint(format!("http://{host}:{port}"))?.connect_with_connector_lazy(connect)
             }
-            (_, Some(_)) => return Err(format!("{address} is not https://, so it has no authority")),
+            (_, Some(_)) => {
+                return Err(Usage(format!("{address} is not https://, so it has no authority")).into());
+            }
             (Address::Tcp { .. }, None) => endpoint(address.to_string())?.connect_lazy(),
             (Address::Unix(path), None) => {
                 let path = path.clone();

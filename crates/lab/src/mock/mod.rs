@@ -31,7 +31,7 @@ use service::Mock;
 /// ranges="OFFSET+SIZE OFFSET+SIZE". The same seed and the same calls give the same answers. A published Block volume is a
 /// file with the volume's data. All faults of `cbt-lab faults` are there.
 ///
-/// Exit codes: 0 after SIGTERM or SIGINT, 2 wrong usage or could not start.
+/// Exit codes: 0 after a signal, 1 it could not start, 2 wrong usage.
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// Where the driver listens: unix:///path, or http://host:port.

@@ -74,7 +74,7 @@ pub async fn request(flags: NodeCertificate) -> Result<(), Box<dyn std::error::E
 async fn key_of(socket: &Path) -> Result<Key, String> {
     let channel = crate::delete::channel(socket, 5 * EVERY);
     let asked = IdentityClient::new(channel).get_plugin_info(proto::GetPluginInfoRequest {}).await;
-    let info = asked.map_err(|status| format!("ask the driver for its key: {}", base::report(&status)))?;
+    let info = asked.map_err(|status| format!("ask the driver for its key: {}", status.message()))?;
     let key = info.into_inner().manifest.remove("key").ok_or("the driver reports no key: upgrade it")?;
     key.parse().map_err(|error| format!("the driver's key {key:?} is {error}"))
 }

@@ -25,7 +25,7 @@ use super::case::Case;
 use super::compare::Before;
 use super::report::{Choice, KUBERNETES, Report};
 use super::run::run as run_all;
-use super::{INTERRUPTED, signals};
+use super::signals;
 use crate::{Done, Output};
 use api::Api;
 use cluster::Cluster;
@@ -64,7 +64,7 @@ pub(super) fn run(arguments: &super::Arguments) -> Done {
 }
 
 /// Runs the cases. An error: they could not be.
-async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<ExitCode, String> {
+async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<Done, String> {
     let arguments = &all.kubernetes;
     if cases.is_empty() {
         return Err("no case is chosen: --list prints their names".into());
@@ -87,7 +87,7 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<ExitCo
         found = tokio::time::timeout(all.patience(), Found::find(&api, &namespace, given)) => {
             found.map_err(|_| format!("no VolumeSnapshots were found within {} s", all.timeout))??
         }
-        _ = signals.wait_for(|count| *count > 0) => return Ok(ExitCode::from(INTERRUPTED)),
+        _ = signals.wait_for(|count| *count > 0) => return Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
     };
     let choice = Choice { level: all.level, by_name: all.focus.is_some() || all.skip.is_some() };
     let place = format!("{} ({}, {})", found.address(), found.base.name, found.target.name);
@@ -103,7 +103,7 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<ExitCo
         let left = cluster.undo(all.patience()).await;
         let left = left.iter().map(|left| format!("\ncbt-lab: left behind: {left}")).collect::<String>();
         return match *signals.borrow() > 0 && left.is_empty() {
-            true => Ok(ExitCode::from(INTERRUPTED)),
+            true => Ok(Ok(ExitCode::from(shell::INTERRUPTED))),
             false => Err(format!("prepare accounts in the cluster: {error}{left}")),
         };
     }
@@ -114,5 +114,5 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<ExitCo
         _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => {}
     }
     run_all(Arc::new(cluster), cases, 1, all.patience(), &mut report, signals).await;
-    super::end(all, report, before.as_ref(), started)
+    Ok(super::end(all, report, before.as_ref(), started))
 }

@@ -1,0 +1,151 @@
+//! What every program owes the one who started it: what it prints, the signals that end it, and its exit codes, which are a table
+//! in docs/reference.md.
+//!
+//! - A reader that closes standard output (`| head`) has what it wanted: nothing is said of it, and the program ends as its work
+//!   ended. Output that cannot be written for another reason, such as a full disk, is an error in one line.
+//! - What cannot be said on standard error is lost, and nothing else.
+#![forbid(unsafe_code)]
+
+use std::error::Error;
+use std::io::{self, ErrorKind, Write};
+use std::process::ExitCode;
+
+use clap::{Command, Parser};
+use serde::Serialize;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+/// Exit code of wrong usage.
+pub const USAGE: u8 = 2;
+/// Exit code of a command that a signal has ended. A server that a signal ends has done what it is for: 0.
+pub const INTERRUPTED: u8 = 130;
+
+/// What is asked is wrong in itself, whatever the machine holds: the exit code is 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Usage(pub String);
+
+/// The exit code of a program that is done; of one that failed, the reason is said.
+pub fn end(program: &str, done: Result<ExitCode, Box<dyn Error>>) -> ExitCode {
+    done.unwrap_or_else(|error| {
+        say!("{program}: {}", base::report(&*error));
+        if error.is::<Usage>() { ExitCode::from(USAGE) } else { ExitCode::FAILURE }
+    })
+}
+
+/// Says a line on standard error, as `eprintln!` does where somebody reads it.
+#[macro_export]
+macro_rules! say {
+    ($($line:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($line)*);
+    }};
+}
+
+/// The command line, of which a wrong one ends the program. A negative number is a value of its flag, not a flag.
+pub fn parse<C: Parser>() -> C {
+    fn with_numbers(command: Command) -> Command {
+        let command = command.mut_args(|of| match of.get_action().takes_values() && !of.is_positional() {
+            true => of.allow_negative_numbers(true),
+            false => of,
+        });
+        command.mut_subcommands(with_numbers)
+    }
+    C::from_arg_matches(&with_numbers(C::command()).get_matches()).unwrap_or_else(|error| error.exit())
+}
+
+/// A number of things, such as `1 snapshot` and `2 snapshots`.
+pub fn count(number: usize, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Prints on standard output, at once.
+pub fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(io::Error::new(error.kind(), format!("write to standard output: {error}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints a result: as JSON, or as `text` puts it.
+pub fn show(
+    is_json: bool,
+    result: &(impl Serialize + ?Sized),
+    text: impl FnOnce() -> String,
+) -> io::Result<()> {
+    match is_json {
+        true => print(&(serde_json::to_string_pretty(result)? + "\n")),
+        false => print(&text()),
+    }
+}
+
+/// The end of work that stays done, whether or not its result could be printed.
+pub fn told(program: &str, printed: io::Result<()>) -> ExitCode {
+    if let Err(error) = printed {
+        say!("{program}: it is done, but could not be reported: {error}");
+    }
+    ExitCode::SUCCESS
+}
+
+/// The signals that end a program in order: SIGINT, SIGTERM, and SIGHUP where the program was not started to ignore it, as by
+/// nohup.
+#[derive(Debug)]
+pub struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+    hangup: Option<Signal>,
+}
+
+impl Signals {
+    /// Watches from now on. Needs a runtime.
+    pub fn watch() -> io::Result<Self> {
+        let hangup = match is_hangup_ignored() {
+            true => None,
+            false => Some(signal(SignalKind::hangup())?),
+        };
+        let (interrupt, terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+        Ok(Signals { interrupt, terminate, hangup })
+    }
+
+    /// The next one.
+    pub async fn next(&mut self) {
+        let hangup = async {
+            match &mut self.hangup {
+                Some(hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+            () = hangup => {}
+        }
+    }
+}
+
+fn is_hangup_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    // SIGHUP is the first.
+    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask & 1 == 1)
+}
+
+/// For programs without a runtime: a thread of its own acts at each of these signals.
+pub fn at_signals(mut act: impl FnMut() + Send + 'static) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut signals = {
+        let _entered = runtime.enter();
+        Signals::watch()?
+    };
+    let watch = move || {
+        runtime.block_on(async {
+            loop {
+                signals.next().await;
+                act();
+            }
+        });
+    };
+    std::thread::Builder::new().name("signals".into()).spawn(watch).map(drop)
+}

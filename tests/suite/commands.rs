@@ -1,0 +1,332 @@
+//! All commands of all programs, towards whoever started them: exit codes and messages, standard output that is closed or full,
+//! and the signals that end servers.
+
+use std::net::TcpListener;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use testkit::cluster::{Authority, uri};
+use testkit::running::Running;
+use testkit::{PoolKind, Rig};
+
+/// Every program, and the commands that it has.
+const PROGRAMS: [(&str, &[&str]); 6] = [
+    ("deltapath", &["driver", "demo", "verify", "check"]),
+    ("deltapath-gateway", &[]),
+    ("deltapath-router", &["forget", "delete-volume", "certificates", "node-certificate"]),
+    (
+        "cbt-backup",
+        &["full", "incremental", "auto", "run", "restore", "verify", "list", "prune", "show", "mount"],
+    ),
+    ("cbt-earlier", &["differential", "aggregated", "cbt-http"]),
+    ("cbt-lab", &["bench", "conformance", "faults", "mock"]),
+];
+
+/// `PROGRAM ARGUMENTS`, each a word; `@` in a word is the directory.
+fn command(line: &str, dir: &Path) -> Command {
+    let mut words = line.split_whitespace();
+    let mut command = Command::new(testkit::program(words.next().expect("a program")));
+    command.args(words.map(|word| word.replace('@', dir.to_str().expect("UTF-8"))));
+    for variable in ["CBT_BACKUP_REPOSITORY", "CSI_ENDPOINT", "POD_NAMESPACE", "RUST_LOG", "KUBECONFIG"] {
+        command.env_remove(variable);
+    }
+    command.current_dir(dir).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn run(line: &str, dir: &Path) -> Output {
+    command(line, dir).output().expect("run")
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// What servers and commands need of files: certificates, a kubeconfig for a server that is not there, an image.
+fn files(dir: &Path) {
+    let authority = Authority::new("ca");
+    for (name, role) in [("node", "node/0123abcd"), ("router", "router")] {
+        authority.issue(dir, name, &uri(role));
+    }
+    let kubeconfig = "{apiVersion: v1, kind: Config, current-context: c, users: [{name: c, user: {token: t}}], \
+                      clusters: [{name: c, cluster: {server: 'https://127.0.0.1:1'}}], \
+                      contexts: [{name: c, context: {cluster: c, user: c}}]}";
+    std::fs::write(dir.join("kubeconfig"), kubeconfig).expect("write");
+    std::fs::write(dir.join("file"), "mine").expect("write");
+    std::fs::File::create(dir.join("image")).and_then(|image| image.set_len(1 << 20)).expect("an image");
+    std::fs::create_dir(dir.join("dir")).expect("mkdir");
+}
+
+/// Flags that a server of Kubernetes needs to start.
+const SERVES: &str = "--tls-cert @/router.crt --tls-key @/router.key --kubeconfig @/kubeconfig --http-endpoint 127.0.0.1:0 --port 0";
+const ROUTES: &str =
+    "--node-endpoints 127.0.0.1:1 --tls-cert @/router.crt --tls-key @/router.key --tls-ca @/router.ca";
+
+/// The one table of docs/reference.md: 2 is for what is wrong in itself, 1 for what the machine lacks.
+#[test_with::root]
+#[test]
+fn exit_codes_are_the_same_in_all_programs() {
+    let dir = testkit::temp_dir();
+    let dir = dir.path();
+    files(dir);
+    let taken = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let taken = format!("127.0.0.1:{}", taken.local_addr().expect("an address").port());
+    let _socket = UnixListener::bind(dir.join("taken.sock")).expect("bind");
+    let driver = "deltapath driver --node-id n --pool dir --data-dir @/driver --endpoint unix://@/csi.sock";
+    let router = format!("deltapath-router {ROUTES}");
+    let gateway =
+        "deltapath-gateway --tls-cert @/router.crt --tls-key @/router.key --kubeconfig @/kubeconfig";
+    let earlier = "cbt-earlier cbt-http --service a/b --namespace n --socket @/s --tls-cert @/router.crt \
+                   --tls-key @/router.key --kubeconfig @/kubeconfig";
+    let faults = "cbt-lab faults --listen unix://@/front.sock --upstream unix://@/csi.sock";
+    let mock = "cbt-lab mock --listen unix://@/front.sock";
+    let conformance = "cbt-lab conformance --endpoint unix://@/none.sock";
+    let full = "cbt-backup --repository @/repository full --volume v --device @/image";
+    let mut rows: Vec<(String, i32, &str)> = Vec::new();
+    let mut row = |line: &str, code: i32, part: &'static str| rows.push((line.to_owned(), code, part));
+    for (program, commands) in PROGRAMS {
+        row(&format!("{program} --no-such-flag"), 2, "--no-such-flag");
+        for command in commands {
+            row(&format!("{program} {command} --no-such-flag"), 2, "--no-such-flag");
+        }
+    }
+    for program in ["deltapath", "deltapath-router", "cbt-backup", "cbt-earlier", "cbt-lab"] {
+        row(&format!("{program} no-such-command"), 2, "no-such-command");
+    }
+    // Values that are wrong wherever they are given.
+    for command in ["list", "verify", "show", "prune", "restore latest --to @/o", "mount latest --socket @/s"]
+    {
+        row(&format!("cbt-backup {command}"), 2, "no repository is named");
+        row(
+            &format!("cbt-backup {command} --repository http://a/b"),
+            2,
+            "write a directory or s3://BUCKET/PREFIX",
+        );
+    }
+    row("cbt-backup full --volume v --device @/image", 2, "no repository is named");
+    row("cbt-backup run --pvc a", 2, "no repository is named");
+    row("cbt-backup list --repository s3://", 2, "s3://BUCKET/PREFIX");
+    row("cbt-backup list --repository s3:///prefix", 2, "s3://BUCKET/PREFIX");
+    row("cbt-backup --repository @/repository verify --against @/image", 2, "<BACKUP>");
+    row("cbt-backup prune --keep-daily -1", 2, "-1 is not in 1..");
+    row("cbt-backup prune --wait -1", 2, "invalid value '-1'");
+    row(&format!("{full} --retries -1"), 2, "invalid value '-1'");
+    row(&format!("{full} --endpoint csi.sock --snapshot s"), 2, "unix:///");
+    row(&format!("{full} --endpoint unix://@/none.sock --snapshot s"), 1, "none.sock");
+    row(&format!("{full} --endpoint unix://@/file --snapshot s"), 1, "is no socket");
+    row("cbt-backup show --endpoint unix://@/none.sock --target s", 1, "none.sock");
+    row("cbt-backup show --endpoint tcp://1.2.3.4:5 --target s", 2, "unix:///");
+    row(&format!("{driver} --overcommit -1"), 2, "must be a number greater than 0");
+    row(&format!("{driver} --max-volumes-per-node -1"), 2, "invalid value '-1'");
+    row(&format!("{driver} --transfer-rate -1"), 2, "invalid value '-1'");
+    row("deltapath demo --size 1Mi", 2, "64Mi");
+    row("deltapath demo --size -1", 2, "invalid value '-1'");
+    row("cbt-lab mock --listen unix://@/front.sock --changes -1", 2, "invalid value '-1'");
+    row("cbt-lab bench --endpoint unix://@/none.sock --changed -1", 2, "a number above 0");
+    row("deltapath-gateway --max-streams -1", 2, "invalid value '-1'");
+    row("cbt-earlier aggregated --client-qps -1", 2, "invalid value '-1'");
+    row("deltapath-router forget node-1 --forgotten @/forgotten", 2, "node-1");
+    row(&format!("{faults} --fault cutt"), 2, "there is cut");
+    row(&format!("{faults} --fault tls-expired"), 2, "https://");
+    row(&format!("{faults} --control nowhere"), 2, "--control");
+    row("cbt-lab faults --listen https://127.0.0.1:0 --upstream unix://@/csi.sock", 2, "--ca-file");
+    row(&format!("{conformance} --focus no-such-case"), 2, "--list");
+    // What is not there, is taken, or does not answer.
+    row(&format!("{driver} --metrics-address {taken}"), 1, "--metrics-address");
+    row(&driver.replace("csi.sock", "taken.sock"), 1, "another process listens");
+    row(&driver.replace("csi.sock", "no/dir/csi.sock"), 1, "no/dir");
+    row(&format!("{gateway} --http-endpoint {taken}"), 1, "--http-endpoint");
+    row(
+        "deltapath-gateway --tls-cert @/none --tls-key @/none --http-endpoint 127.0.0.1:0 --port 0",
+        1,
+        "none",
+    );
+    row(&format!("{router} --http-endpoint {taken}"), 1, "--http-endpoint");
+    row(&format!("{router} --http-endpoint 127.0.0.1:0 --endpoint unix://@/taken.sock"), 1, "taken.sock");
+    row("deltapath-router forget 0123abcd --forgotten @/no/dir/f", 1, "no/dir/f");
+    row("deltapath-router delete-volume v --endpoint unix://@/none.sock", 1, "none.sock");
+    row(&format!("{earlier} --http-endpoint {taken}"), 1, "--http-endpoint");
+    row(&faults.replace("front.sock", "taken.sock"), 1, "another process serves");
+    row(&faults.replace("unix://@/front.sock", &format!("http://{taken}")), 1, "in use");
+    row(&format!("{faults} --control {taken}"), 1, "--control");
+    row(&format!("{faults} --faults-file @/none"), 1, "none");
+    row(&mock.replace("front.sock", "taken.sock"), 1, "another process serves");
+    row("deltapath check --data-dir @/none", 1, "none");
+    row("deltapath verify --data-dir @/none", 1, "none");
+    row("deltapath demo --work-dir @/none", 1, "--work-dir");
+    row("cbt-backup list --repository @/none", 1, "the first backup makes it");
+    row("cbt-backup list --repository @/dir", 1, "is no repository");
+    row("cbt-backup list --repository @/file", 1, "not a directory");
+    row(&full.replace("@/repository", "@/file"), 1, "not a directory");
+    row(&full.replace("@/image", "@/none"), 1, "none");
+    row("cbt-backup list --repository s3://bucket/prefix", 1, "AWS_ACCESS_KEY_ID");
+    // A suite that found nothing out about the driver.
+    row(conformance, 2, "nobody answers");
+    row(&format!("{conformance} --junit /no/such/dir/junit.xml"), 2, "/no/such/dir/junit.xml");
+    row("cbt-lab bench --endpoint unix://@/none.sock", 2, "nobody answers");
+    let mut wrong = Vec::new();
+    for (line, code, part) in rows {
+        let began = Instant::now();
+        let output = run(&line, dir);
+        let (told, took) = (said(&output), began.elapsed());
+        let is_right = output.status.code() == Some(code)
+            && told.contains(part)
+            && output.stdout.is_empty()
+            && !told.contains("panicked")
+            && took < Duration::from_secs(10);
+        if !is_right {
+            wrong.push(format!("{line}: {}, not {code} and {part:?}, in {took:?}: {told}", output.status));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(testkit::leftovers(dir), [""; 0]);
+}
+
+/// What a command is for: to print something, or to do something and to say so.
+#[derive(Clone, Copy, PartialEq)]
+enum For {
+    Printing,
+    Doing,
+}
+
+/// Seen in these programs: `| head` ended them with a panic, and a backup that was stored was reported as failed.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn output_that_nobody_takes_ends_no_work() {
+    use For::{Doing, Printing};
+    let mut rig = Rig::start(PoolKind::Dir).await;
+    let (volume, _) = rig.block_volume("v", testkit::MIB).await;
+    rig.snapshot("s", &volume).await;
+    let dir = testkit::temp_dir();
+    let dir = dir.path();
+    files(dir);
+    std::os::unix::fs::symlink(rig.dir.path(), dir.join("rig")).expect("a link");
+    let json = "--endpoint unix://@/rig/csi.sock --runs 1 --size 64Mi --data 1Mi --changed 1 --snapshots 0 --settle 0 \
+                --write-time 0 --output json --json @/bench.json";
+    assert_eq!(run(&format!("cbt-lab bench {json}"), dir).status.code(), Some(0));
+    let suite =
+        "cbt-lab conformance --endpoint unix://@/rig/csi.sock --volume-size 64Mi --focus ^delta-served$";
+    let backup = "cbt-backup --repository @/repository";
+    let mut rows = Vec::new();
+    for output in ["text", "json"] {
+        for (line, is_for) in [
+            (format!("{backup} full --volume v --device @/image"), Doing),
+            (format!("{backup} auto --volume v --device @/image"), Doing),
+            (format!("{backup} list"), Printing),
+            (format!("{backup} show"), Printing),
+            (format!("{backup} show latest --volume v"), Printing),
+            (format!("{backup} verify"), Printing),
+            (format!("{backup} verify latest --volume v --against @/image"), Printing),
+            (format!("{backup} restore latest --volume v --to @/out --overwrite"), Doing),
+            (format!("{backup} prune --keep-last 3"), Doing),
+            ("deltapath check --data-dir @/rig/data".into(), Printing),
+            ("deltapath verify --data-dir @/rig/data".into(), Printing),
+            ("deltapath demo --size 64Mi --pool dir --work-dir @/dir".into(), Printing),
+            ("cbt-lab faults --list".into(), Printing),
+            ("cbt-lab conformance --list".into(), Printing),
+            ("cbt-lab conformance --kubernetes --list".into(), Printing),
+            (suite.into(), Printing),
+            ("cbt-lab bench --compare @/bench.json".into(), Printing),
+        ] {
+            rows.push((format!("{line} --output {output}"), is_for));
+        }
+    }
+    rows.push(("deltapath-router forget 0123abcd --forgotten @/forgotten".into(), Doing));
+    let delete = "deltapath-router delete-volume vol-00000000-0000-0000-0000-000000000000 --endpoint unix://@/rig/csi.sock";
+    rows.push((delete.into(), Doing));
+    for (program, commands) in PROGRAMS {
+        rows.push((format!("{program} --version"), Doing));
+        rows.push((format!("{program} --help"), Doing));
+        rows.extend(commands.iter().map(|command| (format!("{program} {command} --help"), Doing)));
+    }
+    let pipe = || {
+        let (_, closed) = std::io::pipe().expect("a pipe");
+        Stdio::from(closed)
+    };
+    let full = || Stdio::from(std::fs::File::options().write(true).open("/dev/full").expect("open"));
+    for (line, is_for) in rows {
+        let closed = command(&line, dir).stdout(pipe()).output().expect("run");
+        assert_eq!(closed.status.code(), Some(0), "{line}, closed: {}", said(&closed));
+        for word in ["panicked", "Broken pipe", "write"] {
+            assert!(!said(&closed).contains(word), "{line}, closed: {}", said(&closed));
+        }
+        let filled = command(&line, dir).stdout(full()).output().expect("run");
+        let told = said(&filled);
+        assert_eq!(filled.status.code(), Some(i32::from(is_for == Printing)), "{line}, full: {told}");
+        assert!(!told.contains("panicked"), "{line}, full: {told}");
+        if !line.ends_with("--help") && !line.ends_with("--version") {
+            assert_eq!(told.matches("No space left on device").count(), 1, "{line}, full: {told}");
+        }
+        // What is said on standard error may find nobody either.
+        let silent = command(&line, dir).stdout(pipe()).stderr(pipe()).output().expect("run");
+        assert_eq!(silent.status.code(), Some(0), "{line}, with both closed");
+    }
+    let listed = run(&format!("{backup} list --output json"), dir).stdout;
+    let listed: serde_json::Value = serde_json::from_slice(&listed).expect("JSON");
+    assert!(listed.as_array().is_some_and(|listed| listed.len() == 3), "what prune left: {listed}");
+    assert_eq!(std::fs::read_to_string(dir.join("forgotten")).expect("read"), "0123abcd\n");
+    assert_eq!(testkit::leftovers(&dir.join("dir")), [""; 0]);
+    assert_eq!(testkit::names(&dir.join("dir")), [""; 0]);
+    rig.detach(&volume).await;
+    rig.finish();
+}
+
+/// Waits until the process catches SIGTERM.
+fn until_caught(child: &mut Running, line: &str) {
+    let bit = 1 << (Signal::SIGTERM as u32 - 1);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.pid())).unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+        if mask & bit != 0 {
+            return;
+        }
+        assert!(child.is_alive() && Instant::now() < deadline, "{line} does not serve: {}", child.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// A hang-up is a SIGTERM to every server, unless it was started to survive one.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn every_server_ends_in_order_by_each_signal() {
+    let dir = testkit::temp_dir();
+    let dir = dir.path();
+    files(dir);
+    let started = |mut command: Command| Running::start(command.stdout(Stdio::null()), &dir.join("log"));
+    let servers = [
+        "deltapath driver --node-id n --pool xfs --pool-size 1Gi --data-dir @/data --endpoint unix://@/csi.sock".to_owned(),
+        format!("deltapath-router {ROUTES} --http-endpoint 127.0.0.1:0 --endpoint unix://@/router.sock"),
+        "deltapath-router certificates --namespace n --kubeconfig @/kubeconfig".into(),
+        "deltapath-router node-certificate --dir @/dir --csi-address @/none.sock --kubeconfig @/kubeconfig".into(),
+        format!("deltapath-gateway {SERVES} --csi-address @/none.sock --audience a"),
+        format!("cbt-earlier differential {SERVES} --namespace n --csi-address @/none.sock --socket @/s --service-address a:1"),
+        format!("cbt-earlier aggregated {SERVES} --namespace n"),
+        format!("cbt-earlier cbt-http {SERVES} --namespace n --csi-address @/none.sock --socket @/s --service a/b"),
+        "cbt-lab faults --listen unix://@/front.sock --upstream unix://@/none.sock".into(),
+        "cbt-lab mock --listen unix://@/mock.sock".into(),
+    ];
+    for line in &servers {
+        for by in [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT] {
+            let mut child = started(command(line, dir));
+            until_caught(&mut child, line);
+            child.signal(by);
+            assert_eq!(child.ended().await, Some(0), "{line}, {by}: {}", child.log());
+            assert_eq!(testkit::leftovers(dir), [""; 0], "{line}, {by}");
+        }
+        let mut ignoring = Command::new("sh");
+        ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]);
+        let wrapped = command(line, dir);
+        ignoring.arg(wrapped.get_program()).args(wrapped.get_args()).current_dir(dir);
+        let mut child = started(ignoring);
+        until_caught(&mut child, line);
+        child.signal(Signal::SIGHUP);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert!(child.is_alive(), "{line} ends by a SIGHUP that it was to ignore");
+        assert!(child.stop().success(), "{line}: {}", child.log());
+    }
+}
