@@ -66,9 +66,9 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Counts blocks that are in the new volume.
-    pub(super) fn add_done(&self, blocks: u64, size: BlockSize) {
-        self.done.fetch_add(blocks * size.bytes(), Ordering::Relaxed);
+    /// Counts bytes that are in the new volume.
+    pub(super) fn add_done(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 

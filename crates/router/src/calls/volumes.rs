@@ -253,9 +253,10 @@ impl Router {
         deadline: Option<Instant>,
     ) -> Result<Key, Status> {
         let request = ChooseRequest {
-            volume_name: name.to_owned(),
+            name: name.to_owned(),
             proposed_key: best.to_string(),
             excluded_keys: excluded.iter().map(Key::to_string).collect(),
+            ..Default::default()
         };
         let mut last = Status::unavailable("no node answers: see the router's log");
         for arbiter in place::arbiters(name, nodes.iter().map(|(node, _)| node.key).collect()) {

@@ -66,16 +66,15 @@ async fn answer(seen: &Seen, request: axum::extract::Request) -> Response<Body> 
             node_id: "curious".to_owned(),
             topology: [("topology.deltapath.csi.dev/node".to_owned(), "curious".to_owned())].into(),
             driver_name: "deltapath.csi.dev".to_owned(),
-            version: String::new(),
             total_bytes: 1 << 50,
             free_bytes: 1 << 50,
-            provisioned_bytes: 0,
+            ..Default::default()
         }
         .encode_to_vec(),
         "Find" => FindResponse::default().encode_to_vec(),
         "Choose" => {
             let asked = ChooseRequest::decode(message).expect("a request");
-            ChooseResponse { key: asked.proposed_key }.encode_to_vec()
+            ChooseResponse { key: asked.proposed_key, kind: asked.kind }.encode_to_vec()
         }
         _ => Vec::new(),
     };

@@ -16,6 +16,7 @@ mod streams;
 mod suites;
 mod transfer_cuts;
 mod transfer_figures;
+mod transfer_holes;
 mod transfer_kills;
 #[cfg(feature = "failpoints")]
 mod transfer_points;
