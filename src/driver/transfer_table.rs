@@ -13,7 +13,7 @@ use super::request::{CreateVolume, difference};
 use super::shared::Shared;
 use super::{Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
-use base::{BlockSize, Stop, VolumeId};
+use base::{Stop, VolumeId};
 
 /// How often a call that ends a transfer checks whether it has ended.
 const PATIENCE: Duration = Duration::from_secs(1);

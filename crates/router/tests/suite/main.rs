@@ -12,6 +12,7 @@ mod names;
 mod nodes;
 mod signing;
 mod slices;
+mod strangers;
 mod streams;
 mod suites;
 mod transfer_cuts;
