@@ -26,6 +26,7 @@ use super::snapshot_metadata::SnapshotMetadataService;
 use super::transfer::{MAX_MESSAGE, Puller, TransferService};
 use crate::driver::{Driver, Error, Named, SourceRef};
 use crate::metric;
+use base::Key;
 use proto::node::node_server::{Node, NodeServer};
 use proto::node::{
     ChooseRequest, ChooseResponse, CreateFromRequest, CreateFromResponse, DescribeRequest, DescribeResponse,
@@ -59,6 +60,7 @@ pub enum RouterError {
 pub struct RouterListener {
     listener: TcpListener,
     tls: Arc<Mutual>,
+    process: Key,
 }
 
 impl RouterListener {
@@ -76,7 +78,8 @@ impl RouterListener {
             Err(error) => return Err(RouterError::Certificate(error)),
         }
         let listener = serve::places::bind(address).map_err(|error| RouterError::Listen(address, error))?;
-        Ok(RouterListener { listener, tls })
+        let process = Key::random().map_err(|error| RouterError::Listen(address, error))?;
+        Ok(RouterListener { listener, tls, process })
     }
 
     /// Serves until `shutdown` resolves and the calls under way are done.
@@ -99,7 +102,11 @@ impl RouterListener {
                 .http2_keepalive_timeout(Some(KEEPALIVE))
         };
         let for_router = cluster_services(&mut server(), &driver, metadata)
-            .add_service(NodeServer::new(NodeService { driver: driver.clone(), tls: self.tls.clone() }))
+            .add_service(NodeServer::new(NodeService {
+                driver: driver.clone(),
+                tls: self.tls.clone(),
+                process: self.process,
+            }))
             .serve_with_incoming_shutdown(of_router, shutdown.clone());
         let transfers = TransferService::new(driver.clone(), self.tls.clone());
         let transfers = TransferServer::new(transfers).max_decoding_message_size(MAX_MESSAGE);
@@ -160,16 +167,28 @@ fn by_role(
     (ReceiverStream::new(of_router), ReceiverStream::new(of_nodes))
 }
 
+/// What has a name; `None` if it is unknown.
+fn named(kind: Kind) -> Option<Named> {
+    match kind {
+        Kind::Volume => Some(Named::Volume),
+        Kind::Snapshot => Some(Named::Snapshot),
+        Kind::GroupSnapshot => Some(Named::Group),
+        Kind::Unknown => None,
+    }
+}
+
 struct NodeService {
     driver: Arc<Driver>,
     tls: Arc<Mutual>,
+    /// As in `DescribeResponse`.
+    process: Key,
 }
 
 #[async_trait]
 impl Node for NodeService {
     async fn describe(&self, _: Request<DescribeRequest>) -> Result<Response<DescribeResponse>, Status> {
         // Asked every few seconds: no line in the log and no place in the metrics.
-        let driver = self.driver.clone();
+        let (driver, process) = (self.driver.clone(), self.process);
         let described = tokio::task::spawn_blocking(move || {
             let room = driver.placement.room();
             DescribeResponse {
@@ -181,6 +200,7 @@ impl Node for NodeService {
                 total_bytes: room.total,
                 free_bytes: room.free,
                 provisioned_bytes: room.provisioned,
+                process: process.to_string(),
             }
         });
         let described =
@@ -191,12 +211,7 @@ impl Node for NodeService {
     async fn find(&self, request: Request<FindRequest>) -> Result<Response<FindResponse>, Status> {
         let request = request.into_inner();
         unary(&self.driver, rpc_span!("Find", name = request.name), move |driver| {
-            let kind = match request.kind() {
-                Kind::Volume => Named::Volume,
-                Kind::Snapshot => Named::Snapshot,
-                Kind::GroupSnapshot => Named::Group,
-                Kind::Unknown => return Err(Error::Missing { field: "kind" }),
-            };
+            let kind = named(request.kind()).ok_or(Error::Missing { field: "kind" })?;
             let (id, in_progress) = driver.placement.find_named(kind, &request.name)?.unwrap_or_default();
             Ok(FindResponse { id, in_progress })
         })
@@ -205,9 +220,9 @@ impl Node for NodeService {
 
     async fn choose(&self, request: Request<ChooseRequest>) -> Result<Response<ChooseResponse>, Status> {
         let request = request.into_inner();
-        unary(&self.driver, rpc_span!("Choose", volume_name = request.volume_name), move |driver| {
+        unary(&self.driver, rpc_span!("Choose", name = request.name), move |driver| {
             let key = |field, text: &String| {
-                text.parse().map_err(|_: base::KeyError| Error::Invalid {
+                text.parse::<Key>().map_err(|_| Error::Invalid {
                     field,
                     value: format!("{text:?}"),
                     want: "8 hexadecimal digits in lower case".into(),
@@ -219,8 +234,13 @@ impl Node for NodeService {
                 .iter()
                 .map(|text| key("excluded_keys", text))
                 .collect::<Result<Vec<_>, _>>()?;
-            let chosen = driver.placement.choose_node(&request.volume_name, proposed, &excluded)?;
-            Ok(ChooseResponse { key: chosen.to_string() })
+            // A router of an earlier release has choices for volumes alone.
+            let kind = named(request.kind()).unwrap_or(Named::Volume);
+            let chosen = match request.is_over {
+                true => driver.placement.end_choice(kind, &request.name, proposed),
+                false => driver.placement.choose_node(kind, &request.name, proposed, &excluded)?,
+            };
+            Ok(ChooseResponse { key: chosen.to_string(), kind: request.kind })
         })
         .await
     }
@@ -235,7 +255,7 @@ impl Node for NodeService {
         let (tls, driver) = (self.tls.clone(), self.driver.clone());
         let runtime = tokio::runtime::Handle::current();
         unary(&self.driver, rpc_span!("CreateFrom", volume_name = create.name), move |_| {
-            let key: base::Key = request.key.parse().map_err(|_: base::KeyError| Error::Invalid {
+            let key: Key = request.key.parse().map_err(|_: base::KeyError| Error::Invalid {
                 field: "key",
                 value: format!("{:?}", request.key),
                 want: "8 hexadecimal digits in lower case".into(),

@@ -19,7 +19,7 @@ use super::rpc::{rpc_span, unary};
 use super::status::status;
 use crate::driver::{Blocks, Driver, OpenSource, Opened, Remote, RemoteFault};
 use crate::metric;
-use base::{BlockSize, Key, SnapshotId, Stop, Stopped, VolumeId};
+use base::{BlockSize, ByteRange, Key, SnapshotId, Stop, Stopped, VolumeId};
 use cbt::SegmentIndex;
 use proto::transfer::transfer_client::TransferClient;
 use proto::transfer::transfer_server::Transfer;
@@ -140,7 +140,7 @@ impl Transfer for TransferService {
 
     async fn hashes(&self, request: Request<BlocksRequest>) -> Result<Response<HashesResponse>, Status> {
         let reader = reader(&request)?;
-        let BlocksRequest { point, segment, blocks } = request.into_inner();
+        let BlocksRequest { point, segment, blocks, .. } = request.into_inner();
         let (source, index, blocks) =
             (self.source(&reader, &point)?, SegmentIndex(segment), decode_blocks(&blocks)?);
         // The work ends when its caller no longer waits.
@@ -159,7 +159,7 @@ impl Transfer for TransferService {
 
     async fn read(&self, request: Request<BlocksRequest>) -> Result<Response<Self::ReadStream>, Status> {
         let reader = reader(&request)?;
-        let BlocksRequest { point, segment, blocks } = request.into_inner();
+        let BlocksRequest { point, segment, blocks, without_holes } = request.into_inner();
         let (source, index, blocks) =
             (self.source(&reader, &point)?, SegmentIndex(segment), decode_blocks(&blocks)?);
         let turn = self.answers.clone().acquire_owned().await;
@@ -168,12 +168,19 @@ impl Transfer for TransferService {
         tokio::task::spawn_blocking(move || {
             let _turn = turn;
             let read = source.check(index, &blocks).and_then(|()| {
-                source.read(index, &blocks, &Stop::default(), |data, hashes| {
-                    metrics::counter!(metric::TRANSFER_SENT_BYTES_TOTAL).increment(data.len() as u64);
-                    let message = ReadResponse { data: data.into(), hashes: hashes.into() };
-                    // The caller is gone.
-                    messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
-                })
+                source.read(
+                    index,
+                    &blocks,
+                    without_holes,
+                    &Stop::default(),
+                    |Blocks { data, hashes, holes }| {
+                        metrics::counter!(metric::TRANSFER_SENT_BYTES_TOTAL).increment(data.len() as u64);
+                        let holes = holes.iter().flat_map(|hole| [hole.start, hole.len()]).collect();
+                        let message = ReadResponse { data, hashes, holes };
+                        // The caller is gone.
+                        messages.blocking_send(Ok(message)).map_err(|_| Stopped::Cancelled)
+                    },
+                )
             });
             if let Err(error) = read {
                 let _ = messages.blocking_send(Err(status(&driver, &error)));
@@ -267,7 +274,8 @@ impl Puller {
     }
 
     fn request(&self, index: SegmentIndex, blocks: &RoaringBitmap) -> BlocksRequest {
-        BlocksRequest { point: self.point.clone(), segment: index.0, blocks: encode_blocks(blocks) }
+        let (point, blocks) = (self.point.clone(), encode_blocks(blocks));
+        BlocksRequest { point, segment: index.0, blocks, without_holes: true }
     }
 }
 
@@ -322,9 +330,13 @@ impl Remote for Puller {
     fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault> {
         let Some(mut answer) = self.answer.take() else { return Ok(None) };
         let message = self.wait(stop, answer.message())?;
-        Ok(message.map(|message| {
+        Ok(message.map(|ReadResponse { data, hashes, holes }| {
             self.answer = Some(answer);
-            (message.data, message.hashes)
+            let (holes, _) = holes.as_chunks();
+            // What is too long is past the end of the blocks, which is refused where it is used.
+            let hole =
+                |[start, length]: &[u64; 2]| ByteRange { start: *start, end: start.saturating_add(*length) };
+            Blocks { data, hashes, holes: holes.iter().map(hole).collect() }
         }))
     }
 

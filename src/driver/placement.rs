@@ -1,8 +1,9 @@
 //! What a router asks a node: how much space there is, which object has a name, and which node was chosen for a new
-//! volume.
+//! object.
 //!
-//! A choice is kept in memory for ten minutes, long enough for all tries of one CreateVolume, by one router or several.
-//! Once the volume exists, it is found by its name.
+//! A choice is kept in memory for ten minutes, long enough for all tries of one call, by one router or several. Once the
+//! object exists, it is found by its name. A volume may be made on any node, so its choice stays. A snapshot is made where
+//! its source is: its choice ends with the call, so that the name is free for another source if no object has it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +18,7 @@ use base::Key;
 
 /// How long a choice is kept after the last request for it.
 const KEPT: Duration = Duration::from_secs(600);
-/// The most choices at a time: more than the volumes that anybody makes in ten minutes.
+/// The most choices at a time: more than the objects that anybody makes in ten minutes.
 const MOST: usize = 10_000;
 
 /// The space of a node's pool, in bytes.
@@ -32,7 +33,7 @@ pub struct Space {
 }
 
 /// A kind of object that has a name given by the caller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Named {
     /// A volume.
     Volume,
@@ -50,19 +51,23 @@ pub struct Placement {
     pub(super) choices: Choices,
 }
 
-/// The node chosen for each new volume.
+/// The node chosen for each new object.
 #[derive(Debug, Default)]
-pub(super) struct Choices(Mutex<HashMap<String, (Key, Instant)>>);
+pub(super) struct Choices(Mutex<HashMap<(Named, String), (Key, Instant)>>);
 
 impl Choices {
     /// The node chosen for `name`: that of an earlier call, unless it is in `not`, or else `proposed`.
-    fn choose(&self, name: &str, proposed: Key, not: &[Key], now: Instant) -> Result<Key> {
+    fn choose(&self, kind: Named, name: &str, proposed: Key, not: &[Key], now: Instant) -> Result<Key> {
+        let name = (kind, name.to_owned());
         let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((chosen, asked)) = choices.get_mut(name)
+        if let Some((chosen, asked)) = choices.get_mut(&name)
             && now.duration_since(*asked) < KEPT
             && !not.contains(chosen)
         {
-            *asked = now;
+            // Who may only propose another node does not keep a choice that is for nobody.
+            if kind == Named::Volume || *chosen == proposed {
+                *asked = now;
+            }
             return Ok(*chosen);
         }
         if choices.len() >= MOST {
@@ -71,8 +76,17 @@ impl Choices {
         if choices.len() >= MOST {
             return Err(Error::TooMany { what: format!("{MOST} choices of a node") });
         }
-        choices.insert(name.to_owned(), (proposed, now));
+        choices.insert(name, (proposed, now));
         Ok(proposed)
+    }
+
+    /// Ends the choice of this node.
+    fn end(&self, kind: Named, name: &str, chosen: Key) {
+        let mut choices = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let name = (kind, name.to_owned());
+        if choices.get(&name).is_some_and(|(key, _)| *key == chosen) {
+            choices.remove(&name);
+        }
     }
 }
 
@@ -104,10 +118,16 @@ impl Placement {
         Ok(found.map(|id| (id, false)).or(in_progress))
     }
 
-    /// The node on which the new volume `name` is made: the first one proposed that is not in `not`.
-    pub fn choose_node(&self, name: &str, proposed: Key, not: &[Key]) -> Result<Key> {
+    /// The node on which the new object `name` is made: the first one proposed that is not in `not`.
+    pub fn choose_node(&self, kind: Named, name: &str, proposed: Key, not: &[Key]) -> Result<Key> {
         check_name("name", name)?;
-        self.choices.choose(name, proposed, not, Instant::now())
+        self.choices.choose(kind, name, proposed, not, Instant::now())
+    }
+
+    /// The node has answered for the object `name`: if it was chosen, it is no more.
+    pub fn end_choice(&self, kind: Named, name: &str, chosen: Key) -> Key {
+        self.choices.end(kind, name, chosen);
+        chosen
     }
 }
 
@@ -125,7 +145,9 @@ mod tests {
         let (one, two, three) = (key("00000001"), key("00000002"), key("00000003"));
         let start = Instant::now();
         let choose = |proposed, not: &[Key], after: u64| {
-            choices.choose("a", proposed, not, start + Duration::from_secs(after)).expect("a choice")
+            choices
+                .choose(Named::Volume, "a", proposed, not, start + Duration::from_secs(after))
+                .expect("a choice")
         };
         assert_eq!(choose(one, &[], 0), one);
         assert_eq!(choose(two, &[], 500), one);
@@ -133,7 +155,26 @@ mod tests {
         assert_eq!(choose(two, &[one], 1000), two, "ruled out");
         assert_eq!(choose(three, &[one], 1000), two);
         assert_eq!(choose(three, &[], 2000), three, "forgotten");
-        assert_eq!(choices.choose("b", two, &[], start).expect("a choice"), two);
+        assert_eq!(choices.choose(Named::Volume, "b", two, &[], start).expect("a choice"), two);
+    }
+
+    #[test]
+    fn a_snapshots_choice_ends_with_its_call_and_is_not_kept_by_others() {
+        let choices = Choices::default();
+        let (one, two) = (key("00000001"), key("00000002"));
+        let start = Instant::now();
+        let choose = |proposed, after: u64| {
+            let now = start + Duration::from_secs(after);
+            choices.choose(Named::Snapshot, "a", proposed, &[], now).expect("a choice")
+        };
+        assert_eq!((choose(one, 0), choose(two, 500)), (one, one));
+        assert_eq!(choose(two, 700), two, "only another has asked since");
+        choices.end(Named::Snapshot, "a", one);
+        assert_eq!(choose(one, 701), two, "another's choice stays");
+        choices.end(Named::Snapshot, "a", two);
+        assert_eq!(choose(one, 702), one);
+        let volume = choices.choose(Named::Volume, "a", two, &[], start).expect("a choice");
+        assert_eq!(volume, two, "names of each kind are apart");
     }
 
     #[test]
@@ -141,9 +182,11 @@ mod tests {
         let choices = Choices::default();
         let now = Instant::now();
         for number in 0..MOST {
-            choices.choose(&number.to_string(), key("00000001"), &[], now).expect("a choice");
+            choices.choose(Named::Volume, &number.to_string(), key("00000001"), &[], now).expect("a choice");
         }
-        choices.choose("more", key("00000001"), &[], now).expect_err("too many");
-        choices.choose("more", key("00000001"), &[], now + KEPT).expect("the others are forgotten");
+        choices.choose(Named::Volume, "more", key("00000001"), &[], now).expect_err("too many");
+        choices
+            .choose(Named::Volume, "more", key("00000001"), &[], now + KEPT)
+            .expect("the others are forgotten");
     }
 }

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use roaring::RoaringBitmap;
 
 use super::Error;
-use base::{BlockSize, Stop, Stopped};
+use base::{BlockSize, ByteRange, Stop, Stopped};
 use cbt::SegmentIndex;
 
 /// Why a request to the other node failed.
@@ -39,8 +39,16 @@ pub struct Opened {
     pub relatives: Vec<String>,
 }
 
-/// The bytes of whole blocks, and a hash of each.
-pub type Blocks = (Bytes, Bytes);
+/// Blocks as they come from another node.
+#[derive(Debug)]
+pub struct Blocks {
+    /// Their bytes, without those of the holes.
+    pub data: Bytes,
+    /// A hash of each block, with zeros for holes.
+    pub hashes: Bytes,
+    /// What holds no data, in bytes of the blocks one behind the other; ascending.
+    pub holes: Vec<ByteRange>,
+}
 
 /// A source on another node. Each call waits for its answer, or until `stop`.
 pub trait Remote: Send {
@@ -57,7 +65,7 @@ pub trait Remote: Send {
     ) -> Result<Vec<u8>, RemoteFault>;
     /// Requests the bytes of blocks, which [`Remote::next`] returns.
     fn read(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, stop: &Stop) -> Result<(), RemoteFault>;
-    /// The next whole blocks and their hashes, in the order of the request; `None` after the last.
+    /// The next blocks and their hashes, in the order of the request; `None` after the last.
     fn next(&mut self, stop: &Stop) -> Result<Option<Blocks>, RemoteFault>;
     /// Says that the source is no longer needed.
     fn close(&mut self);

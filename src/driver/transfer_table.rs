@@ -13,7 +13,7 @@ use super::request::{CreateVolume, difference};
 use super::shared::Shared;
 use super::{Error, Result};
 use crate::store::{AccessKind, VolumeRecord};
-use base::{BlockSize, Stop, VolumeId};
+use base::{Stop, VolumeId};
 
 /// How often a call that ends a transfer checks whether it has ended.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -66,9 +66,9 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// Counts blocks that are in the new volume.
-    pub(super) fn add_done(&self, blocks: u64, size: BlockSize) {
-        self.done.fetch_add(blocks * size.bytes(), Ordering::Relaxed);
+    /// Counts bytes that are in the new volume.
+    pub(super) fn add_done(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
     }
 }
 

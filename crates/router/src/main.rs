@@ -97,6 +97,10 @@ struct Serve {
     /// adds to it.
     #[arg(long, value_name = "FILE")]
     forgotten: Option<PathBuf>,
+    /// Name of the nodes' CSI driver, as in their --driver-name. Nodes with another are not used. Default: the name that most
+    /// nodes have.
+    #[arg(long, value_name = "NAME")]
+    driver_name: Option<String>,
     /// How long a node may take to accept a connection, and to say who it is, before it counts as away.
     #[arg(long, value_name = "AGE", default_value = "5s", value_parser = age)]
     node_timeout: Duration,

@@ -133,6 +133,10 @@ pub struct Node {
     pub name: String,
     /// The same.
     pub topology: BTreeMap<String, String>,
+    /// The name of its driver.
+    pub driver: String,
+    /// Another one for each process; empty if the driver does not tell.
+    pub process: String,
     /// Told when a call found it away, so that it is looked at now.
     pub suspect: Arc<Notify>,
     /// Cancelled when it is away.
@@ -161,6 +165,8 @@ impl Node {
             key,
             name: described.node_id,
             topology: described.topology.into_iter().collect(),
+            driver: described.driver_name,
+            process: described.process,
             suspect,
             gone,
             link,

@@ -1,10 +1,12 @@
 //! The nodes there are: found at their addresses, asked who they are every few seconds, and looked up by the key that every
 //! id begins with. Nothing of this is kept: a router that starts asks again.
 
+mod trouble;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base::Key;
 use metrics::gauge;
@@ -17,7 +19,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
 use crate::node::{Link, Node};
-use crate::place::Candidate;
+use crate::place::{self, Candidate};
+use trouble::Trouble;
 
 /// How often a node is asked who it is and what room it has.
 const EVERY: Duration = Duration::from_secs(2);
@@ -32,6 +35,7 @@ pub struct Nodes {
     patience: Duration,
     windows: WideWindows,
     forgotten_file: Option<PathBuf>,
+    driver_name: Option<String>,
     table: Mutex<Table>,
     /// Whether every address was tried since it became known.
     settled: watch::Sender<bool>,
@@ -46,12 +50,16 @@ struct Table {
     /// until they answer elsewhere or an operator says that they are gone.
     departed: BTreeMap<Key, Arc<Node>>,
     forgotten: BTreeSet<Key>,
+    /// What the nodes' driver is called: as in --driver-name, or as most nodes say.
     driver_name: Option<String>,
 }
 
 /// What is known of an address.
 struct Entry {
     state: State,
+    trouble: Option<Trouble>,
+    /// The key in the certificate that was shown there last.
+    shown: Option<Key>,
     /// Ends its task when it is dropped.
     _task: AbortOnDrop,
 }
@@ -82,6 +90,13 @@ impl State {
 }
 
 impl Table {
+    fn up(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.by_address.values().filter_map(|entry| match &entry.state {
+            State::Up(node, _) => Some(node),
+            State::New | State::Away(..) => None,
+        })
+    }
+
     /// The state of an address is no more, and another may follow.
     fn is_past(departed: &mut BTreeMap<Key, Arc<Node>>, past: &State, next: Option<&State>) {
         past.is_no_more();
@@ -137,13 +152,19 @@ pub enum Place {
 }
 
 impl Nodes {
-    /// None yet.
-    pub fn new(tls: Arc<Mutual>, patience: Duration, forgotten_file: Option<PathBuf>) -> Arc<Self> {
+    /// None yet. Without a driver's name that of most nodes counts.
+    pub fn new(
+        tls: Arc<Mutual>,
+        patience: Duration,
+        forgotten_file: Option<PathBuf>,
+        driver_name: Option<String>,
+    ) -> Arc<Self> {
         Arc::new(Nodes {
             tls,
             patience,
             windows: WideWindows::of(WIDE_WINDOWS),
             forgotten_file,
+            driver_name,
             table: Mutex::default(),
             settled: watch::Sender::new(false),
         })
@@ -155,7 +176,10 @@ impl Nodes {
         let Table { by_address, departed, .. } = &mut *table;
         by_address.retain(|address, entry| {
             let stays = addresses.contains(&**address);
-            if !stays {
+            if !stays && matches!(entry.trouble, Some(Trouble::Stranger(_))) {
+                // It has no objects of this driver.
+                entry.state.is_no_more();
+            } else if !stays {
                 Table::is_past(departed, &entry.state, None);
             }
             stays
@@ -173,11 +197,12 @@ impl Nodes {
             if !table.by_address.contains_key(address.as_str()) {
                 let address: Arc<str> = address.as_str().into();
                 let task = tokio::spawn(self.clone().follow(address.clone()));
-                let entry = Entry { state: State::New, _task: AbortOnDrop(task.abort_handle()) };
+                let task = AbortOnDrop(task.abort_handle());
+                let entry = Entry { state: State::New, trouble: None, shown: None, _task: task };
                 table.by_address.insert(address, entry);
             }
         }
-        self.changed(&table);
+        self.changed(&mut table);
     }
 
     /// Reads the keys of nodes that are gone for good.
@@ -190,7 +215,7 @@ impl Nodes {
                     let keys: Vec<_> = forgotten.iter().map(Key::to_string).collect();
                     tracing::info!(keys = keys.join(", "), "forgotten nodes");
                     table.forgotten = forgotten;
-                    self.changed(&table);
+                    self.changed(&mut table);
                 }
             }
             // What was forgotten stays so.
@@ -228,7 +253,7 @@ impl Nodes {
             }
             match asked {
                 Ok((node, candidate)) => self.put(&address, State::Up(node, candidate)),
-                Err(why) => self.put_away(&address, why),
+                Err(why) => self.put_away(&address, why, way.key()),
             }
             tokio::select! {
                 () = tokio::time::sleep(if is_up { EVERY } else { EVERY_AWAY }) => {}
@@ -245,6 +270,7 @@ impl Nodes {
         gone: &CancellationToken,
     ) -> Result<(Arc<Node>, Candidate), String> {
         let mut client = NodeClient::new(link.channel());
+        let begun = Instant::now();
         let asked = tokio::time::timeout(self.patience, client.describe(DescribeRequest {})).await;
         let described = match asked {
             Ok(Ok(answer)) => answer.into_inner(),
@@ -255,21 +281,13 @@ impl Nodes {
         if link.key() != Some(key) {
             return Err(format!("it has the key {key}, and its certificate is for another"));
         }
-        let mut table = self.table();
-        let driver_name = table.driver_name.get_or_insert_with(|| described.driver_name.clone());
-        if *driver_name != described.driver_name {
-            return Err(format!(
-                "its driver is {}, and the others are {driver_name} (--driver-name)",
-                described.driver_name
-            ));
-        }
-        drop(table);
         let candidate = Candidate {
             key,
             topology: described.topology.clone().into_iter().collect(),
             total: described.total_bytes,
             free: described.free_bytes,
             provisioned: described.provisioned_bytes,
+            asked: begun,
         };
         let node = Node::new(address, key, described, link.clone(), suspect.clone(), gone.clone());
         Ok((Arc::new(node), candidate))
@@ -292,23 +310,32 @@ impl Nodes {
             }
             (_, State::New) => {}
         }
-        Table::is_past(departed, &entry.state, Some(&state));
+        match &entry.trouble {
+            Some(Trouble::Stranger(_)) => entry.state.is_no_more(),
+            _ => Table::is_past(departed, &entry.state, Some(&state)),
+        }
         entry.state = state;
-        self.changed(&table);
+        self.changed(&mut table);
     }
 
-    fn put_away(&self, address: &Arc<str>, why: String) {
-        let before = self.table().by_address.get(address).and_then(|entry| entry.state.node().cloned());
+    fn put_away(&self, address: &Arc<str>, why: String, shown: Option<Key>) {
+        let before = self.table().by_address.get_mut(address).and_then(|entry| {
+            entry.shown = shown;
+            // A stranger was never one of the nodes.
+            let is_stranger = matches!(entry.trouble, Some(Trouble::Stranger(_)));
+            entry.state.node().filter(|_| !is_stranger).cloned()
+        });
         self.put(address, State::Away(before, why));
     }
 
-    fn changed(&self, table: &Table) {
+    fn changed(&self, table: &mut Table) {
+        table.look_for_trouble(self.driver_name.as_ref(), *self.settled.borrow());
         let mut counts = [0_u32; 3];
         for entry in table.by_address.values() {
             let which = match &entry.state {
                 State::Up(node, _) if table.forgotten.contains(&node.key) => 2,
-                State::Up(..) => 0,
-                State::New | State::Away(..) => 1,
+                State::Up(..) if entry.used().is_some() => 0,
+                State::Up(..) | State::New | State::Away(..) => 1,
             };
             counts[which] += 1;
             if let State::Up(node, _) = &entry.state {
@@ -335,40 +362,58 @@ impl Nodes {
         let _ = tokio::time::timeout(self.patience, settled.wait_for(|settled| *settled)).await;
     }
 
-    /// All that answer, by key. Data directories that two nodes claim are left out.
+    /// All whose objects can be reached, by key.
     pub fn up(&self) -> Vec<Arc<Node>> {
-        self.candidates().into_iter().map(|(node, _)| node).collect()
+        let table = self.table();
+        let used = table.by_address.values().filter_map(Entry::used);
+        // A node with two addresses is one.
+        let by_key: BTreeMap<Key, &Arc<Node>> = used.map(|(node, _)| (node.key, node)).collect();
+        let is_kept = |node: &&&Arc<Node>| !table.forgotten.contains(&node.key);
+        by_key.values().filter(is_kept).map(|node| (*node).clone()).collect()
     }
 
-    /// The same, with what is to be known of their room.
+    /// Those on which new volumes are made, with what is to be known of their room.
     pub fn candidates(&self) -> Vec<(Arc<Node>, Candidate)> {
         let table = self.table();
-        let mut claims: BTreeMap<Key, Vec<_>> = BTreeMap::new();
-        for entry in table.by_address.values() {
-            if let State::Up(node, candidate) = &entry.state
-                && !table.forgotten.contains(&node.key)
+        let entries = table.by_address.values().filter(|entry| entry.trouble.is_none());
+        let by_key: BTreeMap<Key, _> =
+            entries.filter_map(Entry::used).map(|used| (used.0.key, used)).collect();
+        let kept = by_key.into_values().filter(|(node, _)| !table.forgotten.contains(&node.key));
+        kept.map(|(node, candidate)| (node.clone(), candidate.clone())).collect()
+    }
+
+    /// Which node ids two nodes have that a volume may be made on, if there are such.
+    pub fn taken_id(&self, requirement: Option<&proto::TopologyRequirement>) -> Option<String> {
+        self.table().by_address.values().find_map(|entry| match (&entry.state, &entry.trouble) {
+            (State::Up(node, _), Some(trouble @ Trouble::TakenId(_)))
+                if place::is_allowed(&node.topology, requirement) =>
             {
-                claims.entry(node.key).or_default().push((node.clone(), candidate.clone()));
+                Some(trouble.why().to_owned())
             }
-        }
-        // A node with two addresses is one.
-        let is_one = |nodes: &Vec<(Arc<Node>, _)>| nodes.iter().all(|(node, _)| node.name == nodes[0].0.name);
-        claims.into_values().filter(is_one).filter_map(|nodes| nodes.into_iter().next()).collect()
+            _ => None,
+        })
+    }
+
+    /// What is to be done where the object is on a node that was forgotten, and answers.
+    pub fn forgotten_but_there(&self, id: &str) -> Option<String> {
+        let table = self.table();
+        let node = table.up().find(|node| Key::of(id) == Some(node.key))?;
+        Some(format!(
+            "{id} may exist: node {} at {} answers, and its data directory {} was forgotten: remove the key from the file of \
+             --forgotten, or stop the driver",
+            node.name, node.address, node.key
+        ))
     }
 
     /// Names of the nodes that lists cannot be asked of, and the topologies of those that were known before.
     pub fn away(&self) -> Vec<(String, Option<Arc<Node>>)> {
         let table = self.table();
-        let mut claimed: BTreeMap<Key, &str> = BTreeMap::new();
+        let mut there: BTreeSet<Key> = BTreeSet::new();
         let mut away = Vec::new();
         for (address, entry) in &table.by_address {
             match &entry.state {
-                State::Up(node, _) => {
-                    // Two that claim one data directory: neither is asked.
-                    if *claimed.entry(node.key).or_insert(&node.name) != node.name {
-                        away.push((node.name.clone(), None));
-                    }
-                }
+                State::Up(node, _) if entry.used().is_some() => drop(there.insert(node.key)),
+                State::Up(node, _) => away.push((node.name.clone(), None)),
                 State::Away(Some(node), _) if table.forgotten.contains(&node.key) => {}
                 State::Away(Some(node), _) => away.push((node.name.clone(), Some(node.clone()))),
                 State::Away(None, _) | State::New => away.push((address.to_string(), None)),
@@ -376,7 +421,7 @@ impl Nodes {
         }
         away.extend(table.missed().map(|node| (node.name.clone(), Some(node.clone()))));
         // A pod that came back at another address is there.
-        away.retain(|(_, node)| node.as_ref().is_none_or(|node| !claimed.contains_key(&node.key)));
+        away.retain(|(_, node)| node.as_ref().is_none_or(|node| !there.contains(&node.key)));
         away
     }
 
@@ -386,34 +431,38 @@ impl Nodes {
         if table.forgotten.contains(&key) {
             return Place::Forgotten;
         }
-        // A node with two addresses is one.
-        let mut up: BTreeMap<&str, &Arc<Node>> = BTreeMap::new();
-        let mut away = None;
-        for entry in table.by_address.values() {
-            match &entry.state {
-                State::Up(node, _) if node.key == key => {
-                    up.entry(&node.name).or_insert(node);
+        let (mut away, mut refused) = (None, None);
+        for (address, entry) in &table.by_address {
+            match (&entry.state, &entry.trouble) {
+                (State::Up(node, _), None | Some(Trouble::TakenId(_))) if node.key == key => {
+                    return Place::Here(node.clone());
                 }
-                State::Away(Some(node), why) if node.key == key => away = Some((node, why)),
+                (State::Up(node, _), Some(trouble)) if node.key == key => {
+                    refused = Some(Status::failed_precondition(format!(
+                        "node {} ({key}) at {address} is not used: {}",
+                        node.name,
+                        trouble.why()
+                    )));
+                }
+                (State::Away(Some(node), why), _) if node.key == key => away = Some(node.unavailable(why)),
+                (State::Away(None, why), _) if entry.shown == Some(key) => {
+                    away = Some(Status::unavailable(format!(
+                        "the node at {address} ({key}) does not answer as it should, {why}: try again when it does"
+                    )));
+                }
                 _ => {}
             }
         }
-        let up: Vec<&Arc<Node>> = up.into_values().collect();
-        match (&up[..], away) {
-            ([node], _) => Place::Here((*node).clone()),
-            ([one, two, ..], _) => Place::Away(Status::failed_precondition(format!(
-                "nodes {} and {} both have the data directory {key}: one is a copy, stop its driver",
-                one.name, two.name
-            ))),
-            ([], Some((node, why))) => Place::Away(node.unavailable(why)),
-            ([], None) if table.departed.contains_key(&key) => {
-                Place::Away(table.departed[&key].unavailable("its address is no longer in the list of nodes"))
-            }
-            ([], None) => Place::Away(Status::unavailable(format!(
+        let departed = || {
+            let departed = table.departed.get(&key)?;
+            Some(departed.unavailable("its address is no longer in the list of nodes"))
+        };
+        Place::Away(refused.or(away).or_else(departed).unwrap_or_else(|| {
+            Status::unavailable(format!(
                 "no node with the data directory {key} has answered: try again when it is back, or, if it is gone for \
                  good, run deltapath-router forget {key}"
-            ))),
-        }
+            ))
+        }))
     }
 
     /// A ticket that lets the node `reader` read `source` on another.
@@ -424,7 +473,7 @@ impl Nodes {
         issued.map_err(|error| Status::internal(format!("sign a ticket: {error}")))
     }
 
-    /// The name of the driver, as the nodes say it.
+    /// The name of the driver, as --driver-name or most nodes say it.
     pub fn driver_name(&self) -> Option<String> {
         self.table().driver_name.clone()
     }

@@ -1,6 +1,8 @@
 //! Which node a new volume goes to. Pure.
 
 use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use base::Key;
 use proto::{Topology, TopologyRequirement};
@@ -18,6 +20,85 @@ pub struct Candidate {
     pub free: u64,
     /// Capacity of all volumes together.
     pub provisioned: u64,
+    /// When it was asked for this.
+    pub asked: Instant,
+}
+
+/// Parts of a pool in which room is compared. Nodes whose room is about the same take volumes in turn.
+const PARTS: i128 = 64;
+/// What a volume has that asks for no size.
+const DEFAULT_SIZE: u64 = 1 << 30;
+
+/// Volumes that are being made, or that no node has told of yet.
+#[derive(Default)]
+pub struct Making(Mutex<Vec<Volume>>);
+
+struct Volume {
+    number: u64,
+    on: Key,
+    bytes: u64,
+    /// When its call ended.
+    ended: Option<Instant>,
+}
+
+/// Counts a volume that is being made, until it is dropped.
+pub struct Counted<'m> {
+    making: &'m Making,
+    number: u64,
+}
+
+impl Making {
+    fn volumes(&self) -> MutexGuard<'_, Vec<Volume>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The nodes that a volume may be made on, best first, as if all that are being made were there. From now on this one is
+    /// counted on the best.
+    pub fn order(
+        &self,
+        mut nodes: Vec<Candidate>,
+        requirement: Option<&TopologyRequirement>,
+        bytes: u64,
+    ) -> (Vec<Key>, Counted<'_>) {
+        let mut volumes = self.volumes();
+        // What every node has told of since.
+        let oldest = nodes.iter().map(|node| node.asked).min();
+        volumes
+            .retain(|volume| volume.ended.is_none_or(|ended| oldest.is_some_and(|oldest| ended >= oldest)));
+        for node in &mut nodes {
+            let untold = |volume: &&Volume| {
+                volume.on == node.key && volume.ended.is_none_or(|ended| ended >= node.asked)
+            };
+            let bytes: u64 =
+                volumes.iter().filter(untold).map(|volume| volume.bytes).fold(0, u64::saturating_add);
+            node.provisioned = node.provisioned.saturating_add(bytes);
+            node.free = node.free.saturating_sub(bytes);
+        }
+        let keys = order(nodes, requirement);
+        let number = volumes.last().map_or(0, |last| last.number + 1);
+        let bytes = if bytes == 0 { DEFAULT_SIZE } else { bytes };
+        if let Some(on) = keys.first() {
+            volumes.push(Volume { number, on: *on, bytes, ended: None });
+        }
+        (keys, Counted { making: self, number })
+    }
+}
+
+impl Counted<'_> {
+    /// It is made on this node.
+    pub fn is_on(&self, key: Key) {
+        if let Some(volume) = self.making.volumes().iter_mut().find(|volume| volume.number == self.number) {
+            volume.on = key;
+        }
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        if let Some(volume) = self.making.volumes().iter_mut().find(|volume| volume.number == self.number) {
+            volume.ended = Some(Instant::now());
+        }
+    }
 }
 
 impl Candidate {
@@ -28,9 +109,10 @@ impl Candidate {
 }
 
 /// Whether a node of this topology is in the one that is asked for. A segment that the node does not have says nothing about
-/// it.
+/// it, and a node without any is nowhere.
 pub fn fits(topology: &BTreeMap<String, String>, asked: &Topology) -> bool {
-    topology.iter().all(|(key, value)| asked.segments.get(key).is_none_or(|asked| asked == value))
+    !topology.is_empty()
+        && topology.iter().all(|(key, value)| asked.segments.get(key).is_none_or(|asked| asked == value))
 }
 
 /// Whether a volume may be made on a node of this topology.
@@ -41,13 +123,14 @@ pub fn is_allowed(topology: &BTreeMap<String, String>, requirement: Option<&Topo
 }
 
 /// The nodes that a volume may be made on, best first: in the order of the preferred topologies, and among equals by the room
-/// that is left.
+/// that is left. Where that is about the same, by what is promised: a volume that is not written yet takes no room.
 pub fn order(mut nodes: Vec<Candidate>, requirement: Option<&TopologyRequirement>) -> Vec<Key> {
     nodes.retain(|node| is_allowed(&node.topology, requirement));
     let preferred = requirement.map(|requirement| &requirement.preferred[..]).unwrap_or_default();
     nodes.sort_by_key(|node| {
         let rank = preferred.iter().position(|asked| fits(&node.topology, asked));
-        (rank.unwrap_or(usize::MAX), -node.room(), node.key)
+        let parts = node.room() * PARTS / i128::from(node.total.max(1));
+        (rank.unwrap_or(usize::MAX), -parts, node.provisioned, -node.room(), node.key)
     });
     nodes.into_iter().map(|node| node.key).collect()
 }
@@ -82,7 +165,7 @@ mod tests {
 
     fn node(number: u32, zone: &str, free: u64, provisioned: u64) -> Candidate {
         let topology = BTreeMap::from([("zone".to_owned(), zone.to_owned())]);
-        Candidate { key: key(number), topology, total: 100, free, provisioned }
+        Candidate { key: key(number), topology, total: 100, free, provisioned, asked: Instant::now() }
     }
 
     #[test]
@@ -95,18 +178,19 @@ mod tests {
         };
         for (requisite, preferred, expected) in [
             // By room: the one with 95 free has 50 left to promise; equals by key.
-            (&[][..], &[][..], &[1, 4, 2, 3][..]),
+            (&[][..], &[][..], &[1, 4, 3, 2][..]),
             (&["b"], &[], &[3]),
-            (&["a", "b"], &[], &[1, 2, 3]),
+            (&["a", "b"], &[], &[1, 3, 2]),
             (&["a", "b"], &["b", "a"], &[3, 1, 2]),
             (&["a", "b"], &["c", "b"], &[3, 1, 2]),
-            (&[], &["c"], &[4, 1, 2, 3]),
+            (&[], &["c"], &[4, 1, 3, 2]),
             (&["x"], &["a"], &[]),
         ] {
             let requirement = requirement(requisite, preferred);
             let expected: Vec<Key> = expected.iter().map(|number| key(*number)).collect();
             assert_eq!(order(nodes(), Some(&requirement)), expected, "{requisite:?} {preferred:?}");
         }
+        // Of two with the same room, the one on which less is promised.
         assert_eq!(order(nodes(), None)[0], key(1));
         // What is promised beyond the pool counts against a node.
         assert_eq!(order(vec![node(1, "a", 90, 500), node(2, "a", 1, 0)], None)[0], key(2));
@@ -118,6 +202,23 @@ mod tests {
         let rack = Topology { segments: [("rack".to_owned(), "7".to_owned())].into() };
         assert!(fits(&topology, &rack));
         assert!(!fits(&topology, &zone("b")));
+        assert!(!fits(&BTreeMap::new(), &zone("b")), "a node without a topology");
+    }
+
+    #[test]
+    fn what_is_being_made_counts_until_the_node_tells_of_it() {
+        let making = Making::default();
+        let nodes = || vec![node(1, "a", 90, 0), node(2, "a", 90, 0), node(3, "a", 88, 0)];
+        let told = nodes();
+        let (first, counted) = making.order(nodes(), None, 20);
+        assert_eq!(first[0], key(1));
+        let (second, _second) = making.order(nodes(), None, 20);
+        assert_eq!(second[0], key(2));
+        counted.is_on(key(3));
+        drop(counted);
+        // The nodes have said this before the first was made, and the others after it.
+        assert_eq!(making.order(told, None, 1).0[0], key(1));
+        assert_eq!(making.order(vec![node(2, "a", 90, 0), node(3, "a", 88, 0)], None, 1).0[0], key(3));
     }
 
     #[test]

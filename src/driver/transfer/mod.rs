@@ -3,6 +3,7 @@
 //! - `run.rs`: the thread of a transfer.
 //! - `plan.rs`: what to do with each block of a segment; a pure function.
 //! - `receive.rs`: makes the bytes of the new volume equal to the source's.
+//! - `holes.rs`: what blocks hold no data in, which is neither sent nor written.
 //! - `write.rs`: gathers blocks and writes them past the page cache.
 //! - `send.rs`: the source's side.
 //! - `throttle.rs`: `--transfer-rate`.
@@ -19,6 +20,7 @@
 //! A driver that stops or dies leaves the draft, and the next one continues when CreateVolume is called again. The draft
 //! is removed if DeleteVolume names it, if the source is gone or damaged, or if CreateVolume is not called for an hour.
 
+mod holes;
 mod plan;
 mod receive;
 mod run;

@@ -4,7 +4,7 @@
 //!
 //! For each segment: get the list of blocks that hold data at the source, punch blocks that hold data only here, compare
 //! the hashes of blocks that hold data on both sides, and fetch the rest. Every byte is checked against its hash before
-//! it is written.
+//! it is written. What holds no data inside a block that is fetched is not sent, and holds none here.
 //!
 //! There are two threads. One talks to the other node, checks hashes and gathers blocks to pieces, the other writes these, so
 //! the next blocks arrive while the last ones are written. When the first thread ends, for whatever reason, the second writes what it has and ends too.
@@ -18,10 +18,11 @@ use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
+use super::holes;
 use super::plan::{Plan, portions, runs};
 use super::throttle::{LOOK, Throttle};
 use super::write::{Gather, Writer, pieces};
-use crate::driver::remote::{Opened, Remote, RemoteFault};
+use crate::driver::remote::{Blocks, Opened, Remote, RemoteFault};
 use crate::driver::transfer_table::Progress;
 use crate::driver::{Error, Result};
 use crate::sys::memory::KeepFreed;
@@ -33,6 +34,8 @@ use files::{Context, DataRanges, change};
 const COMPARED: usize = 16 << 10;
 /// Bytes per request.
 const FETCHED: u64 = 64 << 20;
+/// Bytes of a message at most, with zeros for its holes.
+const WHOLE: u64 = 8 << 20;
 /// Bytes that are read and hashed here at a time.
 const READ: u64 = 1 << 20;
 /// How often progress is logged.
@@ -92,7 +95,7 @@ impl Receiver<'_> {
     /// Makes the file equal to the source, and syncs it.
     pub fn receive(&mut self) -> Result<(), Cut> {
         let _keep = KeepFreed::begin();
-        let writer = Writer::new(self.file, self.path, self.opened.block_size, self.progress);
+        let writer = Writer::new(self.file, self.path, self.progress);
         let (mut gather, to_write, written) = pieces();
         std::thread::scope(|scope| {
             let writing = scope.spawn(move || writer.write_all(to_write, written));
@@ -138,7 +141,8 @@ impl Receiver<'_> {
         length: u64,
         gather: &mut Gather,
     ) -> Result<(), Cut> {
-        let plan = Plan::of(theirs, &self.ours(index, length)?);
+        let ours = self.ours(index, length)?;
+        let plan = Plan::of(theirs, &ours);
         for run in runs(&plan.punch, u32::MAX) {
             let bytes = range(index, run).bytes(self.opened.block_size);
             change::punch_hole(self.file, self.path, bytes.start, bytes.len().min(length - bytes.start))?;
@@ -147,15 +151,18 @@ impl Receiver<'_> {
         for portion in portions(plan.compare, COMPARED) {
             let hashes = self.remote.hashes(index, &portion, self.stop)?;
             let differing = self.differing(index, &portion, &hashes)?;
-            self.progress.add_done(portion.len() - differing.len(), self.opened.block_size);
+            self.progress.add_done((portion.len() - differing.len()) * self.opened.block_size.bytes());
             self.log();
             fetch |= differing;
         }
         let size = self.opened.block_size.bytes();
         let most = self.throttle.portion(FETCHED.max(size)) / size;
         for portion in portions(fetch, most.max(1) as usize) {
-            self.wait(portion.len() * size)?;
-            self.fetch(index, &portion, gather)?;
+            let before = self.progress.received.load(Ordering::Relaxed);
+            let fetched = self.fetch(index, &portion, &ours, gather);
+            // How much comes is known only then: holes are not sent.
+            self.wait(self.progress.received.load(Ordering::Relaxed) - before)?;
+            fetched?;
         }
         Ok(())
     }
@@ -196,28 +203,52 @@ impl Receiver<'_> {
         Ok(differing)
     }
 
-    /// Fetches blocks, and passes them to the writer once their hashes are checked.
-    fn fetch(&mut self, index: SegmentIndex, blocks: &RoaringBitmap, gather: &mut Gather) -> Result<(), Cut> {
+    /// Fetches blocks, and passes them to the writer once their hashes are checked. Those among `ours` hold data here, also
+    /// where the source may hold none.
+    fn fetch(
+        &mut self,
+        index: SegmentIndex,
+        blocks: &RoaringBitmap,
+        ours: &RoaringBitmap,
+        gather: &mut Gather,
+    ) -> Result<(), Cut> {
         let size = self.opened.block_size;
         self.remote.read(index, blocks, self.stop)?;
         let mut wanted = blocks.iter();
-        while let Some((data, hashes)) = self.remote.next(self.stop)? {
+        while let Some(Blocks { data, hashes, holes }) = self.remote.next(self.stop)? {
             self.progress.received.fetch_add(data.len() as u64, Ordering::Relaxed);
-            let count = data.len() as u64 / size.bytes();
-            let blocks: RoaringBitmap = wanted.by_ref().take(count as usize).collect();
-            if count == 0 || !(data.len() as u64).is_multiple_of(size.bytes()) || blocks.len() != count {
+            let count = hashes.len() / HASH;
+            let length = count as u64 * size.bytes();
+            let blocks: RoaringBitmap = wanted.by_ref().take(count).collect();
+            let parts = holes::parts(length, &holes).filter(|_| length <= WHOLE);
+            let whole = parts.as_ref().and_then(|parts| holes::fill(&data, parts));
+            let (Some(parts), Some(whole), true) = (&parts, whole, count > 0 && blocks.len() == count as u64)
+            else {
                 return Err(
                     RemoteFault::Refused(format!("{} sent incomplete blocks", self.remote.node())).into()
                 );
-            }
-            self.check(index, &blocks, &data, &hashes)?;
-            let mut rest = &data[..];
+            };
+            self.check(index, &blocks, &whole, &hashes)?;
+            let mut at = 0;
             // Blocks come in ascending order.
             for run in runs(&blocks, u32::MAX) {
+                let is_ours = ours.range_cardinality(run.clone()) > 0;
                 let bytes = range(index, run).bytes(size);
-                let (run, behind) = rest.split_at(bytes.len() as usize);
-                gather.put(run, bytes.start)?;
-                rest = behind;
+                for (part, is_hole) in parts {
+                    let (start, end) = (part.start.max(at), part.end.min(at + bytes.len()));
+                    let offset = bytes.start + start.saturating_sub(at);
+                    match is_hole {
+                        _ if start >= end => {}
+                        false => gather.put(&whole[start as usize..end as usize], offset)?,
+                        true => {
+                            if is_ours {
+                                change::punch_hole(self.file, self.path, offset, end - start)?;
+                            }
+                            self.progress.add_done(end - start);
+                        }
+                    }
+                }
+                at += bytes.len();
             }
             self.log();
         }
@@ -267,7 +298,7 @@ impl Receiver<'_> {
         }
     }
 
-    /// Waits until `bytes` may be fetched.
+    /// Waits until more may be fetched after `bytes`.
     fn wait(&self, bytes: u64) -> Result<()> {
         let until = Instant::now() + self.throttle.take(bytes, Instant::now());
         loop {
@@ -299,7 +330,6 @@ fn whole_hashes(hashes: &[u8], blocks: u64) -> Result<std::slice::Iter<'_, Block
 mod tests {
     use super::super::write::{GATHERED, PIECES};
     use super::*;
-    use crate::driver::remote::Blocks;
     use base::BlockSize;
 
     /// Blocks of a message.
@@ -365,7 +395,9 @@ mod tests {
             self.handed_out += u32::from(!blocks.is_empty());
             let data = blocks.iter().flat_map(|block| bytes_of(*block)).collect::<Vec<u8>>();
             let hashes = blocks.iter().flat_map(|block| hash_of(*block)).collect::<Vec<u8>>();
-            Ok((!blocks.is_empty()).then_some((data.into(), hashes.into())))
+            // As a driver that does not leave out holes.
+            let message = Blocks { data: data.into(), hashes: hashes.into(), holes: Vec::new() };
+            Ok((!blocks.is_empty()).then_some(message))
         }
 
         fn close(&mut self) {}

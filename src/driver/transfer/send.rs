@@ -12,19 +12,20 @@ use std::time::{Duration, Instant};
 
 use roaring::RoaringBitmap;
 
+use super::holes::{cut_out, holes_in};
 use super::plan::runs;
 use crate::driver::fill::NewSnapshot;
 use crate::driver::locks::Key;
-use crate::driver::remote::Opened;
+use crate::driver::remote::{Blocks, Opened};
 use crate::driver::shared::Shared;
 use crate::driver::snapshots::Snapshots;
 use crate::driver::{Error, Result};
 use crate::pool::{self, Bytes};
 use crate::store::{Draft, SnapshotRecord};
 use crate::sys::memory::KeepFreed;
-use base::{Block, BlockRange, BlockSize, ObjectDir, SnapshotId, Stop, VolumeId};
+use base::{Block, BlockRange, BlockSize, ByteRange, ObjectDir, SnapshotId, Stop, VolumeId};
 use cbt::{Allocation, BlockHash, HashFile, HashReader, MapFile, SegmentIndex, hash_each};
-use files::Context;
+use files::{Context, DataRanges};
 
 /// The most open sources. Each has four open files.
 const MOST: usize = 64;
@@ -282,33 +283,57 @@ impl OpenSource {
         Ok(all)
     }
 
-    /// Passes the bytes and the hashes of blocks to `put`, in messages.
+    /// Passes the bytes and the hashes of blocks to `put`, in messages, `without_holes` or with zeros for them.
     pub fn read(
         &self,
         index: SegmentIndex,
         blocks: &RoaringBitmap,
+        without_holes: bool,
         stop: &Stop,
-        mut put: impl FnMut(Vec<u8>, Vec<u8>) -> Result<(), base::Stopped>,
+        mut put: impl FnMut(Blocks) -> Result<(), base::Stopped>,
     ) -> Result<()> {
         let _keep = KeepFreed::begin();
         let mut known = self.known(index, blocks)?;
         let most = MESSAGE.max(self.size().bytes());
-        let new = || (Vec::with_capacity(most as usize), Vec::new());
-        let (mut data, mut hashes) = new();
+        let new = || (Vec::with_capacity(most as usize), Vec::new(), Vec::new(), 0);
+        let (mut data, mut hashes, mut holes, mut length) = new();
+        // The data of all blocks is looked up once, from the first block to the last.
+        let span = self.bytes(index, &(blocks.min().unwrap_or(0)..blocks.max().map_or(0, |last| last + 1)));
+        let mut parts = DataRanges::of(self.data.file(), self.data.path(), span).peekable();
         for run in runs(blocks, (MESSAGE / self.size().bytes()).max(1) as u32) {
             stop.check()?;
-            if !data.is_empty() && data.len() as u64 + run.len() as u64 * self.size().bytes() > most {
-                put(data, hashes)?;
-                (data, hashes) = new();
+            let bytes = self.bytes(index, &run);
+            if length > 0 && length + bytes.len() > most {
+                put(Blocks { data: data.into(), hashes: hashes.into(), holes })?;
+                (data, hashes, holes, length) = new();
                 self.touch();
             }
+            let before = data.len();
             let of_run = self.hashes_of(index, run, &mut known, &mut data, true)?;
             hashes.extend_from_slice(of_run.as_flattened());
+            if without_holes {
+                let moved = |holes: Vec<ByteRange>, from: u64, to: u64| -> Vec<ByteRange> {
+                    let moved = |at: u64| at - from + to;
+                    holes
+                        .iter()
+                        .map(|hole| ByteRange { start: moved(hole.start), end: moved(hole.end) })
+                        .collect()
+                };
+                let of_run = moved(holes_in(&mut parts, bytes)?, bytes.start, 0);
+                cut_out(&mut data, before, &of_run);
+                holes.extend(moved(of_run, 0, length));
+            }
+            length += bytes.len();
         }
-        match data.is_empty() {
-            true => Ok(()),
-            false => Ok(put(data, hashes)?),
+        match length {
+            0 => Ok(()),
+            _ => Ok(put(Blocks { data: data.into(), hashes: hashes.into(), holes })?),
         }
+    }
+
+    fn bytes(&self, index: SegmentIndex, run: &std::ops::Range<u32>) -> ByteRange {
+        let start = index.block(run.start);
+        BlockRange { start, end: Block(start.0 + run.len() as u64) }.bytes(self.size())
     }
 
     /// The stored hashes of these blocks, if hashes are stored.
@@ -338,8 +363,7 @@ impl OpenSource {
         }
         let is_whole = hashes.iter().all(Option::is_some);
         if wanted || !is_whole {
-            let start = index.block(run.start);
-            let bytes = BlockRange { start, end: Block(start.0 + run.len() as u64) }.bytes(self.size());
+            let bytes = self.bytes(index, &run);
             let before = data.len();
             data.resize(before + bytes.len() as usize, 0);
             let (file, path, read) = (self.data.file(), self.data.path(), &mut data[before..]);

@@ -1,4 +1,4 @@
-//! The writing half of a copy: blocks whose hashes were checked are joined to pieces, and another thread writes these.
+//! The writing half of a copy: bytes of blocks whose hashes were checked are joined to pieces, and another thread writes these.
 
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -9,7 +9,7 @@ use super::receive::Cut;
 use crate::driver::Error;
 use crate::driver::transfer_table::Progress;
 use crate::sys::clone;
-use base::{BlockSize, Stopped};
+use base::Stopped;
 use files::change;
 
 /// The most bytes that are written at once. Each write past the page cache waits for the disk.
@@ -17,7 +17,7 @@ pub(super) const GATHERED: usize = 2 << 20;
 /// Pieces of that size: one that is filled, one that is written, and some that wait.
 pub(super) const PIECES: usize = 4;
 /// What direct writes must be aligned to, in memory and in the file.
-const ALIGN: usize = 4096;
+pub(super) const ALIGN: usize = 4096;
 
 /// Bytes that follow each other in the file, and match their hashes.
 pub(super) struct Piece {
@@ -114,16 +114,15 @@ pub(super) fn pieces() -> (Gather, Queue<Piece>, SyncSender<Piece>) {
 pub(super) struct Writer<'r> {
     file: &'r File,
     path: &'r Path,
-    size: BlockSize,
     progress: &'r Progress,
     /// `None`: through the page cache.
     direct: Option<File>,
 }
 
 impl<'r> Writer<'r> {
-    pub fn new(file: &'r File, path: &'r Path, size: BlockSize, progress: &'r Progress) -> Self {
+    pub fn new(file: &'r File, path: &'r Path, progress: &'r Progress) -> Self {
         let direct = File::options().write(true).custom_flags(libc::O_DIRECT).open(path).ok();
-        Writer { file, path, size, progress, direct }
+        Writer { file, path, progress, direct }
     }
 
     /// Writes until nothing more comes, or a write fails.
@@ -150,7 +149,7 @@ impl<'r> Writer<'r> {
             // The disk writes them while the next blocks arrive.
             clone::start_writing(self.file, offset, bytes.len() as u64);
         }
-        self.progress.add_done(bytes.len() as u64 / self.size.bytes(), self.size);
+        self.progress.add_done(bytes.len() as u64);
         Ok(())
     }
 }

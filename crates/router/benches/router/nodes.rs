@@ -100,10 +100,10 @@ impl Node {
                 node_id: format!("node-{}", self.key),
                 topology: segments(&self.key),
                 driver_name: "deltapath.csi.dev".to_owned(),
-                version: String::new(),
                 total_bytes: 1 << 41,
                 free_bytes: FREE as u64,
                 provisioned_bytes: (self.volumes.len() as u64) << 30,
+                ..Default::default()
             })],
             "/deltapath.node.v1.Node/Find" => vec![frame(&FindResponse::default())],
             "/csi.v1.Controller/ListVolumes" => {

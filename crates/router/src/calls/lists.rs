@@ -8,7 +8,7 @@ use metrics::counter;
 use prost::Message;
 use tonic::{Code, Status};
 
-use super::{AT_ONCE, Router, Work, decode};
+use super::{AT_ONCE, Router, Work, answers, decode};
 use crate::node::Node;
 use crate::pages::{self, Asked, MAX_PAGE, Page, Start};
 use crate::place;
@@ -38,13 +38,15 @@ impl Router {
         let last_key = nodes.last().map(|(node, _)| node.key);
         let (path, deadline, message) = (method.path, work.deadline, method.without_secrets(&work.message)?);
         let ask = |node: Arc<Node>, token: String, limit: usize| {
-            let asked = Asked { max_entries: limit as i32, starting_token: token };
+            let asked = Asked { max_entries: limit as i32, starting_token: token.clone() };
             let request = asked.instead_of_those_in(&message);
             async move {
                 let page = node.while_up(node.call(path, request, deadline)).await;
                 let page = page.and_then(|page| {
-                    Page::decode(page)
-                        .map_err(|_| Status::internal(format!("node {} sent no list", node.name)))
+                    let page = Page::decode(page)
+                        .map_err(|_| Status::internal(format!("node {} sent no list", node.name)))?;
+                    answers::check_page(method, &node, &token, &page)?;
+                    Ok(page)
                 });
                 (node, page)
             }

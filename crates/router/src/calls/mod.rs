@@ -1,6 +1,7 @@
 //! What each call does: to which node it goes, or what is made of the answers of many. Here is what all calls share; the table of
 //! them is in `methods`.
 
+mod answers;
 mod lists;
 mod methods;
 mod names;
@@ -26,6 +27,7 @@ use methods::{Ids, Route, TwoIds};
 
 use crate::node::Node;
 use crate::nodes::{Nodes, Place};
+use crate::place::Making;
 use crate::record::Record;
 
 /// Nodes that are asked at once on behalf of one call.
@@ -64,6 +66,8 @@ pub struct Router {
     unanswered: Mutex<HashMap<String, (Key, Instant)>>,
     /// Volumes that were made while nodes were away, which may have one of the same name: their ids by name.
     doubtful: Mutex<HashMap<String, String>>,
+    /// Volumes that are being made.
+    making: Making,
 }
 
 fn decode<M: Message + Default>(message: &Bytes) -> Result<M, Status> {
@@ -87,6 +91,7 @@ impl Router {
             names: Mutex::default(),
             unanswered: Mutex::default(),
             doubtful: Mutex::default(),
+            making: Making::default(),
         }
     }
 
@@ -113,7 +118,12 @@ impl Router {
                 match self.target(&id)? {
                     Target::Node(node) => work.ask(&node).await,
                     Target::Any => self.ask_any(&mut work).await,
-                    Target::Forgotten if method.route == Route::Undo => Ok(Bytes::new()),
+                    Target::Forgotten if method.route == Route::Undo => {
+                        match self.nodes.forgotten_but_there(&id) {
+                            Some(why) => Err(Status::failed_precondition(why)),
+                            None => Ok(Bytes::new()),
+                        }
+                    }
                     Target::Forgotten => Err(forgotten(&id)),
                 }
             }
@@ -191,7 +201,11 @@ impl Router {
 
     fn plugin_info(&self) -> Result<Bytes, Status> {
         let name = self.nodes.driver_name();
-        let name = name.ok_or_else(|| Status::unavailable("no node has said its driver's name yet"))?;
+        let name = name.ok_or_else(|| {
+            Status::unavailable(
+                "the nodes do not agree on the driver's name: see the router's log, and --driver-name",
+            )
+        })?;
         let vendor_version = env!("CARGO_PKG_VERSION").to_owned();
         let manifest = [("nodes".to_owned(), self.nodes.up().len().to_string())].into();
         Ok(proto::GetPluginInfoResponse { name, vendor_version, manifest }.encode_to_vec().into())
@@ -202,6 +216,8 @@ impl Work<'_> {
     /// Makes the call on this node, as it came.
     async fn ask(&mut self, node: &Arc<Node>) -> Result<Bytes, Status> {
         self.record.on(node);
-        node.call(self.method.path, self.message.clone(), self.deadline).await
+        let answer = node.call(self.method.path, self.message.clone(), self.deadline).await?;
+        answers::check(self.method, node, &self.message, &answer)?;
+        Ok(answer)
     }
 }

@@ -3,13 +3,16 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
+use base::Key;
+use bytes::Bytes;
 use futures_util::stream::{self, StreamExt};
 use proto::node::node_client::NodeClient;
-use proto::node::{FindRequest, FindResponse, Kind};
-use tonic::{Request, Status};
+use proto::node::{ChooseRequest, FindRequest, FindResponse, Kind};
+use tonic::{Code, Request, Status};
 
-use super::{AT_ONCE, Router};
+use super::{AT_ONCE, Router, answers};
 use crate::node::{Node, within};
+use crate::place;
 
 /// Holds a name while an object of it is made.
 pub(super) struct HeldName<'r> {
@@ -23,7 +26,54 @@ impl Drop for HeldName<'_> {
     }
 }
 
+/// Whether this answer is the last word of a node. Otherwise the node may still make the object, or have made it.
+pub(super) fn is_answered(answer: &Result<Bytes, Status>) -> bool {
+    answer.as_ref().err().is_none_or(|status| {
+        !matches!(
+            status.code(),
+            Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled | Code::Unknown | Code::Aborted
+        )
+    })
+}
+
 impl Router {
+    /// Which node makes the object of this name, as the arbiter of the name knows it, and the arbiter. `best` is proposed.
+    pub(super) async fn choose(
+        &self,
+        request: ChooseRequest,
+        best: Key,
+        nodes: &[Arc<Node>],
+        deadline: Option<Instant>,
+    ) -> Result<(Key, Arc<Node>), Status> {
+        let mut last = Status::unavailable("no node answers: see the router's log");
+        for arbiter in place::arbiters(&request.name, nodes.iter().map(|node| node.key).collect()) {
+            let Some(node) = nodes.iter().find(|node| node.key == arbiter) else { continue };
+            let request = ChooseRequest { proposed_key: best.to_string(), ..request.clone() };
+            let kind = request.kind();
+            let mut client = NodeClient::new(node.link().channel());
+            let answer = async { client.choose(request).await.map_err(|status| node.status_of(status)) };
+            match within(deadline, node.while_up(answer)).await {
+                Ok(chosen) => {
+                    let chosen = chosen.into_inner();
+                    // A driver of an earlier release has choices for volumes alone.
+                    if kind != Kind::Volume && chosen.kind() != kind {
+                        return Ok((best, node.clone()));
+                    }
+                    let key = chosen.key.parse().map_err(|_| {
+                        Status::internal(format!(
+                            "node {} chose {:?}, which is no key",
+                            node.name, chosen.key
+                        ))
+                    })?;
+                    return Ok((key, node.clone()));
+                }
+                Err(status) if status.code() == Code::Unavailable => last = status,
+                Err(status) => return Err(status),
+            }
+        }
+        Err(last)
+    }
+
     /// Until what is returned is dropped, this router makes nothing else of this name.
     pub(super) fn hold(&self, kind: Kind, name: &str) -> Result<HeldName<'_>, Status> {
         let held = (kind.into(), name.to_owned());
@@ -70,6 +120,7 @@ impl Router {
         let found = within(deadline, node.while_up(answer)).await.inspect_err(|status| {
             tracing::debug!(node = node.name, reason = status.message(), "a node could not be asked");
         })?;
-        Ok(Some(found.into_inner()).filter(|found| !found.id.is_empty()))
+        let found = Some(found.into_inner()).filter(|found| !found.id.is_empty());
+        found.map(|found| answers::is_of(node, &found.id).map(|()| found)).transpose()
     }
 }

@@ -1,11 +1,15 @@
 //! Snapshots and groups of them: made where their source is, if their name is free on the other nodes; and their lists.
 
+use std::sync::Arc;
+
 use base::Key;
 use bytes::Bytes;
-use proto::node::Kind;
+use proto::node::{ChooseRequest, Kind};
 use tonic::Status;
 
+use super::names::is_answered;
 use super::{Router, Target, Work, decode, forgotten};
+use crate::node::Node;
 use crate::nodes::Place;
 
 impl Router {
@@ -57,14 +61,41 @@ impl Router {
             Target::Forgotten => return Err(forgotten(source)),
         };
         let _held = self.hold(kind, name)?;
+        let nodes = self.nodes.up();
+        let request = ChooseRequest { name: name.to_owned(), kind: kind.into(), ..Default::default() };
+        let (chosen, arbiter) = self.choose(request.clone(), node.key, &nodes, work.deadline).await?;
+        let answer = self.create_if_free(kind, name, &node, chosen, work).await;
+        if chosen == node.key && is_answered(&answer) {
+            let over = ChooseRequest { is_over: true, ..request };
+            // Without it the choice ends by itself, later.
+            let _ = self.choose(over, node.key, &[arbiter], work.deadline).await;
+        }
+        answer
+    }
+
+    /// Makes a snapshot or a group on its node if this node is `chosen` for the name, and no other has an object of it. Names
+    /// are looked for after the choice: a call that was chosen before and is done is found so.
+    async fn create_if_free(
+        &self,
+        kind: Kind,
+        name: &str,
+        node: &Arc<Node>,
+        chosen: Key,
+        work: &mut Work<'_>,
+    ) -> Result<Bytes, Status> {
         let (found, _) = self.find(kind, name, work.deadline).await;
-        match found.iter().find(|(found, _)| found.key != node.key) {
-            Some((other, found)) => Err(Status::already_exists(format!(
+        if let Some((other, found)) = found.iter().find(|(found, _)| found.key != node.key) {
+            return Err(Status::already_exists(format!(
                 "{name:?} already exists as {} on node {}: use another name, or the same request",
                 found.id, other.name
-            ))),
-            None => work.ask(&node).await,
+            )));
         }
+        if chosen != node.key && found.is_empty() {
+            return Err(Status::already_exists(format!(
+                "{name:?} is being made on another node ({chosen}): use another name, or the same request"
+            )));
+        }
+        work.ask(node).await
     }
 
     /// Lists of a volume's or for one snapshot are its node's; the others are of all nodes.

@@ -8,12 +8,12 @@ use base::Key;
 use bytes::Bytes;
 use metrics::counter;
 use prost::Message;
-use proto::node::node_client::NodeClient;
 use proto::node::{ChooseRequest, CreateFromRequest, CreateFromResponse, Kind};
 use tonic::{Code, Status};
 
-use super::{Router, Target, Work, decode, forgotten};
-use crate::node::{Node, within};
+use super::names::is_answered;
+use super::{Router, Target, Work, answers, decode, forgotten};
+use crate::node::Node;
 use crate::nodes::Place;
 use crate::place;
 
@@ -108,7 +108,7 @@ impl Router {
                 Target::Node(_) | Target::Any => {}
             }
         }
-        self.create_anywhere(name, requirement, work).await
+        self.create_anywhere(request, work).await
     }
 
     /// Deletes a volume, also one that is not whole, on its node.
@@ -145,13 +145,7 @@ impl Router {
             Some((key, source)) if key != node.key => self.copy_to(node, key, &source, work).await,
             _ => work.ask(node).await,
         };
-        let is_answered = answer.as_ref().err().is_none_or(|status| {
-            !matches!(
-                status.code(),
-                Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled | Code::Unknown | Code::Aborted
-            )
-        });
-        if is_answered {
+        if is_answered(&answer) {
             self.unanswered().remove(name);
         }
         answer
@@ -187,7 +181,9 @@ impl Router {
         work.record.on(node);
         let request = request.encode_to_vec().into();
         let answer = node.call("/deltapath.node.v1.Node/CreateFrom", request, work.deadline).await?;
-        Ok(decode::<CreateFromResponse>(&answer)?.created.into())
+        let created: Bytes = decode::<CreateFromResponse>(&answer)?.created.into();
+        answers::check(work.method, node, &work.message, &created)?;
+        Ok(created)
     }
 
     /// The node that has not answered for this name, if there is one.
@@ -200,14 +196,15 @@ impl Router {
 
     async fn create_anywhere(
         &self,
-        name: &str,
-        requirement: Option<&proto::TopologyRequirement>,
+        request: &proto::CreateVolumeRequest,
         work: &mut Work<'_>,
     ) -> Result<Bytes, Status> {
-        let nodes = self.nodes.candidates();
-        let node = |key: Key| nodes.iter().map(|(node, _)| node).find(|node| node.key == key);
-        let allowed =
-            place::order(nodes.iter().map(|(_, candidate)| candidate.clone()).collect(), requirement);
+        let (name, requirement) = (request.name.as_str(), request.accessibility_requirements.as_ref());
+        let (nodes, candidates): (Vec<_>, Vec<_>) = self.nodes.candidates().into_iter().unzip();
+        let node = |key: Key| nodes.iter().find(|node| node.key == key);
+        let bytes = request.capacity_range.map_or(0, |range| range.required_bytes);
+        // Counted before anything is waited for, so that calls at once see each other.
+        let (allowed, making) = self.making.order(candidates, requirement, u64::try_from(bytes).unwrap_or(0));
         let away = self.nodes.away();
         let may_be_away = away
             .iter()
@@ -217,6 +214,9 @@ impl Router {
         loop {
             let mut left = allowed.iter().filter(|key| !excluded.contains(*key));
             let Some(best) = left.next() else {
+                if let Some(why) = full.is_none().then(|| self.nodes.taken_id(requirement)).flatten() {
+                    return Err(Status::failed_precondition(why));
+                }
                 return Err(full.unwrap_or_else(|| match may_be_away {
                     true => Status::unavailable("no node that the topologies allow answers: try again later"),
                     false => Status::resource_exhausted("none of the requisite topologies is that of a node"),
@@ -225,8 +225,17 @@ impl Router {
             // Where there is nothing to choose, nobody needs to agree.
             let chosen = match left.next().is_none() && !may_be_away && excluded.is_empty() {
                 true => *best,
-                false => self.choose(name, *best, &excluded, &nodes, work.deadline).await?,
+                false => {
+                    let request = ChooseRequest {
+                        name: name.to_owned(),
+                        excluded_keys: excluded.iter().map(Key::to_string).collect(),
+                        kind: Kind::Volume.into(),
+                        ..Default::default()
+                    };
+                    self.choose(request, *best, &nodes, work.deadline).await?.0
+                }
             };
+            making.is_on(chosen);
             match node(chosen) {
                 Some(node) if allowed.contains(&chosen) => match self.create_on(node, name, work).await {
                     Err(status) if status.code() == Code::ResourceExhausted => full = Some(status),
@@ -241,39 +250,5 @@ impl Router {
             }
             excluded.push(chosen);
         }
-    }
-
-    /// Which node makes the volume, as the arbiter of its name knows it.
-    async fn choose(
-        &self,
-        name: &str,
-        best: Key,
-        excluded: &[Key],
-        nodes: &[(Arc<Node>, place::Candidate)],
-        deadline: Option<Instant>,
-    ) -> Result<Key, Status> {
-        let request = ChooseRequest {
-            volume_name: name.to_owned(),
-            proposed_key: best.to_string(),
-            excluded_keys: excluded.iter().map(Key::to_string).collect(),
-        };
-        let mut last = Status::unavailable("no node answers: see the router's log");
-        for arbiter in place::arbiters(name, nodes.iter().map(|(node, _)| node.key).collect()) {
-            let Some((node, _)) = nodes.iter().find(|(node, _)| node.key == arbiter) else { continue };
-            let mut client = NodeClient::new(node.link().channel());
-            let answer =
-                async { client.choose(request.clone()).await.map_err(|status| node.status_of(status)) };
-            match within(deadline, node.while_up(answer)).await {
-                Ok(chosen) => {
-                    let key = chosen.into_inner().key;
-                    return key
-                        .parse()
-                        .map_err(|_| Status::internal(format!("a node chose {key:?}, which is no key")));
-                }
-                Err(status) if status.code() == Code::Unavailable => last = status,
-                Err(status) => return Err(status),
-            }
-        }
-        Err(last)
     }
 }

@@ -2,22 +2,17 @@
 //! an answer from the router, which listens to none.
 
 use std::collections::HashMap;
-use std::convert::Infallible;
 use std::sync::{Arc, Mutex};
 
+use bytes::Bytes;
 use csi_client::{block_capability, from_snapshot, new_volume};
-use http_body_util::{BodyExt, Full};
 use prost::Message;
 use proto::TopologyRequirement;
 use proto::node::{ChooseRequest, ChooseResponse, DescribeResponse, FindResponse};
-use serve::listen::{self, Limits};
-use serve::mutual::{Files, Mutual, Role};
-use serve::relay::{frame_bytes, unframe_bytes};
-use testkit::cluster::{Cluster, Router, uri};
-use testkit::{MIB, PoolKind, free_port};
-use tonic::Status;
-use tonic::body::Body;
-use tonic::codegen::http::{HeaderMap, HeaderValue, Response};
+use testkit::cluster::{Cluster, Router};
+use testkit::{MIB, PoolKind};
+
+use crate::strangers::{described, play};
 
 const SECRET: &str = "hunter2-do-not-print";
 const KEY: &str = "0badcafe";
@@ -33,58 +28,28 @@ fn secrets() -> HashMap<String, String> {
 
 /// A node that keeps whatever it is sent, and claims to have more room than any.
 async fn curious(cluster: &Cluster) -> (String, Seen) {
-    let dir = cluster.dir.path();
-    cluster.authority.issue(dir, "curious", &uri(&format!("node/{KEY}")));
-    let file = |end: &str| dir.join(format!("curious.{end}"));
-    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
-    let tls = Mutual::new(files, Role::Node(KEY.to_owned()));
-    tls.load().expect("certificates");
-    let address = format!("127.0.0.1:{}", free_port());
-    let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
     let seen = Seen::default();
     let kept = seen.clone();
-    let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
-        let kept = kept.clone();
-        async move { answer(&kept, request).await.map(axum::body::Body::new) }
-    });
-    let connections = listen::tls(listener, move || tls.server(), Limits::of_certificates());
-    let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::from(served));
-    tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
-    (address, seen)
+    let answers = move |path: &str, message: Bytes| {
+        kept.lock().expect("seen").push((path.to_owned(), message.to_vec()));
+        answer(path, message)
+    };
+    (play(cluster, KEY, "curious", answers).await, seen)
 }
 
-async fn answer(seen: &Seen, request: axum::extract::Request) -> Response<Body> {
-    let path = request.uri().path().to_owned();
-    let Ok(body) = request.into_body().collect().await else {
-        return Status::cancelled("the request is given up").into_http();
-    };
-    let message = unframe_bytes(body.to_bytes()).expect("a message");
-    seen.lock().expect("seen").push((path.clone(), message.to_vec()));
-    let answer = match path.rsplit('/').next().unwrap_or_default() {
-        "Describe" => DescribeResponse {
-            key: KEY.to_owned(),
-            node_id: "curious".to_owned(),
-            topology: [("topology.deltapath.csi.dev/node".to_owned(), "curious".to_owned())].into(),
-            driver_name: "deltapath.csi.dev".to_owned(),
-            version: String::new(),
-            total_bytes: 1 << 50,
-            free_bytes: 1 << 50,
-            provisioned_bytes: 0,
+fn answer(path: &str, message: Bytes) -> Vec<u8> {
+    match path.rsplit('/').next().unwrap_or_default() {
+        "Describe" => {
+            DescribeResponse { total_bytes: 1 << 50, free_bytes: 1 << 50, ..described(KEY, "curious") }
+                .encode_to_vec()
         }
-        .encode_to_vec(),
         "Find" => FindResponse::default().encode_to_vec(),
         "Choose" => {
             let asked = ChooseRequest::decode(message).expect("a request");
-            ChooseResponse { key: asked.proposed_key }.encode_to_vec()
+            ChooseResponse { key: asked.proposed_key, kind: asked.kind }.encode_to_vec()
         }
         _ => Vec::new(),
-    };
-    let trailers =
-        HeaderMap::from_iter([("grpc-status".parse().expect("a name"), HeaderValue::from_static("0"))]);
-    let body = Full::new(frame_bytes(&answer)).with_trailers(async { Some(Ok::<_, Infallible>(trailers)) });
-    let mut response = Response::new(Body::new(body));
-    response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
-    response
+    }
 }
 
 /// The TCP ports on which a process listens.

@@ -12,10 +12,12 @@ mod names;
 mod nodes;
 mod signing;
 mod slices;
+mod strangers;
 mod streams;
 mod suites;
 mod transfer_cuts;
 mod transfer_figures;
+mod transfer_holes;
 mod transfer_kills;
 #[cfg(feature = "failpoints")]
 mod transfer_points;

@@ -92,6 +92,77 @@ async fn two_routers_at_once_make_one_volume_of_a_name() {
     cluster.finish();
 }
 
+/// Snapshots and groups of one name, of volumes on two nodes: one is made, and the call for it goes on to find it.
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn two_routers_at_once_make_one_snapshot_of_a_name() {
+    const NAMES: usize = 20;
+    let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
+    let second = Router::start(cluster.dir.path(), "second", &cluster.endpoints(), &[]).await;
+    second.sees(3).await;
+    let sources = [cluster.volume_on(0, "one").await, cluster.volume_on(1, "two").await];
+    for number in 0..NAMES {
+        let name = format!("name-{number}");
+        let is_group = number % 2 == 1;
+        let call = |which: usize, router: usize| {
+            let (mut client, name) =
+                ([cluster.client(), second.client.clone()][router].clone(), name.clone());
+            let source = sources[which].clone();
+            tokio::spawn(async move {
+                match is_group {
+                    true => client.create_group(&name, &[source]).await.map(|group| group.group_snapshot_id),
+                    false => client.create_snapshot(&name, &source).await.map(|made| made.snapshot_id),
+                }
+            })
+        };
+        let at_once = [call(0, 0), call(1, 1)];
+        let mut answers = Vec::new();
+        for answer in at_once {
+            answers.push(answer.await.expect("a client"));
+        }
+        let winner = answers.iter().position(Result::is_ok).unwrap_or_else(|| panic!("none: {answers:?}"));
+        let id = answers[winner].as_ref().expect("made").clone();
+        let error = answers.swap_remove(1 - winner).expect_err("two of one name");
+        assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+        for router in 0..2 {
+            let again = call(winner, router).await.expect("a client");
+            assert_eq!(again.expect("found again"), id);
+            let error = call(1 - winner, router).await.expect("a client").expect_err("another's name");
+            assert_eq!(error.code(), Code::AlreadyExists, "{error}");
+        }
+        // A name is free as soon as nothing has it.
+        if is_group {
+            continue;
+        }
+        cluster.client().delete_snapshot(&id).await.expect("DeleteSnapshot");
+        let id = call(1 - winner, 0).await.expect("a client").expect("it is free");
+        cluster.client().delete_snapshot(&id).await.expect("DeleteSnapshot");
+    }
+    second.finish();
+    cluster.finish();
+}
+
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn volumes_asked_at_once_are_spread(#[values(GIB, 4 << 20)] bytes: i64) {
+    const VOLUMES: usize = 12;
+    let cluster = Cluster::start(PoolKind::Dir, 3, &[]).await;
+    let asked: Vec<_> = (0..VOLUMES)
+        .map(|number| {
+            let mut client = cluster.client();
+            let request = new_volume(&format!("volume-{number}"), bytes, block_capability());
+            tokio::spawn(async move { client.create_volume(request).await.expect("CreateVolume").volume_id })
+        })
+        .collect();
+    let mut on = [0; 3];
+    for asked in asked {
+        on[cluster.node_of(&asked.await.expect("a client"))] += 1;
+    }
+    assert!(on.iter().all(|count| (3..=5).contains(count)), "{on:?}");
+    cluster.finish();
+}
+
 #[test_with::root]
 #[tokio::test(flavor = "multi_thread")]
 async fn volumes_go_where_most_room_is_left_and_to_the_next_when_there_is_none() {

@@ -458,7 +458,7 @@ async fn a_node_reads_what_a_ticket_names_and_nothing_else() {
     let blocks = second.map(map.clone()).await.expect("the map").into_inner().blocks;
     // What one node has opened is nobody else's.
     assert_eq!(third.map(map).await.expect_err("another's").code(), Code::Aborted);
-    let read = BlocksRequest { point: opened.point.clone(), segment: 0, blocks };
+    let read = BlocksRequest { point: opened.point.clone(), segment: 0, blocks, without_holes: false };
     let status = third.read(read.clone()).await.expect_err("another's");
     assert_eq!(status.code(), Code::Aborted, "{status}");
     let mut answer = second.read(read.clone()).await.expect("read").into_inner();

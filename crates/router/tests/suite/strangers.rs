@@ -1,0 +1,307 @@
+//! Promise: a node that lies, or that is taken for another, is named in an error and harms nobody else.
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use csi_client::{block_capability, new_volume};
+use http_body_util::{BodyExt, Full};
+use prost::Message;
+use proto::node::{DescribeResponse, FindResponse};
+use proto::{ListVolumesRequest, TopologyRequirement};
+use serve::listen::{self, Limits};
+use serve::mutual::{Files, Mutual, Role};
+use serve::relay::{frame_bytes, unframe_bytes};
+use testkit::cluster::{Cluster, Router, eventually, uri};
+use testkit::{MIB, PoolKind, free_port};
+use tonic::body::Body;
+use tonic::codegen::http::{HeaderMap, HeaderValue, Response};
+use tonic::{Code, Status};
+
+const KEY: &str = "0badcafe";
+const LIAR: &str = "liar";
+
+/// A node with this key and certificate name, which answers calls in this way; its address.
+pub async fn play(
+    cluster: &Cluster,
+    key: &str,
+    certificate: &str,
+    answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static,
+) -> String {
+    let dir = cluster.dir.path();
+    cluster.authority.issue(dir, certificate, &uri(&format!("node/{key}")));
+    let file = |end: &str| dir.join(format!("{certificate}.{end}"));
+    let files = Files { certificate: file("crt"), key: file("key"), authorities: file("ca") };
+    let tls = Mutual::new(files, Role::Node(key.to_owned()));
+    tls.load().expect("certificates");
+    let address = format!("127.0.0.1:{}", free_port());
+    let listener = tokio::net::TcpListener::bind(&address).await.expect("listen");
+    let served = axum::Router::new().fallback(move |request: axum::extract::Request| {
+        let answers = answers.clone();
+        async move {
+            let path = request.uri().path().to_owned();
+            let answer = match request.into_body().collect().await {
+                Ok(body) => whole(&answers(&path, unframe_bytes(body.to_bytes()).expect("a message"))),
+                Err(_) => Status::cancelled("the request is given up").into_http(),
+            };
+            answer.map(axum::body::Body::new)
+        }
+    });
+    let connections = listen::tls(listener, move || tls.server(), Limits::default());
+    let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::from(served));
+    tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
+    address
+}
+
+fn whole(answer: &[u8]) -> Response<Body> {
+    let trailers =
+        HeaderMap::from_iter([("grpc-status".parse().expect("a name"), HeaderValue::from_static("0"))]);
+    let body = Full::new(frame_bytes(answer)).with_trailers(async { Some(Ok::<_, Infallible>(trailers)) });
+    let mut response = Response::new(Body::new(body));
+    response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// Who a played node says it is.
+pub fn described(key: &str, name: &str) -> DescribeResponse {
+    DescribeResponse {
+        key: key.to_owned(),
+        node_id: name.to_owned(),
+        topology: [("topology.deltapath.csi.dev/node".to_owned(), name.to_owned())].into(),
+        driver_name: "deltapath.csi.dev".to_owned(),
+        total_bytes: 1 << 40,
+        free_bytes: 1 << 40,
+        process: key.to_owned(),
+        ..Default::default()
+    }
+}
+
+/// A router in front of an honest node and one that is played.
+async fn beside(answers: impl Fn(&str, Bytes) -> Vec<u8> + Clone + Send + Sync + 'static) -> Cluster {
+    let mut cluster = Cluster::empty();
+    cluster.add_node(PoolKind::Dir, &[]).await;
+    let address = play(&cluster, KEY, LIAR, answers).await;
+    let endpoints = [cluster.endpoints(), vec![address]].concat();
+    cluster.router = Some(Router::start(cluster.dir.path(), "router", &endpoints, &[]).await);
+    cluster.router().sees(2).await;
+    cluster
+}
+
+fn made(id: &str, topology: Vec<proto::Topology>) -> Vec<u8> {
+    let volume = proto::Volume {
+        volume_id: id.to_owned(),
+        capacity_bytes: 16 * MIB,
+        accessible_topology: topology,
+        ..Default::default()
+    };
+    proto::CreateVolumeResponse { volume: Some(volume) }.encode_to_vec()
+}
+
+fn id(kind: &str, key: &str, number: u32) -> String {
+    format!("{kind}-{key}{number:024x}")
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_is_about_objects_of_its_node() {
+    static TURN: AtomicUsize = AtomicUsize::new(0);
+    let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
+        "Describe" => described(KEY, LIAR).encode_to_vec(),
+        "Find" => FindResponse::default().encode_to_vec(),
+        "CreateVolume" => match TURN.fetch_add(1, Ordering::Relaxed) {
+            0 => made(&id("vol", "0000000a", 1), vec![topology(LIAR)]),
+            1 => made("", vec![topology(LIAR)]),
+            2 => made(&id("vol", KEY, 1), Vec::new()),
+            3 => made(&id("vol", KEY, 1), vec![proto::Topology::default()]),
+            4 => made(&id("vol", KEY, 1), vec![topology("elsewhere")]),
+            _ => made(&id("vol", KEY, 1), vec![topology(LIAR)]),
+        },
+        "CreateSnapshot" => {
+            let snapshot = proto::Snapshot { snapshot_id: id("snap", "0000000a", 1), ..Default::default() };
+            proto::CreateSnapshotResponse { snapshot: Some(snapshot) }.encode_to_vec()
+        }
+        _ => Vec::new(),
+    })
+    .await;
+    let mut client = cluster.client();
+    let mut request = new_volume("new", 16 * MIB, block_capability());
+    let requisite = vec![topology(LIAR)];
+    request.accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
+    let mut errors = Vec::new();
+    for _ in 0..5 {
+        errors.push(client.create_volume(request.clone()).await.expect_err("a lie"));
+    }
+    client.create_volume(request).await.expect("the truth");
+    errors.push(client.create_snapshot("s", &id("vol", KEY, 1)).await.map(drop).expect_err("a lie"));
+    for error in errors {
+        assert_eq!(error.code(), Code::Internal, "{error}");
+        assert!(error.status.message().contains(LIAR), "{error}");
+    }
+    cluster.volume_on(0, "honest").await;
+    cluster.finish();
+}
+
+fn topology(name: &str) -> proto::Topology {
+    proto::Topology { segments: [("topology.deltapath.csi.dev/node".to_owned(), name.to_owned())].into() }
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_that_does_not_lead_on_is_cut_off() {
+    static TURN: AtomicUsize = AtomicUsize::new(0);
+    let cluster = beside(|path, _| match path.rsplit('/').next().unwrap_or_default() {
+        "Describe" => described(KEY, LIAR).encode_to_vec(),
+        "Find" => FindResponse::default().encode_to_vec(),
+        "ListVolumes" => {
+            let page = |key: &str, next: &str, entries: usize| proto::ListVolumesResponse {
+                entries: vec![
+                    proto::list_volumes_response::Entry {
+                        volume: Some(proto::Volume { volume_id: id("vol", key, 1), ..Default::default() }),
+                        status: None,
+                    };
+                    entries
+                ],
+                next_token: next.to_owned(),
+            };
+            match TURN.fetch_add(1, Ordering::Relaxed) {
+                0 => page(KEY, &id("vol", "0000000a", 2), 1),
+                1 => page(KEY, &id("vol", KEY, 2), 0),
+                2 => page("0000000a", "", 1),
+                _ => page(KEY, &id("vol", KEY, 1), 1),
+            }
+            .encode_to_vec()
+        }
+        _ => Vec::new(),
+    })
+    .await;
+    let mut client = cluster.client();
+    let mut list = async |token: &str| {
+        let request = ListVolumesRequest { starting_token: token.to_owned(), ..Default::default() };
+        client.controller.list_volumes(request).await.map(tonic::Response::into_inner)
+    };
+    for _ in 0..3 {
+        let status = list("").await.expect_err("a lie");
+        assert!(status.code() == Code::Internal && status.message().contains(LIAR), "{status}");
+    }
+    // The same page for ever.
+    let first = list("").await.expect("a page");
+    assert_eq!(first.next_token, id("vol", KEY, 1));
+    let status = list(&first.next_token).await.expect_err("it does not lead on");
+    assert!(status.code() == Code::Internal && status.message().contains(LIAR), "{status}");
+    cluster.finish();
+}
+
+#[rstest::rstest]
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stranger_is_refused_and_never_the_others(#[values(false, true)] is_named: bool) {
+    let mut cluster = Cluster::empty();
+    for _ in 0..2 {
+        cluster.add_node(PoolKind::Dir, &[]).await;
+    }
+    let stranger = |path: &str, _| match path.ends_with("/Describe") {
+        true => DescribeResponse { driver_name: "other.csi.dev".to_owned(), ..described(KEY, LIAR) }
+            .encode_to_vec(),
+        false => Vec::new(),
+    };
+    let address = play(&cluster, KEY, LIAR, stranger).await;
+    let honest = cluster.endpoints();
+    // With a name one honest node is enough. Without one the stranger answers first: the others are not there yet.
+    let count = if is_named { 1 } else { 2 };
+    let flags: &[&str] = if is_named { &["--driver-name=deltapath.csi.dev"] } else { &[] };
+    (0..count).for_each(|node| cluster.nodes[node].signal(nix::sys::signal::Signal::SIGSTOP));
+    let endpoints = [vec![address], honest[..count].to_vec()].concat();
+    let router = Router::start(cluster.dir.path(), "router", &endpoints, flags).await;
+    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+    (0..count).for_each(|node| cluster.nodes[node].signal(nix::sys::signal::Signal::SIGCONT));
+    router.sees(count).await;
+    cluster.router = Some(router);
+    let mut client = cluster.client();
+    for node in 0..count {
+        cluster.volume_on(node, &format!("on-{node}")).await;
+    }
+    let info = client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await.expect("GetPluginInfo");
+    assert_eq!(info.into_inner().name, "deltapath.csi.dev");
+    let error = client.delete_volume(&id("vol", KEY, 1)).await.expect_err("a stranger's");
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    let message = error.status.message();
+    assert!(
+        message.contains(LIAR) && message.contains("other.csi.dev") && !message.contains("forget"),
+        "{error}"
+    );
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_a_data_directory_are_named_and_nothing_is_deleted() {
+    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let volume = cluster.volume_on(0, "lives").await;
+    let (key, name) = (cluster.nodes[0].key.clone(), cluster.nodes[0].name());
+    let copied = DescribeResponse { process: "other".to_owned(), ..described(&key, &name) }.encode_to_vec();
+    // Its DeleteVolume is OK, as that of a copy that never had the volume.
+    let answers = move |path: &str, _| if path.ends_with("/Describe") { copied.clone() } else { Vec::new() };
+    let address = play(&cluster, &key, "copy", answers).await;
+    cluster.router.take().expect("it runs").finish();
+    let endpoints = [vec![address.clone()], cluster.endpoints()].concat();
+    let router = Router::start(cluster.dir.path(), "router", &endpoints, &[]).await;
+    router.sees(1).await;
+    cluster.router = Some(router);
+    let mut client = cluster.client();
+    let error = client.delete_volume(&volume).await.expect_err("nobody knows on which");
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    for named in [&address, &cluster.nodes[0].address, &key] {
+        assert!(error.status.message().contains(named.as_str()), "{named} in {error}");
+    }
+    cluster.volume_on(1, "other").await;
+    let own = cluster.nodes[0].rig.client.controller.list_volumes(ListVolumesRequest::default()).await;
+    assert_eq!(own.expect("ListVolumes").into_inner().entries.len(), 1);
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn two_nodes_with_one_node_id_are_named_and_get_nothing_new() {
+    let mut cluster = Cluster::start(PoolKind::Dir, 2, &[]).await;
+    let volume = cluster.volume_on(0, "before").await;
+    let name = cluster.nodes[0].name();
+    let twin = described(KEY, &name).encode_to_vec();
+    let answers = move |path: &str, _| if path.ends_with("/Describe") { twin.clone() } else { Vec::new() };
+    let address = play(&cluster, KEY, "twin", answers).await;
+    cluster.router.take().expect("it runs").finish();
+    let endpoints = [vec![address.clone()], cluster.endpoints()].concat();
+    let router = Router::start(cluster.dir.path(), "router", &endpoints, &[]).await;
+    router.sees(3).await;
+    cluster.router = Some(router);
+    let mut client = cluster.client();
+    let mut request = new_volume("new", 16 * MIB, block_capability());
+    let requisite = vec![cluster.nodes[0].topology()];
+    request.accessibility_requirements = Some(TopologyRequirement { requisite, preferred: Vec::new() });
+    let error = client.create_volume(request).await.expect_err("on which of them?");
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    for named in [&address, &cluster.nodes[0].address, &name] {
+        assert!(error.status.message().contains(named.as_str()), "{named} in {error}");
+    }
+    // What is there stays reachable, and others get what fits anywhere.
+    let any = client.create_volume(new_volume("any", 16 * MIB, block_capability())).await.expect("elsewhere");
+    assert_eq!(cluster.node_of(&any.volume_id), 1);
+    client.delete_volume(&volume).await.expect("its key says where it is");
+    cluster.finish();
+}
+
+#[test_with::root]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_node_that_answers_deletes_nothing_with_ok() {
+    let dir = tempfile::tempdir().expect("temp dir");
+    let file = dir.path().join("forgotten");
+    let flag = format!("--forgotten={}", file.display());
+    let cluster = Cluster::start_with(PoolKind::Dir, 2, &[], &[&flag]).await;
+    let volume = cluster.volume_on(1, "lives").await;
+    std::fs::write(&file, &cluster.nodes[1].key).expect("write");
+    let state = "deltapath_router_nodes{state=\"forgotten\"} 1";
+    eventually("it is seen", async || cluster.router().get("/metrics").await.contains(state)).await;
+    let error = cluster.client().delete_volume(&volume).await.expect_err("it lives");
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+    assert!(error.status.message().contains(&cluster.nodes[1].name()), "{error}");
+    cluster.finish();
+}
