@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use csi_client::{block_capability, from_snapshot, mount_capability, new_volume};
+use csi_client::{from_snapshot, mount_capability, new_volume};
 use deltapath::sys;
 use proto::CapacityRange;
 use tonic::Code;

@@ -3,9 +3,11 @@
 //! full is dropped and counted, so that a reader that stops stops no call and no probe. (The `tracing-appender` crate has such a
 //! thread, but its end prints to the very output that is blocked.)
 
+use std::error::Error;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::process::ExitCode;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,10 +48,11 @@ pub fn flush() {
     }
 }
 
-/// Writes a last line to standard error, and all before it. For the end of a process: where nobody reads, it ends all the same.
-pub fn last_words(line: &str) {
-    stderr().push(format!("{line}\n").as_bytes());
+/// [`shell::end`] of a process whose lines may have no reader: it ends all the same.
+pub fn end(program: &str, done: Result<ExitCode, Box<dyn Error>>) -> ExitCode {
+    let code = shell::end_with(program, done, |line| stderr().push(format!("{line}\n").as_bytes()));
     flush();
+    code
 }
 
 /// Where lines go.

@@ -26,8 +26,13 @@ pub struct Usage(pub String);
 
 /// The exit code of a program that is done; of one that failed, the reason is said.
 pub fn end(program: &str, done: Result<ExitCode, Box<dyn Error>>) -> ExitCode {
+    end_with(program, done, |line| say!("{line}"))
+}
+
+/// The same, with another way to say a line.
+pub fn end_with(program: &str, done: Result<ExitCode, Box<dyn Error>>, say: impl FnOnce(&str)) -> ExitCode {
     done.unwrap_or_else(|error| {
-        say!("{program}: {}", base::report(&*error));
+        say(&format!("{program}: {}", base::report(&*error)));
         if error.is::<Usage>() { ExitCode::from(USAGE) } else { ExitCode::FAILURE }
     })
 }

@@ -126,7 +126,7 @@ pub fn run(repository: &Repository, request: &Request, stop: &Stop) -> Result<In
                     )));
                 }
                 Err(Not::Needed(made)) if wish == Wish::Auto => {
-                    eprintln!("cbt-backup: {}", already(&made));
+                    shell::say!("cbt-backup: {}", already(&made));
                     return Ok(*made);
                 }
                 Err(Not::Needed(made)) => {

@@ -196,7 +196,7 @@ fn name(about: &About) -> String {
 /// Leaves what `--resume` goes on with. Errors are only logged: the backup has failed already.
 pub fn leave(repository: &Repository, partial: &Partial) {
     match write(repository, partial) {
-        Ok(()) => eprintln!(
+        Ok(()) => shell::say!(
             "cbt-backup: {} segments of 128 MiB are stored; the same command with --resume goes on after them",
             partial.done.len()
         ),

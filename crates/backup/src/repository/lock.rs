@@ -150,7 +150,7 @@ impl Lock {
             let tried = match tried {
                 Err(error) if wanted.is_reader && is_refused(&error) => {
                     let why = base::report(&error);
-                    eprintln!(
+                    shell::say!(
                         "cbt-backup: goes on without a lock, so a prune meanwhile may make it fail: {why}"
                     );
                     return Ok(None);

@@ -185,7 +185,7 @@ impl Held {
     pub async fn find(fixtures: &Fixtures, kind: Kind) -> Prepared<Self> {
         let (question, _) = fixtures.dense_question(kind)?;
         let whole = fixtures.ask(&question, 0, 0).await?;
-        let rests = Rest::of(&question, whole.ranges(), &whole);
+        let rests = Rest::of(&question, &whole);
         for (at, rest) in rests.iter().enumerate() {
             if waits_for_its_reader(fixtures, rest).await? {
                 return Ok(Held { at, waits: true, rests });

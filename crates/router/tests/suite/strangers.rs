@@ -47,7 +47,7 @@ pub async fn play(
             answer.map(axum::body::Body::new)
         }
     });
-    let connections = listen::tls(listener, move || tls.server(), Limits::default());
+    let connections = listen::tls(listener, move || tls.server(), Limits::of_certificates());
     let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::from(served));
     tokio::spawn(async move { server.serve_with_incoming(connections).await.expect("serve") });
     address
