@@ -5,6 +5,7 @@ set -euo pipefail
 
 base=${TMPDIR:-/tmp}
 TMPDIR=$(mktemp -d "$base/deltapath-run-XXXXXX")
+chmod 0755 "$TMPDIR" # Tests run programs as other users, too.
 export TMPDIR
 
 state() {

@@ -105,9 +105,11 @@ impl Place {
         text(&output.stderr) + &text(&output.stdout)
     }
 
-    /// What was interrupted.
+    /// What was interrupted. A draft (`NAME#NUMBER`) is not gone on with.
     pub fn partials(&self) -> usize {
-        self.repository().join("partial").read_dir().map_or(0, Iterator::count)
+        let Ok(entries) = self.repository().join("partial").read_dir() else { return 0 };
+        let names = entries.map(|entry| entry.expect("entry").file_name());
+        names.filter(|name| !name.to_string_lossy().contains('#')).count()
     }
 
     /// Ends a backup once a part of it can be gone on with.
