@@ -54,7 +54,7 @@ plan() {
                     ;;
                 *) echo "$package $kind	$program	$directory	--test-threads=2" ;;
             esac
-        done | { [ -z "$filter" ] && cat || grep -F -- "$filter"; } |
+        done | grep -F -e "$filter" |
         awk -F '\t' 'FILENAME != "-" { took[$2] = $1; next } { print ($1 in took ? took[$1] : 0) "\t" $0 }' hack/test-times - |
         sort -t '	' -k 1,1rn
 }
