@@ -207,7 +207,9 @@ async fn an_ext4_with_errors_is_mounted_at_its_old_size() {
     let source = rig.client.create_volume(request).await.expect("create").volume_id;
     let target = rig.client.publish(&source, capability.clone(), false, &kubelet).await.expect("publish");
     write_files(&target);
+    // A file in it loses its way, and that e2fsck -p does not repair.
     std::fs::create_dir(target.join("lost")).expect("mkdir");
+    std::fs::write(target.join("lost/file"), "data").expect("write");
     rig.client.unpublish(&source, &kubelet).await.expect("unpublish");
     let device = rig.attach(&source).await;
     run("debugfs", &["-w", "-R", "clri /lost"], &device);
