@@ -1,5 +1,6 @@
 //! Filesystems of volumes: made only on blank volumes, grown, half-made, frozen and shut down.
 
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -185,7 +186,9 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     let request = new_volume("files", 300 * MIB, capability.clone());
     let volume = rig.client.create_volume(request).await.expect("create").volume_id;
     let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
-    std::fs::write(target.join("file"), "kept").expect("write");
+    let mut file = std::fs::File::create(target.join("file")).expect("create");
+    file.write_all(b"kept").and_then(|()| file.sync_all()).expect("write");
+    std::fs::File::open(&target).and_then(|dir| dir.sync_all()).expect("sync");
     let (reason, status) = match fs_type {
         "ext4" => {
             let device = devices_below(&rig.pool_dir()).expect("devices").pop().expect("a device").path();

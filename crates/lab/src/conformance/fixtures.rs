@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::OnceCell;
 
 use super::answer::{Answer, call_of};
-use super::case::{Case, Judged, Wrong};
+use super::case::{Judged, Wrong};
 use super::content::{BLOCK, Content, Edit, apply, device_size};
 use super::history;
 use super::meanwhile::Held;
@@ -163,18 +163,6 @@ impl Fixtures {
             between: OnceCell::new(),
             dense: OnceCell::new(),
             held: Default::default(),
-        }
-    }
-
-    /// Why the driver refuses a volume with snapshots, where it does: then there is nothing to test on. One that does not answer
-    /// refuses nothing.
-    pub async fn refusal(&self, cases: &[&Case<Self>]) -> Option<Wrong> {
-        if !cases.iter().any(|case| case.needs.contains(&Need::Pair)) {
-            return None;
-        }
-        match self.prepare(Need::Pair).await {
-            Err(NotReady::Failed(wrong)) if wrong.code().is_some() && !wrong.is_silence() => Some(wrong),
-            _ => None,
         }
     }
 

@@ -52,7 +52,7 @@ use case::{Case, Level};
 use claims::Claims;
 use compare::Before;
 use csi_client::Client;
-use fixtures::Fixtures;
+use fixtures::{Fixtures, Need};
 use plugin::{Plugin, Settings};
 use report::{CSI, Choice, Report};
 use secrets::Secrets;
@@ -250,12 +250,15 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, 
         return Err(format!("{name} neither claims nor serves SnapshotMetadata"));
     }
     let started = Instant::now();
-    let refusal = tokio::select! {
-        refusal = fixtures.refusal(cases) => refusal,
-        // The run sees it too, and cleans up.
-        _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => None,
+    let first = match cases.iter().any(|case| case.needs.contains(&Need::Pair)) {
+        false => None,
+        true => tokio::select! {
+            first = run::first(&fixtures, patience) => Some(first),
+            // The run sees it too, and cleans up.
+            _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => None,
+        },
     };
-    if let Some(refusal) = refusal {
+    if let Some(refusal) = first.as_ref().and_then(|(_, first)| run::refusal(first)) {
         let mut left = fixtures.plugin.ledger().clean_up(&fixtures.plugin, patience).await;
         left.extend(remove_empty(ours, dir));
         let left = left.iter().map(|left| format!("; left behind: {left}")).collect::<String>();
@@ -265,7 +268,7 @@ async fn test(arguments: &Arguments, cases: &[&Case<Fixtures>]) -> Result<Done, 
     let choice = Choice { level: arguments.level, by_name };
     let mut report =
         Report::new(CSI, endpoint.to_string(), name, version, choice, arguments.output == Output::Text);
-    run::run(fixtures, cases, arguments.jobs.into(), patience, &mut report, signals).await;
+    run::run(fixtures, cases, first, (arguments.jobs.into(), patience), &mut report, signals).await;
     report.left_behind.extend(remove_empty(ours, dir));
     Ok(end(arguments, report, before.as_ref(), started))
 }

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 
 use super::case::{Case, Judged, Verdict, Wrong};
 use super::content::at_rest;
-use super::fixtures::{Fixtures, NotReady, Prepared};
+use super::fixtures::{Fixtures, Need, NotReady, Prepared};
 use super::plugin::within;
 use super::report::{Outcome, Report};
 use super::subject::Subject;
@@ -34,16 +34,32 @@ pub(super) async fn serves(fixtures: &Fixtures, patience: Duration) -> bool {
     }
 }
 
-/// Runs `cases`, `jobs` at once. The first signal ends it, and the second leaves things as they are.
+/// Makes a volume with snapshots, which is what every case needs that needs anything.
+pub(super) async fn first(fixtures: &Fixtures, patience: Duration) -> (Need, Prepared<()>) {
+    (Need::Pair, sound(async { within(patience, fixtures.prepare(Need::Pair)).await? }).await)
+}
+
+/// Why the driver refuses it: then there is nothing to test on. One that does not answer refuses nothing.
+pub(super) fn refusal(first: &Prepared<()>) -> Option<&Wrong> {
+    match first {
+        Err(NotReady::Failed(wrong)) if wrong.code().is_some() && !wrong.is_silence() => Some(wrong),
+        _ => None,
+    }
+}
+
+/// Runs `cases`, `jobs` at once, after the `first` preparation. The first signal ends it, and the second leaves things as they are.
 pub(super) async fn run<S: Subject>(
     subject: Arc<S>,
     cases: &[&Case<S>],
-    jobs: usize,
-    patience: Duration,
+    first: Option<(S::Need, Prepared<()>)>,
+    (jobs, patience): (usize, Duration),
     report: &mut Report,
     mut signals: watch::Receiver<u32>,
 ) {
     let mut run = Run::new(subject.clone(), cases, jobs, patience);
+    if let Some((need, prepared)) = first {
+        run.note(Ended::Prepared(need, prepared));
+    }
     loop {
         run.start();
         run.tell(report);

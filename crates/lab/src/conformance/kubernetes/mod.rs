@@ -113,6 +113,6 @@ async fn test(all: &super::Arguments, cases: &[&Case<Cluster>]) -> Result<Done, 
         () = cluster.look(all.patience()) => {}
         _ = { let mut signals = signals.clone(); async move { signals.wait_for(|count| *count > 0).await.map(drop) } } => {}
     }
-    run_all(Arc::new(cluster), cases, 1, all.patience(), &mut report, signals).await;
+    run_all(Arc::new(cluster), cases, None, (1, all.patience()), &mut report, signals).await;
     Ok(super::end(all, report, before.as_ref(), started))
 }
