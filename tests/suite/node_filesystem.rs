@@ -188,6 +188,7 @@ async fn a_filesystem_that_the_kernel_gave_up_is_not_published_for_a_new_pod(
     let target = rig.client.publish(&volume, capability.clone(), false, &kubelet).await.expect("publish");
     let mut file = std::fs::File::create(target.join("file")).expect("create");
     file.write_all(b"kept").and_then(|()| file.sync_all()).expect("write");
+    drop(file);
     std::fs::File::open(&target).and_then(|dir| dir.sync_all()).expect("sync");
     let (reason, status) = match fs_type {
         "ext4" => {

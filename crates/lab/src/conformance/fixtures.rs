@@ -265,6 +265,7 @@ impl Subject for Fixtures {
     const MUST: &'static str = "that were written or changed";
     const SPREAD: &'static str = "the driver's unit is large; a larger --volume-size spreads the writes";
     const RESUMES: usize = usize::MAX;
+    const KNOWS_FIRST: bool = false;
     const MORE: &'static str = "a larger --volume-size makes them more";
 
     fn made_from(need: Need) -> &'static [Need] {

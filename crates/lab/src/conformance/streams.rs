@@ -71,10 +71,17 @@ pub(super) struct Rest {
 
 impl Rest {
     /// Rests that are longer and longer, up to the whole: work that grows until something can happen within it.
-    async fn growing(subject: &impl Subject, kind: Kind) -> Result<Vec<Rest>, Wrong> {
-        let (question, _) = subject.dense_question(kind)?;
+    async fn growing<S: Subject>(subject: &S, kind: Kind) -> Result<Vec<Rest>, Wrong> {
+        let (question, first) = subject.dense_question(kind)?;
         let whole = subject.ask(&question, 0, 0).await?;
-        Ok(Self::of(&question, &whole))
+        let mut rests = Self::of(&question, &whole);
+        if S::KNOWS_FIRST {
+            // Streams that were disturbed before may have cost this one something.
+            for rest in &mut rests {
+                rest.must = first.within(rest.offset.unsigned_abs(), u64::MAX);
+            }
+        }
+        Ok(rests)
     }
 
     /// The same of a question whose whole answer is known.

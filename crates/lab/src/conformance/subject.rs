@@ -25,6 +25,8 @@ pub(super) trait Subject: Send + Sync + Sized + 'static {
     const MUST: &'static str;
     /// Why an answer has one tuple alone, and what to do for more.
     const SPREAD: &'static str;
+    /// Whether an answer is compared with the first one, and not with what was written.
+    const KNOWS_FIRST: bool;
     /// At how many places of an answer it is cut and continued.
     const RESUMES: usize;
     /// How streams become longer.

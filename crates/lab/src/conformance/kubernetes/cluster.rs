@@ -342,6 +342,7 @@ impl Subject for Cluster {
         "name two snapshots with changes at several places between them (--snapshot)";
     /// Snapshots of the user's may have any number of changes.
     const RESUMES: usize = 40;
+    const KNOWS_FIRST: bool = true;
     const MORE: &'static str = "name two snapshots with more changes between them (--snapshot)";
 
     fn made_from((): ()) -> &'static [()] {
