@@ -252,7 +252,11 @@ async fn a_start_that_is_killed_before_it_takes_the_other_filesystem_is_made_up_
             if driver.0.try_wait().expect("wait").is_some() {
                 break false;
             }
-            if Client::connect(&dir.path().join("csi.sock"), Duration::from_millis(100)).await.is_ok() {
+            // An answer: the socket takes connections before its mode is set, which is the last step.
+            if let Ok(mut client) =
+                Client::connect(&dir.path().join("csi.sock"), Duration::from_millis(100)).await
+                && client.identity.get_plugin_info(proto::GetPluginInfoRequest {}).await.is_ok()
+            {
                 break true;
             }
         };
