@@ -82,7 +82,8 @@ async fn a_flood_of_scrapes_takes_few_threads() {
     };
     let (before, mut most) = (threads(), 0);
     let mut flood = tokio::task::JoinSet::new();
-    for number in 0..300 {
+    // Fewer than the server takes at once: it closes the oldest of more.
+    for number in 0..200 {
         let path = if number % 2 == 0 { "/metrics" } else { "/readyz" };
         flood.spawn(get(address, path));
     }
