@@ -134,6 +134,7 @@ struct Load {
     /// Which one is ready, and since when.
     ready: watch::Receiver<(Option<usize>, Instant)>,
     tasks: JoinSet<Vec<Call>>,
+    served: watch::Sender<usize>,
     stop: watch::Sender<bool>,
     service: JoinHandle<()>,
 }
@@ -143,6 +144,7 @@ impl Load {
         let (replicas, known) = watch::channel(vec![Replica::of(first)]);
         let (tell, ready) = watch::channel((None, Instant::now()));
         let (stop, stopped) = watch::channel(false);
+        let served = watch::Sender::new(0);
         let service = tokio::spawn({
             let known = known.clone();
             async move {
@@ -168,6 +170,7 @@ impl Load {
         let mut tasks = JoinSet::new();
         for _ in 0..USERS {
             let (known, mut ready, stopped) = (known.clone(), ready.clone(), stopped.clone());
+            let served = served.clone();
             let (pages, token, expected) = (pages.clone(), token.to_owned(), expected.to_vec());
             tasks.spawn(async move {
                 let (mut calls, mut told, mut at) = (Vec::new(), Vec::new(), String::new());
@@ -183,6 +186,7 @@ impl Load {
                     let failure = answer.as_ref().err().cloned();
                     calls.push(Call { begun, ended: Instant::now(), failure });
                     if let Ok((blocks, next)) = answer {
+                        served.send_modify(|served| *served += 1);
                         told.extend(blocks);
                         at = next;
                         if at.is_empty() {
@@ -195,7 +199,7 @@ impl Load {
                 calls
             });
         }
-        Load { replicas, ready, tasks, stop, service }
+        Load { replicas, ready, tasks, served, stop, service }
     }
 
     /// Another replica, behind the same Service.
@@ -209,6 +213,14 @@ impl Load {
         let led = self.ready.wait_for(|(found, _)| *found == Some(number));
         let led = tokio::time::timeout(Duration::from_secs(90), led).await;
         led.unwrap_or_else(|_| panic!("replica {number} is not ready")).expect("the service works").1
+    }
+
+    /// Waits until requests that begin now have been served: a user has one under way at most.
+    async fn at_work(&self) {
+        let enough = *self.served.borrow() + 2 * USERS;
+        let mut served = self.served.subscribe();
+        let waited = tokio::time::timeout(Duration::from_secs(90), served.wait_for(|served| *served >= enough));
+        waited.await.expect("users are served").expect("the sender is here");
     }
 
     /// Ends when all walks have ended, and returns every call.
@@ -261,8 +273,7 @@ async fn two_changes(
             tokio::time::sleep(PAUSE).await;
         }
         load.add(&next);
-        // Users are at work.
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        load.at_work().await;
         let before = lease(world).await;
         let begun = Instant::now();
         elected.running.signal(signal);
@@ -284,7 +295,7 @@ async fn two_changes(
         }
         gaps.push((signal, begun, ended));
         elected = next;
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        load.at_work().await;
     }
     let calls = load.end().await;
     let mut failed = vec![0; gaps.len()];
