@@ -5,7 +5,8 @@
 #   run-tests.sh [--without-go] [FILTER]     JOBS=6 at once, LIMIT=900 seconds for each
 #
 # --without-go leaves out what needs programs built by Go or the unpacked image (`testkit::needs` ends such tests with code 77).
-# The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times.
+# The last line is 'N passed, N failed, N skipped'; what each took is in target/test-times: seconds,
+# label, seconds of a processor.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 filter=
@@ -64,7 +65,9 @@ run_one() {
     IFS='	' read -r _ label program directory arguments <<<"$1"
     log=$(mktemp "$work/log-XXXXXX")
     # shellcheck disable=SC2086 # several words
-    (cd "$directory" && exec timeout --kill-after=5 "$LIMIT" "$program" $arguments) >"$log" 2>&1 </dev/null || code=$?
+    local TIMEFORMAT='%U %S' processor
+    { time (cd "$directory" && exec timeout --kill-after=5 "$LIMIT" "$program" $arguments) >"$log" 2>&1 </dev/null; } 2>"$log.time" || code=$?
+    processor=$(awk '{ printf "%.0f", $1 + $2 }' "$log.time")
     local took=$(((${EPOCHREALTIME/./} - begun) / 100000)) counts word=ok
     counts=$(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed; \([0-9]*\) ignored.*/\1 \2 \3/p' "$log" | tail -n 1)
     case $code in
@@ -74,7 +77,7 @@ run_one() {
         *) word="FAILED ($code)"
             case $counts in "" | *" 0 "*) counts="0 1 0" ;; esac ;;
     esac
-    printf '%s.%s\t%s\n' $((took / 10)) $((took % 10)) "$label" >>"$work/times"
+    printf '%s.%s\t%s\t%s\n' $((took / 10)) $((took % 10)) "$label" "$processor" >>"$work/times"
     echo "$counts" >>"$work/counts"
     printf '%6s.%s s  %s  %s\n' $((took / 10)) $((took % 10)) "$label" "$word"
     case $word in FAILED*) { echo "---- $label: $word"; cat "$log"; } >>"$work/failures" ;; esac
@@ -87,7 +90,7 @@ xargs -a "$work/plan" -d '\n' -n 1 -P "$jobs" bash -c 'run_one "$@"' _
 
 sort -rn "$work/times" >target/test-times
 [ ! -e "$work/failures" ] || cat "$work/failures"
-awk '{ seconds += $1 } END { printf "tests: %d s in %d processes\n", seconds, NR }' target/test-times
+awk -F '\t' '{ seconds += $1; processor += $3 } END { printf "tests: %d s, %d s of a processor, in %d processes\n", seconds, processor, NR }' target/test-times
 echo "build: $built s, tests: $((SECONDS - started - built)) s of clock"
 awk '{ passed += $1; failed += $2; skipped += $3 } END {
     printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped
