@@ -64,9 +64,11 @@ run_one() {
     local label program directory arguments code=0 begun=${EPOCHREALTIME/./} log
     IFS='	' read -r _ label program directory arguments <<<"$1"
     log=$(mktemp "$work/log-XXXXXX")
-    # shellcheck disable=SC2086 # several words
     local TIMEFORMAT='%U %S' processor
-    { time (cd "$directory" && exec timeout --kill-after=5 "$LIMIT" "$program" $arguments) >"$log" 2>&1 </dev/null; } 2>"$log.time" || code=$?
+    { time {
+        # shellcheck disable=SC2086 # several words
+        (cd "$directory" && exec timeout --kill-after=5 "$LIMIT" "$program" $arguments) >"$log" 2>&1 </dev/null || code=$?
+    }; } 2>"$log.time"
     processor=$(awk '{ printf "%.0f", $1 + $2 }' "$log.time")
     local took=$(((${EPOCHREALTIME/./} - begun) / 100000)) counts word=ok
     counts=$(sed -n 's/^test result: .* \([0-9]*\) passed; \([0-9]*\) failed; \([0-9]*\) ignored.*/\1 \2 \3/p' "$log" | tail -n 1)
