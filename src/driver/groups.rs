@@ -57,7 +57,7 @@ impl Snapshots {
         parameters: &SnapshotParameters,
     ) -> Result<Group> {
         check_name("name", name)?;
-        if volume_ids.is_empty() {
+        if volume_ids.is_empty() || volume_ids.iter().any(String::is_empty) {
             return Err(Error::Missing { field: "source_volume_ids" });
         }
         let mut sorted: Vec<&String> = volume_ids.iter().collect();

@@ -194,8 +194,8 @@ impl World {
         let fixed = fixed(style)?;
         let name = name_of(name)?;
         let wanted: BTreeSet<&String> = volumes.iter().collect();
-        if volumes.is_empty() || wanted.len() < volumes.len() {
-            return refused(INVALID, "no volume, or one twice");
+        if volumes.is_empty() || volumes.iter().any(String::is_empty) || wanted.len() < volumes.len() {
+            return refused(INVALID, "no volume, an empty id, or one twice");
         }
         if let Some((id, group)) = existing {
             let of: BTreeSet<&String> =
