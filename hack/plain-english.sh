@@ -35,6 +35,7 @@ awk -v mode="${1:-}" '
     }
     function block(text, prose,    parts, count, i) {
         gsub(/`[^`]*`/, "CODE", text)
+        gsub(/(CODE, )+CODE/, "CODE", text)
         gsub(/\]\([^)]*\)/, "", text)
         gsub(/[\[*]/, "", text)
         gsub(/[.?!]["")]* +/, "&\n", text)
