@@ -10,7 +10,7 @@
 //! - A file is replaced by a rename of a draft next to it (`DraftFile`). Drafts are never read.
 //! - `state.json` is written before a mount or a freeze, in place, to two slots in turn: so a volume on a full pool can be
 //!   published and unpublished, and every mount is explained after a crash.
-//! - `driver/check.rs` is the audit: a new kind of file in the tree must be added there.
+//! - A new kind of file in the tree must be added to the audit (`deltapath check`).
 
 mod error;
 #[cfg(any(test, feature = "fuzz"))]
